@@ -1,0 +1,55 @@
+"""Everything that can go wrong, by name. Each message says where, what, and the way out."""
+
+from __future__ import annotations
+
+
+class SecateurError(Exception):
+    """Parent of every error that secateur raises on purpose."""
+
+
+class UnknownOperationError(SecateurError):
+    """The model calls a function that the table of operations has no entry for."""
+
+
+class UnsupportedModelError(SecateurError):
+    """The model has a part that secateur understands but cannot prune or explain."""
+
+
+class ForwardError(SecateurError):
+    """The model does not run on the example input."""
+
+
+class NothingToPruneError(SecateurError):
+    """The model has no unit that may leave."""
+
+
+class TargetError(SecateurError):
+    """The asked-for size cannot be reached, or the target makes no sense."""
+
+
+class PlanError(SecateurError):
+    """A plan does not fit the model it is applied to."""
+
+
+class VerificationError(SecateurError):
+    """Removal and zero-masking disagree: the smaller model is withheld."""
+
+
+class FileFormatError(SecateurError):
+    """A file is damaged, foreign, or belongs to another model."""
+
+
+class DataError(SecateurError):
+    """The data handed in are empty, of the wrong shape, or not finite."""
+
+
+class RelevanceError(SecateurError):
+    """Relevance became NaN or infinite, or cannot be computed."""
+
+
+class SecateurWarning(UserWarning):
+    """Parent of every warning that secateur gives."""
+
+
+class ConservationWarning(SecateurWarning):
+    """A layer loses or creates relevance."""

@@ -1,0 +1,120 @@
+"""Shadows: copies of a model that share nothing the user can notice, some of them without any numbers."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from secateur.errors import ForwardError, UnsupportedModelError
+
+Example = Any
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The user's own module behind `torch.compile` or DataParallel wrappers."""
+    while True:
+        inner = getattr(model, "_orig_mod", None)
+        if inner is None and isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
+            inner = model.module
+        if not isinstance(inner, nn.Module):
+            return model
+        model = inner
+
+
+def duplicate(model: nn.Module, tensor: Callable[[str, Tensor], Tensor]) -> nn.Module:
+    """A deep copy in which `tensor(name, old)` supplies every parameter and buffer. Tied ones stay tied."""
+    memo: dict[int, Any] = {}
+    named = [*model.named_parameters(), *model.named_buffers()]
+    for name, old in named:
+        if id(old) in memo:
+            continue
+        new = tensor(name, old)
+        if isinstance(old, nn.Parameter):
+            new = nn.Parameter(new, requires_grad=old.requires_grad)
+        memo[id(old)] = new
+    try:
+        made = copy.deepcopy(model, memo)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} cannot be copied ({error}). secateur never changes your model, so it works on copies. "
+            f"Way out: keep non-leaf tensors and open resources out of the module's attributes, or detach() them."
+        ) from error
+    for module in list(made.modules()):
+        for name, child in list(module.named_children()):
+            if hasattr(child, "_orig_mod"):
+                setattr(module, name, unwrap(child))
+    made = unwrap(made)
+    for module in made.modules():
+        module._backward_hooks.clear()
+        module._forward_hooks = module._forward_hooks.copy()
+    return made
+
+
+def ghost(model: nn.Module) -> nn.Module:
+    """A copy on the meta device: shapes without numbers. Integer buffers keep theirs, since they steer indexing."""
+
+    def empty(name: str, old: Tensor) -> Tensor:
+        return old.detach().to("meta") if old.is_floating_point() or old.is_complex() else old.detach().clone()
+
+    return duplicate(model, empty)
+
+
+def twin(model: nn.Module) -> nn.Module:
+    """A copy that shares the parameters' memory but owns its buffers, flags and structure."""
+    parameters = {name for name, _ in model.named_parameters()}
+    return duplicate(model, lambda name, old: old.detach() if name in parameters else old.detach().clone())
+
+
+def to_meta(example: Example) -> Example:
+    """The example without numbers. Integer tensors keep theirs."""
+    if isinstance(example, Tensor):
+        return example.to("meta") if example.is_floating_point() else example
+    if isinstance(example, dict):
+        return type(example)({key: to_meta(value) for key, value in example.items()})
+    if isinstance(example, tuple | list):
+        return type(example)(to_meta(value) for value in example)
+    return example
+
+
+def run(model: nn.Module, example: Example) -> Any:
+    """Call the model on a tensor, a tuple of positional inputs, or a dict of named inputs."""
+    if isinstance(example, dict):
+        return model(**example)
+    if isinstance(example, tuple | list):
+        return model(*example)
+    return model(example)
+
+
+def run_or_explain(model: nn.Module, example: Example) -> Any:
+    """`run`, with the user's own error and the example's shapes in one message."""
+    try:
+        return run(model, example)
+    except Exception as error:
+        shapes = describe(example)
+        raise ForwardError(
+            f"{type(model).__name__} does not run on the example ({shapes}): {type(error).__name__}: {error}"
+        ) from error
+
+
+def describe(example: Example) -> str:
+    """Shapes and dtypes of an example, for messages."""
+    if isinstance(example, Tensor):
+        return f"{tuple(example.shape)} {str(example.dtype).removeprefix('torch.')}"
+    if isinstance(example, dict):
+        return "{" + ", ".join(f"{key}: {describe(value)}" for key, value in example.items()) + "}"
+    if isinstance(example, tuple | list):
+        return "(" + ", ".join(describe(value) for value in example) + ")"
+    return repr(example)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """No gradients, and the random number generators of CPU and GPU as they were before."""
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() and torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices), torch.no_grad():
+        yield

@@ -1,0 +1,113 @@
+"""Functions of one tensor, number by number."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from secateur.ops.layers import spread, varying
+from secateur.ops.table import Call, Composite, Operation, register
+
+if TYPE_CHECKING:
+    from secateur.graph.labels import LabelPass
+    from secateur.relevance.engine import RelevancePass
+
+
+class Activation(Operation):
+    """A nonlinearity, number by number."""
+
+    name = "activation"
+
+    def channels(self, labels: LabelPass, call: Call, output: Any) -> None:
+        """Channels pass. (What a removed channel would have turned into is discarded with its consumers' weights.)"""
+        labels.keep(call.tensors()[0], output)
+
+
+class Identity(Operation):
+    """Copies, casts and dropout: in evaluation the numbers stay as they are."""
+
+    name = "identity"
+
+    def channels(self, labels: LabelPass, call: Call, output: Any) -> None:
+        """Channels pass."""
+        labels.keep(call.tensors()[0], output)
+
+
+class PReLU(Operation):
+    """Leaky ReLU with one slope per channel, or one for all."""
+
+    name = "PReLU"
+
+    def channels(self, labels: LabelPass, call: Call, output: Any) -> None:
+        """The slope of a channel leaves with it."""
+        x, weight = call["input"], call["weight"]
+        axis = 1 if x.ndim > 1 else 0
+        operands = [(labels.layers(x), list(x.shape))]
+        if weight.numel() > 1:
+            own = [size if d == axis else 1 for d, size in enumerate(x.shape)]
+            held = labels.along(weight, 0)
+            operands.append(([] if held is None else [spread(held, axis, own)], own))
+        labels.merge(output, operands, call.site)
+
+
+class Softmax(Operation):
+    """Normalises along one dimension: units along it cannot leave, units across it pass."""
+
+    name = "softmax"
+
+    def channels(self, labels: LabelPass, call: Call, output: Any) -> None:
+        """Freeze what varies along the dimension."""
+        x = call["input"]
+        dim = call["dim"]
+        dim = (1 if x.ndim > 1 else 0) if dim is None else dim % x.ndim
+        for layer in labels.layers(x):
+            if varying(layer) == [dim]:
+                labels.freeze(layer, f"{call.site} normalises over it")
+            elif dim in varying(layer):
+                labels.grid(layer, f"{call.site} normalises over it", rigid=[dim])
+        labels.keep(x, output)
+
+
+def _glu(input: Tensor, dim: int = -1) -> Tensor:
+    """A gated linear unit, spelt out."""
+    value, gate = input.chunk(2, dim)
+    return value * gate.sigmoid()
+
+
+def _names(owner: Any, names: str) -> list[Any]:
+    return [getattr(owner, name, None) for name in names.split()]
+
+
+_ACTIVATIONS = """relu relu_ relu6 gelu silu mish sigmoid tanh hardtanh hardtanh_ hardswish hardsigmoid elu elu_ selu
+    selu_ celu celu_ leaky_relu leaky_relu_ rrelu softplus softsign logsigmoid tanhshrink softshrink hardshrink threshold
+    threshold_"""
+_MATH = """relu relu_ sigmoid sigmoid_ tanh tanh_ exp exp_ expm1 log log1p log2 sqrt sqrt_ rsqrt square square_ abs abs_
+    sign reciprocal clamp clamp_ clip clip_ clamp_min clamp_max round floor ceil erf sin cos neg neg_ negative nan_to_num
+    selu celu rrelu pow pow_ __pow__ logical_not softplus"""
+_COPIES = """clone contiguous detach detach_ float half double bfloat16 to type_as type int long bool cpu cuda
+    requires_grad_ dropout dropout_ alpha_dropout feature_dropout positive"""
+
+register("input *rest", *_names(F, _ACTIVATIONS), operation=Activation())
+register("input *rest", *_names(torch, _MATH), *_names(Tensor, _MATH), operation=Activation())
+register(
+    "input *rest",
+    *_names(torch, _COPIES),
+    *_names(Tensor, _COPIES),
+    Tensor.data.__get__,
+    *_names(F, "dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout"),
+    operation=Identity(),
+)
+register("input weight", F.prelu, torch.prelu, Tensor.prelu, operation=PReLU())
+register("input dim=None _stacklevel=3 dtype=None", F.softmax, F.log_softmax, F.softmin, operation=Softmax())
+register(
+    "input dim dtype=None",
+    torch.softmax,
+    torch.log_softmax,
+    Tensor.softmax,
+    Tensor.log_softmax,
+    operation=Softmax(),
+)
+register("input dim=-1", F.glu, operation=Composite(_glu))

@@ -1,0 +1,111 @@
+"""Convolutions: 1d, 2d, 3d; plain, grouped, depthwise, transposed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from secateur.ops.layers import spread
+from secateur.ops.table import Call, Operation, register
+
+if TYPE_CHECKING:
+    from secateur.graph.labels import LabelPass
+    from secateur.relevance.engine import RelevancePass
+
+
+class Convolution(Operation):
+    """`weight` is (out, in / groups, *kernel)."""
+
+    name = "convolution"
+
+    def __init__(self, spatial: int) -> None:
+        self.spatial = spatial
+
+    def channels(self, labels: LabelPass, call: Call, output: Any) -> None:
+        """Output channels are fresh; input channels are read. With groups, a whole group leaves at once."""
+        x, weight, bias, groups = call["input"], call["weight"], call["bias"], int(call["groups"])
+        axis = x.ndim - self.spatial - 1
+        read, made, taken = labels.along(x, axis), labels.along(weight, 0), labels.along(weight, 1)
+        for layer in labels.others(x, [axis]):
+            labels.freeze(layer, f"{call.site} mixes positions that carry units")
+        macs = output.numel() * weight[0].numel()
+        if groups == 1:
+            if read is not None and taken is not None:
+                labels.join(taken, read)
+            else:
+                labels.freeze(taken, "reads the model's input or another tensor of fixed size")
+                labels.freeze(read, f"read by {call.site} through a weight of fixed size")
+            labels.cost(call.site, macs, made, taken)
+        else:
+            labels.freeze(taken, f"width of a group of {call.site}")
+            if made is not None and read is not None:
+                both = np.concatenate([read.reshape(groups, -1), made.reshape(groups, -1)], 1)
+                labels.tie_rows(both)
+            else:
+                labels.freeze(made, f"grouped convolution over an input of fixed size in {call.site}")
+            labels.cost(call.site, macs, made)
+        if made is None:
+            return
+        labels.produce(made, call.site, "filter")
+        if bias is not None:
+            held = labels.along(bias, 0)
+            if held is not None:
+                labels.join(made, held)
+        labels.set(output, [spread(made, axis, output.shape)])
+
+
+class TransposedConvolution(Operation):
+    """`weight` is (in, out / groups, *kernel)."""
+
+    name = "transposed convolution"
+
+    def __init__(self, spatial: int) -> None:
+        self.spatial = spatial
+
+    def channels(self, labels: LabelPass, call: Call, output: Any) -> None:
+        """As for a convolution, with the two sides of the weight swapped."""
+        x, weight, bias, groups = call["input"], call["weight"], call["bias"], int(call["groups"])
+        axis = x.ndim - self.spatial - 1
+        read, taken, made = labels.along(x, axis), labels.along(weight, 0), labels.along(weight, 1)
+        for layer in labels.others(x, [axis]):
+            labels.freeze(layer, f"{call.site} mixes positions that carry units")
+        if read is not None and taken is not None:
+            labels.join(taken, read)
+        else:
+            labels.freeze(taken, "reads the model's input or another tensor of fixed size")
+        macs = x.numel() * weight[0].numel()
+        if groups > 1:
+            labels.freeze(made, f"width of a group of {call.site}")
+            made = labels.axes.virtual(output.shape[axis]).labels.numpy()
+            if taken is None:
+                labels.freeze(made, f"grouped convolution over an input of fixed size in {call.site}")
+            else:
+                labels.tie_rows(np.concatenate([taken.reshape(groups, -1), made.reshape(groups, -1)], 1))
+            labels.cost(call.site, macs, made)
+        else:
+            labels.cost(call.site, macs, made, taken)
+        if made is None:
+            return
+        labels.produce(made, call.site, "filter")
+        if bias is not None:
+            held = labels.along(bias, 0)
+            if held is not None:
+                labels.join(made, held)
+        labels.set(output, [spread(made, axis, output.shape)])
+
+
+for _spatial in (1, 2, 3):
+    register(
+        "input weight bias=None stride=1 padding=0 dilation=1 groups=1",
+        getattr(torch, f"conv{_spatial}d"),
+        getattr(torch.nn.functional, f"conv{_spatial}d"),
+        operation=Convolution(_spatial),
+    )
+    register(
+        "input weight bias=None stride=1 padding=0 output_padding=0 groups=1 dilation=1",
+        getattr(torch, f"conv_transpose{_spatial}d"),
+        getattr(torch.nn.functional, f"conv_transpose{_spatial}d"),
+        operation=TransposedConvolution(_spatial),
+    )

@@ -1,0 +1,89 @@
+"""Arithmetic between tensors: sums, products, choices."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from secateur.ops.table import Call, Operation, register, tensors_in
+
+if TYPE_CHECKING:
+    from secateur.graph.labels import LabelPass
+    from secateur.relevance.engine import RelevancePass
+
+
+class Elementwise(Operation):
+    """Numbers meet position by position, with broadcasting: what they belong to must leave together."""
+
+    name = "elementwise"
+
+    def channels(self, labels: LabelPass, call: Call, output: Any) -> None:
+        """Merge the labels of all operands."""
+        operands = [(labels.layers(t), list(t.shape)) for t in call.tensors()]
+        for tensor in tensors_in(output):
+            labels.merge(tensor, operands, call.site)
+
+
+class Sum(Elementwise):
+    """Addition and subtraction."""
+
+    name = "sum"
+
+
+class Product(Elementwise):
+    """Multiplication and division: gates, scales, masks."""
+
+    name = "product"
+
+
+class Choice(Elementwise):
+    """Maximum, minimum, where, comparison: one of the operands, or a fact about them."""
+
+    name = "choice"
+
+
+class Fill(Operation):
+    """A tensor like another, filled with a constant; masks that overwrite."""
+
+    name = "fill"
+
+    def channels(self, labels: LabelPass, call: Call, output: Any) -> None:
+        """The shape follows the tensor it is modelled on, and so do the labels."""
+        source = call.tensors()[0]
+        if tuple(source.shape) == tuple(output.shape):
+            labels.keep(source, output)
+
+
+def _both(names: str) -> list[Any]:
+    return [getattr(owner, name, None) for owner in (torch, Tensor) for name in names.split()]
+
+
+register("input other alpha=1 out=None", *_both("add add_ sub sub_ subtract rsub"), operation=Sum())
+register(
+    "input other", *_both("__add__ __radd__ __iadd__ __sub__ __rsub__ __isub__"), operation=Sum()
+)  # fmt: skip
+register(
+    "input other rounding_mode=None",
+    *_both("mul mul_ multiply div div_ divide true_divide __mul__ __rmul__ __imul__ __truediv__ __rtruediv__ __rdiv__"),
+    *_both("__itruediv__ floor_divide __floordiv__ remainder __mod__ fmod"),
+    operation=Product(),
+)
+register("input tensor1 tensor2 value=1", *_both("addcmul addcmul_ addcdiv addcdiv_"), operation=Product())
+register("input end weight", *_both("lerp lerp_"), operation=Sum())
+register(
+    "input other",
+    *_both("maximum minimum max_other eq ne gt lt ge le __eq__ __ne__ __gt__ __lt__ __ge__ __le__ logical_and logical_or"),
+    *_both("__and__ __or__ __xor__ bitwise_and bitwise_or atan2 __rpow__ float_power isnan isinf isfinite"),
+    operation=Choice(),
+)
+register("condition input other", torch.where, operation=Choice())
+register("input condition other", Tensor.where, operation=Choice())
+register("input mask value", *_both("masked_fill masked_fill_"), operation=Elementwise())
+register(
+    "input *rest",
+    *_both("zeros_like ones_like empty_like full_like rand_like randn_like zero_ fill_ fill bernoulli normal_"),
+    *[getattr(torch.Tensor, name, None) for name in ("uniform_", "bernoulli_", "exponential_")],
+    operation=Fill(),
+)

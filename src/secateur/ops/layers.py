@@ -1,0 +1,40 @@
+"""Tensors of labels: the same shape as the activation they describe, stride 0 wherever they do not vary."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from secateur.ops.table import Labels
+
+def spread(labels: Tensor | Labels, dim: int, shape: Sequence[int]) -> Tensor:
+    """Labels along one dimension, the same everywhere else."""
+    labels = torch.as_tensor(labels)
+    dim %= len(shape)
+    return labels.reshape([-1 if d == dim else 1 for d in range(len(shape))]).expand(tuple(shape))
+
+
+def varying(layer: Tensor) -> list[int]:
+    """The dimensions along which a compact layer varies."""
+    return [d for d, (size, stride) in enumerate(zip(layer.shape, layer.stride(), strict=True)) if size > 1 and stride]
+
+
+def narrow(layer: Tensor) -> Tensor:
+    """The layer without the dimensions along which it does not vary (kept at size 1)."""
+    dims = set(varying(layer))
+    return layer[tuple(slice(None) if d in dims else slice(0, 1) for d in range(layer.ndim))]
+
+
+def compact(layer: Tensor) -> Tensor:
+    """The same labels with stride 0 wherever they do not vary."""
+    small = layer
+    for dim in varying(layer):
+        head = small.narrow(dim, 0, 1)
+        if bool((small == head).all()):
+            small = head
+    if small.shape == layer.shape:
+        return layer
+    index = tuple(slice(0, 1) if s == 0 else slice(None) for s in small.stride())
+    return small[index].contiguous().expand(layer.shape) if layer.ndim else layer

@@ -1,0 +1,67 @@
+"""Linear layers and embeddings."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+
+from secateur.ops.layers import narrow, spread, varying
+from secateur.ops.table import Call, Operation, register
+
+if TYPE_CHECKING:
+    from secateur.graph.labels import LabelPass
+    from secateur.relevance.engine import RelevancePass
+
+
+class Linear(Operation):
+    """`weight` is (out, in)."""
+
+    name = "linear"
+
+    def channels(self, labels: LabelPass, call: Call, output: Any) -> None:
+        """Output neurons are fresh, the last dimension is read, units along the other dimensions go on."""
+        x, weight, bias = call["input"], call["weight"], call["bias"]
+        read, made, taken = labels.along(x, -1), labels.along(weight, 0), labels.along(weight, 1)
+        if read is not None and taken is not None:
+            labels.join(taken, read)
+        else:
+            labels.freeze(taken, "reads the model's input or another tensor of fixed size")
+            labels.freeze(read, f"read by {call.site} through a weight of fixed size")
+        passing = labels.others(x, [-1])
+        crossing = [narrow(layer).reshape(-1).numpy() for layer in passing if len(varying(layer)) == 1]
+        labels.cost(call.site, output.numel() * weight.shape[-1], made, taken, *crossing)
+        layers = [layer[..., :1].expand(output.shape) for layer in passing]
+        if made is not None:
+            labels.produce(made, call.site, "neuron")
+            if bias is not None:
+                held = labels.along(bias, 0)
+                if held is not None:
+                    labels.join(made, held)
+            layers.insert(0, spread(made, output.ndim - 1, output.shape))
+        labels.set(output, layers)
+
+
+class Embedding(Operation):
+    """Rows of a table: `weight` is (entries, width)."""
+
+    name = "embedding"
+
+    def channels(self, labels: LabelPass, call: Call, output: Any) -> None:
+        """The width is a fresh set of units; the entries stay."""
+        weight = call["weight"]
+        made = labels.along(weight, 1)
+        labels.freeze(labels.along(weight, 0), "entries of an embedding")
+        if made is not None:
+            labels.produce(made, call.site, "neuron")
+            labels.set(output, [spread(made, output.ndim - 1, output.shape)])
+
+
+register("input weight bias=None", F.linear, operation=Linear())
+register(
+    "input weight padding_idx=None max_norm=None norm_type=2 scale_grad_by_freq=False sparse=False",
+    F.embedding,
+    operation=Embedding(),
+)
+register("weight input padding_idx=-1", torch.embedding, operation=Embedding())

@@ -1,0 +1,151 @@
+"""Normalisations: those that treat each channel alone, and those that mix channels."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from secateur.ops.layers import spread
+from secateur.ops.table import Call, Operation, register
+
+if TYPE_CHECKING:
+    from secateur.graph.labels import LabelPass, Layers
+    from secateur.relevance.engine import RelevancePass
+
+
+def _per_channel(labels: LabelPass, parameter: Tensor | None, axis: int, shape: torch.Size) -> list[tuple[Layers, list[int]]]:
+    """A vector with one number per channel, laid along `axis`: an operand for `LabelPass.merge`."""
+    if parameter is None:
+        return []
+    own = [size if d == axis else 1 for d, size in enumerate(shape)]
+    held = labels.along(parameter, 0)
+    return [([] if held is None else [spread(held, axis, own)], own)]
+
+
+class BatchNorm(Operation):
+    """Per channel: mean and variance from buffers, scale and shift from parameters."""
+
+    name = "batch norm"
+
+    def channels(self, labels: LabelPass, call: Call, output: Any) -> None:
+        """Everything that has one number per channel leaves with it."""
+        x = call["input"]
+        if call["training"]:
+            for layer in labels.others(x, [1]):
+                labels.freeze(layer, f"{call.site} takes statistics over it")
+        vectors = [call[name] for name in ("running_mean", "running_var", "weight", "bias")]
+        operands = [(labels.layers(x), list(x.shape))]
+        for vector in vectors:
+            operands += _per_channel(labels, vector, 1, x.shape)
+        labels.merge(output, operands, call.site)
+
+
+class InstanceNorm(BatchNorm):
+    """Per channel and sample."""
+
+    name = "instance norm"
+
+    def channels(self, labels: LabelPass, call: Call, output: Any) -> None:
+        """As batch norm."""
+        x = call["input"]
+        operands = [(labels.layers(x), list(x.shape))]
+        for name in ("running_mean", "running_var", "weight", "bias"):
+            operands += _per_channel(labels, call[name], 1, x.shape)
+        labels.merge(output, operands, call.site)
+
+
+class LayerNorm(Operation):
+    """Over the last dimensions, all channels together. Removal leaves the norm over the kept channels."""
+
+    name = "layer norm"
+
+    def channels(self, labels: LabelPass, call: Call, output: Any) -> None:
+        """Channels pass one to one; which of them were mixed is noted for the masked reference."""
+        x, shape = call["input"], call["normalized_shape"]
+        count = len(shape) if isinstance(shape, tuple | list | torch.Size) else 1
+        operands = [(labels.layers(x), list(x.shape))]
+        for name in ("weight", "bias"):
+            vector = call.get(name)
+            if vector is not None:
+                operands.append((labels.layers(vector), list(vector.shape)))
+        labels.mixes(x, range(x.ndim - count, x.ndim), call.site)
+        labels.merge(output, operands, call.site)
+
+
+class RMSNorm(LayerNorm):
+    """Layer norm without the mean."""
+
+    name = "RMS norm"
+
+
+class GroupNorm(Operation):
+    """Over groups of neighbouring channels: a group of channels leaves at once. One group is a layer norm."""
+
+    name = "group norm"
+
+    def channels(self, labels: LabelPass, call: Call, output: Any) -> None:
+        """Tie the channels of each group, unless there is only one group."""
+        x, groups = call["input"], int(call["num_groups"])
+        read = labels.along(x, 1)
+        if read is not None and groups > 1 and groups < len(read):
+            labels.tie_rows(read.reshape(groups, -1))
+        if groups == 1:
+            labels.mixes(x, range(1, x.ndim), call.site)
+        else:
+            for layer in labels.others(x, [0, 1]):
+                labels.freeze(layer, f"{call.site} takes statistics over it")
+        operands = [(labels.layers(x), list(x.shape))]
+        for name in ("weight", "bias"):
+            operands += _per_channel(labels, call[name], 1, x.shape)
+        labels.merge(output, operands, call.site)
+
+
+class Normalize(Operation):
+    """Division by a norm along one dimension: zeros do not change a p-norm, so removal equals masking."""
+
+    name = "normalize"
+
+    def channels(self, labels: LabelPass, call: Call, output: Any) -> None:
+        """Channels pass."""
+        labels.keep(call["input"], output)
+
+
+class LocalResponseNorm(Operation):
+    """Over a window of neighbouring channels: neighbours would move, so nothing may leave."""
+
+    name = "local response norm"
+
+    def channels(self, labels: LabelPass, call: Call, output: Any) -> None:
+        """Freeze the channels."""
+        labels.freeze_tensor(call["input"], f"{call.site} depends on neighbouring channels")
+        labels.keep(call["input"], output)
+
+
+register(
+    "input running_mean running_var weight=None bias=None training=False momentum=0.1 eps=1e-5",
+    F.batch_norm,
+    operation=BatchNorm(),
+)
+register(
+    "input weight bias running_mean running_var training momentum eps cudnn_enabled=False",
+    torch.batch_norm,
+    operation=BatchNorm(),
+)
+register(
+    "input running_mean=None running_var=None weight=None bias=None use_input_stats=True momentum=0.1 eps=1e-5",
+    F.instance_norm,
+    operation=InstanceNorm(),
+)
+register("input normalized_shape weight=None bias=None eps=1e-5", F.layer_norm, torch.layer_norm, operation=LayerNorm())
+register(
+    "input normalized_shape weight=None eps=None",
+    getattr(F, "rms_norm", None),
+    getattr(torch, "rms_norm", None),
+    operation=RMSNorm(),
+)
+register("input num_groups weight=None bias=None eps=1e-5", F.group_norm, torch.group_norm, operation=GroupNorm())
+register("input p=2 dim=1 eps=1e-12 out=None", F.normalize, operation=Normalize())
+register("input size alpha=1e-4 beta=0.75 k=1", F.local_response_norm, operation=LocalResponseNorm())

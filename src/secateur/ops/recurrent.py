@@ -1,0 +1,50 @@
+"""Recurrent layers: what they read may shrink, their own state may not."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from secateur.errors import UnsupportedModelError
+from secateur.ops.layers import varying
+from secateur.ops.table import Call, Operation, register
+
+if TYPE_CHECKING:
+    from secateur.graph.labels import LabelPass
+    from secateur.relevance.engine import RelevancePass
+
+
+class Recurrent(Operation):
+    """LSTM, GRU, RNN as one fused call."""
+
+    name = "recurrent layer"
+
+    def channels(self, labels: LabelPass, call: Call, output: Any) -> None:
+        """Join the input width to the first layer's input weights; hidden units are frozen."""
+        x, weights = call["input"], call["params"]
+        if not isinstance(weights, tuple | list):
+            raise UnsupportedModelError(f"{call.site} runs on packed sequences. Way out: analyse with a padded example.")
+        read = labels.along(x, -1)
+        for layer in labels.others(x, [-1]):
+            labels.freeze(layer, f"{call.site} runs along it")
+        for weight in weights:
+            first = weight.ndim == 2 and weight.shape[1] == x.shape[-1] and _reads_input(labels.parameter(weight))
+            for layer in labels.layers(weight):
+                if first and varying(layer) == [1] and read is not None:
+                    taken = labels.along(weight, 1)
+                    assert taken is not None
+                    labels.join(taken, read)
+                else:
+                    labels.freeze(layer, f"state of {call.site}: hidden units of recurrent layers are not prunable")
+        steps = x.numel() // x.shape[-1]
+        for weight in weights:
+            if weight.ndim == 2:
+                labels.cost(call.site, float(steps * weight.numel()))
+
+
+def _reads_input(name: str | None) -> bool:
+    return name is not None and "weight_ih_l0" in name
+
+
+register("input hx params *rest", torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu, operation=Recurrent())

@@ -1,0 +1,122 @@
+"""Reductions over dimensions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from secateur.ops.layers import varying
+from secateur.ops.table import Call, Operation, register, tensors_in
+
+if TYPE_CHECKING:
+    from secateur.graph.labels import LabelPass
+    from secateur.relevance.engine import RelevancePass
+
+
+class Reduction(Operation):
+    """Folds dimensions away. Zeros change the result unless it is a sum, so units along them are frozen."""
+
+    name = "reduction"
+    #: Whether a zero contributes nothing.
+    zero_is_neutral = False
+
+    def channels(self, labels: LabelPass, call: Call, output: Any) -> None:
+        """Units across the reduced dimensions pass, units along them are consumed by a sum and frozen otherwise."""
+        x = call["input"]
+        dims = self.dims(call, x)
+        if dims is None:  # two tensors: torch.max(a, b)
+            operands = [(labels.layers(t), list(t.shape)) for t in call.tensors()]
+            labels.merge(output, operands, call.site)
+            return
+        kept = []
+        for layer in labels.layers(x):
+            over = varying(layer)
+            if not set(over) & set(dims):
+                kept.append(layer)
+            elif not set(over) <= set(dims):  # e.g. units numbered (branch, channel), branches reduced
+                kept.append(labels.tied(layer, [d for d in over if d in dims]))
+            elif not self.zero_is_neutral:
+                labels.freeze(layer, f"{call.site} runs over it")
+        keep = bool(call.get("keepdim", False))
+        for tensor in tensors_in(output):
+            shrunk = []
+            for layer in kept:
+                small = layer[tuple(slice(0, 1) if d in dims else slice(None) for d in range(layer.ndim))]
+                shrunk.append(small if keep else small.reshape(tensor.shape))
+            labels.set(tensor, shrunk)
+
+    @staticmethod
+    def dims(call: Call, x: Tensor) -> list[int] | None:
+        """The reduced dimensions; None where the call compares two tensors."""
+        dim = call.get("dim")
+        if isinstance(dim, Tensor):
+            return None
+        if dim is None or isinstance(dim, bool) or isinstance(dim, torch.dtype):
+            return list(range(x.ndim))
+        if isinstance(dim, Sequence):
+            return [d % x.ndim for d in dim] if len(dim) else list(range(x.ndim))
+        return [int(dim) % x.ndim]
+
+
+class Total(Reduction):
+    """A sum: what is zero does not count."""
+
+    name = "total"
+    zero_is_neutral = True
+
+
+class Mean(Reduction):
+    """A mean: its divisor counts channels."""
+
+    name = "mean"
+
+
+class Extremum(Reduction):
+    """Maximum or minimum: a zero may win."""
+
+    name = "extremum"
+
+
+class Spread(Reduction):
+    """Variance, deviation, product: depends on the count or on zeros."""
+
+    name = "spread"
+
+
+class Cumulative(Operation):
+    """Running sums and sorts: order and count along the dimension matter."""
+
+    name = "cumulative"
+
+    def channels(self, labels: LabelPass, call: Call, output: Any) -> None:
+        """Freeze what varies along the dimension."""
+        x = call["input"]
+        dim = int(call.get("dim") if call.get("dim") is not None else -1) % x.ndim
+        for layer in labels.layers(x):
+            if dim in varying(layer):
+                labels.freeze(layer, f"{call.site} runs along it")
+        for tensor in tensors_in(output):
+            if tensor.shape == x.shape:
+                labels.keep(x, tensor)
+
+
+def _both(names: str) -> list[Any]:
+    return [getattr(owner, name, None) for owner in (torch, Tensor) for name in names.split()]
+
+
+register("input dim=None keepdim=False dtype=None", *_both("sum nansum"), operation=Total())
+register("input p=2 dim=None keepdim=False", *_both("norm"), operation=Total())
+register("input dim=None keepdim=False dtype=None", *_both("mean nanmean"), operation=Mean())
+register(
+    "input dim=None keepdim=False",
+    *_both("max min amax amin argmax argmin median mode any all"),
+    operation=Extremum(),
+)
+register("input dim=None correction=1 keepdim=False", *_both("var std var_mean std_mean"), operation=Spread())
+register("input dim=None keepdim=False dtype=None", *_both("prod logsumexp"), operation=Spread())
+register("input dim=-1", *_both("cumsum cumprod sort argsort"), operation=Cumulative())
+register("input k dim=-1", *_both("topk"), operation=Cumulative())
+register("x ord=None dim=None keepdim=False", torch.linalg.vector_norm, operation=Total())

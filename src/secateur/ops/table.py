@@ -1,0 +1,198 @@
+"""The table of operations: every function a network may call, and what secateur knows about it.
+
+An entry answers three questions side by side: which channels go in and out together (`channels`), how relevance passes
+back (`relevance`), and how many multiply-accumulates it costs (part of `channels`, which sees the shapes).
+A function without an entry is refused by name, never guessed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from secateur.graph.labels import LabelPass
+    from secateur.relevance.engine import RelevancePass
+
+Function = Callable[..., Any]
+#: Label numbers: one per index along an axis of a parameter; 0 means none.
+Labels = npt.NDArray[np.int64]
+
+_REQUIRED = object()
+
+
+@dataclass(frozen=True)
+class Signature:
+    """The parameters of a function as text, e.g. `"input weight bias=None stride=1"`; `*dims` takes the rest."""
+
+    names: tuple[str, ...]
+    defaults: tuple[Any, ...]
+    rest: str | None
+
+    @classmethod
+    def parse(cls, text: str) -> Signature:
+        names, defaults, rest = [], [], None
+        for word in text.split():
+            if word.startswith("*"):
+                rest = word[1:]
+                continue
+            name, _, default = word.partition("=")
+            names.append(name)
+            defaults.append(_LITERALS[default] if default in _LITERALS else float(default) if default else _REQUIRED)
+        return cls(tuple(names), tuple(defaults), rest)
+
+    def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Names for the arguments of one call. `*rest` accepts both `f(x, 1, 2)` and `f(x, (1, 2))`."""
+        count = len(self.names)
+        bound = dict(zip(self.names, self.defaults, strict=True))
+        bound.update(zip(self.names, args, strict=False))
+        extra = args[count:]
+        if self.rest is not None:
+            if len(extra) == 1 and isinstance(extra[0], tuple | list):
+                extra = tuple(extra[0])
+            if not extra and self.rest in kwargs:
+                value = kwargs[self.rest]
+                extra = tuple(value) if isinstance(value, tuple | list) else (value,)
+            bound[self.rest] = extra
+        for name, value in kwargs.items():
+            if name != self.rest:
+                bound[name] = value
+        return bound
+
+
+_LITERALS: dict[str, Any] = {
+    "None": None, "True": True, "False": False, "-1": -1, "0": 0, "1": 1, "2": 2, "()": (),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where a call happens: the path of the innermost module, the function, and the how-manieth such call in it."""
+
+    path: str
+    function: str
+    visit: int
+
+    def __str__(self) -> str:
+        place = f"`{self.path}`" if self.path else "the model's own forward"
+        return f"{self.function} in {place}" + (f" (call {self.visit + 1})" if self.visit else "")
+
+
+@dataclass
+class Call:
+    """One observed call of a function that the table knows."""
+
+    operation: Operation
+    function: Function
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    site: Site
+    _bound: dict[str, Any] | None = field(default=None, repr=False)
+
+    def __getitem__(self, name: str) -> Any:
+        if self._bound is None:
+            self._bound = signature_of(self.function).bind(self.args, self.kwargs)
+        return self._bound[name]
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The argument called `name`, or `default` where the function has none of that name."""
+        try:
+            value = self[name]
+        except KeyError:
+            return default
+        return default if value is _REQUIRED else value
+
+    def run(self) -> Any:
+        """The call as the user wrote it."""
+        return self.function(*self.args, **self.kwargs)
+
+    def tensors(self) -> list[Tensor]:
+        """All tensors among the arguments, also inside lists and tuples."""
+        return tensors_in((self.args, self.kwargs))
+
+
+class Operation:
+    """One entry of the table. Subclasses answer the questions; instances are stateless."""
+
+    #: Shown to people.
+    name: str = "operation"
+
+    def channels(self, labels: LabelPass, call: Call, output: Any) -> None:
+        """Which channels go in and out together, and the cost: tell `labels`."""
+        raise NotImplementedError
+
+    def relevance(self, relevance: RelevancePass, call: Call) -> Any:
+        """Run the call so that its backward pass is the relevance rule; by default relevance follows the gradient."""
+        return call.run()
+
+
+class Query(Operation):
+    """Asks about a tensor (shape, dtype, …) and computes nothing."""
+
+    name = "query"
+
+    def channels(self, labels: LabelPass, call: Call, output: Any) -> None:
+        """A query moves no channels."""
+
+
+class Composite(Operation):
+    """A function that is best understood as the smaller ones it is made of: `body` is run under observation."""
+
+    name = "composite"
+
+    def __init__(self, body: Function) -> None:
+        self.body = body
+
+
+_TABLE: dict[Function, Operation] = {}
+_SIGNATURES: dict[Function, Signature] = {}
+
+
+def register(signature: str, *functions: Function | None, operation: Operation) -> None:
+    """Add an entry for one or more functions that share a signature. Absent functions (`None`) are skipped."""
+    parsed = Signature.parse(signature)
+    for function in functions:
+        if function is not None:
+            _TABLE[function] = operation
+            _SIGNATURES[function] = parsed
+
+
+def lookup(function: Function) -> Operation | None:
+    """The entry for a function, or None."""
+    return _TABLE.get(function)
+
+
+def signature_of(function: Function) -> Signature:
+    """The signature under which a function was registered."""
+    return _SIGNATURES[function]
+
+
+def known_functions() -> list[Function]:
+    """Every function that has an entry."""
+    return list(_TABLE)
+
+
+def function_name(function: Function) -> str:
+    """A readable name: `torch.Tensor.view`, `torch.nn.functional.relu`."""
+    try:
+        name = torch.overrides.resolve_name(function)
+    except (KeyError, AttributeError, TypeError):
+        name = None
+    return name or getattr(function, "__qualname__", None) or repr(function)
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """All tensors inside nested tuples, lists and dicts, in order."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        return [t for item in value.values() for t in tensors_in(item)]
+    if isinstance(value, tuple | list):
+        return [t for item in value for t in tensors_in(item)]
+    return []

@@ -1,0 +1,134 @@
+"""Composites: which rule applies where, by kind of operation, by depth, by module path.
+
+    mine = Composite(
+        On(Box(), first=True),
+        On(Epsilon(), kind="linear"),
+        On(Gamma(0.25), modules="layer[34].*"),
+        On(AlphaBeta(1, 0)),
+    )
+
+The first line that fits decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Literal
+
+from secateur.relevance.attention import Attention
+from secateur.relevance.rules import AlphaBeta, Box, Epsilon, Flat, Gamma, Norm, Rule
+
+Kind = Literal["conv", "linear", "pool", "add", "matmul", "attention"]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rule is asked for: the kind of operation, the module path, and the depth among the weight layers."""
+
+    kind: str
+    path: str
+    depth: float = 0.0  # 0 is the first conv or linear layer that ran, 1 the last
+    first: bool = False  # reads the model's input
+
+
+@dataclass(frozen=True)
+class On:
+    """One line of a composite: `rule` for the places that meet all the conditions given.
+
+    `kind` is one kind or several ("conv", "linear", "pool", "add", "matmul", "attention"); `modules` are wildcards of
+    module paths; `depth=(0.0, 0.5)` is the first half of the weight layers; `first` are those that read the input.
+    """
+
+    rule: Rule | Attention
+    kind: str | Sequence[str] = ()
+    modules: str | Sequence[str] = ()
+    depth: tuple[float, float] | None = None
+    first: bool | None = None
+
+    def fits(self, place: Place) -> bool:
+        """Whether this line decides there."""
+        kinds = [self.kind] if isinstance(self.kind, str) else self.kind
+        wildcards = [self.modules] if isinstance(self.modules, str) else self.modules
+        return (
+            (not kinds or place.kind in kinds)
+            and (not wildcards or any(fnmatchcase(place.path, pattern) for pattern in wildcards))
+            and (self.depth is None or self.depth[0] <= place.depth <= self.depth[1])
+            and (self.first is None or self.first == place.first)
+        )
+
+
+class Composite:
+    """Lines of rules; the first that fits a place decides. Without any, α1β0, and attention weights act as gates."""
+
+    def __init__(self, *lines: On, name: str = "custom") -> None:
+        self.lines = lines
+        self.name = name
+
+    def rule(self, place: Place) -> Rule:
+        """The rule for a layer, a pool, a sum or a product."""
+        for line in self.lines:
+            if isinstance(line.rule, Rule) and line.fits(place):
+                return line.rule
+        return _DEFAULT
+
+    def attention(self, place: Place) -> Attention:
+        """How attention passes relevance."""
+        for line in self.lines:
+            if isinstance(line.rule, Attention) and line.fits(place):
+                return line.rule
+        return _GATE
+
+    def __repr__(self) -> str:
+        return f"Composite({', '.join(map(repr, self.lines))}, name={self.name!r})"
+
+
+_DEFAULT = AlphaBeta(1, 0)
+_GATE = Attention()
+
+PRESETS: dict[str, Composite] = {
+    # The paper: the same rule everywhere, so that the total is the same at every cut.
+    "alpha1beta0": Composite(On(AlphaBeta(1, 0)), name="alpha1beta0"),
+    # ε where outputs are few and signed, positive contributions in the convolutions.
+    "epsilon_plus": Composite(
+        On(Epsilon(1e-6), kind="linear"), On(Norm(1e-6), kind=("pool", "add")), On(AlphaBeta(1, 0)), name="epsilon_plus"
+    ),
+    # For heat maps: bounded pixels at the bottom, γ in the convolutions, ε on top.
+    "epsilon_gamma_box": Composite(
+        On(Box(), first=True, kind="conv"),
+        On(Epsilon(1e-6), kind="linear"),
+        On(Norm(1e-6), kind=("pool", "add")),
+        On(Gamma(0.25)),
+        name="epsilon_gamma_box",
+    ),
+    # Transformers (arXiv 2402.05602): queries and keys take part, norms pass relevance, γ in the linear layers.
+    "attnlrp": Composite(
+        On(Attention(queries=True)),
+        On(Norm(1e-6), kind=("pool", "add", "matmul")),
+        On(Gamma(0.25), kind=("conv", "linear")),
+        On(Epsilon(1e-6)),
+        name="attnlrp",
+    ),
+    # The rule set of the authors' ResNet script: ε in linear layers, pools and sums.
+    "script-resnet": Composite(
+        On(Epsilon(1e-6, bias="absorb"), kind="linear"),
+        On(Norm(1e-6), kind=("pool", "add")),
+        On(AlphaBeta(1, 0)),
+        name="script-resnet",
+    ),
+    # Ignores values: shows what the architecture alone would do. A baseline for the others.
+    "flat": Composite(On(Flat()), name="flat"),
+}
+
+
+def composite_named(composite: str | Composite | Rule) -> Composite:
+    """A preset by name, a composite as it is, or one rule for everything."""
+    if isinstance(composite, Composite):
+        return composite
+    if isinstance(composite, Rule):
+        return Composite(On(composite), name=repr(composite))
+    try:
+        return PRESETS[composite]
+    except KeyError:
+        raise ValueError(f"there is no composite {composite!r}; the presets are {', '.join(PRESETS)}.") from None

@@ -1,0 +1,152 @@
+"""Linear maps: what a rule needs to know about a layer. A layer is `a -> map(a, weight) + bias`.
+
+A rule never sees strides or groups: it evaluates the map with a weight of its choice (`W⁺`, `W²`, …) and pulls
+vectors back through the adjoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+class LinearMap:
+    """A linear layer without its bias. `nonneg`: its input is known to be ≥ 0; `monotone`: so is its weight."""
+
+    monotone = False
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        self.weight = weight
+        self.bias = bias  # already shaped so that it broadcasts against the output
+        self.nonneg = False
+        self.parts: dict[str, Tensor] = {}  # W⁺ and W⁻; the engine shares them between batches
+
+    def __call__(self, a: Tensor, weight: Tensor) -> Tensor:
+        """The layer's output for this weight, without bias."""
+        raise NotImplementedError
+
+    def adjoint(self, s: Tensor, weight: Tensor, a: Tensor) -> Tensor:
+        """The transposed layer: pulls `s`, shaped like the output, back to the shape of the input `a`."""
+        raise NotImplementedError
+
+    def spread(self, r: Tensor, a: Tensor) -> Tensor:
+        """Shares each `r_j` equally among the inputs that output j can see."""
+        raise NotImplementedError
+
+    @property
+    def positive(self) -> Tensor:
+        """W⁺."""
+        if "positive" not in self.parts:
+            self.parts["positive"] = self.weight.clamp(min=0)
+        return self.parts["positive"]
+
+    @property
+    def negative(self) -> Tensor:
+        """W⁻ (≤ 0)."""
+        if "negative" not in self.parts:
+            self.parts["negative"] = self.weight.clamp(max=0)
+        return self.parts["negative"]
+
+
+class DenseMap(LinearMap):
+    """`nn.functional.linear`: inputs and outputs in the last dimension."""
+
+    def __call__(self, a: Tensor, weight: Tensor) -> Tensor:
+        return F.linear(a, weight)
+
+    def adjoint(self, s: Tensor, weight: Tensor, a: Tensor) -> Tensor:
+        return torch.matmul(s, weight)
+
+    def spread(self, r: Tensor, a: Tensor) -> Tensor:
+        return (r.sum(-1, keepdim=True) / a.shape[-1]).expand_as(a)
+
+
+class ConvMap(LinearMap):
+    """A convolution or transposed convolution of any dimension, grouped or not, on batched input."""
+
+    def __init__(
+        self,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        stride: Sequence[int] = (1,),
+        padding: Sequence[int] = (0,),
+        dilation: Sequence[int] = (1,),
+        groups: int = 1,
+        transposed: bool = False,
+        output_padding: Sequence[int] = (0,),
+    ) -> None:
+        spatial = weight.dim() - 2
+        super().__init__(weight, None if bias is None else bias.view(-1, *[1] * spatial))
+        self.stride, self.padding = every(stride, spatial), every(padding, spatial)
+        self.dilation, self.output_padding = every(dilation, spatial), every(output_padding, spatial)
+        self.groups, self.transposed = groups, transposed
+
+    def __call__(self, a: Tensor, weight: Tensor) -> Tensor:
+        return self._convolve(a, weight, self.groups)
+
+    def adjoint(self, s: Tensor, weight: Tensor, a: Tensor) -> Tensor:
+        return self._pull(s, weight, a, self.groups)
+
+    def spread(self, r: Tensor, a: Tensor) -> Tensor:
+        # All channels of a group see the same inputs, so one channel per group with a kernel of ones does it.
+        groups, kernel, space = self.groups, self.weight.shape[2:], a.shape[2:]
+        width = a.shape[1] // groups
+        ones = self.weight.new_ones((1, 1, *kernel))
+        seen = self._convolve(a.new_ones((1, 1, *space)), ones, 1) * width
+        per_group = r.reshape(r.shape[0], groups, -1, *r.shape[2:]).sum(2)
+        share = per_group / seen.clamp(min=1)
+        pulled = self._pull(share, ones.expand(groups, 1, *kernel), a[:, :groups], groups)
+        return pulled.unsqueeze(2).expand(-1, -1, width, *space).reshape(a.shape)
+
+    def _convolve(self, a: Tensor, weight: Tensor, groups: int) -> Tensor:
+        return torch.convolution(
+            a, weight, None, self.stride, self.padding, self.dilation, self.transposed, self.output_padding, groups
+        )
+
+    def _pull(self, s: Tensor, weight: Tensor, a: Tensor, groups: int) -> Tensor:
+        pulled: Tensor = torch.ops.aten.convolution_backward(
+            s, a, weight, None, self.stride, self.padding, self.dilation, self.transposed, self.output_padding,
+            groups, (True, False, False),
+        )[0]  # fmt: skip
+        return pulled
+
+
+class AveragingMap(LinearMap):
+    """Any function that is linear in its input with weights ≥ 0: average pools, means, sums, interpolation.
+
+    The weight is the number 1 that scales it, so that every rule applies as it does to a layer.
+    """
+
+    monotone = True
+
+    def __init__(self, function: Callable[[Tensor], Tensor], like: Tensor) -> None:
+        super().__init__(like.new_ones(()))
+        self.function = function
+        self.parts = {"positive": self.weight, "negative": like.new_zeros(())}
+
+    def __call__(self, a: Tensor, weight: Tensor) -> Tensor:
+        value = self.function(a)
+        return value if weight is self.weight else value * weight
+
+    def adjoint(self, s: Tensor, weight: Tensor, a: Tensor) -> Tensor:
+        with torch.enable_grad():
+            source = a.detach().requires_grad_(True)
+            (pulled,) = torch.autograd.grad(self.function(source), source, s)
+        return pulled if weight is self.weight else pulled * weight
+
+    def spread(self, r: Tensor, a: Tensor) -> Tensor:
+        ones = torch.ones_like(a)
+        seen = self.function(ones)
+        return self.adjoint(torch.where(seen > 0, r / seen.clamp(min=1e-12), 0), self.weight, ones)
+
+
+def every(value: Any, count: int) -> list[int]:
+    """`3 -> [3, 3]`: one number per spatial dimension."""
+    if isinstance(value, int | float):
+        return [int(value)] * count
+    values = [int(v) for v in value]
+    return values * count if len(values) == 1 else values

@@ -1,0 +1,299 @@
+"""Relevance rules. A rule says how the relevance `r` of a layer's outputs is shared among its inputs `a`.
+
+Notation: z_ij = a_i w_ij is the contribution of input i to output j; z⁺ and z⁻ are its positive and negative parts.
+Most rules pull `r_j u_j` back along the positive and `r_j v_j` along the negative contributions, so that their whole
+definition is the pair (u, v) in `factors`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from secateur.relevance.maps import LinearMap
+
+Bias = Literal["spread", "absorb", "ignore"]
+
+
+def over(r: Tensor, z: Tensor) -> Tensor:
+    """r / z, and 0 where z is 0. Overwrites z."""
+    dead = z == 0
+    return torch.div(r, z.masked_fill_(dead, 1), out=z).masked_fill_(dead, 0)
+
+
+def over_positive(r: Tensor, z: Tensor) -> Tensor:
+    """r / z for z ≥ 0, finite where z is 0 (it meets only zero contributions there). Overwrites z; faster than `over`."""
+    return torch.div(r, z.add_(_floor(z)), out=z)
+
+
+def _floor(z: Tensor) -> float:
+    return 1e-6 if z.dtype == torch.float16 else 1e-18
+
+
+def split(a: Tensor) -> tuple[Tensor, Tensor]:
+    """a⁺ and a⁻ (≤ 0)."""
+    return a.clamp(min=0), a.clamp(max=0)
+
+
+class Rule:
+    """Shares relevance. Subclasses define `__call__`, or only `factors`."""
+
+    #: Whether part of the relevance may stay in the layer by definition (biases), so that this is no leak.
+    absorbs = False
+
+    def __call__(self, layer: LinearMap, a: Tensor, r: Tensor) -> Tensor:
+        """The relevance of the inputs `a`, given the relevance `r` of the outputs."""
+        raise NotImplementedError
+
+    def rescue(self, layer: LinearMap, a: Tensor, r: Tensor) -> Tensor | None:
+        """What `__call__` could not pass on, shared in another way; None if the rule means it to be lost."""
+        return None
+
+    def add(self, a: Tensor, b: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
+        """The shares of two summands: here by their signed part of the sum. What a does not get, b gets."""
+        part = r * a / _stabilised(a + b, 1e-6)
+        return part, r - part
+
+
+class Contributions(Rule):
+    """A rule that is defined by the factors (u, v) of positive and negative contributions."""
+
+    #: Whether `factors` looks at z⁻ at all.
+    needs_negative = True
+
+    def factors(self, positive: Tensor, negative: Tensor, bias: Tensor | None, r: Tensor) -> tuple[Tensor, Tensor]:
+        """u_j and v_j from Σ_i z⁺_ij, Σ_i z⁻_ij, the bias and r_j. May overwrite the two sums."""
+        raise NotImplementedError
+
+    def __call__(self, layer: LinearMap, a: Tensor, r: Tensor) -> Tensor:
+        negative = self.needs_negative
+        u, v = self.factors(
+            contributions(layer, a, 1), contributions(layer, a, -1) if negative else r, layer.bias, r
+        )
+        shared = pull(layer, a, u, 1)
+        return shared.add_(pull(layer, a, v, -1)) if negative else shared
+
+
+def contributions(layer: LinearMap, a: Tensor, sign: int) -> Tensor:
+    """Σ_i z⁺_ij (sign 1) or Σ_i z⁻_ij (sign -1)."""
+    same, other = (layer.positive, layer.negative) if sign > 0 else (layer.negative, layer.positive)
+    if layer.nonneg:
+        return layer(a, same)
+    plus, minus = split(a)
+    if layer.monotone:
+        return layer(plus if sign > 0 else minus, layer.positive)
+    return layer(plus, same).add_(layer(minus, other))
+
+
+def pull(layer: LinearMap, a: Tensor, s: Tensor, sign: int) -> Tensor:
+    """Σ_j z⁺_ij s_j (sign 1) or Σ_j z⁻_ij s_j (sign -1)."""
+    same, other = (layer.positive, layer.negative) if sign > 0 else (layer.negative, layer.positive)
+    if layer.nonneg:
+        return layer.adjoint(s, same, a).mul_(a)
+    plus, minus = split(a)
+    if layer.monotone:
+        part = plus if sign > 0 else minus
+        return part.mul_(layer.adjoint(s, layer.positive, a))
+    return layer.adjoint(s, same, a).mul_(plus).add_(layer.adjoint(s, other, a).mul_(minus))
+
+
+@dataclass(frozen=True)
+class AlphaBeta(Contributions):
+    """R_i = Σ_j (α z⁺_ij / Σz⁺ + β z⁻_ij / Σz⁻) r_j with α + β = 1. The bias takes no relevance.
+
+    (2, -1) and (2, 1) mean the same: the second is the convention with α - β = 1. Where one side of an output is
+    empty the other side takes all of it, so that relevance is conserved.
+    """
+
+    alpha: float = 1.0
+    beta: float = 0.0
+
+    def __post_init__(self) -> None:
+        if abs(self.alpha + self.beta - 1) > 1e-6 and abs(self.alpha - self.beta - 1) > 1e-6:
+            raise ValueError(f"α + β (or α - β) must be 1 for relevance to be conserved, got {self.alpha}, {self.beta}.")
+
+    @property
+    def needs_negative(self) -> bool:  # type: ignore[override]
+        """Whether β ≠ 0."""
+        return self.beta != 0
+
+    def factors(self, positive: Tensor, negative: Tensor, bias: Tensor | None, r: Tensor) -> tuple[Tensor, Tensor]:
+        if self.beta == 0:
+            return over_positive(r, positive), negative
+        no_positive, no_negative = positive == 0, negative == 0
+        u, v = over(r, positive), over(r, negative)
+        return u * torch.where(no_negative, 1, self.alpha), v * torch.where(no_positive, 1, 1 - self.alpha)
+
+    def rescue(self, layer: LinearMap, a: Tensor, r: Tensor) -> Tensor | None:
+        # An output that is positive through its bias alone has no positive contribution. Its relevance goes to its
+        # (then all negative) contributions in proportion to their size, and evenly if there are none at all.
+        stuck = contributions(layer, a, 1) == 0
+        if self.beta != 0:
+            stuck &= contributions(layer, a, -1) == 0
+            return layer.spread(torch.where(stuck, r, 0), a)
+        negative = contributions(layer, a, -1)
+        silent = stuck & (negative == 0)
+        shared = pull(layer, a, over(torch.where(stuck, r, 0), negative), -1)
+        return shared + layer.spread(torch.where(silent, r, 0), a)
+
+    def add(self, a: Tensor, b: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
+        # By the positive parts. Where neither is positive: by size, which for two negative numbers is again a share
+        # of the sum; two zeros share evenly. What a does not get, b gets, so nothing is lost.
+        if self.beta != 0:
+            return super().add(a, b, r)
+        plus_a, plus_b = a.clamp(min=0), b.clamp(min=0)
+        total = plus_a + plus_b
+        stuck = total == 0
+        if bool(stuck.any()):
+            plus_a = torch.where(stuck, a.abs(), plus_a)
+            total = torch.where(stuck, a.abs() + b.abs(), total)
+            both_zero = total == 0
+            plus_a, total = plus_a.masked_fill_(both_zero, 0.5), total.masked_fill_(both_zero, 1)
+        part = plus_a.div_(total).mul_(r)
+        return part, r - part
+
+
+@dataclass(frozen=True)
+class ZPlus(AlphaBeta):
+    """R_i = Σ_j z⁺_ij / Σz⁺ r_j: another name of α1β0."""
+
+
+@dataclass(frozen=True)
+class Epsilon(Rule):
+    """R_i = Σ_j z_ij / (z_j + ε sign z_j) r_j, where z_j is the layer's output.
+
+    The bias's share of z_j is spread evenly over the inputs (default: relevance is conserved), absorbed, or the bias
+    is ignored as if it were 0.
+    """
+
+    epsilon: float = 1e-6
+    bias: Bias = "spread"
+
+    @property
+    def absorbs(self) -> bool:  # type: ignore[override]
+        """Whether the bias keeps its share."""
+        return self.bias == "absorb"
+
+    def __call__(self, layer: LinearMap, a: Tensor, r: Tensor) -> Tensor:
+        bias = None if self.bias == "ignore" else layer.bias
+        z = layer(a, layer.weight)
+        s = r / _stabilised(z if bias is None else z + bias, self.epsilon)
+        shared = layer.adjoint(s, layer.weight, a).mul_(a)
+        return shared + layer.spread(s * bias, a) if bias is not None and self.bias == "spread" else shared
+
+    def add(self, a: Tensor, b: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
+        part = r * a / _stabilised(a + b, self.epsilon)
+        return part, r - part
+
+
+@dataclass(frozen=True)
+class Norm(Epsilon):
+    """R_i = Σ_j z_ij / Σ_i z_ij r_j: shares in proportion to the signed contributions; the bias does not exist."""
+
+    bias: Bias = "ignore"
+
+
+@dataclass(frozen=True)
+class Gamma(Contributions):
+    """R_i = Σ_j (z_ij + γ z^±_ij) / (z_j + γ z^±_j) r_j, with z⁺ where the output z_j is positive and z⁻ elsewhere."""
+
+    gamma: float = 0.25
+    bias: Bias = "spread"
+
+    @property
+    def absorbs(self) -> bool:  # type: ignore[override]
+        """Whether the bias keeps its share."""
+        return self.bias == "absorb"
+
+    def factors(self, positive: Tensor, negative: Tensor, bias: Tensor | None, r: Tensor) -> tuple[Tensor, Tensor]:
+        if bias is not None and self.bias != "ignore":
+            positive, negative = positive + bias.clamp(min=0), negative + bias.clamp(max=0)
+        more = 1 + self.gamma
+        up = positive + negative >= 0
+        s = over(r, torch.where(up, more * positive + negative, positive + more * negative))
+        return torch.where(up, more * s, s), torch.where(up, s, more * s)
+
+    def __call__(self, layer: LinearMap, a: Tensor, r: Tensor) -> Tensor:
+        u, v = self.factors(contributions(layer, a, 1), contributions(layer, a, -1), layer.bias, r)
+        shared = pull(layer, a, u, 1).add_(pull(layer, a, v, -1))
+        if layer.bias is None or self.bias != "spread":
+            return shared
+        return shared + layer.spread(layer.bias.clamp(min=0) * u + layer.bias.clamp(max=0) * v, a)
+
+
+@dataclass(frozen=True)
+class Box(Rule):
+    """z^B, for inputs in [low, high]: contributions a_i w_ij - low_i w⁺_ij - high_i w⁻_ij, all ≥ 0.
+
+    `low` and `high` are numbers, or tensors that broadcast against the input (pixels after normalisation). Left out,
+    they are the least and greatest value of each channel over the batch.
+    """
+
+    low: float | Tensor | None = None
+    high: float | Tensor | None = None
+
+    def __call__(self, layer: LinearMap, a: Tensor, r: Tensor) -> Tensor:
+        low, high = self._bound(self.low, a, torch.amin), self._bound(self.high, a, torch.amax)
+        z = layer(a, layer.weight) - layer(low, layer.positive) - layer(high, layer.negative)
+        s = over(r, z)
+        return (
+            a * layer.adjoint(s, layer.weight, a)
+            - low * layer.adjoint(s, layer.positive, a)
+            - high * layer.adjoint(s, layer.negative, a)
+        )
+
+    @staticmethod
+    def _bound(value: float | Tensor | None, a: Tensor, extreme: object) -> Tensor:
+        if value is None:
+            dims = [0, *range(2, a.dim())] if a.dim() > 2 else [*range(a.dim())]
+            return extreme(a, dims, keepdim=True).expand_as(a).contiguous()  # type: ignore[operator, no-any-return]
+        bound = value.to(a) if isinstance(value, Tensor) else a.new_tensor(value)
+        return bound.expand_as(a).contiguous()
+
+
+@dataclass(frozen=True)
+class WSquare(Rule):
+    """R_i = Σ_j w²_ij / Σ_i w²_ij r_j, whatever the inputs are."""
+
+    def __call__(self, layer: LinearMap, a: Tensor, r: Tensor) -> Tensor:
+        square = layer.weight.square()
+        return layer.adjoint(over(r, layer(torch.ones_like(a), square).expand_as(r).clone()), square, a)
+
+    def rescue(self, layer: LinearMap, a: Tensor, r: Tensor) -> Tensor | None:
+        dead = layer(torch.ones_like(a), layer.weight.square()) == 0
+        return layer.spread(torch.where(dead, r, 0), a)
+
+    def add(self, a: Tensor, b: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
+        return r / 2, r / 2
+
+
+@dataclass(frozen=True)
+class Flat(Rule):
+    """R_i = Σ_j r_j / (number of inputs of j)."""
+
+    def __call__(self, layer: LinearMap, a: Tensor, r: Tensor) -> Tensor:
+        return layer.spread(r, a)
+
+    def add(self, a: Tensor, b: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
+        return r / 2, r / 2
+
+
+@dataclass(frozen=True)
+class Pass(Rule):
+    """R_i = r_i, for layers whose output has the shape of the input."""
+
+    def __call__(self, layer: LinearMap, a: Tensor, r: Tensor) -> Tensor:
+        if a.shape != r.shape:
+            raise ValueError(f"relevance cannot pass unchanged from shape {tuple(r.shape)} to {tuple(a.shape)}.")
+        return r
+
+    def add(self, a: Tensor, b: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
+        return r / 2, r / 2
+
+
+def _stabilised(z: Tensor, epsilon: float) -> Tensor:
+    """z + ε sign z, with sign 0 = 1."""
+    return z + torch.where(z >= 0, epsilon, -epsilon)

@@ -1,0 +1,128 @@
+"""Watching a model run: every torch function it calls, with the module that calls it.
+
+Nothing is attached to the model. Functions are seen by a `TorchFunctionMode`; modules by torch's global forward hooks,
+which are taken off again when the observation ends.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import nn
+from torch.nn.modules import module as _global_hooks
+from torch.overrides import TorchFunctionMode
+
+from secateur.errors import UnknownOperationError
+from secateur.ops.table import Call, Composite, Function, Query, Site, function_name, lookup, tensors_in
+
+
+class Observer(TorchFunctionMode):
+    """Context in which each call of a known operation reaches `observe`. Subclasses decide what to do with it.
+
+    Functions without an entry reach `unknown`, which refuses them when a tensor for which `concerns` holds takes part.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._paths = {id(module): path for path, module in model.named_modules()}
+        self._stack: list[str] = []
+        self._visits: Counter[tuple[str, str]] = Counter()
+        self._handles: list[Any] = []
+        self._fastpath = True
+
+    # -- subclasses ------------------------------------------------------------------------------------------------
+    def observe(self, call: Call) -> Any:
+        """Run the call and learn from it; returns what the model gets to see."""
+        return call.run()
+
+    def concerns(self, value: Any) -> bool:
+        """Whether a tensor carries what this observer tracks, so that an unknown function on it must be refused."""
+        return True
+
+    # -- machinery -------------------------------------------------------------------------------------------------
+    @property
+    def path(self) -> str:
+        """Path of the innermost module that is running."""
+        return self._stack[-1] if self._stack else ""
+
+    def site(self, function: Function) -> Site:
+        """The place of the next call of `function`."""
+        name = function_name(function)
+        key = (self.path, name)
+        visit = self._visits[key]
+        self._visits[key] += 1
+        return Site(self.path, name, visit)
+
+    def __torch_function__(
+        self, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        operation = lookup(func)
+        if operation is None:
+            return self.unknown(func, args, kwargs)
+        if isinstance(operation, Query):
+            return func(*args, **kwargs)
+        if isinstance(operation, Composite):
+            with self.again():
+                return operation.body(*args, **kwargs)
+        return self.observe(Call(operation, func, args, kwargs, self.site(func)))
+
+    def again(self) -> TorchFunctionMode:
+        """A context in which calls are observed although we are inside a call (the mode is off there)."""
+        return _Again(self)
+
+    def unknown(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A function without an entry: harmless on tensors we do not track, refused otherwise."""
+        tensors = tensors_in((args, kwargs))
+        if not any(self.concerns(tensor) for tensor in tensors):
+            return func(*args, **kwargs)
+        site = self.site(func)
+        shapes = ", ".join(str(tuple(t.shape)) for t in tensors)
+        raise UnknownOperationError(
+            f"secateur has no entry for {site}, called on tensors of shape {shapes}. It will not guess what the "
+            f"function does to channels and relevance. Way out: register an entry with "
+            f"`secateur.ops.register(...)` (see the how-to 'Register an operation'), or replace the call in the model."
+        )
+
+    def __enter__(self) -> Self:
+        self._fastpath = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(False)
+        self._handles = [
+            _global_hooks.register_module_forward_pre_hook(self._enter_module),
+            _global_hooks.register_module_forward_hook(self._leave_module, always_call=True),
+        ]
+        super().__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        super().__exit__(kind, error, trace)
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self._stack.clear()
+        torch.backends.mha.set_fastpath_enabled(self._fastpath)
+
+    def _enter_module(self, module: nn.Module, args: Any) -> None:
+        self._stack.append(self._paths.get(id(module), self.path))
+
+    def _leave_module(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._stack:
+            self._stack.pop()
+
+
+class _Again(TorchFunctionMode):
+    """Forwards every call to an observer."""
+
+    def __init__(self, observer: Observer) -> None:
+        super().__init__()
+        self._observer = observer
+
+    def __torch_function__(
+        self, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return self._observer.__torch_function__(func, types, args, kwargs)
