@@ -55,11 +55,11 @@ class NormSite:
     labels: Tensor
 
 
-@dataclass
+@dataclass(frozen=True)
 class Producer:
-    """A call that makes units: the labels number its output channels."""
+    """Where units are made: the labels number the output channels. Reused weights are called at several sites."""
 
-    site: Site
+    sites: tuple[Site, ...]
     kind: str
     labels: Labels
 
@@ -220,7 +220,9 @@ class LabelPass(Observer):
 
     def produce(self, labels: Labels, site: Site, kind: str) -> None:
         """These labels number units that are made here: filters, neurons."""
-        self.producers[int(labels[0])] = Producer(site, kind, labels)
+        known = self.producers.get(int(labels[0]))
+        sites = (*known.sites, site) if known is not None else (site,)
+        self.producers[int(labels[0])] = Producer(sites, kind, labels)
 
     def attend(self, labels: Labels, site: Site) -> None:
         """An attention product with one label per head."""

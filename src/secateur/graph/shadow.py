@@ -48,11 +48,7 @@ def duplicate(model: nn.Module, tensor: Callable[[str, Tensor], Tensor]) -> nn.M
         for name, child in list(module.named_children()):
             if hasattr(child, "_orig_mod"):
                 setattr(module, name, unwrap(child))
-    made = unwrap(made)
-    for module in made.modules():
-        module._backward_hooks.clear()
-        module._forward_hooks = module._forward_hooks.copy()
-    return made
+    return unwrap(made)
 
 
 def ghost(model: nn.Module) -> nn.Module:

@@ -1,0 +1,47 @@
+"""Scores: one number per group; the lowest leave first."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from secateur.graph.graph import Graph
+from secateur.ops.table import Site
+
+Values = np.ndarray[tuple[int], np.dtype[np.float64]]
+Aggregation = Literal["mean", "sum", "max"]
+
+
+@dataclass(frozen=True)
+class Scores:
+    """One number per unit, by the call that makes it, and how a group's number follows from those of its units."""
+
+    criterion: str
+    units: Mapping[Site, Values]
+    aggregate: Aggregation = "mean"
+
+    def of(self, graph: Graph) -> Values:
+        """The score of every class of a graph; NaN where the criterion has nothing to say."""
+        total = np.zeros(len(graph.root))
+        count = np.zeros(len(graph.root))
+        peak = np.full(len(graph.root), -np.inf)
+        for producer in graph.producers:
+            found = [self.units[site] for site in producer.sites if site in self.units]
+            if found:
+                values = np.sum(np.asarray(found, np.float64), 0)  # a reused layer counts all its uses
+                groups = graph.root[producer.labels]
+                np.add.at(total, groups, values)
+                np.add.at(count, groups, 1)
+                np.maximum.at(peak, groups, values)
+        known = count > 0
+        result = np.full(len(graph.root), np.nan)
+        if self.aggregate == "mean":
+            result[known] = total[known] / count[known]
+        elif self.aggregate == "sum":
+            result[known] = total[known]
+        else:
+            result[known] = peak[known]
+        return result

@@ -1,0 +1,128 @@
+"""What a model costs: parameters, multiply-accumulates, time."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import nn
+
+from secateur.graph.axes import AxisTable
+from secateur.graph.labels import LabelPass, MacsTerm
+from secateur.graph.shadow import Example, ghost, quiet, run, run_or_explain, to_meta, twin, unwrap
+from secateur.ops.table import Labels, tensors_in
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Parameters, multiply-accumulates for the example as it is, and the median latency in seconds if measured."""
+
+    params: int
+    macs: int
+    latency: float | None = None
+
+    def __str__(self) -> str:
+        time_part = "" if self.latency is None else f", {1000 * self.latency:.2f} ms"
+        return f"{human(self.params)} parameters, {human(self.macs)} MACs{time_part}"
+
+
+def human(number: float) -> str:
+    """A number with at most four digits and a unit.
+
+    >>> human(25557032), human(512)
+    ('25.56 M', '512')
+    """
+    for size, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:.2f} {unit}"
+    return f"{number:.0f}"
+
+
+def measure(model: nn.Module, example: Example, latency: bool = True, repeats: int = 20) -> Cost:
+    """Parameters, multiply-accumulates (convolutions, linear layers, matrix products) and median latency of a model.
+
+    >>> measure(nn.Linear(8, 4), torch.zeros(1, 8), latency=False)
+    Cost(params=36, macs=32, latency=None)
+    """
+    model = unwrap(model)
+    params = sum(p.numel() for p in model.parameters())
+    macs = round(sum(term.coefficient * float(np.prod([len(a) for a in term.axes])) for term in count_macs(model, example)))
+    return Cost(params, macs, time_forward(model, example, repeats) if latency else None)
+
+
+def count_macs(model: nn.Module, example: Example) -> list[MacsTerm]:
+    """The cost of every call in one forward pass in evaluation mode."""
+    for shadow, inputs in ((ghost, to_meta(example)), (twin, example)):
+        watched = shadow(model).eval()
+        labels = LabelPass(watched, AxisTable())
+        try:
+            with quiet(), labels:
+                run(watched, inputs)
+            return labels.macs
+        except (RuntimeError, NotImplementedError, TypeError, ValueError):
+            if shadow is twin:
+                with quiet():
+                    run_or_explain(watched, inputs)
+                raise
+    raise AssertionError("unreachable")
+
+
+def time_forward(model: nn.Module, example: Example, repeats: int = 20) -> float:
+    """Median seconds of a forward pass in evaluation mode, after a warm-up. The model is left as it was."""
+    watched = twin(unwrap(model)).eval()
+    devices = {t.device for t in tensors_in(example)}
+    cuda = any(device.type == "cuda" for device in devices)
+    with quiet():
+        run_or_explain(watched, example)
+        budget = time.perf_counter()
+        for _ in range(3):
+            run(watched, example)
+        if cuda:
+            torch.cuda.synchronize()
+        # Slow models get fewer repeats: at most about ten seconds in all, never fewer than three.
+        each = max((time.perf_counter() - budget) / 3, 1e-6)
+        seconds = []
+        for _ in range(max(3, min(repeats, int(10 / each)))):
+            begin = time.perf_counter()
+            run(watched, example)
+            if cuda:
+                torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - begin)
+    return statistics.median(seconds)
+
+
+class CostModel:
+    """Cost as a function of which classes are removed; evaluated many times while a plan is sought."""
+
+    def __init__(
+        self, shapes: Mapping[str, Sequence[int]], parameters: set[str], axes: AxisTable, root: Labels, terms: list[MacsTerm]
+    ) -> None:
+        self._terms = [(term.coefficient, [root[a] for a in term.axes]) for term in terms]
+        dims: dict[str, list[tuple[int, Labels]]] = {name: [] for name in parameters}
+        for axis in axes.axes:
+            if axis.parameter in dims:
+                dims[axis.parameter].append((axis.dim, root[axis.base : axis.base + axis.size]))
+        self._params: list[tuple[float, list[Labels]]] = []
+        for name, vectors in dims.items():
+            rest = float(np.prod(shapes[name]))
+            for dim, _ in vectors:
+                rest /= shapes[name][dim]
+            self._params.append((rest, [v for _, v in vectors]))
+
+    def __call__(self, removed: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> Cost:
+        """`removed[root]` says whether a class leaves."""
+        keep = ~removed
+        return Cost(round(_total(self._params, keep)), round(_total(self._terms, keep)))
+
+
+def _total(terms: list[tuple[float, list[Labels]]], keep: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> float:
+    total = 0.0
+    for coefficient, vectors in terms:
+        for vector in vectors:
+            coefficient *= int(np.count_nonzero(keep[vector]))
+        total += coefficient
+    return total
