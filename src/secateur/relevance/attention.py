@@ -8,13 +8,13 @@ queries and keys. This is AttnLRP (arXiv 2402.05602), except that there A₀ kee
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from secateur.relevance.maps import LinearMap
 from secateur.relevance.rules import AlphaBeta, Rule, over, split
 
 
@@ -27,7 +27,7 @@ class Attention:
 
     queries: bool = False
     constant: Literal["values", "absorb"] = "values"
-    epsilon: float = 1e-6
+    epsilon: float = 1e-9
 
     @property
     def absorbs(self) -> bool:
@@ -35,54 +35,35 @@ class Attention:
         return self.queries and self.constant == "absorb"
 
 
-class MatmulMap(LinearMap):
-    """`weight @ a` (left) or `a @ weight`, the weight being another activation or a constant."""
-
-    def __init__(self, weight: Tensor, left: bool, nonneg_weight: bool = False) -> None:
-        super().__init__(weight)
-        self.left = left
-        self.monotone = nonneg_weight
-        if nonneg_weight:
-            self.parts = {"positive": weight, "negative": weight.new_zeros(weight.shape)}
-
-    def __call__(self, a: Tensor, weight: Tensor) -> Tensor:
-        return torch.matmul(weight, a) if self.left else torch.matmul(a, weight)
-
-    def adjoint(self, s: Tensor, weight: Tensor, a: Tensor) -> Tensor:
-        back = weight.transpose(-1, -2)
-        return (torch.matmul(back, s) if self.left else torch.matmul(s, back)).sum_to_size(a.shape)
-
-    def spread(self, r: Tensor, a: Tensor) -> Tensor:
-        dim = -2 if self.left else -1
-        shape = list(r.shape)
-        shape[dim] = a.shape[dim]
-        return (r.sum(dim, keepdim=True) / a.shape[dim]).expand(shape).sum_to_size(a.shape)
-
-
-def product(rule: Rule, a: Tensor, b: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
-    """Relevance of both factors of `a @ b`: each contribution a_ij b_jk is shared half and half."""
-    r = r / 2
-    if isinstance(rule, AlphaBeta):
-        (ap, an), (bp, bn) = split(a), split(b)
-        total = (ap @ bp) + (an @ bn)
-        if bool((total == 0).any()):  # no positive contribution at all: by size
-            stuck = total == 0
-            size = a.abs() @ b.abs()
-            rest = over(torch.where(stuck, r, 0), size)
-            s = over(r, total)
-            return (
-                ap * (s @ _t(bp)) + an * (s @ _t(bn)) + a.abs() * (rest @ _t(b.abs())),
-                bp * (_t(ap) @ s) + bn * (_t(an) @ s) + b.abs() * (_t(a.abs()) @ rest),
-            )
-        s = over(r, total)
-        return ap * (s @ _t(bp)) + an * (s @ _t(bn)), bp * (_t(ap) @ s) + bn * (_t(an) @ s)
-    s = r / stabilised(a @ b)
-    return a * (s @ _t(b)), b * (_t(a) @ s)
-
-
-def attend(
-    rule: Attention, logits: Tensor, weights: Tensor, values: Tensor, r: Tensor
+def product(
+    rule: Rule, function: Callable[[Tensor, Tensor], Tensor], a: Tensor, b: Tensor, r: Tensor
 ) -> tuple[Tensor, Tensor]:
+    """Relevance of both factors of a bilinear function (a @ b, einsum): each contribution is shared half and half."""
+    r = r / 2
+    if not isinstance(rule, AlphaBeta):
+        return _factors(function, a, b, r / stabilised(function(a, b)))
+    (ap, an), (bp, bn) = split(a), split(b)
+    total = function(ap, bp) + function(an, bn)
+    stuck = total == 0
+    s = over(r, total)
+    (up, down), (vp, vn) = _factors(function, ap, bp, s), _factors(function, an, bn, s)
+    shares = up + vp, down + vn
+    if bool(stuck.any()):  # no positive contribution at all: by size
+        size = function(a.abs(), b.abs())
+        left, right = _factors(function, a.abs(), b.abs(), over(torch.where(stuck, r, 0), size))
+        return shares[0] + left, shares[1] + right
+    return shares
+
+
+def _factors(function: Callable[[Tensor, Tensor], Tensor], a: Tensor, b: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
+    """Σ of s over all contributions in which an entry of a, or of b, takes part."""
+    with torch.enable_grad():
+        left, right = a.detach().requires_grad_(True), b.detach().requires_grad_(True)
+        pulled = torch.autograd.grad(function(left, right), (left, right), s)
+    return a * pulled[0], b * pulled[1]
+
+
+def attend(rule: Attention, logits: Tensor, weights: Tensor, values: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
     """From the relevance of O = weights @ values: that of the logits, divided by the logits, and that of the values."""
     g = r / stabilised(weights @ values, rule.epsilon)
     m = g @ _t(values)

@@ -102,14 +102,9 @@ PRESETS: dict[str, Composite] = {
         On(Gamma(0.25)),
         name="epsilon_gamma_box",
     ),
-    # Transformers (arXiv 2402.05602): queries and keys take part, norms pass relevance, γ in the linear layers.
-    "attnlrp": Composite(
-        On(Attention(queries=True)),
-        On(Norm(1e-6), kind=("pool", "add", "matmul")),
-        On(Gamma(0.25), kind=("conv", "linear")),
-        On(Epsilon(1e-6)),
-        name="attnlrp",
-    ),
+    # Transformers (arXiv 2402.05602): queries and keys take part, norms pass relevance. γ in layers, sums and pools
+    # keeps the numbers from exploding; ε alone reaches 10^19 on a random ViT.
+    "attnlrp": Composite(On(Attention(queries=True)), On(Norm(1e-9), kind="matmul"), On(Gamma(0.25)), name="attnlrp"),
     # The rule set of the authors' ResNet script: ε in linear layers, pools and sums.
     "script-resnet": Composite(
         On(Epsilon(1e-6, bias="absorb"), kind="linear"),

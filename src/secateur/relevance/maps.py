@@ -56,12 +56,15 @@ class DenseMap(LinearMap):
     """`nn.functional.linear`: inputs and outputs in the last dimension."""
 
     def __call__(self, a: Tensor, weight: Tensor) -> Tensor:
+        """`a Wᵀ`."""
         return F.linear(a, weight)
 
     def adjoint(self, s: Tensor, weight: Tensor, a: Tensor) -> Tensor:
+        """The transpose."""
         return torch.matmul(s, weight)
 
     def spread(self, r: Tensor, a: Tensor) -> Tensor:
+        """Evenly."""
         return (r.sum(-1, keepdim=True) / a.shape[-1]).expand_as(a)
 
 
@@ -86,12 +89,15 @@ class ConvMap(LinearMap):
         self.groups, self.transposed = groups, transposed
 
     def __call__(self, a: Tensor, weight: Tensor) -> Tensor:
+        """The convolution of `a` with the weight."""
         return self._convolve(a, weight, self.groups)
 
     def adjoint(self, s: Tensor, weight: Tensor, a: Tensor) -> Tensor:
+        """The transpose."""
         return self._pull(s, weight, a, self.groups)
 
     def spread(self, r: Tensor, a: Tensor) -> Tensor:
+        """Evenly."""
         # All channels of a group see the same inputs, so one channel per group with a kernel of ones does it.
         groups, kernel, space = self.groups, self.weight.shape[2:], a.shape[2:]
         width = a.shape[1] // groups
@@ -115,33 +121,71 @@ class ConvMap(LinearMap):
         return pulled
 
 
-class AveragingMap(LinearMap):
-    """Any function that is linear in its input with weights ≥ 0: average pools, means, sums, interpolation.
+class FunctionMap(LinearMap):
+    """Any function of an activation and a weight that is linear in the activation; torch differentiates it."""
 
-    The weight is the number 1 that scales it, so that every rule applies as it does to a layer.
-    """
-
-    monotone = True
-
-    def __init__(self, function: Callable[[Tensor], Tensor], like: Tensor) -> None:
-        super().__init__(like.new_ones(()))
+    def __init__(
+        self, function: Callable[[Tensor, Tensor], Tensor], weight: Tensor, nonneg_weight: bool = False
+    ) -> None:
+        super().__init__(weight)
         self.function = function
-        self.parts = {"positive": self.weight, "negative": like.new_zeros(())}
+        self.monotone = nonneg_weight
+        if nonneg_weight:
+            self.parts = {"positive": weight}
 
     def __call__(self, a: Tensor, weight: Tensor) -> Tensor:
-        value = self.function(a)
-        return value if weight is self.weight else value * weight
+        """The function itself."""
+        return self.function(a, weight)
 
     def adjoint(self, s: Tensor, weight: Tensor, a: Tensor) -> Tensor:
+        """The transpose."""
         with torch.enable_grad():
             source = a.detach().requires_grad_(True)
-            (pulled,) = torch.autograd.grad(self.function(source), source, s)
-        return pulled if weight is self.weight else pulled * weight
+            (pulled,) = torch.autograd.grad(self.function(source, weight), source, s)
+        return pulled
 
     def spread(self, r: Tensor, a: Tensor) -> Tensor:
-        ones = torch.ones_like(a)
-        seen = self.function(ones)
-        return self.adjoint(torch.where(seen > 0, r / seen.clamp(min=1e-12), 0), self.weight, ones)
+        """Evenly."""
+        ones, weight = torch.ones_like(a), torch.ones_like(self.weight)
+        seen = self(ones, weight)
+        return self.adjoint(torch.where(seen > 0, r / seen.clamp(min=1e-12), 0), weight, ones)
+
+
+class AveragingMap(FunctionMap):
+    """A function of one tensor, linear with weights ≥ 0: average pools, means, sums, interpolation.
+
+    Its weight is the number 1 that scales it, so that every rule applies as it does to a layer.
+    """
+
+    def __init__(self, function: Callable[[Tensor], Tensor], like: Tensor) -> None:
+        super().__init__(lambda a, w: function(a) * w, like.new_ones(()), nonneg_weight=True)
+
+
+class MatmulMap(LinearMap):
+    """`weight @ a` (left) or `a @ weight`, the weight being another activation or a constant."""
+
+    def __init__(self, weight: Tensor, left: bool, nonneg_weight: bool = False) -> None:
+        super().__init__(weight)
+        self.left = left
+        self.monotone = nonneg_weight
+        if nonneg_weight:
+            self.parts = {"positive": weight}
+
+    def __call__(self, a: Tensor, weight: Tensor) -> Tensor:
+        """The product."""
+        return torch.matmul(weight, a) if self.left else torch.matmul(a, weight)
+
+    def adjoint(self, s: Tensor, weight: Tensor, a: Tensor) -> Tensor:
+        """The transpose."""
+        back = weight.transpose(-1, -2)
+        return (torch.matmul(back, s) if self.left else torch.matmul(s, back)).sum_to_size(a.shape)
+
+    def spread(self, r: Tensor, a: Tensor) -> Tensor:
+        """Evenly."""
+        dim = -2 if self.left else -1
+        shape = list(r.shape)
+        shape[dim] = a.shape[dim]
+        return (r.sum(dim, keepdim=True) / a.shape[dim]).expand(shape).sum_to_size(a.shape)
 
 
 def every(value: Any, count: int) -> list[int]:

@@ -25,12 +25,8 @@ def over(r: Tensor, z: Tensor) -> Tensor:
 
 
 def over_positive(r: Tensor, z: Tensor) -> Tensor:
-    """r / z for z ≥ 0, finite where z is 0 (it meets only zero contributions there). Overwrites z; faster than `over`."""
-    return torch.div(r, z.add_(_floor(z)), out=z)
-
-
-def _floor(z: Tensor) -> float:
-    return 1e-6 if z.dtype == torch.float16 else 1e-18
+    """r / z for z ≥ 0, and finite where z is 0: it meets only zero contributions there. Overwrites z."""
+    return torch.div(r, z.add_(1e-6 if z.dtype == torch.float16 else 1e-25), out=z)
 
 
 def split(a: Tensor) -> tuple[Tensor, Tensor]:
@@ -69,35 +65,44 @@ class Contributions(Rule):
         raise NotImplementedError
 
     def __call__(self, layer: LinearMap, a: Tensor, r: Tensor) -> Tensor:
+        """See the class."""
         negative = self.needs_negative
-        u, v = self.factors(
-            contributions(layer, a, 1), contributions(layer, a, -1) if negative else r, layer.bias, r
-        )
+        u, v = self.factors(contributions(layer, a, 1), contributions(layer, a, -1) if negative else r, layer.bias, r)
         shared = pull(layer, a, u, 1)
         return shared.add_(pull(layer, a, v, -1)) if negative else shared
+
+    def add(self, a: Tensor, b: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
+        """The shares of two summands."""
+        (ap, an), (bp, bn) = split(a), split(b)
+        u, v = self.factors(ap + bp, an + bn, None, r)
+        part = ap.mul_(u).add_(an.mul_(v))
+        return part, r - part
 
 
 def contributions(layer: LinearMap, a: Tensor, sign: int) -> Tensor:
     """Σ_i z⁺_ij (sign 1) or Σ_i z⁻_ij (sign -1)."""
+    if layer.monotone:
+        return layer(_part(a, sign), layer.positive)
     same, other = (layer.positive, layer.negative) if sign > 0 else (layer.negative, layer.positive)
     if layer.nonneg:
         return layer(a, same)
     plus, minus = split(a)
-    if layer.monotone:
-        return layer(plus if sign > 0 else minus, layer.positive)
     return layer(plus, same).add_(layer(minus, other))
 
 
 def pull(layer: LinearMap, a: Tensor, s: Tensor, sign: int) -> Tensor:
     """Σ_j z⁺_ij s_j (sign 1) or Σ_j z⁻_ij s_j (sign -1)."""
+    if layer.monotone:
+        return _part(a, sign).mul_(layer.adjoint(s, layer.positive, a))
     same, other = (layer.positive, layer.negative) if sign > 0 else (layer.negative, layer.positive)
     if layer.nonneg:
         return layer.adjoint(s, same, a).mul_(a)
     plus, minus = split(a)
-    if layer.monotone:
-        part = plus if sign > 0 else minus
-        return part.mul_(layer.adjoint(s, layer.positive, a))
     return layer.adjoint(s, same, a).mul_(plus).add_(layer.adjoint(s, other, a).mul_(minus))
+
+
+def _part(a: Tensor, sign: int) -> Tensor:
+    return a.clamp(min=0) if sign > 0 else a.clamp(max=0)
 
 
 @dataclass(frozen=True)
@@ -113,7 +118,9 @@ class AlphaBeta(Contributions):
 
     def __post_init__(self) -> None:
         if abs(self.alpha + self.beta - 1) > 1e-6 and abs(self.alpha - self.beta - 1) > 1e-6:
-            raise ValueError(f"α + β (or α - β) must be 1 for relevance to be conserved, got {self.alpha}, {self.beta}.")
+            raise ValueError(
+                f"α + β (or α - β) must be 1 for relevance to be conserved, got {self.alpha}, {self.beta}."
+            )
 
     @property
     def needs_negative(self) -> bool:  # type: ignore[override]
@@ -121,6 +128,7 @@ class AlphaBeta(Contributions):
         return self.beta != 0
 
     def factors(self, positive: Tensor, negative: Tensor, bias: Tensor | None, r: Tensor) -> tuple[Tensor, Tensor]:
+        """See the class."""
         if self.beta == 0:
             return over_positive(r, positive), negative
         no_positive, no_negative = positive == 0, negative == 0
@@ -128,6 +136,7 @@ class AlphaBeta(Contributions):
         return u * torch.where(no_negative, 1, self.alpha), v * torch.where(no_positive, 1, 1 - self.alpha)
 
     def rescue(self, layer: LinearMap, a: Tensor, r: Tensor) -> Tensor | None:
+        """A second way for what has no first one."""
         # An output that is positive through its bias alone has no positive contribution. Its relevance goes to its
         # (then all negative) contributions in proportion to their size, and evenly if there are none at all.
         stuck = contributions(layer, a, 1) == 0
@@ -140,19 +149,19 @@ class AlphaBeta(Contributions):
         return shared + layer.spread(torch.where(silent, r, 0), a)
 
     def add(self, a: Tensor, b: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
+        """The shares of two summands."""
         # By the positive parts. Where neither is positive: by size, which for two negative numbers is again a share
         # of the sum; two zeros share evenly. What a does not get, b gets, so nothing is lost.
         if self.beta != 0:
             return super().add(a, b, r)
-        plus_a, plus_b = a.clamp(min=0), b.clamp(min=0)
-        total = plus_a + plus_b
-        stuck = total == 0
+        plus_a = a.clamp(min=0)
+        total = b.clamp(min=0).add_(plus_a)
+        stuck = (total == 0).logical_and_(r != 0)
+        part = over_positive(plus_a, total).mul_(r)
         if bool(stuck.any()):
-            plus_a = torch.where(stuck, a.abs(), plus_a)
-            total = torch.where(stuck, a.abs() + b.abs(), total)
-            both_zero = total == 0
-            plus_a, total = plus_a.masked_fill_(both_zero, 0.5), total.masked_fill_(both_zero, 1)
-        part = plus_a.div_(total).mul_(r)
+            size = a.abs()
+            share = torch.where((a == 0) & (b == 0), 0.5, over(size, size + b.abs()))
+            part = torch.where(stuck, share * r, part)
         return part, r - part
 
 
@@ -178,6 +187,7 @@ class Epsilon(Rule):
         return self.bias == "absorb"
 
     def __call__(self, layer: LinearMap, a: Tensor, r: Tensor) -> Tensor:
+        """See the class."""
         bias = None if self.bias == "ignore" else layer.bias
         z = layer(a, layer.weight)
         s = r / _stabilised(z if bias is None else z + bias, self.epsilon)
@@ -185,6 +195,7 @@ class Epsilon(Rule):
         return shared + layer.spread(s * bias, a) if bias is not None and self.bias == "spread" else shared
 
     def add(self, a: Tensor, b: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
+        """The shares of two summands."""
         part = r * a / _stabilised(a + b, self.epsilon)
         return part, r - part
 
@@ -209,6 +220,7 @@ class Gamma(Contributions):
         return self.bias == "absorb"
 
     def factors(self, positive: Tensor, negative: Tensor, bias: Tensor | None, r: Tensor) -> tuple[Tensor, Tensor]:
+        """See the class."""
         if bias is not None and self.bias != "ignore":
             positive, negative = positive + bias.clamp(min=0), negative + bias.clamp(max=0)
         more = 1 + self.gamma
@@ -217,6 +229,7 @@ class Gamma(Contributions):
         return torch.where(up, more * s, s), torch.where(up, s, more * s)
 
     def __call__(self, layer: LinearMap, a: Tensor, r: Tensor) -> Tensor:
+        """See the class."""
         u, v = self.factors(contributions(layer, a, 1), contributions(layer, a, -1), layer.bias, r)
         shared = pull(layer, a, u, 1).add_(pull(layer, a, v, -1))
         if layer.bias is None or self.bias != "spread":
@@ -236,6 +249,7 @@ class Box(Rule):
     high: float | Tensor | None = None
 
     def __call__(self, layer: LinearMap, a: Tensor, r: Tensor) -> Tensor:
+        """See the class."""
         low, high = self._bound(self.low, a, torch.amin), self._bound(self.high, a, torch.amax)
         z = layer(a, layer.weight) - layer(low, layer.positive) - layer(high, layer.negative)
         s = over(r, z)
@@ -259,14 +273,17 @@ class WSquare(Rule):
     """R_i = Σ_j w²_ij / Σ_i w²_ij r_j, whatever the inputs are."""
 
     def __call__(self, layer: LinearMap, a: Tensor, r: Tensor) -> Tensor:
+        """See the class."""
         square = layer.weight.square()
         return layer.adjoint(over(r, layer(torch.ones_like(a), square).expand_as(r).clone()), square, a)
 
     def rescue(self, layer: LinearMap, a: Tensor, r: Tensor) -> Tensor | None:
+        """A second way for what has no first one."""
         dead = layer(torch.ones_like(a), layer.weight.square()) == 0
         return layer.spread(torch.where(dead, r, 0), a)
 
     def add(self, a: Tensor, b: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
+        """The shares of two summands."""
         return r / 2, r / 2
 
 
@@ -275,9 +292,11 @@ class Flat(Rule):
     """R_i = Σ_j r_j / (number of inputs of j)."""
 
     def __call__(self, layer: LinearMap, a: Tensor, r: Tensor) -> Tensor:
+        """See the class."""
         return layer.spread(r, a)
 
     def add(self, a: Tensor, b: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
+        """The shares of two summands."""
         return r / 2, r / 2
 
 
@@ -286,11 +305,13 @@ class Pass(Rule):
     """R_i = r_i, for layers whose output has the shape of the input."""
 
     def __call__(self, layer: LinearMap, a: Tensor, r: Tensor) -> Tensor:
+        """See the class."""
         if a.shape != r.shape:
             raise ValueError(f"relevance cannot pass unchanged from shape {tuple(r.shape)} to {tuple(a.shape)}.")
         return r
 
     def add(self, a: Tensor, b: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
+        """The shares of two summands."""
         return r / 2, r / 2
 
 

@@ -1,0 +1,566 @@
+"""The relevance pass: the user's own forward, run so that its backward pass is Layer-wise Relevance Propagation.
+
+Every operation of the table says in its `relevance` method which of the verbs below it is: a `layer`, something that
+`passes` relevance on, `moves` data, `averages`, `adds`, `gates` or `attends`.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from secateur.errors import DataError, RelevanceError, UnknownOperationError, UnsupportedModelError
+from secateur.ops.table import Call, Function, Operation, tensors_in
+from secateur.relevance.composites import Composite, Place, composite_named
+from secateur.relevance.conservation import Conservation, Flow
+from secateur.relevance.facts import Facts, writes
+from secateur.relevance.isolation import call_model, isolated, logits_of, map_tensors, unwrapped
+from secateur.relevance.maps import AveragingMap, ConvMap, DenseMap, FunctionMap, LinearMap, MatmulMap, every
+from secateur.relevance.rules import Rule
+from secateur.relevance.steps import (
+    Adding,
+    Attending,
+    Halving,
+    Layer,
+    Multiplying,
+    Padding,
+    Passing,
+    Sharing,
+    Weighing,
+    take,
+    total,
+)  # fmt: skip
+from secateur.relevance.weights import LinearCall, Weights, path_of
+from secateur.tracing import Observer
+
+Absolute = Literal[False, "sample", "element"]
+Start = Callable[[Tensor], Tensor]
+
+
+class RelevancePass(Observer):
+    """Propagates relevance through a model, batch after batch; unit sums and the books add up until `reset`.
+
+    `units` maps the name of each weight to one number per output channel or neuron. `absolute` takes absolute values
+    per "sample" (after summing over space) or per "element" before they are summed. Folded and positive weights are
+    kept between batches. Without `heat_map`, relevance stops at the layers that read the input, which is faster.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        composite: str | Composite | Rule = "alpha1beta0",
+        *,
+        absolute: Absolute = False,
+        heat_map: bool = True,
+    ) -> None:
+        self.model = unwrapped(model)
+        super().__init__(self.model)
+        self.composite = composite_named(composite)
+        self.absolute = absolute
+        self.heat_map = heat_map
+        self._weights = Weights(self.model)
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all sums, keep the prepared weights."""
+        self.units: dict[str, Tensor] = {}
+        self.samples = 0
+        self._flows: dict[tuple[str, str], list[Any]] = {}
+        self._start: Tensor | float = 0.0
+        self._input: Tensor | float = 0.0
+        self._forget()
+
+    def _forget(self) -> None:
+        """Forget everything about one forward pass."""
+        self._visits.clear()
+        self._entries: list[Tensor] = []
+        self._sinks: list[tuple[str, Tensor]] = []
+        self._leaves: set[int] = set()
+        self.facts = Facts()
+        self._swapped: dict[int, tuple[Tensor, Tensor]] = {}
+        self._fresh: weakref.ref[Tensor] | None = None  # the output of the last call, if nobody but the user has it
+        self._writable: weakref.ref[Tensor] | None = None  # the same for the call before
+        self._count = 0
+        self._doubtful = ""
+
+    # -- running ---------------------------------------------------------------------------------------------------
+    def run(self, inputs: Any, start: Start) -> tuple[Tensor, list[Tensor | None]]:
+        """One batch: returns the model's output and the relevance of each input tensor (None for those without)."""
+        self._forget()
+        self._weights.index()
+        entries = map_tensors(self._enter, inputs)
+        with isolated(self.model, self._entries):
+            with self:
+                output = logits_of(call_model(self.model, entries))
+            self._verify(inputs, output)
+            if not output.requires_grad:
+                raise RelevanceError(
+                    "the output does not depend on the input through operations that carry relevance. Way out: check "
+                    "that the forward does not detach, and that the input is a floating-point tensor or token ids."
+                )
+            seed = start(output.detach())
+            if not bool(torch.isfinite(output).all() & torch.isfinite(seed).all()):
+                raise RelevanceError(
+                    f"the output, where relevance starts, is not finite{self._blame()}. Way out: check the weights."
+                )
+            self._start += total(seed)
+            leaves = [*self._entries, *(leaf for _, leaf in self._sinks)]
+            found = torch.autograd.grad(output, leaves, seed, allow_unused=True)
+        for (name, _), absorbed in zip(self._sinks, found[len(self._entries) :], strict=True):
+            if absorbed is not None:
+                self.flow(name, "constant", total(absorbed), 0.0, absorbs=True)
+        heat: list[Tensor | None] = list(found[: len(self._entries)])
+        for relevance in heat:
+            if relevance is not None:
+                self._input += total(relevance)
+        self.samples += output.shape[0] if output.dim() > 1 else 1
+        value = output.detach()
+        self._forget()
+        self._check()
+        return value, heat
+
+    def conservation(self) -> Conservation:
+        """The books of all batches so far."""
+        order = reversed(list(self._flows.items()))
+        return Conservation(
+            float(self._start), float(self._input),
+            tuple(Flow(name, kind, float(a), float(p), absorbs) for (name, kind), (a, p, absorbs) in order),
+        )  # fmt: skip
+
+    def _check(self) -> None:
+        """Refuse relevance that is not finite, naming the layer nearest to the output where it went wrong."""
+        sums = [float(self._input), *torch.stack([u.sum() for u in self.units.values()]).tolist()]
+        if all(map(math.isfinite, sums)):
+            return
+        wrong = [name for (name, _), (a, p, _) in self._flows.items() if not math.isfinite(float(a) + float(p))]
+        place = wrong[0] if wrong else "the input"
+        raise RelevanceError(
+            f"relevance became NaN or infinite at `{place}`{self._blame()}. Way out: check weights and inputs there, use "
+            f"float32, or a composite without division by small numbers such as 'alpha1beta0'."
+        )
+
+    def _blame(self) -> str:
+        for name, tensor in [*self.model.named_parameters(), *self.model.named_buffers()]:
+            if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+                return f" (`{name}` has values that are not finite)"
+        return ""
+
+    def _enter(self, tensor: Tensor) -> Tensor:
+        if not tensor.is_floating_point():
+            return tensor
+        if not bool(torch.isfinite(tensor).all()):
+            raise DataError(f"the input of shape {tuple(tensor.shape)} has NaN or infinite values.")
+        entry = tensor.detach().clone() if tensor.is_inference() else tensor.detach()
+        self._entries.append(entry.requires_grad_(True))
+        self._leaves.add(id(entry))
+        return entry
+
+    def _verify(self, inputs: Any, output: Tensor) -> None:
+        """In-place writes through views cannot be followed; where there were any, the output must be right anyway."""
+        if not self._doubtful:
+            return
+        with torch.no_grad():
+            plain = logits_of(call_model(self.model, inputs))
+        if not torch.allclose(plain, output.detach(), rtol=1e-3, atol=1e-4):
+            raise UnsupportedModelError(
+                f"{self._doubtful} writes in place through a view, and the result is used under another name. Way out: "
+                f"write that operation out of place."
+            )
+
+    # -- seeing calls ----------------------------------------------------------------------------------------------
+    def __torch_function__(
+        self, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        args, kwargs = self._swap(args), self._swap(kwargs or {})
+        return super().__torch_function__(func, types, args, kwargs)
+
+    def observe(self, call: Call) -> Any:
+        """Let the operation decide, if relevance can come this way at all."""
+        operation = call.operation
+        carrying = any(t.requires_grad for t in call.tensors())
+        if not carrying and not getattr(operation, "enters", False):
+            return call.run()
+        if type(operation).relevance is Operation.relevance:
+            raise UnknownOperationError(
+                f"the entry for {call.site} ({operation.name}) does not say how relevance passes. Way out: give the "
+                f"operation a `relevance` method, or replace the call in the model."
+            )
+        self._fresh, self._writable = None, self._fresh
+        return operation.relevance(self, call)
+
+    def concerns(self, value: Any) -> bool:
+        """Tensors with a graph behind them carry relevance."""
+        return isinstance(value, Tensor) and value.requires_grad
+
+    def _swap(self, value: Any) -> Any:
+        """Parameters without their gradient flag; tensors that were overwritten, in their present state."""
+        if isinstance(value, Tensor):
+            newer = self.facts.newer.get(value)
+            while newer is not None:
+                value, newer = newer, self.facts.newer.get(newer)
+            if value.requires_grad and value.grad_fn is None and id(value) not in self._leaves:
+                if id(value) not in self._swapped:
+                    self._swapped[id(value)] = (value, value.detach())
+                return self._swapped[id(value)][1]
+            return value
+        if isinstance(value, dict):
+            return {key: self._swap(item) for key, item in value.items()}
+        if type(value) is tuple:
+            return tuple(self._swap(item) for item in value)
+        if type(value) is list:
+            return [self._swap(item) for item in value]
+        return value
+
+    # -- verbs for operations --------------------------------------------------------------------------------------
+    def moves(self, call: Call) -> Any:
+        """Data movement: autograd moves relevance back the same way. Facts about the numbers move along."""
+        source = next((t for t in call.tensors() if t.requires_grad), None)
+        output = self._run_on_copy(call) if writes(call) else call.run()
+        moved = [t for t in call.tensors() if t.is_floating_point()]
+        if moved and all(t in self.facts.nonneg for t in moved):
+            self.nonneg(output)
+        if source is not None and source in self.facts.gate:
+            for tensor in tensors_in(output):
+                self.facts.gate[tensor] = True
+        if source is not None and source in self.facts.offset and isinstance(output, Tensor):
+            offset = self.facts.offset[source].expand(source.shape)
+            args = tuple(offset if arg is source else arg for arg in call.args)
+            self.facts.offset[output] = call.function(*args, **call.kwargs)
+        return output
+
+    def passes(self, call: Call, x: Tensor, *, nonneg: bool = False, gate: bool = False) -> Any:
+        """Relevance passes unchanged to `x`: activations, dropout, norms, scaling."""
+        if not x.requires_grad:
+            return self.stops(call)
+        written = writes(call)
+        if written and self._writable is not None and self._writable() is x and call.tensors()[0] is x:
+            self.facts.linear.pop(x, None)
+            output = take(Passing(call.run, overwrites=True), x)
+        elif written:
+            output = take(Passing(lambda: self._run_on_copy(call, alias=False)), x)
+            self._alias(call, output)
+        else:
+            output = take(Passing(call.run), x)
+        if nonneg:
+            self.nonneg(output)
+        if gate:
+            self.facts.gate[output] = True
+        return output
+
+    def stops(self, call: Call) -> Any:
+        """Relevance ends here: comparisons, indices, statistics."""
+        with torch.no_grad():
+            return self._run_on_copy(call) if writes(call) else call.run()
+
+    def layer(
+        self,
+        call: Call,
+        x: Tensor,
+        build: Callable[[Tensor, Tensor | None], LinearMap],
+        *,
+        kind: str,
+        channel: int = 1,
+        transposed: bool = False,
+        groups: int = 1,
+    ) -> Tensor:
+        """A conv or linear layer. Its output remembers how it came about, in case a batch norm follows."""
+        weight, bias = call["weight"], call["bias"]
+        index, self._count = self._count, self._count + 1
+        outputs = weight.shape[1] * groups if transposed else weight.shape[0]
+        name, rows = self._weights.name(weight, call, outputs)
+        record = LinearCall(x, weight, bias, build, transposed, groups, name, rows, kind, index, channel)
+        output = self._layer(call, record, lambda a: self._weights.prepared(record))
+        self.facts.linear[output] = record
+        self._fresh = weakref.ref(output)
+        return output
+
+    def dense(self, call: Call) -> Tensor:
+        """A linear layer."""
+        return self.layer(call, call["input"], DenseMap, kind="linear", channel=-1)
+
+    def convolves(self, call: Call, spatial: int, transposed: bool = False) -> Tensor:
+        """A convolution. Input without a batch dimension gets one; odd "same" padding is done beforehand."""
+        x, weight, padding = call["input"], call["weight"], call["padding"]
+        dilation, kernel = every(call["dilation"], spatial), weight.shape[2:]
+        unbatched = x.dim() == spatial + 1
+        if unbatched:
+            x = x.unsqueeze(0)
+        if isinstance(padding, str):
+            totals = [d * (k - 1) if padding == "same" else 0 for d, k in zip(dilation, kernel, strict=True)]
+            padding = [t // 2 for t in totals]
+            if any(t % 2 for t in totals):
+                sides = [side for t in reversed(totals) for side in (t // 2, t - t // 2)]
+                x, padding = nn.functional.pad(x, sides), [0] * spatial
+        names = ["stride", "dilation", "groups"] + (["output_padding"] if transposed else [])
+        options = {name: call[name] for name in names}
+        options = {name: every(o, spatial) if name != "groups" else int(o) for name, o in options.items()}
+        options["padding"] = padding = every(padding, spatial)
+        call = replace(call, args=(x, weight, call["bias"]), kwargs=options, _bound=None)
+
+        def build(weight: Tensor, bias: Tensor | None) -> LinearMap:
+            return ConvMap(weight, bias, transposed=transposed, **options)
+
+        output = self.layer(call, x, build, kind="conv", channel=1, transposed=transposed, groups=options["groups"])
+        return output.squeeze(0) if unbatched else output
+
+    def batch_norm(self, call: Call, x: Tensor) -> Tensor:
+        """Folded into the layer whose output it reads, if there is one; else it is a scale that passes relevance."""
+        record: LinearCall | None = self.facts.linear.get(x)
+        if (
+            record is None
+            or call["training"]
+            or call["running_mean"] is None
+            or (record.kind == "linear" and x.dim() > 2)
+        ):
+            return self._normed(call, x)
+        stats = tuple(call[name] for name in ("running_mean", "running_var", "weight", "bias"))
+        eps = float(call["eps"])
+        output = self._layer(call, record, lambda a: self._weights.prepared(record, stats, eps))
+        self._fresh = weakref.ref(output)
+        return output
+
+    def averages(self, call: Call, x: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+        """A linear function of x with weights ≥ 0: pools, means, sums, interpolation."""
+        if not x.requires_grad:
+            return self.stops(call)  # type: ignore[no-any-return]
+        place = self.place("pool", call.site.path)
+        step = Sharing(
+            self, call.run, lambda a: AveragingMap(function, a), place, str(call.site), nonneg=x in self.facts.nonneg
+        )
+        output: Tensor = take(step, x)
+        if x in self.facts.nonneg:
+            self.nonneg(output)
+        return output
+
+    def adds(self, call: Call, a: Any, b: Any, sign: float = 1.0) -> Tensor:
+        """a + sign * b. Constants take no relevance, as biases do not."""
+        carry_a, carry_b = _carries(a), _carries(b)
+        if not (carry_a and carry_b):
+            x, constant = (a, b) if carry_a else (b, a)
+            output: Tensor = self.passes(call, x)
+            if isinstance(constant, Tensor) and sign == 1:
+                before = self.facts.offset.get(x)
+                self.facts.offset[output] = constant if before is None else before + constant
+            return output
+        run = (lambda: self._run_on_copy(call, alias=False)) if writes(call) else call.run
+        output = take(Adding(self, run, sign, self.place("add", call.site.path)), a, b)
+        if writes(call):
+            self._alias(call, output)
+        if a in self.facts.nonneg and b in self.facts.nonneg and sign > 0:
+            self.nonneg(output)
+        self._fresh = weakref.ref(output)
+        return output
+
+    def gates(self, call: Call, factors: Sequence[Any]) -> Tensor:
+        """A product: relevance goes to the signal. A factor is a gate if it carries no relevance, if it comes out of a
+        sigmoid, softmax or the like, or if it is broadcast; signals of equal standing share evenly."""
+        signals = [t for t in factors if _carries(t)]
+        if len(signals) > 1:
+            open_ = [t for t in signals if t not in self.facts.gate]
+            signals = open_ or signals
+        if len(signals) > 1:
+            size = max(t.numel() for t in signals)
+            signals = [t for t in signals if t.numel() == size]
+        if len(signals) > 1 and all(t is signals[0] for t in signals):
+            signals = signals[:1]
+        nonneg = all(t in self.facts.nonneg if isinstance(t, Tensor) else t >= 0 for t in factors)
+        if len(signals) == 1:
+            return self.passes(call, signals[0], nonneg=nonneg)  # type: ignore[no-any-return]
+        run = (lambda: self._run_on_copy(call, alias=False)) if writes(call) else call.run
+        output: Tensor = take(Halving(run), *signals)
+        if writes(call):
+            self._alias(call, output)
+        return output
+
+    def multiplies(self, call: Call, a: Tensor, b: Tensor, function: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        """A bilinear function such as a matmul. A constant factor acts as a weight, attention weights as a gate."""
+        place, name = self.place("matmul", call.site.path), str(call.site)
+        if not a.requires_grad or not b.requires_grad:
+            x, weight = (a, b) if a.requires_grad else (b, a)
+            bound = function if x is a else _flipped(function)
+            return self._weighted(call, x, weight, lambda a: FunctionMap(bound, weight), place)
+        logits = self.facts.logits.get(a)
+        if logits is not None and self.composite.attention(self.place("attention", place.path)).queries:
+            step = Weighing(
+                self, call.run, a.detach(), self.facts.offset.get(logits), self.place("attention", place.path), name
+            )
+            output: Tensor = take(step, logits, b)
+            return output
+        for gate, x, bound in ((a, b, _flipped(function)), (b, a, function)):
+            if gate in self.facts.gate and x not in self.facts.gate:
+                weight, nonneg = gate.detach(), gate in self.facts.nonneg
+                build: Callable[[Tensor], LinearMap] = lambda a, w=weight, f=bound, n=nonneg: FunctionMap(f, w, n)  # type: ignore[misc]  # noqa: E731
+                if function is torch.matmul and a.dim() > 1 and b.dim() > 1:
+                    build = lambda _, w=weight, left=gate is a, n=nonneg: MatmulMap(w, left, n)  # type: ignore[misc]  # noqa: E731
+                return self._weighted(call, x, weight, build, self.place("attention", place.path))
+        output = take(Multiplying(self, call.run, function, place, name), a, b)
+        return output
+
+    def attends(self, call: Call, scale: float, mask: Callable[[], Tensor | None]) -> Tensor:
+        """Scaled dot-product attention."""
+        place = self.place("attention", call.site.path)
+        q, k, v = call["query"], call["key"], call["value"]
+        output: Tensor = take(Attending(self, call.run, mask, scale, place, str(call.site)), q, k, v)
+        return output
+
+    def softmaxes(self, call: Call, x: Tensor) -> Tensor:
+        """Relevance passes; as a factor the result is a gate, and remembers its logits."""
+        output: Tensor = self.passes(call, x, nonneg=True, gate=True)
+        self.facts.logits[output] = x
+        return output
+
+    def pads(self, call: Call, x: Tensor, pad: Sequence[int], constant: bool) -> Tensor:
+        """Padding: repeated values send relevance home, a constant border absorbs what falls on it."""
+        if not constant or not x.requires_grad or min(pad) < 0:
+            return self.moves(call)  # type: ignore[no-any-return]
+        output: Tensor = take(Padding(self, call.run, list(pad), f"border of {call.site}"), x)
+        if x in self.facts.nonneg and not (call.get("value") or 0) < 0:
+            self.nonneg(output)
+        return output
+
+    def enters_here(self, tensor: Tensor) -> Tensor:
+        """The first tensor that can carry relevance on the way from a discrete input: an embedding."""
+        entry = tensor.detach().requires_grad_(True)
+        self._entries.append(entry)
+        self._leaves.add(id(entry))
+        return entry
+
+    def constant(self, tensor: Tensor, call: Call) -> Tensor:
+        """A constant that stands beside the signal (class tokens, padding): what falls on it is booked as absorbed."""
+        if tensor.requires_grad or not tensor.is_floating_point():
+            return tensor
+        leaf = tensor.detach().requires_grad_(True)
+        self._sinks.append((f"constant in {call.site}", leaf))
+        self._leaves.add(id(leaf))
+        if tensor in self.facts.nonneg:
+            self.nonneg(leaf)
+        return leaf
+
+    def copies(self, call: Call, x: Tensor) -> Any:
+        """The same numbers again, or fewer digits of them: relevance passes, and all that is known about them holds."""
+        output = self.passes(call, x) if "dropout" in call.function.__name__ else self.moves(call)
+        self.facts.copy(x, output)
+        return output
+
+    def nonneg(self, output: Any) -> None:
+        """Note that a tensor is ≥ 0 everywhere, so that layers reading it need only their positive weights."""
+        for tensor in tensors_in(output):
+            self.facts.nonneg[tensor] = True
+
+    def is_nonneg(self, tensor: Tensor) -> bool:
+        """Whether a tensor is known to be ≥ 0."""
+        return tensor in self.facts.nonneg
+
+    # -- books -----------------------------------------------------------------------------------------------------
+    def place(self, kind: str, path: str, index: int | None = None, first: bool = False) -> Place:
+        """Where a rule is asked for. Depth counts the weight layers of this forward pass."""
+        return Place(kind, path, float(self._count if index is None else index), first)
+
+    def rule(self, place: Place) -> Rule:
+        """The composite's rule; only now is the number of layers known."""
+        depth = place.depth / max(self._count - 1, 1)
+        return self.composite.rule(Place(place.kind, place.path, min(depth, 1.0), place.first))
+
+    def flow(self, name: str, kind: str, arrived: Any, passed: Any, absorbs: bool = False) -> None:
+        """Book what arrived at an operation and what it passed on."""
+        entry = self._flows.setdefault((name, kind), [0.0, 0.0, absorbs])
+        entry[0], entry[1] = entry[0] + arrived, entry[1] + passed
+
+    def reached(self, amount: Tensor) -> None:
+        """Book relevance as having arrived at the input."""
+        self._input = self._input + amount
+
+    # -- parts -----------------------------------------------------------------------------------------------------
+    def _layer(self, call: Call, record: LinearCall, prepare: Callable[[Tensor], LinearMap]) -> Tensor:
+        x, name, rows = record.x, record.name, record.rows
+        if not x.requires_grad:
+            return self.stops(call)  # type: ignore[no-any-return]
+        first = any(x is entry for entry in self._entries)
+        sums = self.units.get(name)
+        if sums is None or sums.numel() < rows.stop:
+            height = rows.stop if record.transposed else self._weights.height(name, rows.stop)
+            grown = torch.zeros(height, dtype=_precise(x.device), device=x.device)
+            if sums is not None:
+                grown[: sums.numel()] = sums
+            self.units[name] = grown
+
+        def units(r: Tensor) -> None:
+            self.units[name][rows] += self._reduce(r, record.channel)
+
+        place = self.place(record.kind, path_of(name), record.index, first or record.index == 0)
+        step = Layer(
+            self, call.run, prepare, place, path_of(name),
+            nonneg=x in self.facts.nonneg, stop=first and not self.heat_map, units=units,
+        )  # fmt: skip
+        output: Tensor = take(step, x)
+        return output
+
+    def _reduce(self, r: Tensor, channel: int) -> Tensor:
+        """One number per unit."""
+        channel %= r.dim()
+        if self.absolute == "element":
+            r = r.abs()
+        wide = torch.float32 if r.dtype in (torch.float16, torch.bfloat16) else r.dtype
+        others = [d for d in range(r.dim()) if d != channel]
+        if self.absolute == "sample" and others and others[0] == 0:
+            r = r.sum(others[1:], dtype=wide).abs() if others[1:] else r.abs()
+            others = [0]
+        return r.sum(others, dtype=wide) if others else r
+
+    def _weighted(
+        self, call: Call, x: Tensor, weight: Tensor, build: Callable[[Tensor], LinearMap], place: Place
+    ) -> Tensor:
+        step = Sharing(self, call.run, build, place, str(call.site), nonneg=x in self.facts.nonneg)
+        output: Tensor = take(step, x)
+        return output
+
+    def _normed(self, call: Call, x: Tensor) -> Tensor:
+        if call["training"] and call.get("running_mean") is not None:
+            raise UnsupportedModelError(
+                f"{call.site} updates its running statistics although the model is in evaluation mode. Way out: call "
+                f"batch_norm with training=False."
+            )
+        output: Tensor = self.passes(call, x)
+        self._fresh = weakref.ref(output)
+        return output
+
+    def _run_on_copy(self, call: Call, alias: bool = True) -> Any:
+        """An in-place function, run on a copy of what it would overwrite."""
+        target = call.tensors()[0]
+        copy = target.clone()
+        args = tuple(copy if arg is target else arg for arg in call.args)
+        kwargs = {key: copy if arg is target else arg for key, arg in call.kwargs.items()}
+        output = call.function(*args, **kwargs)
+        if output is None:  # __setitem__
+            output = copy
+        if alias:
+            self._alias(call, output)
+        return output
+
+    def _alias(self, call: Call, output: Tensor) -> None:
+        """From now on, whoever names the overwritten tensor means `output`."""
+        target = call.tensors()[0]
+        if output is target:
+            return
+        if target._is_view():
+            self._doubtful = self._doubtful or str(call.site)
+        self.facts.linear.pop(target, None)
+        self.facts.newer[target] = output
+
+
+def _carries(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad
+
+
+def _flipped(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+    return lambda a, b: function(b, a)
+
+
+def _precise(device: torch.device) -> torch.dtype:
+    return torch.float32 if device.type == "mps" else torch.float64

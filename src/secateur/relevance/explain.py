@@ -1,0 +1,143 @@
+"""`explain`: which inputs and which units made the model say what it said."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from secateur.errors import DataError
+from secateur.relevance.composites import Composite
+from secateur.relevance.conservation import Conservation
+from secateur.relevance.engine import Absolute, RelevancePass, Start
+from secateur.relevance.rules import Rule
+from secateur.relevance.weights import path_of
+
+Target = int | Sequence[int] | Tensor | Callable[[Tensor], Tensor] | None
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What a model saw. All relevance is that of `target`.
+
+    `input` is shaped like the inputs (a list if there were several). `units` has one number per output channel or
+    neuron of each conv and linear layer, summed over samples and space, by module path; `weights` has the same by
+    parameter name.
+    """
+
+    input: Tensor | list[Tensor | None]
+    units: dict[str, Tensor]
+    weights: dict[str, Tensor] = field(repr=False)
+    output: Tensor = field(repr=False)
+    conservation: Conservation
+    images: Any = field(repr=False, default=None)
+
+    @property
+    def heat(self) -> Tensor:
+        """The first input's relevance summed over channels: one map per sample."""
+        first = self.input if isinstance(self.input, Tensor) else next(t for t in self.input if t is not None)
+        return first.sum(1) if first.dim() == 4 else first.sum(-1) if first.dim() == 3 else first
+
+    def plot(self, path: str | Path, *, clip: float = 0.995) -> Path:
+        """A PNG: each image beside its heat map, red for and blue against, symmetric about 0.
+
+        Colours saturate at the `clip` quantile of the absolute values, so that one pixel does not hide the rest.
+        """
+        from secateur.relevance.heatmaps import draw
+
+        return draw(self.images, self.heat, Path(path), clip)
+
+
+def explain(
+    model: nn.Module,
+    inputs: Any,
+    target: Target = None,
+    *,
+    composite: str | Composite | Rule = "alpha1beta0",
+    start: Literal["one", "logit"] = "one",
+    absolute: Absolute = False,
+) -> Explanation:
+    """Relevance of inputs and units for `target`: a class, one per sample, None for the predicted class, or a function
+    from the output to the relevance it starts with. Each sample starts with 1, or with its logit.
+
+    >>> net = nn.Sequential(nn.Flatten(), nn.Linear(12, 4), nn.ReLU(), nn.Linear(4, 3))
+    >>> seen = explain(net, torch.rand(2, 3, 2, 2), target=1)
+    >>> seen.input.shape, seen.units["1"].shape
+    (torch.Size([2, 3, 2, 2]), torch.Size([4]))
+    """
+    engine = RelevancePass(model, composite, absolute=absolute)
+    output, heat = engine.run(inputs, starter(target, start))
+    books = engine.conservation()
+    books.warn()
+    first = heat[0] if len(heat) == 1 and heat[0] is not None else heat
+    units = {name: sums.to(output.dtype) for name, sums in engine.units.items()}
+    return Explanation(first, {path_of(n): u for n, u in units.items()}, units, output, books, _picture(inputs))
+
+
+def unit_relevance(
+    model: nn.Module,
+    data: Iterable[tuple[Any, Any]],
+    *,
+    composite: str | Composite | Rule = "alpha1beta0",
+    start: Literal["one", "logit"] = "one",
+    absolute: Absolute = False,
+) -> tuple[dict[str, Tensor], Conservation]:
+    """Relevance per unit by parameter name, summed over batches of (inputs, targets), and the books. No heat map."""
+    engine = RelevancePass(model, composite, absolute=absolute, heat_map=False)
+    for inputs, targets in data:
+        engine.run(inputs, starter(targets, start))
+    if not engine.samples:
+        raise DataError("there is no batch in the data.")
+    books = engine.conservation()
+    books.warn()
+    return engine.units, books
+
+
+def starter(target: Target, start: Literal["one", "logit"] = "one") -> Start:
+    """The relevance that an output starts with, as a function of the output."""
+
+    def begin(output: Tensor) -> Tensor:
+        if callable(target) and not isinstance(target, Tensor):
+            return _checked(target(output), output)
+        if isinstance(target, Tensor) and target.is_floating_point():
+            return _checked(target, output)
+        classes = 1 if output.dim() > 1 else 0
+        if target is None:
+            index = output.argmax(classes, keepdim=True)
+        else:
+            index = torch.as_tensor(target, device=output.device)
+            shape = [d for i, d in enumerate(output.shape) if i != classes]
+            if index.dim() == 1 and len(shape) > 1:  # one class per sample, many positions
+                index = index.view(-1, *[1] * (len(shape) - 1))
+            if int(index.max()) >= output.shape[classes] or int(index.min()) < -output.shape[classes]:
+                raise DataError(f"target {int(index.max())} is not among the {output.shape[classes]} outputs.")
+            try:
+                index = index.remainder(output.shape[classes]).expand(shape).unsqueeze(classes)
+            except RuntimeError:
+                raise DataError(
+                    f"targets of shape {tuple(index.shape)} for an output of shape {tuple(output.shape)}."
+                ) from None
+        values = torch.ones_like(output) if start == "one" else output
+        return torch.zeros_like(output).scatter(classes, index, values.gather(classes, index))
+
+    return begin
+
+
+def _checked(relevance: Tensor, output: Tensor) -> Tensor:
+    if relevance.shape != output.shape:
+        raise DataError(
+            f"the starting relevance has shape {tuple(relevance.shape)}, the output has {tuple(output.shape)}: give "
+            f"one number per output."
+        )
+    return relevance.to(output)
+
+
+def _picture(inputs: Any) -> Any:
+    if isinstance(inputs, dict):
+        inputs = list(inputs.values())
+    first = inputs[0] if isinstance(inputs, tuple | list) else inputs
+    return first.detach() if isinstance(first, Tensor) else None

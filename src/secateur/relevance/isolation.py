@@ -1,0 +1,96 @@
+"""Running a user's model without leaving a trace: mode, random numbers and compiled parts stay as they were."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from secateur.errors import RelevanceError
+from secateur.ops.table import tensors_in
+
+
+@contextmanager
+def isolated(model: nn.Module, entries: Sequence[Tensor]) -> Iterator[None]:
+    """Evaluation mode, gradients on, nothing compiled, random numbers given back."""
+    with evaluating(model), torch.inference_mode(False), torch.enable_grad(), _eager(), _forked(entries):
+        yield
+
+
+def logits_of(output: Any) -> Tensor:
+    """The tensor that relevance starts from: the output itself, `.logits`, or the first tensor in it."""
+    if isinstance(output, Tensor):
+        return output
+    named = getattr(output, "logits", None)
+    if isinstance(named, Tensor):
+        return named
+    tensors = tensors_in(output if isinstance(output, dict | tuple | list) else vars(output))
+    if not tensors:
+        raise RelevanceError(f"the model returns {type(output).__name__}, in which there is no tensor to explain.")
+    return tensors[0]
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The module behind `torch.compile` and data parallel wrappers."""
+    while True:
+        inner = getattr(model, "_orig_mod", None)
+        if inner is None and isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
+            inner = model.module
+        if not isinstance(inner, nn.Module):
+            return model
+        model = inner
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode, each module's own flag restored."""
+    flags = [(module, module.training) for module in model.modules()]
+    try:
+        for module, _ in flags:
+            module.training = False
+        yield
+    finally:
+        for module, flag in flags:
+            module.training = flag
+
+
+@contextmanager
+def _eager() -> Iterator[None]:
+    """Compiled parts run as written."""
+    stance = getattr(torch.compiler, "set_stance", None)
+    if stance is None:
+        yield
+    else:
+        with stance("force_eager"):
+            yield
+
+
+@contextmanager
+def _forked(entries: Sequence[Tensor]) -> Iterator[None]:
+    """Random numbers that the forward draws are given back."""
+    devices = sorted({t.device.index for t in entries if t.is_cuda})
+    with torch.random.fork_rng(devices=devices):
+        yield
+
+
+def call_model(model: nn.Module, inputs: Any) -> Any:
+    """Inputs are a tensor, a tuple of arguments, or a dict of keyword arguments."""
+    if isinstance(inputs, dict):
+        return model(**inputs)
+    if isinstance(inputs, tuple | list):
+        return model(*inputs)
+    return model(inputs)
+
+
+def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """The same nest of tuples, lists and dicts with `function` of each tensor."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, dict):
+        return {key: map_tensors(function, item) for key, item in value.items()}
+    if isinstance(value, tuple | list):
+        return type(value)(map_tensors(function, item) for item in value)
+    return value

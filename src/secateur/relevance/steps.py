@@ -1,0 +1,252 @@
+"""Steps: operations as autograd functions whose backward pass is a rule. What flows back is relevance, not gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from secateur.relevance.attention import attend, product
+from secateur.relevance.composites import Place
+from secateur.relevance.maps import LinearMap, MatmulMap
+
+if TYPE_CHECKING:
+    from secateur.relevance.engine import RelevancePass
+
+
+class Step:
+    """One operation of one forward pass: `run` gives its output, `back` shares relevance among its inputs."""
+
+    #: Whether the inputs are kept for the backward pass.
+    saves = True
+    #: Whether the operation overwrites its input.
+    overwrites = False
+
+    def __init__(self, run: Callable[[], Any]) -> None:
+        self.run: Callable[[], Any] | None = run
+        self.shapes: list[torch.Size] = []
+
+    def value(self, *inputs: Tensor) -> Any:
+        """The output. What `run` holds is let go, so that only the saved inputs stay in memory."""
+        run, self.run = self.run, None
+        assert run is not None
+        self.shapes = [tensor.shape for tensor in inputs]
+        return run()
+
+    def back(self, r: Tensor, *inputs: Tensor) -> tuple[Tensor | None, ...]:
+        """The relevance of each input."""
+        raise NotImplementedError
+
+
+class _Function(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, step: Step, *inputs: Tensor) -> Any:
+        ctx.step = step
+        value = step.value(*inputs)
+        if step.overwrites:
+            ctx.mark_dirty(inputs[0])
+        if step.saves:
+            ctx.save_for_backward(*inputs)
+        return value
+
+    @staticmethod
+    def backward(ctx: Any, *relevances: Any) -> Any:
+        return (None, *ctx.step.back(relevances[0], *ctx.saved_tensors))
+
+
+def take(step: Step, *inputs: Tensor) -> Any:
+    """Run a step as part of the graph."""
+    return _Function.apply(step, *inputs)
+
+
+class Passing(Step):
+    """Relevance passes unchanged to the first input."""
+
+    saves = False
+
+    def __init__(self, run: Callable[[], Any], overwrites: bool = False) -> None:
+        super().__init__(run)
+        self.overwrites = overwrites
+
+    def back(self, r: Tensor, *inputs: Tensor) -> tuple[Tensor | None, ...]:
+        """All of it."""
+        return (r.sum_to_size(self.shapes[0]),)
+
+
+class Sharing(Step):
+    """A linear map: the rule of the composite shares relevance among its inputs."""
+
+    def __init__(
+        self, books: RelevancePass, run: Callable[[], Tensor], layer: Callable[[Tensor], LinearMap], place: Place,
+        name: str, nonneg: bool = False, stop: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__(run)
+        self.books, self.layer, self.place = books, layer, place
+        self.name, self.nonneg, self.stop = name, nonneg, stop
+
+    def back(self, r: Tensor, *inputs: Tensor) -> tuple[Tensor | None, ...]:
+        """Share it, give what is stuck a second way, and book both sides."""
+        (a,) = inputs
+        arrived = total(r)
+        if self.stop:
+            self.books.flow(self.name, self.place.kind, arrived, arrived)
+            self.books.reached(arrived)
+            return (None,)
+        rule = self.books.rule(self.place)
+        layer = self.layer(a)
+        layer.nonneg = self.nonneg
+        shared = rule(layer, a, r)
+        passed = total(shared)
+        if not rule.absorbs and bool((passed - arrived).abs() > 1e-5 * arrived.abs()):
+            extra = rule.rescue(layer, a, r)
+            if extra is not None:
+                shared = shared + extra
+                passed = total(shared)
+        self.books.flow(self.name, self.place.kind, arrived, passed, rule.absorbs)
+        return (shared,)
+
+
+class Layer(Sharing):
+    """A conv or linear layer, with its batch norm if it has one: a linear map whose outputs are units."""
+
+    def __init__(self, *args: Any, units: Callable[[Tensor], None], **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.units = units
+
+    def back(self, r: Tensor, *inputs: Tensor) -> tuple[Tensor | None, ...]:
+        """Add up the units on the way."""
+        self.units(r)
+        return super().back(r, *inputs)
+
+
+class Adding(Step):
+    """a + b: the rule decides their shares."""
+
+    def __init__(self, books: RelevancePass, run: Callable[[], Tensor], sign: float, place: Place) -> None:
+        super().__init__(run)
+        self.books, self.sign, self.place = books, sign, place
+
+    def back(self, r: Tensor, *inputs: Tensor) -> tuple[Tensor | None, ...]:
+        """The rule's two shares."""
+        a, b = inputs
+        second = b if self.sign == 1 else b * self.sign
+        first_share, second_share = self.books.rule(self.place).add(a.expand_as(r), second.expand_as(r), r)
+        return first_share.sum_to_size(a.shape), second_share.sum_to_size(b.shape)
+
+
+class Halving(Step):
+    """A product of two signals of equal standing, entry by entry: half to each."""
+
+    saves = False
+
+    def back(self, r: Tensor, *inputs: Tensor) -> tuple[Tensor | None, ...]:
+        """Even shares."""
+        return tuple((r / len(self.shapes)).sum_to_size(shape) for shape in self.shapes)
+
+
+class Multiplying(Step):
+    """A bilinear function of two signals: matrix products and einsums of activations."""
+
+    def __init__(
+        self, books: RelevancePass, run: Callable[[], Tensor], function: Callable[[Tensor, Tensor], Tensor],
+        place: Place, name: str,
+    ) -> None:  # fmt: skip
+        super().__init__(run)
+        self.books, self.function, self.place, self.name = books, function, place, name
+
+    def back(self, r: Tensor, *inputs: Tensor) -> tuple[Tensor | None, ...]:
+        """Half of each contribution to each factor."""
+        a, b = inputs
+        shares = product(self.books.rule(self.place), self.function, a, b, r)
+        self.books.flow(self.name, "matmul", total(r), total(shares[0]) + total(shares[1]))
+        return shares
+
+
+class Weighing(Step):
+    """softmax(logits + constant) @ values, where the softmax was its own operation: relevance of logits and values."""
+
+    def __init__(
+        self, books: RelevancePass, run: Callable[[], Tensor], weights: Tensor, offset: Tensor | None, place: Place,
+        name: str,
+    ) -> None:  # fmt: skip
+        super().__init__(run)
+        self.books, self.weights, self.offset = books, weights, offset
+        self.place, self.name = place, name
+
+    def back(self, r: Tensor, *inputs: Tensor) -> tuple[Tensor | None, ...]:
+        """To logits and values; the constant part of the logits takes none."""
+        logits, values = inputs
+        logits = torch.where(self.weights > 0, logits if self.offset is None else logits - self.offset, 0)
+        how = self.books.composite.attention(self.place)
+        pulled, for_values = attend(how, logits, self.weights, values, r)
+        for_logits = logits * pulled
+        self.books.flow(self.name, "attention", total(r), total(for_logits) + total(for_values), how.absorbs)
+        return for_logits, for_values
+
+
+class Attending(Step):
+    """Scaled dot-product attention as one operation; weights are recomputed in the backward pass."""
+
+    def __init__(
+        self, books: RelevancePass, run: Callable[[], Tensor], mask: Callable[[], Tensor | None], scale: float,
+        place: Place, name: str,
+    ) -> None:  # fmt: skip
+        super().__init__(run)
+        self.books, self.mask, self.scale = books, mask, scale
+        self.place, self.name = place, name
+
+    def back(self, r: Tensor, *inputs: Tensor) -> tuple[Tensor | None, ...]:
+        """To the values, and to queries and keys if the composite says so."""
+        q, k, v = inputs
+        groups = q.shape[-3] // k.shape[-3] if q.dim() > 2 else 1
+        if groups > 1:  # grouped queries: each key serves several
+            k, v = k.repeat_interleave(groups, -3), v.repeat_interleave(groups, -3)
+        logits = self.scale * (q @ k.transpose(-1, -2))
+        mask = self.mask()
+        weights = (logits if mask is None else logits + mask).softmax(-1)
+        how = self.books.composite.attention(self.place)
+        for_q: Tensor | None = None
+        for_k: Tensor | None = None
+        if how.queries:
+            pulled, for_v = attend(how, logits, weights, v, r)
+            pulled = pulled * (self.scale / 2)
+            for_q, for_k = q * (pulled @ k), k * (pulled.transpose(-1, -2) @ q)
+            passed = total(for_q) + total(for_k) + total(for_v)
+        else:
+            rule, layer = self.books.rule(self.place), MatmulMap(weights, left=True, nonneg_weight=True)
+            for_v = rule(layer, v, r)
+            extra = rule.rescue(layer, v, r)
+            for_v = for_v if extra is None else for_v + extra
+            passed = total(for_v)
+        self.books.flow(self.name, "attention", total(r), passed, how.absorbs)
+        if groups > 1:
+            for_k, for_v = None if for_k is None else _regroup(for_k, groups), _regroup(for_v, groups)
+        return for_q, for_k, for_v
+
+
+class Padding(Step):
+    """Padding with a constant: relevance that falls on the border is absorbed by it."""
+
+    saves = False
+
+    def __init__(self, books: RelevancePass, run: Callable[[], Tensor], pad: list[int], name: str) -> None:
+        super().__init__(run)
+        self.books, self.pad, self.name = books, pad, name
+
+    def back(self, r: Tensor, *inputs: Tensor) -> tuple[Tensor | None, ...]:
+        """The inner part."""
+        inner = torch.nn.functional.pad(r, [-side for side in self.pad])
+        self.books.flow(self.name, "constant", total(r) - total(inner), 0.0, absorbs=True)
+        return (inner,)
+
+
+def _regroup(r: Tensor, groups: int) -> Tensor:
+    """Relevance of repeated heads, summed for the head they repeat."""
+    return r.reshape(*r.shape[:-3], r.shape[-3] // groups, groups, *r.shape[-2:]).sum(-3)
+
+
+def total(r: Tensor) -> Tensor:
+    """The sum, precise enough for the books."""
+    return r.sum(dtype=torch.float32 if r.dtype in (torch.float16, torch.bfloat16) else r.dtype)
