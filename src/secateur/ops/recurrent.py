@@ -37,10 +37,9 @@ class Recurrent(Operation):
                     labels.join(taken, read)
                 else:
                     labels.freeze(layer, f"state of {call.site}: hidden units of recurrent layers are not prunable")
-        steps = x.numel() // x.shape[-1]
-        for weight in weights:
             if weight.ndim == 2:
-                labels.cost(call.site, float(steps * weight.numel()))
+                steps = x.numel() // x.shape[-1]
+                labels.cost(call.site, float(steps * weight.numel()), read if first else None)
 
 
 def _reads_input(name: str | None) -> bool:

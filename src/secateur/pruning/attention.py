@@ -20,6 +20,7 @@ class NarrowAttention(nn.MultiheadAttention):
     """
 
     head_dim: int
+    packed: bool  # query, key and value share one weight
 
     def forward(
         self,
@@ -38,7 +39,7 @@ class NarrowAttention(nn.MultiheadAttention):
             query, key, value = (t.unsqueeze(0) for t in (query, key, value))
         elif not self.batch_first:
             query, key, value = (t.transpose(0, 1) for t in (query, key, value))
-        if self._qkv_same_embed_dim:
+        if self.packed:
             weights = self.in_proj_weight.chunk(3)
         else:
             weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
@@ -89,14 +90,17 @@ def narrow_attention(small: nn.Module, path: str, old: nn.MultiheadAttention, pl
         return
     module: Any = small.get_submodule(path)
     head_dim = old.head_dim
-    weight = module.in_proj_weight if module._qkv_same_embed_dim else module.q_proj_weight
-    rows = weight.shape[0] // (3 if module._qkv_same_embed_dim else 1)
+    packed = old.packed if isinstance(old, NarrowAttention) else old._qkv_same_embed_dim
+    weight = module.in_proj_weight if packed else module.q_proj_weight
     module.__class__ = NarrowAttention
+    module.packed = packed
+    # False keeps nn.TransformerEncoderLayer off its fused path, which would take the stream's width for the heads'.
+    module._qkv_same_embed_dim = False
     module.head_dim = head_dim
-    module.num_heads = rows // head_dim
+    module.num_heads = weight.shape[0] // (3 if packed else 1) // head_dim
     module.embed_dim = module.out_proj.out_features
-    module.kdim = weight.shape[1] if module._qkv_same_embed_dim else module.k_proj_weight.shape[1]
-    module.vdim = weight.shape[1] if module._qkv_same_embed_dim else module.v_proj_weight.shape[1]
+    module.kdim = weight.shape[1] if packed else module.k_proj_weight.shape[1]
+    module.vdim = weight.shape[1] if packed else module.v_proj_weight.shape[1]
 
 
 def _parameter_names(path: str) -> list[str]:

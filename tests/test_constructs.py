@@ -1,0 +1,134 @@
+"""Every construct: analysis, removal equals zero-masking, nothing of the user's model changes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from constructs import CONSTRUCTS, build
+from oracle import fingerprint, outputs, random_scores, relative_gap, same, zeroed
+from torch import nn
+
+import secateur as sc
+from secateur.errors import NothingToPruneError
+
+# Norms that mix channels have no plain zero-masked equivalent: there the reference is `how="mask"`.
+MIXING = {
+    "group norm, one group", "transformer", "transformer, RMS norm", "grouped queries", "encoder layer", "mixer",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CONSTRUCTS)
+@pytest.mark.parametrize("share", [0.3, 0.7])
+def test_removal_equals_masking(name: str, share: float) -> None:
+    model, example = build(name)
+    before = fingerprint(model)
+    graph = sc.analyze(model, example)
+    assert graph.total_units > 0
+    for seed in range(3):
+        plan = sc.plan(graph, random_scores(graph, seed), remove=share)
+        small = sc.apply(model, plan)
+        assert type(small) is type(model)
+        assert sum(p.numel() for p in small.parameters()) < sum(p.numel() for p in model.parameters())
+        reference = sc.apply(model, plan, how="mask") if name in MIXING else zeroed(model, graph, plan)
+        assert relative_gap(outputs(small, example), outputs(reference, example)) < 1e-4
+        assert sc.measure(small, example, latency=False) == plan.after
+    assert same(before, fingerprint(model))
+
+
+@pytest.mark.parametrize(
+    ("name", "prunable"),
+    [
+        ("conv chain", 12 + 9),
+        ("depthwise", 2 * 12 + 6),
+        ("residual", 16 * 2 + 16),
+        ("residual on the input", 8),
+        ("grouped queries", 16 * 2 + 2),  # stream, and two groups of heads
+        ("handwritten attention", 16 * 2 + 4),
+        ("transformer", 16 * 3 + 4 + 32),
+        ("tied", 12 * 2),
+        ("mixer", 12 * 2 + 9 + 20),
+        ("lstm", 10),
+        ("reused", 12 + 12),
+        ("slices", 8 + 16 * 2),  # the first eight channels are pinned by the code
+        ("channel mean", 16 * 2),  # the averaged channels stay
+        ("constant", 16),
+    ],
+)
+def test_units_that_may_leave(name: str, prunable: int) -> None:
+    model, example = build(name)
+    assert sc.analyze(model, example).total_units == prunable
+
+
+def test_frozen_parameters_are_pruned_and_stay_frozen() -> None:
+    model, example = build("residual")
+    model.requires_grad_(False)
+    model.stem.weight.requires_grad_(True)
+    graph = sc.analyze(model, example)
+    small = sc.apply(model, sc.plan(graph, random_scores(graph), remove=0.5))
+    assert {n for n, p in small.named_parameters() if p.requires_grad} == {"stem.weight"}
+
+
+def test_train_mode_is_kept_and_statistics_untouched() -> None:
+    model, example = build("conv chain")
+    model.train()
+    model[1].eval()
+    before = fingerprint(model)
+    graph = sc.analyze(model, example)
+    small = sc.apply(model, sc.plan(graph, random_scores(graph), remove=0.5))
+    assert same(before, fingerprint(model))
+    assert [m.training for m in small.modules()] == [m.training for m in model.modules()]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_other_precisions(dtype: torch.dtype) -> None:
+    model, example = build("residual")
+    model.to(dtype)
+    graph = sc.analyze(model, example.to(dtype))
+    small = sc.apply(model, sc.plan(graph, random_scores(graph), remove=0.5))
+    assert {p.dtype for p in small.parameters()} == {dtype}
+
+
+def test_tied_weights_stay_tied() -> None:
+    model, example = build("tied")
+    graph = sc.analyze(model, example)
+    small = sc.apply(model, sc.plan(graph, random_scores(graph), remove=0.5))
+    assert small.out.weight is small.embed.weight
+    assert small.embed.embedding_dim == small.out.in_features == 6
+
+
+def test_attributes_follow() -> None:
+    model, example = build("depthwise")
+    graph = sc.analyze(model, example)
+    small = sc.apply(model, sc.plan(graph, random_scores(graph), remove=0.5, scope="layer"))
+    first, depth, norm = small[0], small[1], small[2]
+    assert first.out_channels == depth.in_channels == depth.out_channels == depth.groups == norm.num_features == 6
+
+
+def test_parametrized_weights_are_refused() -> None:
+    model = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)), nn.Linear(4, 2))
+    with pytest.raises(sc.SecateurError, match="remove_parametrizations"):
+        sc.analyze(model, torch.zeros(1, 4))
+
+
+def test_unknown_operation_is_refused_by_name() -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.b(torch.special.bessel_j0(self.a(x)))
+
+    with pytest.raises(sc.SecateurError, match=r"bessel_j0.*shape \(1, 4\).*register"):
+        sc.analyze(Odd(), torch.zeros(1, 4))
+
+
+def test_a_model_that_cannot_run_says_why() -> None:
+    with pytest.raises(sc.SecateurError, match=r"does not run on the example \(\(1, 5\) float32\)"):
+        sc.analyze(nn.Linear(4, 2), torch.zeros(1, 5))
+
+
+def test_nothing_to_prune() -> None:
+    graph = sc.analyze(nn.Linear(4, 2), torch.zeros(1, 4))
+    with pytest.raises(NothingToPruneError, match="model output"):
+        sc.plan(graph, random_scores(graph), remove=0.5)
