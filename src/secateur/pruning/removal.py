@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from secateur.errors import SecateurError, VerificationError
-from secateur.graph.shadow import Example, quiet, run, unwrap
+from secateur.graph.shadow import Example, duplicate, quiet, run, unwrap
 from secateur.ops.table import tensors_in
+from secateur.pruning.files import remember
 from secateur.pruning.masking import mask
 from secateur.pruning.plan import Plan
 from secateur.pruning.surgery import cut
@@ -40,6 +41,7 @@ def apply(model: nn.Module, plan: Plan, how: Literal["remove", "mask"] = "remove
         example = plan.example
     if example is not None and plan.groups:
         verify(model, small, plan, example)
+    remember(small, model, plan)
     return small
 
 
@@ -70,7 +72,7 @@ def _gap(small: nn.Module, masked: nn.Module, example: Example, double: bool = F
         net.eval()
         inputs = example
         if double:
-            net = net.double() if net is masked else cut_double(net)
+            net = net.double() if net is masked else _doubled(net)
             inputs = _double(example)
         with quiet():
             try:
@@ -99,10 +101,7 @@ def _gap(small: nn.Module, masked: nn.Module, example: Example, double: bool = F
     return worst, where
 
 
-def cut_double(net: nn.Module) -> nn.Module:
-    """A double precision copy."""
-    from secateur.graph.shadow import duplicate
-
+def _doubled(net: nn.Module) -> nn.Module:
     return duplicate(net, lambda name, old: old.detach().double() if old.is_floating_point() else old.detach())
 
 

@@ -1,0 +1,98 @@
+"""Export to ONNX and `torch.export`, with the result checked against PyTorch."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from secateur.errors import SecateurError, VerificationError
+from secateur.graph.shadow import Example, quiet, run_or_explain, twin, unwrap
+from secateur.ops.table import tensors_in
+
+
+def export(model: nn.Module, path: str | os.PathLike[str], example: Example, *, dynamic_batch: bool = True) -> Path:
+    """Write a model as `.onnx` (checked with ONNX Runtime) or `.pt2` (`torch.export`), by the ending of `path`.
+
+    The exported model must give PyTorch's output on the example (relative 1e-4), or the file is taken away again.
+    """
+    target = Path(path)
+    model = twin(unwrap(model)).eval()
+    args, kwargs = _call(example)
+    with quiet():
+        expected = tensors_in(run_or_explain(model, example))
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if target.suffix == ".onnx":
+        found = _to_onnx(model, target, args, kwargs, dynamic_batch)
+    elif target.suffix == ".pt2":
+        found = _to_pt2(model, target, args, kwargs)
+    else:
+        raise SecateurError(f"cannot export to {target.name!r}: the name must end in .onnx or .pt2")
+    gap = max(_gap(a, b) for a, b in zip(found, expected, strict=True))
+    if not gap <= 1e-4:
+        target.unlink(missing_ok=True)
+        raise VerificationError(f"the exported model differs from PyTorch's by {gap:.2g} (allowed 1e-4); {target} was removed")
+    return target
+
+
+def _call(example: Example) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(example, dict):
+        return (), dict(example)
+    return (tuple(example), {}) if isinstance(example, tuple | list) else ((example,), {})
+
+
+def _gap(a: Tensor, b: Tensor) -> float:
+    a, b = a.detach().double().cpu(), b.detach().double().cpu()
+    if a.shape != b.shape:
+        return float("inf")
+    return float((a - b).abs().max() / b.abs().max().clamp_min(1e-12)) if a.numel() else 0.0
+
+
+def _to_onnx(
+    model: nn.Module, target: Path, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_batch: bool
+) -> list[Tensor]:
+    try:
+        import onnxruntime
+        import onnxscript  # noqa: F401
+    except ImportError as error:
+        raise SecateurError("exporting to ONNX needs the extra: pip install 'secateur[export]'") from error
+    staged = target.with_name(f".{target.name}.part")
+    options: dict[str, Any] = {"dynamo": True, "external_data": False, "verbose": False}
+    if dynamic_batch and not kwargs and all(isinstance(a, Tensor) and a.ndim > 0 and a.shape[0] > 1 for a in args):
+        batch = torch.export.Dim("batch", min=1)
+        options["dynamic_shapes"] = tuple({0: batch} for _ in args)
+    try:
+        try:
+            torch.onnx.export(model, args, staged, kwargs=kwargs or None, **options)
+        except Exception:
+            if "dynamic_shapes" not in options:
+                raise
+            # Some forwards fix the batch size (e.g. by reshaping with constants); a fixed one still serves.
+            options.pop("dynamic_shapes")
+            torch.onnx.export(model, args, staged, kwargs=kwargs or None, **options)
+        settings = onnxruntime.SessionOptions()
+        settings.log_severity_level = 3
+        session = onnxruntime.InferenceSession(str(staged), settings, providers=["CPUExecutionProvider"])
+        names = [item.name for item in session.get_inputs()]
+        feeds = dict(zip(names, [t.detach().cpu().numpy() for t in tensors_in((args, kwargs))], strict=True))
+        outputs = [torch.from_numpy(item) for item in session.run(None, feeds)]
+        os.replace(staged, target)
+        return outputs
+    finally:
+        staged.unlink(missing_ok=True)
+
+
+def _to_pt2(model: nn.Module, target: Path, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    with quiet():
+        program = torch.export.export(model, args, kwargs, strict=False)
+        outputs = tensors_in(program.module()(*args, **kwargs))
+    staged = target.with_name(f".{target.stem}.part.pt2")
+    try:
+        torch.export.save(program, staged)
+        os.replace(staged, target)
+    finally:
+        staged.unlink(missing_ok=True)
+    return outputs
