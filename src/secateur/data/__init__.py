@@ -1,0 +1,1 @@
+"""Data sets: generated ones here, images and folders beside them."""

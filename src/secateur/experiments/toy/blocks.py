@@ -1,0 +1,123 @@
+"""One block of the grid: a network, some seeds, all sizes of reference set, all criteria.
+
+Scores, plans and removals are those of the public API. Only the counting of right answers is done in bulk, and every
+block compares some of its prunings with networks that really lost their units.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import secateur as sc
+from secateur.criteria.criterion import Criterion
+from secateur.criteria.relevance import LRP
+from secateur.criteria.scores import Scores
+from secateur.criteria.scoring import score
+from secateur.criteria.sensitivity import Gradient, Taylor
+from secateur.criteria.weight import Weight
+from secateur.errors import VerificationError
+from secateur.experiments.toy.evaluation import Evaluator, removed_by
+from secateur.experiments.toy.nets import Trained, trained
+from secateur.experiments.toy.ranking import doubled_ranks
+from secateur.experiments.toy.recipe import CRITERIA, REMOVED, Reading, Recipe
+from secateur.experiments.toy.store import Arrays, digest, get, put
+from secateur.graph.graph import Graph
+
+# Logits of a pruned network and of its bulk evaluation may differ by rounding, relative to the largest.
+_ROUNDING = 1e-4
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a block is about; small enough to send to another process. `code` names the code that computes it."""
+
+    name: str
+    reading: Reading
+    recipe: Recipe
+    seeds: tuple[int, ...]
+    cache: Path
+    code: str
+
+    def path(self, weights: str) -> Path:
+        """Where the result lies: by everything that it depends on."""
+        about = [self.name, self.reading.name, self.recipe.as_dict(), self.seeds, weights, self.code]
+        return self.cache / "toy" / f"block-{digest('block 1', about)}.safetensors"
+
+
+def block(task: Task) -> tuple[Arrays, bool]:
+    """The block's arrays, and whether they were computed now rather than found.
+
+    - `accuracy` [sizes, seeds, criteria, views] in percent, `unpruned` [seeds, views]
+    - `ranks` [sizes, seeds, criteria, units]: doubled ranks of the scores
+    - `removed` [sizes, seeds, criteria, layers]: how many units each hidden layer lost
+    - `gap`: the largest difference between bulk evaluation and a pruned network, relative to the largest logit
+    """
+    subject = trained(task.name, task.reading, task.recipe, task.cache)
+    path = task.path(subject.name)
+    found = get(path)
+    if found is not None:
+        return found[0], False
+    arrays = _compute(task, subject)
+    put(path, arrays, {"set": task.name, "reading": task.reading.name, "seeds": list(task.seeds)})
+    return arrays, True
+
+
+def _compute(task: Task, subject: Trained) -> Arrays:
+    recipe, net = task.recipe, subject.net
+    graph = sc.analyze(net, torch.zeros(1, 2))
+    shape = (len(recipe.sizes), len(task.seeds), len(CRITERIA))
+    accuracy = np.zeros((*shape, len(recipe.views)), np.float32)
+    unpruned = np.zeros((len(task.seeds), len(recipe.views)), np.float32)
+    ranks = np.zeros((*shape, graph.total_units), np.uint16)
+    removed = np.zeros((*shape, 3), np.int32)
+    gap = 0.0
+    training = _Views(subject, [recipe.training(task.name).tensors()])
+    for j, seed in enumerate(task.seeds):
+        tests = _Views(subject, [recipe.test(task.name, noise, seed).tensors() for noise in recipe.noises])
+        unpruned[j] = training.accuracy(((), (), ())) + tests.accuracy(((), (), ()))
+        for i, size in enumerate(recipe.sizes):
+            scores = reference_scores(task, subject, size, seed, graph)
+            for c, criterion in enumerate(CRITERIA):
+                plan = sc.plan(graph, scores[criterion], remove=REMOVED)
+                gone = removed_by(plan)
+                accuracy[i, j, c] = training.accuracy(gone) + tests.accuracy(gone)
+                ranks[i, j, c] = doubled_ranks(scores[criterion].of(graph)[graph.candidates])
+                removed[i, j, c] = [len(units) for units in gone]
+                if j == 0 and i in (0, len(recipe.sizes) - 1):
+                    gap = max(gap, tests.check(sc.apply(net, plan), gone))
+    return {"accuracy": accuracy, "unpruned": unpruned, "ranks": ranks, "removed": removed, "gap": np.array([gap])}
+
+
+def reference_scores(task: Task, subject: Trained, size: int, seed: int, graph: Graph) -> dict[str, Scores]:
+    """Scores by all criteria on one reference set, as one batch."""
+    criteria: list[Criterion] = [Weight(norm=task.reading.norm), Taylor(), Gradient(), LRP(start=task.reading.start)]
+    data = task.recipe.reference(task.name, size, seed).tensors()
+    return score(subject.net, [data], criteria, graph=graph)
+
+
+class _Views:
+    """Several sets of points, evaluated together and counted apart."""
+
+    def __init__(self, subject: Trained, parts: list[tuple[Tensor, Tensor]]) -> None:
+        self.x, self.y = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+        self.sizes = [len(y) for _, y in parts]
+        self.evaluator = Evaluator(subject.net, self.x)
+
+    def accuracy(self, removed: Any) -> list[float]:
+        right = (self.evaluator.classes(removed) == self.y).double()
+        return [100 * float(part.mean()) for part in right.split(self.sizes)]
+
+    @torch.no_grad()
+    def check(self, small: torch.nn.Module, removed: Any) -> float:
+        """How far bulk logits are from those of the smaller network; more than rounding is an error."""
+        exact, bulk = small(self.x), self.evaluator.logits(removed)
+        gap = float((exact - bulk).abs().max() / exact.abs().max())
+        if not gap <= _ROUNDING:
+            raise VerificationError(f"bulk evaluation and the pruned network differ by {gap:.2g} of the largest logit.")
+        return gap

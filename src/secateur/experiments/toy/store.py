@@ -1,0 +1,84 @@
+"""Files by content: whatever is computed from the same inputs by the same code is found again, whole or not at all."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
+
+Arrays = dict[str, np.ndarray[Any, Any]]
+
+# Scores and prunings depend on these parts of the package; a change there makes stored results stale.
+_SOURCES = ("tracing.py", "ops", "graph", "relevance", "criteria", "pruning", "data/toy.py")
+_OWN = ("recipe.py", "nets.py", "evaluation.py", "blocks.py")
+
+
+def default_cache() -> Path:
+    """`$SECATEUR_CACHE`, else the user's cache folder."""
+    named = os.environ.get("SECATEUR_CACHE")
+    if named:
+        return Path(named)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "secateur"
+
+
+def digest(*parts: Any) -> str:
+    """A name for a content: bytes, arrays or anything JSON can say."""
+    state = hashlib.sha256()
+    for part in parts:
+        if isinstance(part, np.ndarray):
+            part = np.ascontiguousarray(part).tobytes()
+        text = part if isinstance(part, bytes) else json.dumps(part, sort_keys=True).encode()
+        state.update(len(text).to_bytes(8, "big") + text)
+    return state.hexdigest()[:24]
+
+
+@cache
+def source_digest() -> str:
+    """A name for the code that scores and prunes."""
+    package = Path(__file__).parents[2]
+    files: list[Path] = []
+    for name in _SOURCES:
+        path = package / name
+        files += sorted(path.rglob("*.py")) if path.is_dir() else [path]
+    files += [Path(__file__).parent / name for name in _OWN]
+    return digest(*(file.read_bytes() for file in files))
+
+
+def write(path: Path, content: bytes) -> Path:
+    """Write a file so that a reader, or a run after a crash, sees all of it or none."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+    return path
+
+
+def put(path: Path, arrays: Arrays, about: dict[str, Any]) -> Path:
+    """Store arrays and what they are."""
+    return write(path, save({name: np.ascontiguousarray(a) for name, a in arrays.items()}, {"about": json.dumps(about)}))
+
+
+def get(path: Path) -> tuple[Arrays, dict[str, Any]] | None:
+    """What was stored, or None if it is not there or was damaged."""
+    try:
+        content = path.read_bytes()
+        length = int.from_bytes(content[:8], "little")
+        about = json.loads(json.loads(content[8 : 8 + length])["__metadata__"]["about"])
+        return load(content), about
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError):
+        return None
