@@ -43,6 +43,28 @@ class DataError(SecateurError):
     """The data handed in are empty, of the wrong shape, or not finite."""
 
 
+class CriterionError(SecateurError):
+    """A criterion is not known, failed, or returned something that is no score."""
+
+
+class NotFiniteError(SecateurError):
+    """The model's own weights hold NaN or infinity."""
+
+
+class LoopError(SecateurError):
+    """The pruning loop was stopped by something outside it. `result` holds the last step that was completed."""
+
+    result: object = None
+
+
+class EvaluationError(LoopError):
+    """The user's `evaluate`, `finetune` or `repair` raised."""
+
+
+class CheckpointError(LoopError):
+    """A checkpoint could not be written; the one before it is intact."""
+
+
 class RelevanceError(SecateurError):
     """Relevance became NaN or infinite, or cannot be computed."""
 

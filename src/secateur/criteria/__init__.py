@@ -1,0 +1,1 @@
+"""Criteria: ways to score units, by name or as objects."""

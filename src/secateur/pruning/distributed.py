@@ -44,7 +44,7 @@ def sum_over_processes(sums: Sums, sizes: Sequence[int], device: torch.device | 
     flat = torch.cat([*parts, seen.to(device)])
     dist.all_reduce(flat)
     dist.broadcast(flat, 0)
-    *split, counts = flat.split([*sizes, len(seen)])
+    *split, counts = torch.split(flat, [*sizes, len(seen)])
     known = counts.tolist()
     return Sums([values if count else None for values, count in zip(split, known, strict=False)], round(known[-1]))
 

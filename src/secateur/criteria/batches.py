@@ -1,0 +1,159 @@
+"""Data as the criteria see them: checked batches on the model's device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from secateur.errors import DataError
+from secateur.ops.table import tensors_in
+
+#: An iterable of (inputs, targets), a pair (X, y) of tensors, or None for criteria that need no data.
+Data = Any
+Batch = tuple[Any, Any]
+
+
+def is_pair(data: Data) -> bool:
+    """Whether the data are all samples at once, (X, y), rather than batches."""
+    if not isinstance(data, tuple | list) or len(data) != 2:
+        return False
+    inputs, targets = data
+    parts = list(inputs.values()) if isinstance(inputs, dict) else [inputs]
+    return all(isinstance(part, Tensor) for part in parts) and (isinstance(targets, Tensor) or targets is None)
+
+
+def batches(
+    data: Data, batch_size: int = 32, device: torch.device | None = None, share: tuple[int, int] = (0, 1)
+) -> Iterator[Batch]:
+    """The batches of `data`. Of a pair (X, y), which every process holds whole, only this process's share is used."""
+    for inputs, targets in _plain(data, batch_size, share):
+        yield to_device(inputs, device), to_device(targets, device)
+
+
+def _plain(data: Data, batch_size: int, share: tuple[int, int]) -> Iterator[Batch]:
+    if data is None:
+        raise DataError("this criterion needs data: an iterable of (inputs, targets), or a pair (X, y) of tensors.")
+    if is_pair(data):
+        inputs, targets = data
+        count = _length(inputs)
+        if isinstance(targets, Tensor) and len(targets) != count:
+            raise DataError(f"{count} inputs but {len(targets)} targets.")
+        rank, world = share
+        order = torch.arange(count)[rank::world]
+        for begin in range(0, len(order), batch_size):
+            chunk = order[begin : begin + batch_size]
+            yield _take(inputs, chunk), None if targets is None else _take(targets, chunk)
+        return
+    if isinstance(data, Tensor) or not isinstance(data, Iterable):
+        raise DataError(
+            f"data is a {type(data).__name__}; give an iterable of (inputs, targets), or a pair (X, y) of tensors."
+        )
+    for batch in data:
+        if not isinstance(batch, tuple | list) or len(batch) != 2:
+            raise DataError(
+                f"a batch is a {type(batch).__name__}"
+                + (f" of {len(batch)} items" if isinstance(batch, tuple | list) else "")
+                + "; each must be a pair (inputs, targets), with None for targets that are not known."
+            )
+        yield batch[0], batch[1]
+
+
+def repeatable(data: Data) -> Data:
+    """Data that can be gone through again: iterators, which cannot, are read into a list."""
+    if data is None or is_pair(data) or not isinstance(data, Iterator):
+        return data
+    return list(data)
+
+
+def first_example(data: Data) -> Any:
+    """One sample, to analyse a model with."""
+    for inputs, _ in _plain(data, 1, (0, 1)):
+        if _length(inputs) < 1:
+            raise DataError("the first batch is empty.")
+        return _one(inputs)
+    raise DataError("the data are empty: there is no batch in them.")
+
+
+def device_of(model: nn.Module) -> torch.device | None:
+    """Where a model lives; None if it has no tensors."""
+    for tensor in [*model.parameters(), *model.buffers()]:
+        return tensor.device
+    return None
+
+
+def to_device(value: Any, device: torch.device | None) -> Any:
+    """The same nest with its tensors on `device`."""
+    if isinstance(value, Tensor):
+        return value if device is None or value.device == device else value.to(device)
+    if isinstance(value, dict):
+        return {key: to_device(item, device) for key, item in value.items()}
+    if type(value) in (tuple, list):
+        return type(value)(to_device(item, device) for item in value)
+    return value
+
+
+def size_of(inputs: Any) -> int:
+    """How many samples a batch of inputs has."""
+    tensors = tensors_in(inputs)
+    if not tensors or tensors[0].ndim == 0:
+        raise DataError(f"inputs of type {type(inputs).__name__} have no tensor with a batch dimension.")
+    return len(tensors[0])
+
+
+def check_targets(targets: Any, output: Tensor) -> Tensor:
+    """Class numbers that fit the output, or an error that says which does not."""
+    if targets is None:
+        raise DataError("this criterion needs targets: the true class of each sample.")
+    known: Tensor = torch.as_tensor(targets, device=output.device)
+    if known.is_floating_point():
+        if known.shape != output.shape:
+            raise DataError(
+                f"targets of shape {tuple(known.shape)} are real, and do not fit the output {tuple(output.shape)}. "
+                f"Way out: whole class numbers, or your own loss=f(output, targets)."
+            )
+        return known
+    if output.ndim < 2:
+        raise DataError(f"the output has shape {tuple(output.shape)}; classes need (samples, classes). Way out: loss=…")
+    expected = (output.shape[0], *output.shape[2:])
+    if tuple(known.shape) != expected:
+        raise DataError(
+            f"targets have shape {tuple(known.shape)}, but the output {tuple(output.shape)} asks for {expected}."
+        )
+    low, high, classes = int(known.min()), int(known.max()), output.shape[1]
+    if low < 0 or high >= classes:
+        raise DataError(
+            f"labels run from {low} to {high}, but the model has {classes} outputs (0 to {classes - 1}). "
+            f"Way out: number the classes as the outputs are, or `specialize` the model to the outputs you need."
+        )
+    return known.long()
+
+
+def check_inputs(inputs: Any) -> None:
+    """Refuse NaN and infinity, which would silently spoil every sum."""
+    for tensor in tensors_in(inputs):
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            raise DataError(f"an input of shape {tuple(tensor.shape)} has NaN or infinite values.")
+
+
+def _length(inputs: Any) -> int:
+    return size_of(inputs)
+
+
+def _take(value: Any, index: Tensor) -> Any:
+    if isinstance(value, dict):
+        return {key: _take(item, index) for key, item in value.items()}
+    taken: Tensor = value[index.to(value.device)]
+    return taken
+
+
+def _one(inputs: Any) -> Any:
+    if isinstance(inputs, Tensor):
+        return inputs[:1]
+    if isinstance(inputs, dict):
+        return {key: _one(value) for key, value in inputs.items()}
+    if isinstance(inputs, tuple | list):
+        return tuple(_one(value) for value in inputs)
+    return inputs

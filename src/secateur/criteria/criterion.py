@@ -1,0 +1,146 @@
+"""What a criterion is: a way to score units that adds up over batches, and over processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from secateur.criteria.scores import Values
+from secateur.errors import CriterionError, PlanError
+from secateur.graph.graph import Graph
+from secateur.graph.labels import Producer
+from secateur.graph.shadow import twin, unwrap
+from secateur.ops.table import Site
+from secateur.pruning.plan import Mask, Plan
+
+Norm = Literal[1, 2] | None
+Absolute = Literal["after", "sample"] | None
+Loss = Callable[[Tensor, Any], Tensor]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is scored: a copy of the model in evaluation mode, the graph of the unpruned model, and who is still there.
+
+    `kept[i]` says which output channels of `graph.producers[i]` the model still has; `place` finds a producer by any of
+    the calls that make its units.
+    """
+
+    model: nn.Module
+    graph: Graph
+    kept: Sequence[Mask]
+    place: dict[Site, int]
+
+    @classmethod
+    def of(cls, model: nn.Module, graph: Graph, start: Plan | None = None) -> Subject:
+        """`model` is what the plan `start` left of the analysed model. It is copied, sharing the weights' memory."""
+        copy = twin(unwrap(model)).eval().requires_grad_(False)
+        gone = np.zeros(len(graph.root), np.bool_)
+        if start is not None:
+            gone[list(start.groups)] = True
+        kept = [~gone[graph.root[producer.labels]] for producer in graph.producers]
+        place = {site: i for i, producer in enumerate(graph.producers) for site in producer.sites}
+        return cls(copy, graph, kept, place)
+
+    @property
+    def producers(self) -> Sequence[Producer]:
+        """Where units are made, in the order of the graph."""
+        return self.graph.producers
+
+    def lifted(self, sums: Sequence[Values | None]) -> dict[Site, Values]:
+        """Numbers for the units that are there, at the places they had in the unpruned model."""
+        units: dict[Site, Values] = {}
+        for producer, kept, values in zip(self.producers, self.kept, sums, strict=True):
+            if values is None:
+                continue
+            if len(values) != np.count_nonzero(kept):
+                raise PlanError(
+                    f"{producer.sites[0]} has {len(values)} units, but the graph says {np.count_nonzero(kept)}. "
+                    f"Way out: give the plan that made this model as start=…, or analyse this model itself."
+                )
+            full = np.zeros(len(kept))
+            full[kept] = values
+            units[producer.sites[0]] = full
+        return units
+
+
+@dataclass
+class Sums:
+    """Running sums over samples, one vector per producer (None where nothing was seen), and how many samples."""
+
+    units: list[Tensor | None]
+    samples: int = 0
+
+    def add(self, index: int, values: Tensor) -> None:
+        """Add the sums of one batch."""
+        known = self.units[index]
+        wide = values.to(precise(values.device))
+        self.units[index] = wide if known is None else known + wide
+
+
+@dataclass(frozen=True)
+class Criterion:
+    """A way to score units. `norm` divides each layer's scores by their l1 or l2 norm; `absolute` is taken of the sum
+    of all samples ("after"), of each sample's sum ("sample"), or not at all.
+    """
+
+    #: Whether scores depend on data.
+    data: ClassVar[bool] = True
+
+    name: str = "criterion"
+    norm: Norm = None
+    absolute: Absolute = None
+
+    def accumulate(self, subject: Subject, loss: Loss | None) -> Accumulator:
+        """An object that takes in batches."""
+        raise NotImplementedError
+
+    def finish(self, total: Values, samples: int) -> Values:
+        """From the sum over all samples to the score of a layer's units, before the norm."""
+        return total
+
+    def normalised(self, total: Values, samples: int) -> Values:
+        """`finish`, absolute value, norm."""
+        values = self.finish(total, samples)
+        if self.absolute == "after":
+            values = np.abs(values)
+        if self.norm is not None:
+            size = float(np.linalg.norm(values, self.norm))
+            values = values / size if size > 0 else values
+        return values
+
+
+class Accumulator:
+    """Takes in batches and holds sums that may be added to those of other processes."""
+
+    def __init__(self, subject: Subject) -> None:
+        self.subject = subject
+        self.sums = Sums([None] * len(subject.producers))
+
+    def update(self, inputs: Any, targets: Any) -> None:
+        """Take in one batch."""
+        raise NotImplementedError
+
+    def close(self) -> Sums:
+        """The sums of all batches."""
+        return self.sums
+
+
+def precise(device: torch.device) -> torch.dtype:
+    """The widest float of a device."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def check_scores(name: str, values: Values, producer: Producer) -> None:
+    """Refuse NaN and infinity with the name of the layer."""
+    if not np.isfinite(values).all():
+        bad = np.count_nonzero(~np.isfinite(values))
+        raise CriterionError(
+            f"the criterion {name!r} gave {bad} scores that are NaN or infinite for the {len(values)} units of "
+            f"{producer.sites[0]}. Way out: check the data and the weights there, or use float32."
+        )

@@ -1,0 +1,88 @@
+"""LRP: the relevance that passes through each unit, Σ R over samples and positions. Layers are not normalised."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import Tensor
+
+from secateur.criteria.batches import check_targets, size_of
+from secateur.criteria.criterion import Accumulator, Criterion, Loss, Subject, Sums
+from secateur.errors import ForwardError, SecateurError
+from secateur.graph.shadow import describe
+from secateur.ops.table import Call, Site
+from secateur.relevance.composites import Composite
+from secateur.relevance.engine import RelevancePass
+from secateur.relevance.explain import starter
+from secateur.relevance.maps import LinearMap
+from secateur.relevance.rules import Rule
+
+
+@dataclass(frozen=True)
+class LRP(Criterion):
+    """Relevance by any composite. Every sample starts with 1 at its true class (at the predicted one if not known)."""
+
+    name: str = "lrp"
+    composite: str | Composite | Rule = "alpha1beta0"
+    start: Literal["one", "logit"] = "one"
+
+    def accumulate(self, subject: Subject, loss: Loss | None = None) -> RelevanceSums:
+        """One relevance pass for all batches."""
+        return RelevanceSums(subject, self)
+
+
+class RelevanceSums(Accumulator):
+    """Adds up relevance in the relevance pass itself, and keeps its books."""
+
+    def __init__(self, subject: Subject, criterion: LRP) -> None:
+        super().__init__(subject)
+        self.criterion = criterion
+        absolute: Literal[False, "sample"] = "sample" if criterion.absolute == "sample" else False
+        self.engine = _SitedPass(subject.model, criterion.composite, absolute=absolute, heat_map=False)
+
+    def update(self, inputs: Any, targets: Any) -> None:
+        """Propagate one batch."""
+        begin = starter(None, self.criterion.start)
+        if targets is not None:
+
+            def begin(output: Tensor) -> Tensor:
+                return starter(check_targets(targets, output), self.criterion.start)(output)
+
+        try:
+            self.engine.run(inputs, begin)
+        except SecateurError:
+            raise
+        except Exception as error:
+            raise ForwardError(
+                f"{type(self.subject.model).__name__} does not run on a batch ({describe(inputs)}): "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        self.sums.samples += size_of(inputs)
+
+    def close(self) -> Sums:
+        """From sums by parameter to sums by producer."""
+        for i, producer in enumerate(self.subject.producers):
+            places = {self.engine.sites[site] for site in producer.sites if site in self.engine.sites}
+            for name, first, last in places:  # a reused weight is one place: the pass has added up its uses
+                self.sums.add(i, self.engine.units[name][first:last])
+        return self.sums
+
+
+class _SitedPass(RelevancePass):
+    """A relevance pass that remembers which call made which rows of which parameter's units."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.sites: dict[Site, tuple[str, int, int]] = {}
+        super().__init__(*args, **kwargs)
+
+    def layer(
+        self, call: Call, x: Tensor, build: Callable[[Tensor, Tensor | None], LinearMap], **options: Any
+    ) -> Tensor:
+        """As the relevance pass does it, noting the place."""
+        output = super().layer(call, x, build, **options)
+        record = self.facts.linear[output]
+        if record.name in self.units:
+            self.sites[call.site] = (record.name, record.rows.start, record.rows.stop)
+        return output

@@ -1,0 +1,156 @@
+"""`score`: one number per unit, from data, by any criterion."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any, overload
+
+import numpy as np
+import torch
+from torch import nn
+
+from secateur.criteria.attribution import Custom
+from secateur.criteria.batches import Data, batches, check_inputs, device_of, first_example, to_device
+from secateur.criteria.criterion import Absolute, Accumulator, Criterion, Loss, Norm, Subject, Sums, check_scores
+from secateur.criteria.registry import Choice, criterion_named
+from secateur.criteria.relevance import LRP
+from secateur.criteria.scores import Aggregation, Scores, Values
+from secateur.criteria.sensitivity import Sensitivity, SensitivityPass
+from secateur.errors import CriterionError, DataError, NotFiniteError
+from secateur.graph.analysis import analyze
+from secateur.graph.graph import Graph
+from secateur.graph.shadow import unwrap
+from secateur.ops.table import Site
+from secateur.pruning.distributed import share, sum_over_processes
+from secateur.pruning.plan import Plan
+
+
+@overload
+def score(
+    model: nn.Module, data: Data, criterion: Choice = ..., *, graph: Graph | None = ..., norm: Norm | str = ...,
+    absolute: Absolute | str = ..., aggregate: Aggregation = ..., loss: Loss | None = ..., batch_size: int = ...,
+    start: Plan | None = ...,
+) -> Scores: ...  # fmt: skip
+@overload
+def score(
+    model: nn.Module, data: Data, criterion: Sequence[Choice], *, graph: Graph | None = ..., norm: Norm | str = ...,
+    absolute: Absolute | str = ..., aggregate: Aggregation = ..., loss: Loss | None = ..., batch_size: int = ...,
+    start: Plan | None = ...,
+) -> dict[str, Scores]: ...  # fmt: skip
+def score(
+    model: nn.Module,
+    data: Data,
+    criterion: Choice | Sequence[Choice] = "lrp",
+    *,
+    graph: Graph | None = None,
+    norm: Norm | str = "default",
+    absolute: Absolute | str = "default",
+    aggregate: Aggregation = "mean",
+    loss: Loss | None = None,
+    batch_size: int = 32,
+    start: Plan | None = None,
+) -> Scores | dict[str, Scores]:
+    """How much the model needs each of its units, according to a criterion; with a list of criteria, a dict of scores.
+
+    `data` is an iterable of (inputs, targets), a pair (X, y) of tensors, or None where no criterion needs any.
+    `criterion` is "lrp" (or "lrp:<composite>"), "taylor", "gradient", "weight", "activation", "random",
+    "captum:<Method>", a `Criterion`, or a function. `norm` divides each layer's scores by their norm (None, 1 or 2);
+    `absolute` is taken "after" the sum over samples or per "sample"; the defaults are those of the paper. `aggregate` makes the score of
+    a group from those of its coupled units: "mean", "sum" or "max". `loss(output, targets)` replaces cross-entropy.
+    For a model that was already pruned, give the graph of the unpruned one and the plan as `start`.
+
+    The model is not changed; it runs in evaluation mode. In several processes each scores its share.
+
+    >>> net = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3))
+    >>> scores = score(net, (torch.rand(8, 4), torch.arange(8) % 3), "taylor")
+    >>> scores.criterion, [len(values) for values in scores.units.values()]
+    ('taylor', [6, 3])
+    """
+    several = isinstance(criterion, Sequence) and not isinstance(criterion, str)
+    choices: Sequence[Any] = criterion if several else [criterion]  # type: ignore[assignment]
+    wanted = [criterion_named(choice, norm, absolute) for choice in choices]
+    if not wanted:
+        raise CriterionError("there is no criterion in the list.")
+    if graph is None:
+        if data is None:
+            raise DataError("without data, score needs graph=analyze(model, example).")
+        graph = analyze(model, example_of(model, data))
+    check_weights(model)
+    subject = Subject.of(model, graph, start)
+    sums = collect(subject, wanted, data, loss, batch_size)
+    made = {c.name: Scores(c.name, _units(subject, c, s), aggregate) for c, s in zip(wanted, sums, strict=True)}
+    return made if several else made[wanted[0].name]
+
+
+def example_of(model: nn.Module, data: Data) -> Any:
+    """One sample of the data on the model's device."""
+    return to_device(first_example(data), device_of(unwrap(model)))
+
+
+def check_weights(model: nn.Module) -> None:
+    """Refuse weights that are NaN or infinite by name."""
+    for name, tensor in [*unwrap(model).named_parameters(), *unwrap(model).named_buffers()]:
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            raise NotFiniteError(
+                f"`{name}` of {type(model).__name__} has NaN or infinite values, so no score would mean anything. "
+                f"Way out: load sound weights; look for a diverged training run or an overflow in half precision."
+            )
+
+
+def collect(
+    subject: Subject, criteria: Sequence[Criterion], data: Data, loss: Loss | None, batch_size: int
+) -> list[Sums]:
+    """Go through the data once, for all criteria, and add up over processes."""
+    shared = [c for c in criteria if isinstance(c, Sensitivity)]
+    together = SensitivityPass(subject, shared, loss) if shared else None
+    alone: dict[int, Accumulator] = {
+        i: c.accumulate(subject, loss) for i, c in enumerate(criteria) if not isinstance(c, Sensitivity)
+    }
+    fed = [a for i, a in alone.items() if criteria[i].data]
+    if together is not None:
+        fed.append(together)
+    if fed and not (data is None and all(isinstance(c, Custom) for c in criteria)):
+        seen = 0
+        with _forked(subject.model):
+            for inputs, targets in batches(data, batch_size, device_of(subject.model), share()):
+                check_inputs(inputs)
+                for accumulator in fed:
+                    accumulator.update(inputs, targets)
+                seen += 1
+        if not seen and share()[1] == 1:
+            raise DataError("the data are empty: there is no batch in them.")
+    found: list[Sums] = []
+    for i, criterion in enumerate(criteria):
+        if isinstance(criterion, Sensitivity):
+            assert together is not None
+            sums = together.all_sums[shared.index(criterion)]
+        else:
+            sums = alone[i].close()
+        if criterion.data:
+            sums = sum_over_processes(sums, [int(k.sum()) for k in subject.kept], device_of(subject.model))
+            if not sums.samples:
+                raise DataError("the data are empty in every process.")
+        found.append(sums)
+    return found
+
+
+def _forked(model: nn.Module) -> AbstractContextManager[None]:
+    """Random numbers that a forward draws are given back."""
+    devices = sorted({t.device.index or 0 for t in model.parameters() if t.is_cuda})
+    return torch.random.fork_rng(devices)
+
+
+def _units(subject: Subject, criterion: Criterion, sums: Sums) -> dict[Site, Values]:
+    values: list[Values | None] = []
+    for producer, total, kept in zip(subject.producers, sums.units, subject.kept, strict=True):
+        if total is None:
+            # What evaluation never runs (auxiliary heads) adds nothing to the output. Embeddings carry no relevance of
+            # their own, but share a stream with layers that do.
+            unseen = isinstance(criterion, Sensitivity | LRP) and "embedding" not in producer.sites[0].function
+            values.append(np.zeros(int(kept.sum())) if unseen else None)
+            continue
+        made = criterion.normalised(total.cpu().double().numpy(), sums.samples)
+        check_scores(criterion.name, made, producer)
+        values.append(made)
+    return subject.lifted(values)

@@ -1,0 +1,223 @@
+"""Gradient, Taylor and activation: what a unit's output z and the loss gradient g there say, in one pass for all.
+
+z is the output of the conv or linear call, before batch norm and nonlinearity; g = dL/dz, L the mean loss over all
+samples.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from secateur.criteria.batches import check_targets, size_of
+from secateur.criteria.criterion import Absolute, Accumulator, Criterion, Loss, Norm, Subject, Sums, precise
+from secateur.criteria.scores import Values
+from secateur.errors import CriterionError, ForwardError, SecateurError
+from secateur.graph.shadow import describe, run
+from secateur.ops.conv import Convolution, TransposedConvolution
+from secateur.ops.table import Call
+from secateur.relevance.facts import writes
+from secateur.relevance.isolation import logits_of
+from secateur.tracing import Observer
+
+
+@dataclass(frozen=True)
+class Sensitivity(Criterion):
+    """A criterion that is a sum, over samples and positions, of a function of z and g."""
+
+    #: Whether g is needed; without it there is no backward pass.
+    backward = True
+
+    def measure(self, z: Tensor, g: Tensor | None) -> Tensor:
+        """The number at each position."""
+        raise NotImplementedError
+
+    def per_sample(self, z: Tensor, g: Tensor | None, channel: int) -> Tensor:
+        """(samples, units): the mean over the positions of each sample."""
+        values = self.measure(z, g).movedim(channel, -1)
+        if values.ndim == 1:
+            values = values.unsqueeze(0)
+        wide = torch.float32 if values.dtype in (torch.float16, torch.bfloat16) else values.dtype
+        values = values.flatten(1, -2).mean(1, dtype=wide) if values.ndim > 2 else values.to(wide)
+        return values.abs() if self.absolute == "sample" else values
+
+    def accumulate(self, subject: Subject, loss: Loss | None) -> SensitivityPass:
+        """A pass for this criterion alone; `score` shares one among several."""
+        return SensitivityPass(subject, [self], loss)
+
+
+@dataclass(frozen=True)
+class Gradient(Sensitivity):
+    """|Σ g| / (B·H·W), per layer divided by its l2 norm (Sun 2017, as the paper uses it)."""
+
+    name: str = "gradient"
+    norm: Norm = 2
+    absolute: Absolute = "after"
+
+    def measure(self, z: Tensor, g: Tensor | None) -> Tensor:
+        """The gradient itself."""
+        assert g is not None
+        return g
+
+    def finish(self, total: Values, samples: int) -> Values:
+        """Once for the mean over samples, once because L is itself a mean over them."""
+        return total / samples**2
+
+
+@dataclass(frozen=True)
+class Taylor(Gradient):
+    """|Σ z·g| / (B·H·W), per layer divided by its l2 norm (Molchanov 2016; its own form: `absolute="sample"`)."""
+
+    name: str = "taylor"
+
+    def measure(self, z: Tensor, g: Tensor | None) -> Tensor:
+        """Half precision numbers are multiplied in single."""
+        assert g is not None
+        if z.dtype in (torch.float16, torch.bfloat16):
+            return z.float() * g.float()
+        return z * g
+
+
+@dataclass(frozen=True)
+class Activation(Sensitivity):
+    """Mean |z|, per layer divided by its l2 norm."""
+
+    backward = False
+
+    name: str = "activation"
+    norm: Norm = 2
+
+    def measure(self, z: Tensor, g: Tensor | None) -> Tensor:
+        """The size of the output."""
+        return z.abs()
+
+    def finish(self, total: Values, samples: int) -> Values:
+        """The mean over samples."""
+        return total / samples
+
+
+class SensitivityPass(Accumulator):
+    """One forward and at most one backward pass per batch for any number of these criteria."""
+
+    def __init__(self, subject: Subject, criteria: Sequence[Sensitivity], loss: Loss | None = None) -> None:
+        super().__init__(subject)
+        self.criteria = list(criteria)
+        self.loss = loss
+        self.backward = any(criterion.backward for criterion in criteria)
+        self.all_sums = [Sums([None] * len(subject.producers)) for _ in criteria]
+        self.sums = self.all_sums[0]
+
+    def update(self, inputs: Any, targets: Any) -> None:
+        """Run one batch. Parameters get no gradient: only what units need is computed."""
+        count = size_of(inputs)
+        taps = Taps(self)
+        with torch.inference_mode(False), torch.set_grad_enabled(self.backward):
+            try:
+                with taps:
+                    output = logits_of(run(self.subject.model, inputs))
+            except SecateurError:
+                raise
+            except Exception as error:
+                raise ForwardError(
+                    f"{type(self.subject.model).__name__} does not run on a batch ({describe(inputs)}): "
+                    f"{type(error).__name__}: {error}"
+                ) from error
+            if self.backward:
+                if not output.requires_grad:
+                    raise CriterionError(
+                        "the output does not depend on any conv or linear layer by operations that have a gradient. "
+                        "Way out: check that the forward does not detach, or use a criterion without gradients."
+                    )
+                torch.autograd.grad(self._loss(output, targets) * count, taps.anchor, allow_unused=True)
+        for sums in self.all_sums:
+            sums.samples += count
+
+    def _loss(self, output: Tensor, targets: Any) -> Tensor:
+        if self.loss is not None:
+            value = self.loss(output, targets)
+            if not isinstance(value, Tensor) or value.numel() != 1:
+                raise CriterionError("loss=f(output, targets) must return one number, the mean over the samples.")
+            return value.reshape(())
+        wide = output.float() if output.dtype in (torch.float16, torch.bfloat16) else output
+        return F.cross_entropy(wide, check_targets(targets, output))
+
+    def take(self, index: int, channel: int, z: Tensor, g: Tensor | None) -> None:
+        """Add what one call says about its units."""
+        for criterion, sums in zip(self.criteria, self.all_sums, strict=True):
+            if criterion.backward == (g is not None):
+                values = criterion.per_sample(z.detach(), g, channel)
+                sums.add(index, values.to(precise(values.device)).sum(0))
+
+
+class Taps(Observer):
+    """Sees the output of every call that makes units, and in the backward pass the gradient there."""
+
+    def __init__(self, owner: SensitivityPass) -> None:
+        super().__init__(owner.subject.model)
+        self.owner = owner
+        # All taps hang on this: asking for its gradient runs the backward pass and touches nothing else.
+        self.anchor = torch.zeros((), requires_grad=True)
+        self._open: dict[int, weakref.ref[_Tap]] = {}
+
+    def unknown(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Autograd knows what to do."""
+        return func(*args, **kwargs)
+
+    def observe(self, call: Call) -> Any:
+        """Tap the calls that make units. What a later call overwrites is saved first."""
+        index = self.owner.subject.place.get(call.site)
+        if index is None:
+            if self._open and writes(call):
+                self._rescue(call)
+            return call.run()
+        z: Tensor = call.run()
+        channel = -1
+        if isinstance(call.operation, Convolution | TransposedConvolution):
+            channel = z.ndim - call.operation.spatial - 1
+        with torch.no_grad():
+            self.owner.take(index, channel, z, None)
+        if not self.owner.backward:
+            return z
+        tap = _Tap(self.owner, index, channel, z.detach())
+        self._open[z.untyped_storage().data_ptr()] = weakref.ref(tap)
+        return _Watch.apply(z, self.anchor, tap)
+
+    def _rescue(self, call: Call) -> None:
+        tensors = call.tensors()
+        if not tensors or call.function.__name__ in ("relu", "relu_"):
+            return  # z·g is the same before and after: where ReLU changes z, g is 0
+        known = self._open.pop(tensors[0].untyped_storage().data_ptr(), None)
+        tap = known() if known is not None else None
+        if tap is not None:
+            tap.z = tap.z.clone()
+
+
+class _Tap:
+    """One call's output, waiting for its gradient."""
+
+    def __init__(self, owner: SensitivityPass, index: int, channel: int, z: Tensor) -> None:
+        self.owner, self.index, self.channel, self.z = owner, index, channel, z
+
+    def __call__(self, g: Tensor) -> None:
+        self.owner.take(self.index, self.channel, self.z, g)
+
+
+class _Watch(torch.autograd.Function):
+    """The identity, in place, so that nothing is copied and later in-place calls are fine; watches the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, z: Tensor, anchor: Tensor, tap: _Tap) -> Tensor:
+        ctx.tap = tap
+        ctx.mark_dirty(z)
+        return z
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        ctx.tap(g)
+        return g, None, None

@@ -1,0 +1,66 @@
+"""Criteria that look at no data: the size of the weights, and chance."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from secateur.criteria.criterion import Accumulator, Criterion, Loss, Norm, Subject, Sums, precise
+
+
+@dataclass(frozen=True)
+class Weight(Criterion):
+    """Σ|W| of a filter or neuron (Li 2016), per layer divided by its norm: 2 as in the paper, 1 as in its script."""
+
+    data: ClassVar[bool] = False
+    name: str = "weight"
+    norm: Norm = 2
+
+    def accumulate(self, subject: Subject, loss: Loss | None = None) -> Accumulator:
+        """Known at once."""
+        known = Accumulator(subject)
+        known.sums = Sums([unit_weights(subject, i) for i in range(len(subject.producers))], 1)
+        return known
+
+
+def unit_weights(subject: Subject, index: int) -> Tensor | None:
+    """Σ|W| of the units that a producer still has; None where no parameter numbers them one by one."""
+    graph, producer, kept = subject.graph, subject.producers[index], subject.kept[index]
+    axis = graph.axes.axes[int(graph.axis_of[producer.labels[0]])]
+    if not axis.parameter:
+        return None
+    weight = dict(subject.model.named_parameters(remove_duplicate=False)).get(axis.parameter)
+    if weight is None or weight.ndim < 2:
+        return None
+    sizes = weight.detach().abs().sum([d for d in range(weight.ndim) if d != axis.dim], dtype=precise(weight.device))
+    # A parameter may hold the units of several calls (query, key and value rows): find ours among those that are left.
+    here = np.zeros(axis.size, np.bool_)
+    here[producer.labels - axis.base] = kept
+    gone = np.zeros(axis.size, np.bool_)
+    for other, left in zip(subject.producers, subject.kept, strict=True):
+        mine = graph.axis_of[other.labels] == graph.axis_of[producer.labels[0]]
+        gone[other.labels[mine] - axis.base] |= ~left[mine]
+    return sizes[torch.from_numpy(np.flatnonzero(here[~gone])).to(sizes.device)]
+
+
+@dataclass(frozen=True)
+class Random(Criterion):
+    """Uniform random numbers. The same seed gives every unit the same number at every step."""
+
+    data: ClassVar[bool] = False
+    name: str = "random"
+    seed: int = 0
+
+    def accumulate(self, subject: Subject, loss: Any = None) -> Accumulator:
+        """Drawn for the unpruned layers, so that removals do not shift them."""
+        generator = np.random.default_rng(self.seed)
+        drawn: list[Tensor | None] = []
+        for kept in subject.kept:
+            drawn.append(torch.from_numpy(generator.random(len(kept))[kept]))
+        known = Accumulator(subject)
+        known.sums = Sums(drawn, 1)
+        return known

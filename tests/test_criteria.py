@@ -1,0 +1,401 @@
+"""Criteria against their formulas, written out slowly on nets small enough to follow by hand."""
+
+from __future__ import annotations
+
+import copy
+import math
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from secateur.criteria.attribution import Captum
+from secateur.criteria.registry import criterion_named, register_criterion
+from secateur.criteria.relevance import LRP
+from secateur.criteria.scoring import score
+from secateur.criteria.sensitivity import Gradient, Taylor
+from secateur.criteria.weight import Random
+from secateur.errors import CriterionError, DataError, ForwardError, NotFiniteError, PlanError
+from secateur.graph.analysis import analyze
+from secateur.pruning.removal import apply
+from secateur.pruning.targets import plan
+
+
+def by_path(scores) -> dict[str, np.ndarray]:
+    return {site.path: values for site, values in scores.units.items()}
+
+
+def hand_net() -> nn.Sequential:
+    """Two inputs, three hidden neurons, two outputs, all numbers whole."""
+    net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2))
+    with torch.no_grad():
+        net[0].weight.copy_(torch.tensor([[1.0, 0.0], [0.0, 2.0], [1.0, -1.0]]))
+        net[0].bias.zero_()
+        net[2].weight.copy_(torch.tensor([[1.0, 1.0, 0.0], [0.0, 1.0, 3.0]]))
+        net[2].bias.zero_()
+    return net
+
+
+# x = (1, 1): z = (1, 2, 0), a = z, logits = (3, 2). True class 0: p = e/(1+e) for class 0.
+HAND = (torch.tensor([[1.0, 1.0]]), torch.tensor([0]))
+Q = 1 / (1 + math.e)  # probability of the wrong class; dL/dlogits = (-Q, Q)
+
+
+def test_weight_by_hand() -> None:
+    graph = analyze(hand_net(), HAND[0])
+    found = by_path(score(hand_net(), None, "weight", graph=graph, norm=None))
+    np.testing.assert_allclose(found["0"], [1, 2, 2])
+    found = by_path(score(hand_net(), None, "weight", graph=graph))
+    np.testing.assert_allclose(found["0"], np.array([1, 2, 2]) / 3)
+    found = by_path(score(hand_net(), None, "weight", graph=graph, norm=1))
+    np.testing.assert_allclose(found["0"], np.array([1, 2, 2]) / 5)
+
+
+def test_gradient_and_taylor_by_hand() -> None:
+    # dL/da = W2^T (-Q, Q) = (-Q, 0, 3Q); the third neuron is at 0, where ReLU has gradient 0.
+    found = score(hand_net(), HAND, ["gradient", "taylor"], norm=None)
+    np.testing.assert_allclose(by_path(found["gradient"])["0"], [Q, 0, 0], atol=1e-7)
+    np.testing.assert_allclose(by_path(found["taylor"])["0"], [Q, 0, 0], atol=1e-7)
+    np.testing.assert_allclose(by_path(found["taylor"])["2"], [3 * Q, 2 * Q], atol=1e-7)
+    np.testing.assert_allclose(by_path(score(hand_net(), HAND, "gradient"))["0"], [1, 0, 0], atol=1e-6)
+
+
+def test_lrp_by_hand() -> None:
+    # Output 0 = 1·a0 + 1·a1 = 1 + 2: the shares of R = 1 are 1/3 and 2/3.
+    found = by_path(score(hand_net(), HAND, "lrp"))
+    np.testing.assert_allclose(found["0"], [1 / 3, 2 / 3, 0], atol=1e-6)
+    np.testing.assert_allclose(found["2"], [1, 0], atol=1e-6)
+
+
+def test_activation_by_hand() -> None:
+    found = by_path(score(hand_net(), (torch.tensor([[1.0, 1.0], [-2.0, 0.0]]), None), "activation", norm=None))
+    np.testing.assert_allclose(found["0"], [1.5, 1, 1])  # |z| = (1, 2, 0) and (2, 0, 2)
+
+
+class Small(nn.Module):
+    """Convs with batch norm, an in-place activation that is no ReLU, a reused layer, a residual sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Conv2d(2, 6, 3, padding=1, bias=False)
+        self.bn = nn.BatchNorm2d(6)
+        self.b = nn.Conv2d(6, 6, 3, padding=1)
+        self.act = nn.SiLU(inplace=True)
+        self.fc = nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.act(self.bn(self.a(x)))
+        x = x + self.act(self.b(x))
+        x = x + self.act(self.b(x))
+        return self.fc(x.mean((2, 3)))
+
+
+def small(seed: int = 0) -> Small:
+    torch.manual_seed(seed)
+    net = Small()
+    net.bn.running_mean.uniform_(-0.2, 0.2)
+    net.bn.running_var.uniform_(0.5, 1.5)
+    return net.eval()
+
+
+def samples(count: int = 7, seed: int = 1) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(count, 2, 5, 5, generator=generator), torch.randint(0, 4, (count,), generator=generator)
+
+
+def slow(net: Small, data: tuple[Tensor, Tensor], taylor: bool, per_sample: bool) -> dict[str, np.ndarray]:
+    """z and g at every conv and linear output by plain autograd, one sample at a time."""
+    totals = {"a": np.zeros(6), "b": np.zeros(6), "fc": np.zeros(4)}
+    count = len(data[0])
+    for x, y in zip(*data, strict=True):
+        seen: list[tuple[str, Tensor]] = []
+
+        def keep(name: str, z: Tensor, seen: list[tuple[str, Tensor]] = seen) -> Tensor:
+            z.retain_grad()
+            seen.append((name, z))
+            return z
+
+        h = F.silu(net.bn(keep("a", net.a(x[None]))))
+        h = h + F.silu(keep("b", net.b(h)))
+        h = h + F.silu(keep("b", net.b(h)))
+        out = keep("fc", net.fc(h.mean((2, 3))))
+        (F.cross_entropy(out, y[None]) / count).backward()
+        one = {name: np.zeros_like(total) for name, total in totals.items()}
+        for name, z in seen:
+            value = (z * z.grad if taylor else z.grad).detach().double()
+            positions = value[0, 0].numel()
+            one[name] += value.reshape(value.shape[1], -1).sum(1).numpy() / (count * positions)
+            if per_sample:
+                totals[name] += np.abs(value.reshape(value.shape[1], -1).sum(1).numpy()) / (count * positions)
+        if not per_sample:
+            for name in totals:
+                totals[name] += one[name]
+    return {name: np.abs(total) for name, total in totals.items()}
+
+
+@pytest.mark.parametrize("taylor", [False, True])
+@pytest.mark.parametrize("per_sample", [False, True])
+def test_formulas_on_a_net_with_everything(taylor: bool, per_sample: bool) -> None:
+    net, data = small(), samples()
+    expected = slow(small(), data, taylor, per_sample)
+    name = "taylor" if taylor else "gradient"
+    found = by_path(score(net, data, name, norm=None, absolute="sample" if per_sample else "after"))
+    for path, values in expected.items():
+        np.testing.assert_allclose(found[path], values, rtol=2e-4, atol=1e-9)
+        norm = np.linalg.norm(values)
+        normed = by_path(score(net, data, name, absolute="sample" if per_sample else "after"))
+        np.testing.assert_allclose(normed[path], values / norm, rtol=2e-4, atol=1e-7)
+
+
+@settings(max_examples=12, deadline=None)
+@given(cuts=st.lists(st.integers(1, 10), max_size=4), seed=st.integers(0, 5))
+def test_batches_and_order_do_not_matter(cuts: list[int], seed: int) -> None:
+    net, (x, y) = small(), samples(11)
+    names = ["lrp", "taylor", "gradient", "activation"]
+    whole = score(net, (x, y), names)
+    order = torch.randperm(11, generator=torch.Generator().manual_seed(seed))
+    bounds = sorted({0, 11, *cuts})
+    parts = [(x[order[a:b]], y[order[a:b]]) for a, b in pairwise(bounds)]
+    split = score(net, iter(parts), names, graph=analyze(net, x[:1]))
+    for name in names:
+        for site, values in whole[name].units.items():
+            np.testing.assert_allclose(split[name].units[site], values, rtol=1e-4, atol=1e-4 * np.abs(values).max())
+
+
+def test_several_criteria_at_once_equal_each_alone() -> None:
+    net, data = small(), samples()
+    names = ["lrp", "taylor", "gradient", "weight", "activation", "random"]
+    together = score(net, data, names)
+    assert list(together) == names
+    for name in names:
+        alone = score(net, data, name)
+        for site, values in alone.units.items():
+            np.testing.assert_array_equal(together[name].units[site], values)
+
+
+def test_one_forward_per_batch_for_all_gradient_criteria() -> None:
+    calls = []
+
+    class Counting(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            calls.append(1)
+            return super().forward(x)
+
+    net = Counting(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 2))
+    data = (torch.rand(8, 3), torch.arange(8) % 2)
+    graph = analyze(net, data[0][:1])
+    calls.clear()
+    score(net, data, ["taylor", "gradient", "activation", "weight"], graph=graph, batch_size=4)
+    assert len(calls) == 2
+
+
+def state_of(net: nn.Module) -> dict[str, object]:
+    return {
+        "tensors": {n: t.clone() for n, t in net.state_dict().items()},
+        "grads": [p.grad for p in net.parameters()],
+        "flags": [p.requires_grad for p in net.parameters()],
+        "modes": [m.training for m in net.modules()],
+        "hooks": [len(m._forward_hooks) + len(m._backward_hooks) + len(m._forward_pre_hooks) for m in net.modules()],
+        "rng": torch.get_rng_state(),
+    }
+
+
+@pytest.mark.parametrize("name", ["lrp", "taylor", "weight", "activation", "random", "captum:GradientXActivation"])
+def test_no_trace_on_the_model(name: str) -> None:
+    if name.startswith("captum"):
+        pytest.importorskip("captum")
+    net = small().train()
+    net.a.weight.requires_grad_(False)
+    before = state_of(net)
+    score(net, samples(), name)
+    after = state_of(net)
+    for key in ("grads", "flags", "modes", "hooks"):
+        assert before[key] == after[key]
+    assert torch.equal(before["rng"], after["rng"])
+    for n, tensor in before["tensors"].items():
+        assert torch.equal(tensor, after["tensors"][n])
+    assert net.act.inplace
+
+
+def test_frozen_and_bfloat16_models() -> None:
+    net, (x, y) = small().requires_grad_(False), samples()
+    plain = by_path(score(small(), (x, y), "taylor"))
+    frozen = by_path(score(net, (x, y), "taylor"))
+    half = by_path(score(net.bfloat16(), (x.bfloat16(), y), "taylor"))
+    for path in plain:
+        np.testing.assert_array_equal(plain[path], frozen[path])
+    assert np.argmax(half["a"]) == np.argmax(plain["a"])
+
+
+def test_a_loss_of_ones_own() -> None:
+    net, (x, y) = small(), samples()
+    mine = score(net, (x, y), "taylor", loss=lambda out, t: F.cross_entropy(out, t), batch_size=3)
+    default = score(net, (x, y), "taylor")
+    for site, values in default.units.items():
+        np.testing.assert_allclose(mine.units[site], values, rtol=1e-4, atol=1e-6)
+
+
+def test_planted_units_leave_first() -> None:
+    """Units that never fire, that nobody reads, and copies that share one unit's work leave before all others."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 24), nn.ReLU(), nn.Linear(24, 3))
+    dead, unread, copies = [3, 7], [11, 15], [2, 5, 8, 13, 17, 19, 21, 23]
+    with torch.no_grad():
+        for weight in (net[0].weight, net[2].weight):
+            weight.uniform_(0.2, 0.8)  # every other unit speaks for every class
+        net[0].weight[dead] *= -1  # inputs are ≥ 0, so these never fire
+        net[0].bias.zero_()
+        net[2].weight[:, unread] = 0
+        net[0].weight[copies] = net[0].weight[copies[0]].clone()
+        net[2].weight[:, copies] = net[2].weight[:, copies[:1]] / len(copies)
+    x = torch.rand(30, 6, generator=torch.Generator().manual_seed(2))
+    y = torch.arange(30) % 3
+    graph = analyze(net, x[:1])
+    scores = score(net, (x, y), "lrp", graph=graph)
+    values = by_path(scores)["0"]
+    assert values[dead + unread].max() == 0
+    assert set(np.argsort(values, kind="stable")[:12].tolist()) == {*dead, *unread, *copies}
+    chosen = plan(graph, scores, remove=4 / 24)
+    assert set(chosen.cuts["0.weight"][0]) == {*dead, *unread}
+    with torch.no_grad():
+        torch.testing.assert_close(apply(net, chosen)(x), net(x))
+
+
+def test_scores_of_a_pruned_model_keep_their_places() -> None:
+    net, data = small(), samples()
+    graph = analyze(net, data[0][:1])
+    first = plan(graph, score(net, data, "lrp", graph=graph), remove=0.3)
+    smaller = apply(net, first)
+    for name in ["lrp", "taylor", "gradient", "weight", "activation", "random"]:
+        on_small = score(smaller, data, name, graph=graph, start=first, norm=None).of(graph)
+        on_mask = score(apply(net, first, how="mask"), data, name, graph=graph, norm=None).of(graph)
+        left = np.setdiff1d(graph.candidates, first.groups)
+        np.testing.assert_allclose(on_small[left], on_mask[left], rtol=1e-3, atol=1e-7)
+    with pytest.raises(PlanError, match="start"):
+        score(smaller, data, "taylor", graph=graph)
+
+
+def test_query_key_and_value_rows_are_told_apart() -> None:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 12, batch_first=True, dropout=0.0)
+    net = nn.Sequential(layer, nn.Flatten(), nn.Linear(8 * 3, 4)).eval()
+    data = (torch.rand(5, 3, 8), torch.tensor([0, 1, 2, 3, 0]))
+    graph = analyze(net, data[0][:1])
+    found = score(net, data, ["lrp", "taylor", "weight"], graph=graph)
+    rows = layer.self_attn.in_proj_weight.abs().sum(1).detach().double().numpy()
+    wide = [v for s, v in score(net, None, "weight", graph=graph, norm=None).units.items() if "attn" in s.path]
+    np.testing.assert_allclose(np.concatenate(wide)[:24], rows, rtol=1e-6)
+    for scores in found.values():
+        assert np.isfinite(scores.of(graph)[graph.candidates]).all()
+    first = plan(graph, found["lrp"], remove=0.3)
+    smaller = apply(net, first)
+    for name in ("lrp", "taylor", "weight"):
+        again = score(smaller, data, name, graph=graph, start=first)
+        assert set(again.units) == set(found[name].units)
+
+
+@pytest.mark.parametrize("method", ["IntegratedGradients", "DeepLift", "GradientXActivation"])
+def test_captum(method: str) -> None:
+    pytest.importorskip("captum")
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        nn.Conv2d(2, 5, 3), nn.ReLU(inplace=True), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(5, 4)
+    )
+    x, y = samples()
+    found = by_path(score(net, (x, y), f"captum:{method}"))
+    assert found["0"].shape == (5,)
+    if method == "GradientXActivation":  # z · d(logit of the true class)/dz, summed
+        z = net[0](x)
+        z = z.detach().requires_grad_()
+        net[4](F.relu(z).mean((2, 3))).gather(1, y[:, None]).sum().backward()
+        expected = (z * z.grad).sum((0, 2, 3)).abs().detach().double().numpy()
+        np.testing.assert_allclose(found["0"], expected, rtol=1e-4)
+
+
+def test_captum_options_and_errors() -> None:
+    pytest.importorskip("captum")
+    net, data = hand_net(), HAND
+    score(net, data, Captum(name="ig", method="IntegratedGradients", options={"n_steps": 4}))
+    with pytest.raises(CriterionError, match="IntegratedGradients"):
+        score(net, data, "captum:NoSuchThing")
+
+
+def test_a_users_function() -> None:
+    net, data = small(), samples()
+
+    def largest(model: nn.Module, batches: list) -> dict[str, Tensor]:
+        assert not model.training
+        assert sum(len(x) for x, _ in batches) == 7
+        return {"a": model.a.weight.abs().amax((1, 2, 3)), "b": model.b.weight.abs().amax((1, 2, 3))}
+
+    found = by_path(score(net, data, largest))
+    np.testing.assert_allclose(found["a"], net.a.weight.abs().amax((1, 2, 3)).detach().double().numpy())
+    with pytest.raises(CriterionError, match="no units are made there"):
+        score(net, data, lambda model, batches: {"nowhere": torch.ones(3)})
+    with pytest.raises(CriterionError, match="5 numbers for the 6 units"):
+        score(net, data, lambda model, batches: {"a": torch.ones(5)})
+    with pytest.raises(CriterionError, match="NaN"):
+        score(net, data, lambda model, batches: {"a": torch.full((6,), math.nan)})
+    with pytest.raises(CriterionError, match="ZeroDivisionError"):
+        score(net, data, lambda model, batches: 1 / 0)
+
+
+def test_names_options_and_registry() -> None:
+    assert criterion_named("lrp").norm is None
+    assert criterion_named("weight").norm == criterion_named("taylor").norm == 2
+    assert criterion_named("lrp:epsilon_plus") == LRP(name="lrp:epsilon_plus", composite="epsilon_plus")
+    register_criterion("molchanov", lambda: Taylor(name="molchanov", absolute="sample"))
+    assert criterion_named("molchanov").absolute == "sample"
+    assert criterion_named(Gradient(norm=None)).norm is None
+    for wrong in ("lpr", "lrp:nothing", 3):
+        with pytest.raises(CriterionError):
+            criterion_named(wrong)
+    with pytest.raises(CriterionError):
+        criterion_named("lrp", norm=3)
+    with pytest.raises(CriterionError):
+        criterion_named("lrp", absolute="never")
+
+
+def test_random_is_fixed_by_its_seed() -> None:
+    net = small()
+    graph = analyze(net, samples()[0][:1])
+    one, same, other = (score(net, None, Random(seed=s), graph=graph) for s in (1, 1, 2))
+    for site, values in one.units.items():
+        np.testing.assert_array_equal(values, same.units[site])
+        assert not np.array_equal(values, other.units[site])
+
+
+def test_bad_input_is_named() -> None:
+    net, (x, y) = small(), samples()
+    graph = analyze(net, x[:1])
+    with pytest.raises(DataError, match="empty"):
+        score(net, [], "lrp", graph=graph)
+    with pytest.raises(DataError, match="empty"):
+        score(net, [])
+    with pytest.raises(DataError, match="graph"):
+        score(net, None, "weight")
+    with pytest.raises(DataError, match="needs data"):
+        score(net, None, "lrp", graph=graph)
+    for name in ("lrp", "taylor"):
+        with pytest.raises(DataError, match="labels run from 0 to 9"):
+            score(net, (x, torch.tensor([0, 1, 2, 3, 9, 0, 1])), name, graph=graph)
+        with pytest.raises(ForwardError, match=r"\(2, 3, 5, 5\)"):
+            score(net, (torch.rand(2, 3, 5, 5), torch.tensor([0, 1])), name, graph=graph)
+        with pytest.raises(DataError, match="NaN"):
+            score(net, (x * math.nan, y), name, graph=graph)
+    with pytest.raises(DataError, match="7 inputs but 6 targets"):
+        score(net, (x, y[:6]), "lrp", graph=graph)
+    with pytest.raises(DataError, match="targets"):
+        score(net, [(x, None)], "taylor", graph=graph)
+    with pytest.raises(DataError, match="pair"):
+        score(net, [x], "lrp", graph=graph)
+    broken = copy.deepcopy(net)
+    with torch.no_grad():
+        broken.b.weight[0, 0, 0, 0] = math.nan
+    with pytest.raises(NotFiniteError, match=r"b\.weight"):
+        score(broken, (x, y), "weight", graph=graph)
