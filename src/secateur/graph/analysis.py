@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Iterator
 
 import numpy as np
 from torch import nn
@@ -11,9 +12,9 @@ from torch.nn.utils import parametrize
 
 from secateur.errors import SecateurError, UnsupportedModelError
 from secateur.graph.axes import AxisTable
-from secateur.graph.graph import Graph, Layer, build
+from secateur.graph.graph import Graph, Layer, Remembered, build
 from secateur.graph.labels import LabelPass
-from secateur.graph.shadow import Example, describe, ghost, quiet, run, run_or_explain, to_meta, twin, unwrap
+from secateur.graph.shadow import Example, ghost, quiet, run, run_or_explain, to_meta, twin, unwrap
 from secateur.ops.table import tensors_in
 
 log = logging.getLogger("secateur")
@@ -42,13 +43,10 @@ def analyze(model: nn.Module, example: Example) -> Graph:
         extra = _watch_training(shadow, inputs, axes)
         if extra is not None:
             passes.append(extra)
-    blocked: dict[str, str] = {}
-    while True:
-        graph = build(model, example, axes, passes, blocked)
-        found = _try_removals(graph, shadow, inputs)
-        if not found:
-            return graph
-        blocked |= found
+    trial = Trial(model, example, axes, passes, shadow, inputs)
+    while not trial.settled():
+        pass
+    return trial.graph
 
 
 def _refuse_parametrized(model: nn.Module) -> None:
@@ -106,51 +104,97 @@ def _watch_training(shadow: nn.Module, inputs: Example, axes: AxisTable) -> Labe
         shadow.eval()
 
 
-def _try_removals(graph: Graph, shadow: nn.Module, inputs: Example) -> dict[str, str]:
-    """Take one unit out of every layer and run. Layers that break the forward hold sizes written into the code."""
-    from secateur.pruning.plan import plan_for
-    from secateur.pruning.surgery import cut
+class Trial:
+    """Takes units out of a shadow and runs it, to find sizes that are written into the forward."""
 
-    layers = [layer for layer in graph.layers if layer.prunable and layer.name]
+    def __init__(
+        self,
+        model: nn.Module,
+        example: Example,
+        axes: AxisTable,
+        passes: list[LabelPass],
+        shadow: nn.Module,
+        inputs: Example,
+    ) -> None:
+        self._build = lambda: build(model, example, axes, passes, self.blocked, self.remembered)
+        self.shadow, self.inputs = shadow, inputs
+        self.blocked: dict[str, str] = {}
+        self.remembered: tuple[Remembered, ...] = ()
+        self.graph: Graph = self._build()
 
-    def breaks(part: list[Layer]) -> str | None:
-        removed = _one_of_each(graph, part)
+    def settled(self) -> bool:
+        """Try one unit of every layer at once. Layers that break the forward are blocked, and the rest tried again."""
+        known = len(self.blocked) + len(self.remembered)
+        self._search([layer for layer in self.graph.layers if layer.prunable])
+        if len(self.blocked) + len(self.remembered) == known:
+            return True
+        self.graph = self._build()
+        return False
+
+    def _breaks(self, layers: list[Layer]) -> str | None:
+        from secateur.pruning.plan import plan_for
+        from secateur.pruning.surgery import cut
+
+        self.graph.remembered = self.remembered
+        plan = plan_for(self.graph, _one_of_each(self.graph, layers))
         with quiet():
             try:
-                run(cut(shadow, plan_for(graph, removed)), inputs)
+                run(cut(self.shadow, plan), self.inputs)
             except Exception as error:
                 return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         return None
 
-    found: dict[str, str] = {}
-
-    def block(part: list[Layer], error: str) -> None:
-        found.update({layer.name: f"a size is written into the forward ({error})" for layer in part})
-
-    def search(part: list[Layer]) -> None:
+    def _search(self, layers: list[Layer]) -> None:
         """Find the layers that break the forward. Blocks of one kind share their code, so one speaks for all."""
-        error = breaks(part)
+        error = self._breaks(layers)
         if error is None:
             return
-        if len(part) == 1:
-            return block(part, error)
-        kinds = _alike(part)
+        kinds = _alike(layers)
         if len(kinds) == 1:
-            alone = breaks(part[:1])
+            if self._remembers(layers):
+                return
+            alone = error if len(layers) == 1 else self._breaks(layers[:1])
             if alone is not None:
-                return block(part, alone)
-            kinds = [part[: len(part) // 2], part[len(part) // 2 :]]
-        before = len(found)
+                return self._block(layers, alone)
+            kinds = [layers[: len(layers) // 2], layers[len(layers) // 2 :]]
+        before = len(self.blocked) + len(self.remembered)
         for kind in kinds:
-            search(kind)
-        if len(found) == before:  # each is fine alone, together they are not: the first kind may shrink
+            self._search(kind)
+        if len(self.blocked) + len(self.remembered) == before:
+            # Each is fine alone, together they are not: only the first kind may shrink.
             for kind in kinds[1:]:
-                block(kind, error)
+                self._block(kind, error)
 
-    search(layers)
-    if found:
-        log.debug("rigid layers on %s: %s", describe(inputs), found)
-    return found
+    def _block(self, layers: list[Layer], error: str) -> None:
+        self.blocked.update({layer.name: f"a size is written into the forward ({error})" for layer in layers})
+
+    def _remembers(self, layers: list[Layer]) -> bool:
+        """Whether the forward runs once attributes that repeat the layers' sizes shrink too."""
+        before = self.remembered
+        found = {(item.path, item.name): item for item in _attributes(self.graph, self.shadow, layers)}
+        found |= {(item.path, item.name): item for item in before}
+        self.remembered = tuple(found.values())
+        if len(self.remembered) > len(before) and self._breaks(layers) is None:
+            return True
+        self.remembered = before
+        return False
+
+
+def _attributes(graph: Graph, model: nn.Module, layers: list[Layer]) -> Iterator[Remembered]:
+    """Numbers kept by the user's own modules, around the layers, that equal a size that shrinks."""
+    for layer in layers:
+        touched = np.unique(graph.axis_of[np.concatenate([graph.labels_of(g) for g in layer.groups[:1].tolist()])])
+        for position in touched.tolist():
+            axis = graph.axes.axes[position]
+            parts = axis.parameter.split(".")[:-1] if axis.parameter else []
+            for end in range(len(parts), -1, -1):
+                path = ".".join(parts[:end])
+                module = model.get_submodule(path)
+                if type(module).__module__.startswith("torch.nn."):
+                    continue
+                for name, value in vars(module).items():
+                    if type(value) is int and value == axis.size:
+                        yield Remembered(path, name, position)
 
 
 def _alike(layers: list[Layer]) -> list[list[Layer]]:

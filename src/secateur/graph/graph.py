@@ -65,6 +65,15 @@ class Heads:
     classes: Labels
 
 
+@dataclass(frozen=True)
+class Remembered:
+    """An attribute of the user's own module that repeats the size of an axis and must shrink with it."""
+
+    path: str
+    name: str
+    axis: int
+
+
 @dataclass(eq=False)
 class Graph:
     """The groups of a model. `print(graph)` shows them as a table; `graph.groups` lists them."""
@@ -81,6 +90,7 @@ class Graph:
     producers: list[Producer]
     module_macs: dict[str, int]
     unused: list[str]
+    remembered: tuple[Remembered, ...]
     example: Example
     model_name: str
     cost_of: CostModel = field(repr=False)
@@ -180,6 +190,7 @@ def build(
     axes: AxisTable,
     passes: Sequence[LabelPass],
     blocked: dict[str, str],
+    remembered: Sequence[Remembered] = (),
 ) -> Graph:
     """Put together what the label passes found. `blocked` names layers that trial removals showed to be rigid."""
     classes = Classes(axes.total, passes)
@@ -237,6 +248,7 @@ def build(
         producers=producers,
         module_macs={path: round(m) for path, m in module_macs.items()},
         unused=sorted(parameters - reached),
+        remembered=tuple(remembered),
         example=example,
         model_name=type(model).__name__,
         cost_of=CostModel(shapes, parameters, axes, root, terms),

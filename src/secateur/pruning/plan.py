@@ -40,6 +40,16 @@ class HeadCut:
 
 
 @dataclass(frozen=True)
+class AttributeCut:
+    """A number that a module of the user's remembers and that must follow a cut."""
+
+    path: str
+    name: str
+    before: int
+    after: int
+
+
+@dataclass(frozen=True)
 class Plan:
     """Which groups leave: for each parameter and dimension the indices that are cut.
 
@@ -51,6 +61,7 @@ class Plan:
     shapes: Mapping[str, tuple[int, ...]]
     heads: tuple[HeadCut, ...]
     norms: tuple[NormCut, ...]
+    attributes: tuple[AttributeCut, ...]
     layers: Mapping[str, tuple[int, int]]
     model: str
     before: Cost
@@ -76,6 +87,7 @@ class Plan:
                 "cuts": {name: {str(d): list(i) for d, i in dims.items()} for name, dims in self.cuts.items()},
                 "heads": [vars(h) for h in self.heads],
                 "norms": [vars(n) for n in self.norms],
+                "attributes": [vars(a) for a in self.attributes],
             }
         )
 
@@ -98,6 +110,10 @@ class Plan:
                 norms=tuple(
                     NormCut(str(n["path"]), str(n["function"]), _count(n["visit"]), _indices(n["shape"]), _indices(n["removed"]))
                     for n in data["norms"]
+                ),
+                attributes=tuple(
+                    AttributeCut(str(a["path"]), str(a["name"]), _count(a["before"]), _count(a["after"]))
+                    for a in data["attributes"]
                 ),
                 layers={str(n): (_count(b), _count(a)) for n, (b, a) in data["layers"].items()},
                 model=str(data["model"]),
@@ -164,6 +180,7 @@ def plan_for(graph: Graph, removed: Mask) -> Plan:
         shapes={name: graph.shapes[name] for name in cuts},
         heads=_head_cuts(graph, removed),
         norms=tuple(norms),
+        attributes=_attribute_cuts(graph, gone),
         layers=_unit_counts(graph, removed),
         model=graph.model_name,
         before=graph.cost,
@@ -179,6 +196,16 @@ def _head_cuts(graph: Graph, removed: Mask) -> tuple[HeadCut, ...]:
         if len(gone):
             made[heads.path] = HeadCut(heads.path, len(heads.classes), tuple(gone.tolist()))
     return tuple(made.values())
+
+
+def _attribute_cuts(graph: Graph, gone: Mask) -> tuple[AttributeCut, ...]:
+    made = []
+    for item in graph.remembered:
+        axis = graph.axes.axes[item.axis]
+        lost = int(np.count_nonzero(gone[axis.base : axis.base + axis.size]))
+        if lost:
+            made.append(AttributeCut(item.path, item.name, axis.size, axis.size - lost))
+    return tuple(made)
 
 
 def _unit_counts(graph: Graph, removed: Mask) -> dict[str, tuple[int, int]]:

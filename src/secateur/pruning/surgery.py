@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from secateur.errors import PlanError
 from secateur.graph.shadow import duplicate, unwrap
 from secateur.pruning.attention import narrow_attention
-from secateur.pruning.plan import Plan
+from secateur.pruning.plan import AttributeCut, Plan
 
 # Names under which attention modules of the common libraries keep their number of heads.
 _HEAD_COUNTS = ("num_heads", "n_heads", "n_head", "heads", "nhead", "num_attention_heads")
@@ -54,6 +54,8 @@ def cut(model: nn.Module, plan: Plan) -> nn.Module:
         module = before[path]
         if isinstance(module, nn.MultiheadAttention):
             narrow_attention(small, path, module, plan)
+    for item in plan.attributes:
+        _fit_attribute(small, item)
     for head in plan.heads:
         _fit_heads(small, before, head.path, head.heads, head.heads - len(head.removed))
     return small
@@ -115,6 +117,20 @@ def _fit(module: nn.Module, old: nn.Module, path: str, plan: Plan, names: dict[i
     elif isinstance(module, nn.RNNBase):
         module.input_size = module.weight_ih_l0.shape[1]
         module._flat_weights = [getattr(module, name) for name in module._flat_weights_names]
+
+
+def _fit_attribute(small: nn.Module, item: AttributeCut) -> None:
+    """Set a remembered size. Only a number that is there and has the expected value is replaced."""
+    try:
+        module = small.get_submodule(item.path)
+    except AttributeError:
+        module = None
+    if module is None or vars(module).get(item.name) != item.before:
+        raise PlanError(
+            f"the plan sets `{item.path}`.{item.name} from {item.before} to {item.after}, but this model has no such number. "
+            f"Way out: build the same model that was analysed."
+        )
+    setattr(module, item.name, item.after)
 
 
 def _norm_shape(shape: tuple[int, ...], path: str, plan: Plan) -> tuple[int, ...]:

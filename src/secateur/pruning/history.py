@@ -1,0 +1,107 @@
+"""What happened at each step of the loop, as plain rows."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from secateur.errors import FileFormatError
+
+
+@dataclass(frozen=True)
+class Row:
+    """One step. `removed` is the share of units gone; `metrics` what `evaluate` said, with "overall" among it.
+
+    `at_minimum` counts the layers that are down to the units they must keep; `held` is False for a step that lost too
+    much and was taken back. `latency` is in seconds, where it was measured.
+    """
+
+    step: int
+    units: int
+    removed: float
+    params: int
+    macs: int
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    part: str = ""
+    latency: float | None = None
+    at_minimum: int = 0
+    held: bool = True
+    score_seconds: float = 0.0
+    seconds: float = 0.0
+
+    @property
+    def overall(self) -> float | None:
+        """The overall metric."""
+        return self.metrics.get("overall")
+
+
+class History:
+    """The rows of a run, the unpruned model first.
+
+    >>> history = History([Row(0, 10, 0.0, 100, 1000, {"overall": 0.9})])
+    >>> print(history.to_csv().splitlines()[0])
+    step,units,removed,params,macs,part,latency,at_minimum,held,score_seconds,seconds,overall
+    """
+
+    def __init__(self, rows: list[Row] | None = None) -> None:
+        self.rows = rows if rows is not None else []
+
+    def __iter__(self) -> Iterator[Row]:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Row:
+        return self.rows[index]
+
+    def to_json(self, path: str | Path | None = None) -> str:
+        """The rows as JSON text, also written to `path` if given."""
+        return _out(json.dumps([asdict(row) for row in self.rows], indent=1), path)
+
+    def to_csv(self, path: str | Path | None = None) -> str:
+        """The rows as CSV text, one column per metric, also written to `path` if given."""
+        metrics = list(dict.fromkeys(name for row in self.rows for name in row.metrics))
+        text = io.StringIO()
+        plain = [name for name in Row.__dataclass_fields__ if name != "metrics"]
+        writer = csv.writer(text, lineterminator="\n")
+        writer.writerow([*plain, *metrics])
+        for row in self.rows:
+            values = [getattr(row, name) for name in plain]
+            writer.writerow(["" if v is None else v for v in [*values, *(row.metrics.get(m) for m in metrics)]])
+        return _out(text.getvalue(), path)
+
+    @classmethod
+    def from_json(cls, text: str) -> History:
+        """Read rows back."""
+        try:
+            return cls([_row(item) for item in json.loads(text)])
+        except (json.JSONDecodeError, TypeError, KeyError, ValueError) as error:
+            raise FileFormatError(f"not a history: {type(error).__name__}: {error}") from error
+
+    def __str__(self) -> str:
+        lines = [f"{'step':>4}  {'removed':>8}  {'params':>12}  {'MACs':>14}  overall"]
+        for row in self.rows:
+            overall = "" if row.overall is None else f"{row.overall:.4f}"
+            mark = "" if row.held else "  (taken back)"
+            lines.append(
+                f"{row.step:4d}  {100 * row.removed:6.1f} %  {row.params:12d}  {row.macs:14d}  {overall}{mark}".rstrip()
+            )
+        return "\n".join(lines)
+
+
+def _row(item: Any) -> Row:
+    if not isinstance(item, dict):
+        raise ValueError(f"expected a row, found {type(item).__name__}")
+    return Row(**{**item, "metrics": {str(k): float(v) for k, v in item.get("metrics", {}).items()}})
+
+
+def _out(text: str, path: str | Path | None) -> str:
+    if path is not None:
+        Path(path).write_text(text, encoding="utf-8")
+    return text
