@@ -25,6 +25,15 @@ class Activation(Operation):
         """Channels pass. (What a removed channel would have turned into is discarded with its consumers' weights.)"""
         labels.keep(call.tensors()[0], output)
 
+    def relevance(self, relevance: RelevancePass, call: Call) -> Any:
+        """Passes unchanged. Some are known to be ≥ 0, some act as gates when they multiply."""
+        x = call.tensors()[0]
+        name = call.function.__name__.strip("_")
+        if name == "logical_not":
+            return relevance.stops(call)
+        nonneg = name in _NONNEG or (name in _CLAMPS and _least(call) >= 0)
+        return relevance.passes(call, x, nonneg=nonneg, gate=name in _GATES)
+
 
 class Identity(Operation):
     """Copies, casts and dropout: in evaluation the numbers stay as they are."""
@@ -34,6 +43,10 @@ class Identity(Operation):
     def channels(self, labels: LabelPass, call: Call, output: Any) -> None:
         """Channels pass."""
         labels.keep(call.tensors()[0], output)
+
+    def relevance(self, relevance: RelevancePass, call: Call) -> Any:
+        """Passes unchanged, and so does everything known about the numbers."""
+        return relevance.copies(call, call.tensors()[0])
 
 
 class PReLU(Operation):
@@ -52,6 +65,10 @@ class PReLU(Operation):
             operands.append(([] if held is None else [spread(held, axis, own)], own))
         labels.merge(output, operands, call.site)
 
+    def relevance(self, relevance: RelevancePass, call: Call) -> Any:
+        """Passes unchanged."""
+        return relevance.passes(call, call["input"])
+
 
 class Softmax(Operation):
     """Normalises along one dimension: units along it cannot leave, units across it pass."""
@@ -69,6 +86,24 @@ class Softmax(Operation):
             elif dim in varying(layer):
                 labels.grid(layer, f"{call.site} normalises over it", rigid=[dim])
         labels.keep(x, output)
+
+    def relevance(self, relevance: RelevancePass, call: Call) -> Any:
+        """Passes; as a factor it is a gate."""
+        if "log" in call.function.__name__:
+            return relevance.passes(call, call["input"])
+        return relevance.softmaxes(call, call["input"])
+
+
+_NONNEG = {"relu", "relu6", "sigmoid", "hardsigmoid", "softplus", "exp", "abs", "square", "sqrt"}
+_CLAMPS = {"hardtanh", "clamp", "clip", "clamp_min"}
+_GATES = {"sigmoid", "hardsigmoid"}
+
+
+def _least(call: Call) -> float:
+    """The lower bound of a clamp, or -1 if there is none."""
+    keywords = [call.kwargs[key] for key in ("min", "min_val") if key in call.kwargs]
+    bound = keywords[0] if keywords else next(iter(call.args[1:]), None)
+    return -1.0 if bound is None or isinstance(bound, Tensor) else float(bound)
 
 
 def _glu(input: Tensor, dim: int = -1) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from secateur.errors import UnsupportedModelError
 from secateur.ops.layers import narrow, varying
 from secateur.ops.table import Call, Composite, Operation, register
 
@@ -85,6 +86,13 @@ class MatMul(Contraction):
         result = lead + ("i" if a.ndim > 1 else "") + ("j" if b.ndim > 1 else "")
         return [a, b], [left, right], result
 
+    def relevance(self, relevance: RelevancePass, call: Call) -> Any:
+        """Shared by both factors; attention weights act as a gate or share as the composite says."""
+        a, b = call["input"], call["other"]
+        if call.function.__name__ == "__rmatmul__":
+            a, b = b, a
+        return relevance.multiplies(call, a, b, torch.matmul)
+
 
 class AddMatMul(MatMul):
     """`baddbmm`, `addmm`: a matmul plus a term."""
@@ -101,6 +109,13 @@ class AddMatMul(MatMul):
         super().channels(labels, call, output)
         operands = [(labels.layers(output), list(output.shape)), (labels.layers(call["input"]), list(call["input"].shape))]
         labels.merge(output, operands, call.site)
+
+    def relevance(self, relevance: RelevancePass, call: Call) -> Any:
+        """The product, then the sum."""
+        with relevance.again():
+            product = call["batch1"] @ call["batch2"]
+            product = product if call["alpha"] == 1 else product * call["alpha"]
+            return product + (call["input"] if call["beta"] == 1 else call["input"] * call["beta"])
 
 
 class Einsum(Contraction):
@@ -128,6 +143,16 @@ class Einsum(Contraction):
             ]
             result = result.replace("...", dots)
         return operands, letters, result
+
+    def relevance(self, relevance: RelevancePass, call: Call) -> Any:
+        """One operand shares as a sum does, two share as factors do."""
+        operands, letters, result = self.equation(call)
+        text = ",".join(letters) + "->" + result
+        if len(operands) == 1:
+            return relevance.averages(call, operands[0], lambda a: torch.einsum(text, a))
+        if len(operands) > 2:
+            raise UnsupportedModelError(f"{call.site} of {len(operands)} tensors. Way out: write it as products of two.")
+        return relevance.multiplies(call, operands[0], operands[1], lambda a, b: torch.einsum(text, a, b))
 
 
 class Attention(Contraction):
@@ -173,6 +198,12 @@ class Attention(Contraction):
             return
         labels.cost(call.site, macs)
         labels.set(output, [layer[..., :1, :].expand(output.shape) for layer in labels.layers(value)])
+
+    def relevance(self, relevance: RelevancePass, call: Call) -> Any:
+        """To the values, and to queries and keys if the composite says so."""
+        query, key, mask = call["query"], call["key"], call["attn_mask"]
+        scale = call["scale"] or 1 / math.sqrt(query.shape[-1])
+        return relevance.attends(call, scale, lambda: _additive(mask, bool(call["is_causal"]), query, key))
 
 
 def _multi_head_attention(
@@ -261,6 +292,15 @@ def _combined_mask(attn_mask: Tensor | None, padding: Tensor | None, q: Tensor, 
         extra = additive(padding)[:, None, None, :]
         mask = extra if mask is None else mask + extra
     return mask
+
+
+def _additive(mask: Tensor | None, causal: bool, query: Tensor, key: Tensor) -> Tensor | None:
+    """The mask of `scaled_dot_product_attention` as a term to add to the logits."""
+    if causal:
+        mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
+    if mask is None or mask.dtype != torch.bool:
+        return mask
+    return torch.zeros(mask.shape, dtype=query.dtype, device=query.device).masked_fill(~mask, -math.inf)
 
 
 def _both(names: str) -> list[Any]:

@@ -55,6 +55,10 @@ class Convolution(Operation):
                 labels.join(made, held)
         labels.set(output, [spread(made, axis, output.shape)])
 
+    def relevance(self, relevance: RelevancePass, call: Call) -> Any:
+        """By the rule of the composite."""
+        return relevance.convolves(call, self.spatial)
+
 
 class TransposedConvolution(Operation):
     """`weight` is (in, out / groups, *kernel)."""
@@ -94,6 +98,10 @@ class TransposedConvolution(Operation):
             if held is not None:
                 labels.join(made, held)
         labels.set(output, [spread(made, axis, output.shape)])
+
+    def relevance(self, relevance: RelevancePass, call: Call) -> Any:
+        """By the rule of the composite."""
+        return relevance.convolves(call, self.spatial, transposed=True)
 
 
 for _spatial in (1, 2, 3):

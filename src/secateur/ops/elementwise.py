@@ -25,11 +25,26 @@ class Elementwise(Operation):
         for tensor in tensors_in(output):
             labels.merge(tensor, operands, call.site)
 
+    def relevance(self, relevance: RelevancePass, call: Call) -> Any:
+        """As the data move (masks)."""
+        return relevance.moves(call)
+
 
 class Sum(Elementwise):
     """Addition and subtraction."""
 
     name = "sum"
+
+    def relevance(self, relevance: RelevancePass, call: Call) -> Any:
+        """Shared by the rule of the composite; constants take none."""
+        name, a, b = call.function.__name__.strip("_"), call["input"], call.get("other")
+        if name == "lerp":
+            with relevance.again():
+                return a * (1 - call["weight"]) + call["end"] * call["weight"]
+        alpha = float(call.get("alpha", 1))
+        if name == "rsub":
+            return relevance.adds(call, b, a, -alpha)
+        return relevance.adds(call, a, b, -alpha if name in ("sub", "isub", "subtract") else alpha)
 
 
 class Product(Elementwise):
@@ -37,11 +52,34 @@ class Product(Elementwise):
 
     name = "product"
 
+    def relevance(self, relevance: RelevancePass, call: Call) -> Any:
+        """To the signal; gates, scales and divisors take none."""
+        name, a, b = call.function.__name__.strip("_"), call["input"], call.get("other")
+        if name.startswith("addc"):
+            with relevance.again():
+                factor = call["tensor1"] * call["tensor2"] if "mul" in name else call["tensor1"] / call["tensor2"]
+                return a + call["value"] * factor
+        if name in ("mul", "rmul", "imul", "multiply"):
+            return relevance.gates(call, [a, b])
+        upper, lower = (b, a) if name in ("rtruediv", "rdiv") else (a, b)
+        return relevance.passes(call, upper if isinstance(upper, Tensor) and upper.requires_grad else lower)
+
 
 class Choice(Elementwise):
     """Maximum, minimum, where, comparison: one of the operands, or a fact about them."""
 
     name = "choice"
+
+    def relevance(self, relevance: RelevancePass, call: Call) -> Any:
+        """To whichever operand was chosen; comparisons carry none."""
+        if call.function.__name__ == "where":
+            chosen = [relevance.constant(t, call) if isinstance(t, Tensor) else t for t in (call["input"], call["other"])]
+            return torch.where(call["condition"], *chosen)
+        if call.function.__name__ in ("maximum", "minimum"):
+            return relevance.moves(call)
+        if call.function.__name__ in ("__rpow__", "float_power", "atan2"):
+            return relevance.passes(call, call["input"])
+        return relevance.stops(call)
 
 
 class Fill(Operation):
@@ -54,6 +92,10 @@ class Fill(Operation):
         source = call.tensors()[0]
         if tuple(source.shape) == tuple(output.shape):
             labels.keep(source, output)
+
+    def relevance(self, relevance: RelevancePass, call: Call) -> Any:
+        """A constant carries none."""
+        return relevance.stops(call)
 
 
 def _both(names: str) -> list[Any]:

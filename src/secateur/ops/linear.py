@@ -42,6 +42,10 @@ class Linear(Operation):
             layers.insert(0, spread(made, output.ndim - 1, output.shape))
         labels.set(output, layers)
 
+    def relevance(self, relevance: RelevancePass, call: Call) -> Any:
+        """By the rule of the composite."""
+        return relevance.dense(call)
+
 
 class Embedding(Operation):
     """Rows of a table: `weight` is (entries, width)."""
@@ -56,6 +60,13 @@ class Embedding(Operation):
         if made is not None:
             labels.produce(made, call.site, "neuron")
             labels.set(output, [spread(made, output.ndim - 1, output.shape)])
+
+    #: Relevance that starts at discrete tokens: ends here.
+    enters = True
+
+    def relevance(self, relevance: RelevancePass, call: Call) -> Any:
+        """The rows looked up are where relevance ends: there is nothing to share it among."""
+        return relevance.enters_here(call.run())
 
 
 register("input weight bias=None", F.linear, operation=Linear())

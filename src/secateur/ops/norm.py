@@ -42,6 +42,10 @@ class BatchNorm(Operation):
             operands += _per_channel(labels, vector, 1, x.shape)
         labels.merge(output, operands, call.site)
 
+    def relevance(self, relevance: RelevancePass, call: Call) -> Any:
+        """Folded into the layer before it, or passes."""
+        return relevance.batch_norm(call, call["input"])
+
 
 class InstanceNorm(BatchNorm):
     """Per channel and sample."""
@@ -55,6 +59,10 @@ class InstanceNorm(BatchNorm):
         for name in ("running_mean", "running_var", "weight", "bias"):
             operands += _per_channel(labels, call[name], 1, x.shape)
         labels.merge(output, operands, call.site)
+
+    def relevance(self, relevance: RelevancePass, call: Call) -> Any:
+        """Passes: the norm acts as a scale that is given."""
+        return relevance.passes(call, call["input"])
 
 
 class LayerNorm(Operation):
@@ -73,6 +81,10 @@ class LayerNorm(Operation):
                 operands.append((labels.layers(vector), list(vector.shape)))
         labels.mixes(x, range(x.ndim - count, x.ndim), call.site)
         labels.merge(output, operands, call.site)
+
+    def relevance(self, relevance: RelevancePass, call: Call) -> Any:
+        """Passes: the norm acts as a scale that is given."""
+        return relevance.passes(call, call["input"])
 
 
 class RMSNorm(LayerNorm):
@@ -102,6 +114,10 @@ class GroupNorm(Operation):
             operands += _per_channel(labels, call[name], 1, x.shape)
         labels.merge(output, operands, call.site)
 
+    def relevance(self, relevance: RelevancePass, call: Call) -> Any:
+        """Passes: the norm acts as a scale that is given."""
+        return relevance.passes(call, call["input"])
+
 
 class Normalize(Operation):
     """Division by a norm along one dimension: zeros do not change a p-norm, so removal equals masking."""
@@ -111,6 +127,10 @@ class Normalize(Operation):
     def channels(self, labels: LabelPass, call: Call, output: Any) -> None:
         """Channels pass."""
         labels.keep(call["input"], output)
+
+    def relevance(self, relevance: RelevancePass, call: Call) -> Any:
+        """Passes: the norm acts as a scale that is given."""
+        return relevance.passes(call, call["input"])
 
 
 class LocalResponseNorm(Operation):
@@ -122,6 +142,10 @@ class LocalResponseNorm(Operation):
         """Freeze the channels."""
         labels.freeze_tensor(call["input"], f"{call.site} depends on neighbouring channels")
         labels.keep(call["input"], output)
+
+    def relevance(self, relevance: RelevancePass, call: Call) -> Any:
+        """Passes: the norm acts as a scale that is given."""
+        return relevance.passes(call, call["input"])
 
 
 register(

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 
+from secateur.errors import UnsupportedModelError
 from secateur.ops.table import Call, Operation, register, tensors_in
 
 if TYPE_CHECKING:
@@ -33,17 +34,37 @@ class MaxPool(_Spatial):
 
     name = "max pool"
 
+    def relevance(self, relevance: RelevancePass, call: Call) -> Any:
+        """To the winner of each window; where windows overlap it adds up."""
+        return relevance.moves(call)
+
 
 class AvgPool(_Spatial):
     """Mean over windows."""
 
     name = "average pool"
 
+    def relevance(self, relevance: RelevancePass, call: Call) -> Any:
+        """Shared within each window."""
+        if call.get("norm_type") is not None:
+            raise UnsupportedModelError(f"{call.site}: power-average pooling has no relevance rule. Way out: average pooling.")
+        return relevance.averages(call, call["input"], call.on(call["input"]))
+
 
 class Interpolate(_Spatial):
     """Resampling of space."""
 
     name = "interpolate"
+
+    def relevance(self, relevance: RelevancePass, call: Call) -> Any:
+        """Shared among the pixels that each new one is made of (bicubic: as bilinear, whose weights are positive)."""
+        x, mode = call["input"], call["mode"] or "nearest"
+        if mode.startswith("nearest"):
+            return relevance.moves(call)
+        if mode == "bicubic":
+            size = call.run().shape[2:]
+            return relevance.averages(call, x, lambda a: F.interpolate(a, size, mode="bilinear"))
+        return relevance.averages(call, x, call.on(x))
 
 
 for _n in (1, 2, 3):

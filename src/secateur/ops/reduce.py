@@ -67,11 +67,21 @@ class Total(Reduction):
     name = "total"
     zero_is_neutral = True
 
+    def relevance(self, relevance: RelevancePass, call: Call) -> Any:
+        """Shared among the summands; a norm is a statistic and carries none."""
+        if "norm" in call.function.__name__:
+            return relevance.stops(call)
+        return relevance.averages(call, call["input"], call.on(call["input"]))
+
 
 class Mean(Reduction):
     """A mean: its divisor counts channels."""
 
     name = "mean"
+
+    def relevance(self, relevance: RelevancePass, call: Call) -> Any:
+        """Shared among the numbers averaged."""
+        return relevance.averages(call, call["input"], call.on(call["input"]))
 
 
 class Extremum(Reduction):
@@ -79,11 +89,19 @@ class Extremum(Reduction):
 
     name = "extremum"
 
+    def relevance(self, relevance: RelevancePass, call: Call) -> Any:
+        """To the winner."""
+        return relevance.moves(call)
+
 
 class Spread(Reduction):
     """Variance, deviation, product: depends on the count or on zeros."""
 
     name = "spread"
+
+    def relevance(self, relevance: RelevancePass, call: Call) -> Any:
+        """A statistic carries none; a soft maximum shares by its weights."""
+        return relevance.moves(call) if call.function.__name__ == "logsumexp" else relevance.stops(call)
 
 
 class Cumulative(Operation):
@@ -101,6 +119,12 @@ class Cumulative(Operation):
         for tensor in tensors_in(output):
             if tensor.shape == x.shape:
                 labels.keep(x, tensor)
+
+    def relevance(self, relevance: RelevancePass, call: Call) -> Any:
+        """Running sums share, sorting moves."""
+        if call.function.__name__ == "cumsum":
+            return relevance.averages(call, call["input"], call.on(call["input"]))
+        return relevance.stops(call) if call.function.__name__ == "cumprod" else relevance.moves(call)
 
 
 def _both(names: str) -> list[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,6 +27,10 @@ class Move(Operation):
     def channels(self, labels: LabelPass, call: Call, output: Any) -> None:
         """Do the same to the labels."""
         labels.move(call, output)
+
+    def relevance(self, relevance: RelevancePass, call: Call) -> Any:
+        """Moves the way the data did."""
+        return relevance.moves(call)
 
 
 class Reshape(Move):
@@ -57,6 +62,10 @@ class Slice(Operation):
                     _pin(labels, layer, dim, item, call)
         labels.move(call, output)
 
+    def relevance(self, relevance: RelevancePass, call: Call) -> Any:
+        """Moves the way the data did."""
+        return relevance.moves(call)
+
 
 class Narrow(Operation):
     """`narrow`, `select`, `index_select`: slices by another name."""
@@ -75,6 +84,10 @@ class Narrow(Operation):
             if dim in varying(layer):
                 _pin(labels, layer, dim, item, call)
         labels.move(call, output)
+
+    def relevance(self, relevance: RelevancePass, call: Call) -> Any:
+        """Moves the way the data did."""
+        return relevance.moves(call)
 
 
 class Split(Operation):
@@ -98,6 +111,10 @@ class Split(Operation):
             else:
                 labels.freeze(layer, f"{call.site} cuts it at fixed places")
         labels.move(call, output)
+
+    def relevance(self, relevance: RelevancePass, call: Call) -> Any:
+        """Moves the way the data did."""
+        return relevance.moves(call)
 
 
 class Concat(Operation):
@@ -135,6 +152,11 @@ class Concat(Operation):
                 layers.append(layer.expand(output.shape))
         labels.set(output, [layer for layer in layers if bool((layer != 0).any())])
 
+    def relevance(self, relevance: RelevancePass, call: Call) -> Any:
+        """Each part gets what falls on it, constants (class tokens) included."""
+        tensors = [relevance.constant(t, call) for t in tensors_in(call["tensors"])]
+        return relevance.moves(replace(call, args=(tensors, int(call.get("dim", 0) or 0)), kwargs={}))
+
 
 class Stack(Operation):
     """A new dimension: units in the same place of each tensor leave together."""
@@ -147,6 +169,11 @@ class Stack(Operation):
         dim = int(call.get("dim", 0) or 0) % output.ndim
         operands = [([layer.unsqueeze(dim) for layer in labels.layers(t)], list(t.unsqueeze(dim).shape)) for t in tensors]
         labels.merge(output, operands, call.site)
+
+    def relevance(self, relevance: RelevancePass, call: Call) -> Any:
+        """Each part gets what falls on it, constants (class tokens) included."""
+        tensors = [relevance.constant(t, call) for t in tensors_in(call["tensors"])]
+        return relevance.moves(replace(call, args=(tensors, int(call.get("dim", 0) or 0)), kwargs={}))
 
 
 class Pad(Operation):
@@ -175,6 +202,10 @@ class Pad(Operation):
             layers.append(narrow(small)[index].expand(output.shape) if not over else small.expand(output.shape))
         labels.set(output, layers)
 
+    def relevance(self, relevance: RelevancePass, call: Call) -> Any:
+        """Moves the way the data did."""
+        return relevance.pads(call, call["input"], list(call["pad"]), (call.get("mode") or "constant") == "constant")
+
 
 class Repeat(Operation):
     """Expand, repeat, tile: copies of a unit are the unit."""
@@ -187,6 +218,10 @@ class Repeat(Operation):
         for layer in labels.layers(output):
             if len(varying(layer)) > 1:
                 labels.grid(layer, f"{call.site} lays units out over several dimensions")
+
+    def relevance(self, relevance: RelevancePass, call: Call) -> Any:
+        """Moves the way the data did."""
+        return relevance.moves(call)
 
 
 class PixelShuffle(Operation):
@@ -210,6 +245,10 @@ class PixelShuffle(Operation):
             made = np.repeat(read, round(1 / factor))
         labels.set(output, [spread(made, axis, output.shape)])
 
+    def relevance(self, relevance: RelevancePass, call: Call) -> Any:
+        """Moves the way the data did."""
+        return relevance.moves(call)
+
 
 class Unfold(Operation):
     """Patches as columns (im2col): each channel becomes kernel-size many rows."""
@@ -224,6 +263,10 @@ class Unfold(Operation):
             made = np.repeat(read, output.shape[-2] // len(read))
             labels.set(output, [spread(made, output.ndim - 2, output.shape)])
 
+    def relevance(self, relevance: RelevancePass, call: Call) -> Any:
+        """Moves the way the data did."""
+        return relevance.moves(call)
+
 
 class Write(Operation):
     """Assignment by index. What is written into a tensor of fixed places cannot leave."""
@@ -234,6 +277,13 @@ class Write(Operation):
         """Freeze whatever takes part."""
         for tensor in call.tensors():
             labels.freeze_tensor(tensor, f"{call.site} writes it into fixed places")
+
+    def relevance(self, relevance: RelevancePass, call: Call) -> Any:
+        """What was written over gets none, what was written gets its own."""
+        if call.function.__name__ == "__setitem__":
+            relevance.moves(call)
+            return None
+        return relevance.moves(call)
 
 
 class Roll(Operation):
@@ -250,6 +300,10 @@ class Roll(Operation):
                 labels.freeze(layer, f"{call.site} moves units by a fixed amount")
         labels.move(call, output)
 
+    def relevance(self, relevance: RelevancePass, call: Call) -> Any:
+        """Moves the way the data did."""
+        return relevance.moves(call)
+
 
 class Gather(Operation):
     """Look-ups by computed positions: units along the dimension cannot leave."""
@@ -260,6 +314,12 @@ class Gather(Operation):
         """Freeze everything that takes part, since positions are data."""
         for tensor in call.tensors():
             labels.freeze_tensor(tensor, f"{call.site} looks it up by computed positions")
+
+    def relevance(self, relevance: RelevancePass, call: Call) -> Any:
+        """To the places looked up; sampling between pixels shares among them."""
+        if call.function is F.grid_sample:
+            return relevance.averages(call, call["input"], call.on(call["input"]))
+        return relevance.moves(call)
 
 
 def _by_dimension(index: Any, ndim: int) -> list[tuple[int, Any]]:

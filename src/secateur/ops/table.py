@@ -112,6 +112,24 @@ class Call:
         """The call as the user wrote it."""
         return self.function(*self.args, **self.kwargs)
 
+    def on(self, x: Tensor) -> Callable[[Tensor], Any]:
+        """The call as a function of its argument `x`, everything else as it is."""
+        args, kwargs, function = list(self.args), dict(self.kwargs), self.function
+        place: Any = next((i for i, arg in enumerate(args) if arg is x), None)
+        holder: Any = args if place is not None else kwargs
+        if place is None:
+            place = next(key for key, arg in kwargs.items() if arg is x)
+        holder[place] = None
+
+        def run(value: Tensor) -> Any:
+            holder[place] = value
+            try:
+                return function(*args, **kwargs)
+            finally:
+                holder[place] = None
+
+        return run
+
     def tensors(self) -> list[Tensor]:
         """All tensors among the arguments, also inside lists and tuples."""
         return tensors_in((self.args, self.kwargs))

@@ -77,7 +77,7 @@ def attend(rule: Attention, logits: Tensor, weights: Tensor, values: Tensor, r: 
 
 def stabilised(z: Tensor, epsilon: float = 1e-6) -> Tensor:
     """z + ε sign z, with sign 0 = 1."""
-    return z + torch.where(z >= 0, epsilon, -epsilon)
+    return torch.where(z >= 0, z + epsilon, z - epsilon)
 
 
 def _t(x: Tensor) -> Tensor:

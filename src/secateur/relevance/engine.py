@@ -94,7 +94,8 @@ class RelevancePass(Observer):
         """One batch: returns the model's output and the relevance of each input tensor (None for those without)."""
         self._forget()
         self._weights.index()
-        entries = map_tensors(self._enter, inputs)
+        with torch.inference_mode(False):
+            entries = map_tensors(self._enter, inputs)
         with isolated(self.model, self._entries):
             with self:
                 output = logits_of(call_model(self.model, entries))
@@ -135,13 +136,13 @@ class RelevancePass(Observer):
 
     def _check(self) -> None:
         """Refuse relevance that is not finite, naming the layer nearest to the output where it went wrong."""
-        sums = [float(self._input), *torch.stack([u.sum() for u in self.units.values()]).tolist()]
-        if all(map(math.isfinite, sums)):
+        sums = [torch.as_tensor(self._input), *(u.sum() for u in self.units.values())]
+        if all(map(math.isfinite, torch.stack([s.to(sums[-1]) for s in sums]).tolist())):
             return
         wrong = [name for (name, _), (a, p, _) in self._flows.items() if not math.isfinite(float(a) + float(p))]
         place = wrong[0] if wrong else "the input"
         raise RelevanceError(
-            f"relevance became NaN or infinite at `{place}`{self._blame()}. Way out: check weights and inputs there, use "
+            f"relevance became NaN or infinite at `{place}`{self._blame()}. Way out: check weights and inputs, use "
             f"float32, or a composite without division by small numbers such as 'alpha1beta0'."
         )
 
@@ -285,26 +286,26 @@ class RelevancePass(Observer):
         return self.layer(call, call["input"], DenseMap, kind="linear", channel=-1)
 
     def convolves(self, call: Call, spatial: int, transposed: bool = False) -> Tensor:
-        """A convolution. Input without a batch dimension gets one; odd "same" padding is done beforehand."""
+        """A convolution. Input without a batch dimension gets one; "same" padding is spelt out."""
         x, weight, padding = call["input"], call["weight"], call["padding"]
         dilation, kernel = every(call["dilation"], spatial), weight.shape[2:]
         unbatched = x.dim() == spatial + 1
         if unbatched:
             x = x.unsqueeze(0)
+        border: list[int] = []
         if isinstance(padding, str):
             totals = [d * (k - 1) if padding == "same" else 0 for d, k in zip(dilation, kernel, strict=True)]
-            padding = [t // 2 for t in totals]
-            if any(t % 2 for t in totals):
-                sides = [side for t in reversed(totals) for side in (t // 2, t - t // 2)]
-                x, padding = nn.functional.pad(x, sides), [0] * spatial
+            border = [side for t in reversed(totals) for side in (t // 2, t - t // 2)]
+            padding = [0] * spatial
         names = ["stride", "dilation", "groups"] + (["output_padding"] if transposed else [])
         options = {name: call[name] for name in names}
         options = {name: every(o, spatial) if name != "groups" else int(o) for name, o in options.items()}
-        options["padding"] = padding = every(padding, spatial)
-        call = replace(call, args=(x, weight, call["bias"]), kwargs=options, _bound=None)
+        options["padding"] = every(padding, spatial)
+        shown = {**options, "padding": call["padding"]}
+        call = replace(call, args=(x, weight, call["bias"]), kwargs=shown, _bound=None)
 
         def build(weight: Tensor, bias: Tensor | None) -> LinearMap:
-            return ConvMap(weight, bias, transposed=transposed, **options)
+            return ConvMap(weight, bias, transposed=transposed, border=border if any(border) else (), **options)
 
         output = self.layer(call, x, build, kind="conv", channel=1, transposed=transposed, groups=options["groups"])
         return output.squeeze(0) if unbatched else output

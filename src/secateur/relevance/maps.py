@@ -37,6 +37,11 @@ class LinearMap:
         """Shares each `r_j` equally among the inputs that output j can see."""
         raise NotImplementedError
 
+    def widened(self) -> None:
+        """From now on in float32."""
+        self.weight, self.parts = self.weight.float(), {name: part.float() for name, part in self.parts.items()}
+        self.bias = None if self.bias is None else self.bias.float()
+
     @property
     def positive(self) -> Tensor:
         """W⁺."""
@@ -81,12 +86,14 @@ class ConvMap(LinearMap):
         groups: int = 1,
         transposed: bool = False,
         output_padding: Sequence[int] = (0,),
+        border: Sequence[int] = (),
     ) -> None:
         spatial = weight.dim() - 2
         super().__init__(weight, None if bias is None else bias.view(-1, *[1] * spatial))
         self.stride, self.padding = every(stride, spatial), every(padding, spatial)
         self.dilation, self.output_padding = every(dilation, spatial), every(output_padding, spatial)
         self.groups, self.transposed = groups, transposed
+        self.border = list(border)  # further zeros around the input, as `pad` takes them, where sides differ
 
     def __call__(self, a: Tensor, weight: Tensor) -> Tensor:
         """The convolution of `a` with the weight."""
@@ -109,16 +116,20 @@ class ConvMap(LinearMap):
         return pulled.unsqueeze(2).expand(-1, -1, width, *space).reshape(a.shape)
 
     def _convolve(self, a: Tensor, weight: Tensor, groups: int) -> Tensor:
+        if self.border:
+            a = F.pad(a, self.border)
         return torch.convolution(
             a, weight, None, self.stride, self.padding, self.dilation, self.transposed, self.output_padding, groups
         )
 
     def _pull(self, s: Tensor, weight: Tensor, a: Tensor, groups: int) -> Tensor:
+        if self.border:
+            a = F.pad(a, self.border)
         pulled: Tensor = torch.ops.aten.convolution_backward(
             s, a, weight, None, self.stride, self.padding, self.dilation, self.transposed, self.output_padding,
             groups, (True, False, False),
         )[0]  # fmt: skip
-        return pulled
+        return F.pad(pulled, [-side for side in self.border]) if self.border else pulled
 
 
 class FunctionMap(LinearMap):
@@ -145,7 +156,7 @@ class FunctionMap(LinearMap):
         return pulled
 
     def spread(self, r: Tensor, a: Tensor) -> Tensor:
-        """Evenly."""
+        """In proportion to the weights of a function that has fixed ones, else evenly."""
         ones, weight = torch.ones_like(a), torch.ones_like(self.weight)
         seen = self(ones, weight)
         return self.adjoint(torch.where(seen > 0, r / seen.clamp(min=1e-12), 0), weight, ones)

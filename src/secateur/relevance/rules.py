@@ -39,6 +39,8 @@ class Rule:
 
     #: Whether part of the relevance may stay in the layer by definition (biases), so that this is no leak.
     absorbs = False
+    #: Whether it divides by sums of both signs, so that it must not be computed with few digits.
+    cancels = True
 
     def __call__(self, layer: LinearMap, a: Tensor, r: Tensor) -> Tensor:
         """The relevance of the inputs `a`, given the relevance `r` of the outputs."""
@@ -116,6 +118,8 @@ class AlphaBeta(Contributions):
     alpha: float = 1.0
     beta: float = 0.0
 
+    cancels = False
+
     def __post_init__(self) -> None:
         if abs(self.alpha + self.beta - 1) > 1e-6 and abs(self.alpha - self.beta - 1) > 1e-6:
             raise ValueError(
@@ -133,7 +137,7 @@ class AlphaBeta(Contributions):
             return over_positive(r, positive), negative
         no_positive, no_negative = positive == 0, negative == 0
         u, v = over(r, positive), over(r, negative)
-        return u * torch.where(no_negative, 1, self.alpha), v * torch.where(no_positive, 1, 1 - self.alpha)
+        return torch.where(no_negative, u, self.alpha * u), torch.where(no_positive, v, (1 - self.alpha) * v)
 
     def rescue(self, layer: LinearMap, a: Tensor, r: Tensor) -> Tensor | None:
         """A second way for what has no first one."""
@@ -194,6 +198,12 @@ class Epsilon(Rule):
         shared = layer.adjoint(s, layer.weight, a).mul_(a)
         return shared + layer.spread(s * bias, a) if bias is not None and self.bias == "spread" else shared
 
+    def rescue(self, layer: LinearMap, a: Tensor, r: Tensor) -> Tensor | None:
+        """Outputs that are exactly 0 have nothing to share by: evenly."""
+        z = layer(a, layer.weight)
+        z = z if layer.bias is None or self.bias == "ignore" else z + layer.bias
+        return layer.spread(torch.where(z == 0, r, 0), a)
+
     def add(self, a: Tensor, b: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
         """The shares of two summands."""
         part = r * a / _stabilised(a + b, self.epsilon)
@@ -236,6 +246,12 @@ class Gamma(Contributions):
             return shared
         return shared + layer.spread(layer.bias.clamp(min=0) * u + layer.bias.clamp(max=0) * v, a)
 
+    def rescue(self, layer: LinearMap, a: Tensor, r: Tensor) -> Tensor | None:
+        """Outputs that are exactly 0 have nothing to share by: evenly."""
+        z = layer(a, layer.weight)
+        z = z if layer.bias is None or self.bias == "ignore" else z + layer.bias
+        return layer.spread(torch.where(z == 0, r, 0), a)
+
 
 @dataclass(frozen=True)
 class Box(Rule):
@@ -272,6 +288,8 @@ class Box(Rule):
 class WSquare(Rule):
     """R_i = Σ_j w²_ij / Σ_i w²_ij r_j, whatever the inputs are."""
 
+    cancels = False
+
     def __call__(self, layer: LinearMap, a: Tensor, r: Tensor) -> Tensor:
         """See the class."""
         square = layer.weight.square()
@@ -291,6 +309,8 @@ class WSquare(Rule):
 class Flat(Rule):
     """R_i = Σ_j r_j / (number of inputs of j)."""
 
+    cancels = False
+
     def __call__(self, layer: LinearMap, a: Tensor, r: Tensor) -> Tensor:
         """See the class."""
         return layer.spread(r, a)
@@ -303,6 +323,8 @@ class Flat(Rule):
 @dataclass(frozen=True)
 class Pass(Rule):
     """R_i = r_i, for layers whose output has the shape of the input."""
+
+    cancels = False
 
     def __call__(self, layer: LinearMap, a: Tensor, r: Tensor) -> Tensor:
         """See the class."""
@@ -317,4 +339,4 @@ class Pass(Rule):
 
 def _stabilised(z: Tensor, epsilon: float) -> Tensor:
     """z + ε sign z, with sign 0 = 1."""
-    return z + torch.where(z >= 0, epsilon, -epsilon)
+    return torch.where(z >= 0, z + epsilon, z - epsilon)

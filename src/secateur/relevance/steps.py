@@ -97,6 +97,10 @@ class Sharing(Step):
         rule = self.books.rule(self.place)
         layer = self.layer(a)
         layer.nonneg = self.nonneg
+        narrow = a.dtype if rule.cancels and a.dtype in (torch.float16, torch.bfloat16) else None
+        if narrow:
+            layer.widened()
+            a, r = a.float(), r.float()
         shared = rule(layer, a, r)
         passed = total(shared)
         if not rule.absorbs and bool((passed - arrived).abs() > 1e-5 * arrived.abs()):
@@ -105,7 +109,7 @@ class Sharing(Step):
                 shared = shared + extra
                 passed = total(shared)
         self.books.flow(self.name, self.place.kind, arrived, passed, rule.absorbs)
-        return (shared,)
+        return (shared if narrow is None else shared.to(narrow),)
 
 
 class Layer(Sharing):

@@ -1,0 +1,452 @@
+"""`explain` works on a model as it is, leaves no trace of itself, and says no by name."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from secateur.errors import (
+    ConservationWarning,
+    DataError,
+    RelevanceError,
+    UnknownOperationError,
+    UnsupportedModelError,
+)
+from secateur.relevance import (
+    AlphaBeta,
+    Attention,
+    Box,
+    Composite,
+    Epsilon,
+    Gamma,
+    On,
+    RelevancePass,
+    explain,
+    unit_relevance,
+)
+
+
+class Op(nn.Module):
+    def __init__(self, function, **children):
+        super().__init__()
+        self.function = function
+        for name, child in children.items():
+            setattr(self, name, child)
+
+    def forward(self, *args, **kwargs):
+        return self.function(self, *args, **kwargs)
+
+
+def small() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU(inplace=True), nn.MaxPool2d(2),
+        nn.Conv2d(6, 8, 3), nn.ReLU(inplace=True), nn.Flatten(), nn.Dropout(0.5), nn.Linear(32, 4),
+    )  # fmt: skip
+
+
+X = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+
+
+# -- no trace ----------------------------------------------------------------------------------------------------------
+def test_nothing_is_left_on_the_model():
+    net = small().train()
+    net[4].eval()
+    net[0].weight.requires_grad_(False)
+    net[8].weight.grad = torch.ones_like(net[8].weight)
+    before, state = copy.deepcopy(net), torch.get_rng_state()
+    x = X.clone()
+    explain(net, x, 1)
+    assert torch.equal(state, torch.get_rng_state())
+    assert torch.equal(x, X)
+    assert not x.requires_grad
+    for (name, module), (_, old) in zip(net.named_modules(), before.named_modules(), strict=True):
+        assert module.training == old.training, name
+        assert not module._forward_hooks
+        assert not module._forward_pre_hooks
+        assert not module._backward_hooks
+        assert vars(module).keys() == vars(old).keys()
+    for (name, p), (_, old) in zip(net.named_parameters(), before.named_parameters(), strict=True):
+        assert torch.equal(p, old), name
+        assert p.requires_grad == old.requires_grad
+        assert (p.grad is None) == (p is not net[8].weight)
+        assert p._backward_hooks is None
+    assert torch.equal(net[8].weight.grad, torch.ones(4, 32))
+    for (name, b), (_, old) in zip(net.named_buffers(), before.named_buffers(), strict=True):
+        assert torch.equal(b, old), name
+    assert not nn.modules.module._global_forward_hooks
+    assert not nn.modules.module._global_forward_pre_hooks
+
+
+def test_nothing_is_left_after_an_error():
+    def fails(self, x):
+        self.conv(x)
+        raise KeyError("inside")
+
+    net = Op(fails, conv=nn.Conv2d(3, 4, 3)).train()
+    with pytest.raises(KeyError):
+        explain(net, X)
+    assert net.training
+    assert net.conv.training
+    assert not nn.modules.module._global_forward_hooks
+    assert torch.relu(torch.ones(1, requires_grad=True)).grad_fn is not None
+
+
+def test_train_mode_is_scored_in_eval_mode():
+    net = small()
+    for mode in (True, False):
+        net.train(mode)
+        seen = explain(net, X, 1)
+        torch.testing.assert_close(seen.input, explain(net.eval(), X, 1).input)
+
+
+def test_random_draws_are_given_back():
+    net = Op(lambda self, x: F.dropout(x, 0.5, training=True).flatten(1))
+    state = torch.get_rng_state()
+    explain(net, X, 1)
+    assert torch.equal(state, torch.get_rng_state())
+
+
+# -- models as they are ------------------------------------------------------------------------------------------------
+def test_in_place_and_out_of_place_are_the_same():
+    net, other = small(), small()
+    for module in other:
+        if isinstance(module, nn.ReLU):
+            module.inplace = False
+    assert torch.equal(explain(net, X, 1).input, explain(other, X, 1).input)
+
+
+def test_in_place_results_that_nobody_assigns():
+    def forward(self, x):
+        y = self.conv(x)
+        z = y * 2
+        F.relu(z, inplace=True)  # z is used below, its return value is not
+        z.add_(y)
+        z += 1
+        z[:, 0] = 0.0
+        return z.flatten(1)
+
+    def written_out(self, x):
+        y = self.conv(x)
+        z = F.relu(y * 2) + y + 1
+        return (z * torch.tensor([0.0, 1, 1, 1]).view(1, 4, 1, 1)).flatten(1)
+
+    conv = nn.Conv2d(3, 4, 3)
+    one, two = Op(forward, conv=conv), Op(written_out, conv=conv)
+    torch.testing.assert_close(explain(one, X, 70).output, two(X).detach())
+    torch.testing.assert_close(explain(one, X, 70).input, explain(two, X, 70).input)
+
+
+def test_an_input_that_is_read_before_it_is_overwritten():
+    def forward(self, x):
+        y = F.relu(self.one(x))
+        skip = self.two(y)
+        y.mul_(3)  # torch itself could not differentiate this: `two` still needs the old y
+        return (skip + y).flatten(1)
+
+    def written_out(self, x):
+        y = F.relu(self.one(x))
+        return (self.two(y) + y * 3).flatten(1)
+
+    layers = {"one": nn.Conv2d(3, 4, 1), "two": nn.Conv2d(4, 4, 1)}
+    x = X * 1
+    torch.testing.assert_close(
+        explain(Op(forward, **layers), x, 3).input, explain(Op(written_out, **layers), x, 3).input
+    )
+
+
+def test_overwriting_through_a_view_is_refused_if_it_cannot_be_followed():
+    def forward(self, x):
+        y = self.conv(x)
+        y[:, 0].mul_(5)
+        return y.flatten(1)
+
+    with pytest.raises(UnsupportedModelError, match="through a view"):
+        explain(Op(forward, conv=nn.Conv2d(3, 4, 3)), X, 1)
+
+
+def test_reused_modules_add_up():
+    conv = nn.Conv2d(3, 3, 3, padding=1)
+    twice = Op(lambda self, x: self.conv(F.relu(self.conv(x))).flatten(1), conv=conv)
+    chain = nn.Sequential(conv, nn.ReLU(), copy.deepcopy(conv), nn.Flatten())
+    seen, wanted = explain(twice, X, 5), explain(chain, X, 5)
+    torch.testing.assert_close(seen.input, wanted.input)
+    torch.testing.assert_close(seen.units["conv"], wanted.units["0"] + wanted.units["2"])
+
+
+def test_functional_weights_are_known_by_name():
+    class Plain(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.kernel, self.table = nn.Parameter(torch.randn(4, 3, 3, 3)), nn.Parameter(torch.randn(5, 4))
+
+        def forward(self, x):
+            return F.linear(F.conv2d(x, self.kernel).relu().mean((2, 3)), self.table)
+
+    seen = explain(Plain(), X, 2)
+    assert {name: tuple(u.shape) for name, u in seen.weights.items()} == {"kernel": (4,), "table": (5,)}
+    assert float(seen.weights["kernel"].sum()) == pytest.approx(2)
+
+
+def test_parts_of_one_weight_go_to_their_rows():
+    attention = nn.MultiheadAttention(8, 2, batch_first=True)
+    net = Op(lambda self, x: self.attention(x, x, x, need_weights=False)[0].flatten(1), attention=attention)
+    seen = explain(net, torch.randn(2, 3, 8), 1, composite="attnlrp")
+    rows = seen.weights["attention.in_proj_weight"]
+    assert rows.shape == (24,)
+    assert bool((rows.view(3, 8) != 0).any(1).all())
+    gate = explain(net, torch.randn(2, 3, 8), 1).weights["attention.in_proj_weight"]
+    assert not gate[:16].any()
+    assert float(gate[16:].sum()) == pytest.approx(2)
+    assert seen.weights["attention.out_proj.weight"].shape == (8,)
+
+
+def test_attention_is_the_same_whether_fused_or_spelt_out():
+    attention = nn.MultiheadAttention(8, 2, batch_first=True)
+    nn.init.normal_(attention.in_proj_bias)
+    fused = Op(lambda self, x: self.attention(x, x, x, need_weights=False)[0].flatten(1), attention=attention)
+    spelt = Op(lambda self, x: self.attention(x, x, x, need_weights=True)[0].flatten(1), attention=attention)
+    x = torch.randn(2, 3, 8)
+    for preset in ("alpha1beta0", "attnlrp"):
+        one, two = explain(fused, x, 1, composite=preset), explain(spelt, x, 1, composite=preset)
+        torch.testing.assert_close(one.input, two.input, rtol=1e-3, atol=1e-5)
+
+
+def test_the_softmax_may_absorb_as_in_the_paper():
+    net = Op(lambda self, q, k, v: F.scaled_dot_product_attention(q, k, v).flatten(1))
+    qkv = tuple(torch.randn(1, 2, 3, 4) for _ in range(3))
+    keep = explain(net, qkv, 1, composite=Composite(On(Attention(queries=True)))).conservation
+    lose = explain(net, qkv, 1, composite=Composite(On(Attention(queries=True, constant="absorb")))).conservation
+    assert keep.input == pytest.approx(1, abs=1e-4)
+    assert lose.input + lose.absorbed == pytest.approx(1, abs=1e-4)
+    assert abs(lose.absorbed) > 1e-3
+
+
+def test_compiled_models_are_unwrapped():
+    net = small()
+    torch.testing.assert_close(explain(torch.compile(net), X, 1).input, explain(net, X, 1).input)
+    inside = nn.Sequential(torch.compile(net[:6]), net[6:])
+    torch.testing.assert_close(explain(inside, X, 1).input, explain(net, X, 1).input)
+
+
+def test_inference_mode_and_no_grad_around_it():
+    net = small()
+    with torch.no_grad():
+        one = explain(net, X, 1).input
+    with torch.inference_mode():
+        two = explain(net, X.clone(), 1).input
+    assert torch.equal(one, two)
+
+
+@pytest.mark.parametrize(("dtype", "close"), [(torch.float64, 1e-9), (torch.float32, 1e-5), (torch.bfloat16, 0.05)])
+def test_dtypes(dtype, close):
+    net = small().eval()
+    wanted = explain(copy.deepcopy(net).double(), X.double(), 1).input
+    seen = explain(net.to(dtype), X.to(dtype), 1)
+    assert seen.input.dtype == dtype
+    assert float((seen.input - wanted).abs().max()) <= close * float(wanted.abs().max()) * 2
+    assert seen.conservation.input == pytest.approx(2, rel=close)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_gpu():
+    net = small()
+    wanted = explain(net, X, 1)
+    seen = explain(net.cuda(), X.cuda(), 1)
+    torch.testing.assert_close(seen.input.cpu(), wanted.input, rtol=1e-2, atol=1e-4)
+
+
+def test_unbatched_input():
+    conv = nn.Conv2d(3, 4, 3)
+    r = torch.rand(4, 6, 6)
+    torch.testing.assert_close(explain(conv, X[0], r).input, explain(conv, X[:1], r[None]).input[0])
+
+
+def test_several_inputs_and_keywords():
+    net = Op(lambda self, a, b: self.one(a) + self.two(b), one=nn.Linear(3, 4), two=nn.Linear(5, 4))
+    a, b = torch.randn(2, 3), torch.randn(2, 5)
+    first, second = explain(net, (a, b), 1).input
+    again = explain(net, {"b": b, "a": a}, 1).input
+    assert torch.equal(first, again[1])
+    assert torch.equal(second, again[0])
+    assert float(first.sum() + second.sum()) == pytest.approx(2)
+
+
+def test_tokens_get_relevance_at_their_embedding():
+    net = nn.Sequential(nn.Embedding(10, 6), nn.Flatten(), nn.Linear(18, 4))
+    seen = explain(net, torch.tensor([[1, 2, 3], [4, 5, 6]]), 1)
+    assert seen.input.shape == (2, 3, 6)
+    assert seen.heat.shape == (2, 3)
+    assert float(seen.heat.sum()) == pytest.approx(2)
+
+
+# -- where it starts ---------------------------------------------------------------------------------------------------
+def test_targets():
+    net = small().eval()
+    output = net(X).detach()
+    best = output.argmax(1)
+    assert torch.equal(explain(net, X).input, explain(net, X, best).input)
+    assert torch.equal(explain(net, X, [1, 2]).input[0], explain(net, X, 1).input[0])
+    assert explain(net, X, start="logit").conservation.start == pytest.approx(float(output.amax(1).sum()))
+    both = explain(net, X, lambda out: torch.ones_like(out) / 4)
+    assert both.conservation.start == pytest.approx(2)
+    assert torch.equal(both.input, explain(net, X, torch.full((2, 4), 0.25)).input)
+    torch.testing.assert_close(
+        explain(net, X, 1).input, explain(net, X, lambda out: F.one_hot(torch.tensor([1, 1]), 4)).input
+    )
+    with pytest.raises(DataError, match="not among the 4 outputs"):
+        explain(net, X, 4)
+    with pytest.raises(DataError, match="shape"):
+        explain(net, X, [1, 2, 3])
+    with pytest.raises(DataError, match="one number per output"):
+        explain(net, X, torch.ones(3))
+
+
+def test_absolute_values_per_sample_and_per_element():
+    net, y = small(), [1, 2]
+    signed = {
+        n: [explain(net, X[i : i + 1], y[i], composite=Gamma()).weights[n] for i in (0, 1)]
+        for n in ("0.weight", "8.weight")
+    }
+    sums, _ = unit_relevance(net, [(X, y)], composite=Gamma())
+    samples, _ = unit_relevance(net, [(X, y)], composite=Gamma(), absolute="sample")
+    elements, _ = unit_relevance(net, [(X, y)], composite=Gamma(), absolute="element")
+    for name, parts in signed.items():
+        torch.testing.assert_close(sums[name].float(), parts[0] + parts[1], rtol=1e-3, atol=1e-5)
+        torch.testing.assert_close(samples[name].float(), parts[0].abs() + parts[1].abs(), rtol=1e-3, atol=1e-5)
+        assert bool((elements[name] >= samples[name] - 1e-9).all())
+
+
+def test_batches_add_up_and_reset():
+    net, engine = small(), RelevancePass(small(), heat_map=False)
+    ones = lambda out: torch.ones_like(out)  # noqa: E731
+    engine.run(X[:1], ones)
+    engine.run(X[1:], ones)
+    torch.testing.assert_close(engine.units["0.weight"].float(), explain(net, X, ones).weights["0.weight"])
+    assert engine.samples == 2
+    engine.reset()
+    assert not engine.units
+    assert engine.conservation().start == 0
+
+
+def test_changed_weights_are_noticed_between_batches():
+    net = small()
+    engine = RelevancePass(net)
+    engine.run(X, lambda out: torch.ones_like(out))
+    with torch.no_grad():
+        net[0].weight.neg_()
+        net[1].running_var.mul_(4)
+    engine.reset()
+    _, (heat,) = engine.run(X, lambda out: torch.ones_like(out))
+    torch.testing.assert_close(heat, explain(net, X, lambda out: torch.ones_like(out)).input)
+
+
+# -- composites --------------------------------------------------------------------------------------------------------
+def test_rules_by_kind_depth_module_and_input():
+    net = small()
+    spy = {}
+
+    class Spy(AlphaBeta):
+        def __init__(self, name):
+            object.__setattr__(self, "alpha", 1.0)
+            object.__setattr__(self, "beta", 0.0)
+            object.__setattr__(self, "name", name)
+
+        def __call__(self, layer, a, r):
+            spy.setdefault(self.name, []).append(tuple(layer.weight.shape))
+            return super().__call__(layer, a, r)
+
+    explain(
+        net, X, 1, composite=Composite(On(Spy("first"), first=True), On(Spy("dense"), kind="linear"), On(Spy("rest")))
+    )
+    assert spy == {"dense": [(4, 32)], "rest": [(8, 6, 3, 3)], "first": [(6, 3, 3, 3)]}
+    spy.clear()
+    explain(
+        net,
+        X,
+        1,
+        composite=Composite(On(Spy("4"), modules=["4", "9*"]), On(Spy("top"), depth=(0.9, 1.0)), On(Spy("rest"))),
+    )
+    assert spy == {"top": [(4, 32)], "4": [(8, 6, 3, 3)], "rest": [(6, 3, 3, 3)]}
+
+
+def test_presets_by_name():
+    with pytest.raises(ValueError, match="alpha1beta0"):
+        explain(small(), X, 1, composite="alpha3")
+    same = explain(small(), X, 1, composite=AlphaBeta(1, 0)).input
+    assert torch.equal(explain(small(), X, 1).input, same)
+
+
+def test_box_rule_at_the_input_needs_no_bounds():
+    net = small()
+    seen = explain(net, X, 1, composite=Composite(On(Box(), first=True), On(AlphaBeta())))
+    assert float(seen.input.min()) >= -1e-6
+    assert float(seen.input.sum()) == pytest.approx(2, rel=1e-4)
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------------
+def test_unknown_operations_are_refused_by_name():
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), Op(lambda self, x: torch.special.i0(x)), nn.Flatten())
+    with pytest.raises(UnknownOperationError, match=r"i0.*`1`.*\(2, 4, 6, 6\)"):
+        explain(net, X, 1)
+
+
+def test_a_model_that_ignores_its_input():
+    with pytest.raises(RelevanceError, match="does not depend"):
+        explain(Op(lambda self, x: self.w.repeat(2, 1), w=nn.Parameter(torch.ones(1, 3))), X, 1)
+
+
+def test_not_a_number_in_inputs_and_weights():
+    bad = X.clone()
+    bad[0, 0, 0, 0] = float("nan")
+    with pytest.raises(DataError, match="NaN"):
+        explain(small(), bad, 1)
+    net = small()
+    with torch.no_grad():
+        net[4].weight[2, 1, 0, 0] = float("inf")
+    with pytest.raises(RelevanceError, match=r"4\.weight"):
+        explain(net, X, 1)
+
+
+def test_no_data():
+    with pytest.raises(DataError, match="no batch"):
+        unit_relevance(small(), [])
+
+
+def test_leaks_are_warned_about_by_name():
+    net = nn.Sequential(nn.Flatten(), nn.Linear(192, 4))
+    nn.init.constant_(net[1].bias, 3.0)
+    leaky = Epsilon(5.0, bias="ignore")  # a huge ε swallows most of it
+    with pytest.warns(ConservationWarning, match="`1` loses"):
+        seen = explain(net, X, 1, composite=leaky)
+    assert seen.conservation.leaks["1"] > 0.01
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        absorbed = explain(net, X, 1, composite=Epsilon(1e-6, bias="absorb")).conservation
+    assert absorbed.input + absorbed.absorbed == pytest.approx(2, rel=1e-4)
+    assert "by definition" in str(absorbed)
+
+
+# -- pictures ----------------------------------------------------------------------------------------------------------
+def test_plot(tmp_path):
+    pytest.importorskip("matplotlib")
+    path = explain(small(), X, 1).plot(tmp_path / "heat.png")
+    assert path.read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(DataError, match="no picture"):
+        explain(nn.Linear(3, 2), torch.randn(2, 3), 1).plot(tmp_path / "none.png")
+
+
+def test_plot_without_matplotlib(tmp_path, monkeypatch):
+    import sys
+
+    from secateur.errors import SecateurError
+
+    seen = explain(small(), X, 1)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(SecateurError, match="report"):
+        seen.plot(tmp_path / "heat.png")
