@@ -4,7 +4,9 @@ from __future__ import annotations
 
 
 class SecateurError(Exception):
-    """Parent of every error that secateur raises on purpose."""
+    """Parent of every error that secateur raises on purpose. `result` is what a pruning loop had completed by then."""
+
+    result: object = None
 
 
 class UnknownOperationError(SecateurError):
@@ -53,8 +55,6 @@ class NotFiniteError(SecateurError):
 
 class LoopError(SecateurError):
     """The pruning loop was stopped by something outside it. `result` holds the last step that was completed."""
-
-    result: object = None
 
 
 class EvaluationError(LoopError):

@@ -56,8 +56,9 @@ def score(
     `data` is an iterable of (inputs, targets), a pair (X, y) of tensors, or None where no criterion needs any.
     `criterion` is "lrp" (or "lrp:<composite>"), "taylor", "gradient", "weight", "activation", "random",
     "captum:<Method>", a `Criterion`, or a function. `norm` divides each layer's scores by their norm (None, 1 or 2);
-    `absolute` is taken "after" the sum over samples or per "sample"; the defaults are those of the paper. `aggregate` makes the score of
-    a group from those of its coupled units: "mean", "sum" or "max". `loss(output, targets)` replaces cross-entropy.
+    `absolute` is taken "after" the sum over samples or per "sample"; the defaults are those of the paper. `aggregate`
+    makes the score of a group from those of its coupled units: "mean", "sum" or "max". `loss(output, targets)`, a mean
+    over samples, replaces cross-entropy.
     For a model that was already pruned, give the graph of the unpruned one and the plan as `start`.
 
     The model is not changed; it runs in evaluation mode. In several processes each scores its share.

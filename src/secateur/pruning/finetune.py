@@ -26,7 +26,7 @@ Tuner = Callable[[nn.Module, int], Any]
 class FineTune:
     """Train the model in place after each removal: `prune(..., finetune=FineTune(data))`.
 
-    `data` is a pair (X, y), drawn anew in every epoch, or an iterable of batches, such as a DataLoader. The defaults are
+    `data` is a pair (X, y), shuffled in every epoch, or an iterable of batches, such as a DataLoader. The defaults are
     the paper's. Frozen parameters stay frozen. With `mixed`, CUDA models compute in half precision.
 
     >>> net = nn.Linear(3, 2)
@@ -88,7 +88,7 @@ class FineTune:
     def _epoch(self) -> Iterator[tuple[Any, Any]]:
         if not is_pair(self.data):
             if not isinstance(self.data, Iterable) or isinstance(self.data, Iterator):
-                raise DataError("fine-tuning goes through the data many times: give a pair (X, y), a list or a DataLoader.")
+                raise DataError("fine-tuning repeats the data: give a pair (X, y), a list or a DataLoader.")
             yield from self.data
             return
         inputs, targets = self.data

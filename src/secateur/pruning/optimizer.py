@@ -20,8 +20,8 @@ from secateur.pruning.surgery import cut
 def carry(state: Any, before: nn.Module, after: nn.Module, plan: Plan | None) -> None:
     """Make an optimizer (or `AveragedModel`) that served `before` serve `after`, the model that `plan` made of it.
 
-    The object stays the same, so schedulers and gradient scalers that hold it go on working; param groups, learning rates
-    and step counts stay; momentum and moments are sliced like their parameters. `plan=None` means an unpruned copy.
+    The object stays the same, so schedulers and gradient scalers that hold it go on working; param groups, learning
+    rates and step counts stay; moments are sliced like their parameters. `plan=None` means an unpruned copy.
 
     >>> import secateur as sc
     >>> net = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2))
@@ -64,15 +64,17 @@ def _carry_optimizer(optimizer: Optimizer, before: nn.Module, after: nn.Module, 
                 optimizer.state[new] = _sliced_state(optimizer.state.pop(old), old, cuts.get(name, {}), name)
 
 
-def _sliced_state(state: Mapping[str, Any], old: Tensor, dims: Mapping[int, tuple[int, ...]], name: str) -> dict[str, Any]:
+def _sliced_state(
+    state: Mapping[str, Any], old: Tensor, dims: Mapping[int, tuple[int, ...]], name: str
+) -> dict[str, Any]:
     made: dict[str, Any] = {}
     for key, value in state.items():
         if isinstance(value, Tensor) and value.shape == old.shape:
             made[key] = sliced(value, dims)
         elif isinstance(value, Tensor) and value.numel() > 1 and dims:
             raise SecateurError(
-                f"the optimizer keeps `{key}` of shape {tuple(value.shape)} for `{name}` of shape {tuple(old.shape)}; such "
-                f"factored state cannot be sliced. Way out: make a new optimizer after the removal."
+                f"the optimizer keeps `{key}` of shape {tuple(value.shape)} for `{name}` of shape {tuple(old.shape)}; "
+                f"such factored state cannot be sliced. Way out: make a new optimizer after the removal."
             )
         else:
             made[key] = value

@@ -13,7 +13,7 @@ from secateur.pruning.history import Row
 
 
 class Progress:
-    """Shows step, units, MACs and accuracy on a terminal: with rich if it is installed, else on one line of plain text."""
+    """Shows step, units, MACs and accuracy on a terminal: with rich if installed, else on one line of plain text."""
 
     def __init__(self, shown: bool, steps: int | None, stream: TextIO | None = None) -> None:
         self.stream = stream if stream is not None else sys.stderr
@@ -46,7 +46,8 @@ class Progress:
             self._bar.update(self._task, completed=row.step, description=text)  # type: ignore[attr-defined]
         else:
             of = f"/{self.steps}" if self.steps else ""
-            print(f"\r{row.step}{of}  {text}  {time.perf_counter() - self._begin:.0f} s\x1b[K", end="", file=self.stream)
+            taken = time.perf_counter() - self._begin
+            print(f"\r{row.step}{of}  {text}  {taken:.0f} s\x1b[K", end="", file=self.stream)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -1,0 +1,415 @@
+"""`prune`: Algorithm 1. Score, remove the least important units, repair or fine-tune, again until the target."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from secateur.criteria.batches import Data, repeatable
+from secateur.criteria.criterion import Absolute, Criterion, Loss, Norm
+from secateur.criteria.registry import Choice, criterion_named
+from secateur.criteria.scores import Aggregation, Scores
+from secateur.criteria.scoring import check_weights, example_of, score
+from secateur.errors import EvaluationError, SecateurError, TargetError
+from secateur.graph.analysis import analyze
+from secateur.graph.cost import Cost, time_forward
+from secateur.graph.graph import Graph
+from secateur.graph.shadow import Example, duplicate, unwrap
+from secateur.pruning.checkpoint import State, decode, digest, encode, fill, numbers, read, write
+from secateur.pruning.difference import difference
+from secateur.pruning.distributed import is_first, same_everywhere, wait
+from secateur.pruning.files import remember
+from secateur.pruning.finetune import Tuner
+from secateur.pruning.goals import Goal, Parts
+from secateur.pruning.history import History, Row
+from secateur.pruning.optimizer import carry as carry_over
+from secateur.pruning.plan import Plan
+from secateur.pruning.progress import Progress
+from secateur.pruning.removal import apply
+from secateur.pruning.surgery import cut
+from secateur.pruning.targets import Scope
+
+#: `f(model)` returns an accuracy, or a dict with "overall" and a number per class.
+Evaluate = Callable[[nn.Module], float | Mapping[str, float]]
+#: `f(small, original, data)` returns a corrected module of the same shapes.
+Repair = Callable[[nn.Module, nn.Module, Data], nn.Module]
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run ended with. `stopped` says why; `scores` are those that the last removal was based on."""
+
+    model: nn.Module
+    plan: Plan | None
+    history: History
+    graph: Graph
+    scores: Scores | None
+    cost_before: Cost
+    cost_after: Cost
+    stopped: str
+
+    def __str__(self) -> str:
+        return f"{self.cost_before} → {self.cost_after}; {self.stopped}\n{self.history}"
+
+
+def prune(
+    model: nn.Module,
+    data: Data,
+    criterion: Choice = "lrp",
+    remove: float | None = None,
+    keep: Mapping[str, float] | None = None,
+    step: float = 0.05,
+    *,
+    example: Example = None,
+    scope: Scope = "global",
+    parts: Parts | None = None,
+    finetune: Tuner | None = None,
+    carry: Sequence[Any] = (),
+    evaluate: Evaluate | None = None,
+    repair: Repair | None = None,
+    max_drop: float | Mapping[str, float] | None = None,
+    one_shot: bool = False,
+    min_units: int = 1,
+    round_to: int = 1,
+    ignore: Sequence[str] = (),
+    norm: Norm | str = "default",
+    absolute: Absolute | str = "default",
+    aggregate: Aggregation = "mean",
+    loss: Loss | None = None,
+    batch_size: int = 32,
+    checkpoint: str | Path | None = None,
+    progress: bool = True,
+    seed: int = 0,
+    graph: Graph | None = None,
+) -> Result:
+    """Remove units step by step, scoring anew before each step, until the target is met. The model is not changed.
+
+    The target is `remove` (a share of the units that may leave), or `keep` (`{"params": 0.5}`, `{"macs": 1e9}`,
+    `{"latency": 0.5}` as a share of the measured latency, `{"seconds": 0.01}`), or neither with `max_drop`. Each step
+    takes `step` of the original units; `one_shot` goes to the target at once. `parts` names groups of layers by
+    wildcards, e.g. `{"conv": ["features.*"], "fc": ["classifier.*"]}`: steps take turns, and `remove` and `step` are
+    shares of each.
+
+    After a removal, `repair(small, original, data)` and `finetune(model, step)` are called if given; optimizers,
+    schedulers and averaged models in `carry` follow the model through each removal. Then `evaluate(model)` returns an
+    accuracy, or a dict with "overall" and numbers per class. `max_drop` is how much "overall" may fall, or a dict such
+    as `{"overall": 0.01, "worst": 0.05}`, where "worst" holds for every class and any other key for that class alone;
+    the result is then the last step that held.
+
+    With `checkpoint`, a file is replaced atomically after each step, and the same call made again goes on from there
+    and ends the same. In several processes (`torchrun`) each scores its share and all end with the same model.
+
+    >>> net = nn.Sequential(nn.Linear(4, 20), nn.ReLU(), nn.Linear(20, 3))
+    >>> data = (torch.rand(16, 4), torch.arange(16) % 3)
+    >>> result = prune(net, data, remove=0.5, step=0.25)
+    >>> result.model[0], [row.units for row in result.history]
+    (Linear(in_features=4, out_features=10, bias=True), [20, 15, 10])
+    """
+    data = repeatable(data)
+    chosen = criterion_named(criterion, norm, absolute)
+    original = unwrap(model)
+    check_weights(original)
+    if graph is None:
+        graph = analyze(original, example if example is not None else example_of(original, data))
+    if max_drop is not None and evaluate is None:
+        raise SecateurError("max_drop needs evaluate=f(model), to measure the drop with.")
+    options = {"scope": scope, "min_units": min_units, "round_to": round_to, "ignore": tuple(ignore)}
+    goal = Goal(graph, remove, keep, step, one_shot, parts, options, open_end=max_drop is not None)
+    run = _Run(
+        original, data, chosen, graph, goal, aggregate, loss, batch_size, finetune, tuple(carry), evaluate, repair,
+        max_drop, Path(checkpoint) if checkpoint is not None else None, seed, min_units,
+    )  # fmt: skip
+    with Progress(progress, goal.steps) as shown:
+        return run.to_the_end(shown)
+
+
+@dataclass
+class _Run:
+    """The loop's state: the working model, the cumulative plan, the rows so far."""
+
+    original: nn.Module
+    data: Data
+    criterion: Criterion
+    graph: Graph
+    goal: Goal
+    aggregate: Aggregation
+    loss: Loss | None
+    batch_size: int
+    finetune: Tuner | None
+    carry: tuple[Any, ...]
+    evaluate: Evaluate | None
+    repair: Repair | None
+    max_drop: float | Mapping[str, float] | None
+    checkpoint: Path | None
+    seed: int
+    min_units: int
+
+    def __post_init__(self) -> None:
+        self.model: nn.Module = self.original
+        self.plan: Plan | None = None
+        self.scores: Scores | None = None
+        self.history = History()
+        self.step = 0
+        self.done = ""
+        self.settings = self._settings() if self.checkpoint is not None else {}
+
+    def to_the_end(self, shown: Progress) -> Result:
+        """Run, or go on with, the loop."""
+        try:
+            self._begin()
+            while not self.done:
+                self._next()
+                self._save()
+                shown(self.history[-1])
+        except SecateurError as error:
+            error.result = self.result()
+            raise
+        return self.result()
+
+    def result(self) -> Result:
+        """The last step that is complete."""
+        before = self.graph.cost
+        after = self.plan.after if self.plan is not None else before
+        latencies = [row.latency for row in self.history if row.held and row.latency is not None]
+        if latencies:
+            before, after = replace(before, latency=latencies[0]), replace(after, latency=latencies[-1])
+        return Result(self.model, self.plan, self.history, self.graph, self.scores, before, after, self.done)
+
+    # -- steps -----------------------------------------------------------------------------------------------------
+    def _begin(self) -> None:
+        copy = duplicate(self.original, lambda name, old: old.detach().clone())
+        for state in self.carry:
+            carry_over(state, self.original, copy, None)
+        self.model = copy
+        if self.checkpoint is not None and self._resume(self.checkpoint):
+            return
+        begin = time.perf_counter()
+        metrics = self._evaluated(self.model, 0)
+        latency = self._latency(self.model)
+        self.goal.start(latency)
+        units = self.graph.total_units
+        seconds = time.perf_counter() - begin
+        cost = self.graph.cost
+        row = Row(0, units, 0.0, cost.params, cost.macs, metrics, latency=latency, seconds=seconds)
+        self.history.rows.append(row)
+        self._save()
+
+    def _next(self) -> None:
+        """One step of Algorithm 1."""
+        begin, number = time.perf_counter(), self.step + 1
+        if self.goal.idle(self.plan, number):
+            self.step = number
+            return
+        scores = self._scored(number)
+        scoring = time.perf_counter() - begin
+        proposal = self.goal.propose(scores, self.plan, number)
+        if proposal.plan is None and proposal.reason:
+            if self.goal.timed:
+                raise TargetError(f"{self.goal.seconds:.3g} s per forward pass cannot be reached: {proposal.reason}.")
+            self.done = proposal.reason
+            return
+        if proposal.plan is None or (self.plan is not None and proposal.plan.groups == self.plan.groups):
+            self.step = number  # a step too small for the next group: it leaves with a later one
+            self.done = "no smaller group is left to come closer to the target" if proposal.last else ""
+            return
+        model, plan, latency = self._removed(proposal.plan), proposal.plan, None
+        if self.goal.timed:
+            model, plan, latency = self._to_latency(scores, model, plan, number)
+        for state in self.carry:
+            carry_over(state, self.model, model, difference(plan, self.plan))
+        model = self._improved(model, number)
+        remember(model, self.original, plan)
+        metrics = self._evaluated(model, number)
+        held = self._holds(metrics)
+        row = self._row(number, plan, metrics, proposal.part, latency, held, scoring, time.perf_counter() - begin)
+        self.history.rows.append(row)
+        self.step = number
+        if not held:
+            self.done = f"step {number} would have lost more than max_drop allows; this is the step before it"
+            return
+        self.model, self.plan, self.scores = model, plan, scores
+        met = latency <= self.goal.seconds if latency is not None else proposal.last
+        self.done = "the target is met" if met else ""
+
+    def _scored(self, number: int) -> Scores:
+        with seeded(self.seed, number):
+            return score(
+                self.model, self.data, self.criterion, graph=self.graph, aggregate=self.aggregate, loss=self.loss,
+                batch_size=self.batch_size, start=self.plan,
+            )  # fmt: skip
+
+    def _removed(self, plan: Plan) -> nn.Module:
+        return apply(self.model, difference(plan, self.plan))
+
+    def _improved(self, model: nn.Module, number: int) -> nn.Module:
+        with seeded(self.seed, number, salt=1):
+            if self.repair is not None:
+                with _named("repair", number):
+                    repaired = self.repair(model, self.original, self.data)
+                    if not isinstance(repaired, nn.Module):
+                        raise TypeError(f"repair returned {type(repaired).__name__}, not a module")
+                    model = repaired
+            if self.finetune is not None:
+                with _named("finetune", number):
+                    self.finetune(model, number)
+        return model
+
+    def _evaluated(self, model: nn.Module, number: int) -> dict[str, float]:
+        if self.evaluate is None:
+            return {}
+        with seeded(self.seed, number, salt=2), _named("evaluate", number), torch.no_grad():
+            found = self.evaluate(model)
+            items = found.items() if isinstance(found, Mapping) else [("overall", found)]
+            metrics = {str(key): float(value) for key, value in items}
+            if "overall" not in metrics or not np.isfinite(list(metrics.values())).all():
+                raise ValueError(f"it returned {found!r}: a finite number, or a dict with 'overall', is needed")
+        return dict(same_everywhere(metrics))
+
+    def _holds(self, metrics: Mapping[str, float]) -> bool:
+        if self.max_drop is None:
+            return True
+        first = self.history[0].metrics
+        limits = self.max_drop if isinstance(self.max_drop, Mapping) else {"overall": self.max_drop}
+        for key, limit in limits.items():
+            names = [n for n in first if n != "overall"] if key == "worst" else [key]
+            for name in names:
+                if name not in first:
+                    raise EvaluationError(f"max_drop names {name!r}, but evaluate returns {', '.join(first)}.")
+                if first[name] - metrics.get(name, -np.inf) > limit + 1e-12:
+                    return False
+        return True
+
+    def _row(
+        self, number: int, plan: Plan, metrics: dict[str, float], part: str, latency: float | None, held: bool,
+        scoring: float, seconds: float,
+    ) -> Row:  # fmt: skip
+        had, has = plan.units
+        low = sum(after <= self.min_units for before, after in plan.layers.values() if after < before)
+        return Row(
+            number, has, (had - has) / had, plan.after.params, plan.after.macs, metrics, part, latency, low, held,
+            scoring, seconds,
+        )  # fmt: skip
+
+    # -- latency ---------------------------------------------------------------------------------------------------
+    def _latency(self, model: nn.Module) -> float | None:
+        if not self.goal.timed:
+            return None
+        return float(same_everywhere(time_forward(model, self.graph.example)))
+
+    def _to_latency(self, scores: Scores, model: nn.Module, plan: Plan, number: int) -> tuple[nn.Module, Plan, float]:
+        """If the step is fast enough, look for the smallest removal within it that is."""
+        latency = self._latency(model)
+        assert latency is not None
+        if latency > self.goal.seconds:
+            return model, plan, latency
+        low, high = self.goal.bounds(self.plan, number)
+        for _ in range(4):
+            middle = (low + high) / 2
+            tried = self.goal.exactly(scores, self.plan, middle, number)
+            if tried is None or tried.groups == plan.groups:
+                break
+            candidate = self._removed(tried)
+            found = self._latency(candidate)
+            assert found is not None
+            if found <= self.goal.seconds:
+                model, plan, latency, high = candidate, tried, found, middle
+            else:
+                low = middle
+        return model, plan, latency
+
+    # -- checkpoints -----------------------------------------------------------------------------------------------
+    def _settings(self) -> dict[str, Any]:
+        return {
+            "model": self.graph.model_name, "weights": digest(self.original), "criterion": repr(self.criterion),
+            "aggregate": self.aggregate, "seed": self.seed, "max_drop": _plain(self.max_drop), **self.goal.settings(),
+        }  # fmt: skip
+
+    def _stateful(self) -> list[Any]:
+        """Everything whose state must survive a kill."""
+        tuner: Any = self.finetune
+        return [*self.carry, *([tuner] if hasattr(tuner, "state_dict") and hasattr(tuner, "load_state_dict") else [])]
+
+    def _save(self) -> None:
+        if self.checkpoint is None:
+            return
+        if is_first():
+            tensors = {f"model/{name}": tensor for name, tensor in numbers(self.model).items()}
+            carried = [encode(item.state_dict(), tensors, f"carry/{i}") for i, item in enumerate(self._stateful())]
+            if self.scores is not None:
+                for i, producer in enumerate(self.graph.producers):
+                    if producer.sites[0] in self.scores.units:
+                        tensors[f"score/{i}"] = torch.from_numpy(self.scores.units[producer.sites[0]])
+            plan = self.plan.to_json() if self.plan is not None else None
+            write(self.checkpoint, State(self.settings, self.step, plan, self.history, self.done, carried, tensors))
+        wait()
+
+    def _resume(self, path: Path) -> bool:
+        state = read(path, self.settings)
+        if state is None:
+            return False
+        self.step, self.history, self.done = state.step, state.history, state.done
+        self.goal.start(self.history[0].latency)
+        if state.plan is not None:
+            self.plan = replace(Plan.from_json(state.plan), example=self.graph.example)
+            small = cut(self.original, self.plan)
+            for item in self.carry:
+                carry_over(item, self.model, small, self.plan)
+            remember(small, self.original, self.plan)
+            self.model = small
+        fill(self.model, _under("model/", state.tensors), path)
+        for item, saved in zip(self._stateful(), state.carried, strict=True):
+            item.load_state_dict(decode(saved, state.tensors))
+        units = {
+            self.graph.producers[int(index)].sites[0]: values.numpy()
+            for index, values in _under("score/", state.tensors).items()
+        }
+        self.scores = Scores(self.criterion.name, units, self.aggregate) if units else None
+        return True
+
+
+def _under(prefix: str, tensors: Mapping[str, Any]) -> dict[str, Any]:
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+
+
+def _plain(value: Any) -> Any:
+    return dict(value) if isinstance(value, Mapping) else value
+
+
+@contextmanager
+def _named(what: str, number: int) -> Iterator[None]:
+    """The user's function, with its name on whatever it raises."""
+    try:
+        yield
+    except SecateurError:
+        raise
+    except Exception as error:
+        raise EvaluationError(
+            f"{what} raised {type(error).__name__} at step {number}: {error}. What came before is in `error.result`."
+        ) from error
+
+
+@contextmanager
+def seeded(seed: int, step: int, salt: int = 0) -> Iterator[None]:
+    """Random numbers that depend on seed and step alone, so that a resumed run draws the same; the user's are kept."""
+    ready = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    devices = list(range(torch.cuda.device_count())) if ready else []
+    python, numpy = random.getstate(), np.random.get_state()
+    key = int(np.random.SeedSequence([seed % 2**32, step, salt]).generate_state(1)[0])
+    with torch.random.fork_rng(devices):
+        torch.manual_seed(key)
+        random.seed(key)
+        np.random.seed(key)
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)

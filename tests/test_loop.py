@@ -1,0 +1,575 @@
+"""Algorithm 1: steps, targets, parts, going back, fine-tuning, checkpoints, bad input."""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+import math
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
+
+from secateur.criteria.scoring import score
+from secateur.errors import (
+    CheckpointError,
+    CriterionError,
+    DataError,
+    EvaluationError,
+    FileFormatError,
+    ForwardError,
+    NotFiniteError,
+    SecateurError,
+    TargetError,
+)
+from secateur.graph.analysis import analyze
+from secateur.pruning import checkpoint as checkpoints
+from secateur.pruning.difference import difference, renumbered
+from secateur.pruning.finetune import FineTune
+from secateur.pruning.history import History
+from secateur.pruning.loop import prune
+from secateur.pruning.optimizer import carry
+from secateur.pruning.progress import Progress
+from secateur.pruning.removal import apply
+from secateur.pruning.targets import plan
+
+
+class Net(nn.Module):
+    """A little residual net with batch norm and a hidden layer before the output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 12, 3, padding=1, bias=False)
+        self.bn = nn.BatchNorm2d(12)
+        self.conv1 = nn.Conv2d(12, 16, 3, padding=1)
+        self.conv2 = nn.Conv2d(16, 12, 3, padding=1)
+        self.hidden = nn.Linear(12, 20)
+        self.drop = nn.Dropout(0.3)
+        self.fc = nn.Linear(20, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.bn(self.stem(x)))
+        x = F.relu(x + self.conv2(F.relu(self.conv1(x))))
+        return self.fc(self.drop(F.relu(self.hidden(x.mean((2, 3))))))
+
+
+def net(seed: int = 0) -> Net:
+    torch.manual_seed(seed)
+    return Net().eval()
+
+
+def data(count: int = 12, seed: int = 1) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.rand(count, 3, 6, 6, generator=generator), torch.arange(count) % 4
+
+
+def same(a: nn.Module, b: nn.Module) -> bool:
+    one, two = a.state_dict(), b.state_dict()
+    return one.keys() == two.keys() and all(torch.equal(one[k], two[k]) for k in one)
+
+
+def accuracy(model: nn.Module) -> float:
+    x, y = data(40, seed=5)
+    return float((model(x).argmax(1) == y).float().mean())
+
+
+# -- the algorithm -----------------------------------------------------------------------------------------------------
+def test_it_is_algorithm_1() -> None:
+    """Scores on what is left, the least important 10 % of the original units leave, again: written out by hand."""
+    model, samples = net(), data()
+    result = prune(model, samples, "taylor", remove=0.5, step=0.1)
+    graph = analyze(model, samples[0][:1])
+    current, so_far = model, None
+    for number in range(1, 6):
+        scores = score(current, samples, "taylor", graph=graph, start=so_far)
+        so_far = plan(graph, scores, remove=number / 10, start=so_far)
+        current = apply(model, so_far)
+    assert result.plan == so_far
+    assert same(result.model, current)
+    assert [row.step for row in result.history] == [0, 1, 2, 3, 4, 5]
+    assert result.cost_after.params == sum(p.numel() for p in result.model.parameters())
+    assert result.stopped == "the target is met"
+
+
+def test_the_users_model_is_not_changed() -> None:
+    model = net().train()
+    before, rng = copy.deepcopy(model), torch.get_rng_state()
+    python, numpy = random.getstate(), np.random.get_state()[1].tolist()
+    result = prune(model, data(), remove=0.3, step=0.1, finetune=FineTune(data(), epochs=1), evaluate=accuracy)
+    assert same(model, before)
+    assert all([model.training, result.model.training, result.model.drop.training])
+    assert torch.equal(rng, torch.get_rng_state())
+    assert (python, numpy) == (random.getstate(), np.random.get_state()[1].tolist())
+    assert all(p.grad is None for p in [*model.parameters(), *result.model.parameters()])
+
+
+@pytest.mark.parametrize("name", ["lrp", "weight", "random"])
+@pytest.mark.parametrize("scope", ["global", "layer"])
+def test_criteria_and_scopes(name: str, scope: str) -> None:
+    result = prune(net(), data(), name, remove=0.6, step=0.2, scope=scope, min_units=2)
+    assert abs(result.history[-1].removed - 0.6) < 0.05
+    assert all(after >= 2 for _, after in result.plan.layers.values())
+    assert result.model(data()[0]).shape == (12, 4)
+
+
+def test_layers_are_never_emptied() -> None:
+    model = net()
+
+    def conv1_last(m: nn.Module, batches: object) -> dict[str, np.ndarray]:
+        paths = {"stem": 1, "conv1": 0, "conv2": 1, "hidden": 1}
+        return {path: np.full(len(m.get_submodule(path).weight), value) for path, value in paths.items()}
+
+    result = prune(model, data(), conv1_last, remove=0.4, step=0.05)
+    assert result.plan.layers["conv1"] == (16, 1)
+    assert result.history[-1].at_minimum == 1
+
+
+def test_keep_macs_and_params() -> None:
+    for name in ("macs", "params"):
+        result = prune(net(), data(), keep={name: 0.5}, step=0.1)
+        graph = result.graph
+        got = getattr(result.cost_after, name)
+        assert got <= 0.5 * getattr(graph.cost, name)
+        assert len(result.history) > 2
+        # no step was longer than asked for
+        units = [row.removed for row in result.history]
+        assert max(b - a for a, b in pairwise(units)) < 0.1 + 1e-6
+    one = prune(net(), data(), keep={"macs": 0.5}, one_shot=True)
+    assert len(one.history) == 2
+
+
+def test_keep_latency() -> None:
+    class Slow(nn.Module):
+        """Takes time in proportion to its hidden units, so that the measurement is certain."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 40), nn.Linear(40, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if x.device.type != "meta":
+                time.sleep(0.0005 * self.a.weight.shape[0])
+            return self.b(F.relu(self.a(x)))
+
+    samples = (torch.rand(8, 4), torch.arange(8) % 3)
+    result = prune(Slow(), samples, "weight", keep={"latency": 0.5}, step=0.2)
+    assert 0.0085 < result.cost_after.latency <= 0.5 * result.cost_before.latency
+    assert 16 <= result.plan.layers["a"][1] <= 20
+    result = prune(Slow(), samples, "weight", keep={"seconds": 0.0125}, step=0.2)
+    assert 20 <= result.plan.layers["a"][1] <= 24
+    with pytest.raises(TargetError, match="cannot be reached"):
+        prune(Slow(), samples, "weight", keep={"seconds": 1e-5}, step=0.3)
+
+
+def test_parts_take_turns() -> None:
+    parts = {"conv": ["stem", "conv*"], "fc": ["hidden"]}
+    result = prune(net(), data(), remove=0.5, step=0.25, parts=parts)
+    assert [row.part for row in result.history] == ["", "conv", "fc", "conv", "fc"]
+    assert result.plan.layers["hidden"] == (20, 10)
+    units = [row.units for row in result.history]
+    assert units[0] - units[1] <= 10
+    assert units[1] - units[2] == 5  # a quarter of 40 conv units, then of 20 neurons
+    with pytest.raises(TargetError, match="matches no layer"):
+        prune(net(), data(), remove=0.5, parts={"conv": ["nothing*"]})
+
+
+def test_max_drop_goes_back_to_the_last_step_that_held() -> None:
+    def by_size(model: nn.Module) -> dict[str, float]:
+        left = model.hidden.out_features / 20
+        return {"overall": 0.5 + left / 2, "cat": 1.0, "dog": left}
+
+    options = {"criterion": "random", "parts": {"fc": ["hidden"]}, "step": 0.1, "evaluate": by_size}
+    result = prune(net(), data(), remove=0.9, max_drop=0.16, **options)
+    assert result.model.hidden.out_features == 14  # 0.35 lost would be too much at 12
+    assert [row.held for row in result.history] == [True] * 4 + [False]
+    assert "max_drop" in result.stopped
+    result = prune(net(), data(), max_drop={"overall": 0.9, "worst": 0.25}, **options)
+    assert result.model.hidden.out_features == 16
+    result = prune(net(), data(), max_drop={"dog": 0.45}, **options)
+    assert result.model.hidden.out_features == 12
+    result = prune(net(), data(), max_drop=1.0, **options)  # never too much: as far as it goes
+    assert "nothing more may leave" in result.stopped
+    assert result.model.hidden.out_features <= 2
+    with pytest.raises(EvaluationError, match="fish"):
+        prune(net(), data(), max_drop={"fish": 0.45}, **options)
+
+
+def test_round_to_and_ignore() -> None:
+    result = prune(net(), data(), remove=0.5, step=0.1, round_to=4, ignore=["hidden"])
+    assert all(after % 4 == 0 for _, after in result.plan.layers.values())
+    assert result.plan.layers["hidden"] == (20, 20)
+
+
+def test_one_pass_data_is_read_once_and_kept() -> None:
+    x, y = data()
+    batches = ((x[i : i + 4], y[i : i + 4]) for i in range(0, 12, 4))
+    a = prune(net(), batches, remove=0.4, step=0.2)
+    b = prune(net(), [(x[i : i + 4], y[i : i + 4]) for i in range(0, 12, 4)], remove=0.4, step=0.2)
+    assert a.plan == b.plan
+
+
+def test_steps_smaller_than_any_group_wait() -> None:
+    result = prune(net(), data(), remove=0.3, step=0.001)
+    assert abs(result.history[-1].removed - 0.3) < 0.05
+
+
+def test_repair_hook_and_carried_plan() -> None:
+    seen = []
+
+    def repair(small: nn.Module, original: nn.Module, samples: object) -> nn.Module:
+        seen.append((small.hidden.out_features, original.hidden.out_features))
+        with torch.no_grad():
+            small.fc.bias.zero_()
+        return small
+
+    result = prune(net(), data(), remove=0.4, step=0.2, repair=repair)
+    assert [o for _, o in seen] == [20, 20]
+    assert not result.model.fc.bias.any()
+
+
+# -- plans that follow each other --------------------------------------------------------------------------------------
+def test_renumbered() -> None:
+    assert renumbered([1, 4, 6], [0, 4, 5], 8) == (0, 3)
+    assert renumbered([], [1], 3) == ()
+
+
+@pytest.mark.parametrize("kind", ["conv", "transformer"])
+def test_two_removals_equal_one(kind: str) -> None:
+    if kind == "conv":
+        model, x = net(), data()[0]
+    else:
+        torch.manual_seed(0)
+        layer = nn.TransformerEncoderLayer(16, 4, 24, batch_first=True, dropout=0.0)
+        model, x = nn.Sequential(layer, nn.Linear(16, 3)).eval(), torch.rand(4, 5, 16)
+    graph = analyze(model, x[:1])
+    scores = score(model, None, "random", graph=graph)
+    first = plan(graph, scores, remove=0.3)
+    second = plan(graph, scores, remove=0.6, start=first)
+    twice = apply(apply(model, first), difference(second, first))
+    assert same(twice, apply(model, second))
+    torch.testing.assert_close(twice(x), apply(model, second)(x))
+
+
+# -- fine-tuning -------------------------------------------------------------------------------------------------------
+def test_finetune_is_sgd_with_momentum() -> None:
+    """Two epochs on one full batch, against the update written out."""
+    x, y = torch.rand(6, 3), torch.tensor([0, 1, 0, 1, 1, 0])
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    w, b = model.weight.detach().clone(), model.bias.detach().clone()
+    FineTune((x, y), epochs=2, lr=0.5, momentum=0.9, batch_size=6)(model, 1)
+    vw, vb = torch.zeros_like(w), torch.zeros_like(b)
+    for _ in range(2):
+        p = (x @ w.T + b).softmax(1)
+        error = (p - F.one_hot(y)) / 6
+        vw, vb = 0.9 * vw + error.T @ x, 0.9 * vb + error.sum(0)
+        w, b = w - 0.5 * vw, b - 0.5 * vb
+    torch.testing.assert_close(model.weight.detach(), w)
+    torch.testing.assert_close(model.bias.detach(), b)
+
+
+def test_finetune_improves_and_repeats() -> None:
+    samples = data(24)
+
+    def loss(model: nn.Module) -> float:
+        return -float(F.cross_entropy(model(samples[0]), samples[1]))
+
+    tuned = prune(net(), samples, remove=0.4, step=0.2, finetune=FineTune(samples, epochs=8, lr=0.05), evaluate=loss)
+    plain = prune(net(), samples, remove=0.4, step=0.2, evaluate=loss)
+    assert tuned.history[-1].overall > plain.history[-1].overall
+    again = prune(net(), samples, remove=0.4, step=0.2, finetune=FineTune(samples, epochs=8, lr=0.05))
+    assert same(tuned.model, again.model)
+
+
+def test_frozen_parameters_stay_frozen() -> None:
+    model = net()
+    model.stem.requires_grad_(False)
+    result = prune(model, data(), remove=0.3, step=0.3, finetune=FineTune(data(), epochs=2))
+    kept = np.setdiff1d(np.arange(12), result.plan.cuts.get("stem.weight", {}).get(0, ()))
+    assert torch.equal(result.model.stem.weight, model.stem.weight[kept])
+    assert not result.model.stem.weight.requires_grad
+    with pytest.raises(DataError, match="frozen"):
+        FineTune(data())(net().requires_grad_(False), 1)
+
+
+@pytest.mark.parametrize("kind", ["sgd", "adam", "adamw-groups", "rmsprop"])
+def test_optimizer_state_is_sliced_like_its_parameters(kind: str) -> None:
+    """Train, remove, train on: as if the removed units' state had never been there."""
+    model, (x, y) = net(), data()
+    made = {
+        "sgd": lambda m: torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9, nesterov=True),
+        "adam": lambda m: torch.optim.Adam(m.parameters(), lr=0.01, amsgrad=True),
+        "adamw-groups": lambda m: torch.optim.AdamW(
+            [
+                {"params": m.stem.parameters(), "lr": 0.001},
+                {"params": [p for n, p in m.named_parameters() if "stem" not in n]},
+            ],
+            lr=0.01,
+        ),
+        "rmsprop": lambda m: torch.optim.RMSprop(m.parameters(), lr=0.001, momentum=0.5, centered=True),
+    }[kind]
+    optimizer = made(model)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+
+    def train(m: nn.Module, steps: int) -> None:
+        for _ in range(steps):
+            optimizer.zero_grad()
+            F.cross_entropy(m(x), y).backward()
+            optimizer.step()
+        scheduler.step()
+
+    train(model, 3)
+    states = {n: dict(optimizer.state[p]) for n, p in model.named_parameters()}
+    graph = analyze(model, x[:1])
+    chosen = plan(graph, score(model, None, "weight", graph=graph), remove=0.4)
+    small = apply(model, chosen)
+    carry(optimizer, model, small, chosen)
+    for name, parameter in small.named_parameters():
+        for key, value in optimizer.state[parameter].items():
+            expected = states[name][key]
+            if isinstance(expected, Tensor) and expected.ndim:
+                for dim, gone in chosen.cuts.get(name, {}).items():
+                    expected = torch.stack([s for i, s in enumerate(expected.unbind(dim)) if i not in gone], dim)
+            assert torch.equal(torch.as_tensor(value), torch.as_tensor(expected)), (name, key)
+    rates = [group["lr"] for group in optimizer.param_groups]
+    before = {n: p.detach().clone() for n, p in small.named_parameters()}
+    train(small, 2)
+    assert all(not torch.equal(before[n], p) for n, p in small.named_parameters())
+    assert [group["lr"] for group in optimizer.param_groups] == [r * 0.9 for r in rates]
+    assert len(optimizer.state) == len(list(small.parameters()))
+
+
+def test_optimizer_scheduler_and_average_through_the_loop() -> None:
+    model, (x, y) = net(), data()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    average = AveragedModel(model, avg_fn=lambda old, new, n: 0.9 * old + 0.1 * new)
+
+    def tune(small: nn.Module, step: int) -> None:
+        for _ in range(3):
+            optimizer.zero_grad()
+            F.cross_entropy(small(x), y).backward()
+            optimizer.step()
+            average.update_parameters(small)
+        scheduler.step()
+
+    result = prune(model, (x, y), remove=0.4, step=0.2, finetune=tune, carry=[optimizer, average, scheduler])
+    mine = {id(p) for p in result.model.parameters()}
+    assert {id(p) for group in optimizer.param_groups for p in group["params"]} == mine
+    assert optimizer.param_groups[0]["lr"] == 0.0025
+    assert average.module.hidden.weight.shape == result.model.hidden.weight.shape
+    assert average.module(x).shape == (12, 4)
+    with pytest.raises(SecateurError, match="carry"):
+        prune(model, (x, y), remove=0.4, carry=[object()])
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------------
+class Killed(BaseException):
+    """Stands for a kill: nothing in the library may catch it."""
+
+
+@pytest.mark.parametrize("after", [1, 2, 3])
+def test_resume_ends_the_same(tmp_path: Path, after: int) -> None:
+    path, samples = tmp_path / "run.safetensors", data(20)
+    options = {"remove": 0.5, "step": 0.1, "evaluate": accuracy}
+
+    def run(tuner: object, checkpoint: Path | None = None):
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        tune = FineTune(samples, epochs=2, lr=0.05)
+
+        def both(small: nn.Module, step: int) -> None:
+            tune(small, step)
+            small.train()
+            for _ in range(2):  # dropout draws random numbers, momentum goes on from step to step
+                optimizer.zero_grad()
+                F.cross_entropy(small(samples[0]), samples[1]).backward()
+                optimizer.step()
+            small.eval()
+            if callable(tuner):
+                tuner(step)
+
+        return prune(model, samples, finetune=both, carry=[optimizer], checkpoint=checkpoint, **options)
+
+    whole = run(None)
+
+    def kill(step: int) -> None:
+        if step == after + 1:
+            raise Killed
+
+    with pytest.raises(Killed):
+        run(kill, path)
+    resumed = run(None, path)
+    assert resumed.plan == whole.plan
+    assert same(resumed.model, whole.model)
+    assert [r.metrics for r in resumed.history] == [r.metrics for r in whole.history]
+    for site, values in whole.scores.units.items():
+        np.testing.assert_array_equal(resumed.scores.units[site], values)
+    finished = run(lambda step: pytest.fail("a finished run has nothing left to do"), path)
+    assert same(finished.model, whole.model)
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_checkpoints_of_other_runs_and_damaged_ones_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "run.safetensors"
+    prune(net(), data(), remove=0.2, step=0.1, checkpoint=path)
+    with pytest.raises(FileFormatError, match=r"remove was 0\.2, is now 0\.3"):
+        prune(net(), data(), remove=0.3, step=0.1, checkpoint=path)
+    with pytest.raises(FileFormatError, match="weights"):
+        prune(net(1), data(), remove=0.2, step=0.1, checkpoint=path)
+    content = path.read_bytes()
+    for wrong in (b"", b"nonsense" * 10, content[: len(content) // 2]):
+        path.write_bytes(wrong)
+        with pytest.raises(FileFormatError):
+            prune(net(), data(), remove=0.2, step=0.1, checkpoint=path)
+    state = {"a": torch.zeros(1)}
+    checkpoints.safetensors.torch.save_file(state, path)
+    with pytest.raises(FileFormatError, match="not a checkpoint of this version"):
+        prune(net(), data(), remove=0.2, step=0.1, checkpoint=path)
+
+
+def test_a_full_disk_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, writes = tmp_path / "run.safetensors", []
+    real = os.fsync
+
+    def full(handle: int) -> None:
+        writes.append(handle)
+        if len(writes) > 5:  # two per checkpoint: the file and its folder
+            raise OSError(28, "No space left on device")
+        real(handle)
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(CheckpointError, match="No space left") as caught:
+        prune(net(), data(), remove=0.5, step=0.1, checkpoint=path)
+    monkeypatch.undo()
+    assert caught.value.result.model(data()[0]).shape == (12, 4)
+    assert not list(tmp_path.glob(".*"))
+    resumed = prune(net(), data(), remove=0.5, step=0.1, checkpoint=path)
+    assert same(resumed.model, prune(net(), data(), remove=0.5, step=0.1).model)
+
+
+def test_nested_state_round_trips() -> None:
+    tensors: dict[str, Tensor] = {}
+    value = {"state": {0: {"step": torch.tensor(3.0), "beta": (0.9, 0.99)}}, "list": [1, None, True, "x"]}
+    text = json.dumps(checkpoints.encode(value, tensors, "k"))
+    assert checkpoints.decode(json.loads(text), tensors) == value
+    with pytest.raises(CheckpointError):
+        checkpoints.encode({"f": lambda: 0}, {}, "k")
+
+
+KILL_ME = Path(__file__).parent.parent / "benchmarks" / "kills.py"
+
+
+def test_killed_processes_end_the_same(tmp_path: Path) -> None:
+    """Three kills at random moments; `benchmarks/kills.py` does 25."""
+    done = subprocess.run(
+        [sys.executable, str(KILL_ME), "--kills", "3", "--folder", str(tmp_path)],
+        capture_output=True, text=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "3 of 3 identical" in done.stdout
+
+
+# -- bad input ---------------------------------------------------------------------------------------------------------
+def test_bad_input_is_named() -> None:
+    model, samples = net(), data()
+    with pytest.raises(DataError, match="empty"):
+        prune(model, [], remove=0.5)
+    with pytest.raises(DataError, match="labels run from"):
+        prune(model, (samples[0], samples[1] + 2), remove=0.5)
+    with pytest.raises(ForwardError):
+        prune(model, (torch.rand(4, 1, 6, 6), torch.arange(4)), remove=0.5)
+    broken = net()
+    with torch.no_grad():
+        broken.conv1.bias[0] = math.inf
+    with pytest.raises(NotFiniteError, match=r"conv1\.bias"):
+        prune(broken, samples, remove=0.5)
+    with pytest.raises(CriterionError, match="NaN"):
+        prune(model, samples, lambda m, b: {"conv1": np.full(16, np.nan)}, remove=0.5)
+    for target in ({}, {"remove": 0.5, "keep": {"macs": 0.5}}, {"remove": 1.5}, {"remove": 0.5, "step": 0}):
+        with pytest.raises(TargetError):
+            prune(model, samples, **target)
+    with pytest.raises(TargetError, match="cannot reach"):
+        prune(model, samples, keep={"macs": 1e-9})
+    with pytest.raises(TargetError, match="at most"):
+        prune(model, samples, remove=0.99)
+    with pytest.raises(SecateurError, match="evaluate"):
+        prune(model, samples, remove=0.5, max_drop=0.1)
+
+
+@pytest.mark.parametrize("what", ["evaluate", "finetune", "repair"])
+def test_what_the_users_functions_raise_is_named_and_nothing_is_lost(what: str) -> None:
+    calls = []
+
+    def fails(model: nn.Module, *rest: object) -> object:
+        calls.append(1)
+        if len(calls) == 3:
+            raise RuntimeError("the cat sat on the keyboard")
+        return model if what == "repair" else 0.5
+
+    with pytest.raises(EvaluationError, match=f"{what} raised RuntimeError.*keyboard") as caught:
+        prune(net(), data(), remove=0.5, step=0.1, **{what: fails})
+    result = caught.value.result
+    assert len(result.history) == (2 if what == "evaluate" else 3)
+    assert result.plan is not None
+    assert result.model(data()[0]).shape == (12, 4)
+    with pytest.raises(EvaluationError, match="overall"):
+        prune(net(), data(), remove=0.5, evaluate=lambda m: {"cat": 1.0})
+    with pytest.raises(EvaluationError, match="nan"):
+        prune(net(), data(), remove=0.5, evaluate=lambda m: math.nan)
+
+
+# -- history and progress ----------------------------------------------------------------------------------------------
+def test_history_as_rows(tmp_path: Path) -> None:
+    result = prune(net(), data(), remove=0.2, step=0.1, evaluate=lambda m: {"overall": 0.5, "cat": 0.25})
+    text = result.history.to_csv(tmp_path / "rows.csv")
+    lines = text.splitlines()
+    assert lines[0].endswith("overall,cat")
+    assert len(lines) == 4
+    assert lines[-1].endswith("0.5,0.25")
+    again = History.from_json(result.history.to_json(tmp_path / "rows.json"))
+    assert list(again) == list(result.history)
+    assert (tmp_path / "rows.csv").read_text() == text
+    for wrong in ("[1]", "{", '[{"step": 1}]'):
+        with pytest.raises(FileFormatError):
+            History.from_json(wrong)
+    assert "taken back" not in str(result.history)
+    assert str(result).count("\n") >= 3
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("rich", [True, False])
+def test_progress_only_on_a_terminal(rich: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not rich:
+        monkeypatch.setitem(sys.modules, "rich.console", None)
+    row = prune(net(), data(), "weight", remove=0.2, step=0.2).history[-1]
+    for stream, shown in ((Terminal(), True), (io.StringIO(), False)):
+        with Progress(True, 2, stream) as progress:
+            progress(row)
+        assert ("units left" in stream.getvalue()) == shown or (rich and shown)
+    silent = Terminal()
+    with Progress(False, 2, silent) as progress:
+        progress(row)
+    assert silent.getvalue() == ""
+
+
+def test_signals_are_left_alone() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    prune(net(), data(), "weight", remove=0.2, step=0.2)
+    assert signal.getsignal(signal.SIGINT) is before
