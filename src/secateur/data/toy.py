@@ -1,7 +1,7 @@
 """Three sets of points in the plane: two moons, two circles, four spirals.
 
 Points lie evenly along each class's curve and are then disturbed, as scikit-learn's generators do it. So a set is more
-regular than a random draw: one point per class is always the start of the curve, and for the spirals that is the origin.
+regular than a random draw: one point per class is always the start of the curve; for the spirals that is the origin.
 """
 
 from __future__ import annotations

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -16,13 +15,12 @@ from torch import Tensor
 
 import secateur as sc
 from secateur.criteria.criterion import Criterion
-from secateur.criteria.relevance import LRP
 from secateur.criteria.scores import Scores
 from secateur.criteria.scoring import score
 from secateur.criteria.sensitivity import Gradient, Taylor
 from secateur.criteria.weight import Weight
 from secateur.errors import VerificationError
-from secateur.experiments.toy.evaluation import Evaluator, removed_by
+from secateur.experiments.toy.evaluation import Evaluator, Removed, removed_by
 from secateur.experiments.toy.nets import Trained, trained
 from secateur.experiments.toy.ranking import doubled_ranks
 from secateur.experiments.toy.recipe import CRITERIA, REMOVED, Reading, Recipe
@@ -56,6 +54,7 @@ def block(task: Task) -> tuple[Arrays, bool]:
     - `accuracy` [sizes, seeds, criteria, views] in percent, `unpruned` [seeds, views]
     - `ranks` [sizes, seeds, criteria, units]: doubled ranks of the scores
     - `removed` [sizes, seeds, criteria, layers]: how many units each hidden layer lost
+    - `variants` [variant sizes, seeds, ways to compute LRP]: accuracy on the training set
     - `gap`: the largest difference between bulk evaluation and a pruned network, relative to the largest logit
     """
     subject = trained(task.name, task.reading, task.recipe, task.cache)
@@ -76,27 +75,47 @@ def _compute(task: Task, subject: Trained) -> Arrays:
     unpruned = np.zeros((len(task.seeds), len(recipe.views)), np.float32)
     ranks = np.zeros((*shape, graph.total_units), np.uint16)
     removed = np.zeros((*shape, 3), np.int32)
+    ways = np.zeros((len(recipe.variant_sizes), len(task.seeds), len(task.reading.variants)), np.float32)
+    checked = task.seeds[0] % len(recipe.sizes)  # another size in each block
     gap = 0.0
     training = _Views(subject, [recipe.training(task.name).tensors()])
     for j, seed in enumerate(task.seeds):
         tests = _Views(subject, [recipe.test(task.name, noise, seed).tensors() for noise in recipe.noises])
         unpruned[j] = training.accuracy(((), (), ())) + tests.accuracy(((), (), ()))
-        for i, size in enumerate(recipe.sizes):
+        for i, size in sorted(enumerate(recipe.sizes), reverse=True):  # small sets choose nearly what large ones do
             scores = reference_scores(task, subject, size, seed, graph)
             for c, criterion in enumerate(CRITERIA):
                 plan = sc.plan(graph, scores[criterion], remove=REMOVED)
                 gone = removed_by(plan)
+                if size == max(recipe.sizes):
+                    tests.remember(gone)
+                    if j == 0:
+                        training.remember(gone)
                 accuracy[i, j, c] = training.accuracy(gone) + tests.accuracy(gone)
                 ranks[i, j, c] = doubled_ranks(scores[criterion].of(graph)[graph.candidates])
                 removed[i, j, c] = [len(units) for units in gone]
-                if j == 0 and i in (0, len(recipe.sizes) - 1):
+                if j == 0 and i == checked:
                     gap = max(gap, tests.check(sc.apply(net, plan), gone))
-    return {"accuracy": accuracy, "unpruned": unpruned, "ranks": ranks, "removed": removed, "gap": np.array([gap])}
+            if size in recipe.variant_sizes:
+                for v, variant in enumerate(task.reading.variants):
+                    plan = sc.plan(graph, scores[variant.name], remove=REMOVED)
+                    ways[recipe.variant_sizes.index(size), j, v] = training.accuracy(removed_by(plan))[0]
+    return {
+        "accuracy": accuracy,
+        "unpruned": unpruned,
+        "ranks": ranks,
+        "removed": removed,
+        "variants": ways,
+        "gap": np.array([gap]),
+    }
 
 
 def reference_scores(task: Task, subject: Trained, size: int, seed: int, graph: Graph) -> dict[str, Scores]:
     """Scores by all criteria on one reference set, as one batch."""
-    criteria: list[Criterion] = [Weight(norm=task.reading.norm), Taylor(), Gradient(), LRP(start=task.reading.start)]
+    reading = task.reading
+    criteria: list[Criterion] = [Weight(norm=reading.norm), Taylor(), Gradient(), reading.variant.criterion("lrp")]
+    if size in task.recipe.variant_sizes:
+        criteria += [variant.criterion() for variant in reading.variants]
     data = task.recipe.reference(task.name, size, seed).tensors()
     return score(subject.net, [data], criteria, graph=graph)
 
@@ -108,13 +127,19 @@ class _Views:
         self.x, self.y = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
         self.sizes = [len(y) for _, y in parts]
         self.evaluator = Evaluator(subject.net, self.x)
+        self.remember = self.evaluator.remember
+        self._counted: dict[tuple[tuple[int, ...], ...], list[float]] = {}
 
-    def accuracy(self, removed: Any) -> list[float]:
-        right = (self.evaluator.classes(removed) == self.y).double()
-        return [100 * float(part.mean()) for part in right.split(self.sizes)]
+    def accuracy(self, removed: Removed) -> list[float]:
+        """Percent right in each set; a pruning that comes up again is not evaluated again."""
+        key = tuple(removed)
+        if key not in self._counted:
+            right = (self.evaluator.classes(removed) == self.y).double()
+            self._counted[key] = [100 * float(part.mean()) for part in torch.split(right, self.sizes)]
+        return self._counted[key]
 
     @torch.no_grad()
-    def check(self, small: torch.nn.Module, removed: Any) -> float:
+    def check(self, small: torch.nn.Module, removed: Removed) -> float:
         """How far bulk logits are from those of the smaller network; more than rounding is an error."""
         exact, bulk = small(self.x), self.evaluator.logits(removed)
         gap = float((exact - bulk).abs().max() / exact.abs().max())

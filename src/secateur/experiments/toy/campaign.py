@@ -22,8 +22,8 @@ from secateur.experiments.toy.store import Arrays, source_digest
 # Seeds in a block: enough to share the work on the training set, few enough that a stop loses little.
 _SEEDS = 5
 
-# Called with what was just finished, how much is done, and how much there is.
-Progress = Callable[[str, int, int], None]
+# Called with what was just finished, and how many of `size` parts are done.
+Progress = Callable[[str, int], None]
 
 
 @dataclass(frozen=True)
@@ -59,14 +59,16 @@ class _Job:
         return f"{what}, seeds {self.task.seeds[0]}–{self.task.seeds[-1]}" if self.task else f"{what}, training"
 
 
-def run(recipe: Recipe, chosen: list[Reading], cache: Path, workers: int | None = None, progress: Progress | None = None) -> list[Outcome]:
+def run(
+    recipe: Recipe, chosen: list[Reading], cache: Path, workers: int | None = None, progress: Progress | None = None
+) -> list[Outcome]:
     """Everything the tables and figures are made from. What the cache holds is not computed again."""
     jobs = [(name, reading) for name in reversed(SETS) for reading in chosen]  # the spirals take longest: first
-    blocks = [tuple(range(start, min(start + _SEEDS, recipe.seeds))) for start in range(0, recipe.seeds, _SEEDS)]
+    blocks = _blocks(recipe)
     tasks = {job: [Task(*job, recipe, seeds, cache, source_digest()) for seeds in blocks] for job in jobs}
     networks: dict[tuple[str, str], tuple[float, float]] = {}
     found: dict[tuple[str, str], dict[int, Arrays]] = {(name, reading.name): {} for name, reading in jobs}
-    total, done = len(jobs) * (1 + len(blocks)), 0
+    done = 0
     with _Pool(workers or available_cores()) as pool:
         for name, reading in jobs:
             pool.submit(_Job(name, reading), _train, (name, reading, recipe, cache))
@@ -80,7 +82,7 @@ def run(recipe: Recipe, chosen: list[Reading], cache: Path, workers: int | None 
                 found[key][job.task.seeds[0]] = result
             done += 1
             if progress:
-                progress(job.text, done, total)
+                progress(job.text, done)
     outcomes = []
     for reading in chosen:
         for name in SETS:
@@ -89,13 +91,23 @@ def run(recipe: Recipe, chosen: list[Reading], cache: Path, workers: int | None 
     return outcomes
 
 
+def size(recipe: Recipe, chosen: list[Reading]) -> int:
+    """How many parts there are: networks to train, and blocks."""
+    return len(chosen) * len(SETS) * (1 + len(_blocks(recipe)))
+
+
+def _blocks(recipe: Recipe) -> list[tuple[int, ...]]:
+    seeds = range(recipe.seeds)
+    return [tuple(seeds[start : start + _SEEDS]) for start in seeds[::_SEEDS]]
+
+
 def available_cores() -> int:
     """Cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _joined(parts: list[Arrays]) -> Arrays:
-    seeds_at = {"accuracy": 1, "unpruned": 0, "ranks": 1, "removed": 1, "gap": 0}
+    seeds_at = {"accuracy": 1, "unpruned": 0, "ranks": 1, "removed": 1, "variants": 1, "gap": 0}
     return {key: np.concatenate([part[key] for part in parts], axis) for key, axis in seeds_at.items()}
 
 

@@ -71,9 +71,8 @@ def _others_within_spread(index: Index, net: str, recipe: Recipe) -> Claim:
                 if row.paper is not None:
                     cases += 1
                     if not row.within:
-                        bad.append(
-                            f"{name}, n={n}, {criterion}: {row.mean:.2f} ± {row.std:.2f}, the paper {row.paper:.2f} ± {row.logs_std or 0:.2f}"
-                        )
+                        ours, theirs = f"{row.mean:.2f} ± {row.std:.2f}", f"{row.paper:.2f} ± {row.logs_std or 0:.2f}"
+                        bad.append(f"{name}, n={n}, {criterion}: {ours}, the paper {theirs}")
     return Claim(net, "Taylor and gradient within two standard deviations of Supplementary Table 1", cases, tuple(bad))
 
 

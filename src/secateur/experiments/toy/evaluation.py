@@ -1,15 +1,15 @@
 """Many prunings of one network on one set of points, without building the pruned networks.
 
-Activations are kept with units as rows, so that leaving units out is a cheap choice of rows. What all prunings share,
-the first hidden layer and the sums the second makes of it, is computed once; a pruning subtracts what the units removed
-from the first layer contributed. Without a third ReLU everything behind the second layer is one matrix.
+Activations are kept with units as rows, so that leaving units out is a cheap choice of rows. What prunings share, the
+first hidden layer and the sums the second makes of it, is computed once; a pruning adds or subtracts what the units of
+the first layer contribute in which it differs from the nearest pruning whose sums are known. Without a third ReLU
+everything behind the second layer is one matrix.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -35,26 +35,44 @@ class Evaluator:
         self._bias = [_tensor(layer, "bias") for layer in layers]
         self._third_relu = hasattr(net, "third_relu")
         self._first = torch.addmm(self._bias[0][:, None], self._weight[0], x.T).relu_()
-        self._second = torch.addmm(self._bias[1][:, None], self._weight[1], self._first)
+        sums = torch.addmm(self._bias[1][:, None], self._weight[1], self._first)
+        self._known = [(torch.ones(len(self._first)), sums)]
+
+    @torch.no_grad()
+    def remember(self, removed: Removed) -> None:
+        """Keep what the second layer sums up when these units are gone from the first: for prunings that are alike."""
+        present = _present(removed[0], len(self._first))
+        self._known.append((present, self._sums(present, torch.arange(len(self._bias[1])))))
 
     @torch.no_grad()
     def logits(self, removed: Removed) -> Tensor:
         """Points by classes."""
-        width = len(self._bias[0])
-        gone = [torch.tensor(sorted(units), dtype=torch.long) for units in removed]
-        kept = [torch.from_numpy(np.setdiff1d(np.arange(width), units.numpy())) for units in gone]
-        lost = self._weight[1][kept[1]][:, gone[0]]
-        hidden = torch.addmm(self._second[kept[1]], lost, self._first[gone[0]], alpha=-1).relu_()
-        weight, bias = self._weight[2][kept[2]][:, kept[1]], self._bias[2][kept[2], None]
-        last = self._weight[3][:, kept[2]]
+        present = [_present(units, len(bias)) for units, bias in zip(removed, self._bias, strict=False)]
+        second, third = present[1].nonzero()[:, 0], present[2].nonzero()[:, 0]
+        hidden = self._sums(present[0], second).relu_()
+        weight, bias = self._weight[2][third][:, second], self._bias[2][third, None]
+        last = self._weight[3][:, third]
         if self._third_relu:
             hidden = torch.addmm(bias, weight, hidden).relu_()
             return torch.addmm(self._bias[3][:, None], last, hidden).T
         return torch.addmm(last @ bias + self._bias[3][:, None], last @ weight, hidden).T
 
+    def _sums(self, present: Tensor, units: Tensor) -> Tensor:
+        """What some units of the second layer sum up of the first, where 1 marks the units that are present."""
+        start, sums = min(self._known, key=lambda known: int((known[0] != present).sum()))
+        changed = (start != present).nonzero()[:, 0]
+        weight = self._weight[1][units][:, changed] * (present - start)[changed]
+        return torch.addmm(sums[units], weight, self._first[changed])
+
     def classes(self, removed: Removed) -> Tensor:
         """The class given to each point."""
         return self.logits(removed).argmax(1)
+
+
+def _present(removed: tuple[int, ...], width: int) -> Tensor:
+    present = torch.ones(width)
+    present[list(removed)] = 0
+    return present
 
 
 def _tensor(layer: nn.Module, name: str) -> Tensor:

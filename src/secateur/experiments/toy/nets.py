@@ -54,18 +54,20 @@ def trained(name: str, reading: Reading, recipe: Recipe, cache: Path) -> Trained
     if found is None:
         began = time.perf_counter()
         net = _train(name, reading, recipe)
-        about = {"set": name, "reading": reading.name, "seconds": time.perf_counter() - began}
+        seconds = time.perf_counter() - began
+        about = {"set": name, "reading": reading.name, "seconds": seconds}
         put(path, {key: value.numpy() for key, value in net.state_dict().items()}, about)
     else:
-        arrays, about = found
+        arrays, described = found
+        seconds = float(described["seconds"])
         net.load_state_dict({key: torch.from_numpy(value) for key, value in arrays.items()})
     net.eval()
     weights = digest(*(value.numpy() for value in net.state_dict().values()))
-    return Trained(net, accuracy(net, *data.tensors()), float(about["seconds"]), weights)
+    return Trained(net, accuracy(net, *data.tensors()), seconds, weights)
 
 
 def _train(name: str, reading: Reading, recipe: Recipe) -> ToyNet:
-    """Mini-batches with a larger rate: rate times steps is that of 10 000 full-batch steps at 0.001, at 1/400 of the cost."""
+    """Mini-batches at a larger rate: rate times steps as in 10 000 full-batch steps at 0.001, for 1/400 of the cost."""
     x, y = recipe.training(name).tensors()
     size = len(x) // recipe.batches
     with torch.random.fork_rng(devices=[]):
@@ -79,7 +81,7 @@ def _train(name: str, reading: Reading, recipe: Recipe) -> ToyNet:
                 order = torch.randperm(len(x))
             batch = order[place * size : (place + 1) * size]
             optimizer.zero_grad()
-            nn.functional.cross_entropy(net(x[batch]), y[batch]).backward()
+            torch.autograd.backward(nn.functional.cross_entropy(net(x[batch]), y[batch]))
             optimizer.step()
     return net
 
@@ -87,4 +89,4 @@ def _train(name: str, reading: Reading, recipe: Recipe) -> ToyNet:
 @torch.no_grad()
 def accuracy(net: nn.Module, x: Tensor, y: Tensor) -> float:
     """Percent of points that the network puts into their class."""
-    return 100 * float((net(x).argmax(1) == y).float().mean())
+    return 100 * float((net(x).argmax(1) == y).double().mean())

@@ -53,7 +53,8 @@ def centred(ranks: Ranks) -> Floats:
     rows = ranks.astype(np.float64)
     rows -= rows.mean(-1, keepdims=True)
     length = np.linalg.norm(rows, axis=-1, keepdims=True)
-    return np.divide(rows, length, out=np.zeros_like(rows), where=length > 0)
+    unit: Floats = np.divide(rows, length, out=np.zeros_like(rows), where=length > 0)
+    return unit
 
 
 def over_pairs(table: Floats) -> Spread:

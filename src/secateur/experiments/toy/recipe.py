@@ -9,6 +9,8 @@ import numpy as np
 
 from secateur.data.toy import CLASSES, Points, points
 from secateur.errors import SecateurError
+from secateur.experiments.toy import variants
+from secateur.experiments.toy.variants import Variant
 
 # In the order of the paper's tables.
 CRITERIA = ("weight", "taylor", "gradient", "lrp")
@@ -27,23 +29,39 @@ _TRAINING, _REFERENCE, _TEST = 1, 2, 3
 
 @dataclass(frozen=True)
 class Reading:
-    """One way to read the experiment: the network, what LRP starts from at the true class, the norm of weight scores."""
+    """One way to read the experiment: the network, how LRP is computed, and the norm of the weight scores."""
 
     name: str
     third_relu: bool
-    start: Literal["one", "logit"]
+    variant: Variant
     norm: Literal[1, 2]
     text: str
+
+    @property
+    def variants(self) -> tuple[Variant, ...]:
+        """The ways to compute LRP that differ on this network."""
+        return tuple(v for v in variants.ALL if not (self.third_relu and v.signed))
 
 
 READINGS = {
     "paper": Reading(
-        "paper", True, "one", 2, "as the paper states it: a ReLU after each hidden layer, LRP starts from 1, weight scores over their l2 norm"
+        "paper",
+        True,
+        Variant("one", False),
+        2,
+        "as the paper states it: a ReLU after each hidden layer, LRP-α1β0 from 1, weight scores over their l2 norm",
     ),
     "script": Reading(
-        "script", False, "logit", 1, "as the published code has it: no third ReLU, LRP starts from the logit, weight scores over their l1 norm"
+        "script",
+        False,
+        Variant("logit", True),
+        1,
+        "as published in code: no third ReLU, LRP by positive weights from the logit, weight scores over their l1 norm",
     ),
 }
+
+# Reference points per class for which all ways to compute LRP are compared.
+VARIANT_SIZES = (5, 20, 100)
 
 
 @dataclass(frozen=True)
@@ -74,6 +92,11 @@ class Recipe:
         """Steps of training. The spirals take twice as long to separate."""
         return self.spiral_steps if name == "multi" else self.steps
 
+    @property
+    def variant_sizes(self) -> tuple[int, ...]:
+        """Sizes of reference set for which all ways to compute LRP are compared."""
+        return tuple(size for size in self.sizes if size in VARIANT_SIZES)
+
     def depth(self, k: int) -> int:
         """How many units stand for k of the paper's 3000."""
         return k * self.width // PAPER_WIDTH
@@ -102,7 +125,7 @@ class Recipe:
 FULL = Recipe("full", width=PAPER_WIDTH, sizes=(1, 2, 5, 10, 20, 50, 100, 200), seeds=50)
 
 # The same experiment with narrower networks and fewer repetitions: for a first look, and for continuous integration.
-QUICK = Recipe("quick", width=256, sizes=(1, 5, 20, 100), seeds=10)
+QUICK = Recipe("quick", width=256, sizes=(1, 5, 20, 100), seeds=5)
 
 
 def readings(names: list[str] | None) -> list[Reading]:

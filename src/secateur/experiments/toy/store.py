@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import tempfile
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ Arrays = dict[str, np.ndarray[Any, Any]]
 
 # Scores and prunings depend on these parts of the package; a change there makes stored results stale.
 _SOURCES = ("tracing.py", "ops", "graph", "relevance", "criteria", "pruning", "data/toy.py")
-_OWN = ("recipe.py", "nets.py", "evaluation.py", "blocks.py")
+_OWN = ("recipe.py", "variants.py", "nets.py", "evaluation.py", "ranking.py", "blocks.py")
 
 
 def default_cache() -> Path:
@@ -55,22 +54,23 @@ def source_digest() -> str:
 def write(path: Path, content: bytes) -> Path:
     """Write a file so that a reader, or a run after a crash, sees all of it or none."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with os.fdopen(handle, "wb") as file:
+        with partial.open("wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(name, path)
+        partial.replace(path)
     except BaseException:
-        Path(name).unlink(missing_ok=True)
+        partial.unlink(missing_ok=True)
         raise
     return path
 
 
 def put(path: Path, arrays: Arrays, about: dict[str, Any]) -> Path:
     """Store arrays and what they are."""
-    return write(path, save({name: np.ascontiguousarray(a) for name, a in arrays.items()}, {"about": json.dumps(about)}))
+    whole = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
+    return write(path, save(whole, {"about": json.dumps(about)}))
 
 
 def get(path: Path) -> tuple[Arrays, dict[str, Any]] | None:

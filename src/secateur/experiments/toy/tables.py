@@ -148,14 +148,12 @@ def as_csv(made: list[Row]) -> str:
     writer = csv.DictWriter(text, list(Row.__dataclass_fields__), lineterminator="\n")
     writer.writeheader()
     for row in made:
-        writer.writerow({key: _short(value) for key, value in asdict(row).items()})
+        writer.writerow({key: short(value) for key, value in asdict(row).items()})
     return text.getvalue()
 
 
-def as_records(made: list[Row]) -> list[dict[str, Any]]:
-    """The rows for JSON: rounded, and without what is not there."""
-    return [{k: _short(v) for k, v in asdict(row).items() if v is not None and v != "" and v == v} for row in made]
-
-
-def _short(value: Any) -> Any:
-    return round(value, 5) if isinstance(value, float) else value
+def short(value: Any) -> Any:
+    """Five digits after the point are plenty."""
+    if isinstance(value, float):
+        return round(value, 5) if value == value else None  # JSON knows no NaN
+    return value

@@ -1,0 +1,92 @@
+"""The program `secateur`: options that all commands share, and errors in one line."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from secateur import __version__
+from secateur.cli import reproduce
+from secateur.errors import SecateurError
+
+# What to install when an optional package is missing.
+_EXTRAS = {
+    "matplotlib": "report",
+    "jinja2": "report",
+    "PIL": "vision",
+    "torchvision": "vision",
+    "timm": "timm",
+    "onnx": "export",
+}
+
+# Shells report an interrupted program so.
+_INTERRUPTED = 130
+
+
+class Commands(TyperGroup):
+    """Commands whose errors are one readable line, unless `--debug` is given, before or after the command."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Take `--debug` wherever it stands."""
+        if "--debug" in args:
+            os.environ["SECATEUR_DEBUG"] = "1"
+            args = [arg for arg in args if arg != "--debug"]
+        return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command; turn errors that secateur raises on purpose into a line and a status."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            _say("stopped. What was finished is kept; the same command goes on from there.")
+            raise typer.Exit(_INTERRUPTED) from None
+        except (SecateurError, OSError) as error:
+            _raise_if_debugging()
+            _say(f"error: {error}")
+        except ModuleNotFoundError as error:
+            extra = _EXTRAS.get((error.name or "").partition(".")[0])
+            if extra is None:
+                raise
+            _raise_if_debugging()
+            _say(f"error: this command needs {error.name}. Way out: pip install 'secateur[{extra}]'")
+        raise typer.Exit(1)
+
+
+def _raise_if_debugging() -> None:
+    if os.environ.get("SECATEUR_DEBUG"):
+        raise  # the error being handled
+
+
+def _say(text: str) -> None:
+    print(f"secateur: {' '.join(text.split())}", file=sys.stderr)
+
+
+app = typer.Typer(
+    cls=Commands,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Prune neural networks by explaining them.",
+)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        print(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of errors.")] = False,
+) -> None:
+    """Prune neural networks by explaining them."""
+
+
+app.add_typer(reproduce.commands, name="reproduce")

@@ -1,0 +1,161 @@
+"""From nothing to a folder of tables, figures and a page."""
+
+from __future__ import annotations
+
+import json
+import platform
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import secateur
+from secateur.experiments.toy import campaign, claims, tables
+from secateur.experiments.toy.campaign import Outcome
+from secateur.experiments.toy.claims import Claim
+from secateur.experiments.toy.ranking import Spread
+from secateur.experiments.toy.recipe import CRITERIA, Reading, Recipe
+from secateur.experiments.toy.store import source_digest, write
+from secateur.experiments.toy.tables import Index, Row
+
+FORMAT = "secateur-toy-1"
+
+_CSV = {
+    "accuracy": ("unpruned", "accuracy"),
+    "similarity_to_lrp": ("with_lrp",),
+    "self_similarity": ("self",),
+    "lrp_across_sizes": ("across",),
+}
+
+# Called with what was just finished, how much is done, and how much there is.
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class Reproduction:
+    """What came out, and where it lies."""
+
+    recipe: Recipe
+    readings: list[Reading]
+    outcomes: list[Outcome]
+    rows: list[Row]
+    claims: list[Claim]
+    seconds: float
+    folder: Path
+
+    @property
+    def page(self) -> Path:
+        """The page to look at."""
+        return self.folder / "report.html"
+
+
+def reproduce(
+    folder: Path,
+    recipe: Recipe,
+    chosen: list[Reading],
+    cache: Path,
+    workers: int | None = None,
+    progress: Progress | None = None,
+) -> Reproduction:
+    """Run what the cache does not hold, and write every table and figure into `folder`."""
+    from secateur.experiments.toy import figures, page  # drawing is an extra
+
+    began = time.perf_counter()
+    drawings = [(reading, kind) for reading in chosen for kind in ("boundaries", "influence", "bars")]
+    parts = campaign.size(recipe, chosen)
+    total = parts + len(drawings)
+
+    def report(text: str, done: int) -> None:
+        if progress:
+            progress(text, done, total)
+
+    outcomes = campaign.run(recipe, chosen, cache, workers, report)
+    made = tables.rows(outcomes, recipe)
+    index = Index(made)
+    found = [claim for reading in chosen for claim in claims.check(index, reading.name, recipe)]
+    pictures: dict[str, list[figures.Picture]] = {reading.name: [] for reading in chosen}
+    for done, (reading, kind) in enumerate(drawings, parts + 1):
+        if kind == "boundaries":
+            picture = figures.boundaries(reading, recipe, cache)
+        else:
+            picture = (figures.influence if kind == "influence" else figures.bars)(index, reading, recipe)
+        pictures[reading.name].append(picture)
+        for theme, png in picture.png.items():
+            write(folder / "figures" / f"{picture.name}{'' if theme == 'light' else '-dark'}.png", png)
+        report(picture.name, done)
+    result = Reproduction(recipe, chosen, outcomes, made, found, time.perf_counter() - began, folder)
+    for name, which in _CSV.items():
+        write(folder / f"{name}.csv", tables.as_csv([row for row in made if row.table in which]).encode())
+    write(folder / "results.json", json.dumps(as_json(result)).encode())
+    write(folder / "run.json", json.dumps(run_record(result), indent=1).encode())
+    write(result.page, page.render(result, pictures).encode())
+    return result
+
+
+def as_json(result: Reproduction) -> dict[str, Any]:
+    """All numbers. Nothing here depends on when or how fast they were computed."""
+    return {
+        "format": FORMAT,
+        "recipe": result.recipe.as_dict(),
+        "nets": [
+            {
+                "net": outcome.reading.name,
+                "set": outcome.name,
+                "accuracy": round(outcome.trained_accuracy, 5),
+                "removed": {key: _removed(outcome, i) for i, key in enumerate(map(str, result.recipe.sizes))},
+            }
+            for outcome in result.outcomes
+        ],
+        "lrp_variants": variants(result),
+        "claims": [asdict(claim) | {"holds": claim.holds} for claim in result.claims],
+        "columns": list(Row.__dataclass_fields__),
+        "rows": [[tables.short(value) for value in vars(row).values()] for row in result.rows],
+    }
+
+
+def variants(result: Reproduction) -> list[dict[str, Any]]:
+    """Accuracy on the training set by every way to compute LRP."""
+    made = []
+    for outcome in result.outcomes:
+        for i, n in enumerate(result.recipe.variant_sizes):
+            for v, variant in enumerate(outcome.reading.variants):
+                spread = Spread.of(outcome.arrays["variants"][i, :, v].astype(np.float64))
+                made.append(
+                    {
+                        "net": outcome.reading.name,
+                        "set": outcome.name,
+                        "n": n,
+                        "variant": variant.text,
+                        "main": variant == outcome.reading.variant,
+                        "mean": round(spread.mean, 4),
+                        "std": round(spread.std, 4),
+                    }
+                )
+    return made
+
+
+def _removed(outcome: Outcome, size: int) -> dict[str, list[float]]:
+    """Mean number of units that each hidden layer lost, by criterion."""
+    means = outcome.arrays["removed"][size].mean(0)
+    return {name: [round(float(v), 1) for v in means[c]] for c, name in enumerate(CRITERIA)}
+
+
+def run_record(result: Reproduction) -> dict[str, Any]:
+    """When and where: what may differ between two runs with the same numbers."""
+    return {
+        "secateur": secateur.__version__,
+        "code": source_digest(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "workers": campaign.available_cores(),
+        "seconds": round(result.seconds, 1),
+        "largest_gap_to_pruned_networks": max(float(outcome.arrays["gap"].max()) for outcome in result.outcomes),
+        "training_seconds": {
+            f"{outcome.name}, {outcome.reading.name}": round(outcome.training_seconds, 1) for outcome in result.outcomes
+        },
+    }
