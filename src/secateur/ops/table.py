@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -196,6 +197,7 @@ def known_functions() -> list[Function]:
     return list(_TABLE)
 
 
+@cache
 def function_name(function: Function) -> str:
     """A readable name: `torch.Tensor.view`, `torch.nn.functional.relu`."""
     try:

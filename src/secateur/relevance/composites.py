@@ -90,17 +90,12 @@ _GATE = Attention()
 PRESETS: dict[str, Composite] = {
     # The paper: the same rule everywhere, so that the total is the same at every cut.
     "alpha1beta0": Composite(On(AlphaBeta(1, 0)), name="alpha1beta0"),
-    # ε where outputs are few and signed, positive contributions in the convolutions.
-    "epsilon_plus": Composite(
-        On(Epsilon(1e-6), kind="linear"), On(Norm(1e-6), kind=("pool", "add")), On(AlphaBeta(1, 0)), name="epsilon_plus"
-    ),
-    # For heat maps: bounded pixels at the bottom, γ in the convolutions, ε on top.
+    # ε where outputs are few and signed, positive contributions everywhere else.
+    "epsilon_plus": Composite(On(Epsilon(1e-6), kind="linear"), On(AlphaBeta(1, 0)), name="epsilon_plus"),
+    # For heat maps: bounded pixels at the bottom, γ in the middle, ε on top. Sums share by γ too: signed shares
+    # explode where the summands cancel, and paint blots.
     "epsilon_gamma_box": Composite(
-        On(Box(), first=True, kind="conv"),
-        On(Epsilon(1e-6), kind="linear"),
-        On(Norm(1e-6), kind=("pool", "add")),
-        On(Gamma(0.25)),
-        name="epsilon_gamma_box",
+        On(Box(), first=True, kind="conv"), On(Epsilon(1e-6), kind="linear"), On(Gamma(0.25)), name="epsilon_gamma_box"
     ),
     # Transformers (arXiv 2402.05602): queries and keys take part, norms pass relevance. γ in layers, sums and pools
     # keeps the numbers from exploding; ε alone reaches 10^19 on a random ViT.

@@ -65,6 +65,7 @@ class RelevancePass(Observer):
         self.absolute = absolute
         self.heat_map = heat_map
         self._weights = Weights(self.model)
+        self.attentive: set[str] = set()  # layers that got stuck with relevance before
         self.reset()
 
     def reset(self) -> None:
@@ -72,13 +73,14 @@ class RelevancePass(Observer):
         self.units: dict[str, Tensor] = {}
         self.samples = 0
         self._flows: dict[tuple[str, str], list[Any]] = {}
-        self._start: Tensor | float = 0.0
-        self._input: Tensor | float = 0.0
+        self._start = 0.0
+        self._input = 0.0
         self._forget()
 
     def _forget(self) -> None:
         """Forget everything about one forward pass."""
         self._visits.clear()
+        self._pending: list[tuple[str, str, Any, Any, bool]] = []
         self._entries: list[Tensor] = []
         self._sinks: list[tuple[str, Tensor]] = []
         self._leaves: set[int] = set()
@@ -92,6 +94,16 @@ class RelevancePass(Observer):
     # -- running ---------------------------------------------------------------------------------------------------
     def run(self, inputs: Any, start: Start) -> tuple[Tensor, list[Tensor | None]]:
         """One batch: returns the model's output and the relevance of each input tensor (None for those without)."""
+        before = {name: sums.clone() for name, sums in self.units.items()}
+        output, heat, seed = self._propagate(inputs, start)
+        if self._stuck_layers(seed):  # on a GPU only now is it known; from the next time on these layers look for it
+            self.units = before
+            output, heat, seed = self._propagate(inputs, start)
+        self._book(heat, seed)
+        self.samples += output.shape[0] if output.dim() > 1 else 1
+        return output, heat
+
+    def _propagate(self, inputs: Any, start: Start) -> tuple[Tensor, list[Tensor | None], Tensor]:
         self._forget()
         self._weights.index()
         with torch.inference_mode(False):
@@ -110,41 +122,52 @@ class RelevancePass(Observer):
                 raise RelevanceError(
                     f"the output, where relevance starts, is not finite{self._blame()}. Way out: check the weights."
                 )
-            self._start += total(seed)
             leaves = [*self._entries, *(leaf for _, leaf in self._sinks)]
             found = torch.autograd.grad(output, leaves, seed, allow_unused=True)
         for (name, _), absorbed in zip(self._sinks, found[len(self._entries) :], strict=True):
             if absorbed is not None:
                 self.flow(name, "constant", total(absorbed), 0.0, absorbs=True)
         heat: list[Tensor | None] = list(found[: len(self._entries)])
-        for relevance in heat:
-            if relevance is not None:
-                self._input += total(relevance)
-        self.samples += output.shape[0] if output.dim() > 1 else 1
-        value = output.detach()
+        value, pending = output.detach(), self._pending
         self._forget()
-        self._check()
-        return value, heat
+        self._pending = _as_numbers(pending, seed)
+        return value, heat, seed
+
+    def _stuck_layers(self, seed: Tensor) -> bool:
+        """Note the layers that could not pass everything on, and whether any of them is new."""
+        stuck = {
+            name for name, kind, arrived, passed, absorbs in self._pending
+            if not absorbs and kind in ("conv", "linear", "pool") and abs(arrived - passed) > 1e-5 * abs(arrived)
+        }  # fmt: skip
+        new = stuck - self.attentive
+        self.attentive |= stuck
+        return bool(new) and seed.is_cuda
+
+    def _book(self, heat: Sequence[Tensor | None], seed: Tensor) -> None:
+        """Enter a batch into the books; refuse it if it is not finite, naming the layer nearest to the output."""
+        reached = sum(float(total(relevance)) for relevance in heat if relevance is not None)
+        wrong = [name for name, _, arrived, passed, _ in self._pending if not math.isfinite(arrived + passed)]
+        if wrong or not math.isfinite(reached):
+            raise RelevanceError(
+                f"relevance became NaN or infinite at `{wrong[0] if wrong else 'the input'}`{self._blame()}. Way out: "
+                f"check weights and inputs, use float32, or a composite that does not divide by small numbers, such as "
+                f"'alpha1beta0'."
+            )
+        self._start += float(total(seed))
+        for name, kind, arrived, passed, absorbs in self._pending:
+            entry = self._flows.setdefault((name, kind), [0.0, 0.0, absorbs])
+            entry[0], entry[1] = entry[0] + arrived, entry[1] + passed
+            reached += arrived if kind == "stop" else 0.0
+        self._input += reached
+        self._pending = []
 
     def conservation(self) -> Conservation:
         """The books of all batches so far."""
         order = reversed(list(self._flows.items()))
         return Conservation(
-            float(self._start), float(self._input),
-            tuple(Flow(name, kind, float(a), float(p), absorbs) for (name, kind), (a, p, absorbs) in order),
+            self._start, self._input,
+            tuple(Flow(name, kind, a, p, absorbs) for (name, kind), (a, p, absorbs) in order if kind != "stop"),
         )  # fmt: skip
-
-    def _check(self) -> None:
-        """Refuse relevance that is not finite, naming the layer nearest to the output where it went wrong."""
-        sums = [torch.as_tensor(self._input), *(u.sum() for u in self.units.values())]
-        if all(map(math.isfinite, torch.stack([s.to(sums[-1]) for s in sums]).tolist())):
-            return
-        wrong = [name for (name, _), (a, p, _) in self._flows.items() if not math.isfinite(float(a) + float(p))]
-        place = wrong[0] if wrong else "the input"
-        raise RelevanceError(
-            f"relevance became NaN or infinite at `{place}`{self._blame()}. Way out: check weights and inputs, use "
-            f"float32, or a composite without division by small numbers such as 'alpha1beta0'."
-        )
 
     def _blame(self) -> str:
         for name, tensor in [*self.model.named_parameters(), *self.model.named_buffers()]:
@@ -229,8 +252,9 @@ class RelevancePass(Observer):
         if source is not None and source in self.facts.gate:
             for tensor in tensors_in(output):
                 self.facts.gate[tensor] = True
-        if source is not None and source in self.facts.offset and isinstance(output, Tensor):
-            offset = self.facts.offset[source].expand(source.shape)
+        known = None if source is None else self.facts.offset.get(source)
+        if source is not None and known is not None and isinstance(output, Tensor):
+            offset = known.expand(source.shape)
             args = tuple(offset if arg is source else arg for arg in call.args)
             self.facts.offset[output] = call.function(*args, **call.kwargs)
         return output
@@ -241,7 +265,7 @@ class RelevancePass(Observer):
             return self.stops(call)
         written = writes(call)
         if written and self._writable is not None and self._writable() is x and call.tensors()[0] is x:
-            self.facts.linear.pop(x, None)
+            self.facts.linear.forget(x)
             output = take(Passing(call.run, overwrites=True), x)
         elif written:
             output = take(Passing(lambda: self._run_on_copy(call, alias=False)), x)
@@ -470,12 +494,7 @@ class RelevancePass(Observer):
 
     def flow(self, name: str, kind: str, arrived: Any, passed: Any, absorbs: bool = False) -> None:
         """Book what arrived at an operation and what it passed on."""
-        entry = self._flows.setdefault((name, kind), [0.0, 0.0, absorbs])
-        entry[0], entry[1] = entry[0] + arrived, entry[1] + passed
-
-    def reached(self, amount: Tensor) -> None:
-        """Book relevance as having arrived at the input."""
-        self._input = self._input + amount
+        self._pending.append((name, kind, arrived, passed, absorbs))
 
     # -- parts -----------------------------------------------------------------------------------------------------
     def _layer(self, call: Call, record: LinearCall, prepare: Callable[[Tensor], LinearMap]) -> Tensor:
@@ -491,8 +510,10 @@ class RelevancePass(Observer):
                 grown[: sums.numel()] = sums
             self.units[name] = grown
 
-        def units(r: Tensor) -> None:
-            self.units[name][rows] += self._reduce(r, record.channel)
+        def units(r: Tensor) -> Tensor:
+            summed = self._reduce(r, record.channel)
+            self.units[name][rows] += summed
+            return total(r) if self.absolute else summed.sum()
 
         place = self.place(record.kind, path_of(name), record.index, first or record.index == 0)
         step = Layer(
@@ -551,7 +572,7 @@ class RelevancePass(Observer):
             return
         if target._is_view():
             self._doubtful = self._doubtful or str(call.site)
-        self.facts.linear.pop(target, None)
+        self.facts.linear.forget(target)
         self.facts.newer[target] = output
 
 
@@ -561,6 +582,15 @@ def _carries(value: Any) -> bool:
 
 def _flipped(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
     return lambda a, b: function(b, a)
+
+
+def _as_numbers(
+    pending: Sequence[tuple[str, str, Any, Any, bool]], like: Tensor
+) -> list[tuple[str, str, Any, Any, bool]]:
+    """The same entries with numbers instead of tensors, fetched from the device in one go."""
+    values = [torch.as_tensor(v, device=like.device).double() for _, _, *both, _ in pending for v in both]
+    numbers = torch.stack(values).tolist() if values else []
+    return [(n, k, numbers[2 * i], numbers[2 * i + 1], a) for i, (n, k, _, _, a) in enumerate(pending)]
 
 
 def _precise(device: torch.device) -> torch.dtype:

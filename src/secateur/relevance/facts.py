@@ -3,15 +3,46 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import MutableMapping
+import weakref
 from functools import cache
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from secateur.ops.table import Call, Function
 from secateur.relevance.weights import LinearCall
+
+Fact = TypeVar("Fact")
+
+
+class About(Generic[Fact]):
+    """Facts about tensors, by identity. An entry goes when its tensor goes. (torch's own weak dictionaries cost as much
+    as the smaller layers.)"""
+
+    def __init__(self) -> None:
+        self._entries: dict[int, tuple[weakref.ref[Tensor], Fact]] = {}
+
+    def get(self, tensor: Tensor) -> Fact | None:
+        """The fact, or None."""
+        entry = self._entries.get(id(tensor))
+        return entry[1] if entry is not None and entry[0]() is tensor else None
+
+    def __contains__(self, tensor: Tensor) -> bool:
+        entry = self._entries.get(id(tensor))
+        return entry is not None and entry[0]() is tensor
+
+    def __setitem__(self, tensor: Tensor, fact: Fact) -> None:
+        key, entries = id(tensor), self._entries
+
+        def gone(reference: weakref.ref[Tensor]) -> None:
+            if key in entries and entries[key][0] is reference:
+                del entries[key]
+
+        entries[key] = (weakref.ref(tensor, gone), fact)
+
+    def forget(self, tensor: Tensor) -> None:
+        """No longer true."""
+        self._entries.pop(id(tensor), None)
 
 
 class Facts:
@@ -19,26 +50,27 @@ class Facts:
 
     def __init__(self) -> None:
         #: The tensor that took the place of one that was overwritten.
-        self.newer: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()
+        self.newer: About[Tensor] = About()
         #: Tensors that are ≥ 0 everywhere.
-        self.nonneg: MutableMapping[Tensor, bool] = WeakTensorKeyDictionary()
+        self.nonneg: About[bool] = About()
         #: Tensors that act as a gate when they multiply.
-        self.gate: MutableMapping[Tensor, bool] = WeakTensorKeyDictionary()
+        self.gate: About[bool] = About()
         #: Unchanged outputs of conv and linear layers, which may meet a batch norm.
-        self.linear: MutableMapping[Tensor, LinearCall] = WeakTensorKeyDictionary()
+        self.linear: About[LinearCall] = About()
         #: The logits behind the output of a softmax.
-        self.logits: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()
+        self.logits: About[Tensor] = About()
         #: The constant part of a sum.
-        self.offset: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()
+        self.offset: About[Tensor] = About()
 
     def copy(self, source: Tensor, output: Any) -> None:
         """What was known of `source` holds for `output`, which has the same numbers."""
         if not isinstance(output, Tensor) or output is source:
             return
-        known: tuple[MutableMapping[Tensor, Any], ...] = (self.nonneg, self.gate, self.logits, self.offset)
+        known: tuple[About[Any], ...] = (self.nonneg, self.gate, self.logits, self.offset)
         for facts in known:
-            if source in facts:
-                facts[output] = facts[source]
+            fact = facts.get(source)
+            if fact is not None:
+                facts[output] = fact
 
 
 _WRITERS = {"__iadd__", "__isub__", "__imul__", "__itruediv__", "__setitem__", "__ior__", "__iand__"}

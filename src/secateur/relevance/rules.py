@@ -12,6 +12,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from secateur.relevance.maps import LinearMap
 
@@ -154,18 +155,13 @@ class AlphaBeta(Contributions):
 
     def add(self, a: Tensor, b: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
         """The shares of two summands."""
-        # By the positive parts. Where neither is positive: by size, which for two negative numbers is again a share
-        # of the sum; two zeros share evenly. What a does not get, b gets, so nothing is lost.
+        # By the positive parts. Negative parts count 10^-12 times, so that they decide only where neither summand is
+        # positive; then the shares are by size. Of two zeros the first takes all. What a does not get, b gets.
         if self.beta != 0:
             return super().add(a, b, r)
-        plus_a = a.clamp(min=0)
-        total = b.clamp(min=0).add_(plus_a)
-        stuck = (total == 0).logical_and_(r != 0)
-        part = over_positive(plus_a, total).mul_(r)
-        if bool(stuck.any()):
-            size = a.abs()
-            share = torch.where((a == 0) & (b == 0), 0.5, over(size, size + b.abs()))
-            part = torch.where(stuck, share * r, part)
+        part = F.leaky_relu(a, 1e-12).add_(1e-25)
+        whole = F.leaky_relu(b, 1e-12).add_(part)
+        part = part.div_(whole).mul_(r)
         return part, r - part
 
 

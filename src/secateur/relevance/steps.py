@@ -88,11 +88,14 @@ class Sharing(Step):
 
     def back(self, r: Tensor, *inputs: Tensor) -> tuple[Tensor | None, ...]:
         """Share it, give what is stuck a second way, and book both sides."""
-        (a,) = inputs
-        arrived = total(r)
+        return self.share(r, inputs[0], total(r))
+
+    def share(self, r: Tensor, a: Tensor, arrived: Tensor) -> tuple[Tensor | None, ...]:
+        """The rule's shares of `r`."""
+        kind = self.place.kind
         if self.stop:
-            self.books.flow(self.name, self.place.kind, arrived, arrived)
-            self.books.reached(arrived)
+            self.books.flow(self.name, "stop", arrived, 0.0)
+            self.books.flow(self.name, kind, arrived, arrived)
             return (None,)
         rule = self.books.rule(self.place)
         layer = self.layer(a)
@@ -103,26 +106,31 @@ class Sharing(Step):
             a, r = a.float(), r.float()
         shared = rule(layer, a, r)
         passed = total(shared)
-        if not rule.absorbs and bool((passed - arrived).abs() > 1e-5 * arrived.abs()):
+        if not rule.absorbs and self._is_stuck(arrived, passed):
             extra = rule.rescue(layer, a, r)
             if extra is not None:
                 shared = shared + extra
                 passed = total(shared)
-        self.books.flow(self.name, self.place.kind, arrived, passed, rule.absorbs)
+        self.books.flow(self.name, kind, arrived, passed, rule.absorbs)
         return (shared if narrow is None else shared.to(narrow),)
+
+    def _is_stuck(self, arrived: Tensor, passed: Tensor) -> bool:
+        """On a GPU asking would wait for the device, so it is asked of layers that were stuck before."""
+        if arrived.is_cuda and self.name not in self.books.attentive:
+            return False
+        return bool((passed - arrived).abs() > 1e-5 * arrived.abs())
 
 
 class Layer(Sharing):
     """A conv or linear layer, with its batch norm if it has one: a linear map whose outputs are units."""
 
-    def __init__(self, *args: Any, units: Callable[[Tensor], None], **kwargs: Any) -> None:
+    def __init__(self, *args: Any, units: Callable[[Tensor], Tensor], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.units = units
 
     def back(self, r: Tensor, *inputs: Tensor) -> tuple[Tensor | None, ...]:
         """Add up the units on the way."""
-        self.units(r)
-        return super().back(r, *inputs)
+        return self.share(r, inputs[0], self.units(r))
 
 
 class Adding(Step):
