@@ -82,7 +82,7 @@ class _SitedPass(RelevancePass):
     ) -> Tensor:
         """As the relevance pass does it, noting the place."""
         output = super().layer(call, x, build, **options)
-        record = self.facts.linear[output]
-        if record.name in self.units:
+        record = self.facts.linear.get(output)
+        if record is not None and record.name in self.units:
             self.sites[call.site] = (record.name, record.rows.start, record.rows.stop)
         return output

@@ -1,0 +1,1 @@
+"""Bridges to other libraries. Each imports its library only when it is used."""
