@@ -45,7 +45,7 @@ def toy(
 
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         work = bar.add_task("starting", total=None)
 
         def show(text: str, done: int, total: int) -> None:
