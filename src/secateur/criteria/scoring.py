@@ -91,8 +91,14 @@ def example_of(model: nn.Module, data: Data) -> Any:
 
 def check_weights(model: nn.Module) -> None:
     """Refuse weights that are NaN or infinite by name."""
-    for name, tensor in [*unwrap(model).named_parameters(), *unwrap(model).named_buffers()]:
-        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+    named = [*unwrap(model).named_parameters(), *unwrap(model).named_buffers()]
+    floats = [(name, tensor.detach()) for name, tensor in named if tensor.is_floating_point()]
+    # NaN and infinity survive in a sum, which is cheap and asks the device only once.
+    totals = [tensor.sum(dtype=torch.float32).to(floats[0][1].device) for _, tensor in floats]
+    if not totals or bool(torch.isfinite(torch.stack(totals)).all()):
+        return
+    for name, tensor in floats:
+        if not bool(torch.isfinite(tensor).all()):
             raise NotFiniteError(
                 f"`{name}` of {type(model).__name__} has NaN or infinite values, so no score would mean anything. "
                 f"Way out: load sound weights; look for a diverged training run or an overflow in half precision."

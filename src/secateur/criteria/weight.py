@@ -36,7 +36,9 @@ def unit_weights(subject: Subject, index: int) -> Tensor | None:
     weight = dict(subject.model.named_parameters(remove_duplicate=False)).get(axis.parameter)
     if weight is None or weight.ndim < 2:
         return None
-    sizes = weight.detach().abs().sum([d for d in range(weight.ndim) if d != axis.dim], dtype=precise(weight.device))
+    others = [d for d in range(weight.ndim) if d != axis.dim]
+    wide = torch.float32 if weight.dtype in (torch.float16, torch.bfloat16) else weight.dtype
+    sizes = torch.linalg.vector_norm(weight.detach(), 1, others, dtype=wide).to(precise(weight.device))
     # A parameter may hold the units of several calls (query, key and value rows): find ours among those that are left.
     here = np.zeros(axis.size, np.bool_)
     here[producer.labels - axis.base] = kept
