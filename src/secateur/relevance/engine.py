@@ -1,7 +1,6 @@
 """The relevance pass: the user's own forward, run so that its backward pass is Layer-wise Relevance Propagation.
 
-Every operation of the table says in its `relevance` method which of the verbs below it is: a `layer`, something that
-`passes` relevance on, `moves` data, `averages`, `adds`, `gates` or `attends`.
+Every operation of the table says in its `relevance` method which of the verbs in `verbs.py` it is.
 """
 
 from __future__ import annotations
@@ -9,41 +8,26 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from secateur.errors import DataError, RelevanceError, UnknownOperationError, UnsupportedModelError
-from secateur.ops.table import Call, Function, Operation, tensors_in
-from secateur.relevance.composites import Composite, Place, composite_named
+from secateur.ops.table import Call, Function, Operation
+from secateur.relevance.composites import Composite, composite_named
 from secateur.relevance.conservation import Conservation, Flow
-from secateur.relevance.facts import Facts, writes
+from secateur.relevance.facts import Facts
 from secateur.relevance.isolation import call_model, isolated, logits_of, map_tensors, unwrapped
-from secateur.relevance.maps import AveragingMap, ConvMap, DenseMap, FunctionMap, LinearMap, MatmulMap, every
 from secateur.relevance.rules import Rule
-from secateur.relevance.steps import (
-    Adding,
-    Attending,
-    Halving,
-    Layer,
-    Multiplying,
-    Padding,
-    Passing,
-    Sharing,
-    Weighing,
-    take,
-    total,
-)  # fmt: skip
-from secateur.relevance.weights import LinearCall, Weights, path_of
-from secateur.tracing import Observer
+from secateur.relevance.steps import total
+from secateur.relevance.verbs import Absolute, Verbs
+from secateur.relevance.weights import Weights
 
-Absolute = Literal[False, "sample", "element"]
 Start = Callable[[Tensor], Tensor]
 
 
-class RelevancePass(Observer):
+class RelevancePass(Verbs):
     """Propagates relevance through a model, batch after batch; unit sums and the books add up until `reset`.
 
     `units` maps the name of each weight to one number per output channel or neuron. `absolute` takes absolute values
@@ -80,7 +64,8 @@ class RelevancePass(Observer):
     def _forget(self) -> None:
         """Forget everything about one forward pass."""
         self._visits.clear()
-        self._pending: list[tuple[str, str, Any, Any, bool]] = []
+        self._pending: list[tuple[str, str, Any, Any, bool]] = []  # the books of this batch
+        self._gathered: list[tuple[str, slice, Tensor]] = []  # the unit sums of this batch
         self._entries: list[Tensor] = []
         self._sinks: list[tuple[str, Tensor]] = []
         self._leaves: set[int] = set()
@@ -94,10 +79,8 @@ class RelevancePass(Observer):
     # -- running ---------------------------------------------------------------------------------------------------
     def run(self, inputs: Any, start: Start) -> tuple[Tensor, list[Tensor | None]]:
         """One batch: returns the model's output and the relevance of each input tensor (None for those without)."""
-        before = {name: sums.clone() for name, sums in self.units.items()}
         output, heat, seed = self._propagate(inputs, start)
         if self._stuck_layers(seed):  # on a GPU only now is it known; from the next time on these layers look for it
-            self.units = before
             output, heat, seed = self._propagate(inputs, start)
         self._book(heat, seed)
         self.samples += output.shape[0] if output.dim() > 1 else 1
@@ -128,9 +111,9 @@ class RelevancePass(Observer):
             if absorbed is not None:
                 self.flow(name, "constant", total(absorbed), 0.0, absorbs=True)
         heat: list[Tensor | None] = list(found[: len(self._entries)])
-        value, pending = output.detach(), self._pending
+        value, gathered, pending = output.detach(), self._gathered, self._pending
         self._forget()
-        self._pending = _as_numbers(pending, seed)
+        self._gathered, self._pending = gathered, _as_numbers(pending)
         return value, heat, seed
 
     def _stuck_layers(self, seed: Tensor) -> bool:
@@ -159,7 +142,9 @@ class RelevancePass(Observer):
             entry[0], entry[1] = entry[0] + arrived, entry[1] + passed
             reached += arrived if kind == "stop" else 0.0
         self._input += reached
-        self._pending = []
+        for name, rows, summed in self._gathered:
+            self.units[name][rows] += summed
+        self._gathered, self._pending = [], []
 
     def conservation(self) -> Conservation:
         """The books of all batches so far."""
@@ -241,357 +226,13 @@ class RelevancePass(Observer):
             return [self._swap(item) for item in value]
         return value
 
-    # -- verbs for operations --------------------------------------------------------------------------------------
-    def moves(self, call: Call) -> Any:
-        """Data movement: autograd moves relevance back the same way. Facts about the numbers move along."""
-        source = next((t for t in call.tensors() if t.requires_grad), None)
-        output = self._run_on_copy(call) if writes(call) else call.run()
-        moved = [t for t in call.tensors() if t.is_floating_point()]
-        if moved and all(t in self.facts.nonneg for t in moved):
-            self.nonneg(output)
-        if source is not None and source in self.facts.gate:
-            for tensor in tensors_in(output):
-                self.facts.gate[tensor] = True
-        known = None if source is None else self.facts.offset.get(source)
-        if source is not None and known is not None and isinstance(output, Tensor):
-            offset = known.expand(source.shape)
-            args = tuple(offset if arg is source else arg for arg in call.args)
-            self.facts.offset[output] = call.function(*args, **call.kwargs)
-        return output
 
-    def passes(self, call: Call, x: Tensor, *, nonneg: bool = False, gate: bool = False) -> Any:
-        """Relevance passes unchanged to `x`: activations, dropout, norms, scaling."""
-        if not x.requires_grad:
-            return self.stops(call)
-        written = writes(call)
-        if written and self._writable is not None and self._writable() is x and call.tensors()[0] is x:
-            self.facts.linear.forget(x)
-            output = take(Passing(call.run, overwrites=True), x)
-        elif written:
-            output = take(Passing(lambda: self._run_on_copy(call, alias=False)), x)
-            self._alias(call, output)
-        else:
-            output = take(Passing(call.run), x)
-        if nonneg:
-            self.nonneg(output)
-        if gate:
-            self.facts.gate[output] = True
-        return output
-
-    def stops(self, call: Call) -> Any:
-        """Relevance ends here: comparisons, indices, statistics."""
-        with torch.no_grad():
-            return self._run_on_copy(call) if writes(call) else call.run()
-
-    def layer(
-        self,
-        call: Call,
-        x: Tensor,
-        build: Callable[[Tensor, Tensor | None], LinearMap],
-        *,
-        kind: str,
-        channel: int = 1,
-        transposed: bool = False,
-        groups: int = 1,
-    ) -> Tensor:
-        """A conv or linear layer. Its output remembers how it came about, in case a batch norm follows."""
-        weight, bias = call["weight"], call["bias"]
-        index, self._count = self._count, self._count + 1
-        outputs = weight.shape[1] * groups if transposed else weight.shape[0]
-        name, rows = self._weights.name(weight, call, outputs)
-        record = LinearCall(x, weight, bias, build, transposed, groups, name, rows, kind, index, channel)
-        output = self._layer(call, record, lambda a: self._weights.prepared(record))
-        self.facts.linear[output] = record
-        self._fresh = weakref.ref(output)
-        return output
-
-    def dense(self, call: Call) -> Tensor:
-        """A linear layer."""
-        return self.layer(call, call["input"], DenseMap, kind="linear", channel=-1)
-
-    def convolves(self, call: Call, spatial: int, transposed: bool = False) -> Tensor:
-        """A convolution. Input without a batch dimension gets one; "same" padding is spelt out."""
-        x, weight, padding = call["input"], call["weight"], call["padding"]
-        dilation, kernel = every(call["dilation"], spatial), weight.shape[2:]
-        unbatched = x.dim() == spatial + 1
-        if unbatched:
-            x = x.unsqueeze(0)
-        border: list[int] = []
-        if isinstance(padding, str):
-            totals = [d * (k - 1) if padding == "same" else 0 for d, k in zip(dilation, kernel, strict=True)]
-            border = [side for t in reversed(totals) for side in (t // 2, t - t // 2)]
-            padding = [0] * spatial
-        names = ["stride", "dilation", "groups"] + (["output_padding"] if transposed else [])
-        options = {name: call[name] for name in names}
-        options = {name: every(o, spatial) if name != "groups" else int(o) for name, o in options.items()}
-        options["padding"] = every(padding, spatial)
-        shown = {**options, "padding": call["padding"]}
-        call = replace(call, args=(x, weight, call["bias"]), kwargs=shown, _bound=None)
-
-        def build(weight: Tensor, bias: Tensor | None) -> LinearMap:
-            return ConvMap(weight, bias, transposed=transposed, border=border if any(border) else (), **options)
-
-        output = self.layer(call, x, build, kind="conv", channel=1, transposed=transposed, groups=options["groups"])
-        return output.squeeze(0) if unbatched else output
-
-    def batch_norm(self, call: Call, x: Tensor) -> Tensor:
-        """Folded into the layer whose output it reads, if there is one; else it is a scale that passes relevance."""
-        record: LinearCall | None = self.facts.linear.get(x)
-        if (
-            record is None
-            or call["training"]
-            or call["running_mean"] is None
-            or (record.kind == "linear" and x.dim() > 2)
-        ):
-            return self._normed(call, x)
-        stats = tuple(call[name] for name in ("running_mean", "running_var", "weight", "bias"))
-        eps = float(call["eps"])
-        output = self._layer(call, record, lambda a: self._weights.prepared(record, stats, eps))
-        self._fresh = weakref.ref(output)
-        return output
-
-    def averages(self, call: Call, x: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
-        """A linear function of x with weights ≥ 0: pools, means, sums, interpolation."""
-        if not x.requires_grad:
-            return self.stops(call)  # type: ignore[no-any-return]
-        place = self.place("pool", call.site.path)
-        step = Sharing(
-            self, call.run, lambda a: AveragingMap(function, a), place, str(call.site), nonneg=x in self.facts.nonneg
-        )
-        output: Tensor = take(step, x)
-        if x in self.facts.nonneg:
-            self.nonneg(output)
-        return output
-
-    def adds(self, call: Call, a: Any, b: Any, sign: float = 1.0) -> Tensor:
-        """a + sign * b. Constants take no relevance, as biases do not."""
-        carry_a, carry_b = _carries(a), _carries(b)
-        if not (carry_a and carry_b):
-            x, constant = (a, b) if carry_a else (b, a)
-            output: Tensor = self.passes(call, x)
-            if isinstance(constant, Tensor) and sign == 1:
-                before = self.facts.offset.get(x)
-                self.facts.offset[output] = constant if before is None else before + constant
-            return output
-        run = (lambda: self._run_on_copy(call, alias=False)) if writes(call) else call.run
-        output = take(Adding(self, run, sign, self.place("add", call.site.path)), a, b)
-        if writes(call):
-            self._alias(call, output)
-        if a in self.facts.nonneg and b in self.facts.nonneg and sign > 0:
-            self.nonneg(output)
-        self._fresh = weakref.ref(output)
-        return output
-
-    def gates(self, call: Call, factors: Sequence[Any]) -> Tensor:
-        """A product: relevance goes to the signal. A factor is a gate if it carries no relevance, if it comes out of a
-        sigmoid, softmax or the like, or if it is broadcast; signals of equal standing share evenly."""
-        signals = [t for t in factors if _carries(t)]
-        if len(signals) > 1:
-            open_ = [t for t in signals if t not in self.facts.gate]
-            signals = open_ or signals
-        if len(signals) > 1:
-            size = max(t.numel() for t in signals)
-            signals = [t for t in signals if t.numel() == size]
-        if len(signals) > 1 and all(t is signals[0] for t in signals):
-            signals = signals[:1]
-        nonneg = all(t in self.facts.nonneg if isinstance(t, Tensor) else t >= 0 for t in factors)
-        if len(signals) == 1:
-            return self.passes(call, signals[0], nonneg=nonneg)  # type: ignore[no-any-return]
-        run = (lambda: self._run_on_copy(call, alias=False)) if writes(call) else call.run
-        output: Tensor = take(Halving(run), *signals)
-        if writes(call):
-            self._alias(call, output)
-        return output
-
-    def multiplies(self, call: Call, a: Tensor, b: Tensor, function: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        """A bilinear function such as a matmul. A constant factor acts as a weight, attention weights as a gate."""
-        place, name = self.place("matmul", call.site.path), str(call.site)
-        if not a.requires_grad or not b.requires_grad:
-            x, weight = (a, b) if a.requires_grad else (b, a)
-            bound = function if x is a else _flipped(function)
-            return self._weighted(call, x, weight, lambda a: FunctionMap(bound, weight), place)
-        logits = self.facts.logits.get(a)
-        if logits is not None and self.composite.attention(self.place("attention", place.path)).queries:
-            step = Weighing(
-                self, call.run, a.detach(), self.facts.offset.get(logits), self.place("attention", place.path), name
-            )
-            output: Tensor = take(step, logits, b)
-            return output
-        for gate, x, bound in ((a, b, _flipped(function)), (b, a, function)):
-            if gate in self.facts.gate and x not in self.facts.gate:
-                weight, nonneg = gate.detach(), gate in self.facts.nonneg
-                build: Callable[[Tensor], LinearMap] = lambda a, w=weight, f=bound, n=nonneg: FunctionMap(f, w, n)  # type: ignore[misc]  # noqa: E731
-                if function is torch.matmul and a.dim() > 1 and b.dim() > 1:
-                    build = lambda _, w=weight, left=gate is a, n=nonneg: MatmulMap(w, left, n)  # type: ignore[misc]  # noqa: E731
-                return self._weighted(call, x, weight, build, self.place("attention", place.path))
-        output = take(Multiplying(self, call.run, function, place, name), a, b)
-        return output
-
-    def attends(self, call: Call, scale: float, mask: Callable[[], Tensor | None]) -> Tensor:
-        """Scaled dot-product attention."""
-        place = self.place("attention", call.site.path)
-        q, k, v = call["query"], call["key"], call["value"]
-        output: Tensor = take(Attending(self, call.run, mask, scale, place, str(call.site)), q, k, v)
-        return output
-
-    def softmaxes(self, call: Call, x: Tensor) -> Tensor:
-        """Relevance passes; as a factor the result is a gate, and remembers its logits."""
-        output: Tensor = self.passes(call, x, nonneg=True, gate=True)
-        self.facts.logits[output] = x
-        return output
-
-    def pads(self, call: Call, x: Tensor, pad: Sequence[int], constant: bool) -> Tensor:
-        """Padding: repeated values send relevance home, a constant border absorbs what falls on it."""
-        if not constant or not x.requires_grad or min(pad) < 0:
-            return self.moves(call)  # type: ignore[no-any-return]
-        output: Tensor = take(Padding(self, call.run, list(pad), f"border of {call.site}"), x)
-        if x in self.facts.nonneg and not (call.get("value") or 0) < 0:
-            self.nonneg(output)
-        return output
-
-    def enters_here(self, tensor: Tensor) -> Tensor:
-        """The first tensor that can carry relevance on the way from a discrete input: an embedding."""
-        entry = tensor.detach().requires_grad_(True)
-        self._entries.append(entry)
-        self._leaves.add(id(entry))
-        return entry
-
-    def constant(self, tensor: Tensor, call: Call) -> Tensor:
-        """A constant that stands beside the signal (class tokens, padding): what falls on it is booked as absorbed."""
-        if tensor.requires_grad or not tensor.is_floating_point():
-            return tensor
-        leaf = tensor.detach().requires_grad_(True)
-        self._sinks.append((f"constant in {call.site}", leaf))
-        self._leaves.add(id(leaf))
-        if tensor in self.facts.nonneg:
-            self.nonneg(leaf)
-        return leaf
-
-    def copies(self, call: Call, x: Tensor) -> Any:
-        """The same numbers again, or fewer digits of them: relevance passes, and all that is known about them holds."""
-        output = self.passes(call, x) if "dropout" in call.function.__name__ else self.moves(call)
-        self.facts.copy(x, output)
-        return output
-
-    def nonneg(self, output: Any) -> None:
-        """Note that a tensor is ≥ 0 everywhere, so that layers reading it need only their positive weights."""
-        for tensor in tensors_in(output):
-            self.facts.nonneg[tensor] = True
-
-    def is_nonneg(self, tensor: Tensor) -> bool:
-        """Whether a tensor is known to be ≥ 0."""
-        return tensor in self.facts.nonneg
-
-    # -- books -----------------------------------------------------------------------------------------------------
-    def place(self, kind: str, path: str, index: int | None = None, first: bool = False) -> Place:
-        """Where a rule is asked for. Depth counts the weight layers of this forward pass."""
-        return Place(kind, path, float(self._count if index is None else index), first)
-
-    def rule(self, place: Place) -> Rule:
-        """The composite's rule; only now is the number of layers known."""
-        depth = place.depth / max(self._count - 1, 1)
-        return self.composite.rule(Place(place.kind, place.path, min(depth, 1.0), place.first))
-
-    def flow(self, name: str, kind: str, arrived: Any, passed: Any, absorbs: bool = False) -> None:
-        """Book what arrived at an operation and what it passed on."""
-        self._pending.append((name, kind, arrived, passed, absorbs))
-
-    # -- parts -----------------------------------------------------------------------------------------------------
-    def _layer(self, call: Call, record: LinearCall, prepare: Callable[[Tensor], LinearMap]) -> Tensor:
-        x, name, rows = record.x, record.name, record.rows
-        if not x.requires_grad:
-            return self.stops(call)  # type: ignore[no-any-return]
-        first = any(x is entry for entry in self._entries)
-        sums = self.units.get(name)
-        if sums is None or sums.numel() < rows.stop:
-            height = rows.stop if record.transposed else self._weights.height(name, rows.stop)
-            grown = torch.zeros(height, dtype=_precise(x.device), device=x.device)
-            if sums is not None:
-                grown[: sums.numel()] = sums
-            self.units[name] = grown
-
-        def units(r: Tensor) -> Tensor:
-            summed = self._reduce(r, record.channel)
-            self.units[name][rows] += summed
-            return total(r) if self.absolute else summed.sum()
-
-        place = self.place(record.kind, path_of(name), record.index, first or record.index == 0)
-        step = Layer(
-            self, call.run, prepare, place, path_of(name),
-            nonneg=x in self.facts.nonneg, stop=first and not self.heat_map, units=units,
-        )  # fmt: skip
-        output: Tensor = take(step, x)
-        return output
-
-    def _reduce(self, r: Tensor, channel: int) -> Tensor:
-        """One number per unit."""
-        channel %= r.dim()
-        if self.absolute == "element":
-            r = r.abs()
-        wide = torch.float32 if r.dtype in (torch.float16, torch.bfloat16) else r.dtype
-        others = [d for d in range(r.dim()) if d != channel]
-        if self.absolute == "sample" and others and others[0] == 0:
-            r = r.sum(others[1:], dtype=wide).abs() if others[1:] else r.abs()
-            others = [0]
-        return r.sum(others, dtype=wide) if others else r
-
-    def _weighted(
-        self, call: Call, x: Tensor, weight: Tensor, build: Callable[[Tensor], LinearMap], place: Place
-    ) -> Tensor:
-        step = Sharing(self, call.run, build, place, str(call.site), nonneg=x in self.facts.nonneg)
-        output: Tensor = take(step, x)
-        return output
-
-    def _normed(self, call: Call, x: Tensor) -> Tensor:
-        if call["training"] and call.get("running_mean") is not None:
-            raise UnsupportedModelError(
-                f"{call.site} updates its running statistics although the model is in evaluation mode. Way out: call "
-                f"batch_norm with training=False."
-            )
-        output: Tensor = self.passes(call, x)
-        self._fresh = weakref.ref(output)
-        return output
-
-    def _run_on_copy(self, call: Call, alias: bool = True) -> Any:
-        """An in-place function, run on a copy of what it would overwrite."""
-        target = call.tensors()[0]
-        copy = target.clone()
-        args = tuple(copy if arg is target else arg for arg in call.args)
-        kwargs = {key: copy if arg is target else arg for key, arg in call.kwargs.items()}
-        output = call.function(*args, **kwargs)
-        if output is None:  # __setitem__
-            output = copy
-        if alias:
-            self._alias(call, output)
-        return output
-
-    def _alias(self, call: Call, output: Tensor) -> None:
-        """From now on, whoever names the overwritten tensor means `output`."""
-        target = call.tensors()[0]
-        if output is target:
-            return
-        if target._is_view():
-            self._doubtful = self._doubtful or str(call.site)
-        self.facts.linear.forget(target)
-        self.facts.newer[target] = output
-
-
-def _carries(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.requires_grad
-
-
-def _flipped(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
-    return lambda a, b: function(b, a)
-
-
-def _as_numbers(
-    pending: Sequence[tuple[str, str, Any, Any, bool]], like: Tensor
-) -> list[tuple[str, str, Any, Any, bool]]:
+def _as_numbers(pending: Sequence[tuple[str, str, Any, Any, bool]]) -> list[tuple[str, str, Any, Any, bool]]:
     """The same entries with numbers instead of tensors, fetched from the device in one go."""
-    values = [torch.as_tensor(v, device=like.device).double() for _, _, *both, _ in pending for v in both]
-    numbers = torch.stack(values).tolist() if values else []
-    return [(n, k, numbers[2 * i], numbers[2 * i + 1], a) for i, (n, k, _, _, a) in enumerate(pending)]
+    tensors = [v for _, _, *both, _ in pending for v in both if isinstance(v, Tensor)]
+    numbers = iter(torch.stack([t.to(tensors[0].dtype) for t in tensors]).tolist() if tensors else [])
 
+    def number(value: Any) -> float:
+        return next(numbers) if isinstance(value, Tensor) else float(value)
 
-def _precise(device: torch.device) -> torch.dtype:
-    return torch.float32 if device.type == "mps" else torch.float64
+    return [(name, kind, number(arrived), number(passed), absorbs) for name, kind, arrived, passed, absorbs in pending]

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from secateur.errors import DataError
 from secateur.relevance.composites import Composite
 from secateur.relevance.conservation import Conservation
-from secateur.relevance.engine import Absolute, RelevancePass, Start
+from secateur.relevance.engine import RelevancePass, Start
 from secateur.relevance.rules import Rule
+from secateur.relevance.verbs import Absolute
 from secateur.relevance.weights import path_of
 
 Target = int | Sequence[int] | Tensor | Callable[[Tensor], Tensor] | None

@@ -13,7 +13,7 @@ from secateur.relevance.composites import Place
 from secateur.relevance.maps import LinearMap, MatmulMap
 
 if TYPE_CHECKING:
-    from secateur.relevance.engine import RelevancePass
+    from secateur.relevance.verbs import Verbs
 
 
 class Step:
@@ -79,7 +79,7 @@ class Sharing(Step):
     """A linear map: the rule of the composite shares relevance among its inputs."""
 
     def __init__(
-        self, books: RelevancePass, run: Callable[[], Tensor], layer: Callable[[Tensor], LinearMap], place: Place,
+        self, books: Verbs, run: Callable[[], Tensor], layer: Callable[[Tensor], LinearMap], place: Place,
         name: str, nonneg: bool = False, stop: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(run)
@@ -136,7 +136,7 @@ class Layer(Sharing):
 class Adding(Step):
     """a + b: the rule decides their shares."""
 
-    def __init__(self, books: RelevancePass, run: Callable[[], Tensor], sign: float, place: Place) -> None:
+    def __init__(self, books: Verbs, run: Callable[[], Tensor], sign: float, place: Place) -> None:
         super().__init__(run)
         self.books, self.sign, self.place = books, sign, place
 
@@ -162,7 +162,7 @@ class Multiplying(Step):
     """A bilinear function of two signals: matrix products and einsums of activations."""
 
     def __init__(
-        self, books: RelevancePass, run: Callable[[], Tensor], function: Callable[[Tensor, Tensor], Tensor],
+        self, books: Verbs, run: Callable[[], Tensor], function: Callable[[Tensor, Tensor], Tensor],
         place: Place, name: str,
     ) -> None:  # fmt: skip
         super().__init__(run)
@@ -180,7 +180,7 @@ class Weighing(Step):
     """softmax(logits + constant) @ values, where the softmax was its own operation: relevance of logits and values."""
 
     def __init__(
-        self, books: RelevancePass, run: Callable[[], Tensor], weights: Tensor, offset: Tensor | None, place: Place,
+        self, books: Verbs, run: Callable[[], Tensor], weights: Tensor, offset: Tensor | None, place: Place,
         name: str,
     ) -> None:  # fmt: skip
         super().__init__(run)
@@ -202,7 +202,7 @@ class Attending(Step):
     """Scaled dot-product attention as one operation; weights are recomputed in the backward pass."""
 
     def __init__(
-        self, books: RelevancePass, run: Callable[[], Tensor], mask: Callable[[], Tensor | None], scale: float,
+        self, books: Verbs, run: Callable[[], Tensor], mask: Callable[[], Tensor | None], scale: float,
         place: Place, name: str,
     ) -> None:  # fmt: skip
         super().__init__(run)
@@ -243,7 +243,7 @@ class Padding(Step):
 
     saves = False
 
-    def __init__(self, books: RelevancePass, run: Callable[[], Tensor], pad: list[int], name: str) -> None:
+    def __init__(self, books: Verbs, run: Callable[[], Tensor], pad: list[int], name: str) -> None:
         super().__init__(run)
         self.books, self.pad, self.name = books, pad, name
 
