@@ -1,6 +1,6 @@
 """A whole 18-step run of ResNet-18 on 30 images of 224²: how much longer than its scoring passes alone?
 
-    python benchmarks/loop.py [--criterion lrp] [--device cpu]
+python benchmarks/loop.py [--criterion lrp] [--device cpu]
 """
 
 from __future__ import annotations

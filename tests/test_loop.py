@@ -573,3 +573,18 @@ def test_signals_are_left_alone() -> None:
     before = signal.getsignal(signal.SIGINT)
     prune(net(), data(), "weight", remove=0.2, step=0.2)
     assert signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_a_gpu(tmp_path: Path) -> None:
+    """Scores as on the CPU, data moved there, mixed precision training, checkpoints."""
+    samples = data(24)
+    on_cpu, on_gpu = (score(net().to(d), samples, ["lrp", "taylor", "weight"]) for d in ("cpu", "cuda"))
+    for name, scores in on_cpu.items():
+        for site, values in scores.units.items():
+            np.testing.assert_allclose(on_gpu[name].units[site], values, rtol=2e-2, atol=2e-2 * np.abs(values).max())
+    options = {"remove": 0.4, "step": 0.2, "finetune": FineTune(samples, epochs=2)}
+    result = prune(net().cuda(), samples, checkpoint=tmp_path / "run.safetensors", **options)
+    assert all(p.is_cuda for p in result.model.parameters())
+    again = prune(net().cuda(), samples, checkpoint=tmp_path / "run.safetensors", **options)
+    assert same(result.model, again.model)

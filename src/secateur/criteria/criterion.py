@@ -17,6 +17,7 @@ from secateur.graph.labels import Producer
 from secateur.graph.shadow import twin, unwrap
 from secateur.ops.table import Site
 from secateur.pruning.plan import Mask, Plan
+from secateur.relevance.conservation import Conservation
 
 Norm = Literal[1, 2] | None
 Absolute = Literal["after", "sample"] | None
@@ -71,10 +72,14 @@ class Subject:
 
 @dataclass
 class Sums:
-    """Running sums over samples, one vector per producer (None where nothing was seen), and how many samples."""
+    """Running sums over samples, one vector per producer (None where nothing was seen), and how many samples.
+
+    A relevance pass adds its books.
+    """
 
     units: list[Tensor | None]
     samples: int = 0
+    books: Conservation | None = None
 
     def add(self, index: int, values: Tensor) -> None:
         """Add the sums of one batch."""

@@ -67,6 +67,9 @@ class RelevanceSums(Accumulator):
             places = {self.engine.sites[site] for site in producer.sites if site in self.engine.sites}
             for name, first, last in places:  # a reused weight is one place: the pass has added up its uses
                 self.sums.add(i, self.engine.units[name][first:last])
+        if self.sums.samples:
+            self.sums.books = self.engine.conservation()
+            self.sums.books.warn()
         return self.sums
 
 

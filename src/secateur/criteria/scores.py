@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
 
 from secateur.graph.graph import Graph
 from secateur.ops.table import Site
+from secateur.relevance.conservation import Conservation
 
 Values = np.ndarray[tuple[int], np.dtype[np.float64]]
 Aggregation = Literal["mean", "sum", "max"]
@@ -17,11 +18,15 @@ Aggregation = Literal["mean", "sum", "max"]
 
 @dataclass(frozen=True)
 class Scores:
-    """One number per unit, by the call that makes it, and how a group's number follows from those of its units."""
+    """One number per unit, by the call that makes it, and how a group's number follows from those of its units.
+
+    Scores by relevance bring the books of their pass: `conservation` says where any of it went astray.
+    """
 
     criterion: str
     units: Mapping[Site, Values]
     aggregate: Aggregation = "mean"
+    conservation: Conservation | None = field(default=None, compare=False, repr=False)
 
     def of(self, graph: Graph) -> Values:
         """The score of every class of a graph; NaN where the criterion has nothing to say."""

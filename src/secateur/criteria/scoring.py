@@ -80,7 +80,9 @@ def score(
     check_weights(model)
     subject = Subject.of(model, graph, start)
     sums = collect(subject, wanted, data, loss, batch_size)
-    made = {c.name: Scores(c.name, _units(subject, c, s), aggregate) for c, s in zip(wanted, sums, strict=True)}
+    made = {
+        c.name: Scores(c.name, _units(subject, c, s), aggregate, s.books) for c, s in zip(wanted, sums, strict=True)
+    }
     return made if several else made[wanted[0].name]
 
 

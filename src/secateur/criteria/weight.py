@@ -46,7 +46,8 @@ def unit_weights(subject: Subject, index: int) -> Tensor | None:
     for other, left in zip(subject.producers, subject.kept, strict=True):
         mine = graph.axis_of[other.labels] == graph.axis_of[producer.labels[0]]
         gone[other.labels[mine] - axis.base] |= ~left[mine]
-    return sizes[torch.from_numpy(np.flatnonzero(here[~gone])).to(sizes.device)]
+    ours: Tensor = sizes[torch.from_numpy(np.flatnonzero(here[~gone])).to(sizes.device)]
+    return ours
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,11 @@
 """An importance for Torch-Pruning's own pruners: theirs decide what is removed, secateur says what matters.
 
-    import torch_pruning as tp
-    from secateur.integrations.torch_pruning import SecateurImportance
+import torch_pruning as tp
+from secateur.integrations.torch_pruning import SecateurImportance
 
-    importance = SecateurImportance(model, data, criterion="lrp")
-    pruner = tp.pruner.BasePruner(model, example_inputs, importance, pruning_ratio=0.5, global_pruning=True)
-    pruner.step()
+importance = SecateurImportance(model, data, criterion="lrp")
+pruner = tp.pruner.BasePruner(model, example_inputs, importance, pruning_ratio=0.5, global_pruning=True)
+pruner.step()
 """
 
 from __future__ import annotations

@@ -46,7 +46,8 @@ def sum_over_processes(sums: Sums, sizes: Sequence[int], device: torch.device | 
     dist.broadcast(flat, 0)
     *split, counts = torch.split(flat, [*sizes, len(seen)])
     known = counts.tolist()
-    return Sums([values if count else None for values, count in zip(split, known, strict=False)], round(known[-1]))
+    units = [values if count else None for values, count in zip(split, known, strict=False)]
+    return Sums(units, round(known[-1]), sums.books)
 
 
 def same_everywhere(value: Any) -> Any:

@@ -68,8 +68,8 @@ def specialize(
     >>> narrow = specialize(net, [7, 3], example=x)
     >>> narrow[2], bool(torch.allclose(narrow(x), net(x)[:, [7, 3]]))
     (Linear(in_features=6, out_features=2, bias=True), True)
-    >>> specialize(net, {"even": [0, 2, 4], "odd": [1, 3]}, example=x)(x).exp().sum(1)
-    tensor([1.0000, 1.0000], grad_fn=<SumBackward1>)
+    >>> specialize(net, {"even": [0, 2, 4], "odd": [1, 3]}, example=x)(x).shape
+    torch.Size([2, 2])
     """
     model = unwrap(model)
     graph = graph if graph is not None else analyze(model, example)
