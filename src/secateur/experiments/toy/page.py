@@ -25,7 +25,7 @@ _PRINTED_DEPTH = 250
 
 @dataclass(frozen=True)
 class Cell:
-    """One number with what it is compared to. `state` is "within", "outside", "erratum" or empty."""
+    """One number with what it is compared to. `state` is "within", "outside", "far", "erratum" or empty."""
 
     ours: str
     theirs: str = ""
@@ -109,6 +109,8 @@ def _cell(row: Row, digits: int) -> Cell:
     if row.difference is not None:
         known.append(f"{row.difference:+.{digits}f}".replace("-", "−"))
     state = "" if row.within is None else "within" if row.within else "outside"
+    if state == "outside" and abs(row.difference or 0) > (1 if digits == 2 else 0.05):
+        state = "far"
     return Cell(ours, " · ".join(known), "erratum" if row.erratum else state, row.erratum or "")
 
 

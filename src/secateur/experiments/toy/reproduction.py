@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 import secateur
-from secateur.experiments.toy import campaign, claims, tables
+from secateur.experiments.toy import campaign, claims, summary, tables
 from secateur.experiments.toy.campaign import Outcome
 from secateur.experiments.toy.claims import Claim
 from secateur.experiments.toy.ranking import Spread
@@ -92,6 +92,7 @@ def reproduce(
         write(folder / f"{name}.csv", tables.as_csv([row for row in made if row.table in which]).encode())
     write(folder / "results.json", json.dumps(as_json(result)).encode())
     write(folder / "run.json", json.dumps(run_record(result), indent=1).encode())
+    write(folder / "summary.md", summary.markdown(result).encode())
     write(result.page, page.render(result, pictures).encode())
     return result
 
