@@ -82,6 +82,10 @@ def test_compare_in_one_call(tmp_path: Path) -> None:
     saved = json.loads(table.to_json(tmp_path / "table.json"))
     assert saved["best"] == table.best
     assert saved["criteria"]["lrp"]["removed"] == table.curves["lrp"].removed.tolist()
+    short = {"evaluate": accuracy, "remove": 0.5, "step": 0.25, "checkpoint": tmp_path / "run.safetensors"}
+    once, again = (compare(net, (x, y), ["lrp", "weight"], **short) for _ in range(2))
+    assert once.curves["lrp"].overall.tolist() == again.curves["lrp"].overall.tolist()
+    assert {p.name for p in tmp_path.glob("run*")} == {"run-lrp.safetensors", "run-weight.safetensors"}
     with pytest.raises(SecateurError, match="different names"):
         compare(net, (x, y), ["lrp", "lrp"], evaluate=accuracy)
 

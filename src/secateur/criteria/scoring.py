@@ -74,8 +74,6 @@ def score(
     if not wanted:
         raise CriterionError("there is no criterion in the list.")
     if graph is None:
-        if data is None:
-            raise DataError("without data, score needs graph=analyze(model, example).")
         graph = analyze(model, example_of(model, data))
     check_weights(model)
     subject = Subject.of(model, graph, start)
@@ -88,6 +86,8 @@ def score(
 
 def example_of(model: nn.Module, data: Data) -> Any:
     """One sample of the data on the model's device."""
+    if data is None:
+        raise DataError("without data, the model needs an example to be analysed with: give graph=… or example=…")
     return to_device(first_example(data), device_of(unwrap(model)))
 
 

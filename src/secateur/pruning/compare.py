@@ -144,7 +144,11 @@ def compare(
     known = {k: options[k] for k in ("norm", "absolute", "aggregate", "loss", "batch_size") if k in options}
     scores = score(original, data, chosen, graph=graph, **known)
     curves, histories = {}, {}
+    checkpoint = options.pop("checkpoint", None)
     for criterion in chosen:
+        if checkpoint is not None:  # a run each
+            path = Path(checkpoint)
+            options["checkpoint"] = path.with_name(f"{path.stem}-{criterion.name.replace(':', '-')}{path.suffix}")
         result = prune(
             original, data, criterion, remove=remove, step=step, evaluate=evaluate, graph=graph, **options
         )  # fmt: skip

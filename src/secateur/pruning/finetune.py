@@ -60,13 +60,13 @@ class FineTune:
             net = nn.parallel.DistributedDataParallel(model, device_ids=[device.index] if cuda and device else None)
         try:
             with torch.enable_grad():
-                for _ in range(self.epochs):
+                for epoch in range(self.epochs):
                     seen = 0
                     for inputs, targets in self._epoch():
                         inputs, targets = to_device(inputs, device), to_device(targets, device)
                         optimizer.zero_grad(set_to_none=True)
                         with torch.autocast("cuda", half or torch.float16, enabled=half is not None):
-                            loss = self._loss(logits_of(run(net, inputs)), targets)
+                            loss = self._loss(logits_of(run(net, inputs)), targets, check=epoch == 0)
                         scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
                         scaler.step(optimizer)
                         scaler.update()
@@ -80,10 +80,11 @@ class FineTune:
                 module.training = flag
         synchronise(model)  # batch norm statistics are each process's own
 
-    def _loss(self, output: Tensor, targets: Any) -> Tensor:
+    def _loss(self, output: Tensor, targets: Any, check: bool) -> Tensor:
         if self.loss is not None:
             return self.loss(output, targets)
-        return F.cross_entropy(output.float(), check_targets(targets, output))
+        # Checking asks the device for numbers, so it is done in the first epoch only.
+        return F.cross_entropy(output.float(), check_targets(targets, output) if check else targets)
 
     def _epoch(self) -> Iterator[tuple[Any, Any]]:
         if not is_pair(self.data):

@@ -37,6 +37,7 @@ from secateur.pruning.progress import Progress
 from secateur.pruning.removal import apply
 from secateur.pruning.surgery import cut
 from secateur.pruning.targets import Scope
+from secateur.relevance.isolation import evaluating
 
 #: `f(model)` returns an accuracy, or a dict with "overall" and a number per class.
 Evaluate = Callable[[nn.Module], float | Mapping[str, float]]
@@ -100,10 +101,10 @@ def prune(
     shares of each.
 
     After a removal, `repair(small, original, data)` and `finetune(model, step)` are called if given; optimizers,
-    schedulers and averaged models in `carry` follow the model through each removal. Then `evaluate(model)` returns an
-    accuracy, or a dict with "overall" and numbers per class. `max_drop` is how much "overall" may fall, or a dict such
-    as `{"overall": 0.01, "worst": 0.05}`, where "worst" holds for every class and any other key for that class alone;
-    the result is then the last step that held.
+    schedulers and averaged models in `carry` follow the model through each removal. Then `evaluate(model)`, called in
+    evaluation mode, returns an accuracy, or a dict with "overall" and numbers per class. `max_drop` is how much
+    "overall" may fall, or a dict such as `{"overall": 0.01, "worst": 0.05}`, where "worst" holds for every class and any
+    other key for that class alone; the result is then the last step that held.
 
     With `checkpoint`, a file is replaced atomically after each step, and the same call made again goes on from there
     and ends the same. In several processes (`torchrun`) each scores its share and all end with the same model.
@@ -266,7 +267,7 @@ class _Run:
     def _evaluated(self, model: nn.Module, number: int) -> dict[str, float]:
         if self.evaluate is None:
             return {}
-        with seeded(self.seed, number, salt=2), _named("evaluate", number), torch.no_grad():
+        with seeded(self.seed, number, salt=2), _named("evaluate", number), evaluating(model), torch.no_grad():
             found = self.evaluate(model)
             items = found.items() if isinstance(found, Mapping) else [("overall", found)]
             metrics = {str(key): float(value) for key, value in items}

@@ -32,6 +32,7 @@ from secateur.pruning.history import History, Row
 from secateur.pruning.loop import Evaluate, seeded
 from secateur.pruning.plan import Mask
 from secateur.pruning.progress import Progress
+from secateur.relevance.isolation import evaluating
 from secateur.tracing import Observer
 
 
@@ -97,7 +98,7 @@ def prune_uncoupled(
             scored = time.perf_counter() - begin
             metrics: dict[str, float] = {}
             if evaluate is not None:
-                with seeded(seed, number, salt=2), torch.no_grad():
+                with seeded(seed, number, salt=2), evaluating(masks.model), torch.no_grad():
                     found = evaluate(masks.model)
                 metrics = dict(found) if isinstance(found, Mapping) else {"overall": float(found)}
             both, alone = masks.macs()
