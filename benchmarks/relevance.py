@@ -11,7 +11,6 @@ its own.
 from __future__ import annotations
 
 import argparse
-import resource
 import statistics
 import subprocess
 import sys
@@ -123,10 +122,17 @@ def memory(name: str, who: str, args: argparse.Namespace) -> float:
 
 def peak(args: argparse.Namespace) -> None:
     (run,) = contestants(args.models[0], args, args.peak).values()
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = resident("VmRSS")
     run()
     run()
-    print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 2**10)
+    print(resident("VmHWM") - before)
+
+
+def resident(what: str) -> float:
+    """MiB now (VmRSS) or at the peak (VmHWM). The peak of `getrusage` is no use: a child inherits its parent's."""
+    with open("/proc/self/status") as file:
+        (line,) = [line for line in file if line.startswith(what)]
+    return int(line.split()[1]) / 2**10
 
 
 def main() -> None:
