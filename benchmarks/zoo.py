@@ -40,7 +40,7 @@ TIMM_SMALLEST = (
     "inception_next_tiny lcnet_050 levit_128s mambaout_femto maxvit_nano_rw_256 mixer_s32_224 mobilenetv4_conv_small "
     "mobileone_s0 mobilevit_xxs mobilevitv2_050 mvitv2_tiny nf_regnet_b0 nfnet_l0 pit_ti_224 poolformer_s12 pvt_v2_b0 "
     "regnetx_002 repghostnet_050 repvgg_a0 repvit_m0_9 res2net50_14w_8s resmlp_12_224 resnest14d resnetv2_50 rexnet_100 "
-    "rdnet_tiny sebotnet33ts_256 selecsls42 seresnet18 sknet50 skresnet18 starnet_s1 swiftformer_xs "
+    "rdnet_tiny sebotnet33ts_256 selecsls42 seresnet18 skresnet18 starnet_s1 swiftformer_xs "
     "swin_tiny_patch4_window7_224 swinv2_tiny_window8_256 tiny_vit_5m_224 tinynet_e tresnet_m twins_pcpvt_small vgg11 "
     "visformer_tiny vit_tiny_patch16_224 volo_d1_224 vovnet39a xception41 xcit_nano_12_p16_224"
 ).split()

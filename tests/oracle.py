@@ -22,13 +22,13 @@ def zeroed(model: nn.Module, graph: sc.Graph, plan: sc.Plan) -> nn.Module:
     """A copy with every slice that the removed groups list set to zero, straight from `graph.groups`."""
     masked = copy.deepcopy(model)
     tensors = dict([*masked.named_parameters(), *masked.named_buffers()])
-    gone = set(plan.groups)
+    slices: dict[tuple[str, int], list[int]] = {}
+    for group in plan.groups:
+        for member in graph.members(group):
+            slices.setdefault((member.parameter, member.dim), []).extend(member.indices)
     with torch.no_grad():
-        for group in graph.groups:
-            if group.id in gone:
-                for member in group.members:
-                    for index in member.indices:
-                        tensors[member.parameter].select(member.dim, index).zero_()
+        for (parameter, dim), indices in slices.items():
+            tensors[parameter].index_fill_(dim, torch.tensor(indices), 0)
     return masked
 
 

@@ -13,7 +13,7 @@ from torch.nn.utils import parametrize
 from secateur.errors import SecateurError, UnsupportedModelError
 from secateur.graph.axes import AxisTable
 from secateur.graph.graph import Graph, Layer, Remembered, build
-from secateur.graph.labels import LabelPass
+from secateur.graph.labels import LabelPass, NeedsNumbers
 from secateur.graph.shadow import Example, ghost, quiet, run, run_or_explain, to_meta, twin, unwrap
 from secateur.ops.table import tensors_in
 
@@ -34,9 +34,14 @@ def analyze(model: nn.Module, example: Example) -> Graph:
     """
     model = unwrap(model)
     _refuse_parametrized(model)
-    axes = AxisTable()
     shadow, inputs = _shadow(model, example)
-    main = _watch(shadow, inputs, axes)
+    try:
+        axes = AxisTable()
+        main = _watch(shadow, inputs, axes)
+    except NeedsNumbers:
+        axes = AxisTable()
+        shadow, inputs = twin(model).eval(), example
+        main = _watch(shadow, inputs, axes)
     passes = [main]
     missing = {name for name, _ in model.named_parameters()} - main.seen
     if missing:
@@ -209,8 +214,8 @@ def _one_of_each(graph: Graph, layers: list[Layer]) -> np.ndarray[tuple[int], np
     removed = np.zeros(len(graph.root), np.bool_)
     for layer in layers:
         removed[layer.groups[len(layer.groups) // 2]] = True
-    for producer in graph.producers:  # small layers may be split among several; none may be emptied
-        groups = graph.root[producer.labels]
+    for axis in graph.axes.axes:  # small layers may be split among several; none may be emptied
+        groups = graph.root[axis.base : axis.base + axis.size]
         if removed[groups].all():
             removed[groups[0]] = False
     return removed

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from secateur.graph.axes import AxisTable
-from secateur.graph.labels import LabelPass, MacsTerm
+from secateur.graph.labels import LabelPass, MacsTerm, NeedsNumbers
 from secateur.graph.shadow import Example, ghost, quiet, run, run_or_explain, to_meta, twin, unwrap
 from secateur.ops.table import Labels, tensors_in
 
@@ -63,7 +63,7 @@ def count_macs(model: nn.Module, example: Example) -> list[MacsTerm]:
             with quiet(), labels:
                 run(watched, inputs)
             return labels.macs
-        except (RuntimeError, NotImplementedError, TypeError, ValueError):
+        except (RuntimeError, NotImplementedError, TypeError, ValueError, NeedsNumbers):
             if shadow is twin:
                 with quiet():
                     run_or_explain(watched, inputs)

@@ -72,6 +72,10 @@ class HeadSite:
     labels: Labels
 
 
+class NeedsNumbers(Exception):
+    """Labels are moved by computed positions, which a shadow without numbers does not have."""
+
+
 class LabelPass(Observer):
     """Watches one forward pass and collects edges, frozen labels, grids and costs. `ops/` tells it what calls do."""
 
@@ -258,6 +262,8 @@ class LabelPass(Observer):
     def move(self, call: Call, output: Any, function: Callable[[Tensor], Any] | None = None) -> None:
         """Data movement: do to the labels what the call does to the numbers. The first tensor argument is what moves."""
         source = call.tensors()[0]
+        if any(t.is_meta and not t.is_floating_point() for t in call.tensors()[1:]):
+            raise NeedsNumbers(str(call.site))
         act = function or (lambda layer: call.function(*_replace(call.args, source, layer), **call.kwargs))
         results = [act(layer) for layer in self.layers(source)]
         outputs = tensors_in(output)

@@ -268,6 +268,21 @@ class Unfold(Operation):
         return relevance.moves(call)
 
 
+class Fold(Operation):
+    """Patches put back into an image (col2im): kernel-size many rows become one channel."""
+
+    name = "fold"
+
+    def channels(self, labels: LabelPass, call: Call, output: Any) -> None:
+        """The rows of a channel leave together."""
+        read = labels.along(call["input"], -2)
+        if read is not None:
+            axis = output.ndim - 3
+            rows = read.reshape(output.shape[axis], -1)
+            labels.tie_rows(rows)
+            labels.set(output, [spread(rows[:, 0], axis, output.shape)])
+
+
 class Write(Operation):
     """Assignment by index. What is written into a tensor of fixed places cannot leave."""
 
@@ -411,6 +426,7 @@ register("input *sizes", *_both("expand repeat tile broadcast_to expand_as"), op
 register("input repeats dim=None output_size=None", *_both("repeat_interleave"), operation=Repeat())
 register("input factor", F.pixel_shuffle, F.pixel_unshuffle, operation=PixelShuffle())
 register("input kernel_size dilation=1 padding=0 stride=1", F.unfold, operation=Unfold())
+register("input output_size kernel_size dilation=1 padding=0 stride=1", F.fold, operation=Fold())
 register("input shifts dims=None", *_both("roll"), operation=Roll())
 register("input dims", *_both("flip"), operation=Roll())
 register("input dim index sparse_grad=False", *_both("gather"), operation=Gather())

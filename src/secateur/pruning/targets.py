@@ -7,7 +7,7 @@ from typing import Literal
 
 import numpy as np
 
-from secateur.criteria.scores import Scores
+from secateur.criteria.scores import Scores, Values
 from secateur.errors import NothingToPruneError, TargetError
 from secateur.graph.cost import Cost, human
 from secateur.graph.graph import Graph
@@ -105,15 +105,21 @@ class _Chooser:
         return share
 
     def _protected(self, candidates: Labels, min_units: int) -> Mask:
-        """The best groups of every layer, `min_units` of them, never leave."""
+        """The best groups of every layer, `min_units` of them, never leave; nor does the last one that a weight reads."""
         value = np.full(len(self.graph.root), np.inf)
         value[candidates] = self.value[candidates]
         shield: Mask = np.zeros(len(self.graph.root), np.bool_)
         for producer in self.graph.producers:
-            groups = np.unique(self.graph.root[producer.labels])
-            groups = groups[~self.gone[groups]]
-            shield[groups[np.argsort(-value[groups], kind="stable")[:min_units]]] = True
+            self._shield(shield, value, producer.labels, min_units)
+        for axis in self.graph.axes.axes:
+            self._shield(shield, value, np.arange(axis.base, axis.base + axis.size), 1)
         return shield
+
+    def _shield(self, shield: Mask, value: Values, labels: Labels, count: int) -> None:
+        groups = np.unique(self.graph.root[labels])
+        groups = groups[~self.gone[groups]]
+        if int(np.count_nonzero(np.isinf(value[groups]) | shield[groups])) < count:
+            shield[groups[np.argsort(-value[groups], kind="stable")[:count]]] = True
 
     def mask(self, count: int) -> Mask:
         """What is gone when the first `count` groups of the order leave, after rounding."""
