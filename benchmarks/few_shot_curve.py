@@ -52,7 +52,7 @@ def images(files: list[Path]) -> Tensor:
     from PIL import Image
 
     mean, std = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
-    stacked = [torch.from_numpy(np.asarray(Image.open(f).convert("RGB").resize((224, 224)))) for f in files]
+    stacked = [torch.from_numpy(np.array(Image.open(f).convert("RGB").resize((224, 224)))) for f in files]
     return ((torch.stack(stacked) / 255 - mean) / std).permute(0, 3, 1, 2).contiguous()
 
 

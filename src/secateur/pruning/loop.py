@@ -103,8 +103,8 @@ def prune(
     After a removal, `repair(small, original, data)` and `finetune(model, step)` are called if given; optimizers,
     schedulers and averaged models in `carry` follow the model through each removal. Then `evaluate(model)`, called in
     evaluation mode, returns an accuracy, or a dict with "overall" and numbers per class. `max_drop` is how much
-    "overall" may fall, or a dict such as `{"overall": 0.01, "worst": 0.05}`, where "worst" holds for every class and any
-    other key for that class alone; the result is then the last step that held.
+    "overall" may fall, or a dict such as `{"overall": 0.01, "worst": 0.05}`, where "worst" holds for every class and
+    any other key for that class alone; the result is then the last step that held.
 
     With `checkpoint`, a file is replaced atomically after each step, and the same call made again goes on from there
     and ends the same. In several processes (`torchrun`) each scores its share and all end with the same model.
