@@ -24,6 +24,9 @@ types: $(STAMP)
 unit: $(STAMP)
 	$(BIN)/python -m pytest -n 2 -m "not slow"
 
+demo: $(STAMP)
+	$(BIN)/secateur demo --out out/demo
+
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow
 

@@ -11,6 +11,7 @@ from typer.core import TyperGroup
 
 from secateur import __version__
 from secateur.cli import reproduce
+from secateur.cli.demo import demo
 from secateur.errors import SecateurError
 
 # What to install when an optional package is missing.
@@ -90,3 +91,4 @@ def options(
 
 
 app.add_typer(reproduce.commands, name="reproduce")
+app.command()(demo)
