@@ -2,8 +2,8 @@
 
     python -m benchmarks.structure [--models densenet201 ...] [--repeat 3]
 
-Both remove half of the channels by a magnitude criterion, with random weights. secateur's time includes the verification
-that removal equals masking (two forward passes); Torch-Pruning verifies nothing.
+Both remove half of the channels by a magnitude criterion, with random weights. secateur's time includes the
+verification that removal equals masking (two forward passes); Torch-Pruning verifies nothing.
 """
 
 from __future__ import annotations

@@ -4,8 +4,9 @@
     python -m benchmarks.zoo torchvision --smallest  one per family, with ONNX
     python -m benchmarks.zoo timm                    one per family, smallest member
 
-Weights are random, with random BatchNorm statistics and non-zero biases, so that mistakes show. Results are appended to a
-JSON-lines file as they come (`--out`), so that an interrupted run goes on where it stopped; the table is printed at the end.
+Weights are random, with random BatchNorm statistics and non-zero biases, so that mistakes show. Results are appended
+to a JSON-lines file as they come (`--out`), so that an interrupted run goes on where it stopped; the table is printed
+at the end.
 """
 
 from __future__ import annotations
@@ -25,25 +26,116 @@ from torch import Tensor, nn
 import secateur as sc
 from secateur.criteria.scores import Scores
 
-TORCHVISION_SMALLEST = (
-    "alexnet convnext_tiny densenet121 efficientnet_b0 efficientnet_v2_s googlenet inception_v3 maxvit_t mnasnet0_5 "
-    "mobilenet_v2 mobilenet_v3_small regnet_x_400mf regnet_y_400mf resnet18 resnext50_32x4d wide_resnet50_2 "
-    "shufflenet_v2_x0_5 squeezenet1_1 swin_t swin_v2_t vgg11 vgg11_bn vit_b_16"
-).split()
+TORCHVISION_SMALLEST = [
+    "alexnet",
+    "convnext_tiny",
+    "densenet121",
+    "efficientnet_b0",
+    "efficientnet_v2_s",
+    "googlenet",
+    "inception_v3",
+    "maxvit_t",
+    "mnasnet0_5",
+    "mobilenet_v2",
+    "mobilenet_v3_small",
+    "regnet_x_400mf",
+    "regnet_y_400mf",
+    "resnet18",
+    "resnext50_32x4d",
+    "wide_resnet50_2",
+    "shufflenet_v2_x0_5",
+    "squeezenet1_1",
+    "swin_t",
+    "swin_v2_t",
+    "vgg11",
+    "vgg11_bn",
+    "vit_b_16",
+]
 
-TIMM_SMALLEST = (
-    "beit_base_patch16_224 botnet26t_256 caformer_s18 cait_xxs24_224 coat_tiny coatnet_0_224 convit_tiny "
-    "convmixer_768_32 convnext_atto convnextv2_atto crossvit_tiny_240 cs3darknet_s cspresnet50 davit_tiny "
-    "deit_tiny_patch16_224 densenet121 dla34 dm_nfnet_f0 dpn48b edgenext_xx_small efficientformer_l1 efficientformerv2_s0 "
-    "efficientnet_lite0 efficientvit_b0 efficientvit_m0 eva02_tiny_patch14_224 fastvit_t8 focalnet_tiny_srf gcvit_xxtiny "
-    "gernet_s ghostnet_050 ghostnetv2_100 gmlp_ti16_224 hardcorenas_a hgnet_tiny hiera_tiny_224 hrnet_w18_small "
-    "inception_next_tiny lcnet_050 levit_128s mambaout_femto maxvit_nano_rw_256 mixer_s32_224 mobilenetv4_conv_small "
-    "mobileone_s0 mobilevit_xxs mobilevitv2_050 mvitv2_tiny nf_regnet_b0 nfnet_l0 pit_ti_224 poolformer_s12 pvt_v2_b0 "
-    "regnetx_002 repghostnet_050 repvgg_a0 repvit_m0_9 res2net50_14w_8s resmlp_12_224 resnest14d resnetv2_50 rexnet_100 "
-    "rdnet_tiny sebotnet33ts_256 selecsls42 seresnet18 skresnet18 starnet_s1 swiftformer_xs "
-    "swin_tiny_patch4_window7_224 swinv2_tiny_window8_256 tiny_vit_5m_224 tinynet_e tresnet_m twins_pcpvt_small vgg11 "
-    "visformer_tiny vit_tiny_patch16_224 volo_d1_224 vovnet39a xception41 xcit_nano_12_p16_224"
-).split()
+TIMM_SMALLEST = [
+    "beit_base_patch16_224",
+    "botnet26t_256",
+    "caformer_s18",
+    "cait_xxs24_224",
+    "coat_tiny",
+    "coatnet_0_224",
+    "convit_tiny",
+    "convmixer_768_32",
+    "convnext_atto",
+    "convnextv2_atto",
+    "crossvit_tiny_240",
+    "cs3darknet_s",
+    "cspresnet50",
+    "davit_tiny",
+    "deit_tiny_patch16_224",
+    "densenet121",
+    "dla34",
+    "dm_nfnet_f0",
+    "dpn48b",
+    "edgenext_xx_small",
+    "efficientformer_l1",
+    "efficientformerv2_s0",
+    "efficientnet_lite0",
+    "efficientvit_b0",
+    "efficientvit_m0",
+    "eva02_tiny_patch14_224",
+    "fastvit_t8",
+    "focalnet_tiny_srf",
+    "gcvit_xxtiny",
+    "gernet_s",
+    "ghostnet_050",
+    "ghostnetv2_100",
+    "gmlp_ti16_224",
+    "hardcorenas_a",
+    "hgnet_tiny",
+    "hiera_tiny_224",
+    "hrnet_w18_small",
+    "inception_next_tiny",
+    "lcnet_050",
+    "levit_128s",
+    "mambaout_femto",
+    "maxvit_nano_rw_256",
+    "mixer_s32_224",
+    "mobilenetv4_conv_small",
+    "mobileone_s0",
+    "mobilevit_xxs",
+    "mobilevitv2_050",
+    "mvitv2_tiny",
+    "nf_regnet_b0",
+    "nfnet_l0",
+    "pit_ti_224",
+    "poolformer_s12",
+    "pvt_v2_b0",
+    "regnetx_002",
+    "repghostnet_050",
+    "repvgg_a0",
+    "repvit_m0_9",
+    "res2net50_14w_8s",
+    "resmlp_12_224",
+    "resnest14d",
+    "resnetv2_50",
+    "rexnet_100",
+    "rdnet_tiny",
+    "sebotnet33ts_256",
+    "selecsls42",
+    "seresnet18",
+    "skresnet18",
+    "starnet_s1",
+    "swiftformer_xs",
+    "swin_tiny_patch4_window7_224",
+    "swinv2_tiny_window8_256",
+    "tiny_vit_5m_224",
+    "tinynet_e",
+    "tresnet_m",
+    "twins_pcpvt_small",
+    "vgg11",
+    "visformer_tiny",
+    "vit_tiny_patch16_224",
+    "volo_d1_224",
+    "vovnet39a",
+    "xception41",
+    "xcit_nano_12_p16_224",
+]
 
 
 def randomise(model: nn.Module) -> nn.Module:
@@ -112,7 +204,9 @@ def mill(zoo: str, name: str, size: int | None, onnx: bool) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder, torch.no_grad():
         sc.save(Path(folder, "m"), small)
         again = sc.load(Path(folder, "m"), make(zoo, name, size)[0]).eval()
-        row["reload_equal"] = all(torch.equal(a, b) for a, b in zip(_out(small, example), _out(again, example), strict=True))
+        row["reload_equal"] = all(
+            torch.equal(a, b) for a, b in zip(_out(small, example), _out(again, example), strict=True)
+        )
         if onnx:
             sc.export(small, Path(folder, "m.onnx"), example)
             row["onnx_equal"] = True
@@ -127,14 +221,16 @@ def _out(model: nn.Module, x: Tensor) -> list[Tensor]:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    lines = ["| model | input | units that may leave | analyse s | 2 x apply s | MACs left at 30 / 70 % | reload | ONNX | ok |"]
-    lines.append("|---|---|---|---|---|---|---|---|---|")
+    names = "model|input|units that may leave|analyse s|2 x apply s|MACs left at 30 / 70 %|reload|ONNX|ok".split("|")
+    lines = [f"| {' | '.join(names)} |", "|" + "---|" * len(names)]
     for r in rows:
         if "error" in r:
             lines.append(f"| {r['model']} | | | | | | | | {r['error'][:160]} |")
             continue
         share = f"{100 * r['prunable'] / max(r['units'], 1):.0f} % of {r['units']}"
-        left = " / ".join(f"{100 * r[k]:.0f} %" if isinstance(r.get(k), float) else "out of reach" for k in ("macs_0.3", "macs_0.7"))
+        left = " / ".join(
+            f"{100 * r[k]:.0f} %" if isinstance(r.get(k), float) else "out of reach" for k in ("macs_0.3", "macs_0.7")
+        )
         mark = {True: "equal", False: "**differs**", None: ""}
         lines.append(
             f"| {r['model']} | {r['input']} | {share} | {r['analyze_s']} | {r['apply_s']} | {left} | "

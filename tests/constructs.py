@@ -14,7 +14,9 @@ from torch import Tensor, nn
 class Net(nn.Module):
     """A stem and a head around a body that is given as a function of the module."""
 
-    def __init__(self, body: Callable[[Any, Tensor], Tensor], head_in: int = 16, flatten: bool = False, **parts: Any) -> None:
+    def __init__(
+        self, body: Callable[[Any, Tensor], Tensor], head_in: int = 16, flatten: bool = False, **parts: Any
+    ) -> None:
         super().__init__()
         self.stem = nn.Conv2d(3, 16, 3, padding=1)
         for name, part in parts.items():
@@ -106,7 +108,12 @@ class HandWritten(nn.Module):
 
     def __init__(self, fused: bool) -> None:
         super().__init__()
-        self.inp, self.qkv, self.proj, self.out = nn.Linear(6, 16), nn.Linear(16, 48), nn.Linear(16, 16), nn.Linear(16, 3)
+        self.inp, self.qkv, self.proj, self.out = (
+            nn.Linear(6, 16),
+            nn.Linear(16, 48),
+            nn.Linear(16, 16),
+            nn.Linear(16, 3),
+        )
         self.num_heads, self.head_dim, self.fused = 4, 4, fused
 
     def forward(self, x: Tensor) -> Tensor:

@@ -34,7 +34,13 @@ def zeroed(model: nn.Module, graph: sc.Graph, plan: sc.Plan) -> nn.Module:
 
 def outputs(model: nn.Module, example: Any) -> list[Tensor]:
     with torch.no_grad():
-        out = model(**example) if isinstance(example, dict) else model(*example) if isinstance(example, tuple) else model(example)
+        out = (
+            model(**example)
+            if isinstance(example, dict)
+            else model(*example)
+            if isinstance(example, tuple)
+            else model(example)
+        )
     if isinstance(out, Tensor):
         return [out]
     return list(out.values()) if isinstance(out, dict) else list(out)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from constructs import randomise, shuffle
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from constructs import randomise, shuffle
+
 BLOCKS = [
-    "conv", "depthwise", "grouped", "residual", "bottleneck", "gate", "concat", "shuffle", "chunk", "glu", "scale", "slice",
-    "pad", "prelu", "group_norm", "layer_norm", "reuse", "attention", "pixel", "pool", "transposed", "stack", "mean_gate",
+    "conv", "depthwise", "grouped", "residual", "bottleneck", "gate", "concat", "shuffle", "chunk", "glu", "scale",
+    "slice", "pad", "prelu", "group_norm", "layer_norm", "reuse", "attention", "pixel", "pool", "transposed", "stack",
+    "mean_gate",
 ]  # fmt: skip
 
 
@@ -24,7 +26,18 @@ class Block(nn.Module):
         w = width
         if kind == "reuse":
             self.a = previous.a if previous is not None and previous.kind == "conv" else c(w, w)
-        elif kind in ("conv", "residual", "scale", "prelu", "group_norm", "layer_norm", "shuffle", "stack", "pad", "pool"):
+        elif kind in (
+            "conv",
+            "residual",
+            "scale",
+            "prelu",
+            "group_norm",
+            "layer_norm",
+            "shuffle",
+            "stack",
+            "pad",
+            "pool",
+        ):
             self.a, self.b = c(w, w), c(w, w)
         elif kind == "depthwise":
             self.a, self.b = c(w, w, groups=w), c(w, w, 1)
@@ -95,7 +108,7 @@ class Block(nn.Module):
         if kind == "layer_norm":
             return self.norm(self.a(x).permute(0, 2, 3, 1)).permute(0, 3, 1, 2) + x
         if kind == "attention":
-            n, w, h, v = x.shape
+            n, _, h, v = x.shape
             y = x.flatten(2).transpose(1, 2)
             q, k, u = self.qkv(y).reshape(n, h * v, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4)
             y = F.scaled_dot_product_attention(q, k, u).transpose(1, 2).flatten(2)

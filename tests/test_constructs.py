@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from constructs import CONSTRUCTS, build
-from oracle import fingerprint, outputs, random_scores, relative_gap, same, zeroed
 from torch import nn
 
 import secateur as sc
+from constructs import CONSTRUCTS, build
+from oracle import fingerprint, outputs, random_scores, relative_gap, same, zeroed
 from secateur.errors import NothingToPruneError
 
 # Norms that mix channels have no plain zero-masked equivalent: there the reference is `how="mask"`.

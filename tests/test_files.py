@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from constructs import CONSTRUCTS, build
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from oracle import outputs, random_scores, relative_gap
 from torch import nn
 
 import secateur as sc
+from constructs import CONSTRUCTS, build
+from oracle import outputs, random_scores, relative_gap
 from secateur.errors import FileFormatError, PlanError
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 
 import torch
-from constructs import randomise
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
-from oracle import outputs, random_scores, relative_gap, zeroed
-from random_nets import RandomNet, networks
 
 import secateur as sc
+from constructs import randomise
+from oracle import outputs, random_scores, relative_gap, zeroed
+from random_nets import RandomNet, networks
 from secateur.errors import NothingToPruneError, TargetError
 
 EXAMPLES = int(os.environ.get("SECATEUR_EXAMPLES", "200"))

@@ -94,13 +94,13 @@ class Observer(TorchFunctionMode):
             _global_hooks.register_module_forward_pre_hook(self._enter_module),
             _global_hooks.register_module_forward_hook(self._leave_module, always_call=True),
         ]
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        super().__exit__(kind, error, trace)
+        super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
         for handle in self._handles:
             handle.remove()
         self._handles = []

@@ -23,7 +23,9 @@ class ResidualDigits(nn.Module):
     def __init__(self, width: int = 32) -> None:
         super().__init__()
         self.stem = nn.Sequential(nn.Conv2d(1, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU())
-        self.blocks = nn.ModuleList([_Block(width, width, 1), _Block(width, 2 * width, 2), _Block(2 * width, 2 * width, 1)])
+        self.blocks = nn.ModuleList(
+            [_Block(width, width, 1), _Block(width, 2 * width, 2), _Block(2 * width, 2 * width, 1)]
+        )
         self.head = nn.Linear(2 * width, 10)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -31,7 +33,8 @@ class ResidualDigits(nn.Module):
         x = self.stem(x)
         for block in self.blocks:
             x = block(x)
-        return self.head(x.mean((2, 3)))
+        scores: Tensor = self.head(x.mean((2, 3)))
+        return scores
 
 
 class _Block(nn.Module):
@@ -66,7 +69,7 @@ class Digits:
         return cls((x[rest], y[rest]), (x[held], y[held]))
 
     def of(self, classes: list[int], per_class: int | None = None) -> tuple[Tensor, Tensor]:
-        """Images of some classes, renumbered from 0: the test images, or the first `per_class` training images of each."""
+        """Images of some classes, renumbered from 0: of the test set, or the first `per_class` for training of each."""
         x, y = self.test if per_class is None else self.train
         chosen = [torch.nonzero(y == c).ravel()[:per_class] for c in classes]
         labels = torch.cat([torch.full((len(index),), i) for i, index in enumerate(chosen)])
@@ -84,7 +87,7 @@ def train(digits: Digits, epochs: int = 15, seed: int = 0, show: Callable[[int, 
         for epoch in range(epochs):
             for index in torch.randperm(len(x))[: len(x) // 64 * 64].view(-1, 64):
                 optimizer.zero_grad()
-                F.cross_entropy(net(x[index]), y[index]).backward()
+                F.cross_entropy(net(x[index]), y[index]).backward()  # type: ignore[no-untyped-call]
                 optimizer.step()
                 schedule.step()
             if show is not None:

@@ -23,8 +23,8 @@ log = logging.getLogger("secateur")
 def analyze(model: nn.Module, example: Example) -> Graph:
     """Find the groups of coupled units of a model, which may leave, and what they cost.
 
-    `example` is an input the model runs on: a tensor, a tuple of positional inputs or a dict of named ones. The model is
-    not changed.
+    `example` is an input the model runs on: a tensor, a tuple of positional inputs or a dict of named ones. The model
+    is not changed.
 
     >>> import torch
     >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3))
@@ -57,10 +57,10 @@ def analyze(model: nn.Module, example: Example) -> Graph:
 def _refuse_parametrized(model: nn.Module) -> None:
     for path, module in model.named_modules():
         if parametrize.is_parametrized(module):
-            names = ", ".join(module.parametrizations)  # type: ignore[arg-type]
+            names = ", ".join(module.parametrizations)
             raise UnsupportedModelError(
-                f"`{path}` computes {names} by torch.nn.utils.parametrize; slicing what it is computed from could change "
-                f"it. Way out: torch.nn.utils.parametrize.remove_parametrizations(module, name) first."
+                f"`{path}` computes {names} by torch.nn.utils.parametrize; slicing what it is computed from could "
+                f"change it. Way out: torch.nn.utils.parametrize.remove_parametrizations(module, name) first."
             )
 
 
@@ -121,11 +121,14 @@ class Trial:
         shadow: nn.Module,
         inputs: Example,
     ) -> None:
-        self._build = lambda: build(model, example, axes, passes, self.blocked, self.remembered)
+        self._known = (model, example, axes, passes)
         self.shadow, self.inputs = shadow, inputs
         self.blocked: dict[str, str] = {}
         self.remembered: tuple[Remembered, ...] = ()
-        self.graph: Graph = self._build()
+        self.graph: Graph = self._graph()
+
+    def _graph(self) -> Graph:
+        return build(*self._known, self.blocked, self.remembered)
 
     def settled(self) -> bool:
         """Try one unit of every layer at once. Layers that break the forward are blocked, and the rest tried again."""
@@ -133,7 +136,7 @@ class Trial:
         self._search([layer for layer in self.graph.layers if layer.prunable])
         if len(self.blocked) + len(self.remembered) == known:
             return True
-        self.graph = self._build()
+        self.graph = self._graph()
         return False
 
     def _breaks(self, layers: list[Layer]) -> str | None:

@@ -77,5 +77,5 @@ def _live_axes(view: Labels) -> list[int]:
 
 
 def _nonzero(labels: Labels) -> Labels:
-    flat = labels.ravel()
-    return flat[flat != 0]
+    found: Labels = labels[labels != 0]
+    return found

@@ -50,7 +50,9 @@ def measure(model: nn.Module, example: Example, latency: bool = True, repeats: i
     """
     model = unwrap(model)
     params = sum(p.numel() for p in model.parameters())
-    macs = round(sum(term.coefficient * float(np.prod([len(a) for a in term.axes])) for term in count_macs(model, example)))
+    macs = round(
+        sum(term.coefficient * float(np.prod([len(a) for a in term.axes])) for term in count_macs(model, example))
+    )
     return Cost(params, macs, time_forward(model, example, repeats) if latency else None)
 
 
@@ -99,7 +101,12 @@ class CostModel:
     """Cost as a function of which classes are removed; evaluated many times while a plan is sought."""
 
     def __init__(
-        self, shapes: Mapping[str, Sequence[int]], parameters: set[str], axes: AxisTable, root: Labels, terms: list[MacsTerm]
+        self,
+        shapes: Mapping[str, Sequence[int]],
+        parameters: set[str],
+        axes: AxisTable,
+        root: Labels,
+        terms: list[MacsTerm],
     ) -> None:
         self._terms = [(term.coefficient, [root[a] for a in term.axes]) for term in terms]
         dims: dict[str, list[tuple[int, Labels]]] = {name: [] for name in parameters}

@@ -180,7 +180,10 @@ class Graph:
             cells += [row[i].rjust(widths[i]) for i in (2, 3, 4)]
             lines.append("  ".join([*cells, row[5]]).rstrip())
         if self.unused:
-            lines += ["", f"not reached by the example: {', '.join(self.unused[:8])}{' …' if len(self.unused) > 8 else ''}"]
+            lines += [
+                "",
+                f"not reached by the example: {', '.join(self.unused[:8])}{' …' if len(self.unused) > 8 else ''}",
+            ]
         return "\n".join(lines)
 
 

@@ -1,9 +1,9 @@
 """The label pass: run the model once with labels beside every activation, and learn what must leave together.
 
-Each tensor carries *layers*. A layer is a tensor of labels of the same shape; the label at a position says which unit the
-number there belongs to, 0 that it belongs to none. Where a layer does not depend on a dimension it has stride 0 there, so
-layers are cheap. Data movement is applied to the layers themselves, and is therefore right by construction. A tensor has
-more than one layer where two kinds of units cross in it, as channels and tokens do in a mixer.
+Each tensor carries *layers*. A layer is a tensor of labels of the same shape; the label at a position says which unit
+the number there belongs to, 0 that it belongs to none. Where a layer does not depend on a dimension it has stride 0
+there, so layers are cheap. Data movement is applied to the layers themselves, and is therefore right by construction. A
+tensor has more than one layer where two kinds of units cross in it, as channels and tokens do in a mixer.
 """
 
 from __future__ import annotations
@@ -13,13 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from secateur.graph.axes import AxisTable, Labels
+from secateur.graph.axes import AxisTable
 from secateur.ops.layers import compact, narrow, spread, varying
-from secateur.ops.table import Call, Site, tensors_in
+from secateur.ops.table import Call, Labels, Site, tensors_in
 from secateur.tracing import Observer
 
 Layers = list[Tensor]
@@ -242,7 +241,9 @@ class LabelPass(Observer):
             elif set(over) & set(dims):
                 self.grid(layer, f"{site} mixes a part of it", rigid=[d for d in over if d in dims])
 
-    def grid(self, layer: Tensor, reason: str, rigid: Sequence[int] = (), joins: Sequence[tuple[int, Labels]] = ()) -> None:
+    def grid(
+        self, layer: Tensor, reason: str, rigid: Sequence[int] = (), joins: Sequence[tuple[int, Labels]] = ()
+    ) -> None:
         """A layer over several axes, with what is known about them. `rigid` and `joins` name dims of the tensor."""
         dims = varying(layer)
         if not dims:
@@ -260,7 +261,7 @@ class LabelPass(Observer):
 
     # -- patterns that many operations share -------------------------------------------------------------------------
     def move(self, call: Call, output: Any, function: Callable[[Tensor], Any] | None = None) -> None:
-        """Data movement: do to the labels what the call does to the numbers. The first tensor argument is what moves."""
+        """Data movement: do to the labels what the call does to the numbers. The first tensor is what moves."""
         source = call.tensors()[0]
         if any(t.is_meta and not t.is_floating_point() for t in call.tensors()[1:]):
             raise NeedsNumbers(str(call.site))
@@ -289,8 +290,8 @@ class LabelPass(Observer):
     def merge(self, output: Tensor, operands: Sequence[tuple[Layers, Sequence[int]]], site: Site) -> None:
         """Pointwise arithmetic: labels that meet leave together.
 
-        Each operand is its layers and its shape. A dimension along which an operand is broadcast asks nothing of it; one
-        along which it is present but carries no label cannot shrink.
+        Each operand is its layers and its shape. A dimension along which an operand is broadcast asks nothing of it;
+        one along which it is present but carries no label cannot shrink.
         """
         shape = tuple(output.shape)
         prepared = [
@@ -345,7 +346,7 @@ class LabelPass(Observer):
 
     def _pair(self, a: Tensor, b: Tensor) -> None:
         index = tuple(
-            slice(0, 1) if sa == 0 and sb == 0 or size == 1 else slice(None)
+            slice(0, 1) if (sa == 0 and sb == 0) or size == 1 else slice(None)
             for sa, sb, size in zip(a.stride(), b.stride(), a.shape, strict=True)
         )
         self.join(a[index].reshape(-1).numpy(), b[index].reshape(-1).numpy())

@@ -41,8 +41,8 @@ def duplicate(model: nn.Module, tensor: Callable[[str, Tensor], Tensor]) -> nn.M
         made = copy.deepcopy(model, memo)
     except (RuntimeError, TypeError, ValueError) as error:
         raise UnsupportedModelError(
-            f"{type(model).__name__} cannot be copied ({error}). secateur never changes your model, so it works on copies. "
-            f"Way out: keep non-leaf tensors and open resources out of the module's attributes, or detach() them."
+            f"{type(model).__name__} cannot be copied ({error}). secateur never changes your model, so it works on "
+            f"copies. Way out: keep non-leaf tensors and open resources out of its attributes, or detach() them."
         ) from error
     for module in list(made.modules()):
         for name, child in list(module.named_children()):
@@ -111,6 +111,7 @@ def describe(example: Example) -> str:
 @contextmanager
 def quiet() -> Iterator[None]:
     """No gradients, and the random number generators of CPU and GPU as they were before."""
-    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() and torch.cuda.is_initialized() else []
+    used = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    devices = list(range(torch.cuda.device_count())) if used else []
     with torch.random.fork_rng(devices), torch.no_grad():
         yield

@@ -117,11 +117,11 @@ def _names(owner: Any, names: str) -> list[Any]:
 
 
 _ACTIVATIONS = """relu relu_ relu6 gelu silu mish sigmoid tanh hardtanh hardtanh_ hardswish hardsigmoid elu elu_ selu
-    selu_ celu celu_ leaky_relu leaky_relu_ rrelu softplus softsign logsigmoid tanhshrink softshrink hardshrink threshold
-    threshold_"""
-_MATH = """relu relu_ sigmoid sigmoid_ tanh tanh_ exp exp_ expm1 log log1p log2 sqrt sqrt_ rsqrt square square_ abs abs_
-    sign reciprocal clamp clamp_ clip clip_ clamp_min clamp_max round floor ceil erf sin cos neg neg_ negative nan_to_num
-    selu celu rrelu pow pow_ __pow__ logical_not softplus"""
+    selu_ celu celu_ leaky_relu leaky_relu_ rrelu softplus softsign logsigmoid tanhshrink softshrink hardshrink
+    threshold threshold_"""
+_MATH = """relu relu_ sigmoid sigmoid_ tanh tanh_ exp exp_ expm1 log log1p log2 sqrt sqrt_ rsqrt square square_ abs
+    abs_ sign reciprocal clamp clamp_ clip clip_ clamp_min clamp_max round floor ceil erf sin cos neg neg_ negative
+    nan_to_num selu celu rrelu pow pow_ __pow__ logical_not softplus"""
 _COPIES = """clone contiguous detach detach_ float half double bfloat16 to type_as type int long bool cpu cuda
     requires_grad_ dropout dropout_ alpha_dropout feature_dropout positive"""
 
@@ -131,7 +131,7 @@ register(
     "input *rest",
     *_names(torch, _COPIES),
     *_names(Tensor, _COPIES),
-    Tensor.data.__get__,
+    Tensor.data.__get__,  # type: ignore[attr-defined]
     *_names(F, "dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout"),
     operation=Identity(),
 )

@@ -31,7 +31,9 @@ class Contraction(Operation):
     def channels(self, labels: LabelPass, call: Call, output: Any) -> None:
         """Units along a contracted index leave on both sides; units along a batch index are heads."""
         operands, letters, result = self.equation(call)
-        sizes = {c: s for t, ls in zip(operands, letters, strict=True) for c, s in zip(ls, t.shape, strict=True) if c != "."}
+        sizes = {
+            c: s for t, ls in zip(operands, letters, strict=True) for c, s in zip(ls, t.shape, strict=True) if c != "."
+        }
         carried: dict[str, np.ndarray[Any, Any]] = {}
         for tensor, own in zip(operands, letters, strict=True):
             for layer in labels.layers(tensor):
@@ -49,9 +51,10 @@ class Contraction(Operation):
                     carried[own[dim]] = column
         for letter, column in carried.items():
             for tensor, own in zip(operands, letters, strict=True):
-                if letter in own and not any(own[d] == letter for l in labels.layers(tensor) for d in varying(l)):
-                    if tensor.shape[own.index(letter)] > 1:
-                        labels.freeze(column, f"multiplied by a tensor of fixed size in {call.site}")
+                if letter not in own or tensor.shape[own.index(letter)] == 1:
+                    continue
+                if not any(own[d] == letter for layer in labels.layers(tensor) for d in varying(layer)):
+                    labels.freeze(column, f"multiplied by a tensor of fixed size in {call.site}")
         layers = []
         for letter, column in carried.items():
             if letter in result:
@@ -107,7 +110,10 @@ class AddMatMul(MatMul):
     def channels(self, labels: LabelPass, call: Call, output: Any) -> None:
         """The product, then the sum."""
         super().channels(labels, call, output)
-        operands = [(labels.layers(output), list(output.shape)), (labels.layers(call["input"]), list(call["input"].shape))]
+        operands = [
+            (labels.layers(output), list(output.shape)),
+            (labels.layers(call["input"]), list(call["input"].shape)),
+        ]
         labels.merge(output, operands, call.site)
 
     def relevance(self, relevance: RelevancePass, call: Call) -> Any:
@@ -151,7 +157,9 @@ class Einsum(Contraction):
         if len(operands) == 1:
             return relevance.averages(call, operands[0], lambda a: torch.einsum(text, a))
         if len(operands) > 2:
-            raise UnsupportedModelError(f"{call.site} of {len(operands)} tensors. Way out: write it as products of two.")
+            raise UnsupportedModelError(
+                f"{call.site} of {len(operands)} tensors. Way out: write it as products of two."
+            )
         return relevance.multiplies(call, operands[0], operands[1], lambda a, b: torch.einsum(text, a, b))
 
 
@@ -183,10 +191,12 @@ class Attention(Contraction):
                     labels.join(first, column)
                 elif len(first) % len(column) == 0:  # grouped queries
                     labels.join(first, np.repeat(column, len(first) // len(column)))
-            carrying = {id(t) for t in (query, key, value) if any(varying(l) for l in labels.layers(t))}
+            carrying = {id(t) for t in (query, key, value) if any(varying(layer) for layer in labels.layers(t))}
             if len(carrying) < len({id(query), id(key), id(value)}):
                 labels.freeze(first, f"attends to a tensor of fixed size in {call.site}")
-            layer = torch.from_numpy(first.copy()).reshape([-1 if d == output.ndim + dim else 1 for d in range(output.ndim)])
+            layer = torch.from_numpy(first.copy()).reshape(
+                [-1 if d == output.ndim + dim else 1 for d in range(output.ndim)]
+            )
             labels.set(output, [layer.expand(output.shape)])
             labels.attend(first, call.site)
             labels.cost(call.site, macs, first)
@@ -233,7 +243,7 @@ def _multi_head_attention(
     average_attn_weights: bool = True,
     is_causal: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """`F.multi_head_attention_forward` spelt out in small operations; tensors are (length, batch, width) or unbatched."""
+    """`F.multi_head_attention_forward` spelt out; tensors are (length, batch, width), or (length, width)."""
     if bias_k is not None or bias_v is not None or add_zero_attn or static_k is not None or static_v is not None:
         from secateur.errors import UnsupportedModelError
 

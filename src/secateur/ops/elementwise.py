@@ -73,7 +73,9 @@ class Choice(Elementwise):
     def relevance(self, relevance: RelevancePass, call: Call) -> Any:
         """To whichever operand was chosen; comparisons carry none."""
         if call.function.__name__ == "where":
-            chosen = [relevance.constant(t, call) if isinstance(t, Tensor) else t for t in (call["input"], call["other"])]
+            chosen = [
+                relevance.constant(t, call) if isinstance(t, Tensor) else t for t in (call["input"], call["other"])
+            ]
             return torch.where(call["condition"], *chosen)
         if call.function.__name__ in ("maximum", "minimum"):
             return relevance.moves(call)
@@ -116,7 +118,9 @@ register("input tensor1 tensor2 value=1", *_both("addcmul addcmul_ addcdiv addcd
 register("input end weight", *_both("lerp lerp_"), operation=Sum())
 register(
     "input other",
-    *_both("maximum minimum max_other eq ne gt lt ge le __eq__ __ne__ __gt__ __lt__ __ge__ __le__ logical_and logical_or"),
+    *_both(
+        "maximum minimum max_other eq ne gt lt ge le __eq__ __ne__ __gt__ __lt__ __ge__ __le__ logical_and logical_or"
+    ),
     *_both("__and__ __or__ __xor__ bitwise_and bitwise_or atan2 __rpow__ float_power isnan isinf isfinite"),
     operation=Choice(),
 )

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from secateur.ops.table import Labels
 
+
 def spread(labels: Tensor | Labels, dim: int, shape: Sequence[int]) -> Tensor:
     """Labels along one dimension, the same everywhere else."""
     labels = torch.as_tensor(labels)

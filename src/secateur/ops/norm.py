@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     from secateur.relevance.engine import RelevancePass
 
 
-def _per_channel(labels: LabelPass, parameter: Tensor | None, axis: int, shape: torch.Size) -> list[tuple[Layers, list[int]]]:
+def _per_channel(
+    labels: LabelPass, parameter: Tensor | None, axis: int, shape: torch.Size
+) -> list[tuple[Layers, list[int]]]:
     """A vector with one number per channel, laid along `axis`: an operand for `LabelPass.merge`."""
     if parameter is None:
         return []

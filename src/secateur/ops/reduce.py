@@ -54,7 +54,7 @@ class Reduction(Operation):
         dim = call.get("dim")
         if isinstance(dim, Tensor):
             return None
-        if dim is None or isinstance(dim, bool) or isinstance(dim, torch.dtype):
+        if dim is None or isinstance(dim, bool | torch.dtype):
             return list(range(x.ndim))
         if isinstance(dim, Sequence):
             return [d % x.ndim for d in dim] if len(dim) else list(range(x.ndim))

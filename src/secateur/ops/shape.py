@@ -136,7 +136,9 @@ class Concat(Operation):
                 labels.freeze(extra, f"{call.site} joins tensors in which two kinds of units cross")
             blank = torch.zeros((1,) * tensor.ndim, dtype=torch.int64).expand(tensor.shape)
             queue.append(along[0] if along else blank)
-        layers = [torch.cat([_thin(layer, dim) for layer in queue], dim).expand(output.shape)] if _flat(queue, dim) else []
+        layers = (
+            [torch.cat([_thin(layer, dim) for layer in queue], dim).expand(output.shape)] if _flat(queue, dim) else []
+        )
         if not layers:
             layers = [torch.cat(queue, dim)]
         for i, tensor in enumerate(tensors):
@@ -167,7 +169,9 @@ class Stack(Operation):
         """Tie across the stacked tensors."""
         tensors = tensors_in(call["tensors"])
         dim = int(call.get("dim", 0) or 0) % output.ndim
-        operands = [([layer.unsqueeze(dim) for layer in labels.layers(t)], list(t.unsqueeze(dim).shape)) for t in tensors]
+        operands = [
+            ([layer.unsqueeze(dim) for layer in labels.layers(t)], list(t.unsqueeze(dim).shape)) for t in tensors
+        ]
         labels.merge(output, operands, call.site)
 
     def relevance(self, relevance: RelevancePass, call: Call) -> Any:
@@ -432,7 +436,9 @@ register("input dims", *_both("flip"), operation=Roll())
 register("input dim index sparse_grad=False", *_both("gather"), operation=Gather())
 register("input *rest", F.grid_sample, F.affine_grid, *_both("masked_select nonzero"), operation=Gather())
 
-_PROPERTIES = "shape device dtype ndim is_cuda layout requires_grad is_leaf is_nested is_sparse is_quantized grad_fn grad"
+_PROPERTIES = (
+    "shape device dtype ndim is_cuda layout requires_grad is_leaf is_nested is_sparse is_quantized grad_fn grad"
+)
 register(
     "input *rest",
     *[getattr(Tensor, name).__get__ for name in _PROPERTIES.split() if hasattr(getattr(Tensor, name), "__get__")],
@@ -444,4 +450,3 @@ register(
     torch.get_default_dtype,
     operation=Query(),
 )
-

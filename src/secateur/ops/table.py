@@ -38,6 +38,7 @@ class Signature:
 
     @classmethod
     def parse(cls, text: str) -> Signature:
+        """Read such a text."""
         names, defaults, rest = [], [], None
         for word in text.split():
             if word.startswith("*"):

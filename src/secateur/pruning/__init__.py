@@ -1,0 +1,1 @@
+"""Plans, removal, the loop around them, and files."""

@@ -45,7 +45,7 @@ class NarrowAttention(nn.MultiheadAttention):
             weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
         biases = self.in_proj_bias.chunk(3) if self.in_proj_bias is not None else (None, None, None)
         q, k, v = (
-            F.linear(t, w, b).unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
+            torch.unflatten(F.linear(t, w, b), -1, (self.num_heads, self.head_dim)).transpose(1, 2)
             for t, w, b in zip((query, key, value), weights, biases, strict=True)
         )
         mask = self._mask(attn_mask, key_padding_mask, q, k)

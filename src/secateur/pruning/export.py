@@ -34,7 +34,9 @@ def export(model: nn.Module, path: str | os.PathLike[str], example: Example, *, 
     gap = max(_gap(a, b) for a, b in zip(found, expected, strict=True))
     if not gap <= 1e-4:
         target.unlink(missing_ok=True)
-        raise VerificationError(f"the exported model differs from PyTorch's by {gap:.2g} (allowed 1e-4); {target} was removed")
+        raise VerificationError(
+            f"the exported model differs from PyTorch's by {gap:.2g} (allowed 1e-4); {target} was removed"
+        )
     return target
 
 

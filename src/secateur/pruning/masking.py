@@ -27,7 +27,7 @@ def mask(model: nn.Module, plan: Plan) -> nn.Module:
     masked = duplicate(model, lambda name, old: _zeroed(old.detach().clone(), plan.cuts.get(name)))
     if plan.norms:
         forward = MaskedForward(masked, plan.norms)
-        masked.forward = forward  # type: ignore[method-assign]
+        masked.forward = forward
     return masked
 
 
@@ -87,7 +87,13 @@ class _NormMask(Observer):
 
 
 def _masked_norm(
-    x: Tensor, kept: Tensor, dims: list[int], weight: Tensor | None, bias: Tensor | None, eps: float | None, centre: bool
+    x: Tensor,
+    kept: Tensor,
+    dims: list[int],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float | None,
+    centre: bool,
 ) -> Tensor:
     """A norm over `dims` in which only the kept places count; the others come out as 0."""
     inside = kept.expand_as(x).to(x.dtype)

@@ -21,7 +21,7 @@ Mask = np.ndarray[tuple[int], np.dtype[np.bool_]]
 
 @dataclass(frozen=True)
 class NormCut:
-    """A norm over several channels that loses some: where it is called, the shape it normalises, flat places that leave."""
+    """A norm over several channels that loses some: where it is called, what it normalises, flat places that leave."""
 
     path: str
     function: str
@@ -108,7 +108,13 @@ class Plan:
                 shapes={str(n): _indices(s) for n, s in data["shapes"].items()},
                 heads=tuple(HeadCut(str(h["path"]), _count(h["heads"]), _indices(h["removed"])) for h in data["heads"]),
                 norms=tuple(
-                    NormCut(str(n["path"]), str(n["function"]), _count(n["visit"]), _indices(n["shape"]), _indices(n["removed"]))
+                    NormCut(
+                        str(n["path"]),
+                        str(n["function"]),
+                        _count(n["visit"]),
+                        _indices(n["shape"]),
+                        _indices(n["removed"]),
+                    )
                     for n in data["norms"]
                 ),
                 attributes=tuple(
@@ -127,8 +133,8 @@ class Plan:
         had, has = self.units
         lines = [
             f"{self.model}: {had - has} of {had} units leave",
-            f"parameters {human(self.before.params)} → {human(self.after.params)} ({_share(self.after.params, self.before.params)}), "
-            f"MACs {human(self.before.macs)} → {human(self.after.macs)} ({_share(self.after.macs, self.before.macs)})",
+            f"parameters {_change(self.before.params, self.after.params)}, "
+            f"MACs {_change(self.before.macs, self.after.macs)}",
             "",
         ]
         width = max([len(name) for name in self.layers] or [5])
@@ -141,8 +147,8 @@ class Plan:
         return hash((self.groups, self.model))
 
 
-def _share(part: float, whole: float) -> str:
-    return f"{100 * part / max(whole, 1):.1f} %"
+def _change(before: int, after: int) -> str:
+    return f"{human(before)} → {human(after)} ({100 * after / max(before, 1):.1f} %)"
 
 
 def _count(value: Any) -> int:

@@ -19,11 +19,13 @@ from secateur.pruning.surgery import cut
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 
 
-def apply(model: nn.Module, plan: Plan, how: Literal["remove", "mask"] = "remove", example: Example = None) -> nn.Module:
+def apply(
+    model: nn.Module, plan: Plan, how: Literal["remove", "mask"] = "remove", example: Example = None
+) -> nn.Module:
     """A new model without the units that the plan removes; `how="mask"` keeps the shapes and zeroes them instead.
 
-    **Rule zero**: on the example, removal and masking must agree, or `VerificationError` is raised. The example is the one
-    given to `analyze`; a plan read from a file has none, so give it one here if you want the check.
+    **Rule zero**: on the example, removal and masking must agree, or `VerificationError` is raised. The example is the
+    one given to `analyze`; a plan read from a file has none, so give it one here if you want the check.
 
     >>> import secateur as sc
     >>> net = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2))
@@ -59,8 +61,8 @@ def verify(model: nn.Module, small: nn.Module, plan: Plan, example: Example) -> 
             return
     raise VerificationError(
         f"removal and zero-masking disagree on the example: relative difference {gap:.2g} (allowed {limit:g}) {where}. "
-        f"The smaller model is withheld. The forward probably addresses channels by fixed positions; way out: leave the "
-        f"layer out with ignore=[...], and please report the model."
+        f"The smaller model is withheld. The forward probably addresses channels by fixed positions; way out: leave "
+        f"the layer out with ignore=[...], and please report the model."
     )
 
 

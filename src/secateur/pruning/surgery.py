@@ -37,7 +37,9 @@ def check_fits(model: nn.Module, plan: Plan) -> None:
         shape = plan.shapes.get(name, ())
         for dim, indices in dims.items():
             if dim >= len(shape) or (indices and max(indices) >= shape[dim]) or len(set(indices)) >= shape[dim]:
-                raise PlanError(f"the plan cuts indices of `{name}` along dimension {dim} that its shape {shape} cannot lose")
+                raise PlanError(
+                    f"the plan cuts indices of `{name}` along dimension {dim} that its shape {shape} cannot lose"
+                )
 
 
 def cut(model: nn.Module, plan: Plan) -> nn.Module:
@@ -100,10 +102,8 @@ def _fit(module: nn.Module, old: nn.Module, path: str, plan: Plan, names: dict[i
             module.num_features = len(vector)
     elif isinstance(module, nn.LayerNorm | nn.RMSNorm):
         assert isinstance(old, nn.LayerNorm | nn.RMSNorm)
-        if module.weight is not None:
-            module.normalized_shape = tuple(module.weight.shape)
-        else:
-            module.normalized_shape = _norm_shape(old.normalized_shape, path, plan)
+        scale: Tensor | None = module.weight  # absent without elementwise_affine
+        module.normalized_shape = _norm_shape(old.normalized_shape, path, plan) if scale is None else tuple(scale.shape)
     elif isinstance(module, nn.GroupNorm):
         assert isinstance(old, nn.GroupNorm)
         kept = len(module.weight) if module.weight is not None else old.num_channels
@@ -115,7 +115,8 @@ def _fit(module: nn.Module, old: nn.Module, path: str, plan: Plan, names: dict[i
     elif isinstance(module, nn.Embedding):
         module.num_embeddings, module.embedding_dim = module.weight.shape
     elif isinstance(module, nn.RNNBase):
-        module.input_size = module.weight_ih_l0.shape[1]
+        reading: Any = module.weight_ih_l0
+        module.input_size = reading.shape[1]
         module._flat_weights = [getattr(module, name) for name in module._flat_weights_names]
 
 
@@ -127,8 +128,8 @@ def _fit_attribute(small: nn.Module, item: AttributeCut) -> None:
         module = None
     if module is None or vars(module).get(item.name) != item.before:
         raise PlanError(
-            f"the plan sets `{item.path}`.{item.name} from {item.before} to {item.after}, but this model has no such number. "
-            f"Way out: build the same model that was analysed."
+            f"the plan sets `{item.path}`.{item.name} from {item.before} to {item.after}, but this model has no such "
+            f"number. Way out: build the same model that was analysed."
         )
     setattr(module, item.name, item.after)
 
@@ -139,7 +140,11 @@ def _norm_shape(shape: tuple[int, ...], path: str, plan: Plan) -> tuple[int, ...
         if norm.path == path:
             mask = np.ones(norm.shape, bool).ravel()
             mask[list(norm.removed)] = False
-            mask = mask.reshape(norm.shape)[(0,) * (len(norm.shape) - len(shape))] if len(norm.shape) > len(shape) else mask
+            mask = (
+                mask.reshape(norm.shape)[(0,) * (len(norm.shape) - len(shape))]
+                if len(norm.shape) > len(shape)
+                else mask
+            )
             return tuple(
                 int(np.any(mask, tuple(d for d in range(mask.ndim) if d != axis)).sum()) for axis in range(len(shape))
             )

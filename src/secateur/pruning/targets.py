@@ -33,9 +33,9 @@ def plan(
     """Choose which groups leave: those with the lowest scores, until the target is met.
 
     `remove` is a fraction of the units that may leave. `keep` names what should remain instead: `{"params": 0.5}` or
-    `{"macs": 1.2e9}`, a fraction if at most 1, else an absolute number. `scope="layer"` takes the same share of every layer.
-    `round_to` keeps a multiple of that many channels in each layer. `ignore` and `only` are wildcards on module paths.
-    With `start`, what that plan removes is gone already and counts towards the target.
+    `{"macs": 1.2e9}`, a fraction if at most 1, else an absolute number. `scope="layer"` takes the same share of every
+    layer. `round_to` keeps a multiple of that many channels in each layer. `ignore` and `only` are wildcards on module
+    paths. With `start`, what that plan removes is gone already and counts towards the target.
 
     >>> import torch, secateur as sc
     >>> net = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.ReLU(), torch.nn.Linear(6, 2))
@@ -79,8 +79,12 @@ class _Chooser:
             raise NothingToPruneError(_why_nothing(graph, ignore, only))
         self.value = scores.of(graph)
         if np.isnan(self.value[candidates]).any():
-            bad = [layer.name for layer in layers if np.isnan(self.value[layer.groups[graph.prunable[layer.groups]]]).any()]
-            raise TargetError(f"the criterion {scores.criterion!r} gave no score (NaN) for units of {', '.join(bad[:5])}")
+            bad = [
+                layer.name for layer in layers if np.isnan(self.value[layer.groups[graph.prunable[layer.groups]]]).any()
+            ]
+            raise TargetError(
+                f"the criterion {scores.criterion!r} gave no score (NaN) for units of {', '.join(bad[:5])}"
+            )
         self.home = self._homes()
         protected = self._protected(candidates, min_units)
         candidates = candidates[~protected[candidates]]
@@ -105,7 +109,7 @@ class _Chooser:
         return share
 
     def _protected(self, candidates: Labels, min_units: int) -> Mask:
-        """The best groups of every layer, `min_units` of them, never leave; nor does the last one that a weight reads."""
+        """The best `min_units` groups of every layer never leave; nor does the last one that a weight reads."""
         value = np.full(len(self.graph.root), np.inf)
         value[candidates] = self.value[candidates]
         shield: Mask = np.zeros(len(self.graph.root), np.bool_)
@@ -161,14 +165,14 @@ class _Chooser:
         if goal > (sums[-1] if len(sums) else already):
             most = (int(sums[-1]) if len(sums) else already) / total
             raise TargetError(
-                f"remove={remove} asks for {goal} of {total} units, but at most {100 * most:.1f} % can leave: every layer "
-                f"keeps min_units, and ignored layers keep all. Way out: a smaller fraction, or fewer exceptions."
+                f"remove={remove} asks for {goal} of {total} units, but at most {100 * most:.1f} % can leave: every "
+                f"layer keeps min_units, and ignored layers keep all. Way out: a smaller fraction, or fewer exceptions."
             )
         count = int(np.searchsorted(sums, goal, "right"))
         if count == 0 and not already:
             smallest = int(units[self.order].min())
             raise NothingToPruneError(
-                f"remove={remove} of {total} units is less than the smallest group ({smallest} units): nothing would leave"
+                f"remove={remove} of {total} units is less than the smallest group ({smallest} units): nothing leaves"
             )
         return self.mask(count)
 
@@ -178,7 +182,9 @@ class _Chooser:
         whole = self.graph.cost
         for name, value in keep.items():
             if name not in ("params", "macs"):
-                raise TargetError(f"keep={{{name!r}: …}} is not known here; use 'params' or 'macs' (`prune` also knows 'latency')")
+                raise TargetError(
+                    f"keep={{{name!r}: …}} is not known here; use 'params' or 'macs' (`prune` also knows 'latency')"
+                )
             if not value > 0:
                 raise TargetError(f"keep={{{name!r}: {value}}} must be positive")
             limits[name] = value * getattr(whole, name) if value <= 1 else value
@@ -192,7 +198,8 @@ class _Chooser:
             wanted = ", ".join(f"{human(limit)} {name}" for name, limit in limits.items())
             raise TargetError(
                 f"cannot reach {wanted}: with everything removed that may leave, {least} remain "
-                f"({100 * least.params / whole.params:.1f} % of the parameters, {100 * least.macs / max(whole.macs, 1):.1f} % of the MACs). "
+                f"({100 * least.params / whole.params:.1f} % of the parameters, "
+                f"{100 * least.macs / max(whole.macs, 1):.1f} % of the MACs). "
                 f"Way out: a larger target, a smaller min_units or round_to, or fewer ignored layers."
             )
         while low < high:

@@ -27,7 +27,12 @@ def over(r: Tensor, z: Tensor) -> Tensor:
 
 def over_positive(r: Tensor, z: Tensor) -> Tensor:
     """r / z for z ≥ 0, and finite where z is 0: it meets only zero contributions there. Overwrites z."""
-    return torch.div(r, z.add_(1e-6 if z.dtype == torch.float16 else 1e-25), out=z)
+    return torch.div(r, z.add_(_floor(z)), out=z)
+
+
+def _floor(z: Tensor) -> float:
+    """Sums below this (masked attention has exp(-100) = 4e-44) count as none."""
+    return 1e-6 if z.dtype == torch.float16 else 1e-25
 
 
 def split(a: Tensor) -> tuple[Tensor, Tensor]:
@@ -86,9 +91,10 @@ def contributions(layer: LinearMap, a: Tensor, sign: int) -> Tensor:
     """Σ_i z⁺_ij (sign 1) or Σ_i z⁻_ij (sign -1)."""
     if layer.monotone:
         return layer(_part(a, sign), layer.positive)
-    same, other = (layer.positive, layer.negative) if sign > 0 else (layer.negative, layer.positive)
+    same = layer.positive if sign > 0 else layer.negative
     if layer.nonneg:
         return layer(a, same)
+    other = layer.negative if sign > 0 else layer.positive
     plus, minus = split(a)
     return layer(plus, same).add_(layer(minus, other))
 
@@ -97,9 +103,10 @@ def pull(layer: LinearMap, a: Tensor, s: Tensor, sign: int) -> Tensor:
     """Σ_j z⁺_ij s_j (sign 1) or Σ_j z⁻_ij s_j (sign -1)."""
     if layer.monotone:
         return _part(a, sign).mul_(layer.adjoint(s, layer.positive, a))
-    same, other = (layer.positive, layer.negative) if sign > 0 else (layer.negative, layer.positive)
+    same = layer.positive if sign > 0 else layer.negative
     if layer.nonneg:
         return layer.adjoint(s, same, a).mul_(a)
+    other = layer.negative if sign > 0 else layer.positive
     plus, minus = split(a)
     return layer.adjoint(s, same, a).mul_(plus).add_(layer.adjoint(s, other, a).mul_(minus))
 
@@ -144,14 +151,16 @@ class AlphaBeta(Contributions):
         """A second way for what has no first one."""
         # An output that is positive through its bias alone has no positive contribution. Its relevance goes to its
         # (then all negative) contributions in proportion to their size, and evenly if there are none at all.
-        stuck = contributions(layer, a, 1) == 0
+        positive = contributions(layer, a, 1)
         if self.beta != 0:
-            stuck &= contributions(layer, a, -1) == 0
+            stuck = (positive == 0) & (contributions(layer, a, -1) == 0)
             return layer.spread(torch.where(stuck, r, 0), a)
+        floor = _floor(r)
+        lost = r * (floor / (positive + floor))
         negative = contributions(layer, a, -1)
-        silent = stuck & (negative == 0)
-        shared = pull(layer, a, over(torch.where(stuck, r, 0), negative), -1)
-        return shared + layer.spread(torch.where(silent, r, 0), a)
+        silent = negative > -1e5 * floor
+        shared = pull(layer, a, over(lost, negative.masked_fill_(silent, 0)), -1)
+        return shared + layer.spread(torch.where(silent, lost, 0), a)
 
     def add(self, a: Tensor, b: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
         """The shares of two summands."""

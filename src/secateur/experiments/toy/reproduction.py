@@ -45,6 +45,7 @@ class Reproduction:
     rows: list[Row]
     claims: list[Claim]
     seconds: float
+    workers: int
     folder: Path
 
     @property
@@ -73,6 +74,7 @@ def reproduce(
         if progress:
             progress(text, done, total)
 
+    workers = workers or campaign.available_cores()
     outcomes = campaign.run(recipe, chosen, cache, workers, report)
     made = tables.rows(outcomes, recipe)
     index = Index(made)
@@ -87,7 +89,7 @@ def reproduce(
         for theme, png in picture.png.items():
             write(folder / "figures" / f"{picture.name}{'' if theme == 'light' else '-dark'}.png", png)
         report(picture.name, done)
-    result = Reproduction(recipe, chosen, outcomes, made, found, time.perf_counter() - began, folder)
+    result = Reproduction(recipe, chosen, outcomes, made, found, time.perf_counter() - began, workers, folder)
     for name, which in _CSV.items():
         write(folder / f"{name}.csv", tables.as_csv([row for row in made if row.table in which]).encode())
     write(folder / "results.json", json.dumps(as_json(result)).encode())
@@ -153,8 +155,8 @@ def run_record(result: Reproduction) -> dict[str, Any]:
         "torch": torch.__version__,
         "python": platform.python_version(),
         "machine": platform.machine(),
-        "workers": campaign.available_cores(),
-        "seconds": round(result.seconds, 1),
+        "processes": result.workers,
+        "seconds_since_this_start": round(result.seconds, 1),
         "largest_gap_to_pruned_networks": max(float(outcome.arrays["gap"].max()) for outcome in result.outcomes),
         "training_seconds": {
             f"{outcome.name}, {outcome.reading.name}": round(outcome.training_seconds, 1) for outcome in result.outcomes
