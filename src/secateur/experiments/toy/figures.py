@@ -40,7 +40,7 @@ _NAMES = {"weight": "weight", "taylor": "Taylor", "gradient": "gradient", "lrp":
 # Reference points per class in Figure 2, and the bars of Figure 4.
 _SHOWN_SIZE = 5
 _BARS = (1, 5, 20, 100)
-_RESOLUTION = 220
+_RESOLUTION = 130
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -48,22 +49,25 @@ def trained(name: str, reading: Reading, recipe: Recipe, cache: Path) -> Trained
     data = recipe.training(name)
     steps = recipe.steps_for(name)
     settings = [recipe.width, reading.third_relu, recipe.batches, recipe.rate, recipe.momentum, recipe.dropout, steps]
-    path = cache / "toy" / f"net-{digest('net 1', name, settings, recipe.root, data.x, data.y)}.safetensors"
-    net = ToyNet(recipe.width, CLASSES[name], reading.third_relu, recipe.dropout)
+    path = cache / "toy" / f"net-{digest('net 2', name, settings, recipe.root, data.x, data.y)}.safetensors"
     found = get(path)
     if found is None:
         began = time.perf_counter()
-        net = _train(name, reading, recipe)
-        seconds = time.perf_counter() - began
-        about = {"set": name, "reading": reading.name, "seconds": seconds}
-        put(path, {key: value.numpy() for key, value in net.state_dict().items()}, about)
+        net = _train(name, reading, recipe).eval()
+        arrays = {key: value.numpy() for key, value in net.state_dict().items()}
+        about: dict[str, Any] = {
+            "set": name,
+            "reading": reading.name,
+            "seconds": time.perf_counter() - began,
+            "accuracy": accuracy(net, *data.tensors()),
+            "weights": digest(*arrays.values()),
+        }
+        put(path, arrays, about)
     else:
-        arrays, described = found
-        seconds = float(described["seconds"])
+        arrays, about = found
+        net = ToyNet(recipe.width, CLASSES[name], reading.third_relu, recipe.dropout).eval()
         net.load_state_dict({key: torch.from_numpy(value) for key, value in arrays.items()})
-    net.eval()
-    weights = digest(*(value.numpy() for value in net.state_dict().values()))
-    return Trained(net, accuracy(net, *data.tensors()), seconds, weights)
+    return Trained(net, about["accuracy"], about["seconds"], about["weights"])
 
 
 def _train(name: str, reading: Reading, recipe: Recipe) -> ToyNet:
