@@ -98,7 +98,7 @@ def _compute(task: Task, subject: Trained) -> Arrays:
                     gap = max(gap, tests.check(sc.apply(net, plan), gone))
             if size in recipe.variant_sizes:
                 for v, variant in enumerate(task.reading.variants):
-                    plan = sc.plan(graph, scores[variant.name], remove=REMOVED)
+                    plan = sc.plan(graph, scores.get(variant.name, scores["lrp"]), remove=REMOVED)
                     ways[recipe.variant_sizes.index(size), j, v] = training.accuracy(removed_by(plan))[0]
     return {
         "accuracy": accuracy,
@@ -115,7 +115,7 @@ def reference_scores(task: Task, subject: Trained, size: int, seed: int, graph: 
     reading = task.reading
     criteria: list[Criterion] = [Weight(norm=reading.norm), Taylor(), Gradient(), reading.variant.criterion("lrp")]
     if size in task.recipe.variant_sizes:
-        criteria += [variant.criterion() for variant in reading.variants]
+        criteria += [variant.criterion() for variant in reading.variants if variant != reading.variant]
     data = task.recipe.reference(task.name, size, seed).tensors()
     return score(subject.net, [data], criteria, graph=graph)
 
