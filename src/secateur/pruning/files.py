@@ -43,9 +43,10 @@ def save(path: str | os.PathLike[str], result: Any) -> None:
 
     The folder appears whole or not at all; an older one of the same name is replaced.
     """
-    model = unwrap(getattr(result, "model", result))
+    model = result if isinstance(result, nn.Module) else getattr(result, "model", None)
     if not isinstance(model, nn.Module):
         raise SecateurError(f"cannot save a {type(result).__name__}; give a pruned module or a Result")
+    model = unwrap(model)
     plans = plans_of(model)
     if not plans:
         raise SecateurError(

@@ -69,7 +69,7 @@ def _sliced(tensor: Tensor, dims: Any) -> Tensor:
     for dim, indices in dims.items():
         keep = np.setdiff1d(np.arange(tensor.shape[dim]), np.asarray(indices))
         tensor = tensor.index_select(dim, torch.from_numpy(keep).to(tensor.device))
-    return tensor.clone(memory_format=torch.preserve_format)
+    return tensor
 
 
 def _first_names(model: nn.Module) -> dict[int, str]:
