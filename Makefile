@@ -22,7 +22,8 @@ types: $(STAMP)
 	$(BIN)/mypy
 
 unit: $(STAMP)
-	$(BIN)/python -m pytest -n 2 -m "not slow"
+	# One thread per process: more threads than cores make torch many times slower.
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto -m "not slow" --durations 10
 
 demo: $(STAMP)
 	$(BIN)/secateur demo --out out/demo

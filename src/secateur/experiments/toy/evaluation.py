@@ -8,13 +8,16 @@ everything behind the second layer is one matrix.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from secateur.experiments.toy.nets import HIDDEN, ToyNet
 from secateur.pruning.plan import Plan
+
+# Points that are worked on together: their activations stay in the processor's cache.
+_SLICE = 1000
 
 # Per hidden layer, the units that leave.
 Removed = Sequence[tuple[int, ...]]
@@ -34,35 +37,41 @@ class Evaluator:
         self._weight = [_tensor(layer, "weight") for layer in layers]
         self._bias = [_tensor(layer, "bias") for layer in layers]
         self._third_relu = hasattr(net, "third_relu")
-        self._first = torch.addmm(self._bias[0][:, None], self._weight[0], x.T).relu_()
-        sums = torch.addmm(self._bias[1][:, None], self._weight[1], self._first)
-        self._known = [(torch.ones(len(self._first)), sums)]
+        bias = [self._bias[0][:, None], self._bias[1][:, None]]
+        self._first = [torch.addmm(bias[0], self._weight[0], part.T).relu_() for part in x.split(_SLICE)]
+        sums = [torch.addmm(bias[1], self._weight[1], first) for first in self._first]
+        self._known = [(torch.ones(len(self._bias[0])), sums)]
 
     @torch.no_grad()
     def remember(self, removed: Removed) -> None:
         """Keep what the second layer sums up when these units are gone from the first: for prunings that are alike."""
-        present = _present(removed[0], len(self._first))
-        self._known.append((present, self._sums(present, torch.arange(len(self._bias[1])))))
+        present = _present(removed[0], len(self._bias[0]))
+        self._known.append((present, list(self._sums(present, torch.arange(len(self._bias[1]))))))
 
     @torch.no_grad()
     def logits(self, removed: Removed) -> Tensor:
         """Points by classes."""
         present = [_present(units, len(bias)) for units, bias in zip(removed, self._bias, strict=False)]
         second, third = present[1].nonzero()[:, 0], present[2].nonzero()[:, 0]
-        hidden = self._sums(present[0], second).relu_()
         weight, bias = self._weight[2][third][:, second], self._bias[2][third, None]
-        last = self._weight[3][:, third]
-        if self._third_relu:
-            hidden = torch.addmm(bias, weight, hidden).relu_()
-            return torch.addmm(self._bias[3][:, None], last, hidden).T
-        return torch.addmm(last @ bias + self._bias[3][:, None], last @ weight, hidden).T
+        last, last_bias = self._weight[3][:, third], self._bias[3][:, None]
+        if not self._third_relu:
+            last, last_bias = last @ weight, last @ bias + last_bias
+        parts = []
+        for sums in self._sums(present[0], second):
+            hidden = sums.relu_()
+            if self._third_relu:
+                hidden = torch.addmm(bias, weight, hidden).relu_()
+            parts.append(torch.addmm(last_bias, last, hidden))
+        return torch.cat(parts, 1).T
 
-    def _sums(self, present: Tensor, units: Tensor) -> Tensor:
+    def _sums(self, present: Tensor, units: Tensor) -> Iterator[Tensor]:
         """What some units of the second layer sum up of the first, where 1 marks the units that are present."""
-        start, sums = min(self._known, key=lambda known: int((known[0] != present).sum()))
+        start, known = min(self._known, key=lambda known: int((known[0] != present).sum()))
         changed = (start != present).nonzero()[:, 0]
         weight = self._weight[1][units][:, changed] * (present - start)[changed]
-        return torch.addmm(sums[units], weight, self._first[changed])
+        for first, sums in zip(self._first, known, strict=True):
+            yield torch.addmm(sums[units], weight, first[changed])
 
     def classes(self, removed: Removed) -> Tensor:
         """The class given to each point."""
