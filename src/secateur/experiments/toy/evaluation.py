@@ -38,7 +38,7 @@ class Evaluator:
         self._bias = [_tensor(layer, "bias") for layer in layers]
         self._third_relu = hasattr(net, "third_relu")
         bias = [self._bias[0][:, None], self._bias[1][:, None]]
-        self._first = [torch.addmm(bias[0], self._weight[0], part.T).relu_() for part in x.split(_SLICE)]
+        self._first = [torch.addmm(bias[0], self._weight[0], part.T).relu_() for part in torch.split(x, _SLICE)]
         sums = [torch.addmm(bias[1], self._weight[1], first) for first in self._first]
         self._known = [(torch.ones(len(self._bias[0])), sums)]
 
