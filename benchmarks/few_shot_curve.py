@@ -5,7 +5,8 @@ re-scoring, by each criterion on the same samples. `coupled` removes physically;
 own, as the paper does with ResNets. Finished runs are kept in the output folder and not repeated.
 
     python benchmarks/few_shot_curve.py --weights resnet50.safetensors --images imagenette --out out/few_shot
-    python benchmarks/few_shot_curve.py --out out/few_shot --table docs/few-shot-curve.md
+    python benchmarks/few_shot_curve.py --out out/few_shot --table table.md
+    python benchmarks/few_shot_curve.py --out out/few_shot --figure docs/results/few-shot-curve.png
 """
 
 from __future__ import annotations
@@ -148,6 +149,36 @@ def table(options: argparse.Namespace) -> str:
     return "\n".join(lines)
 
 
+def figure(options: argparse.Namespace) -> None:
+    """Mean accuracy over units and over MACs, a band of one standard deviation over draws."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    known = list(found(options.out))
+    modes = [mode for mode in MODES if any(m == mode for m, *_ in known)]
+    sheet, axes = pyplot.subplots(len(modes), 2, figsize=(10, 3.6 * len(modes)), sharey=True, squeeze=False)
+    grid = np.linspace(0, 0.9, 37)
+    for row, mode in zip(axes, modes, strict=True):
+        what = "units removed (physical)" if mode == "coupled" else "filters masked (as the paper counts)"
+        for axis, over, label in ((row[0], "removed", f"% of {what}"), (row[1], "macs", "% of MACs saved")):
+            for criterion in dict.fromkeys(c for m, c, *_ in known if m == mode):
+                runs = [k for m, c, k, _ in known if m == mode and c == criterion]
+                values = [[at(k, p if over == "removed" else 1 - p, over) for p in grid] for k in runs]
+                y = 100 * np.array(values, dtype=float)
+                whole = ~np.isnan(y).any(0)
+                mean, band = y[:, whole].mean(0), y[:, whole].std(0)
+                (line,) = axis.plot(100 * grid[whole], mean, label=criterion)
+                axis.fill_between(100 * grid[whole], mean - band, mean + band, color=line.get_color(), alpha=0.15, lw=0)
+            axis.set(xlabel=label, ylim=(25, 102), title=mode)
+            axis.grid(alpha=0.3)
+        row[0].set_ylabel("accuracy in %")
+    axes[0][0].legend(frameon=False)
+    sheet.tight_layout()
+    sheet.savefig(options.figure, dpi=110)
+
+
 def spread(values: list[float | None]) -> str:
     known = [100 * v for v in values if v is not None]
     return f"{np.mean(known):.0f} ± {np.std(known):.0f}" if len(known) == len(values) else ""
@@ -166,6 +197,7 @@ def main() -> None:
     parser.add_argument("--images", type=Path)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--table", type=Path, help="write the table of what is in --out and stop")
+    parser.add_argument("--figure", type=Path, help="draw the curves of what is in --out and stop")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--draws", type=int, default=5)
     parser.add_argument("--classes", type=int, default=3)
@@ -176,6 +208,8 @@ def main() -> None:
     parser.add_argument("--criteria", nargs="+", default=[*CRITERIA, "random"])
     parser.add_argument("--modes", nargs="+", default=MODES, choices=MODES)
     options = parser.parse_args()
+    if options.figure is not None:
+        return figure(options)
     if options.table is None:
         measure(options)
     else:

@@ -117,7 +117,7 @@ def test_targets_out_of_reach_say_how_far_one_can_go() -> None:
     with pytest.raises(sc.SecateurError, match=r"at most \d+\.\d % can leave"):
         sc.plan(graph, scores, remove=0.9, min_units=32)
     with pytest.raises(sc.SecateurError, match=r"cannot reach .* remain"):
-        sc.plan(graph, scores, keep={"macs": 0.5}, ignore=["layer*"])
+        sc.plan(graph, scores, keep={"macs": 0.05}, ignore=["layer[34]*"])
     with pytest.raises(sc.SecateurError, match="exactly one target"):
         sc.plan(graph, scores)
 
@@ -125,7 +125,7 @@ def test_targets_out_of_reach_say_how_far_one_can_go() -> None:
 def test_min_units_and_ignore_hold() -> None:
     model, example = make("resnet18")
     graph = sc.analyze(model, example)
-    plan = sc.plan(graph, random_scores(graph), remove=0.8, min_units=20, ignore=["layer1.*", "*downsample*"])
+    plan = sc.plan(graph, random_scores(graph), remove=0.8, min_units=20, ignore=["layer1.*"])
     small = sc.apply(model, plan)
     convs = {n: m for n, m in small.named_modules() if isinstance(m, nn.Conv2d)}
     assert min(m.out_channels for m in convs.values()) >= 20

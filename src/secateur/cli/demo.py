@@ -30,8 +30,8 @@ def demo(
         shown = demonstrate(digits, net, classes)
     console.print(f"accuracy on held-out digits: {100 * shown.whole:.1f} % among ten classes,")
     console.print(f"{100 * shown.narrow:.1f} % among {classes} after keeping those four outputs.\n")
-    table = Table(title="accuracy in % without fine-tuning, over the share of units removed (MACs left)")
-    table.add_column("criterion")
+    table = Table(title="accuracy in % without fine-tuning, by share of units removed; below it the MACs left in %")
+    table.add_column("criterion", no_wrap=True)
     rates = (0.2, 0.4, 0.5, 0.6, 0.7, 0.8)
     for rate in rates:
         table.add_column(f"{100 * rate:.0f} %", justify="right")
@@ -39,7 +39,7 @@ def demo(
         cells = []
         for rate in rates:
             at = int(abs(curve.removed - rate).argmin())
-            cells.append(f"{100 * curve.overall[at]:.1f} ({100 * curve.macs[at]:.0f})")
+            cells.append(f"{100 * curve.overall[at]:.1f}\n[dim]{100 * curve.macs[at]:.0f}[/dim]")
         table.add_row(name, *cells)
     console.print(table)
     console.print(str(shown.comparison), highlight=False)

@@ -13,9 +13,10 @@ from torch.nn.utils import parametrize
 from secateur.errors import SecateurError, UnsupportedModelError
 from secateur.graph.axes import AxisTable
 from secateur.graph.graph import Graph, Layer, Remembered, build
-from secateur.graph.labels import LabelPass, NeedsNumbers
+from secateur.graph.labels import LabelPass
 from secateur.graph.shadow import Example, ghost, quiet, run, run_or_explain, to_meta, twin, unwrap
 from secateur.ops.table import tensors_in
+from secateur.tracing import Rehearsal
 
 log = logging.getLogger("secateur")
 
@@ -34,14 +35,7 @@ def analyze(model: nn.Module, example: Example) -> Graph:
     """
     model = unwrap(model)
     _refuse_parametrized(model)
-    shadow, inputs = _shadow(model, example)
-    try:
-        axes = AxisTable()
-        main = _watch(shadow, inputs, axes)
-    except NeedsNumbers:
-        axes = AxisTable()
-        shadow, inputs = twin(model).eval(), example
-        main = _watch(shadow, inputs, axes)
+    shadow, inputs, axes, main = _first_watch(model, example)
     passes = [main]
     missing = {name for name, _ in model.named_parameters()} - main.seen
     if missing:
@@ -64,18 +58,19 @@ def _refuse_parametrized(model: nn.Module) -> None:
             )
 
 
-def _shadow(model: nn.Module, example: Example) -> tuple[nn.Module, Example]:
-    """A copy without numbers if the forward runs without them, else a copy that shares the parameters' memory."""
-    shadow, inputs = ghost(model).eval(), to_meta(example)
+def _first_watch(model: nn.Module, example: Example) -> tuple[nn.Module, Example, AxisTable, LabelPass]:
+    """Watch a copy without numbers if the forward runs without them, else one that shares the parameters' memory."""
+    shadow, inputs, axes = ghost(model).eval(), to_meta(example), AxisTable()
+    try:
+        return shadow, inputs, axes, _watch(shadow, inputs, axes)
+    except SecateurError:
+        raise
+    except Exception as error:  # numbers steer the forward, or tensors are made on a device of their own
+        log.debug("no forward without numbers for %s: %s", type(model).__name__, error)
+    shadow, axes = twin(model).eval(), AxisTable()
     with quiet():
-        try:
-            run(shadow, inputs)
-            return shadow, inputs
-        except Exception as error:
-            log.debug("no meta forward for %s: %s", type(model).__name__, error)
-        shadow = twin(model).eval()
         run_or_explain(shadow, example)
-    return shadow, example
+    return shadow, example, axes, _watch(shadow, example, axes)
 
 
 def _watch(shadow: nn.Module, inputs: Example, axes: AxisTable) -> LabelPass:
@@ -145,9 +140,11 @@ class Trial:
 
         self.graph.remembered = self.remembered
         plan = plan_for(self.graph, _one_of_each(self.graph, layers))
+        small = cut(self.shadow, plan)
         with quiet():
             try:
-                run(cut(self.shadow, plan), self.inputs)
+                with Rehearsal(small):
+                    run(small, self.inputs)
             except Exception as error:
                 return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         return None

@@ -98,7 +98,7 @@ class LabelPass(Observer):
     # -- the observer ----------------------------------------------------------------------------------------------
     def observe(self, call: Call) -> Any:
         """Run the call, then let its entry in the table say what it does to channels."""
-        output = call.run()
+        output = call.operation.rehearse(call)
         call.operation.channels(self, call, output)
         return output
 

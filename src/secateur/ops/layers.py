@@ -30,12 +30,12 @@ def narrow(layer: Tensor) -> Tensor:
 
 def compact(layer: Tensor) -> Tensor:
     """The same labels with stride 0 wherever they do not vary."""
-    small = layer
-    for dim in varying(layer):
+    small = narrow(layer)
+    dims = varying(layer)
+    for dim in dims:
         head = small.narrow(dim, 0, 1)
         if bool((small == head).all()):
             small = head
-    if small.shape == layer.shape:
+    if len(varying(small)) == len(dims):
         return layer
-    index = tuple(slice(0, 1) if s == 0 else slice(None) for s in small.stride())
-    return small[index].contiguous().expand(layer.shape) if layer.ndim else layer
+    return small.contiguous().expand(layer.shape)

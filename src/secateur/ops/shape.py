@@ -152,7 +152,7 @@ class Concat(Operation):
             if varying(layer) not in seen:
                 seen.append(varying(layer))
                 layers.append(layer.expand(output.shape))
-        labels.set(output, [layer for layer in layers if bool((layer != 0).any())])
+        labels.set(output, [layer for layer in layers if bool((narrow(layer) != 0).any())])
 
     def relevance(self, relevance: RelevancePass, call: Call) -> Any:
         """Each part gets what falls on it, constants (class tokens) included."""

@@ -67,8 +67,9 @@ def _sliced(tensor: Tensor, dims: Any) -> Tensor:
     if not dims:
         return tensor.clone()
     for dim, indices in dims.items():
-        keep = np.setdiff1d(np.arange(tensor.shape[dim]), np.asarray(indices))
-        tensor = tensor.index_select(dim, torch.from_numpy(keep).to(tensor.device))
+        keep = torch.ones(tensor.shape[dim], dtype=torch.bool)
+        keep[list(indices)] = False
+        tensor = tensor.index_select(dim, keep.nonzero().ravel().to(tensor.device))
     return tensor
 
 
