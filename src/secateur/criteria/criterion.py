@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -47,6 +48,11 @@ class Subject:
         kept = [~gone[graph.root[producer.labels]] for producer in graph.producers]
         place = {site: i for i, producer in enumerate(graph.producers) for site in producer.sites}
         return cls(copy, graph, kept, place)
+
+    @cached_property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """The parameters by all their names."""
+        return dict(self.model.named_parameters(remove_duplicate=False))
 
     @property
     def producers(self) -> Sequence[Producer]:

@@ -30,10 +30,11 @@ class Weight(Criterion):
 def unit_weights(subject: Subject, index: int) -> Tensor | None:
     """Σ|W| of the units that a producer still has; None where no parameter numbers them one by one."""
     graph, producer, kept = subject.graph, subject.producers[index], subject.kept[index]
-    axis = graph.axes.axes[int(graph.axis_of[producer.labels[0]])]
+    number = int(graph.axis_of[producer.labels[0]])
+    axis = graph.axes.axes[number]
     if not axis.parameter:
         return None
-    weight = dict(subject.model.named_parameters(remove_duplicate=False)).get(axis.parameter)
+    weight = subject.parameters.get(axis.parameter)
     if weight is None or weight.ndim < 2:
         return None
     others = [d for d in range(weight.ndim) if d != axis.dim]
@@ -44,8 +45,8 @@ def unit_weights(subject: Subject, index: int) -> Tensor | None:
     here[producer.labels - axis.base] = kept
     gone = np.zeros(axis.size, np.bool_)
     for other, left in zip(subject.producers, subject.kept, strict=True):
-        mine = graph.axis_of[other.labels] == graph.axis_of[producer.labels[0]]
-        gone[other.labels[mine] - axis.base] |= ~left[mine]
+        if graph.axis_of[other.labels[0]] == number:
+            gone[other.labels - axis.base] |= ~left
     ours: Tensor = sizes[torch.from_numpy(np.flatnonzero(here[~gone])).to(sizes.device)]
     return ours
 
