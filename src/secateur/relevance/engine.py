@@ -14,11 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from secateur.errors import DataError, RelevanceError, UnknownOperationError, UnsupportedModelError
+from secateur.graph.shadow import unwrap
 from secateur.ops.table import Call, Function, Operation
 from secateur.relevance.composites import Composite, composite_named
 from secateur.relevance.conservation import Conservation, Flow
 from secateur.relevance.facts import Facts
-from secateur.relevance.isolation import call_model, isolated, logits_of, map_tensors, unwrapped
+from secateur.relevance.isolation import call_model, isolated, logits_of, map_tensors
 from secateur.relevance.rules import Rule
 from secateur.relevance.steps import total
 from secateur.relevance.verbs import Absolute, Verbs
@@ -43,7 +44,7 @@ class RelevancePass(Verbs):
         absolute: Absolute = False,
         heat_map: bool = True,
     ) -> None:
-        self.model = unwrapped(model)
+        self.model = unwrap(model)
         super().__init__(self.model)
         self.composite = composite_named(composite)
         self.absolute = absolute

@@ -33,17 +33,6 @@ def logits_of(output: Any) -> Tensor:
     return tensors[0]
 
 
-def unwrapped(model: nn.Module) -> nn.Module:
-    """The module behind `torch.compile` and data parallel wrappers."""
-    while True:
-        inner = getattr(model, "_orig_mod", None)
-        if inner is None and isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
-            inner = model.module
-        if not isinstance(inner, nn.Module):
-            return model
-        model = inner
-
-
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Evaluation mode, each module's own flag restored."""
