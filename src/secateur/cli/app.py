@@ -11,7 +11,14 @@ from typer.core import TyperGroup
 
 from secateur import __version__
 from secateur.cli import reproduce
+from secateur.cli.compare import compare
 from secateur.cli.demo import demo
+from secateur.cli.explain import explain
+from secateur.cli.export import export
+from secateur.cli.inspect import inspect
+from secateur.cli.output import warnings_as_lines
+from secateur.cli.prune import prune
+from secateur.cli.specialize import specialize
 from secateur.errors import SecateurError
 
 # What to install when an optional package is missing.
@@ -41,7 +48,8 @@ class Commands(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         """Run the command; turn errors that secateur raises on purpose into a line and a status."""
         try:
-            return super().invoke(ctx)
+            with warnings_as_lines(sys.stderr, bool(os.environ.get("SECATEUR_DEBUG"))):
+                return super().invoke(ctx)
         except KeyboardInterrupt:
             _say("stopped. What was finished is kept; the same command goes on from there.")
             raise typer.Exit(_INTERRUPTED) from None
@@ -71,6 +79,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Prune neural networks by explaining them.",
 )
@@ -90,5 +99,7 @@ def options(
     """Prune neural networks by explaining them."""
 
 
+for command in (prune, explain, inspect, compare, specialize, export):
+    app.command()(command)
 app.add_typer(reproduce.commands, name="reproduce")
 app.command()(demo)

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import tempfile
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,10 +39,11 @@ def remember(small: nn.Module, original: nn.Module, plan: Plan) -> None:
     vars(small)[_ATTRIBUTE] = (*plans_of(original), replace(plan, example=None))
 
 
-def save(path: str | os.PathLike[str], result: Any) -> None:
+def save(path: str | os.PathLike[str], result: Any, *, about: Mapping[str, Any] | None = None) -> None:
     """Write a pruned model (or a `Result`) to a folder: `model.safetensors` and `plan.json`.
 
-    The folder appears whole or not at all; an older one of the same name is replaced.
+    The folder appears whole or not at all; an older one of the same name is replaced. `about` is a note that `about`
+    reads back, of what JSON can hold: the command line notes there what the model was cut from.
     """
     model = result if isinstance(result, nn.Module) else getattr(result, "model", None)
     if not isinstance(model, nn.Module):
@@ -53,7 +55,8 @@ def save(path: str | os.PathLike[str], result: Any) -> None:
             f"this {type(model).__name__} carries no plan: it was not made by secateur.apply, prune or load. "
             f"For an unpruned model, torch's state_dict and safetensors suffice."
         )
-    text = json.dumps({"format": FORMAT, "plans": [json.loads(plan.to_json()) for plan in plans]})
+    note = {"about": dict(about)} if about is not None else {}
+    text = json.dumps({"format": FORMAT, **note, "plans": [json.loads(plan.to_json()) for plan in plans]})
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
@@ -98,6 +101,12 @@ def load(path: str | os.PathLike[str], model: nn.Module) -> nn.Module:
     return small
 
 
+def about(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The note that a model was saved with; empty if there was none."""
+    note = _read_json(Path(path))[0].get("about", {})
+    return note if isinstance(note, dict) else {}
+
+
 def _state(model: nn.Module) -> dict[str, Tensor]:
     """The state dict with tied tensors once, under the first of their names."""
     state: dict[str, Tensor] = {}
@@ -138,6 +147,11 @@ def _fill(model: nn.Module, state: dict[str, Tensor], folder: Path) -> None:
 
 
 def _read_plans(folder: Path) -> tuple[list[Plan], str]:
+    data, digest = _read_json(folder)
+    return [Plan.from_json(json.dumps(item)) for item in data["plans"]], digest
+
+
+def _read_json(folder: Path) -> tuple[dict[str, Any], str]:
     path = folder / PLANS
     if not folder.is_dir() or not path.is_file():
         raise FileFormatError(f"{folder} is not a model saved by secateur: it has no {PLANS}")
@@ -150,7 +164,7 @@ def _read_plans(folder: Path) -> tuple[list[Plan], str]:
         raise FileFormatError(f"{path} is damaged: {error}") from error
     if not isinstance(data, dict) or data.get("format") != FORMAT or not isinstance(data.get("plans"), list):
         raise FileFormatError(f"{path} was not written by this version of secateur (expected format {FORMAT!r})")
-    return [Plan.from_json(json.dumps(item)) for item in data["plans"]], hashlib.sha256(raw).hexdigest()
+    return data, hashlib.sha256(raw).hexdigest()
 
 
 def _read_weights(folder: Path) -> tuple[dict[str, Tensor], dict[str, str]]:

@@ -1,0 +1,123 @@
+"""`secateur compare`: which criterion for my model and my images?"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from secateur.cli import options as o
+from secateur.cli.output import Talk
+from secateur.cli.subject import Look, opened, task
+from secateur.errors import SecateurError
+from secateur.pruning.compare import Comparison
+from secateur.pruning.compare import compare as run_compare
+
+
+def compare(
+    model: o.Model,
+    images: o.Images,
+    out: o.Out,
+    criteria: Annotated[
+        list[str] | None,
+        typer.Option("--criterion", help="One to compare; repeatable. Default: lrp, taylor, gradient, weight."),
+    ] = None,
+    weights: o.Weights = None,
+    original: o.Original = None,
+    device: o.Device = "auto",
+    outputs: o.Outputs = None,
+    test: o.Test = None,
+    per_class: o.PerClass = None,
+    test_per_class: o.TestPerClass = None,
+    strict: o.Strict = False,
+    specialize: Annotated[bool, typer.Option(help="Keep only the outputs that the class folders mean.")] = True,
+    remove: Annotated[float, typer.Option(help="Share of the units to remove in the end.")] = 0.5,
+    step: Annotated[float, typer.Option(help="Share of the units per step.")] = 0.05,
+    seed: o.Seed = 0,
+    size: o.Size = None,
+    fit: o.Fitting = None,
+    mean: o.Mean = None,
+    std: o.Std = None,
+    as_json: o.AsJson = False,
+) -> None:
+    """Prune by several criteria on the same images, without fine-tuning, and compare.
+
+    Accuracy is given over the share of units removed and over the share of MACs left: the second is what you pay for.
+    Writes comparison.json and comparison.png into --out. An interrupted comparison goes on from where it was.
+
+    Example: secateur compare torchvision:resnet50 --weights default --images photos --out which
+
+    Example: secateur compare net.py:make --weights net.pt --images train --test test --criterion lrp --criterion taylor
+    --out which
+    """
+    talk = Talk(as_json)
+    with talk.stage("building the model and reading images"):
+        subject = opened(model, weights, original, device, Look(size, fit, mean, std))
+        job = task(
+            subject, images, outputs=outputs or (), narrow=specialize, test=test, per_class=per_class,
+            test_per_class=test_per_class, seed=seed, strict=strict,
+        )  # fmt: skip
+    if job.test is None:
+        raise SecateurError(
+            "a comparison needs images that are not used for scoring. Way out: --test, or a smaller --per-class."
+        )
+    out.mkdir(parents=True, exist_ok=True)
+    found = run_compare(
+        job.model, job.pair(), criteria or ("lrp", "taylor", "gradient", "weight"), evaluate=job.accuracy,
+        remove=remove, step=step, seed=seed, checkpoint=out / "checkpoint.safetensors",
+    )  # fmt: skip
+    found.to_json(out / "comparison.json")
+    picture = draw(found, out / "comparison.png")
+    for path in out.glob("checkpoint-*.safetensors"):
+        path.unlink()
+    talk.json({**json.loads(found.to_json()), "files": [str(out / "comparison.json"), str(picture)]})
+    talk.result(_table(found))
+    talk.result(str(found))
+    talk.result(f"\n{len(job.reference)} images to score on, {len(job.test)} to test on. Written to {out}: "
+                f"comparison.json, comparison.png")  # fmt: skip
+
+
+def _table(found: Comparison) -> Table:
+    """Accuracy at a few shares of units; below it the MACs that are left."""
+    longest = max(found.curves.values(), key=lambda curve: float(curve.removed[-1]))
+    every = max(1, (len(longest.removed) - 1) // 6)
+    table = Table(title="accuracy in %, and MACs left in %, by share of units removed", title_justify="left")
+    table.add_column("criterion", no_wrap=True)
+    places = longest.removed[::every]
+    for place in places:
+        table.add_column(f"{100 * place:.0f} %", justify="right")
+    for name, curve in found.curves.items():
+        cells = []
+        for place in places:
+            at = int(abs(curve.removed - place).argmin())
+            near = abs(float(curve.removed[at]) - float(place)) < 0.02
+            cells.append(f"{100 * curve.overall[at]:.1f}\n{100 * curve.macs[at]:.0f}" if near else "–")
+        table.add_row(name, *cells)
+    return table
+
+
+def draw(found: Comparison, path: Path) -> Path:
+    """Two charts: accuracy over units removed, and over MACs left."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    left, right = figure.subplots(1, 2, sharey=True)
+    marks = "osD^vPX*"
+    for i, (name, curve) in enumerate(found.curves.items()):
+        look = {"marker": marks[i % len(marks)], "markersize": 4, "linewidth": 1.6, "label": name}
+        left.plot(100 * curve.removed, 100 * curve.overall, **look)
+        right.plot(100 * curve.macs, 100 * curve.overall, **look)
+    left.set_xlabel("units removed in %")
+    right.set_xlabel("MACs left in %")
+    right.invert_xaxis()
+    left.set_ylabel("accuracy in %")
+    for axis in (left, right):
+        axis.grid(alpha=0.3)
+    left.legend(frameon=False)
+    figure.savefig(path, dpi=120, format="png")
+    return path

@@ -1,0 +1,142 @@
+"""`secateur explain`: which pixels and which units made a model say what it said."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+import typer
+from rich.table import Table
+from torch import Tensor
+
+from secateur.cli import options as o
+from secateur.cli.output import Talk
+from secateur.cli.subject import Look, count_outputs, device_of, names_of, opened
+from secateur.data.images import images_in, load
+from secateur.data.outputs import parse
+from secateur.errors import DataError, SecateurError
+from secateur.relevance.composites import PRESETS
+from secateur.relevance.explain import Explanation
+from secateur.relevance.explain import explain as run_explain
+from secateur.relevance.heatmaps import draw
+
+_BATCH = 8
+
+
+def explain(
+    model: o.Model,
+    images: Annotated[
+        list[Path],
+        typer.Argument(help="Images, or folders of images.", show_default=False),
+    ],
+    out: o.Out,
+    weights: o.Weights = None,
+    original: o.Original = None,
+    device: o.Device = "auto",
+    target: Annotated[
+        str | None,
+        typer.Option(help="The output to explain, by number or ImageNet name. Default: the one that won."),
+    ] = None,
+    composite: Annotated[
+        str, typer.Option(help=f"Which rules apply where: {', '.join(PRESETS)}.")
+    ] = "epsilon_gamma_box",
+    limit: Annotated[int, typer.Option(min=1, help="At most so many images.")] = 16,
+    strict: o.Strict = False,
+    size: o.Size = None,
+    fit: o.Fitting = None,
+    mean: o.Mean = None,
+    std: o.Std = None,
+    as_json: o.AsJson = False,
+) -> None:
+    """Draw heat maps: red pixels speak for the output, blue ones against it. Count relevance by layer.
+
+    Writes one PNG per image into --out. The table says how many units of each layer hold 90 % of the relevance, and
+    the last line whether relevance was conserved.
+
+    Example: secateur explain torchvision:resnet50 --weights default cat.jpg dog.jpg --out maps
+
+    Example: secateur explain small photos --target 1 --out maps
+    """
+    if composite not in PRESETS:
+        raise SecateurError(f"there is no composite {composite!r}; there are {', '.join(PRESETS)}.")
+    talk = Talk(as_json)
+    with talk.stage("building the model and reading images"):
+        subject = opened(model, weights, original, device, Look(size, fit, mean, std))
+        count = count_outputs(subject)
+        names = names_of(subject, count)
+        wanted = _target(target, names)
+        paths = [path for item in images for path in (images_in(item) if item.is_dir() else [item])]
+        if not paths:
+            raise DataError(f"there are no images in {', '.join(map(str, images))}.")
+        if len(paths) > limit:
+            talk.note(f"the first {limit} of {len(paths)} images; --limit for more")
+        inputs, kept = load(paths[:limit], subject.origin.view, strict=strict)
+    out.mkdir(parents=True, exist_ok=True)
+    pictures: list[dict[str, Any]] = []
+    seen: list[Explanation] = []
+    with talk.stage(f"explaining {len(kept)} images"):
+        for begin in range(0, len(kept), _BATCH):
+            batch = inputs[begin : begin + _BATCH].to(device_of(subject.model))
+            found = run_explain(subject.model, batch, wanted, composite=composite)
+            seen.append(found)
+            colours = subject.origin.view.picture(batch)
+            for i, path in enumerate(kept[begin : begin + _BATCH]):
+                file = out / f"{begin + i:03d}-{re.sub(r'[^A-Za-z0-9_.-]+', '_', path.stem)}.png"
+                draw(colours[i : i + 1], found.heat[i : i + 1], file)
+                pictures.append(_entry(path, file, found.output[i], names, wanted))
+    rows = _layers(seen)
+    worst = max((item.conservation.worst for item in seen), default=0.0)
+    talk.json({"images": pictures, "layers": rows, "conservation": worst, "composite": composite})
+    shown = Table()
+    for name in ("image", "says", "explained", "heat map"):
+        shown.add_column(name, overflow="fold")
+    for item in pictures:
+        shown.add_row(
+            Path(item["image"]).name, f"{item['predicted']} ({100 * item['probability']:.1f} %)", item["explained"],
+            item["heat_map"],
+        )  # fmt: skip
+    talk.result(shown)
+    layers = Table()
+    for name in ("layer", "relevance that arrives", "units", "hold 90 % of it"):
+        layers.add_column(name, justify="left" if name == "layer" else "right", overflow="fold")
+    for row in rows:
+        layers.add_row(row["layer"], f"{100 * row['arrives']:.1f} %", str(row["units"]), str(row["hold_90"]))
+    talk.result(layers)
+    talk.result(f"conservation: at most {worst:.2%} of the relevance goes astray (composite {composite})")
+
+
+def _target(text: str | None, names: list[str]) -> int | None:
+    if text is None:
+        return None
+    if text in names:
+        return names.index(text)
+    found = parse(text, len(names))
+    if len(found) != 1 or not 0 <= found[0] < len(names):
+        raise DataError(f"--target {text!r} must be one of the model's outputs, 0 to {len(names) - 1}.")
+    return found[0]
+
+
+def _entry(path: Path, file: Path, output: Tensor, names: list[str], wanted: int | None) -> dict[str, Any]:
+    shares = output.detach().float().softmax(0)
+    best = int(shares.argmax())
+    explained = best if wanted is None else wanted
+    return {
+        "image": str(path), "heat_map": str(file), "output": best, "predicted": names[best],
+        "probability": float(shares[best]), "explained": names[explained], "explained_output": explained,
+    }  # fmt: skip
+
+
+def _layers(seen: list[Explanation]) -> list[dict[str, Any]]:
+    """For each layer the share of relevance that arrives, and how few units hold nine tenths of it."""
+    total = sum(item.conservation.start for item in seen) or 1.0
+    rows = []
+    for path in seen[0].units:
+        units = torch.stack([item.units[path] for item in seen]).sum(0).abs().double().cpu().numpy()
+        arrives = sum(item.conservation.layers.get(path, 0.0) * item.conservation.start for item in seen) / total
+        ranked = np.sort(units)[::-1].cumsum()
+        hold = int(np.searchsorted(ranked, 0.9 * ranked[-1]) + 1) if ranked[-1] > 0 else 0
+        rows.append({"layer": path, "arrives": float(arrives), "units": len(units), "hold_90": hold})
+    return rows

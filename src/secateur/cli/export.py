@@ -1,0 +1,59 @@
+"""`secateur export`: a model as ONNX or as a `torch.export` program, checked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from secateur.cli import options as o
+from secateur.cli.output import Talk
+from secateur.cli.subject import Look, blank, opened
+from secateur.graph.cost import human
+from secateur.pruning.export import export as run_export
+
+
+def export(
+    model: o.Model,
+    file: Annotated[
+        Path, typer.Option("--out", help="model.onnx or model.pt2; the ending decides.", show_default=False)
+    ],
+    weights: o.Weights = None,
+    original: o.Original = None,
+    fixed_batch: Annotated[
+        int | None, typer.Option(min=1, help="Fix the batch size. Default: any, where the model allows it.")
+    ] = None,
+    size: o.Size = None,
+    mean: o.Mean = None,
+    std: o.Std = None,
+    as_json: o.AsJson = False,
+) -> None:
+    """Write a model as ONNX, and check with ONNX Runtime that it computes the same.
+
+    A file that differs from PyTorch by more than 1e-4 is not kept.
+
+    Example: secateur export small --out small.onnx
+
+    Example: secateur export torchvision:resnet18 --weights default --out resnet18.onnx --fixed-batch 1
+    """
+    talk = Talk(as_json)
+    with talk.stage(f"writing {file.name} and checking it"):
+        subject = opened(model, weights, original, "cpu", Look(size, None, mean, std))
+        path = run_export(
+            subject.model, file, blank(subject, fixed_batch or 2), dynamic_batch=fixed_batch is None
+        )  # fmt: skip
+    view = subject.origin.view
+    talk.json(
+        {
+            "file": str(path), "bytes": path.stat().st_size,
+            "input": [fixed_batch, view.channels, view.size, view.size],
+            "mean": view.mean, "std": view.std, "classes": list(subject.origin.classes),
+        }
+    )  # fmt: skip
+    talk.result(
+        f"{path}: {human(path.stat().st_size)}B, same output as PyTorch. Input: {fixed_batch or 'N'} x {view.channels} "
+        f"x {view.size} x {view.size}, pixels 0 to 1 less the mean {view.mean} divided by {view.std}"
+    )
+    if subject.origin.classes:
+        talk.result(f"outputs: {', '.join(subject.origin.classes)}")

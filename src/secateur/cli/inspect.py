@@ -1,0 +1,97 @@
+"""`secateur inspect`: what a model is made of, what may leave, what may not and why."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from secateur.cli import options as o
+from secateur.cli.output import Talk, footprint
+from secateur.cli.subject import Look, blank, device_of, opened
+from secateur.graph.analysis import analyze
+from secateur.graph.cost import human
+from secateur.graph.graph import Graph
+
+
+def inspect(
+    model: o.Model,
+    weights: o.Weights = None,
+    original: o.Original = None,
+    device: o.Device = "auto",
+    size: o.Size = None,
+    mean: o.Mean = None,
+    std: o.Std = None,
+    latency: Annotated[bool, typer.Option("--latency", help="Also time 1 and 32 images.")] = False,
+    as_json: o.AsJson = False,
+) -> None:
+    """Show a model's layers, what they cost, what may leave, and what may not and why.
+
+    No images are needed.
+
+    Example: secateur inspect torchvision:mobilenet_v3_small
+
+    Example: secateur inspect net.py:make --input-size 64 --json
+    """
+    talk = Talk(as_json)
+    with talk.stage("analysing"):
+        subject = opened(model, weights, original, device, Look(size, None, mean, std), trained=False)
+        graph = analyze(subject.model, blank(subject))
+        cost = footprint(subject.model, subject.origin.view, device_of(subject.model), latency)
+    rows = _rows(graph)
+    talk.json(
+        {
+            "model": graph.model_name, "params": cost.params, "macs": cost.macs, "latency_1": cost.latency_1,
+            "latency_32": cost.latency_32, "units": int(graph.units.sum()), "removable_units": graph.total_units,
+            "groups": len(graph), "removable_groups": len(graph.candidates), "layers": rows, "unused": graph.unused,
+            "input": list(blank(subject).shape), "classes": list(subject.origin.classes),
+        }
+    )  # fmt: skip
+    table = Table()
+    for name in ("layer", "kind", "groups", "units", "MACs", "may leave"):
+        table.add_column(name, justify="right" if name in ("groups", "units", "MACs") else "left", overflow="fold")
+    for row in rows:
+        more = f" (+{len(row['paths']) - 1})" if len(row["paths"]) > 1 else ""
+        free = row["removable_groups"]
+        verdict = "yes" if free == row["groups"] else "no" if not free else f"{free} of {row['groups']}"
+        table.add_row(
+            row["layer"] + more, row["kind"], str(row["groups"]), str(row["units"]), human(row["macs"]), verdict
+        )  # fmt: skip
+    talk.result(table)
+    talk.result(f"{graph.model_name}: {human(cost.params)} parameters, {human(cost.macs)} MACs per image of "
+                f"{subject.origin.view.size} x {subject.origin.view.size}")  # fmt: skip
+    if cost.latency_1 is not None and cost.latency_32 is not None:
+        talk.result(f"{1000 * cost.latency_1:.1f} ms for one image, {1000 * cost.latency_32:.1f} ms for 32")
+    talk.result(f"{graph.total_units} of {int(graph.units.sum())} units may leave, in {len(graph.candidates)} groups")
+    for reason, layers in _reasons(rows).items():
+        shown = ", ".join(layers[:6]) + (f" and {len(layers) - 6} more" if len(layers) > 6 else "")
+        talk.result(f"must stay: {shown}: {reason}")
+    if graph.unused:
+        talk.result(f"not used by this input: {', '.join(graph.unused[:6])}{' …' if len(graph.unused) > 6 else ''}")
+
+
+def _rows(graph: Graph) -> list[dict[str, Any]]:
+    return [
+        {
+            "layer": layer.name,
+            "kind": layer.kind,
+            "paths": list(layer.paths),
+            "groups": len(layer.groups),
+            "removable_groups": int(graph.prunable[layer.groups].sum()),
+            "units": int(graph.units[layer.groups].sum()),
+            "macs": sum(graph.module_macs.get(path, 0) for path in layer.paths),
+            "reason": layer.reason,
+        }
+        for layer in graph.layers
+    ]
+
+
+def _reasons(rows: list[dict[str, Any]]) -> dict[str, list[str]]:
+    """The layers that must stay, by reason."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for row in rows:
+        if row["removable_groups"] < row["groups"]:
+            found[row["reason"] or "no reason is known"].append(row["layer"])
+    return found

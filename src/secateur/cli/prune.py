@@ -1,0 +1,286 @@
+"""`secateur prune`: from a model and a folder of photographs to a smaller model, a history and a report."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from dataclasses import asdict
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from secateur.cli import options as o
+from secateur.cli.output import Talk, footprint, headline
+from secateur.cli.subject import Look, Task, device_of, opened, task
+from secateur.data.images import Photographs
+from secateur.errors import SecateurError
+from secateur.pruning.export import export
+from secateur.pruning.files import PLANS, plans_of, save
+from secateur.pruning.finetune import FineTune
+from secateur.pruning.loop import Result
+from secateur.pruning.loop import prune as run_prune
+
+_TARGET, _METHOD, _MORE = "Target (one is needed)", "Method", "What is written"
+CHECKPOINT, RUN = "checkpoint.safetensors", "run.json"
+
+
+class Repair(StrEnum):
+    """How consumers of what was removed are corrected."""
+
+    auto = "auto"
+    none = "none"
+    mean = "mean"
+    norm = "norm"
+    ridge = "ridge"
+
+
+class Scope(StrEnum):
+    """Where units compete."""
+
+    everywhere = "global"
+    layer = "layer"
+
+
+def prune(
+    model: o.Model,
+    images: o.Images,
+    out: o.Out,
+    weights: o.Weights = None,
+    original: o.Original = None,
+    device: o.Device = "auto",
+    keep_macs: Annotated[
+        float | None, typer.Option(help="MACs to keep: a share, 0.5, or a number, 2e9.", rich_help_panel=_TARGET)
+    ] = None,
+    keep_params: Annotated[
+        float | None, typer.Option(help="Parameters to keep: a share or a number.", rich_help_panel=_TARGET)
+    ] = None,
+    keep_latency: Annotated[
+        float | None,
+        typer.Option(help="Share of the measured latency of one image to keep.", rich_help_panel=_TARGET),
+    ] = None,
+    remove: Annotated[float | None, typer.Option(help="Share of the units to remove.", rich_help_panel=_TARGET)] = None,
+    max_drop: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0,
+            max=1.0,
+            help="Stop before accuracy falls by more than this: 0.01 is one point. Alone, or beside another target.",
+            rich_help_panel=_TARGET,
+        ),
+    ] = None,
+    outputs: o.Outputs = None,
+    test: o.Test = None,
+    per_class: o.PerClass = None,
+    test_per_class: o.TestPerClass = None,
+    strict: o.Strict = False,
+    specialize: Annotated[
+        bool,
+        typer.Option(help="Keep only the outputs that the class folders mean.", rich_help_panel=_METHOD),
+    ] = True,
+    criterion: Annotated[
+        str,
+        typer.Option(
+            help="lrp, taylor, gradient, weight, activation, random, lrp:COMPOSITE or captum:METHOD.",
+            rich_help_panel=_METHOD,
+        ),
+    ] = "lrp",
+    step: Annotated[
+        float, typer.Option(help="Share of the units per step; each step scores anew.", rich_help_panel=_METHOD)
+    ] = 0.05,
+    scope: Annotated[
+        Scope, typer.Option(help="Units compete in the whole network, or in each layer.", rich_help_panel=_METHOD)
+    ] = Scope.everywhere,
+    round_to: Annotated[
+        int, typer.Option(min=1, help="Widths that are multiples of this; 8 suits hardware.", rich_help_panel=_METHOD)
+    ] = 8,
+    ignore: Annotated[
+        list[str] | None,
+        typer.Option(help="Layers to leave alone, by wildcard: 'layer4.*'. Repeatable.", rich_help_panel=_METHOD),
+    ] = None,
+    repair: Annotated[
+        Repair, typer.Option(help="Correct what reads the removed units, without training.", rich_help_panel=_METHOD)
+    ] = Repair.auto,
+    finetune_epochs: Annotated[
+        int, typer.Option(min=0, help="Epochs of training after each step.", rich_help_panel=_METHOD)
+    ] = 0,
+    learning_rate: Annotated[float, typer.Option(help="For fine-tuning.", rich_help_panel=_METHOD)] = 1e-3,
+    seed: o.Seed = 0,
+    size: o.Size = None,
+    fit: o.Fitting = None,
+    mean: o.Mean = None,
+    std: o.Std = None,
+    onnx: Annotated[
+        bool, typer.Option("--onnx", help="Also write model.onnx, checked.", rich_help_panel=_MORE)
+    ] = False,
+    report: Annotated[bool, typer.Option(help="Write report.html.", rich_help_panel=_MORE)] = True,
+    latency: Annotated[
+        bool, typer.Option(help="Time both models for 1 and for 32 images.", rich_help_panel=_MORE)
+    ] = True,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Forget an unfinished run in --out.")] = False,
+    as_json: o.AsJson = False,
+) -> None:
+    """Make a model smaller, keeping what your images need.
+
+    A few images per class score the units, others measure accuracy. Everything lands in --out: model/ (safetensors and
+    plan), history.csv, report.html, run.json and, with --onnx, model.onnx. An interrupted run goes on when the same
+    command is given again.
+
+    Example, cats and dogs out of ImageNet's thousand classes, at half of the MACs:
+
+    secateur prune torchvision:resnet50 --weights default --images photos --outputs cat=281-285 --outputs dog=151-268
+    --keep-macs 0.5 --onnx --out small
+
+    Example, your own trained network, one folder per output, at most one point of accuracy lost:
+
+    secateur prune net.py:make --weights net.safetensors --images train --test test --max-drop 0.01 --out small
+    """
+    keep = {k: v for k, v in (("macs", keep_macs), ("params", keep_params), ("latency", keep_latency)) if v is not None}
+    if not keep and remove is None and max_drop is None:
+        raise typer.BadParameter(
+            "say how small: --keep-macs 0.5, --keep-params 0.5, --keep-latency 0.5, --remove 0.3 or --max-drop 0.01",
+            param_hint="target",
+        )
+    talk, begin = Talk(as_json), time.perf_counter()
+    check_folder(out)
+    with talk.stage("building the model and reading images"):
+        subject = opened(model, weights, original, device, Look(size, fit, mean, std))
+        job = task(
+            subject, images, outputs=outputs or (), narrow=specialize, test=test, per_class=per_class,
+            test_per_class=test_per_class, seed=seed, strict=strict,
+        )  # fmt: skip
+    if job.test is None and max_drop is not None:
+        raise SecateurError(
+            "--max-drop needs images that are not used for scoring. Way out: --test, or a smaller --per-class."
+        )
+    _introduce(talk, job)
+    asked = {
+        "model": model, "outputs": {name: list(members) for name, members in job.outputs.items()},
+        "specialize": specialize, "view": asdict(job.reference.view), "reference": _digest(job.reference),
+        "test": _digest(job.test), "repair": repair.value, "finetune_epochs": finetune_epochs,
+        "learning_rate": learning_rate, "scope": scope.value,
+    }  # fmt: skip
+    _resume_or_refuse(out, asked, fresh, talk)
+    where = device_of(job.model)
+    tuner = None
+    if finetune_epochs:
+        tuner = FineTune(job.training().training(20, where), epochs=finetune_epochs, lr=learning_rate)
+    result = run_prune(
+        job.model, job.pair(), criterion, remove, keep or None, step, scope=scope.value, finetune=tuner,
+        evaluate=job.accuracy if job.test is not None else None, max_drop=max_drop, round_to=round_to,
+        ignore=tuple(ignore or ()), checkpoint=out / CHECKPOINT, seed=seed, repair=_repair(repair),
+    )  # fmt: skip
+    if not plans_of(result.model):
+        raise SecateurError(
+            f"nothing was removed ({result.stopped}), so nothing is written. Way out: a smaller --step, a larger "
+            f"--max-drop, --repair, or more images."
+        )
+    files = _write(talk, out, job, result, onnx=onnx, report=report, latency=latency)
+    with talk.stage("timing both models" if latency else "counting"):
+        before = footprint(job.whole, subject.origin.view, where, latency)
+        after = footprint(result.model, subject.origin.view, where, latency)
+    metrics = [row.metrics for row in result.history if row.held and row.metrics]
+    summary = {
+        "stopped": result.stopped, "before": asdict(before), "after": asdict(after),
+        "accuracy": {"before": metrics[0], "after": metrics[-1]} if metrics else None,
+        "images": {"reference": len(job.reference), "test": len(job.test) if job.test is not None else 0},
+        "steps": len(result.history) - 1, "seconds": round(time.perf_counter() - begin, 1),
+        "files": {name: str(path) for name, path in files.items()},
+    }  # fmt: skip
+    (out / RUN).write_text(json.dumps({"asked": asked, "finished": True, **summary}, indent=1), encoding="utf-8")
+    (out / CHECKPOINT).unlink(missing_ok=True)
+    talk.json(summary)
+    talk.result(headline(before, after, metrics))
+    talk.result(
+        f"{result.stopped}; {summary['seconds']:.0f} s. Written to {out}: {', '.join(p.name for p in files.values())}"
+    )
+
+
+def _repair(choice: Repair) -> Any:
+    return None if choice in (Repair.none, Repair.auto) else choice.value
+
+
+def _introduce(talk: Talk, job: Task) -> None:
+    """Say what is done with which images, so that nobody has to guess."""
+    for name, members in job.outputs.items():
+        shown = (
+            f"output {members[0]}" if len(members) == 1 else f"{len(members)} outputs, {members[0]} to {members[-1]}"
+        )
+        tested = job.test.counts[name] if job.test is not None else 0
+        talk.note(f"{name}: {shown}; {job.reference.counts[name]} images to score on, {tested} to test on")
+    if job.test is None:
+        talk.note(
+            "no image is left to test on, so accuracy is not measured. Way out: --test, or a smaller --per-class."
+        )
+
+
+def _write(
+    talk: Talk, out: Path, job: Task, result: Result, *, onnx: bool, report: bool, latency: bool
+) -> dict[str, Path]:
+    """Everything a run leaves behind."""
+    files = {"model": out / "model", "history": out / "history.csv"}
+    save(files["model"], result, about={"origin": job.subject.origin.to_dict()})
+    result.history.to_csv(files["history"])
+    if report and hasattr(result, "report"):
+        view = job.reference.view
+        with talk.stage("drawing heat maps and writing the report"):
+            files["report"] = result.report(
+                out / "report.html", inputs=_a_few(job), original=job.model, classes=job.classes, mean=view.mean,
+                std=view.std, latency=latency,
+            )  # fmt: skip
+    if onnx:
+        with talk.stage("writing ONNX and checking it with ONNX Runtime"):
+            files["onnx"] = export(result.model, out / "model.onnx", job.pair()[0][:2])
+    return files
+
+
+def _a_few(job: Task, count: int = 6) -> Any:
+    """A few test images, in turn from every class."""
+    photos = job.test if job.test is not None else job.reference
+    each = max(1, count // len(photos.classes))
+    return photos.draw(each, at_most=True).of(photos.classes[:count]).tensors(device_of(job.model))
+
+
+def _digest(photos: Photographs | None) -> str | None:
+    """Which images, in which order, as far as names and sizes tell."""
+    if photos is None:
+        return None
+    found = hashlib.sha256()
+    for path, label in zip(photos.paths, photos.labels, strict=True):
+        found.update(f"{path.name} {path.stat().st_size} {label}\n".encode())
+    return f"{len(photos)} images, {found.hexdigest()[:16]}"
+
+
+def check_folder(out: Path) -> None:
+    """Refuse to replace what secateur did not write."""
+    if out.exists() and not out.is_dir():
+        raise SecateurError(f"{out} is a file; --out is a folder.")
+    inside = out / "model"
+    if inside.exists() and not (inside / PLANS).is_file():
+        raise SecateurError(
+            f"{inside} exists and was not written by secateur; it would be replaced. Way out: another --out."
+        )
+
+
+def _resume_or_refuse(out: Path, asked: dict[str, Any], fresh: bool, talk: Talk) -> None:
+    """Go on with an unfinished run of the same command; never mix two."""
+    note, checkpoint = out / RUN, out / CHECKPOINT
+    if fresh:
+        checkpoint.unlink(missing_ok=True)
+    if checkpoint.exists():
+        try:
+            before = json.loads(note.read_text(encoding="utf-8"))["asked"]
+        except (OSError, ValueError, KeyError, TypeError):
+            before = {}
+        wanted = json.loads(json.dumps(asked))
+        other = [key for key in wanted if before.get(key) != wanted[key]]
+        if other:
+            what = "; ".join(f"{key} was {before.get(key)}, is now {wanted[key]}" for key in other[:3])
+            raise SecateurError(
+                f"{out} holds an unfinished run that differs: {what}. Way out: --fresh, or another --out."
+            )
+        talk.note(f"going on with the unfinished run in {out}")
+    out.mkdir(parents=True, exist_ok=True)
+    note.write_text(json.dumps({"asked": asked, "finished": False}, indent=1), encoding="utf-8")

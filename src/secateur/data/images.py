@@ -1,0 +1,348 @@
+"""Photographs in class folders, as samples for networks."""
+
+from __future__ import annotations
+
+import os
+import threading
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from secateur.data.views import View
+from secateur.errors import DataError, SecateurWarning
+
+SUFFIXES = (".jpg", ".jpeg", ".jfif", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
+_CACHE_BYTES = 2 * 2**30
+_AHEAD = 2  # batches that are decoded while the network computes
+
+
+class Decoder:
+    """Reads photographs in threads, remembers them while there is room, and keeps account of broken ones."""
+
+    def __init__(self, strict: bool = False, room: int = _CACHE_BYTES) -> None:
+        self.strict = strict
+        self.room = room
+        self.broken: dict[Path, str] = {}
+        self._kept: dict[tuple[Path, View, bool], Tensor] = {}
+        self._named: set[Path] = set()
+        self._lock = threading.Lock()
+
+    def __call__(self, path: Path, view: View, training: bool = False) -> Tensor | None:
+        """The bytes of an image; None if it cannot be read."""
+        key = (path, view, training)
+        if (kept := self._kept.get(key)) is not None:
+            return kept
+        if path in self.broken:
+            return None
+        try:
+            pixels = view.decode(path, training)
+        except (MemoryError, ModuleNotFoundError):
+            raise
+        except Exception as error:  # decoders raise all sorts of things on damaged files
+            self.broken[path] = f"{type(error).__name__}: {error}"
+            return None
+        with self._lock:
+            if self.room >= pixels.numel():
+                self.room -= pixels.numel()
+                self._kept[key] = pixels
+        return pixels
+
+    def complain(self, paths: Sequence[Path]) -> None:
+        """Name what could not be read: a warning, once for each file, or an error if strict."""
+        if not self.strict:
+            paths = [path for path in paths if path not in self._named]
+            self._named.update(paths)
+        if not paths:
+            return
+        named = "; ".join(f"{path} ({self.broken[path]})" for path in paths[:5])
+        more = f"; and {len(paths) - 5} more" if len(paths) > 5 else ""
+        fact = f"{len(paths)} broken {'image' if len(paths) == 1 else 'images'}: {named}{more}"
+        if self.strict:
+            raise DataError(f"{fact}. Way out: repair or remove them, or leave strict off to skip them.")
+        warnings.warn(f"{fact}. Skipped.", SecateurWarning, stacklevel=3)
+
+
+@dataclass(frozen=True)
+class Batches:
+    """Batches of (inputs, targets) that can be gone through again and again."""
+
+    make: Callable[[], Iterator[tuple[Tensor, Tensor]]] = field(repr=False)
+    samples: int
+    batch_size: int
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return self.make()
+
+    def __len__(self) -> int:
+        return -(-self.samples // self.batch_size)
+
+
+@dataclass(frozen=True)
+class Photographs:
+    """Photographs and the class of each. `read` makes them; subsets share what is decoded.
+
+    `labels` are positions in `classes`; `targets`, one number per class, is what a network calls them. Images are
+    decoded when they are needed; those that cannot be are named and left out, or refused with `strict`.
+    """
+
+    classes: tuple[str, ...]
+    paths: tuple[Path, ...] = field(repr=False)
+    labels: tuple[int, ...] = field(repr=False)
+    targets: tuple[int, ...]
+    view: View = View()  # noqa: RUF009 (frozen)
+    decoder: Decoder = field(default_factory=Decoder, repr=False, compare=False)
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many images each class has."""
+        found = np.bincount(self.labels, minlength=len(self.classes)).tolist()
+        return dict(zip(self.classes, found, strict=True))
+
+    # -- choosing --------------------------------------------------------------------------------------------------
+    def of(self, classes: Sequence[str]) -> Photographs:
+        """Only these classes, in this order."""
+        unknown = [name for name in classes if name not in self.classes]
+        if unknown or not classes or len(set(classes)) < len(classes):
+            raise DataError(f"classes {list(classes)}: choose some of {', '.join(self.classes)}, each once.")
+        old = [self.classes.index(name) for name in classes]
+        new = {before: after for after, before in enumerate(old)}
+        chosen = [i for i, label in enumerate(self.labels) if label in new]
+        return replace(
+            self,
+            classes=tuple(classes),
+            paths=tuple(self.paths[i] for i in chosen),
+            labels=tuple(new[self.labels[i]] for i in chosen),
+            targets=tuple(self.targets[i] for i in old),
+        )
+
+    def draw(
+        self, per_class: int, classes: Sequence[str] | None = None, seed: int = 0, *, at_most: bool = False
+    ) -> Photographs:
+        """`per_class` images of each class, chosen at random by seed; `at_most` takes what there is of smaller classes.
+
+        Broken ones are passed over. A class's images depend on seed and file names only, not on what other classes are
+        drawn with it.
+        """
+        whole = self.of(classes) if classes is not None else self
+        if per_class < 1:
+            raise DataError(f"{per_class} images per class make no sense.")
+        chosen: list[int] = []
+        for label, name in enumerate(whole.classes):
+            order = whole._shuffled(label, seed)
+            good: list[int] = []
+            while order and len(good) < per_class:
+                batch, order = order[: per_class - len(good)], order[per_class - len(good) :]
+                good += whole._readable(batch)
+            if len(good) < (1 if at_most else per_class):
+                raise DataError(
+                    f"class {name!r} has {len(good)} usable images, {per_class} were asked for. Way out: fewer per "
+                    f"class, or more images."
+                )
+            chosen += good
+        return whole._subset(chosen)
+
+    def split(self, share: float, seed: int = 0) -> tuple[Photographs, Photographs]:
+        """Two sets: `share` of each class (at least one image) at random by seed, and the rest."""
+        if not 0 < share < 1:
+            raise DataError(f"share={share} must lie strictly between 0 and 1.")
+        first: list[int] = []
+        rest: list[int] = []
+        for label, name in enumerate(self.classes):
+            order = self._shuffled(label, seed)
+            if len(order) < 2:
+                raise DataError(f"class {name!r} has {len(order)} image, too few to be split in two.")
+            count = min(max(1, round(share * len(order))), len(order) - 1)
+            first += order[:count]
+            rest += order[count:]
+        return self._subset(sorted(first)), self._subset(sorted(rest))
+
+    def without(self, others: Photographs) -> Photographs:
+        """Those that are not among the others."""
+        gone = set(others.paths)
+        return self._subset([i for i, path in enumerate(self.paths) if path not in gone])
+
+    def numbered(self, targets: Sequence[int]) -> Photographs:
+        """The same with other target numbers, one per class: e.g. the outputs of an ImageNet model."""
+        if len(targets) != len(self.classes):
+            raise DataError(f"{len(targets)} target numbers for {len(self.classes)} classes.")
+        return replace(self, targets=tuple(targets))
+
+    def seen(self, view: View) -> Photographs:
+        """The same through another view."""
+        return replace(self, view=view)
+
+    def _subset(self, chosen: Sequence[int]) -> Photographs:
+        paths, labels = tuple(self.paths[i] for i in chosen), tuple(self.labels[i] for i in chosen)
+        return replace(self, paths=paths, labels=labels)
+
+    def _shuffled(self, label: int, seed: int) -> list[int]:
+        mine = [i for i, own in enumerate(self.labels) if own == label]
+        name = list(self.classes[label].encode())
+        order = np.random.default_rng([seed % 2**32, *name]).permutation(len(mine))
+        return [mine[i] for i in order]
+
+    def _readable(self, indices: Sequence[int]) -> list[int]:
+        with self._pool() as pool:
+            found = list(pool.map(lambda i: self.decoder(self.paths[i], self.view), indices))
+        self.decoder.complain([self.paths[i] for i, pixels in zip(indices, found, strict=True) if pixels is None])
+        return [i for i, pixels in zip(indices, found, strict=True) if pixels is not None]
+
+    # -- samples ---------------------------------------------------------------------------------------------------
+    def pixels(self, training: bool = False, device: torch.device | str | None = None) -> tuple[Tensor, Tensor]:
+        """All images as bytes (N, C, side, side) and their targets, on a device."""
+        parts = list(self._decoded(range(len(self)), 64, training))
+        if not parts:
+            raise DataError("there is no image that can be read.")
+        images, targets = torch.cat([p for p, _ in parts]), torch.cat([t for _, t in parts])
+        return images.to(device), targets.to(device)
+
+    def tensors(self, device: torch.device | str | None = None) -> tuple[Tensor, Tensor]:
+        """All images as one pair (inputs, targets), as `prune` and `score` take it."""
+        images, targets = self.pixels(device=device)
+        return self.view.evaluation(images), targets
+
+    def batches(self, batch_size: int = 32, device: torch.device | str | None = None) -> Batches:
+        """Batches in order, for scoring and evaluation. They are decoded ahead, in threads."""
+
+        def make() -> Iterator[tuple[Tensor, Tensor]]:
+            for images, targets in self._decoded(range(len(self)), batch_size, training=False):
+                yield self.view.evaluation(images.to(device)), targets.to(device)
+
+        return Batches(make, len(self), batch_size)
+
+    def training(self, batch_size: int = 20, device: torch.device | str | None = None) -> Batches:
+        """Shuffled batches of random crops and mirror images, as in the paper. `torch.manual_seed` decides which.
+
+        A last batch of a single image is left out: batch norm cannot train on it.
+        """
+
+        def make() -> Iterator[tuple[Tensor, Tensor]]:
+            order = torch.randperm(len(self)).tolist()
+            for images, targets in self._decoded(order, batch_size, training=True):
+                if len(images) > 1 or len(self) == 1:
+                    yield self.view.training(images.to(device)), targets.to(device)
+
+        return Batches(make, len(self), batch_size)
+
+    def _pool(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(min(8, os.cpu_count() or 1), "decoder")
+
+    def _decoded(self, order: Sequence[int], batch_size: int, training: bool) -> Iterator[tuple[Tensor, Tensor]]:
+        if batch_size < 1:
+            raise DataError(f"a batch size of {batch_size} makes no sense.")
+        chunks = deque(order[begin : begin + batch_size] for begin in range(0, len(order), batch_size))
+        pool = self._pool()
+        try:
+            waiting = deque[tuple[Sequence[int], list[object]]]()
+            while chunks or waiting:
+                while chunks and len(waiting) <= _AHEAD:
+                    chunk = chunks.popleft()
+                    work = [pool.submit(self.decoder, self.paths[i], self.view, training) for i in chunk]
+                    waiting.append((chunk, list(work)))
+                chunk, jobs = waiting.popleft()
+                found = [job.result() for job in jobs]  # type: ignore[attr-defined]
+                self.decoder.complain([self.paths[i] for i, p in zip(chunk, found, strict=True) if p is None])
+                good = [(i, p) for i, p in zip(chunk, found, strict=True) if p is not None]
+                if good:
+                    targets = torch.tensor([self.targets[self.labels[i]] for i, _ in good])
+                    yield torch.stack([p for _, p in good]), targets
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def read(
+    folder: str | os.PathLike[str],
+    size: int = 224,
+    *,
+    view: View | None = None,
+    strict: bool = False,
+    least: int = 1,
+) -> Photographs:
+    """The photographs in a folder of class folders; classes are the folders' names, sorted.
+
+    `view` says what a network sees of them (default: the centre, ImageNet's mean and deviation). Every file's head is
+    looked at: what is no image is named and skipped, or refused with `strict`. A class with fewer than `least` images
+    is an error.
+    """
+    root = Path(folder)
+    if not root.is_dir():
+        raise DataError(f"{root} is not a folder. Give a folder with one folder of images per class.")
+    names = sorted(item.name for item in root.iterdir() if item.is_dir() and not item.name.startswith("."))
+    if not names:
+        loose = sum(_is_image(item) for item in root.iterdir())
+        raise DataError(
+            f"{root} has no class folders"
+            + (f", but {loose} images" if loose else "")
+            + f". Way out: put the images of each class into a folder of its own, such as {root / 'cat'}."
+        )
+    decoder = Decoder(strict)
+    listed = [(path, label) for label, name in enumerate(names) for path in images_in(root / name)]
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        problems = list(pool.map(_head, [path for path, _ in listed]))
+    decoder.broken.update((path, why) for (path, _), why in zip(listed, problems, strict=True) if why)
+    decoder.complain(list(decoder.broken))
+    kept = [(path, label) for path, label in listed if path not in decoder.broken]
+    found = Photographs(
+        tuple(names),
+        tuple(path for path, _ in kept),
+        tuple(label for _, label in kept),
+        tuple(range(len(names))),
+        view if view is not None else View(size),
+        decoder,
+    )
+    few = {name: count for name, count in found.counts.items() if count < max(least, 1)}
+    if few:
+        which = ", ".join(f"{name!r} has {count}" for name, count in list(few.items())[:5])
+        raise DataError(
+            f"too few images in {root}: {which}, at least {max(least, 1)} needed. Images end in {', '.join(SUFFIXES)}."
+        )
+    return found
+
+
+def load(
+    paths: Sequence[str | os.PathLike[str]], view: View | None = None, *, strict: bool = False
+) -> tuple[Tensor, list[Path]]:
+    """Single files as network inputs, and the paths of those that could be read."""
+    view, decoder = view if view is not None else View(), Decoder(strict)
+    files = [Path(path) for path in paths]
+    absent = [path for path in files if not path.is_file()]
+    if absent:
+        raise DataError(f"there is no image {', '.join(map(str, absent[:5]))}.")
+    found = [(path, decoder(path, view)) for path in files]
+    decoder.complain(list(decoder.broken))
+    good = [(path, pixels) for path, pixels in found if pixels is not None]
+    if not good:
+        raise DataError("there is no image that can be read.")
+    return view.evaluation(torch.stack([pixels for _, pixels in good])), [path for path, _ in good]
+
+
+def _is_image(path: Path) -> bool:
+    return path.suffix.lower() in SUFFIXES and not path.name.startswith(".") and path.is_file()
+
+
+def images_in(folder: Path) -> list[Path]:
+    """Every image in a folder and the folders inside it, by name."""
+    return sorted(path for path in folder.rglob("*") if _is_image(path))
+
+
+def _head(path: Path) -> str:
+    """Why a file is no image, from its first bytes; empty if it looks like one."""
+    from PIL import Image
+
+    try:
+        with Image.open(path):
+            return ""
+    except MemoryError:
+        raise
+    except Exception as error:  # decoders raise all sorts of things on damaged files
+        return f"{type(error).__name__}: {error}"

@@ -1,0 +1,119 @@
+"""Which outputs of a model mean which class folder."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Sequence
+
+from secateur.data import imagenet
+from secateur.errors import DataError
+
+#: For each class, the outputs that mean it.
+Outputs = dict[str, tuple[int, ...]]
+
+
+def match(classes: Sequence[str], count: int, given: Sequence[str] = ()) -> Outputs:
+    """The outputs for each class folder of a model with `count` outputs.
+
+    `given` are texts such as `cat=281-285` or `dog=151-268,273`, one per folder. Without them, folders named by
+    numbers are those outputs; a model with 1000 outputs is taken to be ImageNet's, and its folders are named by
+    WordNet id or name; otherwise there must be one folder per output, in order. Nothing is guessed.
+
+    >>> match(["cat", "dog"], 1000, ["cat=281-285", "dog=207,208"])
+    {'cat': (281, 282, 283, 284, 285), 'dog': (207, 208)}
+    >>> match(["golf_ball", "n01440764"], 1000), match(["no", "yes"], 2)
+    ({'golf_ball': (574,), 'n01440764': (0,)}, {'no': (0,), 'yes': (1,)})
+    """
+    found = _given(classes, count, given) if given else _by_name(classes, count)
+    owners: dict[int, str] = {}
+    for name, members in found.items():
+        for index in members:
+            if not 0 <= index < count:
+                raise DataError(f"output {index} (for {name!r}) does not exist: the model has {count}, from 0.")
+            if index in owners:
+                raise DataError(f"output {index} is claimed by {owners[index]!r} and by {name!r}; it can mean one.")
+            owners[index] = name
+    return found
+
+
+def parse(text: str, count: int = imagenet.COUNT) -> tuple[int, ...]:
+    """Outputs from a text: numbers, ranges and, for a model with ImageNet's 1000 outputs, WordNet ids and names.
+
+    >>> parse("3, 7-9, tench")
+    (3, 7, 8, 9, 0)
+    """
+    found: list[int] = []
+    for part in (part.strip() for part in text.split(",")):
+        if bounds := re.fullmatch(r"(\d+)\s*(?:-|\.\.)\s*(\d+)", part):
+            first, last = int(bounds[1]), int(bounds[2])
+            if last < first:
+                raise DataError(f"the range {part!r} runs backwards.")
+            if last >= count:
+                raise DataError(f"the range {part!r} goes beyond the model's {count} outputs (0 to {count - 1}).")
+            found.extend(range(first, last + 1))
+        elif part.isdecimal():
+            found.append(int(part))
+        else:
+            found.append(_named(part, count))
+    return tuple(found)
+
+
+def assignments(texts: Sequence[str]) -> dict[str, str]:
+    """`["cat=281-285", "dog=207"]` by name."""
+    found: dict[str, str] = {}
+    for text in texts:
+        name, equals, numbers = text.rpartition("=")
+        if not equals or not name or not numbers.strip():
+            raise DataError(f"{text!r} is not of the form FOLDER=OUTPUTS, such as cat=281-285.")
+        if name in found:
+            raise DataError(f"{name!r} is named twice. Several outputs: {name}=1,5,7-9.")
+        found[name] = numbers
+    return found
+
+
+def _named(word: str, count: int) -> int:
+    index = imagenet.find(word) if count == imagenet.COUNT else None
+    if index is None:
+        ways = "a number or a range such as 281-285"
+        if count == imagenet.COUNT:
+            near = imagenet.nearest(word)
+            ways += ", an ImageNet name or wnid" + (f". Did you mean {', '.join(near)}?" if near else "")
+        raise DataError(f"{word!r} is no output of this model: give {ways}")
+    return index
+
+
+def _given(classes: Sequence[str], count: int, given: Sequence[str]) -> Outputs:
+    chosen = assignments(given)
+    for name in chosen:
+        if name not in classes:
+            near = difflib.get_close_matches(name, classes, 1)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            raise DataError(f"there is no class folder {name!r}; there are {', '.join(classes)}.{hint}")
+    missing = [name for name in classes if name not in chosen]
+    if missing:
+        raise DataError(f"class folders without outputs: {', '.join(missing)}. Way out: {missing[0]}=NUMBERS as well.")
+    return {name: parse(chosen[name], count) for name in classes}
+
+
+def _by_name(classes: Sequence[str], count: int) -> Outputs:
+    if all(name.isdecimal() for name in classes):
+        return {name: (int(name),) for name in classes}
+    if count == imagenet.COUNT:
+        found = {name: imagenet.find(name) for name in classes}
+        unknown = [name for name, index in found.items() if index is None]
+        if not unknown:
+            return {name: (index,) for name, index in found.items() if index is not None}
+        near = imagenet.nearest(unknown[0])
+        raise DataError(
+            f"class folders that are no ImageNet name, wnid or number: {', '.join(unknown[:5])}."
+            + (f" Near {unknown[0]!r}: {', '.join(near)}." if near else "")
+            + f" Way out: say which outputs mean them, e.g. {unknown[0]}=281-285 (--outputs on the command line)."
+        )
+    if len(classes) == count:
+        return {name: (i,) for i, name in enumerate(classes)}
+    raise DataError(
+        f"{len(classes)} class folders ({', '.join(classes[:4])}{', …' if len(classes) > 4 else ''}) for a model with "
+        f"{count} outputs. Way out: say which outputs mean them, e.g. {classes[0]}=0 (--outputs on the command line), "
+        f"or one folder per output."
+    )

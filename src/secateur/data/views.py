@@ -1,0 +1,110 @@
+"""How a photograph becomes a network's input: size, fit, augmentation, normalisation. No torchvision needed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from secateur.errors import DataError
+
+Fit = Literal["crop", "squash"]
+
+IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+# Training images are kept this much larger than the network's input, and so are those that are cropped: 256 for 224.
+_MARGIN = 256 / 224
+
+
+@dataclass(frozen=True)
+class View:
+    """What a network sees of a photograph.
+
+    `fit="crop"` scales the short side to 8/7 of `size` and cuts out the centre, as the weights of most zoos expect;
+    `fit="squash"` scales both sides to `size`, as the paper tests. One mean and standard deviation make grey images,
+    three make colour. Decoded images are bytes; augmentation and normalisation work on any device.
+
+    >>> View(size=4).evaluation(torch.full((1, 3, 5, 5), 255, dtype=torch.uint8)).shape
+    torch.Size([1, 3, 4, 4])
+    """
+
+    size: int = 224
+    fit: Fit = "crop"
+    mean: tuple[float, ...] = IMAGENET_MEAN
+    std: tuple[float, ...] = IMAGENET_STD
+
+    def __post_init__(self) -> None:
+        if self.size < 1:
+            raise DataError(f"an image size of {self.size} makes no sense.")
+        if self.fit not in ("crop", "squash"):
+            raise DataError(f"fit={self.fit!r} is not known; use 'crop' or 'squash'.")
+        if len(self.mean) != len(self.std) or len(self.mean) not in (1, 3) or not all(s > 0 for s in self.std):
+            raise DataError("mean and std need one number each (grey) or three (colour), std above 0.")
+
+    @property
+    def channels(self) -> int:
+        """1 for grey, 3 for colour."""
+        return len(self.mean)
+
+    def side(self, training: bool) -> int:
+        """The side of the square that is kept in memory."""
+        return round(self.size * _MARGIN) if training or self.fit == "crop" else self.size
+
+    def decode(self, path: Path, training: bool = False) -> Tensor:
+        """Read a file as bytes, channels first: turned as the camera says, grey or RGB, scaled to a square."""
+        from PIL import Image, ImageOps
+
+        side = self.side(training)
+        with Image.open(path) as file:
+            image: Any = ImageOps.exif_transpose(file)
+            if image.mode.startswith("I"):  # 16 bits: pillow would clip them to 8
+                image = Image.fromarray((np.asarray(image).astype(np.int64) >> 8).clip(0, 255).astype(np.uint8))
+            image = image.convert("RGB" if self.channels == 3 else "L")
+        if self.fit == "squash":
+            image = image.resize((side, side), Image.Resampling.BILINEAR)
+        else:
+            width, height = image.size
+            short = min(width, height)
+            width, height = int(side * width / short), int(side * height / short)
+            image = image.resize((width, height), Image.Resampling.BILINEAR)
+            left, top = round((width - side) / 2), round((height - side) / 2)
+            image = image.crop((left, top, left + side, top + side))
+        pixels = torch.from_numpy(np.array(image))
+        return pixels.permute(2, 0, 1).contiguous() if pixels.ndim == 3 else pixels[None]
+
+    def evaluation(self, pixels: Tensor) -> Tensor:
+        """Inputs from a batch of bytes: the centre, normalised."""
+        spare = (pixels.shape[-2] - self.size) // 2, (pixels.shape[-1] - self.size) // 2
+        return self.normalise(pixels[..., spare[0] : spare[0] + self.size, spare[1] : spare[1] + self.size])
+
+    def training(self, pixels: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """Inputs from a batch of bytes: a random crop of each, mirrored or not, normalised.
+
+        Random numbers are drawn on the CPU (by torch's own generator unless one is given), so that every device gets
+        the same crops.
+        """
+        count, channels, height, width = pixels.shape
+        top = torch.randint(height - self.size + 1, (count, 1), generator=generator)
+        left = torch.randint(width - self.size + 1, (count, 1), generator=generator)
+        mirrored = torch.rand((count, 1), generator=generator) < 0.5
+        along = torch.arange(self.size)
+        rows = (top + along).to(pixels.device)
+        columns = (left + torch.where(mirrored, along.flip(0), along)).to(pixels.device)
+        sample = torch.arange(count, device=pixels.device).view(-1, 1, 1, 1)
+        channel = torch.arange(channels, device=pixels.device).view(1, -1, 1, 1)
+        return self.normalise(pixels[sample, channel, rows[:, None, :, None], columns[:, None, None, :]])
+
+    def normalise(self, pixels: Tensor) -> Tensor:
+        """Bytes as numbers with the network's mean and standard deviation."""
+        mean = torch.tensor(self.mean, device=pixels.device).view(-1, 1, 1)
+        std = torch.tensor(self.std, device=pixels.device).view(-1, 1, 1)
+        return (pixels.float() / 255 - mean) / std
+
+    def picture(self, inputs: Tensor) -> Tensor:
+        """Inputs as pictures again: numbers between 0 and 1."""
+        mean = torch.tensor(self.mean, device=inputs.device).view(-1, 1, 1)
+        std = torch.tensor(self.std, device=inputs.device).view(-1, 1, 1)
+        return (inputs * std + mean).clamp(0, 1)

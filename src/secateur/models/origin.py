@@ -1,0 +1,155 @@
+"""Where a model comes from, so that a smaller one can be saved, found again and rebuilt."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from secateur.data.views import View
+from secateur.errors import DataError, FileFormatError
+from secateur.models.weights import fill
+from secateur.models.zoo import FORMS, ModelError, fresh, runs_code
+from secateur.pruning.files import PLANS, about, load
+from secateur.pruning.specialize import MergedOutputs
+
+
+@dataclass(frozen=True)
+class Origin:
+    """How to build the model that a saved one was cut from, and what it expects.
+
+    `classes` are the names of its outputs after `specialize`, `groups` the outputs that were merged into each, and
+    `outputs` how many there were before.
+    """
+
+    model: str
+    view: View = View()  # noqa: RUF009 (frozen)
+    classes: tuple[str, ...] = ()
+    groups: tuple[tuple[int, ...], ...] = ()
+    outputs: int = 0
+
+    def fresh(self) -> nn.Module:
+        """The unpruned architecture, with merged outputs if it had some; weights are random."""
+        model = fresh(self.model)
+        if not self.groups:
+            return model
+        return MergedOutputs(model, dict(zip(self.classes, self.groups, strict=True)), self.outputs)
+
+    def specialized(self, outputs: Mapping[str, tuple[int, ...]], count: int) -> Origin:
+        """The origin of a model that was cut down to these outputs."""
+        merged = any(len(members) > 1 for members in outputs.values())
+        if not merged:
+            return replace(self, classes=tuple(outputs))
+        if self.groups:
+            raise DataError("the outputs of this model are merged already; they cannot be merged again.")
+        return replace(self, classes=tuple(outputs), groups=tuple(outputs.values()), outputs=count)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any], where: Path) -> Origin:
+        """Read it back; what does not look right is refused."""
+        try:
+            view = data["view"]
+            return cls(
+                str(data["model"]),
+                View(
+                    int(view["size"]), view["fit"], tuple(map(float, view["mean"])), tuple(map(float, view["std"]))
+                ),
+                tuple(map(str, data["classes"])),
+                tuple(tuple(map(int, members)) for members in data["groups"]),
+                int(data["outputs"]),
+            )  # fmt: skip
+        except (KeyError, TypeError, ValueError, DataError) as error:
+            raise FileFormatError(f"{where / PLANS}: its model is not described properly ({error})") from error
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A model ready for use, and its origin."""
+
+    model: nn.Module
+    origin: Origin
+
+
+def build(
+    spec: str, weights: str | os.PathLike[str] | None = None, device: torch.device | str | None = None
+) -> nn.Module:
+    """A model in evaluation mode from a text, with weights from a file or, with `"default"`, from its zoo's download.
+
+    `spec` is `torchvision:NAME`, `timm:NAME`, `FILE.py:FACTORY` (which runs that file) or a folder saved by the command
+    line; options follow a question mark.
+
+    >>> build("torchvision:resnet18?num_classes=3").fc.out_features
+    3
+    """
+    return open_model(spec, weights, device).model
+
+
+def open_model(
+    spec: str,
+    weights: str | os.PathLike[str] | None = None,
+    device: torch.device | str | None = None,
+    original: str | None = None,
+) -> Opened:
+    """As `build`, with the origin. `original` says what a saved folder was cut from, where the folder must not."""
+    folder = saved_folder(spec)
+    if folder is not None:
+        if weights is not None:
+            raise ModelError(f"{folder} holds its own weights; --weights is for unpruned models.")
+        opened = _saved(folder, original)
+    else:
+        if original is not None:
+            raise ModelError(f"--original belongs to a folder saved by secateur; {spec!r} is none.")
+        wants_download = weights is not None and str(weights) == "default"
+        model = fresh(spec, pretrained=wants_download)
+        if weights is not None and not wants_download:
+            fill(model, weights)
+        opened = Opened(model, Origin(spec, view_of(model)))
+    opened.model.to(device).eval()
+    return opened
+
+
+def saved_folder(spec: str) -> Path | None:
+    """The folder of a saved model, if the text names one: itself, or the `model` inside a run's output folder."""
+    for folder in (Path(spec), Path(spec) / "model"):
+        if (folder / PLANS).is_file():
+            return folder
+    if Path(spec).is_dir():
+        raise ModelError(f"{spec} is a folder, but no model was saved in it ({PLANS} is missing). Give {FORMS}.")
+    return None
+
+
+def view_of(model: nn.Module) -> View:
+    """What the zoo says its models see: timm notes it on the model."""
+    notes = getattr(model, "pretrained_cfg", None)
+    if not isinstance(notes, Mapping):
+        return View()
+    size = notes.get("input_size") or (3, 224, 224)
+    known = View()
+    return View(int(size[-1]), "crop", tuple(notes.get("mean") or known.mean), tuple(notes.get("std") or known.std))
+
+
+def _saved(folder: Path, original: str | None) -> Opened:
+    noted = about(folder)
+    if noted.get("origin") is None and original is None:
+        raise ModelError(
+            f"{folder} does not say which model it was cut from (it was saved by sc.save, not by a command). "
+            f"Way out: --original torchvision:NAME, timm:NAME or FILE.py:FACTORY."
+        )
+    origin = Origin.from_dict(noted["origin"], folder) if noted.get("origin") is not None else Origin(str(original))
+    if original is not None:
+        origin = replace(origin, model=original)
+    elif runs_code(origin.model):
+        raise ModelError(
+            f"{folder} was cut from {origin.model}; rebuilding it runs that file, which a saved folder may not ask "
+            f"for. Way out: say so yourself with --original {origin.model}."
+        )
+    return Opened(load(folder, origin.fresh()), origin)

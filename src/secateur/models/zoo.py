@@ -1,0 +1,171 @@
+"""Fresh models from a text: `torchvision:NAME`, `timm:NAME`, `FILE.py:FACTORY`, with options after a `?`."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qsl
+
+from torch import nn
+
+from secateur.errors import SecateurError
+
+FORMS = "torchvision:NAME, timm:NAME, FILE.py:FACTORY, or a folder saved by secateur"
+
+# Options that would fetch or read weights behind the user's back.
+_RESERVED = {"weights", "weights_backbone", "pretrained", "checkpoint_path", "pretrained_cfg", "cache_dir"}
+
+
+class ModelError(SecateurError):
+    """There is no model of that name, or it cannot be built."""
+
+
+def fresh(spec: str, pretrained: bool = False) -> nn.Module:
+    """Build a model. Only `pretrained` needs a network; `FILE.py:FACTORY` runs that file.
+
+    >>> fresh("torchvision:resnet18?num_classes=3").fc
+    Linear(in_features=512, out_features=3, bias=True)
+    """
+    body, options = _options(spec)
+    kind, colon, name = body.partition(":")
+    if colon and kind == "torchvision":
+        return _torchvision(name, options, pretrained)
+    if colon and kind == "timm":
+        return _timm(name, options, pretrained)
+    path, colon, factory = body.rpartition(":")
+    if (colon and path.endswith(".py")) or body.endswith(".py"):
+        if pretrained:
+            raise ModelError(f"{spec}: a factory of your own has no weights to download. Way out: --weights FILE.")
+        return _factory(Path(path if colon and path.endswith(".py") else body), factory if colon else "", options)
+    near = [f"torchvision:{name}" for name in _near(body, _torchvision_names())] if not colon else []
+    hint = f" Did you mean {' or '.join(near)}?" if near else ""
+    raise ModelError(f"{spec!r} is no model: give {FORMS}.{hint}")
+
+
+def runs_code(spec: str) -> bool:
+    """Whether building this model runs a file of the user's."""
+    body = _options(spec)[0]
+    return not body.startswith(("torchvision:", "timm:"))
+
+
+def _options(spec: str) -> tuple[str, dict[str, Any]]:
+    body, _, query = spec.partition("?")
+    try:
+        pairs = parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query))
+    except ValueError:
+        raise ModelError(f"{spec!r}: options look like ?num_classes=10&width=64.") from None
+    reserved = sorted(_RESERVED & {key for key, _ in pairs})
+    if reserved:
+        raise ModelError(f"{spec!r}: {', '.join(reserved)} is not an option. Way out: --weights FILE or default.")
+    return body, {key: _value(text) for key, text in pairs}
+
+
+def _value(text: str) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return {"true": True, "false": False, "none": None}.get(text.lower(), text)
+
+
+def _torchvision(name: str, options: dict[str, Any], pretrained: bool) -> nn.Module:
+    import torchvision
+
+    _known(name, _torchvision_names(), "torchvision")
+    return _made(
+        f"torchvision:{name}",
+        lambda: torchvision.models.get_model(name, weights="DEFAULT" if pretrained else None, **options),
+    )
+
+
+def _timm(name: str, options: dict[str, Any], pretrained: bool) -> nn.Module:
+    import timm
+
+    bare = name.partition(".")[0]  # `resnet50.a1_in1k` names weights as well
+    _known(bare, timm.list_models(), "timm")
+    return _made(f"timm:{name}", lambda: timm.create_model(name, pretrained=pretrained, **options))
+
+
+def _torchvision_names() -> list[str]:
+    try:
+        import torchvision
+    except ModuleNotFoundError:
+        return []
+    # Classifiers: the models that live in the package itself, not in its folders for other tasks.
+    return list(torchvision.models.list_models(module=torchvision.models))
+
+
+def _known(name: str, names: Sequence[str], zoo: str) -> None:
+    if name not in names:
+        near = _near(name, names)
+        hint = f"Did you mean {' or '.join(f'{zoo}:{n}' for n in near)}?" if near else f"It has {len(names)} models."
+        raise ModelError(f"{zoo} has no model {name!r}. {hint}")
+
+
+def _near(name: str, names: Sequence[str]) -> list[str]:
+    return difflib.get_close_matches(name.lower().replace("-", ""), names, 3, 0.6)
+
+
+def _made(spec: str, make: Callable[[], Any]) -> nn.Module:
+    try:
+        model = make()
+    except (TypeError, ValueError, RuntimeError, AssertionError, OSError) as error:
+        raise ModelError(f"{spec} could not be built: {type(error).__name__}: {error}") from error
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"{spec} made a {type(model).__name__}, not a torch.nn.Module.")
+    return model.eval()
+
+
+def _factory(path: Path, name: str, options: dict[str, Any]) -> nn.Module:
+    if not path.is_file():
+        raise ModelError(f"there is no file {path}.")
+    module = _run(path)
+    own = [
+        key for key, value in vars(module).items()
+        if callable(value) and getattr(value, "__module__", None) == module.__name__ and not key.startswith("_")
+    ]  # fmt: skip
+    if not name or not callable(getattr(module, name, None)):
+        what = f"has no function or class {name!r}" if name else "needs the name of a function or class after it"
+        near = [*_near(name, own), *own][:4]
+        hint = f" Way out: {' or '.join(f'{path}:{n}' for n in dict.fromkeys(near))}." if near else ""
+        raise ModelError(f"{path} {what}.{hint}")
+    factory = getattr(module, name)
+    try:
+        inspect.signature(factory).bind(**options)
+    except TypeError as error:
+        raise ModelError(
+            f"{path}:{name} cannot be called so: {error}. Way out: give options as {path.name}:{name}?NAME=VALUE."
+        ) from error
+    except ValueError:
+        pass  # built-in: it has no signature
+    try:
+        model = factory(**options)
+    except Exception as error:
+        raise ModelError(f"{path}:{name} raised {type(error).__name__}: {error}") from error
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"{path}:{name} returned a {type(model).__name__}, not a torch.nn.Module.")
+    return model.eval()
+
+
+def _run(path: Path) -> Any:
+    """Import the user's file as a module of its own; its folder can be imported from, as when it is run."""
+    where = path.resolve()
+    name = f"secateur_user_{where.stem}"
+    spec = importlib.util.spec_from_file_location(name, where)
+    if spec is None or spec.loader is None:
+        raise ModelError(f"{path} cannot be imported.")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and the like look it up
+    sys.path.insert(0, str(where.parent))
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise ModelError(f"{path} raised {type(error).__name__} when it was run: {error}") from error
+    finally:
+        sys.path.remove(str(where.parent))
+    return module

@@ -1,0 +1,316 @@
+"""The command line on a small trained network and made photographs: results, files, errors, interruption."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import numpy as np
+import onnxruntime
+import pytest
+import safetensors.torch
+import torch
+from PIL import Image
+from torch import nn
+from typer.testing import CliRunner, Result
+
+import secateur as sc
+from photos import write_photos
+from secateur.cli import subject
+from secateur.cli.app import app
+from secateur.data.images import read
+from secateur.models import build, open_model
+
+NET = """
+from torch import nn
+
+def make(width=8, classes=3):
+    return nn.Sequential(
+        nn.Conv2d(3, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU(),
+        nn.Conv2d(width, width, 3, padding=1, stride=2), nn.BatchNorm2d(width), nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, classes),
+    )
+"""
+
+
+class Place:
+    """A folder with a network, its weights and photographs."""
+
+    def __init__(self, root: Path) -> None:
+        (root / "net.py").write_text(NET)
+        self.root, self.net, self.weights = root, f"{root / 'net.py'}:make", str(root / "net.safetensors")
+        self.train = str(write_photos(root / "train", per_class=6, size=(20, 18)))
+        self.test = str(write_photos(root / "test", per_class=5, size=(18, 20)))
+        self.model = [self.net, "--weights", self.weights, "--input-size", "16"]
+        self.job = [*self.model, "--images", self.train, "--test", self.test, "--round-to", "1", "--no-latency"]
+        self.job += ["--no-report"]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Place:
+    place = Place(tmp_path_factory.mktemp("place"))
+    x, y = read(place.train, size=16).tensors()
+    torch.manual_seed(0)
+    model = build(place.net).train()
+    optimizer = torch.optim.Adam(model.parameters(), 0.02)
+    for _ in range(40):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    safetensors.torch.save_file(model.state_dict(), place.weights)
+    return place
+
+
+def invoke(*args: object) -> Result:
+    return CliRunner().invoke(app, [str(arg) for arg in args])
+
+
+def succeed(*args: object) -> dict:
+    result = invoke(*args, "--json")
+    assert result.exit_code == 0, result.output + result.stderr
+    return json.loads(result.stdout)
+
+
+def fail(*args: object, code: int = 1) -> str:
+    result = invoke(*args)
+    assert result.exit_code == code, result.output + result.stderr
+    return result.stderr
+
+
+# -- prune -------------------------------------------------------------------------------------------------------------
+def test_prune_writes_a_smaller_model_that_is_the_same_everywhere(place: Place, tmp_path: Path) -> None:
+    out = tmp_path / "small"
+    found = succeed("prune", *place.job, "--out", out, "--keep-macs", 0.6, "--onnx")
+    assert sorted(p.name for p in out.iterdir()) == ["history.csv", "model", "model.onnx", "run.json"]
+    # MACs by hand: two convolutions on 16 x 16 and 8 x 8, one linear layer.
+    assert found["before"]["macs"] == 16 * 16 * 9 * 3 * 8 + 8 * 8 * 9 * 8 * 8 + 8 * 3
+    small = open_model(str(out), original=place.net).model
+    first, second = small[0].out_channels, small[3].out_channels
+    assert found["after"]["macs"] == 16 * 16 * 9 * 3 * first + 8 * 8 * 9 * first * second + second * 3
+    assert found["after"]["macs"] <= 0.6 * found["before"]["macs"]
+    assert found["after"]["params"] == sum(p.numel() for p in small.parameters())
+    x, y = read(place.test, size=16).tensors()
+    with torch.no_grad():
+        outputs = small(x)
+    assert found["accuracy"]["after"]["overall"] == pytest.approx(float((outputs.argmax(1) == y).float().mean()))
+    session = onnxruntime.InferenceSession(out / "model.onnx", providers=["CPUExecutionProvider"])
+    (exported,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+    assert np.abs(exported - outputs.numpy()).max() <= 1e-4 * np.abs(exported).max()
+    rows = list(csv.DictReader((out / "history.csv").open()))
+    assert len(rows) == found["steps"] + 1
+    assert int(rows[-1]["macs"]) == found["after"]["macs"]
+    assert {"overall", "red", "green", "blue"} <= set(rows[0])
+
+
+def test_prune_speaks_to_people_too(place: Place, tmp_path: Path) -> None:
+    result = invoke("prune", *place.job, "--out", tmp_path / "s", "--remove", 0.25, "--per-class", 2)
+    assert result.exit_code == 0
+    assert "MACs per image" in result.stdout
+    assert "accuracy" in result.stdout
+    assert "red: output 2; 2 images to score on, 5 to test on" in result.stderr
+
+
+def test_images_are_held_out_where_there_is_no_test_folder(place: Place, tmp_path: Path) -> None:
+    args = [*place.model, "--images", place.train, "--round-to", 1, "--no-latency", "--remove", 0.3, "--no-report"]
+    found = succeed("prune", *args, "--per-class", 2, "--out", tmp_path / "a")
+    assert found["images"] == {"reference": 6, "test": 12}
+    without = succeed("prune", *args, "--out", tmp_path / "b")  # up to ten of six
+    assert without["images"] == {"reference": 18, "test": 0}
+    assert without["accuracy"] is None
+    assert "--max-drop needs images" in fail("prune", *args, "--max-drop", 0.1, "--out", tmp_path / "c")
+
+
+def test_outputs_are_kept_and_merged(place: Place, tmp_path: Path) -> None:
+    photos = write_photos(tmp_path / "two", ["red", "green"], 4, (16, 16))
+    args = [*place.model, "--images", photos, "--round-to", 1, "--no-latency", "--remove", 0.3, "--no-report"]
+    found = succeed("prune", *args, "--outputs", "red=2", "--outputs", "green=0,1", "--out", tmp_path / "merged")
+    assert found["after"]["params"] < found["before"]["params"]
+    merged = open_model(str(tmp_path / "merged"), original=place.net)
+    assert merged.origin.classes == ("green", "red")  # folders are sorted
+    x = torch.rand(3, 3, 16, 16)
+    assert torch.allclose(merged.model(x).exp().sum(1), torch.ones(3), atol=1e-5)
+    said = fail("prune", *args, "--out", tmp_path / "x")
+    assert "2 class folders (green, red) for a model with 3 outputs" in said
+    succeed("prune", *args, "--outputs", "red=2", "--outputs", "green=1", "--no-specialize", "--out", tmp_path / "wide")
+    assert open_model(str(tmp_path / "wide"), original=place.net).model(x).shape == (3, 3)
+    said = fail(
+        "prune", *args, "--outputs", "red=2", "--outputs", "green=0,1", "--no-specialize", "--out", tmp_path / "y"
+    )
+    assert "leave out --no-specialize" in said
+
+
+def test_a_saved_folder_is_pruned_on(place: Place, tmp_path: Path) -> None:
+    succeed("prune", *place.job, "--out", tmp_path / "one", "--remove", 0.2)
+    again = [tmp_path / "one", "--original", place.net, "--images", place.train, "--test", place.test]
+    more = ["--round-to", 1, "--no-latency", "--no-report", "--remove", 0.3, "--out", tmp_path / "two"]
+    found = succeed("prune", *again, *more)  # its view and classes are known
+    small = open_model(str(tmp_path / "two"), original=place.net).model
+    assert found["after"]["params"] == sum(p.numel() for p in small.parameters()) < found["before"]["params"]
+
+
+def test_an_interrupted_run_goes_on_and_ends_the_same(place: Place, tmp_path: Path, monkeypatch) -> None:
+    args = ["prune", *place.job, "--remove", 0.5, "--step", 0.1, "--finetune-epochs", 1]
+    succeed(*args, "--out", tmp_path / "whole")
+    calls = []
+    usual = subject.Task.accuracy
+
+    def impatient(self, model):
+        calls.append(1)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return usual(self, model)
+
+    monkeypatch.setattr(subject.Task, "accuracy", impatient)
+    stopped = invoke(*args, "--out", tmp_path / "parts")
+    assert stopped.exit_code == 130
+    assert "the same command goes on" in stopped.stderr
+    assert not (tmp_path / "parts" / "model").exists()
+    monkeypatch.setattr(subject.Task, "accuracy", usual)
+    said = fail(*args, "--out", tmp_path / "parts", "--per-class", 3)
+    assert "unfinished run that differs: reference was 18 images" in said
+    resumed = invoke(*args, "--out", tmp_path / "parts")
+    assert resumed.exit_code == 0
+    assert "going on with the unfinished run" in resumed.stderr
+    states = [safetensors.torch.load_file(tmp_path / n / "model" / "model.safetensors") for n in ("whole", "parts")]
+    assert states[0].keys() == states[1].keys()
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+    assert sorted(p.name for p in (tmp_path / "parts").iterdir()) == ["history.csv", "model", "run.json"]
+
+
+def test_broken_images_are_named(place: Place, tmp_path: Path) -> None:
+    photos = write_photos(tmp_path / "set", per_class=3, size=(16, 16))
+    (photos / "red" / "torn.jpg").write_bytes(b"\xff\xd8 not much of a picture")
+    args = ["prune", *place.model, "--images", photos, "--round-to", 1, "--no-latency", "--remove", 0.3, "--no-report"]
+    result = invoke(*args, "--out", tmp_path / "a")
+    assert result.exit_code == 0
+    assert "secateur: warning: 1 broken image:" in result.stderr
+    assert "torn.jpg" in result.stderr
+    said = fail(*args, "--out", tmp_path / "b", "--strict")
+    assert "secateur: error: 1 broken image:" in said
+    assert [line for line in said.splitlines() if "torn.jpg" in line] == said.splitlines()[-1:]  # one line
+    assert "torn.jpg" in said
+
+
+def test_a_drop_that_is_not_allowed(place: Place, tmp_path: Path) -> None:
+    args = ["prune", *place.job, "--max-drop", 0.0, "--step", 0.9, "--out", tmp_path / "s", "--criterion", "random"]
+    assert "nothing was removed" in fail(*args)
+    assert not (tmp_path / "s" / "model").exists()
+
+
+def test_nothing_of_the_user_is_replaced(place: Place, tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "precious.txt").write_text("mine")
+    assert "was not written by secateur" in fail("prune", *place.job, "--remove", 0.3, "--out", tmp_path)
+    assert (tmp_path / "model" / "precious.txt").read_text() == "mine"
+
+
+# -- errors ------------------------------------------------------------------------------------------------------------
+def test_usage_and_errors(place: Place, tmp_path: Path) -> None:
+    assert "say how small" in fail("prune", *place.job, "--out", tmp_path / "s", code=2)
+    assert "Missing" in fail("prune", place.net, code=2)
+    said = fail("inspect", "torchvision:resnet51")
+    assert "torchvision:resnet50" in said
+    assert "Traceback" not in said
+    assert len([line for line in said.splitlines() if line.startswith("secateur: error")]) == 1
+    assert "cannot be used" in fail("inspect", place.net, "--device", "warp")
+    assert "is not a folder" in fail("prune", *place.model, "--images", "nowhere", "--out", "x", "--remove", 0.5)
+
+
+def test_debug_shows_the_traceback(monkeypatch) -> None:
+    monkeypatch.setenv("SECATEUR_DEBUG", "")
+    result = invoke("inspect", "torchvision:resnet51", "--debug")
+    assert isinstance(result.exception, sc.SecateurError)
+
+
+def test_random_weights_are_worth_a_warning(tmp_path: Path) -> None:
+    result = invoke("specialize", "torchvision:squeezenet1_1", "--outputs", "tench,5", "--out", tmp_path)
+    assert result.exit_code == 0
+    assert "has random weights" in result.stderr
+
+
+def test_every_command_has_help_with_an_example() -> None:
+    for command in ("prune", "explain", "inspect", "compare", "specialize", "export"):
+        result = invoke(command, "--help")
+        assert result.exit_code == 0
+        assert f"secateur {command} " in result.stdout
+
+
+# -- the other commands ------------------------------------------------------------------------------------------------
+def test_inspect(place: Place) -> None:
+    found = succeed("inspect", place.net, "--input-size", 16)
+    graph = sc.analyze(build(place.net), torch.zeros(1, 3, 16, 16))
+    assert [row["layer"] for row in found["layers"]] == [layer.name for layer in graph.layers]
+    assert found["macs"] == 16 * 16 * 9 * 3 * 8 + 8 * 8 * 9 * 8 * 8 + 8 * 3
+    assert found["removable_units"] == 16
+    text = invoke("inspect", place.net, "--input-size", 16).stdout
+    assert "must stay: 8: model output" in text
+
+
+def test_explain(place: Place, tmp_path: Path) -> None:
+    found = succeed("explain", *place.model, place.test, "--limit", 4, "--out", tmp_path / "maps")
+    photos = read(place.test, size=16)
+    x, _ = photos.tensors()
+    with torch.no_grad():
+        expected = build(place.net, place.weights)(x[:4]).softmax(1)
+    assert [item["output"] for item in found["images"]] == expected.argmax(1).tolist()
+    assert [item["image"] for item in found["images"]] == [str(path) for path in photos.paths[:4]]
+    assert [item["probability"] for item in found["images"]] == pytest.approx(expected.amax(1).tolist(), rel=1e-4)
+    for item in found["images"]:
+        assert Image.open(item["heat_map"]).size[0] > 300
+    assert found["conservation"] < 0.01
+    assert [row["layer"] for row in found["layers"]] == ["0", "3", "8"]
+    assert all(1 <= row["hold_90"] <= row["units"] for row in found["layers"])
+    one = succeed("explain", *place.model, photos.paths[0], "--target", 1, "--out", tmp_path / "one")
+    assert one["images"][0]["explained_output"] == 1
+    assert "no composite" in fail("explain", *place.model, place.test, "--composite", "magic", "--out", tmp_path)
+    assert "one of the model's outputs" in fail("explain", *place.model, place.test, "--target", 3, "--out", tmp_path)
+    assert "no image" in fail("explain", *place.model, tmp_path / "absent.png", "--out", tmp_path)
+
+
+def test_compare(place: Place, tmp_path: Path) -> None:
+    args = [*place.model, "--images", place.train, "--test", place.test, "--remove", 0.5, "--step", 0.25]
+    args += ["--criterion", "weight", "--criterion", "random", "--out", tmp_path]
+    found = succeed("compare", *args)
+    assert set(found["criteria"]) == {"weight", "random"}
+    assert found["criteria"]["weight"]["removed"] == [0.0, 0.25, 0.5]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["comparison.json", "comparison.png"]
+    assert json.loads((tmp_path / "comparison.json").read_text())["best"] == found["best"]
+    direct = sc.compare(
+        build(place.net, place.weights), read(place.train, size=16).draw(10, at_most=True).tensors(), ["weight"],
+        evaluate=lambda m: 1.0, remove=0.5, step=0.25, progress=False,
+    )  # fmt: skip
+    assert found["criteria"]["weight"]["macs"] == direct.curves["weight"].macs.tolist()
+
+
+def test_specialize_keeps_outputs_exactly(place: Place, tmp_path: Path) -> None:
+    found = succeed("specialize", *place.model, "--outputs", "2,0", "--out", tmp_path / "two")
+    assert found["outputs"] == {"output 2": [2], "output 0": [0]}
+    x = torch.rand(4, 3, 16, 16)
+    narrow, whole = open_model(str(tmp_path / "two"), original=place.net).model, build(place.net, place.weights)
+    assert torch.allclose(narrow(x), whole(x)[:, [2, 0]], atol=1e-6)
+    succeed("specialize", *place.model, "--outputs", "warm=2", "--outputs", "cold=0-1", "--out", tmp_path / "merged")
+    merged = open_model(str(tmp_path / "merged"), original=place.net).model
+    shares = whole(x).softmax(1)
+    assert torch.allclose(merged(x).exp(), torch.stack([shares[:, 2], shares[:, :2].sum(1)], 1), atol=1e-6)
+    assert "nothing to remove" in fail("specialize", *place.model, "--outputs", "0-2", "--out", tmp_path / "x")
+    assert "each must be named once" in fail("specialize", *place.model, "--outputs", "1,1", "--out", tmp_path / "x")
+    mixed = fail("specialize", *place.model, "--outputs", "a=1", "--outputs", "2", "--out", tmp_path / "x")
+    assert "do not mix" in mixed
+
+
+@pytest.mark.parametrize("fixed", [None, 3])
+def test_export(place: Place, tmp_path: Path, fixed: int | None) -> None:
+    succeed("specialize", *place.model, "--outputs", "2,0", "--out", tmp_path / "two")
+    file = tmp_path / "net.onnx"
+    more = [] if fixed is None else ["--fixed-batch", fixed]
+    found = succeed("export", tmp_path / "two", "--original", place.net, "--out", file, *more)
+    assert found["classes"] == ["output 2", "output 0"]
+    assert found["input"] == [fixed, 3, 16, 16]  # as noted in the folder
+    session = onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
+    x = torch.rand(fixed or 5, 3, 16, 16)
+    (exported,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+    with torch.no_grad():
+        expected = build(place.net, place.weights)(x)[:, [2, 0]]
+    assert np.abs(exported - expected.numpy()).max() < 1e-4
+    assert "must end in .onnx or .pt2" in fail("export", *place.model, "--out", tmp_path / "net.txt")
