@@ -18,7 +18,8 @@ class Row:
     """One step. `removed` is the share of units gone; `metrics` what `evaluate` said, with "overall" among it.
 
     `at_minimum` counts the layers that are down to the units they must keep; `held` is False for a step that lost too
-    much and was taken back. `latency` is in seconds, where it was measured. `macs_alone` belongs to `prune_uncoupled`.
+    much and was taken back. `latency` is in seconds, where it was measured. `macs_alone` and
+    `params_alone` belong to `prune_uncoupled`.
     """
 
     step: int
@@ -34,6 +35,7 @@ class Row:
     score_seconds: float = 0.0
     seconds: float = 0.0
     macs_alone: int | None = None
+    params_alone: int | None = None
 
     @property
     def overall(self) -> float | None:
@@ -46,7 +48,7 @@ class History:
 
     >>> history = History([Row(0, 10, 0.0, 100, 1000, {"overall": 0.9})])
     >>> print(history.to_csv().splitlines()[0])
-    step,units,removed,params,macs,part,latency,at_minimum,held,score_seconds,seconds,macs_alone,overall
+    step,units,removed,params,macs,part,latency,at_minimum,held,score_seconds,seconds,macs_alone,params_alone,overall
     """
 
     def __init__(self, rows: list[Row] | None = None) -> None:

@@ -8,8 +8,11 @@ is silenced too (the authors' script lets it emit its constant).
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,6 +31,8 @@ from secateur.ops.conv import Convolution, TransposedConvolution
 from secateur.ops.linear import Linear
 from secateur.ops.norm import BatchNorm
 from secateur.ops.table import Call, Site
+from secateur.pruning.checkpoint import State, digest, fill, numbers, read, write
+from secateur.pruning.finetune import Tuner
 from secateur.pruning.history import History, Row
 from secateur.pruning.loop import Evaluate, seeded
 from secateur.pruning.plan import Mask
@@ -40,8 +45,9 @@ from secateur.tracing import Observer
 class MaskedResult:
     """A model of the original shapes in which `masked` filters (by module path) give 0.
 
-    In `history`, `macs` counts what the zeros would save on both sides of a layer (an input channel counts as gone once
-    all filters that feed it are), `macs_alone` only the masked filters themselves.
+    In `history`, `macs` and `params` count what the zeros would save on both sides of a layer (an input channel counts
+    as gone once all filters that feed it are; a batch norm's numbers go with their filter), `macs_alone` and
+    `params_alone` only the masked filters themselves, as the paper does.
     """
 
     model: nn.Module
@@ -59,19 +65,23 @@ def prune_uncoupled(
     *,
     example: Example = None,
     kinds: Sequence[str] = ("filter",),
+    finetune: Tuner | None = None,
     evaluate: Evaluate | None = None,
     min_units: int = 1,
     norm: Norm | str = "default",
     absolute: Absolute | str = "default",
     loss: Loss | None = None,
     batch_size: int = 32,
+    checkpoint: str | Path | None = None,
     progress: bool = True,
     seed: int = 0,
     graph: Graph | None = None,
 ) -> MaskedResult:
     """Mask the least important filters one by one, each on its own, in steps with re-scoring. The model is not changed.
 
-    `kinds` are "filter" and "neuron". Layers that make the model's output are left alone.
+    `kinds` are "filter" and "neuron". Layers that make the model's output are left alone. `finetune(model, step)`
+    trains the masked model in place; what is masked gets no gradient and stays 0. With `checkpoint`, a file is
+    replaced after each step, and the same call made again goes on from there.
 
     >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3), nn.Flatten(), nn.Linear(4, 2))
     >>> data = (torch.rand(6, 3, 5, 5), torch.arange(6) % 2)
@@ -87,28 +97,40 @@ def prune_uncoupled(
     masks = _Masks(original, graph, kinds, min_units)
     chosen = criterion_named(criterion, norm, absolute)
     goals = [min((k + 1) * step, remove) for k in range(int(np.ceil(remove / step - 1e-9)))]
-    history = History()
+    path = Path(checkpoint) if checkpoint is not None else None
+    settings: dict[str, Any] = {}
+    if path is not None:
+        settings = {
+            "model": graph.model_name, "weights": digest(original), "criterion": repr(chosen), "remove": remove,
+            "step": step, "kinds": list(kinds), "min_units": min_units, "seed": seed, "mode": "uncoupled",
+        }  # fmt: skip
+    history = masks.resume(path, settings) if path is not None else History()
     with Progress(progress, len(goals)) as shown:
-        for number, goal in enumerate([0.0, *goals]):
+        for number, goal in list(enumerate([0.0, *goals]))[len(history) :]:
             begin = time.perf_counter()
             if number:
                 with seeded(seed, number):
                     scores = score(masks.model, data, chosen, graph=graph, loss=loss, batch_size=batch_size)
                 masks.extend(scores.units, int(np.floor(goal * masks.total + 1e-9)))
             scored = time.perf_counter() - begin
+            if number and finetune is not None:
+                with seeded(seed, number, salt=1), masks.held():
+                    finetune(masks.model, number)
             metrics: dict[str, float] = {}
             if evaluate is not None:
                 with seeded(seed, number, salt=2), evaluating(masks.model), torch.no_grad():
                     found = evaluate(masks.model)
                 metrics = dict(found) if isinstance(found, Mapping) else {"overall": float(found)}
-            both, alone = masks.macs()
-            gone = masks.gone()
+            macs, params, gone = masks.macs(), masks.params(), masks.gone()
             history.rows.append(
                 Row(
-                    number, masks.total - gone, gone / masks.total, graph.cost.params, both, metrics,
-                    score_seconds=scored if number else 0.0, seconds=time.perf_counter() - begin, macs_alone=alone,
+                    number, masks.total - gone, gone / masks.total, params[0], macs[0], metrics,
+                    score_seconds=scored if number else 0.0, seconds=time.perf_counter() - begin, macs_alone=macs[1],
+                    params_alone=params[1],
                 )
             )  # fmt: skip
+            if path is not None:
+                masks.save(path, settings, history)
             shown(history[-1])
     return MaskedResult(masks.model, masks.by_path(), history, graph)
 
@@ -119,6 +141,7 @@ class _Masks:
     def __init__(self, model: nn.Module, graph: Graph, kinds: Sequence[str], min_units: int) -> None:
         self.model = duplicate(model, lambda name, old: old.detach().clone())
         self.graph, self.min_units = graph, min_units
+        self.inputs = {axis.parameter: axis for axis in graph.axes.axes if axis.dim == 1}
         watcher = _Tails(twin(model).eval())
         with quiet(), watcher:
             run(watcher.model, graph.example)
@@ -154,38 +177,103 @@ class _Masks:
             which.append(free)
         order = np.argsort(np.concatenate(values), kind="stable")[: max(goal - self.gone(), 0)]
         owners, rows = np.concatenate(where)[order], np.concatenate(which)[order]
-        tensors = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
         for i in np.unique(owners).tolist():
-            mine = rows[owners == i]
-            self.masked[i][mine] = True
-            for site in self.graph.producers[i].sites:
-                for name, dim in self.tails.get(site, ()):
-                    tensor = tensors[name].detach()
-                    tensor.index_fill_(dim, torch.from_numpy(mine).to(tensor.device), 0)
+            self.masked[i][rows[owners == i]] = True
+        self._clear()
+
+    def _clear(self) -> None:
+        """Put zeros where the masks are."""
+        tensors = numbers(self.model)
+        for name, dim, mask in self._tensors():
+            tensor = tensors[name].detach()
+            tensor.index_fill_(dim, torch.from_numpy(np.flatnonzero(mask)).to(tensor.device), 0)
+
+    def _tensors(self) -> Iterator[tuple[str, int, Mask]]:
+        """Every tensor that has rows of masked filters, which dimension they are along, and the mask."""
+        for i, mask in self.masked.items():
+            if mask.any():
+                for site in self.graph.producers[i].sites:
+                    for name, dim in self.tails.get(site, ()):
+                        yield name, dim, mask
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """While this lasts, masked rows get no gradient; afterwards they are 0 whatever happened."""
+        parameters, hooks = dict(self.model.named_parameters()), []
+        for name, dim, mask in self._tensors():
+            if name in parameters and parameters[name].requires_grad:
+                shape = [1] * parameters[name].ndim
+                shape[dim] = len(mask)
+                kept = torch.from_numpy(~mask).to(parameters[name]).view(shape)
+                hooks.append(parameters[name].register_hook(partial(torch.mul, kept)))  # type: ignore[no-untyped-call]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+            self._clear()
+
+    def save(self, path: Path, settings: Mapping[str, Any], history: History) -> None:
+        """Write a checkpoint."""
+        tensors = {f"model/{name}": tensor for name, tensor in numbers(self.model).items()}
+        tensors.update({f"mask/{i}": torch.from_numpy(mask) for i, mask in self.masked.items()})
+        write(path, State(settings, len(history) - 1, None, history, "", None, tensors))
+
+    def resume(self, path: Path, settings: Mapping[str, Any]) -> History:
+        """Go back to where a checkpoint was written; an empty history if there is none."""
+        state = read(path, settings)
+        if state is None:
+            return History()
+        kept = {name.removeprefix("model/"): t for name, t in state.tensors.items() if name.startswith("model/")}
+        fill(self.model, kept, path)
+        for i in self.masked:
+            self.masked[i] = state.tensors[f"mask/{i}"].numpy().copy()
+        return state.history
 
     def macs(self) -> tuple[int, int]:
         """MACs without the masked filters: also discounting inputs that are always 0, and the filters alone."""
-        graph = self.graph
-        makers, silent = np.zeros(len(graph.root)), np.zeros(len(graph.root))
-        for i, producer in enumerate(graph.producers):
-            classes = graph.root[producer.labels]
-            np.add.at(makers, classes, 1)
-            if i in self.masked:
-                np.add.at(silent, classes[self.masked[i]], 1)
-        dead = (makers > 0) & (silent == makers)
-        inputs = {axis.parameter: axis for axis in graph.axes.axes if axis.dim == 1}
-        both = alone = float(graph.cost.macs)
-        for i, producer in enumerate(graph.producers):
-            macs = graph.module_macs.get(producer.sites[0].path, 0)
-            kept = 1 - float(self.masked[i].mean()) if i in self.masked else 1.0
-            weight = self.tails.get(producer.sites[0], (("", 0),))[0][0]
-            axis = inputs.get(weight)
-            read = 1.0
-            if axis is not None:
-                read = 1 - float(dead[graph.root[axis.base : axis.base + axis.size]].mean())
+        both = alone = float(self.graph.cost.macs)
+        dead = self._dead()
+        for i, producer in enumerate(self.graph.producers):
+            macs = self.graph.module_macs.get(producer.sites[0].path, 0)
+            kept, read = self._kept(i), self._read(i, dead)
             alone -= macs * (1 - kept)
             both -= macs * (1 - kept * read)
         return round(both), round(alone)
+
+    def params(self) -> tuple[int, int]:
+        """Parameters, counted in the same two ways: with inputs, biases and batch norms, and the filters alone."""
+        both = alone = float(self.graph.cost.params)
+        dead, sizes = self._dead(), {name: p.numel() for name, p in self.model.named_parameters()}
+        for i, producer in enumerate(self.graph.producers):
+            kept, read = self._kept(i), self._read(i, dead)
+            names = dict.fromkeys(name for site in producer.sites for name, _ in self.tails.get(site, ()))
+            for position, name in enumerate(name for name in names if name in sizes):
+                both -= sizes[name] * (1 - kept * (read if position == 0 else 1))
+                alone -= sizes[name] * (1 - kept) if position == 0 else 0
+        return round(both), round(alone)
+
+    def _kept(self, index: int) -> float:
+        return 1 - float(self.masked[index].mean()) if index in self.masked else 1.0
+
+    def _dead(self) -> Mask:
+        """By class: whether every filter that makes it is masked."""
+        makers, silent = np.zeros(len(self.graph.root)), np.zeros(len(self.graph.root))
+        for i, producer in enumerate(self.graph.producers):
+            classes = self.graph.root[producer.labels]
+            np.add.at(makers, classes, 1)
+            if i in self.masked:
+                np.add.at(silent, classes[self.masked[i]], 1)
+        dead: Mask = (makers > 0) & (silent == makers)
+        return dead
+
+    def _read(self, index: int, dead: Mask) -> float:
+        """The share of a layer's input channels that are not always 0."""
+        weight = self.tails.get(self.graph.producers[index].sites[0], [("", 0)])[0][0]
+        axis = self.inputs.get(weight)
+        if axis is None:
+            return 1.0
+        return 1 - float(dead[self.graph.root[axis.base : axis.base + axis.size]].mean())
 
 
 class _Tails(Observer):

@@ -1,0 +1,1 @@
+"""Scenario 1 of the paper: prune in steps, fine-tuning after each."""

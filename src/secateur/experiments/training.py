@@ -1,0 +1,245 @@
+"""Training at the speed of the device: bytes live on it, crops are made there, and on CUDA a step is one graph.
+
+At the paper's batch of 20 a GPU waits for the host at every layer. All steps between two removals have the same shapes,
+so one is recorded (`torch.cuda.CUDAGraph`) and replayed. Elsewhere the same steps run one operation at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from secateur.data.views import View
+from secateur.errors import DataError
+
+# Steps that run one by one before recording, so that libraries have chosen their algorithms.
+_WARM_UP = 3
+# Images that are cropped, or passed through frozen layers, at a time.
+_CHUNK = 1280
+
+
+@dataclass(frozen=True)
+class Images:
+    """Images as bytes and their classes, on the device that computes."""
+
+    pixels: Tensor
+    labels: Tensor
+    view: View
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def batches(self, size: int) -> Inputs:
+        """Inputs in order, as networks take them, without augmentation."""
+        return Inputs(self, size)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Batches of (inputs, labels) that can be gone through again and again."""
+
+    images: Images
+    size: int
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        images = self.images
+        for pixels, labels in zip(*(torch.split(t, self.size) for t in (images.pixels, images.labels)), strict=True):
+            yield arranged(images.view.evaluation(pixels)), labels
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How long and how to train. The defaults are the paper's, for fine-tuning after a removal."""
+
+    epochs: int = 10
+    batch_size: int = 20
+    lr: float = 1e-3
+    momentum: float = 0.9
+
+    def __post_init__(self) -> None:
+        if self.epochs < 1 or self.batch_size < 1:
+            raise DataError(f"{self.epochs} epochs with batches of {self.batch_size} train nothing.")
+
+
+@dataclass
+class Trainer:
+    """Trains a whole network in place: what `prune` takes as `finetune`. `loss` is that of the last epoch.
+
+    Random numbers are torch's own on the CPU, and dropout's on the device. A last, incomplete batch of an epoch is left
+    out; every epoch is shuffled anew.
+    """
+
+    images: Images
+    schedule: Schedule
+    loss: float = float("nan")
+
+    def __call__(self, model: nn.Module, step: int = 0) -> None:
+        """Train; every module's own training flag is as before afterwards."""
+        arrange(model)
+        flags = [(module, module.training) for module in model.modules()]
+        model.train()
+        try:
+            with Steps(model, self.schedule) as steps:
+                for _ in range(self.schedule.epochs):
+                    steps.begin_epoch()
+                    for inputs, labels in self._chunks():
+                        steps.take(arranged(inputs), labels)
+                self.loss = steps.loss()
+        finally:
+            for module, flag in flags:
+                module.training = flag
+
+    def _chunks(self) -> Iterator[tuple[Tensor, Tensor]]:
+        yield from crops(self.images, self.schedule.batch_size)
+
+
+@dataclass
+class HeadTrainer:
+    """Trains only `head`, on what the frozen `body` makes of random crops; the body runs in large batches."""
+
+    images: Images
+    schedule: Schedule
+    loss: float = float("nan")
+
+    def __call__(self, body: nn.Module, head: nn.Module) -> None:
+        """Train the head in place. The body runs in evaluation mode and is not changed."""
+        arrange(body)
+        body.eval()
+        head.train()
+        with Steps(head, self.schedule) as steps:
+            for _ in range(self.schedule.epochs):
+                steps.begin_epoch()
+                for inputs, labels in crops(self.images, self.schedule.batch_size):
+                    with torch.no_grad(), half(inputs.device):
+                        found = torch.cat([body(part) for part in torch.split(arranged(inputs), 256)])
+                    steps.take(found.float(), labels)
+            self.loss = steps.loss()
+        head.eval()
+
+
+class Steps:
+    """Steps of SGD on batches of one size."""
+
+    def __init__(self, model: nn.Module, schedule: Schedule) -> None:
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        if not parameters:
+            raise DataError("every parameter is frozen (requires_grad=False): there is nothing to train.")
+        self.model = model
+        self.size = schedule.batch_size
+        self.optimizer = torch.optim.SGD(parameters, lr=schedule.lr, momentum=schedule.momentum)
+        self.device = parameters[0].device
+        self.sum = torch.zeros((), device=self.device)
+        self.count = 0
+        self.done = 0
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.inputs: Tensor | None = None
+        self.labels: Tensor | None = None
+
+    def __enter__(self) -> Steps:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        # The recording owns the gradients: both go.
+        self.graph = None
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def begin_epoch(self) -> None:
+        """Forget the loss so far."""
+        self.sum.zero_()
+        self.count = 0
+
+    def loss(self) -> float:
+        """The mean cross-entropy over the batches of this epoch, as they were when they were trained on."""
+        return float(self.sum) / max(self.count, 1)
+
+    def take(self, inputs: Tensor, labels: Tensor) -> None:
+        """One step per batch."""
+        size = min(self.size, len(labels))
+        for begin in range(0, len(labels) - size + 1, size):
+            self._step(inputs[begin : begin + size], labels[begin : begin + size])
+
+    def _step(self, inputs: Tensor, labels: Tensor) -> None:
+        self.count += 1
+        self.done += 1
+        if self.device.type != "cuda":
+            self._compute(inputs, labels)
+            return
+        if self.inputs is None or self.inputs.shape != inputs.shape:
+            self.inputs, self.labels, self.graph = torch.empty_like(inputs), torch.empty_like(labels), None
+            self.done = 1
+        assert self.labels is not None
+        self.inputs.copy_(inputs)
+        self.labels.copy_(labels)
+        if self.graph is not None:
+            self.graph.replay()
+        elif self.done <= _WARM_UP:
+            aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            aside.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(aside):
+                self._compute(self.inputs, self.labels)
+            torch.cuda.current_stream().wait_stream(aside)
+        else:
+            self.graph = self._recorded()
+            self.graph.replay()
+
+    def _recorded(self) -> torch.cuda.CUDAGraph:
+        """One step as a graph. Recording computes nothing."""
+        assert self.inputs is not None
+        assert self.labels is not None
+        self.optimizer.zero_grad(set_to_none=True)  # gradients then live in the graph's own memory
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self._compute(self.inputs, self.labels, fresh=False)
+        return graph
+
+    def _compute(self, inputs: Tensor, labels: Tensor, fresh: bool = True) -> None:
+        with torch.enable_grad():
+            if fresh:
+                self.optimizer.zero_grad(set_to_none=True)
+            with half(self.device):
+                output = self.model(inputs)
+            loss = F.cross_entropy(output.float(), labels)
+            loss.backward()  # type: ignore[no-untyped-call]
+            self.optimizer.step()
+            self.sum += loss.detach()
+
+
+def crops(images: Images, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """One epoch: all images in random order, a random crop of each, mirrored or not, in chunks of whole batches."""
+    count = len(images)
+    batch_size = min(batch_size, count)
+    order = torch.randperm(count)[: count - count % batch_size].to(images.labels.device)
+    for chunk in torch.split(order, max(_CHUNK // batch_size, 1) * batch_size):
+        yield images.view.training(images.pixels[chunk]), images.labels[chunk]
+
+
+def accuracy(model: nn.Module, images: Images, batch_size: int = 500) -> float:
+    """The share of images whose class has the largest output. On CUDA in half precision."""
+    right = torch.zeros((), device=images.labels.device)
+    with torch.no_grad(), half(images.labels.device):
+        for inputs, labels in images.batches(batch_size):
+            right += (model(inputs).argmax(1) == labels).sum()
+    return float(right) / len(images)
+
+
+def half(device: torch.device) -> AbstractContextManager[object]:
+    """Mixed precision where the device has it. No cache: a recorded step must hold its own conversions."""
+    if device.type != "cuda":
+        return nullcontext()
+    return torch.autocast("cuda", torch.bfloat16, cache_enabled=False)
+
+
+def arranged(inputs: Tensor) -> Tensor:
+    """Images in the order of memory that the device computes fastest with."""
+    return inputs.contiguous(memory_format=torch.channels_last) if inputs.is_cuda and inputs.ndim == 4 else inputs
+
+
+def arrange(model: nn.Module) -> None:
+    """A network's weights in the same order, in place."""
+    if any(p.is_cuda for p in model.parameters()):
+        model.to(memory_format=torch.channels_last)
