@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from browser import SCHEMES, WIDTHS, check, opened
 from secateur.cli import app
 from secateur.errors import SecateurError
 from secateur.experiments.toy import campaign, reference, reproduction, tables
@@ -93,6 +94,13 @@ def test_the_page_stands_alone(quick):
     assert "prefers-color-scheme: dark" in page
     for erratum in reference.numbers()["errata"]:
         assert erratum["what"][:30].replace("'", "&#39;") in page
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_the_page_in_a_browser(quick, browser, width, scheme):
+    with opened(browser, quick / "out" / "report.html", width, scheme) as page:
+        check(page)
 
 
 def test_a_second_run_computes_nothing_and_gives_the_same_numbers(quick, results):

@@ -8,17 +8,20 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.table import Table
+from torch import nn
 
 
 def demo(
-    out: Annotated[Path, typer.Option(help="Folder for the smaller network and the curves.")] = Path("secateur-demo"),
+    out: Annotated[Path, typer.Option(help="Folder for the report page, the smaller network and the curves.")] = Path(
+        "secateur-demo"
+    ),
     epochs: Annotated[int, typer.Option(min=1, help="Epochs of training the digits network.")] = 15,
 ) -> None:
-    """Train a small network on digits, keep four of its ten outputs, prune it by four criteria, keep the best.
+    """Train a small network on digits, keep four of its ten outputs, compare four criteria, prune it by relevance.
 
     Example: secateur demo --out my-demo
     """
-    from secateur.experiments.digits import Digits, accuracy, demonstrate, train
+    from secateur.experiments.digits import REFERENCE, Digits, accuracies, demonstrate, train
     from secateur.pruning.files import save
     from secateur.pruning.loop import prune
 
@@ -43,12 +46,22 @@ def demo(
         table.add_row(name, *cells)
     console.print(table)
     console.print(str(shown.comparison), highlight=False)
-    reference, test = digits.of(classes, 10), digits.of(classes)
-    result = prune(
-        shown.network, reference, "lrp", max_drop=0.02, evaluate=lambda m: accuracy(m, test), progress=False
-    )  # fmt: skip
-    save(out / "model", result)
-    (out / "comparison.json").write_text(shown.comparison.to_json(), encoding="utf-8")
-    result.history.to_csv(out / "history.csv")
+    reference, test, names = digits.of(classes, REFERENCE), digits.of(classes), [f"digit {c}" for c in classes]
+
+    def held_out_accuracy(model: nn.Module) -> dict[str, float]:
+        return accuracies(model, test, names)
+
+    with console.status("looking for the smallest network within 2 points, and drawing the page"):
+        result = prune(
+            shown.network, reference, "lrp", max_drop=0.02, evaluate=held_out_accuracy, progress=False
+        )  # fmt: skip
+        save(out / "model", result)
+        (out / "comparison.json").write_text(shown.comparison.to_json(), encoding="utf-8")
+        result.history.to_csv(out / "history.csv")
+        page = result.report(
+            out / "report.html", data=test, comparison=shown.comparison, classes=names,
+            title=f"A digits network, specialised to {', '.join(map(str, classes))} and pruned by explaining",
+        )  # fmt: skip
     console.print(f"\nsmallest within 2 points by lrp: {result.cost_before} → {result.cost_after}")
     console.print(f"written: {out / 'model'} (safetensors and plan), {out / 'history.csv'}, {out / 'comparison.json'}")
+    console.print(f"report page: {page.resolve().as_uri()}", soft_wrap=True)

@@ -101,6 +101,13 @@ def accuracy(net: nn.Module, data: tuple[Tensor, Tensor]) -> float:
         return float((net(data[0]).argmax(1) == data[1]).float().mean())
 
 
+def accuracies(net: nn.Module, data: tuple[Tensor, Tensor], names: list[str]) -> dict[str, float]:
+    """`accuracy` overall, and for each class by its name."""
+    with torch.no_grad():
+        right = (net(data[0]).argmax(1) == data[1]).float()
+    return {"overall": float(right.mean())} | {n: float(right[data[1] == i].mean()) for i, n in enumerate(names)}
+
+
 @dataclass(frozen=True)
 class Demonstration:
     """The specialised network before pruning, and how the criteria compare."""

@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from secateur.errors import CheckpointError, FileFormatError
 from secateur.pruning.history import History
+from secateur.relevance.conservation import Conservation, Flow
 
 FORMAT = "secateur-loop-1"
 
@@ -33,6 +34,7 @@ class State:
     done: str
     carried: Any
     tensors: Mapping[str, Tensor]
+    books: Conservation | None = None
 
 
 def write(path: Path, state: State) -> None:
@@ -45,6 +47,7 @@ def write(path: Path, state: State) -> None:
         "history": json.loads(state.history.to_json()),
         "done": state.done,
         "carried": state.carried,
+        "books": asdict(state.books) if state.books is not None else None,
     }
     staging = path.with_name(f".{path.name}.tmp")
     try:
@@ -88,9 +91,16 @@ def read(path: Path, settings: Mapping[str, Any]) -> State | None:
             )
         history = History.from_json(json.dumps(header["history"]))
         plan = header["plan"]
-        return State(found, int(header["step"]), plan, history, str(header["done"]), header["carried"], tensors)
+        done, carried, books = str(header["done"]), header["carried"], _books(header.get("books"))
+        return State(found, int(header["step"]), plan, history, done, carried, tensors, books)
     except (KeyError, TypeError, AttributeError) as error:
         raise FileFormatError(f"{path} is damaged: {type(error).__name__}: {error}") from error
+
+
+def _books(found: Any) -> Conservation | None:
+    if found is None:
+        return None
+    return Conservation(float(found["start"]), float(found["input"]), tuple(Flow(**flow) for flow in found["flows"]))
 
 
 def _sync_folder(folder: Path) -> None:

@@ -6,13 +6,13 @@ import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from secateur.criteria.batches import Data, repeatable
 from secateur.criteria.criterion import Absolute, Criterion, Loss, Norm
@@ -37,7 +37,12 @@ from secateur.pruning.progress import Progress
 from secateur.pruning.removal import apply
 from secateur.pruning.surgery import cut
 from secateur.pruning.targets import Scope
+from secateur.relevance.composites import Composite
 from secateur.relevance.isolation import evaluating
+from secateur.relevance.rules import Rule
+
+if TYPE_CHECKING:
+    from secateur.pruning.compare import Comparison
 
 #: `f(model)` returns an accuracy, or a dict with "overall" and a number per class.
 Evaluate = Callable[[nn.Module], float | Mapping[str, float]]
@@ -47,7 +52,10 @@ Repair = Callable[[nn.Module, nn.Module, Data], nn.Module]
 
 @dataclass(frozen=True)
 class Result:
-    """What a run ended with. `stopped` says why; `scores` are those that the last removal was based on."""
+    """What a run ended with. `stopped` says why; `scores` are those that the last removal was based on.
+
+    `original` is the user's own unpruned model, and `settings` what `prune` was asked for.
+    """
 
     model: nn.Module
     plan: Plan | None
@@ -57,9 +65,50 @@ class Result:
     cost_before: Cost
     cost_after: Cost
     stopped: str
+    original: nn.Module | None = field(default=None, repr=False, compare=False)
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
         return f"{self.cost_before} → {self.cost_after}; {self.stopped}\n{self.history}"
+
+    def report(
+        self,
+        path: str | Path,
+        *,
+        inputs: tuple[Tensor, Tensor | None] | None = None,
+        data: Data = None,
+        test: Data = None,
+        original: nn.Module | None = None,
+        title: str | None = None,
+        comparison: Comparison | Mapping[str, Result] | None = None,
+        classes: Sequence[str] | Mapping[int, str] | None = None,
+        mean: Sequence[float] | None = None,
+        std: Sequence[float] | None = None,
+        composite: str | Composite | Rule | None = None,
+        latency: bool = True,
+    ) -> Path:
+        """Write a page about this run: one HTML file with charts, tables and heat maps that needs nothing else.
+
+        Heat maps before and after are drawn for `inputs`, a pair (x, y), or for a few samples of `data`; `mean` and
+        `std` undo the normalisation of the pictures, `classes` names the outputs, `composite` is that of the run unless
+        given. On `test` the accuracy of both models
+        is measured, by class too. `comparison` (of `compare`, or results by name) adds the curves of several criteria.
+        `original` is the unpruned model, where it is not known. Without `latency`, no forward pass is timed.
+
+        >>> import tempfile
+        >>> net = nn.Sequential(nn.Linear(4, 20), nn.ReLU(), nn.Linear(20, 3))
+        >>> data = (torch.rand(16, 4), torch.arange(16) % 3)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     page = prune(net, data, remove=0.5, progress=False).report(folder + "/report.html", test=data)
+        ...     page.read_text(encoding="utf-8")[:15]
+        '<!doctype html>'
+        """
+        from secateur.report.page import write_report  # pages are an extra
+
+        return write_report(
+            path, self, inputs=inputs, data=data, test=test, original=original, title=title, comparison=comparison,
+            classes=classes, mean=mean, std=std, composite=composite, latency=latency,
+        )  # fmt: skip
 
 
 def prune(
@@ -183,7 +232,10 @@ class _Run:
         latencies = [row.latency for row in self.history if row.held and row.latency is not None]
         if latencies:
             before, after = replace(before, latency=latencies[0]), replace(after, latency=latencies[-1])
-        return Result(self.model, self.plan, self.history, self.graph, self.scores, before, after, self.done)
+        return Result(
+            self.model, self.plan, self.history, self.graph, self.scores, before, after, self.done, self.original,
+            self._asked(),
+        )  # fmt: skip
 
     # -- steps -----------------------------------------------------------------------------------------------------
     def _begin(self) -> None:
@@ -329,9 +381,20 @@ class _Run:
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
     def _settings(self) -> dict[str, Any]:
+        """What must be the same for a run to go on."""
         return {
             "model": self.graph.model_name, "weights": digest(self.original), "criterion": repr(self.criterion),
             "aggregate": self.aggregate, "seed": self.seed, "max_drop": _plain(self.max_drop), **self.goal.settings(),
+        }  # fmt: skip
+
+    def _asked(self) -> dict[str, Any]:
+        """What the user asked for, for the report."""
+        calls = {"evaluate": self.evaluate, "repair": self.repair, "finetune": self.finetune, "loss": self.loss}
+        return {
+            "criterion": self.criterion.name, "scored_by": repr(self.criterion), "aggregate": self.aggregate,
+            "seed": self.seed, "max_drop": _plain(self.max_drop), "batch_size": self.batch_size,
+            **self.goal.settings(),
+            **{name: getattr(call, "__name__", type(call).__name__) for name, call in calls.items() if call},
         }  # fmt: skip
 
     def _stateful(self) -> list[Any]:
@@ -350,7 +413,11 @@ class _Run:
                     if producer.sites[0] in self.scores.units:
                         tensors[f"score/{i}"] = torch.from_numpy(self.scores.units[producer.sites[0]])
             plan = self.plan.to_json() if self.plan is not None else None
-            write(self.checkpoint, State(self.settings, self.step, plan, self.history, self.done, carried, tensors))
+            books = self.scores.conservation if self.scores is not None else None
+            write(
+                self.checkpoint,
+                State(self.settings, self.step, plan, self.history, self.done, carried, tensors, books),
+            )
         wait()
 
     def _resume(self, path: Path) -> bool:
@@ -373,7 +440,7 @@ class _Run:
             self.graph.producers[int(index)].sites[0]: values.numpy()
             for index, values in _under("score/", state.tensors).items()
         }
-        self.scores = Scores(self.criterion.name, units, self.aggregate) if units else None
+        self.scores = Scores(self.criterion.name, units, self.aggregate, state.books) if units else None
         return True
 
 

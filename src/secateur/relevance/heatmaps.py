@@ -29,12 +29,18 @@ def draw(images: Any, heat: Tensor, path: Path, clip: float = 0.995) -> Path:
     for row, (image, relevance) in enumerate(zip(images, heat, strict=True)):
         axes[row][0].imshow(visible(image))
         flat = relevance.detach().float().cpu()
-        bound = float(flat.abs().flatten().quantile(clip)) or float(flat.abs().max()) or 1.0
-        axes[row][1].imshow(flat.numpy(), cmap="seismic", vmin=-bound, vmax=bound)
+        limit = bound(flat, clip)
+        axes[row][1].imshow(flat.numpy(), cmap="seismic", vmin=-limit, vmax=limit)
         for axis in axes[row]:
             axis.set_axis_off()
     figure.savefig(path, dpi=100, format="png")
     return path
+
+
+def bound(heat: Tensor, clip: float = 0.995) -> float:
+    """Where colours saturate: the `clip` quantile of the absolute values, so that one pixel does not hide the rest."""
+    size = heat.detach().abs().flatten()
+    return float(size.quantile(clip)) or float(size.max()) or 1.0
 
 
 def visible(image: Tensor) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -18,6 +17,7 @@ from secateur.experiments.toy.blocks import Task, block
 from secateur.experiments.toy.nets import trained
 from secateur.experiments.toy.recipe import CRITERIA, SETS, Reading, Recipe
 from secateur.experiments.toy.store import Arrays, source_digest
+from secateur.report.environment import available_cores
 
 # Seeds in a block: enough to share the work on the training set, few enough that a stop loses little.
 _SEEDS = 5
@@ -99,11 +99,6 @@ def size(recipe: Recipe, chosen: list[Reading]) -> int:
 def _blocks(recipe: Recipe) -> list[tuple[int, ...]]:
     seeds = range(recipe.seeds)
     return [tuple(seeds[start : start + _SEEDS]) for start in seeds[::_SEEDS]]
-
-
-def available_cores() -> int:
-    """Cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _joined(parts: list[Arrays]) -> Arrays:

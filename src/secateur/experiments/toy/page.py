@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import base64
-from collections.abc import Sequence
-from dataclasses import dataclass
-from importlib import resources
 from typing import TYPE_CHECKING, Any
-
-import jinja2
 
 from secateur.experiments.toy import reference
 from secateur.experiments.toy.recipe import CRITERIA, DEPTHS, SETS, Reading, Recipe
 from secateur.experiments.toy.tables import ENDS, Index, Row
+from secateur.report.document import fill
+from secateur.report.tables import Cell, Table
 
 if TYPE_CHECKING:
     from secateur.experiments.toy.figures import Picture
@@ -23,36 +19,11 @@ _PRINTED_SIZE = 10
 _PRINTED_DEPTH = 250
 
 
-@dataclass(frozen=True)
-class Cell:
-    """One number with what it is compared to. `state` is "within", "outside", "far", "erratum" or empty."""
-
-    ours: str
-    theirs: str = ""
-    state: str = ""
-    hint: str = ""
-
-
-@dataclass(frozen=True)
-class Table:
-    """A table ready to be laid out: `heads` name the columns behind the `keys` that name a line."""
-
-    title: str
-    keys: Sequence[str]
-    heads: Sequence[str]
-    lines: Sequence[tuple[Sequence[str], Sequence[Cell]]]
-    note: str = ""
-
-
 def render(result: Reproduction, pictures: dict[str, list[Picture]]) -> str:
     """The page as text."""
     from secateur.experiments.toy.reproduction import run_record, variants
 
     index = Index(result.rows)
-    strict = jinja2.StrictUndefined
-    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=strict)
-    environment.filters["uri"] = lambda png: "data:image/png;base64," + base64.b64encode(png).decode()
-    source = resources.files("secateur.experiments.toy").joinpath("page.html").read_text("utf-8")
     sections = [
         {
             "reading": reading,
@@ -62,7 +33,8 @@ def render(result: Reproduction, pictures: dict[str, list[Picture]]) -> str:
         }
         for reading in result.readings
     ]
-    return environment.from_string(source).render(
+    return fill(
+        "experiments/toy/page.html",
         recipe=result.recipe,
         sections=sections,
         known=reference.numbers(),
@@ -157,7 +129,7 @@ def _correlation(index: Index, net: str, recipe: Recipe) -> Table:
                     cell = _cell(index.similarity(table, net, name, n, "rank correlation", criterion), 3)
                     if table == "self" and n == _PRINTED_SIZE:
                         misprint = reference.misprinted_correlation(name, criterion)
-                        cell = Cell(cell.ours, f"print {misprint:.3f}", "erratum", "computed on ids, not on ranks")
+                        cell = Cell(cell.text, f"print {misprint:.3f}", "erratum", "computed on ids, not on ranks")
                     cells.append(cell)
             lines.append(([name, str(n)], cells))
     heads = [f"{label} {which}" for which in ("with itself", "with LRP") for label in _NAMES.values()]

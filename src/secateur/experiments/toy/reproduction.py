@@ -19,8 +19,10 @@ from secateur.experiments.toy.campaign import Outcome
 from secateur.experiments.toy.claims import Claim
 from secateur.experiments.toy.ranking import Spread
 from secateur.experiments.toy.recipe import CRITERIA, Reading, Recipe
-from secateur.experiments.toy.store import source_digest, write
+from secateur.experiments.toy.store import source_digest
 from secateur.experiments.toy.tables import Index, Row
+from secateur.report.document import write
+from secateur.report.environment import available_cores
 
 FORMAT = "secateur-toy-1"
 
@@ -74,7 +76,7 @@ def reproduce(
         if progress:
             progress(text, done, total)
 
-    workers = workers or campaign.available_cores()
+    workers = workers or available_cores()
     outcomes = campaign.run(recipe, chosen, cache, workers, report)
     made = tables.rows(outcomes, recipe)
     index = Index(made)

@@ -13,6 +13,8 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
+from secateur.report.document import write
+
 Arrays = dict[str, np.ndarray[Any, Any]]
 
 # Scores and prunings depend on these parts of the package; a change there makes stored results stale. (How networks are
@@ -50,22 +52,6 @@ def source_digest() -> str:
         files += sorted(path.rglob("*.py")) if path.is_dir() else [path]
     files += [Path(__file__).parent / name for name in _OWN]
     return digest(*(file.read_bytes() for file in files))
-
-
-def write(path: Path, content: bytes) -> Path:
-    """Write a file so that a reader, or a run after a crash, sees all of it or none."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with partial.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
-    return path
 
 
 def put(path: Path, arrays: Arrays, about: dict[str, Any]) -> Path:

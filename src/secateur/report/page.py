@@ -1,0 +1,358 @@
+"""The report of a run: what was asked, what came out, and how it looks now, in one file that needs nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from secateur.criteria.batches import Data, batches, check_targets, device_of
+from secateur.errors import SecateurError
+from secateur.graph.cost import human, time_forward
+from secateur.graph.shadow import describe, run, unwrap
+from secateur.pruning.compare import Comparison
+from secateur.pruning.loop import Result
+from secateur.relevance.composites import PRESETS, Composite
+from secateur.relevance.conservation import Conservation
+from secateur.relevance.isolation import evaluating, logits_of
+from secateur.relevance.rules import Rule
+from secateur.report.changes import Changes, Names, changes, name_of, some_of
+from secateur.report.curves import Metric, contest, percent, run_charts
+from secateur.report.document import fill, write
+from secateur.report.environment import environment
+from secateur.report.tables import Table
+
+_SAMPLES = 4  # shown as heat maps when they are taken from the data
+_REPEATS = 20  # forward passes that the latency is the median of
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A headline number: after, before, and what is left of it as a share."""
+
+    name: str
+    after: str
+    before: str
+    change: str
+    share: float | None = None
+
+
+@dataclass(frozen=True)
+class LayerRow:
+    """What a layer keeps. `modules` are all that share its units."""
+
+    name: str
+    kind: str
+    before: int
+    after: int
+    modules: Sequence[str]
+    removed: str
+
+    @property
+    def share(self) -> float:
+        """What is left."""
+        return self.after / max(self.before, 1)
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """The share of right answers on some samples, overall and by class."""
+
+    overall: float
+    classes: Mapping[str, float]
+    samples: int
+
+
+def write_report(
+    path: str | Path,
+    result: Result,
+    *,
+    inputs: tuple[Tensor, Tensor | None] | None = None,
+    data: Data = None,
+    test: Data = None,
+    original: nn.Module | None = None,
+    title: str | None = None,
+    comparison: Comparison | Mapping[str, Result] | None = None,
+    classes: Names = None,
+    mean: Sequence[float] | None = None,
+    std: Sequence[float] | None = None,
+    composite: str | Composite | Rule | None = None,
+    latency: bool = True,
+) -> Path:
+    """Write the page of `Result.report`."""
+    source = original if original is not None else result.original
+    source = unwrap(source) if source is not None else None
+    shown = inputs if inputs is not None else some_of(data, _SAMPLES) if data is not None else None
+    if source is None and (shown is not None or test is not None):
+        raise SecateurError("heat maps and accuracies before pruning need the unpruned model: give original=model.")
+    scores = [_accuracy(model, test, classes) for model in (source, result.model)] if source and test else None
+    first, last = _ends(result)
+    metric = Metric.of([row.overall for row in result.history if row.overall is not None])
+    criterion = str(result.settings.get("criterion") or (result.scores.criterion if result.scores else "no criterion"))
+    seen: Changes | None = None
+    if shown is not None and source is not None:
+        rule = composite if composite is not None else _composite(criterion)
+        seen = changes(
+            source, result.model, result.plan, shown, classes=classes, mean=mean, std=std, composite=rule
+        )  # fmt: skip
+    layers = _layers(result)
+    html = fill(
+        "report/page.html",
+        title=title or f"{result.graph.model_name} pruned by {criterion}",
+        lead=_lead(result, criterion),
+        tiles=_tiles(result, source, scores, metric, latency),
+        latency_note=_latency_note(result) if latency and source is not None else "",
+        charts=run_charts(result.history, metric),
+        metric=metric,
+        classes=_class_table(scores, first, last, metric),
+        contest=contest(comparison) if comparison is not None else None,
+        layers=layers,
+        layer_table=_layer_table(layers),
+        seen=seen,
+        unit_tables=_unit_tables(seen) if seen is not None else [],
+        steps=_step_table(result, metric),
+        plan=result.plan,
+        parameters=_parameter_table(result),
+        books=_books(result.scores.conservation if result.scores is not None else None),
+        settings=_settings(result),
+        environment=environment(result.model),
+        percent=percent,
+    )
+    return write(Path(path), html.encode())
+
+
+# -- headline ----------------------------------------------------------------------------------------------------------
+def _ends(result: Result) -> tuple[Mapping[str, float], Mapping[str, float]]:
+    rows = [row for row in result.history if row.held]
+    return rows[0].metrics, rows[-1].metrics
+
+
+def _lead(result: Result, criterion: str) -> str:
+    had, has = (result.graph.total_units,) * 2 if result.plan is None else result.plan.units
+    steps = sum(row.held for row in result.history) - 1
+    ways = [word for word, used in (("repair", "repair"), ("fine-tuning", "finetune")) if result.settings.get(used)]
+    after = f", with {' and '.join(ways)} after each" if ways else ", without fine-tuning"
+    count = f"{steps} {'step' if steps == 1 else 'steps'}"
+    return (
+        f"{had - has} of {had} units were removed in {count} by {criterion}{after}. "
+        f"The run ended because {result.stopped or 'it was stopped'}."
+    )
+
+
+def _tiles(
+    result: Result, source: nn.Module | None, scores: Sequence[Accuracy] | None, metric: Metric, latency: bool
+) -> list[Tile]:
+    first, last = _ends(result)
+    tiles = []
+    if scores is not None:
+        kind = Metric(percent=True)
+        before, after = scores[0].overall, scores[1].overall
+        name = f"Accuracy on {scores[0].samples} held-out samples"
+        tiles.append(Tile(name, kind.text(after), kind.text(before), kind.change(before, after)))
+    elif "overall" in first:
+        before, after = first["overall"], last["overall"]
+        tiles.append(
+            Tile(metric.word.capitalize(), metric.text(after), metric.text(before), metric.change(before, after))
+        )
+    old, new = result.cost_before, result.cost_after
+    for name, before, after in (("Parameters", old.params, new.params), ("MACs", old.macs, new.macs)):
+        share = after / max(before, 1)
+        tiles.append(Tile(name, human(after), human(before), f"{100 * share:.1f} % left", share))
+    if latency and source is not None:
+        seconds = [time_forward(model, result.graph.example, _REPEATS) for model in (source, result.model)]
+    elif old.latency is not None and new.latency is not None:
+        seconds = [old.latency, new.latency]
+    else:
+        return tiles
+    text = [_milliseconds(value) for value in seconds]
+    tiles.append(
+        Tile("Latency", text[1], text[0], f"{seconds[0] / seconds[1]:.2f} times as fast", seconds[1] / seconds[0])
+    )
+    return tiles
+
+
+def _milliseconds(seconds: float) -> str:
+    number = 1000 * seconds
+    return f"{number:.{2 if number < 10 else 1 if number < 100 else 0}f} ms"
+
+
+def _latency_note(result: Result) -> str:
+    return (
+        f"Latency is the median of up to {_REPEATS} forward passes on the example, {describe(result.graph.example)}, "
+        f"measured one after the other on this machine while the page was written."
+    )
+
+
+def _accuracy(model: nn.Module, data: Data, names: Names) -> Accuracy:
+    right: dict[int, int] = {}
+    total: dict[int, int] = {}
+    with evaluating(model), torch.no_grad():
+        for inputs, targets in batches(data, device=device_of(model)):
+            output = logits_of(run(model, inputs))
+            wanted = check_targets(targets, output)
+            hits = (output.argmax(1) == wanted).reshape(-1).tolist()
+            for target, hit in zip(wanted.reshape(-1).tolist(), hits, strict=True):
+                right[target] = right.get(target, 0) + hit
+                total[target] = total.get(target, 0) + 1
+    if not total:
+        raise SecateurError("the test data are empty: there is no batch in them.")
+    by_class = {name_of(c, names): right[c] / total[c] for c in sorted(total)}
+    return Accuracy(sum(right.values()) / sum(total.values()), by_class, sum(total.values()))
+
+
+# -- tables ------------------------------------------------------------------------------------------------------------
+def _class_table(
+    scores: Sequence[Accuracy] | None, first: Mapping[str, float], last: Mapping[str, float], metric: Metric
+) -> Table | None:
+    """By class, the largest loss first."""
+    before, after = (scores[0].classes, scores[1].classes) if scores is not None else (first, last)
+    kind = Metric(percent=True) if scores is not None else metric
+    names = [name for name in before if name in after and (scores is not None or name != "overall")]
+    if not names:
+        return None
+    names.sort(key=lambda name: after[name] - before[name])
+    lines = [(n, kind.bare(before[n]), kind.bare(after[n]), kind.change(before[n], after[n])) for n in names]
+    return Table.of(f"{kind.name} by class", ("class",), ("before", "after", "change"), lines)
+
+
+def _layers(result: Result) -> list[LayerRow]:
+    plan = result.plan
+    made = []
+    for layer in result.graph.layers:
+        if not layer.prunable:
+            continue
+        units = int(result.graph.units[layer.groups].sum())
+        before, after = plan.layers[layer.name] if plan is not None else (units, units)
+        cuts = plan.cuts.get(f"{layer.paths[0]}.weight", {}) if plan is not None else {}
+        made.append(LayerRow(layer.name, layer.kind, before, after, layer.paths, ranges(cuts.get(0, ()))))
+    return made
+
+
+def ranges(indices: Sequence[int]) -> str:
+    """Whole numbers in order, runs shortened.
+
+    >>> ranges([0, 1, 2, 5, 7, 8])
+    '0–2, 5, 7–8'
+    """
+    runs: list[list[int]] = []
+    for index in indices:
+        if runs and index == runs[-1][1] + 1:
+            runs[-1][1] = index
+        else:
+            runs.append([index, index])
+    return ", ".join(str(a) if a == b else f"{a}–{b}" for a, b in runs)
+
+
+def _layer_table(layers: Sequence[LayerRow]) -> Table:
+    lines = [
+        (row.name, row.kind, str(row.before), str(row.after), percent(row.share), ", ".join(row.modules))
+        for row in layers
+    ]
+    heads = ("kind", "units before", "units after", "left, %", "modules that share these units")
+    return Table.of("Units per layer", ("layer",), heads, lines)
+
+
+def _step_table(result: Result, metric: Metric) -> Table:
+    lines = []
+    for row in result.history:
+        overall = "" if row.overall is None else metric.bare(row.overall)
+        note = " ".join([row.part, *([] if row.held else ["taken back"])]).strip()
+        lines.append(
+            (str(row.step), str(row.units), percent(row.removed), str(row.params), str(row.macs), overall,
+             f"{row.seconds:.2f}", note)
+        )  # fmt: skip
+    heads = ("units", "removed, %", "parameters", "MACs", metric.name, "seconds", "")
+    return Table.of("All steps", ("step",), heads, lines)
+
+
+def _parameter_table(result: Result) -> Table | None:
+    if result.plan is None:
+        return None
+    lines = []
+    for name, dims in result.plan.cuts.items():
+        shape = result.plan.shapes[name]
+        after = [size - len(dims.get(dim, ())) for dim, size in enumerate(shape)]
+        lines.append((name, " × ".join(map(str, shape)), " × ".join(map(str, after))))
+    return Table.of("Every tensor that was cut", ("parameter or buffer",), ("shape before", "shape after"), lines)
+
+
+def _unit_tables(seen: Changes) -> list[Table]:
+    def share(value: float | None) -> str:
+        return "" if value is None else f"{100 * value:.2f}".replace("-", "−")
+
+    removed = [(unit.layer, str(unit.index), share(unit.before)) for unit in seen.removed]
+    gained = [(u.layer, str(u.index), share(u.before), share(u.after)) for u in seen.gained]
+    return [
+        Table.of("Units that left with the most relevance", ("layer", "unit"), ("relevance before, %",), removed),
+        Table.of("Units that gained the most", ("layer", "unit"), ("before, %", "after, %"), gained),
+    ]
+
+
+@dataclass(frozen=True)
+class Books:
+    """The conservation of the last scoring, in a sentence and in full."""
+
+    sentence: str
+    table: Table
+
+
+def _books(found: Conservation | None) -> Books | None:
+    if found is None:
+        return None
+    whole = found.start or 1.0
+    leaks = found.leaks
+    worst = max(leaks, key=lambda name: abs(leaks[name]), default="")
+    most = abs(leaks.get(worst, 0.0))
+    blame = "No operation loses or creates more than 0.01 % of it."
+    if most > 1e-4:
+        blame = f"The operation that loses or creates the most is {worst}: {100 * most:.2f} %."
+    sentence = (
+        f"Of the relevance that started at the outputs, {100 * found.input / whole:.2f} % reached the inputs of the "
+        f"first layers, {100 * found.absorbed / whole:.2f} % stayed in biases or constants by definition of the rules, "
+        f"and {100 * abs(found.missing):.2f} % went astray. {blame}"
+    )
+
+    def share(value: float) -> str:
+        return f"{100 * value / whole:.3f}".replace("-", "−")
+
+    lines = [
+        (
+            flow.name,
+            flow.kind,
+            share(flow.arrived),
+            share(flow.lost),
+            "by definition" if flow.absorbs and flow.lost else "",
+        )
+        for flow in found.flows
+    ]
+    heads = ("kind", "arrives, %", "stays, %", "")
+    return Books(sentence, Table.of("Every operation, in the order of the forward pass", ("operation",), heads, lines))
+
+
+def _settings(result: Result) -> dict[str, str]:
+    made = {"model": result.graph.model_name, "example": describe(result.graph.example)}
+    for key, value in result.settings.items():
+        if value is None or value is False or value in ({}, [], ""):
+            continue
+        if key == "parts" and value == {"": ["*"]}:
+            continue
+        made[key.replace("_", " ")] = _words(value)
+    return made
+
+
+def _words(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key}: {_words(item)}" for key, item in value.items())
+    if isinstance(value, list | tuple):
+        return ", ".join(map(_words, value))
+    return str(value)
+
+
+def _composite(criterion: str) -> str:
+    """The composite that scored, if a preset did."""
+    named = criterion.partition(":")[2]
+    return named if criterion.startswith("lrp:") and named in PRESETS else "alpha1beta0"

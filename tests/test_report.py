@@ -1,0 +1,402 @@
+"""The report page: the numbers of the run, nothing from outside, nothing unescaped."""
+
+from __future__ import annotations
+
+import base64
+import io
+import itertools
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from torch import Tensor, nn
+
+import secateur as sc
+from html_page import Element, parse
+from secateur.errors import DataError, SecateurError
+from secateur.pruning.compare import Comparison
+from secateur.report.changes import agreement, kept, regions, some_of
+from secateur.report.charts import spread, ticks
+from secateur.report.page import ranges
+
+NASTY = "<script>alert(1)</script>"
+CLASSES = [NASTY, 'b "quoted" & co', "c"]
+MEAN, STD = [0.4, 0.5, 0.6], [0.2, 0.25, 0.3]
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 10, 3, padding=1), nn.BatchNorm2d(10), nn.ReLU(), nn.Conv2d(10, 12, 3, padding=1), nn.ReLU(),
+        nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(48, 16), nn.ReLU(), nn.Linear(16, 3),
+    ).eval()  # fmt: skip
+
+
+@dataclass
+class Run:
+    net: nn.Sequential
+    data: tuple[Tensor, Tensor]
+    result: sc.Result
+    comparison: Comparison
+    path: Path
+    page: Element
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    net = network()
+    generator = torch.Generator().manual_seed(1)
+    data = torch.randn(18, 3, 9, 9, generator=generator), torch.arange(18) % 3
+
+    def evaluate(model: nn.Module) -> dict[str, float]:
+        right = (model(data[0]).argmax(1) == data[1]).float()
+        return {"overall": float(right.mean()), **{name: float(right[i::3].mean()) for i, name in enumerate(CLASSES)}}
+
+    result = sc.prune(net, data, remove=0.6, step=0.1, evaluate=evaluate, progress=False, seed=7)
+    comparison = sc.compare(net, data, ["lrp", "weight"], evaluate=evaluate, remove=0.6, step=0.2, progress=False)
+    path = result.report(
+        tmp_path_factory.mktemp("report") / "deep" / "report.html", inputs=(data[0][:4], data[1][:4]),
+        comparison=comparison, classes=CLASSES, mean=MEAN, std=STD, title=f"A {NASTY} & more",
+    )  # fmt: skip
+    return Run(net, data, result, comparison, path, parse(path.read_text(encoding="utf-8")))
+
+
+def numbers(rows: list[list[str]], *columns: int) -> np.ndarray:
+    return np.array([[float(row[c].replace("−", "-")) for c in columns] for row in rows])
+
+
+# -- the numbers -------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("chart", ["units", "macs"])
+def test_charts_and_their_tables_show_the_history(run: Run, chart: str) -> None:
+    whole = run.result.history[0].macs
+    expected = np.array(
+        [(100 * (r.removed if chart == "units" else r.macs / whole), 100 * r.overall) for r in run.result.history]
+    )
+    figure = run.page.by_id(chart)
+    assert np.abs(numbers(figure.rows, 1, 2) - expected).max() <= 0.005001
+    drawn = np.array([_place(dot) for dot in figure.find("g", class_="point")])
+    across, up = _axes(figure)
+    assert np.abs(np.polyval(across, drawn[:, 0]) - expected[:, 0]).max() < 0.1
+    assert np.abs(np.polyval(up, drawn[:, 1]) - expected[:, 1]).max() < 0.1
+
+
+def _place(point: Element) -> tuple[float, float]:
+    (dot,) = point.find("path", class_="dot")
+    x, y = re.fullmatch(r"translate\(([\d.]+),([\d.]+)\)", dot.attributes["transform"]).groups()
+    return float(x), float(y)
+
+
+def _axes(figure: Element) -> tuple[np.ndarray, np.ndarray]:
+    """From pixels to values, by the ticks alone."""
+    (grid,) = figure.find("g", class_="grid")
+    marks = [(t.attributes, float(t.text.replace("−", "-"))) for t in grid.find("text")[:-1]]
+    rows = [(float(a["y"]) - 4, v) for a, v in marks if a["text-anchor"] == "end"]
+    columns = [(float(a["x"]), v) for a, v in marks if a["text-anchor"] == "middle"]
+    return tuple(np.polyfit(*zip(*pairs, strict=True), 1) for pairs in (columns, rows))
+
+
+def test_the_comparison_shows_every_curve(run: Run) -> None:
+    rows = run.page.by_id("compare-units").rows
+    assert rows == run.page.by_id("compare-macs").rows
+    expected = [
+        (name, 100 * u, 100 * m, 100 * v)
+        for name, c in run.comparison.curves.items()
+        for u, m, v in zip(c.removed, c.macs, c.overall, strict=True)
+    ]
+    assert [row[0] for row in rows] == [row[0] for row in expected]
+    assert np.abs(numbers(rows, 1, 2, 3) - np.array([row[1:] for row in expected])).max() <= 0.005001
+    section = run.page.by_id("criteria")
+    assert {label.text for label in section.find("text", class_="name")} == {"lrp", "weight"}
+    best = max(run.comparison.curves, key=lambda name: run.comparison.areas()[name][1])
+    assert section.find("strong")[0].text == best
+
+
+def test_results_by_name_are_compared_too(run: Run, tmp_path: Path) -> None:
+    path = run.result.report(tmp_path / "r.html", comparison={"one": run.result, "two": run.result}, latency=False)
+    rows = parse(path.read_text("utf-8")).by_id("compare-units").rows
+    assert [row[0] for row in rows] == ["one"] * len(run.result.history) + ["two"] * len(run.result.history)
+
+
+def test_layers_are_those_of_the_smaller_model(run: Run) -> None:
+    small = run.result.model
+    sizes = {
+        "0": (10, small[0].out_channels), "3": (12, small[3].out_channels), "7": (16, small[7].out_features),
+    }  # fmt: skip
+    section = run.page.by_id("layers")
+    assert {row[0]: (int(row[2]), int(row[3])) for row in section.rows} == sizes
+    bars = [svg.find("rect")[1].attributes["width"] for svg in section.find("svg")]
+    assert bars == [f"{100 * after / before:.2f}%" for before, after in sizes.values()]
+
+
+def test_headline(run: Run) -> None:
+    tiles = {tile.find("dt")[0].text: tile.text for tile in run.page.find("div", class_="tile")}
+    assert set(tiles) == {"Accuracy", "Parameters", "MACs", "Latency"}
+    before, after = (sum(p.numel() for p in model.parameters()) for model in (run.net, run.result.model))
+    assert f"{after / 1000:.2f} k" in tiles["Parameters"] or f" {after} " in tiles["Parameters"]
+    assert f"{before / 1000:.2f} k" in tiles["Parameters"]
+    first, last = run.result.history[0].overall, run.result.history[-1].overall
+    assert f"{100 * last:.1f} % was {100 * first:.1f} %" in tiles["Accuracy"]
+    assert re.search(r"[\d.]+ ms was [\d.]+ ms [\d.]+ times as fast", tiles["Latency"])
+
+
+def test_accuracy_on_held_out_data_is_measured(run: Run, tmp_path: Path) -> None:
+    x, y = run.data
+    path = run.result.report(tmp_path / "r.html", test=[(x[:10], y[:10]), (x[10:], y[10:])], classes={0: NASTY})
+    page = parse(path.read_text("utf-8"))
+    found = {row[0]: row[1:3] for row in page.by_id("accuracy").find("div", class_="small")[0].rows}
+    for c, name in enumerate([NASTY, "1", "2"]):
+        for model, cell in zip((run.net, run.result.model), found[name], strict=True):
+            right = [int(model(image[None]).argmax()) == c for image in x[y == c]]
+            assert float(cell) == pytest.approx(100 * sum(right) / len(right), abs=0.005001)
+    assert "Accuracy on 18 held-out samples" in page.text
+
+
+def test_plan_settings_seed_and_environment(run: Run) -> None:
+    tables = run.page.by_id("plan").find("table")
+    shapes = {row.children[0].text: row.children[2].text for row in tables[0].find("tbody")[0].children}
+    state = run.result.model.state_dict()
+    assert shapes == {
+        n: " × ".join(map(str, t.shape)) for n, t in state.items() if t.shape != run.net.state_dict()[n].shape
+    }
+    facts = {row.children[0].text: row.children[1].text for row in run.page.by_id("run").find("tr")}
+    assert facts["seed"] == "7"
+    assert facts["remove"] == "0.6"
+    assert facts["criterion"] == "lrp"
+    assert facts["torch"] == torch.__version__
+    removed = run.page.by_id("plan").find("dl")[0]
+    listed = {dt.text: dd.text for dt, dd in zip(removed.find("dt"), removed.find("dd"), strict=True)}
+    assert {n: _expanded(t) for n, t in listed.items()} == {
+        n: list(run.result.plan.cuts[f"{n}.weight"][0]) for n in listed
+    }
+
+
+def _expanded(text: str) -> list[int]:
+    ends = [[int(i) for i in part.split("–")] for part in text.split(", ")]
+    return [i for first, *last in ends for i in range(first, (last or [first])[0] + 1)]
+
+
+def test_books_survive_a_checkpoint(run: Run, tmp_path: Path) -> None:
+    options = {"remove": 0.3, "step": 0.1, "progress": False, "checkpoint": tmp_path / "run.safetensors"}
+    once = sc.prune(run.net, run.data, **options)
+    again = sc.prune(run.net, run.data, **options)  # all steps are in the checkpoint: nothing is scored
+    assert once.scores.conservation is not None
+    assert again.scores.conservation == once.scores.conservation
+    assert again.settings == once.settings
+    texts = []
+    for result in (once, again):
+        page = parse(result.report(tmp_path / "r.html", latency=False).read_text("utf-8"))
+        texts.append(page.by_id("conservation").text)
+        assert [row[0] for row in page.by_id("conservation").rows] == [f.name for f in once.scores.conservation.flows]
+    assert texts[0] == texts[1]
+
+
+# -- heat maps and what changed ----------------------------------------------------------------------------------------
+def test_heat_maps_are_those_of_both_models(run: Run) -> None:
+    x, y = run.data[0][:4], run.data[1][:4]
+    before, after = sc.explain(run.net, x, y), sc.explain(run.result.model, x, y)
+    plain = (x * torch.tensor(STD).view(1, 3, 1, 1) + torch.tensor(MEAN).view(1, 3, 1, 1)).clamp(0, 1)
+    figures = run.page.by_id("seen").find("figure", class_="sample")
+    assert len(figures) == 4
+    agreements = [np.corrcoef(a.flatten(), b.flatten())[0, 1] for a, b in zip(before.heat, after.heat, strict=True)]
+    for figure, i in zip(figures, np.argsort(agreements), strict=True):
+        picture, old, new, _ = (_decoded(image) for image in figure.find("img"))
+        shown = np.asarray(picture.convert("RGB"), float).transpose(2, 0, 1) / 255
+        assert np.abs(shown - plain[i].numpy()).max() <= 0.5 / 255 + 1e-6
+        for image, seen in ((old, before), (new, after)):
+            levels, heat = np.asarray(image, int).ravel(), seen.heat[i].double().numpy().ravel()
+            order = np.argsort(heat, kind="stable")
+            assert (np.diff(levels[order]) >= 0).all()
+            assert (levels[heat > 0] >= 127).all()
+            assert (levels[heat < 0] <= 128).all()
+        caption = figure.find("figcaption")[0].text
+        assert f"correlate by {agreements[i]:.3f}".replace("-", "−") in caption
+        assert caption.startswith(CLASSES[int(y[i])])
+        for word, seen in (("Said before", before), ("Says now", after)):
+            assert f"{word}: {CLASSES[int(seen.output[i].argmax())]}" in caption
+
+
+def _decoded(image: Element) -> Image.Image:
+    kind, _, content = image.attributes["src"].partition(",")
+    assert kind == "data:image/png;base64"
+    return Image.open(io.BytesIO(base64.b64decode(content)))
+
+
+def test_units_that_changed_most(run: Run) -> None:
+    x, y = run.data[0][:4], run.data[1][:4]
+    before, after = sc.explain(run.net, x, y).units, sc.explain(run.result.model, x, y).units
+    gone, stayed = [], []
+    for layer, values in before.items():
+        cut = run.result.plan.cuts[f"{layer}.weight"].get(0, ())
+        left = [i for i in range(len(values)) if i not in cut]
+        gone += [(float(values[i]) / 4, layer, str(i)) for i in cut]
+        stayed += [(float(after[layer][k] - values[i]) / 4, layer, str(i)) for k, i in enumerate(left)]
+    first, second = run.page.by_id("seen").find("table")
+    for table, expected in ((first, gone), (second, stayed)):
+        rows = [[cell.text for cell in row.children] for row in table.find("tbody")[0].children]
+        assert [tuple(row[:2]) for row in rows] == [e[1:] for e in sorted(expected, reverse=True)[:5]]
+    lost = [float(row.children[2].text) for row in first.find("tbody")[0].children]
+    assert lost == pytest.approx([100 * e[0] for e in sorted(gone, reverse=True)[:5]], abs=0.006)
+
+
+def test_regions_and_agreement_by_definition() -> None:
+    change = np.random.default_rng(0).normal(size=(7, 8))
+    found = regions(change)
+    rows, columns = [(0, 3), (3, 5), (5, 7)], [(0, 3), (3, 6), (6, 8)]
+    for (name, value), ((a, b), (c, d)) in zip(found.items(), itertools.product(rows, columns), strict=True):
+        assert value == pytest.approx(sum(change[i, j] for i in range(a, b) for j in range(c, d))), name
+    assert list(found)[4] == "centre"
+    other = np.random.default_rng(1).normal(size=(7, 8))
+    assert agreement(change, other) == pytest.approx(np.corrcoef(change.ravel(), other.ravel())[0, 1])
+    assert agreement(change, np.ones((7, 8))) == 0
+
+
+def test_units_of_transposed_convolutions_keep_their_places() -> None:
+    net = nn.Sequential(nn.Conv2d(2, 4, 1), nn.ReLU(), nn.ConvTranspose2d(4, 4, 2), nn.ReLU(), nn.Conv2d(4, 2, 1))
+    graph = sc.analyze(net, torch.rand(1, 2, 4, 4))
+    plan = sc.plan(graph, sc.score(net, None, "weight", graph=graph), remove=0.5)
+    for name in ("0.weight", "2.weight"):
+        layer = name.partition(".")[0]
+        assert len(kept(net, name, 4, plan)) == plan.layers[layer][1]
+    assert list(kept(net, "4.weight", 2, plan)) == [0, 1]
+
+
+def test_a_few_samples_of_every_class() -> None:
+    x, y = torch.arange(10.0).view(10, 1), torch.tensor([0, 0, 0, 1, 0, 2, 2, 1, 0, 0])
+    chosen, classes = some_of((x, y), 4)
+    assert chosen.ravel().tolist() == [0, 1, 3, 5]
+    assert classes.tolist() == [0, 0, 1, 2]
+    assert some_of([(x, None)], 3)[0].ravel().tolist() == [0, 1, 2]
+    with pytest.raises(DataError, match="need a tensor"):
+        some_of([({"a": x}, y)], 3)
+
+
+# -- the page as a whole -----------------------------------------------------------------------------------------------
+def test_the_page_needs_nothing_and_escapes_everything(run: Run) -> None:
+    text = run.path.read_text("utf-8")
+    assert text.startswith("<!doctype html>")
+    assert not run.page.find("script")
+    for element in run.page.walk():
+        for key, value in element.attributes.items():
+            assert not key.startswith("on"), f"{key} on <{element.tag}>"
+            if key in ("src", "href", "srcset", "action", "data", "poster"):
+                assert value.startswith(("#", "data:image/png;base64,")), value[:60]
+    style = run.page.find("style")[0].text
+    assert "url(" not in style
+    assert "@import" not in style
+    policies = {
+        e.attributes["http-equiv"]: e.attributes["content"]
+        for e in run.page.find("meta")
+        if "http-equiv" in e.attributes
+    }
+    assert policies["Content-Security-Policy"].startswith("default-src 'none'")
+    assert run.page.find("h1")[0].text == f"A {NASTY} & more"
+    assert {row[0] for row in run.page.by_id("accuracy").find("div", class_="small")[0].rows} == set(CLASSES)
+
+
+def test_the_page_can_be_read_without_seeing_it(run: Run) -> None:
+    ids = [e.attributes["id"] for e in run.page.walk() if "id" in e.attributes]
+    assert len(ids) == len(set(ids))
+    for link in run.page.find("a"):
+        assert link.attributes["href"].removeprefix("#") in ids
+    for image in run.page.find("img"):
+        assert image.attributes["alt"]
+    charts = run.page.find("figure", class_="chart")
+    assert len(charts) == 4
+    for chart in charts:
+        (svg,) = chart.find("svg")
+        assert svg.attributes["aria-label"].startswith(chart.find("h3")[0].text)
+        points = chart.find("g", class_="point")
+        assert all(p.attributes["tabindex"] == "0" for p in points)
+        assert all(p.attributes["aria-label"] == p.find("title")[0].text for p in points)
+        assert len(points) == len(chart.rows)
+        assert chart.find("details")
+    for table in run.page.find("table"):
+        assert all("scope" in head.attributes for head in table.find("th"))
+    levels = [int(e.tag[1]) for e in run.page.walk() if re.fullmatch(r"h\d", e.tag)]
+    assert levels[0] == 1
+    assert all(b - a <= 1 for a, b in itertools.pairwise(levels))
+
+
+def test_a_run_without_accuracy_says_so(run: Run, tmp_path: Path) -> None:
+    result = sc.prune(run.net, run.data, "weight", remove=0.3, progress=False)
+    page = parse(result.report(tmp_path / "r.html", latency=False).read_text("utf-8"))
+    assert "No accuracy was measured" in page.text
+    assert not page.find("figure", class_="chart")
+    assert not any(e.attributes.get("id") == "conservation" for e in page.walk())
+    assert {t.find("dt")[0].text for t in page.find("div", class_="tile")} == {"Parameters", "MACs"}
+
+
+def test_a_step_that_was_taken_back_is_marked(run: Run, tmp_path: Path) -> None:
+    falling = iter([0.9, 0.89, 0.5])
+    result = sc.prune(run.net, run.data, max_drop=0.1, step=0.1, evaluate=lambda _: next(falling), progress=False)
+    page = parse(result.report(tmp_path / "r.html", latency=False).read_text("utf-8"))
+    rows = page.by_id("units").rows
+    assert [row[3] for row in rows] == ["", "", "taken back"]
+    assert [float(row[2]) for row in rows] == [90, 89, 50]
+    assert len(page.by_id("units").find("g", class_="hollow")) == 1
+    assert "89.0 % was 90.0 % −1.0 points" in page.find("dl", class_="tiles")[0].text
+
+
+def test_a_metric_that_is_no_share_is_written_as_it_is(run: Run, tmp_path: Path) -> None:
+    losses = iter([-1.5, -2.25, -3.125])
+    result = sc.prune(run.net, run.data, remove=0.2, step=0.1, evaluate=lambda _: next(losses), progress=False)
+    page = parse(result.report(tmp_path / "r.html", latency=False).read_text("utf-8"))
+    assert [row[2] for row in page.by_id("units").rows] == ["−1.5", "−2.25", "−3.125"]
+    assert "%" not in page.by_id("units").heads[2]
+
+
+def test_inputs_that_are_no_pictures(tmp_path: Path) -> None:
+    net = nn.Sequential(nn.Linear(4, 20), nn.ReLU(), nn.Linear(20, 3))
+    data = torch.rand(16, 4), torch.arange(16) % 3
+    result = sc.prune(net, data, remove=0.5, progress=False)
+    page = parse(result.report(tmp_path / "r.html", data=data).read_text("utf-8"))
+    assert "no pictures" in page.by_id("seen").text
+    assert not page.find("img")
+    assert len(page.by_id("seen").find("table")) == 2
+
+
+def test_what_is_missing_is_named(run: Run, tmp_path: Path) -> None:
+    alone = replace(run.result, original=None)
+    with pytest.raises(SecateurError, match="original=model"):
+        alone.report(tmp_path / "r.html", test=run.data)
+    assert alone.report(tmp_path / "r.html", test=run.data, original=run.net).exists()
+    silent = sc.prune(run.net, run.data, "weight", remove=0.3, progress=False)
+    with pytest.raises(SecateurError, match=r"comparison\['x'\]"):
+        run.result.report(tmp_path / "q.html", comparison={"x": silent}, latency=False)
+    with pytest.raises(DataError, match="no input"):
+        run.result.report(tmp_path / "q.html", inputs=(run.data[0][:0], None), latency=False)
+    assert not (tmp_path / "q.html").exists()
+
+
+# -- layout ------------------------------------------------------------------------------------------------------------
+@settings(max_examples=200, deadline=None)
+@given(st.floats(-1e6, 1e6), st.floats(0, 1e6))
+def test_ticks_enclose_their_range_evenly(low: float, size: float) -> None:
+    high = low + size
+    found = ticks(low, high)
+    room = 1e-6 * max(1.0, abs(low), abs(high))
+    assert found[0] <= low + room
+    assert found[-1] >= high - room
+    assert 2 <= len(found) <= 9
+    assert np.allclose(np.diff(found), found[1] - found[0], rtol=1e-6)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.floats(0, 200), min_size=1, max_size=8))
+def test_labels_never_overlap_nor_leave(wanted: list[float]) -> None:
+    placed = spread(wanted, 14, 0, 200)
+    order = sorted(range(len(wanted)), key=lambda i: wanted[i])
+    assert all(placed[b] - placed[a] >= 14 - 1e-9 for a, b in itertools.pairwise(order))
+    assert min(placed) >= -1e-9
+    assert max(placed) <= 200 + 1e-9
+
+
+@given(st.sets(st.integers(0, 40)))
+def test_ranges_say_every_number(numbers: set[int]) -> None:
+    assert _expanded(ranges(sorted(numbers))) == sorted(numbers) if numbers else ranges([]) == ""
