@@ -13,6 +13,7 @@ import secateur as sc
 from secateur.data.views import View
 from secateur.errors import FileFormatError
 from secateur.models import ModelError, Origin, build, open_model
+from secateur.models.origin import view_of
 
 NET = """
 from torch import nn
@@ -42,6 +43,10 @@ def test_zoo_models_and_options() -> None:
     assert model.num_classes == 5
     assert not model.training
     assert open_model("timm:test_resnet.r160_in1k").origin.view.size == 160
+    assert open_model("torchvision:efficientnet_b1").origin.view.size == 240
+    transformer = nn.Identity()
+    transformer.image_size = 64  # as torchvision's have it
+    assert view_of(transformer, "torchvision:vit_b_16").size == 64
 
 
 def test_a_factory_in_a_file(net: str) -> None:

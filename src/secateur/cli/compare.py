@@ -10,7 +10,7 @@ import typer
 from rich.table import Table
 
 from secateur.cli import options as o
-from secateur.cli.output import Talk
+from secateur.cli.output import Talk, reported
 from secateur.cli.subject import Look, opened, task
 from secateur.errors import SecateurError
 from secateur.pruning.compare import Comparison
@@ -66,8 +66,9 @@ def compare(
         )
     out.mkdir(parents=True, exist_ok=True)
     found = run_compare(
-        job.model, job.pair(), criteria or ("lrp", "taylor", "gradient", "weight"), evaluate=job.accuracy,
-        remove=remove, step=step, seed=seed, checkpoint=out / "checkpoint.safetensors",
+        job.model, job.pair(), criteria or ("lrp", "taylor", "gradient", "weight"),
+        evaluate=reported(talk, job.accuracy), remove=remove, step=step, seed=seed,
+        checkpoint=out / "checkpoint.safetensors",
     )  # fmt: skip
     found.to_json(out / "comparison.json")
     picture = draw(found, out / "comparison.png")

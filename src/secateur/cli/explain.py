@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -68,11 +69,11 @@ def explain(
         count = count_outputs(subject)
         names = names_of(subject, count)
         wanted = _target(target, names)
-        paths = [path for item in images for path in (images_in(item) if item.is_dir() else [item])]
+        paths = _in_turn([path for item in images for path in (images_in(item) if item.is_dir() else [item])])
         if not paths:
             raise DataError(f"there are no images in {', '.join(map(str, images))}.")
         if len(paths) > limit:
-            talk.note(f"the first {limit} of {len(paths)} images; --limit for more")
+            talk.note(f"{limit} of {len(paths)} images, in turn from every folder; --limit for more")
         inputs, kept = load(paths[:limit], subject.origin.view, strict=strict)
     out.mkdir(parents=True, exist_ok=True)
     pictures: list[dict[str, Any]] = []
@@ -106,6 +107,16 @@ def explain(
         layers.add_row(row["layer"], f"{100 * row['arrives']:.1f} %", str(row["units"]), str(row["hold_90"]))
     talk.result(layers)
     talk.result(f"conservation: at most {worst:.2%} of the relevance goes astray (composite {composite})")
+
+
+def _in_turn(paths: list[Path]) -> list[Path]:
+    """One of each folder, then the next of each: a few images should not all be of the first class."""
+    seen: Counter[Path] = Counter()
+    ranked = []
+    for path in paths:
+        seen[path.parent] += 1
+        ranked.append((seen[path.parent], path))
+    return [path for _, path in sorted(ranked, key=lambda item: item[0])]
 
 
 def _target(text: str | None, names: list[str]) -> int | None:

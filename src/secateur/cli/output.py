@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, TextIO
 
 import torch
@@ -65,11 +65,6 @@ def _share(after: float, before: float) -> str:
     return f"{100 * after / before:.1f} %" if before else "–"
 
 
-def plain(value: Any) -> Any:
-    """Dataclasses as dictionaries, for JSON."""
-    return asdict(value)
-
-
 class Talk:
     """Speaks to the user: `result` and `json` on standard output, `stage` on standard error."""
 
@@ -102,6 +97,20 @@ class Talk:
         """Print, if JSON is wanted."""
         if self.as_json:
             print(json.dumps(value, indent=1))
+
+
+def reported(talk: Talk, evaluate: Callable[[nn.Module], dict[str, float]]) -> Callable[[nn.Module], dict[str, float]]:
+    """`evaluate`, with a line for each step where there is no terminal to draw a bar on: logs must not fall silent."""
+    if talk.err.is_terminal:
+        return evaluate
+
+    def evaluated(model: nn.Module) -> dict[str, float]:
+        metrics = evaluate(model)
+        params = sum(parameter.numel() for parameter in model.parameters())
+        talk.note(f"{human(params)} parameters: accuracy {100 * metrics['overall']:.1f} %")
+        return metrics
+
+    return evaluated
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from secateur.cli import options as o
-from secateur.cli.output import Talk, footprint, headline
+from secateur.cli.output import Talk, footprint, headline, reported
 from secateur.cli.subject import Look, Task, device_of, opened, task
 from secateur.data.images import Photographs
 from secateur.errors import SecateurError
@@ -169,7 +169,7 @@ def prune(
         tuner = FineTune(job.training().training(20, where), epochs=finetune_epochs, lr=learning_rate)
     result = run_prune(
         job.model, job.pair(), criterion, remove, keep or None, step, scope=scope.value, finetune=tuner,
-        evaluate=job.accuracy if job.test is not None else None, max_drop=max_drop, round_to=round_to,
+        evaluate=reported(talk, job.accuracy) if job.test is not None else None, max_drop=max_drop, round_to=round_to,
         ignore=tuple(ignore or ()), checkpoint=out / CHECKPOINT, seed=seed, repair=_repair(repair),
     )  # fmt: skip
     if not plans_of(result.model):

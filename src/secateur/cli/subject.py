@@ -146,9 +146,9 @@ class Task:
                 own = torch.tensor([labels[t] for t in targets.tolist()])
                 right += torch.bincount(own[hits], minlength=len(right))
                 seen += torch.bincount(own, minlength=len(seen))
-        shares = (right / seen.clamp(min=1)).tolist()
+        shares = (right.double() / seen.clamp(min=1)).tolist()
         return {
-            "overall": float(right.sum() / seen.sum()),
+            "overall": int(right.sum()) / int(seen.sum()),
             **dict(zip(metric_names(self.classes), shares, strict=True)),
         }
 

@@ -108,7 +108,7 @@ def _by_name(classes: Sequence[str], count: int) -> Outputs:
         raise DataError(
             f"class folders that are no ImageNet name, wnid or number: {', '.join(unknown[:5])}."
             + (f" Near {unknown[0]!r}: {', '.join(near)}." if near else "")
-            + f" Way out: say which outputs mean them, e.g. {unknown[0]}=281-285 (--outputs on the command line)."
+            + f" Way out: say which outputs mean them, such as {unknown[0]}=NUMBERS (--outputs on the command line)."
         )
     if len(classes) == count:
         return {name: (i,) for i, name in enumerate(classes)}

@@ -14,7 +14,7 @@ from torch import nn
 from secateur.data.views import View
 from secateur.errors import DataError, FileFormatError
 from secateur.models.weights import fill
-from secateur.models.zoo import FORMS, ModelError, fresh, runs_code
+from secateur.models.zoo import FORMS, ModelError, fresh, input_size, runs_code
 from secateur.pruning.files import PLANS, about, load
 from secateur.pruning.specialize import MergedOutputs
 
@@ -112,7 +112,7 @@ def open_model(
         model = fresh(spec, pretrained=wants_download)
         if weights is not None and not wants_download:
             fill(model, weights)
-        opened = Opened(model, Origin(spec, view_of(model)))
+        opened = Opened(model, Origin(spec, view_of(model, spec)))
     opened.model.to(device).eval()
     return opened
 
@@ -127,13 +127,13 @@ def saved_folder(spec: str) -> Path | None:
     return None
 
 
-def view_of(model: nn.Module) -> View:
-    """What the zoo says its models see: timm notes it on the model."""
-    notes = getattr(model, "pretrained_cfg", None)
+def view_of(model: nn.Module, spec: str) -> View:
+    """What the zoo says its models see: timm notes it on the model, torchvision beside its weights."""
+    fixed = getattr(model, "image_size", None)  # torchvision's transformers take no other
+    notes, known = getattr(model, "pretrained_cfg", None), View(fixed if isinstance(fixed, int) else input_size(spec))
     if not isinstance(notes, Mapping):
-        return View()
-    size = notes.get("input_size") or (3, 224, 224)
-    known = View()
+        return known
+    size = notes.get("input_size") or (known.channels, known.size, known.size)
     return View(int(size[-1]), "crop", tuple(notes.get("mean") or known.mean), tuple(notes.get("std") or known.std))
 
 
