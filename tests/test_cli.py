@@ -81,8 +81,11 @@ def fail(*args: object, code: int = 1) -> str:
 # -- prune -------------------------------------------------------------------------------------------------------------
 def test_prune_writes_a_smaller_model_that_is_the_same_everywhere(place: Place, tmp_path: Path) -> None:
     out = tmp_path / "small"
-    found = succeed("prune", *place.job, "--out", out, "--keep-macs", 0.6, "--onnx")
-    assert sorted(p.name for p in out.iterdir()) == ["history.csv", "model", "model.onnx", "run.json"]
+    found = succeed("prune", *place.job, "--out", out, "--keep-macs", 0.6, "--onnx", "--report")
+    assert sorted(p.name for p in out.iterdir()) == ["history.csv", "model", "model.onnx", "report.html", "run.json"]
+    page = (out / "report.html").read_text()
+    assert all(name in page for name in ("red", "green", "blue"))
+    assert "data:image/png;base64" in page  # heat maps
     # MACs by hand: two convolutions on 16 x 16 and 8 x 8, one linear layer.
     assert found["before"]["macs"] == 16 * 16 * 9 * 3 * 8 + 8 * 8 * 9 * 8 * 8 + 8 * 3
     small = open_model(str(out), original=place.net).model

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import time
 from dataclasses import asdict
@@ -145,6 +146,10 @@ def prune(
         )
     talk, begin = Talk(as_json), time.perf_counter()
     check_folder(out)
+    if report:
+        need("report", "--no-report", "jinja2", "matplotlib")
+    if onnx:
+        need("export", "no --onnx", "onnx", "onnxscript", "onnxruntime")
     with talk.stage("building the model and reading images"):
         subject = opened(model, weights, original, device, Look(size, fit, mean, std))
         job = task(
@@ -223,12 +228,12 @@ def _write(
     files = {"model": out / "model", "history": out / "history.csv"}
     save(files["model"], result, about={"origin": job.subject.origin.to_dict()})
     result.history.to_csv(files["history"])
-    if report and hasattr(result, "report"):
+    if report:
         view = job.reference.view
         with talk.stage("drawing heat maps and writing the report"):
             files["report"] = result.report(
-                out / "report.html", inputs=_a_few(job), original=job.model, classes=job.classes, mean=view.mean,
-                std=view.std, latency=latency,
+                out / "report.html", inputs=_a_few(job), original=job.model, mean=view.mean, std=view.std,
+                classes=dict(zip(job.reference.targets, job.classes, strict=True)), latency=latency,
             )  # fmt: skip
     if onnx:
         with talk.stage("writing ONNX and checking it with ONNX Runtime"):
@@ -251,6 +256,13 @@ def _digest(photos: Photographs | None) -> str | None:
     for path, label in zip(photos.paths, photos.labels, strict=True):
         found.update(f"{path.name} {path.stat().st_size} {label}\n".encode())
     return f"{len(photos)} images, {found.hexdigest()[:16]}"
+
+
+def need(extra: str, without: str, *modules: str) -> None:
+    """Say before hours of work, not after, that a package is missing."""
+    missing = [name for name in modules if importlib.util.find_spec(name) is None]
+    if missing:
+        raise SecateurError(f"{', '.join(missing)} is missing. Way out: pip install 'secateur[{extra}]', or {without}.")
 
 
 def check_folder(out: Path) -> None:
