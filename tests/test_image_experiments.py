@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from contextlib import nullcontext
 from itertools import pairwise
 
 import numpy as np
@@ -74,7 +75,7 @@ def tuned(made):
     shared = ["--data", "scene15", "--images", made / "scenes", "--criteria", "lrp,weight", "--out", out]
     for name, value in FAST.items():
         shared += [f"--{name.replace('_', '-')}", value]
-    told("fine-tune", "--model", f"{made / 'nets.py'}:Residual", "--mode", "paper,physical", *shared)
+    fine.fine_tune(tuning(made, "Residual"), out, ("lrp", "weight"), ("paper", "physical"))
     told("fine-tune", "--model", f"{made / 'nets.py'}:Split", *shared)
     return out
 
@@ -216,6 +217,55 @@ def test_training_is_sgd_with_momentum():
     assert trainer.loss == pytest.approx(np.mean(losses), rel=1e-5)
 
 
+def test_a_recorded_step_does_what_the_steps_before_it_did(monkeypatch):
+    """What CUDA does, with a recording that runs here: warm-up, recording and replay take every batch once."""
+    images, schedule = some_images(), Schedule(epochs=3, batch_size=4, lr=0.1)
+    one_by_one, recorded = small(), small()
+    torch.manual_seed(5)
+    plainly = Trainer(images, schedule)
+    plainly(one_by_one)
+    begin, replays = training.Steps.__init__, []
+
+    class Recording:
+        def __init__(self, steps):
+            self.steps = steps
+
+        def replay(self):
+            replays.append(1)
+            self.steps._compute(self.steps.inputs, self.steps.labels)
+
+    def recording(self, *arguments):
+        begin(self, *arguments)
+        self.records = True
+
+    monkeypatch.setattr(training.Steps, "__init__", recording)
+    monkeypatch.setattr(training.Steps, "_aside", lambda self: nullcontext())
+    monkeypatch.setattr(training.Steps, "_recorded", lambda self: Recording(self))
+    torch.manual_seed(5)
+    trainer = Trainer(images, schedule)
+    trainer(recorded)
+    assert len(replays) == 9 - 3
+    assert trainer.loss == plainly.loss
+    for a, b in zip(one_by_one.parameters(), recorded.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_graphs_train_as_single_steps_do(monkeypatch):
+    images = some_images()
+    images = Images(images.pixels.cuda(), images.labels.cuda(), images.view)
+    monkeypatch.setattr(training, "half", lambda device: nullcontext())
+    found = []
+    for warm_up in (3, 1000):
+        monkeypatch.setattr(training, "_WARM_UP", warm_up)
+        net = small().cuda()
+        torch.manual_seed(5)
+        Trainer(images, Schedule(epochs=4, batch_size=4, lr=0.05))(net)
+        found.append([p.detach().cpu() for p in net.parameters()])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+
+
 def test_an_epoch_sees_every_image_once_in_its_own_crop():
     images = some_images(count=6)
     torch.manual_seed(0)
@@ -288,7 +338,7 @@ def shot(made):
     out = made / "shot"
     shared = ["--images", made / "inet", "--classes", 2, "--per-class", 3, "--step", 0.1, "--steps", 4, "--size", 16]
     shared += ["--draws", 3, "--criteria", "lrp,taylor,weight", "--out", out]
-    told("few-shot", "--model", f"{made / 'nets.py'}:Residual?outputs=3", *shared)
+    few.few_shot(shooting(made, "Residual"), out, ("lrp", "taylor", "weight"), ("paper", "physical"), draws=3)
     told("few-shot", "--model", f"{made / 'nets.py'}:Split?outputs=3", "--mode", "physical", "--grid", 3, *shared)
     return out
 

@@ -159,7 +159,7 @@ def fine_tune(
     batch_size: Annotated[int, typer.Option(min=1, help="Images in a training batch.")] = 20,
     lr: Annotated[float, typer.Option(help="Learning rate.")] = 1e-3,
     size: _Size = 224,
-    score_batch: Annotated[int, typer.Option(min=1, help="Images at a time when scoring.")] = 100,
+    score_batch: Annotated[int, typer.Option(min=1, help="Images at a time when scoring.")] = 50,
     device: _Device = "cpu",
     jobs: _Jobs = 1,
     out: Annotated[Path, typer.Option(help="Folder for everything; a stopped run goes on from its last step.")] = Path(

@@ -7,8 +7,9 @@ so one is recorded (`torch.cuda.CUDAGraph`) and replayed. Elsewhere the same ste
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -122,6 +123,13 @@ class HeadTrainer:
         head.eval()
 
 
+class Replay(Protocol):
+    """A recorded step."""
+
+    def replay(self) -> None:
+        """Do it again, with what the recorded tensors hold now."""
+
+
 class Steps:
     """Steps of SGD on batches of one size."""
 
@@ -136,7 +144,9 @@ class Steps:
         self.sum = torch.zeros((), device=self.device)
         self.count = 0
         self.done = 0
-        self.graph: torch.cuda.CUDAGraph | None = None
+        self.records = self.device.type == "cuda"
+        self.stream = torch.cuda.Stream() if self.records else None  # type: ignore[no-untyped-call]
+        self.graph: Replay | None = None
         self.inputs: Tensor | None = None
         self.labels: Tensor | None = None
 
@@ -166,7 +176,7 @@ class Steps:
     def _step(self, inputs: Tensor, labels: Tensor) -> None:
         self.count += 1
         self.done += 1
-        if self.device.type != "cuda":
+        if not self.records:
             self._compute(inputs, labels)
             return
         if self.inputs is None or self.inputs.shape != inputs.shape:
@@ -178,29 +188,35 @@ class Steps:
         if self.graph is not None:
             self.graph.replay()
         elif self.done <= _WARM_UP:
-            aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-            aside.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(aside):
+            with self._aside():
                 self._compute(self.inputs, self.labels)
-            torch.cuda.current_stream().wait_stream(aside)
         else:
             self.graph = self._recorded()
             self.graph.replay()
 
-    def _recorded(self) -> torch.cuda.CUDAGraph:
+    @contextmanager
+    def _aside(self) -> Iterator[None]:
+        """On a stream of its own, as is asked of what runs before a recording."""
+        assert self.stream is not None
+        here = torch.cuda.current_stream()
+        self.stream.wait_stream(here)
+        with torch.cuda.stream(self.stream):
+            yield
+        here.wait_stream(self.stream)
+
+    def _recorded(self) -> Replay:
         """One step as a graph. Recording computes nothing."""
         assert self.inputs is not None
         assert self.labels is not None
         self.optimizer.zero_grad(set_to_none=True)  # gradients then live in the graph's own memory
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            self._compute(self.inputs, self.labels, fresh=False)
+            self._compute(self.inputs, self.labels)
         return graph
 
-    def _compute(self, inputs: Tensor, labels: Tensor, fresh: bool = True) -> None:
+    def _compute(self, inputs: Tensor, labels: Tensor) -> None:
         with torch.enable_grad():
-            if fresh:
-                self.optimizer.zero_grad(set_to_none=True)
+            self.optimizer.zero_grad(set_to_none=True)
             with half(self.device):
                 output = self.model(inputs)
             loss = F.cross_entropy(output.float(), labels)

@@ -43,7 +43,7 @@ class Settings:
     lr: float = 1e-3
     step: float = 0.05
     steps: int = 18
-    score_batch: int = 100
+    score_batch: int = 50
     size: int = 224
 
     @property
@@ -111,6 +111,8 @@ def fine_tune(
         tasks += wanted
     if jobs > 1:
         prepared.cache_clear()  # other processes need the room
+        if device.startswith("cuda"):
+            torch.cuda.empty_cache()
     spread(run, tasks, jobs, report)
     return folder
 
