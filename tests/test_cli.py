@@ -152,6 +152,18 @@ def test_a_saved_folder_is_pruned_on(place: Place, tmp_path: Path) -> None:
     assert found["after"]["params"] == sum(p.numel() for p in small.parameters()) < found["before"]["params"]
 
 
+def test_outputs_that_were_reordered_are_still_matched_by_name(place: Place, tmp_path: Path) -> None:
+    given = ["--outputs", "red=2", "--outputs", "green=1", "--outputs", "blue=0"]  # not the order of folders
+    succeed("specialize", *place.model, *given, "--out", tmp_path / "one")
+    again = [tmp_path / "one", "--original", place.net, "--images", place.train, "--test", place.test]
+    more = ["--round-to", 1, "--no-latency", "--no-report", "--remove", 0.1, "--out", tmp_path / "two"]
+    found = succeed("prune", *again, *more)
+    x, y = read(place.test, size=16).tensors()
+    with torch.no_grad():
+        right = build(place.net, place.weights)(x).argmax(1) == y
+    assert found["accuracy"]["before"]["overall"] == pytest.approx(float(right.float().mean()))
+
+
 def test_an_interrupted_run_goes_on_and_ends_the_same(place: Place, tmp_path: Path, monkeypatch) -> None:
     args = ["prune", *place.job, "--remove", 0.5, "--step", 0.1, "--finetune-epochs", 1]
     succeed(*args, "--out", tmp_path / "whole")
@@ -278,7 +290,7 @@ def test_compare(place: Place, tmp_path: Path) -> None:
     found = succeed("compare", *args)
     assert set(found["criteria"]) == {"weight", "random"}
     assert found["criteria"]["weight"]["removed"] == [0.0, 0.25, 0.5]
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["comparison.json", "comparison.png"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["comparison.json", "comparison.png", "run.json"]
     assert json.loads((tmp_path / "comparison.json").read_text())["best"] == found["best"]
     direct = sc.compare(
         build(place.net, place.weights), read(place.train, size=16).draw(10, at_most=True).tensors(), ["weight"],

@@ -76,6 +76,15 @@ def test_refusals(classes, count, given, says) -> None:
         match(classes, count, given)
 
 
+def test_named_outputs_are_matched_by_name_not_by_order() -> None:
+    assert match(["cat", "dog"], 2, names=["dog", "cat"]) == {"cat": (1,), "dog": (0,)}
+    assert match(["n01440764"], 2, names=["217", "Tench"]) == {"n01440764": (1,)}
+    assert match(["217", "0"], 2, names=["0", "217"]) == {"217": (1,), "0": (0,)}  # names before numbers
+    with pytest.raises(DataError, match=r"no output of this model: bird\. Its outputs are called dog, cat"):
+        match(["bird", "cat"], 2, names=["dog", "cat"])
+    assert match(["bird", "cat"], 2, ["bird=0", "cat=1"], names=["dog", "cat"]) == {"bird": (0,), "cat": (1,)}
+
+
 def test_texts() -> None:
     assert parse("281-285") == (281, 282, 283, 284, 285)
     assert parse("n02102040, golf ball ,3") == (217, 574, 3)

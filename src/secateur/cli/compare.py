@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -10,6 +11,7 @@ import typer
 from rich.table import Table
 
 from secateur.cli import options as o
+from secateur.cli.folder import CHECKPOINT, begin_run, digest, end_run
 from secateur.cli.output import Talk, reported
 from secateur.cli.subject import Look, opened, task
 from secateur.errors import SecateurError
@@ -41,6 +43,7 @@ def compare(
     fit: o.Fitting = None,
     mean: o.Mean = None,
     std: o.Std = None,
+    fresh: o.Fresh = False,
     as_json: o.AsJson = False,
 ) -> None:
     """Prune by several criteria on the same images, without fine-tuning, and compare.
@@ -64,16 +67,20 @@ def compare(
         raise SecateurError(
             "a comparison needs images that are not used for scoring. Way out: --test, or a smaller --per-class."
         )
-    out.mkdir(parents=True, exist_ok=True)
+    asked = {
+        "model": model, "outputs": {name: list(members) for name, members in job.outputs.items()},
+        "specialize": specialize, "view": asdict(job.reference.view), "reference": digest(job.reference),
+        "test": digest(job.test),
+    }  # fmt: skip
+    begin_run(out, asked, fresh, talk)
     found = run_compare(
         job.model, job.pair(), criteria or ("lrp", "taylor", "gradient", "weight"),
         evaluate=reported(talk, job.accuracy), remove=remove, step=step, seed=seed,
-        checkpoint=out / "checkpoint.safetensors",
+        checkpoint=out / CHECKPOINT,
     )  # fmt: skip
     found.to_json(out / "comparison.json")
     picture = draw(found, out / "comparison.png")
-    for path in out.glob("checkpoint-*.safetensors"):
-        path.unlink()
+    end_run(out, asked, {"best": found.best})
     talk.json({**json.loads(found.to_json()), "files": [str(out / "comparison.json"), str(picture)]})
     talk.result(_table(found))
     talk.result(str(found))

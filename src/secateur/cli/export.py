@@ -10,6 +10,7 @@ import typer
 from secateur.cli import options as o
 from secateur.cli.output import Talk
 from secateur.cli.subject import Look, blank, opened
+from secateur.data.imagenet import title
 from secateur.graph.cost import human
 from secateur.pruning.export import export as run_export
 
@@ -56,4 +57,4 @@ def export(
         f"x {view.size} x {view.size}, pixels 0 to 1 less the mean {view.mean} divided by {view.std}"
     )
     if subject.origin.classes:
-        talk.result(f"outputs: {', '.join(subject.origin.classes)}")
+        talk.result(f"outputs: {', '.join(map(title, subject.origin.classes))}")

@@ -110,6 +110,7 @@ Std = Annotated[
 ]
 Seed = Annotated[int, typer.Option(help="Decides every random choice.")]
 Out = Annotated[Path, typer.Option(help="Folder for everything that is written.", show_default=False)]
+Fresh = Annotated[bool, typer.Option("--fresh", help="Forget an unfinished run in --out.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON, and nothing else, on standard output.")]
 
 

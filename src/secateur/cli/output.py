@@ -14,9 +14,13 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
+from secateur.data import imagenet
 from secateur.data.views import View
 from secateur.errors import SecateurWarning
 from secateur.graph.cost import human, measure, time_forward
+
+# More classes than this are not all listed.
+_CLASSES = 12
 
 
 @dataclass(frozen=True)
@@ -54,8 +58,11 @@ def headline(before: Footprint, after: Footprint, metrics: Sequence[Mapping[str,
             table.add_row(title, f"{1000 * a:.1f} ms", f"{1000 * b:.1f} ms", f"{a / b:.2f}x faster")
     if metrics:
         first, last = metrics[0], metrics[-1]
-        for name in first:
-            title = "accuracy" if name == "overall" else f"  {name}"
+        classes = [name for name in first if name != "overall"]
+        if len(classes) > _CLASSES:  # those that lost most
+            classes = sorted(classes, key=lambda name: last[name] - first[name])[:_CLASSES]
+        for name in ["overall", *classes]:
+            title = "accuracy" if name == "overall" else f"  {imagenet.title(name)}"
             change = f"{100 * (last[name] - first[name]):+.1f} points"
             table.add_row(title, f"{100 * first[name]:.1f} %", f"{100 * last[name]:.1f} %", change)
     return table

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import importlib.util
-import json
 import time
 from dataclasses import asdict
 from enum import StrEnum
@@ -14,18 +11,18 @@ from typing import Annotated, Any
 import typer
 
 from secateur.cli import options as o
+from secateur.cli.folder import CHECKPOINT, begin_run, check_folder, digest, end_run, need
 from secateur.cli.output import Talk, footprint, headline, reported
 from secateur.cli.subject import Look, Task, device_of, opened, task
-from secateur.data.images import Photographs
+from secateur.data.imagenet import title
 from secateur.errors import SecateurError
 from secateur.pruning.export import export
-from secateur.pruning.files import PLANS, plans_of, save
+from secateur.pruning.files import plans_of, save
 from secateur.pruning.finetune import FineTune
 from secateur.pruning.loop import Result
 from secateur.pruning.loop import prune as run_prune
 
 _TARGET, _METHOD, _MORE = "Target (one is needed)", "Method", "What is written"
-CHECKPOINT, RUN = "checkpoint.safetensors", "run.json"
 
 
 class Repair(StrEnum):
@@ -120,7 +117,7 @@ def prune(
     latency: Annotated[
         bool, typer.Option(help="Time both models for 1 and for 32 images.", rich_help_panel=_MORE)
     ] = True,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Forget an unfinished run in --out.")] = False,
+    fresh: o.Fresh = False,
     as_json: o.AsJson = False,
 ) -> None:
     """Make a model smaller, keeping what your images need.
@@ -163,11 +160,11 @@ def prune(
     _introduce(talk, job)
     asked = {
         "model": model, "outputs": {name: list(members) for name, members in job.outputs.items()},
-        "specialize": specialize, "view": asdict(job.reference.view), "reference": _digest(job.reference),
-        "test": _digest(job.test), "repair": repair.value, "finetune_epochs": finetune_epochs,
+        "specialize": specialize, "view": asdict(job.reference.view), "reference": digest(job.reference),
+        "test": digest(job.test), "repair": repair.value, "finetune_epochs": finetune_epochs,
         "learning_rate": learning_rate, "scope": scope.value,
     }  # fmt: skip
-    _resume_or_refuse(out, asked, fresh, talk)
+    begin_run(out, asked, fresh, talk)
     where = device_of(job.model)
     tuner = None
     if finetune_epochs:
@@ -194,8 +191,7 @@ def prune(
         "steps": len(result.history) - 1, "seconds": round(time.perf_counter() - begin, 1),
         "files": {name: str(path) for name, path in files.items()},
     }  # fmt: skip
-    (out / RUN).write_text(json.dumps({"asked": asked, "finished": True, **summary}, indent=1), encoding="utf-8")
-    (out / CHECKPOINT).unlink(missing_ok=True)
+    end_run(out, asked, summary)
     talk.json(summary)
     talk.result(headline(before, after, metrics))
     talk.result(
@@ -214,7 +210,7 @@ def _introduce(talk: Talk, job: Task) -> None:
             f"output {members[0]}" if len(members) == 1 else f"{len(members)} outputs, {members[0]} to {members[-1]}"
         )
         tested = job.test.counts[name] if job.test is not None else 0
-        talk.note(f"{name}: {shown}; {job.reference.counts[name]} images to score on, {tested} to test on")
+        talk.note(f"{title(name)}: {shown}; {job.reference.counts[name]} images to score on, {tested} to test on")
     if job.test is None:
         talk.note(
             "no image is left to test on, so accuracy is not measured. Way out: --test, or a smaller --per-class."
@@ -233,7 +229,8 @@ def _write(
         with talk.stage("drawing heat maps and writing the report"):
             files["report"] = result.report(
                 out / "report.html", inputs=_a_few(job), original=job.model, mean=view.mean, std=view.std,
-                classes=dict(zip(job.reference.targets, job.classes, strict=True)), latency=latency,
+                classes={number: title(name) for number, name in zip(job.reference.targets, job.classes, strict=True)},
+                latency=latency,
             )  # fmt: skip
     if onnx:
         with talk.stage("writing ONNX and checking it with ONNX Runtime"):
@@ -246,53 +243,3 @@ def _a_few(job: Task, count: int = 6) -> Any:
     photos = job.test if job.test is not None else job.reference
     each = max(1, count // len(photos.classes))
     return photos.draw(each, at_most=True).of(photos.classes[:count]).tensors(device_of(job.model))
-
-
-def _digest(photos: Photographs | None) -> str | None:
-    """Which images, in which order, as far as names and sizes tell."""
-    if photos is None:
-        return None
-    found = hashlib.sha256()
-    for path, label in zip(photos.paths, photos.labels, strict=True):
-        found.update(f"{path.name} {path.stat().st_size} {label}\n".encode())
-    return f"{len(photos)} images, {found.hexdigest()[:16]}"
-
-
-def need(extra: str, without: str, *modules: str) -> None:
-    """Say before hours of work, not after, that a package is missing."""
-    missing = [name for name in modules if importlib.util.find_spec(name) is None]
-    if missing:
-        raise SecateurError(f"{', '.join(missing)} is missing. Way out: pip install 'secateur[{extra}]', or {without}.")
-
-
-def check_folder(out: Path) -> None:
-    """Refuse to replace what secateur did not write."""
-    if out.exists() and not out.is_dir():
-        raise SecateurError(f"{out} is a file; --out is a folder.")
-    inside = out / "model"
-    if inside.exists() and not (inside / PLANS).is_file():
-        raise SecateurError(
-            f"{inside} exists and was not written by secateur; it would be replaced. Way out: another --out."
-        )
-
-
-def _resume_or_refuse(out: Path, asked: dict[str, Any], fresh: bool, talk: Talk) -> None:
-    """Go on with an unfinished run of the same command; never mix two."""
-    note, checkpoint = out / RUN, out / CHECKPOINT
-    if fresh:
-        checkpoint.unlink(missing_ok=True)
-    if checkpoint.exists():
-        try:
-            before = json.loads(note.read_text(encoding="utf-8"))["asked"]
-        except (OSError, ValueError, KeyError, TypeError):
-            before = {}
-        wanted = json.loads(json.dumps(asked))
-        other = [key for key in wanted if before.get(key) != wanted[key]]
-        if other:
-            what = "; ".join(f"{key} was {before.get(key)}, is now {wanted[key]}" for key in other[:3])
-            raise SecateurError(
-                f"{out} holds an unfinished run that differs: {what}. Way out: --fresh, or another --out."
-            )
-        talk.note(f"going on with the unfinished run in {out}")
-    out.mkdir(parents=True, exist_ok=True)
-    note.write_text(json.dumps({"asked": asked, "finished": False}, indent=1), encoding="utf-8")

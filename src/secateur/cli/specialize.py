@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from secateur.cli import options as o
+from secateur.cli.folder import check_folder
 from secateur.cli.output import Talk, footprint, headline
-from secateur.cli.prune import check_folder
 from secateur.cli.subject import Look, blank, count_outputs, device_of, names_of, narrowed, opened
 from secateur.data.outputs import Outputs, assignments, parse
 from secateur.errors import DataError

@@ -92,7 +92,7 @@ def count_outputs(subject: Opened) -> int:
 def names_of(subject: Opened, count: int) -> list[str]:
     """What the outputs mean, as far as is known."""
     if len(subject.origin.classes) == count:
-        return list(subject.origin.classes)
+        return [imagenet.title(name) for name in subject.origin.classes]
     if count == imagenet.COUNT:
         return [entry.name for entry in imagenet.entries()]
     return [f"output {i}" for i in range(count)]
@@ -174,7 +174,7 @@ def task(
     view = subject.origin.view
     photos = read(images, view=view, strict=strict)
     count = count_outputs(subject)
-    chosen = match(photos.classes, count, outputs)
+    chosen = match(photos.classes, count, outputs, subject.origin.classes)
     whole = subject.model
     if narrow:
         subject = narrowed(subject, chosen, count)

@@ -52,6 +52,17 @@ def find(word: str) -> int | None:
     return found[0] if found else None
 
 
+def title(name: str) -> str:
+    """A name for people: that of the class if `name` is a WordNet id, else itself.
+
+    >>> title("n01440764"), title("my class")
+    ('tench', 'my class')
+    """
+    if re.fullmatch(r"n\d{8}", name) and (index := find(name)) is not None:
+        return entries()[index].name
+    return name
+
+
 def nearest(word: str, count: int = 3) -> list[str]:
     """Names of classes that share a word with `word`, or look like it, with their numbers.
 

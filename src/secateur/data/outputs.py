@@ -13,19 +13,25 @@ from secateur.errors import DataError
 Outputs = dict[str, tuple[int, ...]]
 
 
-def match(classes: Sequence[str], count: int, given: Sequence[str] = ()) -> Outputs:
+def match(classes: Sequence[str], count: int, given: Sequence[str] = (), names: Sequence[str] = ()) -> Outputs:
     """The outputs for each class folder of a model with `count` outputs.
 
-    `given` are texts such as `cat=281-285` or `dog=151-268,273`, one per folder. Without them, folders named by
-    numbers are those outputs; a model with 1000 outputs is taken to be ImageNet's, and its folders are named by
-    WordNet id or name; otherwise there must be one folder per output, in order. Nothing is guessed.
+    `given` are texts such as `cat=281-285` or `dog=151-268,273`, one per folder. Without them, folders must be called
+    as the outputs are if those have `names`. If they have none, folders named by numbers are those outputs; a model
+    with 1000 outputs is taken to be ImageNet's, and its folders are named by WordNet id or name; otherwise there must
+    be one folder per output, in order. Nothing is guessed.
 
     >>> match(["cat", "dog"], 1000, ["cat=281-285", "dog=207,208"])
     {'cat': (281, 282, 283, 284, 285), 'dog': (207, 208)}
+    >>> match(["cat", "dog"], 2, names=["dog", "cat"])
+    {'cat': (1,), 'dog': (0,)}
     >>> match(["golf_ball", "n01440764"], 1000), match(["no", "yes"], 2)
     ({'golf_ball': (574,), 'n01440764': (0,)}, {'no': (0,), 'yes': (1,)})
     """
-    found = _given(classes, count, given) if given else _by_name(classes, count)
+    if given:
+        found = _given(classes, count, given)
+    else:
+        found = _called(classes, names) if len(names) == count else _by_name(classes, count)
     owners: dict[int, str] = {}
     for name, members in found.items():
         for index in members:
@@ -94,6 +100,19 @@ def _given(classes: Sequence[str], count: int, given: Sequence[str]) -> Outputs:
     if missing:
         raise DataError(f"class folders without outputs: {', '.join(missing)}. Way out: {missing[0]}=NUMBERS as well.")
     return {name: parse(chosen[name], count) for name in classes}
+
+
+def _called(classes: Sequence[str], names: Sequence[str]) -> Outputs:
+    """By the names that the outputs were given when the model was cut down to them."""
+    places = {imagenet.title(name).casefold(): i for i, name in enumerate(names)}
+    unknown = [name for name in classes if imagenet.title(name).casefold() not in places]
+    if unknown:
+        raise DataError(
+            f"class folders that are no output of this model: {', '.join(unknown[:5])}. Its outputs are called "
+            f"{', '.join(names[:8])}{', …' if len(names) > 8 else ''}. Way out: rename the folders, or say which "
+            f"outputs mean them, such as {unknown[0]}=0 (--outputs on the command line)."
+        )
+    return {name: (places[imagenet.title(name).casefold()],) for name in classes}
 
 
 def _by_name(classes: Sequence[str], count: int) -> Outputs:
