@@ -343,6 +343,46 @@ def test_a_step_that_was_taken_back_is_marked(run: Run, tmp_path: Path) -> None:
     assert "89.0 % was 90.0 % −1.0 points" in page.find("dl", class_="tiles")[0].text
 
 
+def test_many_classes_are_folded(run: Run, tmp_path: Path) -> None:
+    names = [f"class {i}" for i in range(40)]
+    steps = iter([0.0, 1.0])
+
+    def evaluate(_: nn.Module) -> dict[str, float]:
+        step = next(steps)
+        return {"overall": 0.5, **{name: 0.9 - step * (i % 7) / 10 for i, name in enumerate(names)}}
+
+    result = sc.prune(run.net, run.data, remove=0.2, step=0.2, evaluate=evaluate, progress=False)
+    page = parse(result.report(tmp_path / "r.html", latency=False).read_text("utf-8"))
+    first, folded = page.by_id("accuracy").find("div", class_="small")[0].find("table")
+    worst = [row.children[0].text for row in first.find("tbody")[0].children]
+    assert len(worst) == 10
+    assert {int(name.split()[1]) % 7 for name in worst} == {6, 5}
+    assert {row.children[0].text for row in folded.find("tbody")[0].children} == set(names)
+
+
+def test_latencies_of_the_run_are_not_measured_again(run: Run, tmp_path: Path) -> None:
+    before, after = replace(run.result.cost_before, latency=0.0123), replace(run.result.cost_after, latency=0.0041)
+    timed = replace(run.result, cost_before=before, cost_after=after)
+    page = parse(timed.report(tmp_path / "r.html").read_text("utf-8"))
+    assert "4.10 ms was 12.3 ms 3.00 times as fast" in page.find("dl", class_="tiles")[0].text
+    assert "during the run" in page.text
+
+
+def test_the_demonstration_writes_its_page_and_says_where(tmp_path: Path) -> None:
+    from typer.testing import CliRunner
+
+    from secateur.cli import app
+
+    done = CliRunner().invoke(app, ["demo", "--epochs", "1", "--out", str(tmp_path / "out")])
+    assert done.exit_code == 0, done.output
+    path = tmp_path / "out" / "report.html"
+    assert path.as_uri() in done.output
+    page = parse(path.read_text("utf-8"))
+    labels = {label.text for label in page.by_id("criteria").find("text", class_="name")}
+    assert labels == {"lrp", "taylor", "gradient", "weight"}
+    assert len(page.by_id("seen").find("figure", class_="sample")) == 4
+
+
 def test_a_metric_that_is_no_share_is_written_as_it_is(run: Run, tmp_path: Path) -> None:
     losses = iter([-1.5, -2.25, -3.125])
     result = sc.prune(run.net, run.data, remove=0.2, step=0.1, evaluate=lambda _: next(losses), progress=False)

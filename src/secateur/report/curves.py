@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from secateur.errors import SecateurError
@@ -173,7 +173,7 @@ def _areas(found: Comparison, metric: Metric) -> Table:
         f"Mean {metric.word} under each curve{', %' if metric.percent else ''}", ("criterion",), heads, lines
     )
     note = "Means are over the range that all curves cover. Over MACs is what counts: it is what inference costs."
-    return Table(made.title, made.keys, made.heads, made.lines, note)
+    return replace(made, note=note)
 
 
 def _agreement(found: Comparison) -> Table | None:
@@ -185,4 +185,4 @@ def _agreement(found: Comparison) -> Table | None:
     ]  # fmt: skip
     made = Table.of("How far the rankings agree", ("criterion",), names, lines)
     note = "Spearman's rank correlation of the scores of all groups of the unpruned network: 1 is the same order."
-    return Table(made.title, made.keys, made.heads, made.lines, note)
+    return replace(made, note=note)

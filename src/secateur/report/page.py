@@ -27,6 +27,7 @@ from secateur.report.environment import environment
 from secateur.report.tables import Table
 
 _SAMPLES = 4  # shown as heat maps when they are taken from the data
+_MOST = 10  # classes that are not folded away
 _REPEATS = 20  # forward passes that the latency is the median of
 
 
@@ -106,6 +107,7 @@ def write_report(
         lead=_lead(result, criterion),
         tiles=_tiles(result, source, scores, metric, latency),
         latency_note=_latency_note(result) if latency and source is not None else "",
+        most=_MOST,
         charts=run_charts(result.history, metric),
         metric=metric,
         classes=_class_table(scores, first, last, metric),
@@ -162,10 +164,10 @@ def _tiles(
     for name, before, after in (("Parameters", old.params, new.params), ("MACs", old.macs, new.macs)):
         share = after / max(before, 1)
         tiles.append(Tile(name, human(after), human(before), f"{100 * share:.1f} % left", share))
-    if latency and source is not None:
-        seconds = [time_forward(model, result.graph.example, _REPEATS) for model in (source, result.model)]
-    elif old.latency is not None and new.latency is not None:
+    if old.latency is not None and new.latency is not None:
         seconds = [old.latency, new.latency]
+    elif latency and source is not None:
+        seconds = [time_forward(model, result.graph.example, _REPEATS) for model in (source, result.model)]
     else:
         return tiles
     text = [_milliseconds(value) for value in seconds]
@@ -181,9 +183,10 @@ def _milliseconds(seconds: float) -> str:
 
 
 def _latency_note(result: Result) -> str:
+    when = "while the page was written" if result.cost_after.latency is None else "during the run"
     return (
         f"Latency is the median of up to {_REPEATS} forward passes on the example, {describe(result.graph.example)}, "
-        f"measured one after the other on this machine while the page was written."
+        f"measured {when}."
     )
 
 
@@ -208,7 +211,7 @@ def _accuracy(model: nn.Module, data: Data, names: Names) -> Accuracy:
 def _class_table(
     scores: Sequence[Accuracy] | None, first: Mapping[str, float], last: Mapping[str, float], metric: Metric
 ) -> Table | None:
-    """By class, the largest loss first."""
+    """The largest loss first."""
     before, after = (scores[0].classes, scores[1].classes) if scores is not None else (first, last)
     kind = Metric(percent=True) if scores is not None else metric
     names = [name for name in before if name in after and (scores is not None or name != "overall")]

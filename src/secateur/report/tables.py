@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,10 @@ class Table:
     heads: Sequence[str]
     lines: Sequence[tuple[Sequence[str], Sequence[Cell]]]
     note: str = ""
+
+    def top(self, count: int) -> Table:
+        """Its first lines."""
+        return replace(self, lines=self.lines[:count])
 
     @classmethod
     def of(cls, title: str, keys: Sequence[str], heads: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
