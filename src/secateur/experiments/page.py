@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from secateur.experiments.runs import Folder
-from secateur.experiments.toy.store import write
+from secateur.report.document import write
 
 CAPTIONS = {
     "paper": "every filter is ranked and masked on its own, nothing is coupled and nothing leaves, as the paper does "

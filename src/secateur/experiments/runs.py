@@ -16,9 +16,9 @@ import torch
 
 from secateur.criteria.scores import Values
 from secateur.errors import FileFormatError
-from secateur.experiments.toy.store import write
 from secateur.pruning.compare import Curve
 from secateur.pruning.history import History, Row
+from secateur.report.document import write
 
 #: As in the paper's figures.
 CRITERIA = ("weight", "taylor", "gradient", "lrp")
