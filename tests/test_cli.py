@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import importlib.util
 import json
 from pathlib import Path
 
@@ -124,6 +125,25 @@ def test_images_are_held_out_where_there_is_no_test_folder(place: Place, tmp_pat
     assert "--max-drop needs images" in fail("prune", *args, "--max-drop", 0.1, "--out", tmp_path / "c")
 
 
+def test_many_images_are_read_in_batches_to_the_same_effect(place: Place, tmp_path: Path, monkeypatch) -> None:
+    states = []
+    for name, few in (("pair", 1024), ("batches", 2)):
+        monkeypatch.setattr(subject, "_FEW", few)
+        succeed("prune", *place.job, "--out", tmp_path / name, "--remove", 0.4, "--step", 0.2)
+        states.append(safetensors.torch.load_file(tmp_path / name / "model" / "model.safetensors"))
+    assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
+
+
+def test_missing_packages_are_named_before_the_work(place: Place, tmp_path: Path, monkeypatch) -> None:
+    usual = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *a: None if name == "onnxruntime" else usual(name, *a)
+    )
+    said = fail("prune", *place.job, "--out", tmp_path / "s", "--remove", 0.3, "--onnx")
+    assert "onnxruntime is missing. Way out: pip install 'secateur[export]', or no --onnx." in said
+    assert not (tmp_path / "s").exists()
+
+
 def test_outputs_are_kept_and_merged(place: Place, tmp_path: Path) -> None:
     photos = write_photos(tmp_path / "two", ["red", "green"], 4, (16, 16))
     args = [*place.model, "--images", photos, "--round-to", 1, "--no-latency", "--remove", 0.3, "--no-report"]
@@ -242,6 +262,9 @@ def test_random_weights_are_worth_a_warning(tmp_path: Path) -> None:
     result = invoke("specialize", "torchvision:squeezenet1_1", "--outputs", "tench,5", "--out", tmp_path)
     assert result.exit_code == 0
     assert "has random weights" in result.stderr
+    found = succeed("inspect", tmp_path)  # a zoo's model needs no --original
+    assert found["classes"] == ["tench", "electric ray"]
+    assert found["layers"][-1]["units"] == 2
 
 
 def test_every_command_has_help_with_an_example() -> None:

@@ -74,7 +74,7 @@ def compare(
     }  # fmt: skip
     begin_run(out, asked, fresh, talk)
     found = run_compare(
-        job.model, job.pair(), criteria or ("lrp", "taylor", "gradient", "weight"),
+        job.model, job.data(), criteria or ("lrp", "taylor", "gradient", "weight"),
         evaluate=reported(talk, job.accuracy), remove=remove, step=step, seed=seed,
         checkpoint=out / CHECKPOINT,
     )  # fmt: skip

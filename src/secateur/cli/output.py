@@ -14,7 +14,6 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from secateur.data import imagenet
 from secateur.data.views import View
 from secateur.errors import SecateurWarning
 from secateur.graph.cost import human, measure, time_forward
@@ -62,7 +61,7 @@ def headline(before: Footprint, after: Footprint, metrics: Sequence[Mapping[str,
         if len(classes) > _CLASSES:  # those that lost most
             classes = sorted(classes, key=lambda name: last[name] - first[name])[:_CLASSES]
         for name in ["overall", *classes]:
-            title = "accuracy" if name == "overall" else f"  {imagenet.title(name)}"
+            title = "accuracy" if name == "overall" else f"  {name}"
             change = f"{100 * (last[name] - first[name]):+.1f} points"
             table.add_row(title, f"{100 * first[name]:.1f} %", f"{100 * last[name]:.1f} %", change)
     return table

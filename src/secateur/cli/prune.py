@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+import secateur
 from secateur.cli import options as o
 from secateur.cli.folder import CHECKPOINT, begin_run, check_folder, digest, end_run, need
 from secateur.cli.output import Talk, footprint, headline, reported
@@ -170,7 +171,7 @@ def prune(
     if finetune_epochs:
         tuner = FineTune(job.training().training(20, where), epochs=finetune_epochs, lr=learning_rate)
     result = run_prune(
-        job.model, job.pair(), criterion, remove, keep or None, step, scope=scope.value, finetune=tuner,
+        job.model, job.data(), criterion, remove, keep or None, step, scope=scope.value, finetune=tuner,
         evaluate=reported(talk, job.accuracy) if job.test is not None else None, max_drop=max_drop, round_to=round_to,
         ignore=tuple(ignore or ()), checkpoint=out / CHECKPOINT, seed=seed, repair=_repair(repair),
     )  # fmt: skip
@@ -200,7 +201,14 @@ def prune(
 
 
 def _repair(choice: Repair) -> Any:
-    return None if choice in (Repair.none, Repair.auto) else choice.value
+    """What `prune(repair=…)` takes. Without `secateur.repair`, "auto" is no repair."""
+    if choice is Repair.none:
+        return None
+    if not hasattr(secateur, "repair"):
+        if choice is Repair.auto:
+            return None
+        raise SecateurError(f"--repair {choice.value} is not available in this version. Way out: --repair none.")
+    return choice.value
 
 
 def _introduce(talk: Talk, job: Task) -> None:
@@ -225,16 +233,16 @@ def _write(
     save(files["model"], result, about={"origin": job.subject.origin.to_dict()})
     result.history.to_csv(files["history"])
     if report:
-        view = job.reference.view
+        view, title_of = job.reference.view, f"{job.subject.origin.model} pruned by {result.settings['criterion']}"
         with talk.stage("drawing heat maps and writing the report"):
             files["report"] = result.report(
-                out / "report.html", inputs=_a_few(job), original=job.model, mean=view.mean, std=view.std,
+                out / "report.html", inputs=_a_few(job), original=job.model, title=title_of, mean=view.mean,
                 classes={number: title(name) for number, name in zip(job.reference.targets, job.classes, strict=True)},
-                latency=latency,
+                std=view.std, latency=latency,
             )  # fmt: skip
     if onnx:
         with talk.stage("writing ONNX and checking it with ONNX Runtime"):
-            files["onnx"] = export(result.model, out / "model.onnx", job.pair()[0][:2])
+            files["onnx"] = export(result.model, out / "model.onnx", job.example())
     return files
 
 

@@ -12,6 +12,7 @@ import typer
 from torch import Tensor, nn
 
 from secateur.cli.options import Fit, device_named, numbers
+from secateur.criteria.batches import Data
 from secateur.data import imagenet
 from secateur.data.images import Photographs, read
 from secateur.data.outputs import Outputs, match
@@ -26,6 +27,8 @@ from secateur.relevance.isolation import logits_of
 
 # How many images are used where the user does not say.
 _REFERENCE, _TEST = 10, 50
+# So many images are held as numbers: some 600 MB at the usual size.
+_FEW = 1024
 
 
 @dataclass(frozen=True)
@@ -119,9 +122,15 @@ class Task:
         """The class folders."""
         return self.reference.classes
 
-    def pair(self) -> tuple[Tensor, Tensor]:
-        """The reference images as (inputs, targets)."""
-        return self.reference.tensors(device_of(self.model))
+    def data(self) -> Data:
+        """The reference images: all at once where they are few, else in batches that are decoded as they are needed."""
+        where = device_of(self.model)
+        return self.reference.tensors(where) if len(self.reference) <= _FEW else self.reference.batches(32, where)
+
+    def example(self) -> Tensor:
+        """Two of the reference images."""
+        inputs: Tensor = next(iter(self.reference.batches(2, device_of(self.model))))[0]
+        return inputs if len(inputs) == 2 else torch.cat([inputs, inputs])
 
     def training(self) -> Photographs:
         """Everything that is not tested on."""
@@ -154,8 +163,8 @@ class Task:
 
 
 def metric_names(classes: Sequence[str]) -> list[str]:
-    """The classes, clear of the words that mean something else among metrics."""
-    return [f"class {name}" if name in ("overall", "worst") else name for name in classes]
+    """The classes by names for people, clear of the words that mean something else among metrics."""
+    return [f"class {name}" if name in ("overall", "worst") else imagenet.title(name) for name in classes]
 
 
 def task(
