@@ -39,17 +39,23 @@ def note_machine(folder: Path, device: str) -> None:
     write(folder / "machine.json", json.dumps(found, indent=1).encode())
 
 
-def heading(folder: Folder) -> list[str]:
-    """The title of a section, how it was run and on what."""
-    settings: dict[str, Any] = {k: v for k, v in folder.settings().items() if k not in ("model", "data")}
+def heading(folder: Folder, command: str, usual: Any) -> list[str]:
+    """The title of a section, the command that ran it, and on what. `usual` are the settings that need not be said."""
+    settings, runs = folder.settings(), folder.runs()
     model, data = folder.path.name.split("-", 1)
-    said = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in settings.items())
-    lines = [f"## {model} on {data}", "", f"Settings: {said}."]
+    text = f"secateur reproduce {command} --model {model} --data {settings['data']} --images DIR --weights FILE"
+    for key, value in settings.items():
+        if key in ("model", "data") or getattr(usual, key, None) == value:
+            continue
+        option = f"--{key.replace('_', '-')}"
+        text += f" {option}" if value is True else f" {option} {value}"
+    text += f" --draws {1 + max(run.draw for run in runs)} --mode {','.join(dict.fromkeys(run.mode for run in runs))}"
+    lines = [f"## {model} on {data}", "", f"    {text}", ""]
     machine = folder.path / "machine.json"
     if machine.exists():
         known = json.loads(machine.read_text("utf-8"))
-        lines[-1] += f" Computed on: {known['device']}, torch {known['torch']}."
-    return [*lines, ""]
+        lines += [f"Computed on {known['device']} with torch {known['torch']}.", ""]
+    return lines
 
 
 def table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

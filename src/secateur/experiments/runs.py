@@ -20,7 +20,7 @@ from secateur.pruning.compare import Curve
 from secateur.pruning.history import History, Row
 from secateur.report.document import write
 
-#: As in the paper's figures.
+#: In the order of the paper's tables.
 CRITERIA = ("weight", "taylor", "gradient", "lrp")
 #: `paper` masks every filter on its own, `physical` removes coupled filters together.
 MODES = ("paper", "physical")
@@ -80,6 +80,26 @@ def at(curve: Curve, place: float, over: str = "removed") -> float | None:
     x: Values = curve.removed if over == "removed" else 1 - curve.macs
     place = place if over == "removed" else 1 - place
     return float(np.interp(place, x, curve.overall)) if place <= x[-1] + 5e-3 else None
+
+
+def by_criterion(runs: Sequence[Run]) -> dict[str, list[Run]]:
+    """Runs by criterion: those of the paper in its order, then others."""
+    names = dict.fromkeys(run.criterion for run in runs)
+    ordered = [*(name for name in CRITERIA if name in names), *(name for name in names if name not in CRITERIA)]
+    return {name: [run for run in runs if run.criterion == name] for name in ordered}
+
+
+def areas(curves: Mapping[str, Sequence[Curve]], over: str) -> dict[str, float]:
+    """The mean of each criterion's curves, over the range that all of them cover."""
+    every = [curve for found in curves.values() for curve in found]
+    upto = min(float(curve.removed[-1]) for curve in every)
+    downto = max(float(curve.macs[-1]) for curve in every)
+    return {
+        name: float(
+            np.mean([c.area_over_units(upto) if over == "removed" else c.area_over_macs(downto) for c in found])
+        )
+        for name, found in curves.items()
+    }
 
 
 class Folder:

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from secateur.errors import SecateurError
-from secateur.experiments.few_shot.campaign import grid
+from secateur.experiments.few_shot.campaign import Settings, grid
 from secateur.experiments.image_reference import margin
 from secateur.experiments.page import CAPTIONS, figure, folders, heading, table, told
-from secateur.experiments.runs import Folder, Run, at
+from secateur.experiments.runs import Folder, Run, areas, at, by_criterion
 from secateur.pruning.compare import Curve
 
 _RATES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
@@ -33,12 +33,10 @@ def write_page(out: Path, pages: Path) -> Path:
         "",
         "A network is cut down to the outputs of a small task. Then a share of its filters leaves per step, scored "
         "anew each time on a few reference images; nothing is trained. All criteria see the same draws. Tables give "
-        "the mean and standard deviation over draws in %; *area* is the mean of the curve, which the paper suggests as "
-        "a measure of how hard a data set is.",
+        "the mean and standard deviation over draws in %; *area* is the mean of the curve over "
+        "the range that all criteria cover, which the paper suggests as a measure of how hard a data set is.",
         "",
         *(f"- *{mode}*: {caption}" for mode, caption in CAPTIONS.items()),
-        "",
-        "    secateur reproduce few-shot --help",
         "",
     ]
     for folder in found:
@@ -52,7 +50,7 @@ def _section(folder: Folder, pages: Path) -> list[str]:
     model, data = folder.path.name.split("-", 1)
     draws = len({run.draw for run in runs})
     lines = [
-        *heading(folder),
+        *heading(folder, "few-shot", Settings("", "", "")),
         f"{draws} draws of {_task(settings)}, {settings['per_class']} reference images of each. "
         f"Chance is {chance:.0f} %.",
         "",
@@ -83,16 +81,14 @@ def _task(settings: Mapping[str, Any]) -> str:
 
 
 def _by_criterion(runs: Sequence[Run], which: str) -> dict[str, list[Curve]]:
-    names = dict.fromkeys(run.criterion for run in runs)
-    return {name: [getattr(run, which) for run in runs if run.criterion == name] for name in names}
+    return {name: [getattr(run, which) for run in found] for name, found in by_criterion(runs).items()}
 
 
 def _over(curves: Curves, over: str, places: Sequence[float], title: str) -> list[str]:
-    rows = []
+    rows, means = [], areas(curves, over)
     for criterion, found in curves.items():
         cells = [_cell([at(c, p, over) for c in found]) for p in places]
-        areas = [c.area_over_units() if over == "removed" else c.area_over_macs() for c in found]
-        rows.append([criterion, *cells, f"{100 * np.mean(areas):.1f}"])
+        rows.append([criterion, *cells, f"{100 * means[criterion]:.1f}"])
     return table(title, ["criterion", *(f"{100 * p:.0f} %" for p in places), "area"], rows)
 
 
@@ -151,8 +147,8 @@ def _curves(runs: Sequence[Run]) -> bytes:
 def _grids(runs: Sequence[Run], folder: Folder, pages: Path) -> list[str]:
     step = folder.settings()["step"]
     found: dict[str, dict[tuple[float, float], float]] = {}
-    for criterion in dict.fromkeys(run.criterion for run in runs):
-        mine = [grid(run, step) for run in runs if run.criterion == criterion]
+    for criterion, chosen in by_criterion(runs).items():
+        mine = [grid(run, step) for run in chosen]
         if mine and all(mine):
             shared = set.intersection(*(set(cells) for cells in mine))
             found[criterion] = {key: float(np.mean([cells[key] for cells in mine])) for key in sorted(shared)}

@@ -8,9 +8,10 @@ from pathlib import Path
 import numpy as np
 
 from secateur.errors import SecateurError
+from secateur.experiments.fine_tune.campaign import Settings
 from secateur.experiments.image_reference import UNITS, printed, rate
 from secateur.experiments.page import CAPTIONS, figure, folders, heading, table, told
-from secateur.experiments.runs import CRITERIA, Folder, Run, at, filters
+from secateur.experiments.runs import Folder, Run, areas, at, by_criterion, filters
 from secateur.pruning.history import Row
 
 _RATES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
@@ -36,8 +37,6 @@ def write_page(out: Path, pages: Path) -> Path:
         "and in hundredths, as the paper prints it. The paper's unpruned parameters of VGG and AlexNet leave out the "
         "frozen convolutions; ours are whole.",
         "",
-        "    secateur reproduce fine-tune --help",
-        "",
     ]
     for folder in found:
         lines += _section(folder, pages)
@@ -47,7 +46,7 @@ def write_page(out: Path, pages: Path) -> Path:
 def _section(folder: Folder, pages: Path) -> list[str]:
     runs, name = folder.runs(), folder.path.name
     model, data = name.split("-", 1)
-    lines = heading(folder)
+    lines = heading(folder, "fine-tune", Settings("", "", ""))
     for mode in dict.fromkeys(run.mode for run in runs):
         mine = [run for run in runs if run.mode == mode]
         lines += _compared(mine, mode, model, data)
@@ -65,8 +64,7 @@ def _compared(runs: Sequence[Run], mode: str, model: str, data: str) -> list[str
     reached = min(float(run.curve.removed[-1]) for run in runs)
     place = wanted if wanted is not None and wanted <= reached + 0.03 else reached
     draws = len({run.draw for run in runs})
-    columns = [c for c in CRITERIA if any(run.criterion == c for run in runs)]
-    columns += [c for c in dict.fromkeys(run.criterion for run in runs) if c not in columns]
+    columns = list(by_criterion(runs))
     comparable = place == wanted
     rows = []
     for measure, unit in UNITS.items():
@@ -103,24 +101,22 @@ def _value(row: Row, measure: str) -> float:
 
 
 def _over(runs: Sequence[Run], over: str, places: Sequence[float], title: str) -> list[str]:
-    rows = []
-    for criterion in dict.fromkeys(run.criterion for run in runs):
-        curves = [run.curve for run in runs if run.criterion == criterion]
+    found = {name: [run.curve for run in mine] for name, mine in by_criterion(runs).items()}
+    rows, means = [], areas(found, over)
+    for criterion, curves in found.items():
         cells = []
         for place in places:
             values = [at(c, place, over) for c in curves]
             known = [100 * v for v in values if v is not None]
             cells.append(f"{np.mean(known):.1f}" if len(known) == len(values) else "")
-        areas = [c.area_over_units() if over == "removed" else c.area_over_macs() for c in curves]
-        rows.append([criterion, *cells, f"{100 * np.mean(areas):.1f}"])
+        rows.append([criterion, *cells, f"{100 * means[criterion]:.1f}"])
     return table(title, ["criterion", *(f"{100 * p:.0f} %" for p in places), "area"], rows)
 
 
 def _curves(runs: Sequence[Run], mode: str) -> bytes:
     from secateur.experiments import pictures
 
-    names = dict.fromkeys(run.criterion for run in runs)
-    curves = {name: [run.curve for run in runs if run.criterion == name] for name in names}
+    curves = {name: [run.curve for run in mine] for name, mine in by_criterion(runs).items()}
     gone = "filters masked in %" if mode == "paper" else "filters removed in %"
     return pictures.curves(
         [
