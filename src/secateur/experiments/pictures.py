@@ -102,12 +102,10 @@ def layers(title: str, runs: Sequence[Run]) -> bytes:
     for axis, criterion in zip(axes, names, strict=True):
         mine = [run for run in runs if run.criterion == criterion]
         whole = np.array(list(filters(mine[0].history[0]).values()))
-        for i, rate in enumerate(RATES):
-            reached = [run for run in mine if run.curve.removed[-1] >= rate - 0.03]
-            if reached:
-                left = np.mean([list(filters(run.at(rate)).values()) for run in reached], 0)
-                colour = f"C{i}"
-                axis.plot(np.arange(1, len(whole) + 1), 100 * left / whole, color=colour, label=f"{100 * rate:.0f} %")
+        end = min(float(run.curve.removed[-1]) for run in mine)
+        for i, rate in enumerate([rate for rate in RATES if rate <= end + 0.03] or [end]):
+            left = np.mean([list(filters(run.at(rate)).values()) for run in mine], 0)
+            axis.plot(np.arange(1, len(whole) + 1), 100 * left / whole, color=f"C{i}", label=f"{100 * rate:.0f} %")
         axis.set(title=_name(criterion), xlabel="convolution, from the input", ylim=(0, 105))
         axis.grid(alpha=0.3)
     axes[0].set_ylabel("filters left in %")
