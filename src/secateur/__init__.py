@@ -3,7 +3,7 @@
     graph → scores → plan → smaller model
 
 `analyze` finds what may leave, `score` says what is needed for your data, `plan` chooses, `apply` removes and verifies;
-`prune` does all of it step by step.
+`repair` makes up for what was lost; `prune` does all of it.
 """
 
 from secateur.criteria.scores import Scores
@@ -18,6 +18,7 @@ from secateur.pruning.files import load, save
 from secateur.pruning.loop import Result, prune
 from secateur.pruning.plan import Plan
 from secateur.pruning.removal import apply
+from secateur.pruning.repair.repair import repair
 from secateur.pruning.specialize import specialize
 from secateur.pruning.targets import plan
 from secateur.relevance.explain import explain
@@ -40,6 +41,7 @@ __all__ = [
     "measure",
     "plan",
     "prune",
+    "repair",
     "save",
     "score",
     "specialize",

@@ -65,6 +65,10 @@ class CheckpointError(LoopError):
     """A checkpoint could not be written; the one before it is intact."""
 
 
+class RepairError(SecateurError):
+    """A smaller model does not belong to the original that it should be repaired by, or cannot be repaired."""
+
+
 class RelevanceError(SecateurError):
     """Relevance became NaN or infinite, or cannot be computed."""
 

@@ -16,6 +16,8 @@ from secateur.graph.labels import LabelPass, MacsTerm, NeedsNumbers
 from secateur.graph.shadow import Example, ghost, quiet, run, run_or_explain, to_meta, twin, unwrap
 from secateur.ops.table import Labels, tensors_in
 
+Savings = np.ndarray[tuple[int], np.dtype[np.float64]]
+
 
 @dataclass(frozen=True)
 class Cost:
@@ -124,6 +126,17 @@ class CostModel:
         """`removed[root]` says whether a class leaves."""
         keep = ~removed
         return Cost(round(_total(self._params, keep)), round(_total(self._terms, keep)))
+
+    def savings(self, removed: np.ndarray[tuple[int], np.dtype[np.bool_]], what: str = "macs") -> Savings:
+        """What each class costs as things stand, to first order: what leaves with it when it leaves alone."""
+        keep = ~removed
+        saved = np.zeros(len(keep))
+        for coefficient, vectors in self._terms if what == "macs" else self._params:
+            counts = [int(np.count_nonzero(keep[vector])) for vector in vectors]
+            for i, vector in enumerate(vectors):
+                others = float(np.prod(counts[:i] + counts[i + 1 :]))
+                np.add.at(saved, vector[keep[vector]], coefficient * others)
+        return saved
 
 
 def _total(terms: list[tuple[float, list[Labels]]], keep: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> float:

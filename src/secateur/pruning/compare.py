@@ -126,6 +126,8 @@ def compare(
 ) -> Comparison:
     """Prune with several criteria on the same samples and seed, and say how they compare. `options` go to `prune`.
 
+    Criteria are compared as they are, by Algorithm 1 without repair, unless `options` name a repair.
+
     >>> import torch
     >>> net = nn.Sequential(nn.Linear(4, 20), nn.ReLU(), nn.Linear(20, 3))
     >>> x, y = torch.rand(30, 4), torch.arange(30) % 3
@@ -144,6 +146,7 @@ def compare(
     known = {k: options[k] for k in ("norm", "absolute", "aggregate", "loss", "batch_size") if k in options}
     scores = score(original, data, chosen, graph=graph, **known)
     curves, histories = {}, {}
+    options.setdefault("repair", None)
     checkpoint = options.pop("checkpoint", None)
     for criterion in chosen:
         if checkpoint is not None:  # a run each

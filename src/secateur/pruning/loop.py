@@ -35,6 +35,7 @@ from secateur.pruning.optimizer import carry as carry_over
 from secateur.pruning.plan import Plan
 from secateur.pruning.progress import Progress
 from secateur.pruning.removal import apply
+from secateur.pruning.repair.repair import Repair
 from secateur.pruning.surgery import cut
 from secateur.pruning.targets import Scope
 from secateur.relevance.composites import Composite
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
 #: `f(model)` returns an accuracy, or a dict with "overall" and a number per class.
 Evaluate = Callable[[nn.Module], float | Mapping[str, float]]
 #: `f(small, original, data)` returns a corrected module of the same shapes.
-Repair = Callable[[nn.Module, nn.Module, Data], nn.Module]
+Repairer = Callable[[nn.Module, nn.Module, Data], nn.Module]
 
 
 @dataclass(frozen=True)
@@ -117,15 +118,16 @@ def prune(
     criterion: Choice = "lrp",
     remove: float | None = None,
     keep: Mapping[str, float] | None = None,
-    step: float = 0.05,
+    step: float | None = None,
     *,
     example: Example = None,
-    scope: Scope = "global",
+    scope: Scope | None = None,
+    rescore: bool | None = None,
     parts: Parts | None = None,
     finetune: Tuner | None = None,
     carry: Sequence[Any] = (),
     evaluate: Evaluate | None = None,
-    repair: Repair | None = None,
+    repair: Repairer | str | None = "auto",
     max_drop: float | Mapping[str, float] | None = None,
     one_shot: bool = False,
     min_units: int = 1,
@@ -141,19 +143,24 @@ def prune(
     seed: int = 0,
     graph: Graph | None = None,
 ) -> Result:
-    """Remove units step by step, scoring anew before each step, until the target is met. The model is not changed.
+    """Remove the units that matter least until the target is met, and repair what remains. The model is not changed.
 
     The target is `remove` (a share of the units that may leave), or `keep` (`{"params": 0.5}`, `{"macs": 1e9}`,
-    `{"latency": 0.5}` as a share of the measured latency, `{"seconds": 0.01}`), or neither with `max_drop`. Each step
-    takes `step` of the original units; `one_shot` goes to the target at once. `parts` names groups of layers by
-    wildcards, e.g. `{"conv": ["features.*"], "fc": ["classifier.*"]}`: steps take turns, and `remove` and `step` are
-    shares of each.
+    `{"latency": 0.5}` as a share of the measured latency, `{"seconds": 0.01}`), or neither with `max_drop`.
 
-    After a removal, `repair(small, original, data)` and `finetune(model, step)` are called if given; optimizers,
-    schedulers and averaged models in `carry` follow the model through each removal. Then `evaluate(model)`, called in
-    evaluation mode, returns an accuracy, or a dict with "overall" and numbers per class. `max_drop` is how much
-    "overall" may fall, or a dict such as `{"overall": 0.01, "worst": 0.05}`, where "worst" holds for every class and
-    any other key for that class alone; the result is then the last step that held.
+    With nothing else given, units are scored once and ranked by score per MAC (`scope="cost"`), and after the removal
+    each layer is regressed back to the original's answers (`repair="best"`): what keeps most accuracy without training.
+    `finetune`, `step`, `parts`, `rescore=True` or `repair=None` ask for the paper's Algorithm 1: every `step` takes a
+    share (0.05) of the original units by a global ranking, scored anew, then `finetune(model, step)` is called.
+    Whatever you give yourself holds: `scope` ("global", "layer", "cost"), `rescore`, `repair` ("mean", "norm", "ridge",
+    "best", a `Repair`, or your own `f(small, original, data)`). A run that neither scores anew nor watches `max_drop`
+    or a latency goes to the target at once, as with `one_shot`, unless `step` is given. `parts` names groups of layers by wildcards, e.g. `{"conv":
+    ["features.*"], "fc": ["classifier.*"]}`: steps take turns, and `remove` and `step` are shares of each.
+
+    Optimizers, schedulers and averaged models in `carry` follow the model through each removal. `evaluate(model)`,
+    called after each step in evaluation mode, returns an accuracy, or a dict with "overall" and numbers per class.
+    `max_drop` is how much "overall" may fall, or a dict such as `{"overall": 0.01, "worst": 0.05}`, where "worst" holds
+    for every class and any other key for that class alone; the result is then the last step that held.
 
     With `checkpoint`, a file is replaced atomically after each step, and the same call made again goes on from there
     and ends the same. In several processes (`torchrun`) each scores its share and all end with the same model.
@@ -172,11 +179,19 @@ def prune(
         graph = analyze(original, example if example is not None else example_of(original, data))
     if max_drop is not None and evaluate is None:
         raise SecateurError("max_drop needs evaluate=f(model), to measure the drop with.")
+    stepwise = step is not None or rescore or parts is not None or finetune is not None or bool(carry)
+    repairer = _repairer(repair, None if stepwise else data)
+    rescore = repairer is None or finetune is not None if rescore is None else rescore
+    scope = ("global" if rescore else "cost") if scope is None else scope
+    timed = keep is not None and not {"latency", "seconds"}.isdisjoint(keep)
+    if step is None:
+        one_shot = one_shot or not (rescore or timed or max_drop is not None or parts)
+        step = 0.05
     options = {"scope": scope, "min_units": min_units, "round_to": round_to, "ignore": tuple(ignore)}
     goal = Goal(graph, remove, keep, step, one_shot, parts, options, open_end=max_drop is not None)
     run = _Run(
-        original, data, chosen, graph, goal, aggregate, loss, batch_size, finetune, tuple(carry), evaluate, repair,
-        max_drop, Path(checkpoint) if checkpoint is not None else None, seed, min_units,
+        original, data, chosen, graph, goal, aggregate, loss, batch_size, finetune, tuple(carry), evaluate, repairer,
+        max_drop, Path(checkpoint) if checkpoint is not None else None, seed, min_units, rescore,
     )  # fmt: skip
     with Progress(progress, goal.steps) as shown:
         return run.to_the_end(shown)
@@ -197,16 +212,18 @@ class _Run:
     finetune: Tuner | None
     carry: tuple[Any, ...]
     evaluate: Evaluate | None
-    repair: Repair | None
+    repair: Repairer | None
     max_drop: float | Mapping[str, float] | None
     checkpoint: Path | None
     seed: int
     min_units: int
+    rescore: bool
 
     def __post_init__(self) -> None:
         self.model: nn.Module = self.original
         self.plan: Plan | None = None
         self.scores: Scores | None = None
+        self.first: Scores | None = None
         self.history = History()
         self.step = 0
         self.done = ""
@@ -294,13 +311,23 @@ class _Run:
         self.done = "the target is met" if met else ""
 
     def _scored(self, number: int) -> Scores:
+        if not self.rescore:
+            if self.first is None:
+                self.first = self._score(self.original, None, 1)
+            return self.first
+        return self._score(self.model, self.plan, number)
+
+    def _score(self, model: nn.Module, plan: Plan | None, number: int) -> Scores:
         with seeded(self.seed, number):
             return score(
-                self.model, self.data, self.criterion, graph=self.graph, aggregate=self.aggregate, loss=self.loss,
-                batch_size=self.batch_size, start=self.plan,
+                model, self.data, self.criterion, graph=self.graph, aggregate=self.aggregate, loss=self.loss,
+                batch_size=self.batch_size, start=plan,
             )  # fmt: skip
 
     def _removed(self, plan: Plan) -> nn.Module:
+        if self.repair is not None and self.finetune is None and not self.carry:
+            # A repair starts from the original's own weights: repairs of repairs drift away from them.
+            return apply(self.original, replace(plan, example=self.graph.example))
         return apply(self.model, difference(plan, self.plan))
 
     def _improved(self, model: nn.Module, number: int) -> nn.Module:
@@ -384,7 +411,8 @@ class _Run:
         """What must be the same for a run to go on."""
         return {
             "model": self.graph.model_name, "weights": digest(self.original), "criterion": repr(self.criterion),
-            "aggregate": self.aggregate, "seed": self.seed, "max_drop": _plain(self.max_drop), **self.goal.settings(),
+            "aggregate": self.aggregate, "seed": self.seed, "max_drop": _plain(self.max_drop), "rescore": self.rescore,
+            "repair": _name_of(self.repair), **self.goal.settings(),
         }  # fmt: skip
 
     def _asked(self) -> dict[str, Any]:
@@ -442,6 +470,23 @@ class _Run:
         }
         self.scores = Scores(self.criterion.name, units, self.aggregate, state.books) if units else None
         return True
+
+
+def _repairer(asked: Repairer | str | None, data: Data) -> Repairer | None:
+    """What mends the model after a removal. Left to us, that is done where nothing else makes up for the loss."""
+    if asked == "auto":
+        asked = None if data is None else "best"
+    if asked is None or asked == "none":
+        return None
+    if isinstance(asked, str):
+        return Repair(asked)  # type: ignore[arg-type]  # it names what it does not know
+    return asked
+
+
+def _name_of(call: Any) -> str | None:
+    if call is None or isinstance(call, Repair):
+        return None if call is None else repr(call)
+    return str(getattr(call, "__name__", type(call).__name__))
 
 
 def _under(prefix: str, tensors: Mapping[str, Any]) -> dict[str, Any]:

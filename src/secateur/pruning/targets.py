@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 
-from secateur.criteria.scores import Scores, Values
+from secateur.criteria.scores import Aggregation, Scores, Values
 from secateur.errors import NothingToPruneError, TargetError
 from secateur.graph.cost import Cost, human
 from secateur.graph.graph import Graph
 from secateur.ops.table import Labels
 from secateur.pruning.plan import Mask, Plan, plan_for
 
-Scope = Literal["global", "layer"]
+#: Whom groups are ranked against: all others, those of their layer (so that every layer gives the same share), or all
+#: others by score per multiply-accumulate saved.
+Scope = Literal["global", "layer", "cost"]
 
 
 def plan(
@@ -34,8 +36,9 @@ def plan(
 
     `remove` is a fraction of the units that may leave. `keep` names what should remain instead: `{"params": 0.5}` or
     `{"macs": 1.2e9}`, a fraction if at most 1, else an absolute number. `scope="layer"` takes the same share of every
-    layer. `round_to` keeps a multiple of that many channels in each layer. `ignore` and `only` are wildcards on module
-    paths. With `start`, what that plan removes is gone already and counts towards the target.
+    layer; `scope="cost"` ranks by score lost per MAC saved (per parameter, if only parameters are asked for).
+    `round_to` keeps a multiple of that many channels in each layer. `ignore` and `only` are wildcards on module paths.
+    With `start`, what that plan removes is gone already and counts towards the target.
 
     >>> import torch, secateur as sc
     >>> net = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.ReLU(), torch.nn.Linear(6, 2))
@@ -47,7 +50,10 @@ def plan(
         raise TargetError("give exactly one target: remove=fraction, or keep={'params' or 'macs': fraction or number}")
     if min_units < 1 or round_to < 1:
         raise TargetError(f"min_units={min_units} and round_to={round_to} must be at least 1: layers are never emptied")
-    chooser = _Chooser(graph, scores, scope, round_to, min_units, ignore, only, start)
+    if scope not in get_args(Scope):
+        raise TargetError(f"scope={scope!r} is not known; there are {', '.join(get_args(Scope))}.")
+    spared = "params" if keep is not None and set(keep) == {"params"} else "macs"
+    chooser = _Chooser(graph, scores, scope, round_to, min_units, ignore, only, start, spared)
     if remove is not None:
         return plan_for(graph, chooser.by_units(remove))
     assert keep is not None
@@ -67,6 +73,7 @@ class _Chooser:
         ignore: Sequence[str],
         only: Sequence[str],
         start: Plan | None,
+        spared: str,
     ) -> None:
         self.graph, self.round_to = graph, round_to
         self.gone: Mask = np.zeros(len(graph.root), np.bool_)
@@ -88,7 +95,11 @@ class _Chooser:
         self.home = self._homes()
         protected = self._protected(candidates, min_units)
         candidates = candidates[~protected[candidates]]
-        key = self.value[candidates] if scope == "global" else self._shares(candidates)
+        key = self.value[candidates]
+        if scope == "layer":
+            key = self._shares(candidates)
+        elif scope == "cost":
+            key = self._per_cost(candidates, scores.aggregate, spared)
         self.order: Labels = candidates[np.argsort(key, kind="stable")]
 
     def _homes(self) -> Labels:
@@ -107,6 +118,15 @@ class _Chooser:
         for part in np.split(order, bounds):
             share[part] = (np.arange(len(part)) + 1) / len(part)
         return share
+
+    def _per_cost(self, candidates: Labels, aggregate: Aggregation, spared: str) -> Values:
+        """What the group's units score in all, per operation that leaves with them."""
+        units = self.graph.units[candidates]
+        total = self.value[candidates] * (1 if aggregate == "sum" else units)
+        saved = self.graph.cost_of.savings(self.gone, spared)[candidates]
+        # What saves nothing is not worth its score, however low: it leaves last, not first.
+        made: Values = total / np.maximum(saved, 1e-6 * max(float(saved.max()), 1.0))
+        return made
 
     def _protected(self, candidates: Labels, min_units: int) -> Mask:
         """The best `min_units` groups of every layer never leave; nor does the last one that a weight reads."""
