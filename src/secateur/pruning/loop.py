@@ -154,8 +154,9 @@ def prune(
     share (0.05) of the original units by a global ranking, scored anew, then `finetune(model, step)` is called.
     Whatever you give yourself holds: `scope` ("global", "layer", "cost"), `rescore`, `repair` ("mean", "norm", "ridge",
     "best", a `Repair`, or your own `f(small, original, data)`). A run that neither scores anew nor watches `max_drop`
-    or a latency goes to the target at once, as with `one_shot`, unless `step` is given. `parts` names groups of layers by wildcards, e.g. `{"conv":
-    ["features.*"], "fc": ["classifier.*"]}`: steps take turns, and `remove` and `step` are shares of each.
+    or a latency goes to the target at once, as with `one_shot`, unless `step` is given. `parts` names groups of layers
+    by wildcards, e.g. `{"conv": ["features.*"], "fc": ["classifier.*"]}`: steps take turns, and `remove` and `step` are
+    shares of each.
 
     Optimizers, schedulers and averaged models in `carry` follow the model through each removal. `evaluate(model)`,
     called after each step in evaluation mode, returns an accuracy, or a dict with "overall" and numbers per class.
