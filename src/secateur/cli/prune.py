@@ -10,7 +10,6 @@ from typing import Annotated, Any
 
 import typer
 
-import secateur
 from secateur.cli import options as o
 from secateur.cli.folder import CHECKPOINT, begin_run, check_folder, digest, end_run, need
 from secateur.cli.output import Talk, footprint, headline, reported
@@ -30,6 +29,7 @@ class Repair(StrEnum):
     """How consumers of what was removed are corrected."""
 
     auto = "auto"
+    best = "best"
     none = "none"
     mean = "mean"
     norm = "norm"
@@ -41,6 +41,7 @@ class Scope(StrEnum):
 
     everywhere = "global"
     layer = "layer"
+    cost = "cost"
 
 
 def prune(
@@ -87,11 +88,21 @@ def prune(
         ),
     ] = "lrp",
     step: Annotated[
-        float, typer.Option(help="Share of the units per step; each step scores anew.", rich_help_panel=_METHOD)
-    ] = 0.05,
+        float | None,
+        typer.Option(help="Share of the units per step. Default: as suits the method.", rich_help_panel=_METHOD),
+    ] = None,
+    rescore: Annotated[
+        bool | None,
+        typer.Option(help="Score anew before each step. Default: as suits the method.", rich_help_panel=_METHOD),
+    ] = None,
     scope: Annotated[
-        Scope, typer.Option(help="Units compete in the whole network, or in each layer.", rich_help_panel=_METHOD)
-    ] = Scope.everywhere,
+        Scope | None,
+        typer.Option(
+            help="Units compete in the whole network, in each layer, or in the network by score per MAC. Default: as "
+            "suits the method.",
+            rich_help_panel=_METHOD,
+        ),
+    ] = None,
     round_to: Annotated[
         int, typer.Option(min=1, help="Widths that are multiples of this; 8 suits hardware.", rich_help_panel=_METHOD)
     ] = 8,
@@ -100,7 +111,12 @@ def prune(
         typer.Option(help="Layers to leave alone, by wildcard: 'layer4.*'. Repeatable.", rich_help_panel=_METHOD),
     ] = None,
     repair: Annotated[
-        Repair, typer.Option(help="Correct what reads the removed units, without training.", rich_help_panel=_METHOD)
+        Repair,
+        typer.Option(
+            help="Regress what is left back to the original's answers, without training. 'auto' does so unless there "
+            "is fine-tuning; 'none' is the paper's method.",
+            rich_help_panel=_METHOD,
+        ),
     ] = Repair.auto,
     finetune_epochs: Annotated[
         int, typer.Option(min=0, help="Epochs of training after each step.", rich_help_panel=_METHOD)
@@ -163,17 +179,22 @@ def prune(
         "model": model, "outputs": {name: list(members) for name, members in job.outputs.items()},
         "specialize": specialize, "view": asdict(job.reference.view), "reference": digest(job.reference),
         "test": digest(job.test), "repair": repair.value, "finetune_epochs": finetune_epochs,
-        "learning_rate": learning_rate, "scope": scope.value,
+        "learning_rate": learning_rate,
     }  # fmt: skip
     begin_run(out, asked, fresh, talk)
     where = device_of(job.model)
     tuner = None
     if finetune_epochs:
         tuner = FineTune(job.training().training(20, where), epochs=finetune_epochs, lr=learning_rate)
+    # What the user leaves open is for `prune` to choose.
+    said = {"step": step, "rescore": rescore, "scope": scope.value if scope is not None else None}
+    method: dict[str, Any] = {name: value for name, value in said.items() if value is not None}
+    if repair is not Repair.auto:
+        method["repair"] = None if repair is Repair.none else repair.value
     result = run_prune(
-        job.model, job.data(), criterion, remove, keep or None, step, scope=scope.value, finetune=tuner,
+        job.model, job.data(), criterion, remove, keep or None, finetune=tuner,
         evaluate=reported(talk, job.accuracy) if job.test is not None else None, max_drop=max_drop, round_to=round_to,
-        ignore=tuple(ignore or ()), checkpoint=out / CHECKPOINT, seed=seed, repair=_repair(repair),
+        ignore=tuple(ignore or ()), checkpoint=out / CHECKPOINT, seed=seed, **method,
     )  # fmt: skip
     if not plans_of(result.model):
         raise SecateurError(
@@ -198,17 +219,6 @@ def prune(
     talk.result(
         f"{result.stopped}; {summary['seconds']:.0f} s. Written to {out}: {', '.join(p.name for p in files.values())}"
     )
-
-
-def _repair(choice: Repair) -> Any:
-    """What `prune(repair=…)` takes. Without `secateur.repair`, "auto" is no repair."""
-    if choice is Repair.none:
-        return None
-    if not hasattr(secateur, "repair"):
-        if choice is Repair.auto:
-            return None
-        raise SecateurError(f"--repair {choice.value} is not available in this version. Way out: --repair none.")
-    return choice.value
 
 
 def _introduce(talk: Talk, job: Task) -> None:
