@@ -240,6 +240,9 @@ def test_units_that_changed_most(run: Run) -> None:
     for table, expected in ((first, gone), (second, stayed)):
         rows = [[cell.text for cell in row.children] for row in table.find("tbody")[0].children]
         assert [tuple(row[:2]) for row in rows] == [e[1:] for e in sorted(expected, reverse=True)[:5]]
+    shares = {layer: sum(value for value, name, _ in gone if name == layer) for _, layer, _ in gone}
+    layer = max(shares, key=lambda name: shares[name])
+    assert f"units that left {layer} had carried {100 * shares[layer]:.1f} %" in run.page.by_id("seen").text
     lost = [float(row.children[2].text) for row in first.find("tbody")[0].children]
     assert lost == pytest.approx([100 * e[0] for e in sorted(gone, reverse=True)[:5]], abs=0.006)
 
@@ -411,7 +414,22 @@ def test_what_is_missing_is_named(run: Run, tmp_path: Path) -> None:
         run.result.report(tmp_path / "q.html", comparison={"x": silent}, latency=False)
     with pytest.raises(DataError, match="no input"):
         run.result.report(tmp_path / "q.html", inputs=(run.data[0][:0], None), latency=False)
+    with pytest.raises(DataError, match="std has 2 numbers"):
+        run.result.report(tmp_path / "q.html", inputs=run.data, std=[0.5, 0.5], latency=False)
+    with pytest.raises(SecateurError, match="test data are empty"):
+        run.result.report(tmp_path / "q.html", test=[], latency=False)
     assert not (tmp_path / "q.html").exists()
+
+
+def test_a_run_that_removed_nothing(run: Run, tmp_path: Path) -> None:
+    falling = iter([0.9, 0.1])
+    result = sc.prune(run.net, run.data, max_drop=0.1, step=0.2, evaluate=lambda _: next(falling), progress=False)
+    assert result.plan is None
+    page = parse(result.report(tmp_path / "r.html", data=run.data, latency=False).read_text("utf-8"))
+    assert "None of 38 units was removed" in page.text
+    assert "Nothing was removed" in page.by_id("plan").text
+    assert all(row[2] == row[3] for row in page.by_id("layers").rows)
+    assert "correlate by 1.000" in page.by_id("seen").text
 
 
 # -- layout ------------------------------------------------------------------------------------------------------------

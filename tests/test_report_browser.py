@@ -74,7 +74,7 @@ def test_the_page_fits_on_paper(browser: Any, pages: dict[str, Path], name: str)
         assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
 
 
-@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("width", [*WIDTHS, 360, 800, 860])
 def test_letters_in_charts_keep_their_size(browser: Any, pages: dict[str, Path], width: int) -> None:
     with opened(browser, pages["full"], width, "light") as page:
         heights = page.evaluate(
@@ -82,6 +82,7 @@ def test_letters_in_charts_keep_their_size(browser: Any, pages: dict[str, Path],
         )
         assert len(heights) > 20
         assert min(heights) >= 11
+        assert max(heights) <= 24
         inside = page.evaluate(
             "[...document.querySelectorAll('.chart svg')].map(svg => Math.max("
             "...[...svg.querySelectorAll('text')].filter(e => e.checkVisibility())"

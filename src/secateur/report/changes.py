@@ -58,13 +58,21 @@ class UnitChange:
 
 @dataclass(frozen=True)
 class Changes:
-    """Samples, the one that changed most first; units that left with the most relevance, and those that gained most."""
+    """Samples, the one that changed most first; units that left with the most relevance, and those that gained most.
+
+    `left` says for each layer which share of its relevance was that of the units that left.
+    """
 
     samples: Sequence[Sample]
     count: int
     removed: Sequence[UnitChange]
     gained: Sequence[UnitChange]
-    left_with_units: Mapping[str, float]
+    left: Mapping[str, float]
+
+    @property
+    def hardest_hit(self) -> str:
+        """The layer whose removed units had the largest share; empty if none left."""
+        return max(self.left, key=lambda layer: self.left[layer], default="")
 
 
 def some_of(data: Data, count: int) -> tuple[Tensor, Tensor | None]:
@@ -143,6 +151,9 @@ def _maps(seen: Explanation) -> Tensor:
 def _shown(x: Tensor, mean: Sequence[float] | None, std: Sequence[float] | None) -> list[Any]:
     """The pictures as they were before normalisation."""
     plain = x.detach().float().cpu()
+    for name, values in (("mean", mean), ("std", std)):
+        if values is not None and len(values) not in (1, x.shape[1]):
+            raise DataError(f"{name} has {len(values)} numbers, but the pictures have {x.shape[1]} channels.")
     if std is not None:
         plain = plain * torch.tensor(list(std)).view(1, -1, 1, 1)
     if mean is not None:

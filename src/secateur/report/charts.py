@@ -147,7 +147,7 @@ def ticks(low: float, high: float, floor: float = -math.inf, ceiling: float = ma
     power = 10 ** math.floor(math.log10(rough))
     step = next(power * f for f in (1, 2, 2.5, 5, 10) if power * f >= rough * 0.85)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    return [i * step for i in range(first, last + 1)]
+    return [float(i * step) for i in range(first, last + 1)]
 
 
 def number(value: float) -> str:

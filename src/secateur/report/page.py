@@ -90,7 +90,9 @@ def write_report(
     shown = inputs if inputs is not None else some_of(data, _SAMPLES) if data is not None else None
     if source is None and (shown is not None or test is not None):
         raise SecateurError("heat maps and accuracies before pruning need the unpruned model: give original=model.")
-    scores = [_accuracy(model, test, classes) for model in (source, result.model)] if source and test else None
+    scores: list[Accuracy] | None = None
+    if source is not None and test is not None:
+        scores = [_accuracy(model, test, classes) for model in (source, result.model)]
     first, last = _ends(result)
     metric = Metric.of([row.overall for row in result.history if row.overall is not None])
     criterion = str(result.settings.get("criterion") or (result.scores.criterion if result.scores else "no criterion"))
@@ -139,10 +141,10 @@ def _lead(result: Result, criterion: str) -> str:
     ways = [word for word, used in (("repair", "repair"), ("fine-tuning", "finetune")) if result.settings.get(used)]
     after = f", with {' and '.join(ways)} after each" if ways else ", without fine-tuning"
     count = f"{steps} {'step' if steps == 1 else 'steps'}"
-    return (
-        f"{had - has} of {had} units were removed in {count} by {criterion}{after}. "
-        f"The run ended because {result.stopped or 'it was stopped'}."
-    )
+    done = f"{had - has} of {had} units were removed in {count} by {criterion}{after}."
+    if result.plan is None:
+        done = f"None of {had} units was removed by {criterion}."
+    return f"{done} The run ended because {result.stopped or 'it was stopped'}."
 
 
 def _tiles(
