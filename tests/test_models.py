@@ -11,8 +11,8 @@ from torch import nn
 
 import secateur as sc
 from secateur.data.views import View
-from secateur.errors import FileFormatError
-from secateur.models import ModelError, Origin, build, open_model
+from secateur.errors import FileFormatError, ModelError
+from secateur.models import Origin, build, open_model
 from secateur.models.origin import view_of
 
 NET = """

@@ -17,6 +17,10 @@ class UnsupportedModelError(SecateurError):
     """The model has a part that secateur understands but cannot prune or explain."""
 
 
+class ModelError(SecateurError):
+    """There is no model of that name, or it cannot be built."""
+
+
 class ForwardError(SecateurError):
     """The model does not run on the example input."""
 

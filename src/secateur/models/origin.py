@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from secateur.data.views import View
-from secateur.errors import DataError, FileFormatError
+from secateur.errors import DataError, FileFormatError, ModelError
 from secateur.models.weights import fill
-from secateur.models.zoo import FORMS, ModelError, fresh, input_size, runs_code
+from secateur.models.zoo import FORMS, fresh, input_size, runs_code
 from secateur.pruning.files import PLANS, about, load
 from secateur.pruning.specialize import MergedOutputs
 

@@ -14,16 +14,12 @@ from urllib.parse import parse_qsl
 
 from torch import nn
 
-from secateur.errors import SecateurError
+from secateur.errors import ModelError
 
 FORMS = "torchvision:NAME, timm:NAME, FILE.py:FACTORY, or a folder saved by secateur"
 
 # Options that would fetch or read weights behind the user's back.
 _RESERVED = {"weights", "weights_backbone", "pretrained", "checkpoint_path", "pretrained_cfg", "cache_dir"}
-
-
-class ModelError(SecateurError):
-    """There is no model of that name, or it cannot be built."""
 
 
 def fresh(spec: str, pretrained: bool = False) -> nn.Module:
