@@ -191,6 +191,7 @@ def prune(
     method: dict[str, Any] = {name: value for name, value in said.items() if value is not None}
     if repair is not Repair.auto:
         method["repair"] = None if repair is Repair.none else repair.value
+    talk.note(f"pruning by {criterion}; this can be interrupted, and the same command goes on")
     result = run_prune(
         job.model, job.data(), criterion, remove, keep or None, finetune=tuner,
         evaluate=reported(talk, job.accuracy) if job.test is not None else None, max_drop=max_drop, round_to=round_to,
