@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -12,11 +11,9 @@ from secateur.criteria.batches import check_targets, size_of
 from secateur.criteria.criterion import Accumulator, Criterion, Loss, Subject, Sums
 from secateur.errors import ForwardError, SecateurError
 from secateur.graph.shadow import describe
-from secateur.ops.table import Call, Site
 from secateur.relevance.composites import Composite
 from secateur.relevance.engine import RelevancePass
 from secateur.relevance.explain import starter
-from secateur.relevance.maps import LinearMap
 from secateur.relevance.rules import Rule
 
 
@@ -40,7 +37,7 @@ class RelevanceSums(Accumulator):
         super().__init__(subject)
         self.criterion = criterion
         absolute: Literal[False, "sample"] = "sample" if criterion.absolute == "sample" else False
-        self.engine = _SitedPass(subject.model, criterion.composite, absolute=absolute, heat_map=False)
+        self.engine = RelevancePass(subject.model, criterion.composite, absolute=absolute, heat_map=False)
 
     def update(self, inputs: Any, targets: Any) -> None:
         """Propagate one batch."""
@@ -63,29 +60,12 @@ class RelevanceSums(Accumulator):
 
     def close(self) -> Sums:
         """From sums by parameter to sums by producer."""
+        units = self.engine.units
         for i, producer in enumerate(self.subject.producers):
-            places = {self.engine.sites[site] for site in producer.sites if site in self.engine.sites}
+            places = {self.engine.places[site] for site in producer.sites if site in self.engine.places}
             for name, first, last in places:  # a reused weight is one place: the pass has added up its uses
-                self.sums.add(i, self.engine.units[name][first:last])
+                self.sums.add(i, units[name][first:last])
         if self.sums.samples:
             self.sums.books = self.engine.conservation()
             self.sums.books.warn()
         return self.sums
-
-
-class _SitedPass(RelevancePass):
-    """A relevance pass that remembers which call made which rows of which parameter's units."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.sites: dict[Site, tuple[str, int, int]] = {}
-        super().__init__(*args, **kwargs)
-
-    def layer(
-        self, call: Call, x: Tensor, build: Callable[[Tensor, Tensor | None], LinearMap], **options: Any
-    ) -> Tensor:
-        """As the relevance pass does it, noting the place."""
-        output = super().layer(call, x, build, **options)
-        record = self.facts.linear.get(output)
-        if record is not None and record.name in self.units:
-            self.sites[call.site] = (record.name, record.rows.start, record.rows.stop)
-        return output

@@ -51,11 +51,10 @@ class Signature:
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """Names for the arguments of one call. `*rest` accepts both `f(x, 1, 2)` and `f(x, (1, 2))`."""
-        count = len(self.names)
         bound = dict(zip(self.names, self.defaults, strict=True))
         bound.update(zip(self.names, args, strict=False))
-        extra = args[count:]
         if self.rest is not None:
+            extra = args[len(self.names) :]
             if len(extra) == 1 and isinstance(extra[0], tuple | list):
                 extra = tuple(extra[0])
             if not extra and self.rest in kwargs:
@@ -86,7 +85,7 @@ class Site:
         return f"{self.function} in {place}" + (f" (call {self.visit + 1})" if self.visit else "")
 
 
-@dataclass
+@dataclass(slots=True)
 class Call:
     """One observed call of a function that the table knows."""
 
@@ -95,7 +94,8 @@ class Call:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     site: Site
-    _bound: dict[str, Any] | None = field(default=None, repr=False)
+    _bound: dict[str, Any] | None = field(default=None, init=False, repr=False)
+    _tensors: list[Tensor] | None = field(default=None, init=False, repr=False)
 
     def __getitem__(self, name: str) -> Any:
         if self._bound is None:
@@ -134,7 +134,11 @@ class Call:
 
     def tensors(self) -> list[Tensor]:
         """All tensors among the arguments, also inside lists and tuples."""
-        return tensors_in((self.args, self.kwargs))
+        if self._tensors is None:
+            self._tensors = tensors_in(self.args)
+            if self.kwargs:
+                self._tensors += tensors_in(self.kwargs)
+        return self._tensors
 
 
 class Operation:
@@ -214,10 +218,19 @@ def function_name(function: Function) -> str:
 
 def tensors_in(value: Any) -> list[Tensor]:
     """All tensors inside nested tuples, lists and dicts, in order."""
+    found: list[Tensor] = []
+    _collect(value, found)
+    return found
+
+
+def _collect(value: Any, found: list[Tensor]) -> None:
     if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, dict):
-        return [t for item in value.values() for t in tensors_in(item)]
-    if isinstance(value, tuple | list):
-        return [t for item in value for t in tensors_in(item)]
-    return []
+        found.append(value)
+    elif isinstance(value, (tuple, list, dict)):
+        for item in value.values() if isinstance(value, dict) else value:
+            if item is not None and type(item) not in SCALARS:
+                _collect(item, found)
+
+
+#: Types of arguments in which no tensor can be.
+SCALARS = frozenset({int, float, bool, str})

@@ -3,9 +3,19 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
 
 from secateur.errors import ConservationWarning
+
+#: A sum that is not yet known: a number, or a tensor whose entries add up to it.
+Sum = Tensor | float
 
 
 @dataclass(frozen=True)
@@ -90,6 +100,52 @@ class Conservation:
 
     def _share(self, value: float) -> float:
         return value / self.start if self.start else value
+
+
+class Journal:
+    """What is written down while one batch goes back. It stays on the device, and is read in one go."""
+
+    def __init__(self) -> None:
+        self.layout: list[tuple[str, int, int]] = []  # the weight of each vector of unit sums, and its rows
+        self._vectors: list[Tensor] = []
+        self._flows: list[tuple[Any, str, Sum, Sum, bool]] = []
+
+    def units(self, name: str, rows: slice, sums: Tensor) -> None:
+        """One number per unit of a layer."""
+        self.layout.append((name, rows.start, rows.stop))
+        self._vectors.append(sums)
+
+    def flow(self, name: object, kind: str, arrived: Sum, passed: Sum, absorbs: bool = False) -> None:
+        """What arrived at an operation and what it passed on."""
+        self._flows.append((name, kind, arrived, passed, absorbs))
+
+    def read(self, *more: Sum) -> tuple[Tensor | None, list[Flow], list[float]]:
+        """All unit sums in a row (still on the device), the flows from the output to the input, and further sums."""
+        sums = [*more, *(s for _, _, arrived, passed, _ in self._flows for s in (arrived, passed))]
+        tensors = {id(t): t for t in self._vectors}
+        tensors.update((id(s), s) for s in sums if isinstance(s, Tensor))
+        row, numbers = _row(list(tensors.values()))
+        known = dict(zip(tensors, numbers.tolist(), strict=True))
+        values = [known[id(s)] if isinstance(s, Tensor) else float(s) for s in sums]
+        own, rest = values[: len(more)], iter(values[len(more) :])
+        flows = [Flow(str(name), kind, next(rest), next(rest), absorbs) for name, kind, _, _, absorbs in self._flows]
+        count = sum(stop - start for _, start, stop in self.layout)
+        return None if row is None or not count else row[:count], flows, own
+
+
+def precise(device: torch.device) -> torch.dtype:
+    """The dtype of sums over batches."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def _row(tensors: Sequence[Tensor]) -> tuple[Tensor | None, npt.NDArray[np.float64]]:
+    """All tensors in a row, and the sum of each."""
+    if not tensors:
+        return None, np.zeros(0)
+    device = tensors[0].device
+    row = torch.cat([t.reshape(-1).to(device) for t in tensors]).to(precise(device))
+    starts = np.cumsum([0, *(t.numel() for t in tensors[:-1])])
+    return row, np.add.reduceat(row.cpu().double().numpy(), starts)
 
 
 def _warn(fact: str) -> None:

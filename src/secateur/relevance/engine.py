@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,10 +16,10 @@ from torch import Tensor, nn
 
 from secateur.errors import DataError, RelevanceError, UnknownOperationError, UnsupportedModelError
 from secateur.graph.shadow import unwrap
-from secateur.ops.table import Call, Function, Operation
+from secateur.ops.table import SCALARS, Call, Operation
 from secateur.relevance.composites import Composite, composite_named
-from secateur.relevance.conservation import Conservation, Flow
-from secateur.relevance.facts import Facts
+from secateur.relevance.conservation import Conservation, Flow, Journal, precise
+from secateur.relevance.facts import About, Facts
 from secateur.relevance.isolation import call_model, isolated, logits_of, map_tensors
 from secateur.relevance.rules import Rule
 from secateur.relevance.steps import total
@@ -50,13 +51,16 @@ class RelevancePass(Verbs):
         self.absolute = absolute
         self.heat_map = heat_map
         self._weights = Weights(self.model)
+        self._rules = {}
         self.attentive: set[str] = set()  # layers that got stuck with relevance before
         self.reset()
 
     def reset(self) -> None:
         """Forget all sums, keep the prepared weights."""
-        self.units: dict[str, Tensor] = {}
         self.samples = 0
+        self.places = {}  # which call made which rows of which weight's units
+        self._heights = {}
+        self._ledger: dict[tuple[tuple[str, int, int], ...], Tensor] = {}  # the unit sums, in a row
         self._flows: dict[tuple[str, str], list[Any]] = {}
         self._start = 0.0
         self._input = 0.0
@@ -65,31 +69,43 @@ class RelevancePass(Verbs):
     def _forget(self) -> None:
         """Forget everything about one forward pass."""
         self._visits.clear()
-        self._pending: list[tuple[str, str, Any, Any, bool]] = []  # the books of this batch
-        self._gathered: list[tuple[str, slice, Tensor]] = []  # the unit sums of this batch
+        self._weights.begin()
+        self._journal = Journal()
+        self._summed = About()
         self._entries: list[Tensor] = []
         self._sinks: list[tuple[str, Tensor]] = []
         self._leaves: set[int] = set()
         self.facts = Facts()
-        self._swapped: dict[int, tuple[Tensor, Tensor]] = {}
         self._fresh: weakref.ref[Tensor] | None = None  # the output of the last call, if nobody but the user has it
         self._writable: weakref.ref[Tensor] | None = None  # the same for the call before
         self._count = 0
         self._doubtful = ""
 
+    @property
+    def units(self) -> dict[str, Tensor]:
+        """One number per unit, by the name of the weight."""
+        sums = {
+            name: torch.zeros(height, dtype=precise(device), device=device)
+            for name, (height, device) in self._heights.items()
+        }
+        for layout, row in self._ledger.items():
+            parts = row.split([stop - start for _, start, stop in layout])
+            for (name, start, stop), part in zip(layout, parts, strict=True):
+                sums[name][start:stop] += part.to(sums[name].device)
+        return sums
+
     # -- running ---------------------------------------------------------------------------------------------------
     def run(self, inputs: Any, start: Start) -> tuple[Tensor, list[Tensor | None]]:
         """One batch: returns the model's output and the relevance of each input tensor (None for those without)."""
-        output, heat, seed = self._propagate(inputs, start)
-        if self._stuck_layers(seed):  # on a GPU only now is it known; from the next time on these layers look for it
-            output, heat, seed = self._propagate(inputs, start)
-        self._book(heat, seed)
-        self.samples += output.shape[0] if output.dim() > 1 else 1
-        return output, heat
+        batch = self._propagate(inputs, start)
+        if self._stuck_layers(batch):  # on a GPU only now is it known; from the next time on these layers look for it
+            batch = self._propagate(inputs, start)
+        self._book(batch)
+        self.samples += batch.output.shape[0] if batch.output.dim() > 1 else 1
+        return batch.output, batch.heat
 
-    def _propagate(self, inputs: Any, start: Start) -> tuple[Tensor, list[Tensor | None], Tensor]:
+    def _propagate(self, inputs: Any, start: Start) -> Batch:
         self._forget()
-        self._weights.index()
         with torch.inference_mode(False):
             entries = map_tensors(self._enter, inputs)
         with isolated(self.model, self._entries):
@@ -101,51 +117,56 @@ class RelevancePass(Verbs):
                     "the output does not depend on the input through operations that carry relevance. Way out: check "
                     "that the forward does not detach, and that the input is a floating-point tensor or token ids."
                 )
-            seed = start(output.detach())
-            if not bool(torch.isfinite(output).all() & torch.isfinite(seed).all()):
-                raise RelevanceError(
-                    f"the output, where relevance starts, is not finite{self._blame()}. Way out: check the weights."
-                )
+            value = output.detach()
+            seed = start(value)
             leaves = [*self._entries, *(leaf for _, leaf in self._sinks)]
             found = torch.autograd.grad(output, leaves, seed, allow_unused=True)
         for (name, _), absorbed in zip(self._sinks, found[len(self._entries) :], strict=True):
             if absorbed is not None:
                 self.flow(name, "constant", total(absorbed), 0.0, absorbs=True)
         heat: list[Tensor | None] = list(found[: len(self._entries)])
-        value, gathered, pending = output.detach(), self._gathered, self._pending
+        layout, odd = tuple(self._journal.layout), (~torch.isfinite(value)).sum() + (~torch.isfinite(seed)).sum()
+        row, flows, (wrong, begun, *reached) = self._journal.read(
+            odd, total(seed), *(total(relevance) for relevance in heat if relevance is not None)
+        )
         self._forget()
-        self._gathered, self._pending = gathered, _as_numbers(pending)
-        return value, heat, seed
+        if wrong:
+            raise RelevanceError(
+                f"the output, where relevance starts, is not finite{self._blame()}. Way out: check the weights."
+            )
+        return Batch(value, heat, layout, row, flows, begun, sum(reached))
 
-    def _stuck_layers(self, seed: Tensor) -> bool:
+    def _stuck_layers(self, batch: Batch) -> bool:
         """Note the layers that could not pass everything on, and whether any of them is new."""
         stuck = {
-            name for name, kind, arrived, passed, absorbs in self._pending
-            if not absorbs and kind in ("conv", "linear", "pool") and abs(arrived - passed) > 1e-5 * abs(arrived)
-        }  # fmt: skip
+            flow.name
+            for flow in batch.flows
+            if flow.kind in ("conv", "linear", "pool")
+            and not flow.absorbs
+            and abs(flow.lost) > 1e-5 * abs(flow.arrived)
+        }
         new = stuck - self.attentive
         self.attentive |= stuck
-        return bool(new) and seed.is_cuda
+        return bool(new) and batch.output.is_cuda
 
-    def _book(self, heat: Sequence[Tensor | None], seed: Tensor) -> None:
+    def _book(self, batch: Batch) -> None:
         """Enter a batch into the books; refuse it if it is not finite, naming the layer nearest to the output."""
-        reached = sum(float(total(relevance)) for relevance in heat if relevance is not None)
-        wrong = [name for name, _, arrived, passed, _ in self._pending if not math.isfinite(arrived + passed)]
-        if wrong or not math.isfinite(reached):
+        wrong = [flow.name for flow in batch.flows if not math.isfinite(flow.arrived + flow.passed)]
+        if wrong or not math.isfinite(batch.reached):
             raise RelevanceError(
                 f"relevance became NaN or infinite at `{wrong[0] if wrong else 'the input'}`{self._blame()}. Way out: "
                 f"check weights and inputs, use float32, or a composite that does not divide by small numbers, such as "
                 f"'alpha1beta0'."
             )
-        self._start += float(total(seed))
-        for name, kind, arrived, passed, absorbs in self._pending:
-            entry = self._flows.setdefault((name, kind), [0.0, 0.0, absorbs])
-            entry[0], entry[1] = entry[0] + arrived, entry[1] + passed
-            reached += arrived if kind == "stop" else 0.0
-        self._input += reached
-        for name, rows, summed in self._gathered:
-            self.units[name][rows] += summed
-        self._gathered, self._pending = [], []
+        self._start += batch.begun
+        self._input += batch.reached
+        for flow in batch.flows:
+            entry = self._flows.setdefault((flow.name, flow.kind), [0.0, 0.0, flow.absorbs])
+            entry[0], entry[1] = entry[0] + flow.arrived, entry[1] + flow.passed
+            self._input += flow.arrived if flow.kind == "stop" else 0.0
+        if batch.row is not None:
+            known = self._ledger.get(batch.layout)
+            self._ledger[batch.layout] = batch.row if known is None else known + batch.row
 
     def conservation(self) -> Conservation:
         """The books of all batches so far."""
@@ -184,17 +205,10 @@ class RelevancePass(Verbs):
             )
 
     # -- seeing calls ----------------------------------------------------------------------------------------------
-    def __torch_function__(
-        self, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        args, kwargs = self._swap(args), self._swap(kwargs or {})
-        return super().__torch_function__(func, types, args, kwargs)
-
     def observe(self, call: Call) -> Any:
         """Let the operation decide, if relevance can come this way at all."""
         operation = call.operation
-        carrying = any(t.requires_grad for t in call.tensors())
-        if not carrying and not getattr(operation, "enters", False):
+        if not any(t.requires_grad for t in call.tensors()) and not getattr(operation, "enters", False):
             return call.run()
         if type(operation).relevance is Operation.relevance:
             raise UnknownOperationError(
@@ -208,32 +222,32 @@ class RelevancePass(Verbs):
         """Tensors with a graph behind them carry relevance."""
         return isinstance(value, Tensor) and value.requires_grad
 
-    def _swap(self, value: Any) -> Any:
+    def present(self, values: Any) -> Any:
         """Parameters without their gradient flag; tensors that were overwritten, in their present state."""
-        if isinstance(value, Tensor):
-            newer = self.facts.newer.get(value)
-            while newer is not None:
-                value, newer = newer, self.facts.newer.get(newer)
-            if value.requires_grad and value.grad_fn is None and id(value) not in self._leaves:
-                if id(value) not in self._swapped:
-                    self._swapped[id(value)] = (value, value.detach())
-                return self._swapped[id(value)][1]
-            return value
-        if isinstance(value, dict):
-            return {key: self._swap(item) for key, item in value.items()}
-        if type(value) is tuple:
-            return tuple(self._swap(item) for item in value)
-        if type(value) is list:
-            return [self._swap(item) for item in value]
-        return value
+        if isinstance(values, Tensor):
+            if self.facts.newer:
+                newer = self.facts.newer.get(values)
+                while newer is not None:
+                    values, newer = newer, self.facts.newer.get(newer)
+            if values.requires_grad and values.grad_fn is None and id(values) not in self._leaves:
+                return self._weights.plain(values)
+            return values
+        kind = type(values)
+        if kind is tuple or kind is list:
+            return kind([v if v is None or type(v) in SCALARS else self.present(v) for v in values])
+        if kind is dict:
+            return {key: self.present(item) for key, item in values.items()}
+        return values
 
 
-def _as_numbers(pending: Sequence[tuple[str, str, Any, Any, bool]]) -> list[tuple[str, str, Any, Any, bool]]:
-    """The same entries with numbers instead of tensors, fetched from the device in one go."""
-    tensors = [v for _, _, *both, _ in pending for v in both if isinstance(v, Tensor)]
-    numbers = iter(torch.stack([t.to(tensors[0].dtype) for t in tensors]).tolist() if tensors else [])
+@dataclass(frozen=True)
+class Batch:
+    """What came of one batch. `row` are all unit sums as `layout` lists them."""
 
-    def number(value: Any) -> float:
-        return next(numbers) if isinstance(value, Tensor) else float(value)
-
-    return [(name, kind, number(arrived), number(passed), absorbs) for name, kind, arrived, passed, absorbs in pending]
+    output: Tensor
+    heat: list[Tensor | None]
+    layout: tuple[tuple[str, int, int], ...]
+    row: Tensor | None
+    flows: list[Flow]
+    begun: float
+    reached: float

@@ -40,6 +40,9 @@ class About(Generic[Fact]):
 
         entries[key] = (weakref.ref(tensor, gone), fact)
 
+    def __bool__(self) -> bool:
+        return bool(self._entries)
+
     def forget(self, tensor: Tensor) -> None:
         """No longer true."""
         self._entries.pop(id(tensor), None)
@@ -61,6 +64,12 @@ class Facts:
         self.logits: About[Tensor] = About()
         #: The constant part of a sum.
         self.offset: About[Tensor] = About()
+
+    def overwritten(self, tensor: Tensor) -> None:
+        """Its numbers are no longer those that anything was known about."""
+        known: tuple[About[Any], ...] = (self.nonneg, self.gate, self.linear, self.logits, self.offset)
+        for facts in known:
+            facts.forget(tensor)
 
     def copy(self, source: Tensor, output: Any) -> None:
         """What was known of `source` holds for `output`, which has the same numbers."""

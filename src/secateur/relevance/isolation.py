@@ -36,14 +36,14 @@ def logits_of(output: Any) -> Tensor:
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Evaluation mode, each module's own flag restored."""
-    flags = [(module, module.training) for module in model.modules()]
+    learning = [module for module in model.modules() if module.training]
     try:
-        for module, _ in flags:
+        for module in learning:
             module.training = False
         yield
     finally:
-        for module, flag in flags:
-            module.training = flag
+        for module in learning:
+            module.training = True
 
 
 @contextmanager

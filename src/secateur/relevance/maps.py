@@ -6,12 +6,17 @@ vectors back through the adjoint.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from copy import copy
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+_convolution_backward = torch.ops.aten.convolution_backward.default
 
 
 class LinearMap:
@@ -23,7 +28,7 @@ class LinearMap:
         self.weight = weight
         self.bias = bias  # already shaped so that it broadcasts against the output
         self.nonneg = False
-        self.parts: dict[str, Tensor] = {}  # W⁺ and W⁻; the engine shares them between batches
+        self.parts: dict[str, Tensor] = {}  # W⁺ and W⁻, made when first asked for
 
     def __call__(self, a: Tensor, weight: Tensor) -> Tensor:
         """The layer's output for this weight, without bias."""
@@ -37,10 +42,12 @@ class LinearMap:
         """Shares each `r_j` equally among the inputs that output j can see."""
         raise NotImplementedError
 
-    def widened(self) -> None:
-        """From now on in float32."""
-        self.weight, self.parts = self.weight.float(), {name: part.float() for name, part in self.parts.items()}
-        self.bias = None if self.bias is None else self.bias.float()
+    def widened(self) -> LinearMap:
+        """The same in float32."""
+        wide = copy(self)
+        wide.weight, wide.parts = self.weight.float(), {name: part.float() for name, part in self.parts.items()}
+        wide.bias = None if self.bias is None else self.bias.float()
+        return wide
 
     @property
     def positive(self) -> Tensor:
@@ -73,40 +80,59 @@ class DenseMap(LinearMap):
         return (r.sum(-1, keepdim=True) / a.shape[-1]).expand_as(a)
 
 
+@dataclass(frozen=True)
+class Geometry:
+    """Everything about a convolution but its weight: makes the linear map from that."""
+
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int = 1
+    transposed: bool = False
+    output_padding: tuple[int, ...] = ()
+    border: tuple[int, ...] = ()  # further zeros around the input, as `pad` takes them, where sides differ
+
+    def __call__(self, weight: Tensor, bias: Tensor | None) -> LinearMap:
+        """A convolution with this weight."""
+        return ConvMap(weight, bias, self)
+
+    @staticmethod
+    @cache
+    def of(
+        kernel: tuple[int, ...], stride: Any, padding: Any, dilation: Any, groups: int, transposed: bool, further: Any
+    ) -> Geometry:
+        """From the arguments of a call, in which one number may stand for all and "same" for a border."""
+        count = len(kernel)
+        border: tuple[int, ...] = ()
+        if isinstance(padding, str):
+            reach = [d * (k - 1) for d, k in zip(every(dilation, count), kernel, strict=True)]
+            border = tuple(side for t in reversed(reach) for side in (t // 2, t - t // 2)) if padding == "same" else ()
+            padding = 0
+        return Geometry(
+            every(stride, count), every(padding, count), every(dilation, count), int(groups), transposed,
+            every(further, count), border if any(border) else (),
+        )  # fmt: skip
+
+
 class ConvMap(LinearMap):
     """A convolution or transposed convolution of any dimension, grouped or not, on batched input."""
 
-    def __init__(
-        self,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        stride: Sequence[int] = (1,),
-        padding: Sequence[int] = (0,),
-        dilation: Sequence[int] = (1,),
-        groups: int = 1,
-        transposed: bool = False,
-        output_padding: Sequence[int] = (0,),
-        border: Sequence[int] = (),
-    ) -> None:
-        spatial = weight.dim() - 2
-        super().__init__(weight, None if bias is None else bias.view(-1, *[1] * spatial))
-        self.stride, self.padding = every(stride, spatial), every(padding, spatial)
-        self.dilation, self.output_padding = every(dilation, spatial), every(output_padding, spatial)
-        self.groups, self.transposed = groups, transposed
-        self.border = list(border)  # further zeros around the input, as `pad` takes them, where sides differ
+    def __init__(self, weight: Tensor, bias: Tensor | None, geometry: Geometry) -> None:
+        super().__init__(weight, None if bias is None else bias.view(-1, *[1] * (weight.dim() - 2)))
+        self.geometry = geometry
 
     def __call__(self, a: Tensor, weight: Tensor) -> Tensor:
         """The convolution of `a` with the weight."""
-        return self._convolve(a, weight, self.groups)
+        return self._convolve(a, weight, self.geometry.groups)
 
     def adjoint(self, s: Tensor, weight: Tensor, a: Tensor) -> Tensor:
         """The transpose."""
-        return self._pull(s, weight, a, self.groups)
+        return self._pull(s, weight, a, self.geometry.groups)
 
     def spread(self, r: Tensor, a: Tensor) -> Tensor:
         """Evenly."""
         # All channels of a group see the same inputs, so one channel per group with a kernel of ones does it.
-        groups, kernel, space = self.groups, self.weight.shape[2:], a.shape[2:]
+        groups, kernel, space = self.geometry.groups, self.weight.shape[2:], a.shape[2:]
         width = a.shape[1] // groups
         ones = self.weight.new_ones((1, 1, *kernel))
         seen = self._convolve(a.new_ones((1, 1, *space)), ones, 1) * width
@@ -116,20 +142,22 @@ class ConvMap(LinearMap):
         return pulled.unsqueeze(2).expand(-1, -1, width, *space).reshape(a.shape)
 
     def _convolve(self, a: Tensor, weight: Tensor, groups: int) -> Tensor:
-        if self.border:
-            a = F.pad(a, self.border)
+        g = self.geometry
+        if g.border:
+            a = F.pad(a, g.border)
         return torch.convolution(
-            a, weight, None, self.stride, self.padding, self.dilation, self.transposed, self.output_padding, groups
+            a, weight, None, g.stride, g.padding, g.dilation, g.transposed, g.output_padding, groups
         )
 
     def _pull(self, s: Tensor, weight: Tensor, a: Tensor, groups: int) -> Tensor:
-        if self.border:
-            a = F.pad(a, self.border)
-        pulled: Tensor = torch.ops.aten.convolution_backward(
-            s, a, weight, None, self.stride, self.padding, self.dilation, self.transposed, self.output_padding,
-            groups, (True, False, False),
+        g = self.geometry
+        if g.border:
+            a = F.pad(a, g.border)
+        pulled: Tensor = _convolution_backward(
+            s, a, weight, None, g.stride, g.padding, g.dilation, g.transposed, g.output_padding, groups,
+            (True, False, False),
         )[0]  # fmt: skip
-        return F.pad(pulled, [-side for side in self.border]) if self.border else pulled
+        return F.pad(pulled, [-side for side in g.border]) if g.border else pulled
 
 
 class FunctionMap(LinearMap):
@@ -199,9 +227,9 @@ class MatmulMap(LinearMap):
         return (r.sum(dim, keepdim=True) / a.shape[dim]).expand(shape).sum_to_size(a.shape)
 
 
-def every(value: Any, count: int) -> list[int]:
-    """`3 -> [3, 3]`: one number per spatial dimension."""
+def every(value: Any, count: int) -> tuple[int, ...]:
+    """`3 -> (3, 3)`: one number per spatial dimension."""
     if isinstance(value, int | float):
-        return [int(value)] * count
-    values = [int(v) for v in value]
+        return (int(value),) * count
+    values = tuple(int(v) for v in value)
     return values * count if len(values) == 1 else values

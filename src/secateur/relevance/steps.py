@@ -14,6 +14,7 @@ from secateur.relevance.maps import LinearMap, MatmulMap
 
 if TYPE_CHECKING:
     from secateur.relevance.verbs import Verbs
+    from secateur.relevance.weights import LinearCall
 
 
 class Step:
@@ -72,15 +73,18 @@ class Passing(Step):
 
     def back(self, r: Tensor, *inputs: Tensor) -> tuple[Tensor | None, ...]:
         """All of it."""
-        return (r.sum_to_size(self.shapes[0]),)
+        return (_fitted(r, self.shapes[0]),)
 
 
 class Sharing(Step):
     """A linear map: the rule of the composite shares relevance among its inputs."""
 
+    #: The dimension of the units among the inputs and outputs, None where there are none.
+    channel: int | None = None
+
     def __init__(
         self, books: Verbs, run: Callable[[], Tensor], layer: Callable[[Tensor], LinearMap], place: Place,
-        name: str, nonneg: bool = False, stop: bool = False,
+        name: object, nonneg: bool = False, stop: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(run)
         self.books, self.layer, self.place = books, layer, place
@@ -99,38 +103,42 @@ class Sharing(Step):
             return (None,)
         rule = self.books.rule(self.place)
         layer = self.layer(a)
-        layer.nonneg = self.nonneg
         narrow = a.dtype if rule.cancels and a.dtype in (torch.float16, torch.bfloat16) else None
         if narrow:
-            layer.widened()
+            layer = layer.widened()
             a, r = a.float(), r.float()
+        layer.nonneg = self.nonneg
         shared = rule(layer, a, r)
-        passed = total(shared)
+        passed = self.books.sums(shared, self.channel)
         if not rule.absorbs and self._is_stuck(arrived, passed):
             extra = rule.rescue(layer, a, r)
             if extra is not None:
                 shared = shared + extra
-                passed = total(shared)
+                passed = self.books.sums(shared, self.channel)
         self.books.flow(self.name, kind, arrived, passed, rule.absorbs)
         return (shared if narrow is None else shared.to(narrow),)
 
     def _is_stuck(self, arrived: Tensor, passed: Tensor) -> bool:
         """On a GPU asking would wait for the device, so it is asked of layers that were stuck before."""
-        if arrived.is_cuda and self.name not in self.books.attentive:
+        if arrived.is_cuda and str(self.name) not in self.books.attentive:
             return False
-        return bool((passed - arrived).abs() > 1e-5 * arrived.abs())
+        before, after = float(arrived.sum()), float(passed.sum())
+        return abs(after - before) > 1e-5 * abs(before)
 
 
 class Layer(Sharing):
     """A conv or linear layer, with its batch norm if it has one: a linear map whose outputs are units."""
 
-    def __init__(self, *args: Any, units: Callable[[Tensor], Tensor], **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.units = units
+    def __init__(
+        self, books: Verbs, run: Callable[[], Tensor], layer: Callable[[Tensor], LinearMap], place: Place,
+        record: LinearCall, nonneg: bool, stop: bool,
+    ) -> None:  # fmt: skip
+        super().__init__(books, run, layer, place, place.path, nonneg, stop)
+        self.weight, self.rows, self.channel = record.name, record.rows, record.channel
 
     def back(self, r: Tensor, *inputs: Tensor) -> tuple[Tensor | None, ...]:
         """Add up the units on the way."""
-        return self.share(r, inputs[0], self.units(r))
+        return self.share(r, inputs[0], self.books.unit_sums(self.weight, self.rows, r, self.channel))
 
 
 class Adding(Step):
@@ -144,8 +152,10 @@ class Adding(Step):
         """The rule's two shares."""
         a, b = inputs
         second = b if self.sign == 1 else b * self.sign
-        first_share, second_share = self.books.rule(self.place).add(a.expand_as(r), second.expand_as(r), r)
-        return first_share.sum_to_size(a.shape), second_share.sum_to_size(b.shape)
+        shape = r.shape
+        first, second = (t if t.shape == shape else t.expand(shape) for t in (a, second))
+        first_share, second_share = self.books.rule(self.place).add(first, second, r)
+        return _fitted(first_share, a.shape), _fitted(second_share, b.shape)
 
 
 class Halving(Step):
@@ -163,7 +173,7 @@ class Multiplying(Step):
 
     def __init__(
         self, books: Verbs, run: Callable[[], Tensor], function: Callable[[Tensor, Tensor], Tensor],
-        place: Place, name: str,
+        place: Place, name: object,
     ) -> None:  # fmt: skip
         super().__init__(run)
         self.books, self.function, self.place, self.name = books, function, place, name
@@ -181,7 +191,7 @@ class Weighing(Step):
 
     def __init__(
         self, books: Verbs, run: Callable[[], Tensor], weights: Tensor, offset: Tensor | None, place: Place,
-        name: str,
+        name: object,
     ) -> None:  # fmt: skip
         super().__init__(run)
         self.books, self.weights, self.offset = books, weights, offset
@@ -203,7 +213,7 @@ class Attending(Step):
 
     def __init__(
         self, books: Verbs, run: Callable[[], Tensor], mask: Callable[[], Tensor | None], scale: float,
-        place: Place, name: str,
+        place: Place, name: object,
     ) -> None:  # fmt: skip
         super().__init__(run)
         self.books, self.mask, self.scale = books, mask, scale
@@ -243,7 +253,7 @@ class Padding(Step):
 
     saves = False
 
-    def __init__(self, books: Verbs, run: Callable[[], Tensor], pad: list[int], name: str) -> None:
+    def __init__(self, books: Verbs, run: Callable[[], Tensor], pad: list[int], name: object) -> None:
         super().__init__(run)
         self.books, self.pad, self.name = books, pad, name
 
@@ -252,6 +262,11 @@ class Padding(Step):
         inner = torch.nn.functional.pad(r, [-side for side in self.pad])
         self.books.flow(self.name, "constant", total(r) - total(inner), 0.0, absorbs=True)
         return (inner,)
+
+
+def _fitted(r: Tensor, shape: torch.Size) -> Tensor:
+    """Relevance of what was broadcast, summed."""
+    return r if r.shape == shape else r.sum_to_size(shape)
 
 
 def _regroup(r: Tensor, groups: int) -> Tensor:

@@ -6,17 +6,17 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from secateur.errors import UnsupportedModelError
-from secateur.ops.table import Call, tensors_in
+from secateur.ops.table import Call, Site, tensors_in
 from secateur.relevance.composites import Composite, Place
-from secateur.relevance.facts import Facts, writes
-from secateur.relevance.maps import AveragingMap, ConvMap, DenseMap, FunctionMap, LinearMap, MatmulMap, every
+from secateur.relevance.conservation import Journal, Sum
+from secateur.relevance.facts import About, Facts, writes
+from secateur.relevance.maps import AveragingMap, DenseMap, FunctionMap, Geometry, LinearMap, MatmulMap
 from secateur.relevance.rules import Rule
 from secateur.relevance.steps import (
     Adding,
@@ -31,7 +31,7 @@ from secateur.relevance.steps import (
     take,
     total,
 )  # fmt: skip
-from secateur.relevance.weights import LinearCall, Weights, path_of
+from secateur.relevance.weights import Build, LinearCall, Weights, path_of
 from secateur.tracing import Observer
 
 Absolute = Literal[False, "sample", "element"]
@@ -41,17 +41,19 @@ class Verbs(Observer):
     """What an operation may ask for. State and books are those of the relevance pass, which this is part of."""
 
     composite: Composite
-    units: dict[str, Tensor]
     absolute: Absolute
     heat_map: bool
     attentive: set[str]
     facts: Facts
+    places: dict[Site, tuple[str, int, int]]
     _weights: Weights
+    _journal: Journal
+    _summed: About[tuple[int, int, Tensor]]
+    _heights: dict[str, tuple[int, torch.device]]
+    _rules: dict[tuple[Place, int], Rule]
     _entries: list[Tensor]
     _sinks: list[tuple[str, Tensor]]
     _leaves: set[int]
-    _gathered: list[tuple[str, slice, Tensor]]
-    _pending: list[tuple[str, str, Any, Any, bool]]
     _fresh: weakref.ref[Tensor] | None
     _writable: weakref.ref[Tensor] | None
     _count: int
@@ -80,8 +82,9 @@ class Verbs(Observer):
             return self.stops(call)
         written = writes(call)
         if written and self._writable is not None and self._writable() is x and call.tensors()[0] is x:
-            self.facts.linear.forget(x)
-            output = take(Passing(call.run, overwrites=True), x)
+            self.facts.overwritten(x)
+            with torch.no_grad():  # nobody has kept the old numbers, and the way of relevance stays the same
+                output = call.run()
         elif written:
             output = take(Passing(lambda: self._run_on_copy(call, alias=False)), x)
             self._alias(call, output)
@@ -99,55 +102,43 @@ class Verbs(Observer):
             return self._run_on_copy(call) if writes(call) else call.run()
 
     def layer(
-        self,
-        call: Call,
-        x: Tensor,
-        build: Callable[[Tensor, Tensor | None], LinearMap],
-        *,
-        kind: str,
-        channel: int = 1,
-        transposed: bool = False,
-        groups: int = 1,
-    ) -> Tensor:
+        self, call: Call, run: Callable[[], Tensor], x: Tensor, build: Build, kind: str, channel: int,
+        transposed: bool = False, groups: int = 1,
+    ) -> Tensor:  # fmt: skip
         """A conv or linear layer. Its output remembers how it came about, in case a batch norm follows."""
         weight, bias = call["weight"], call["bias"]
         index, self._count = self._count, self._count + 1
         outputs = weight.shape[1] * groups if transposed else weight.shape[0]
         name, rows = self._weights.name(weight, call, outputs)
+        if not x.requires_grad:
+            return self.stops(call)  # type: ignore[no-any-return]
+        height = rows.stop if transposed else self._weights.height(name, rows.stop)
+        if name not in self._heights or self._heights[name][0] < height:
+            self._heights[name] = (height, x.device)
+        self.places[call.site] = (name, rows.start, rows.stop)
         record = LinearCall(x, weight, bias, build, transposed, groups, name, rows, kind, index, channel)
-        output = self._layer(call, record, lambda a: self._weights.prepared(record))
+        output = self._layer(run, record, lambda a: self._weights.prepared(record))
         self.facts.linear[output] = record
         self._fresh = weakref.ref(output)
         return output
 
     def dense(self, call: Call) -> Tensor:
         """A linear layer."""
-        return self.layer(call, call["input"], DenseMap, kind="linear", channel=-1)
+        return self.layer(call, call.run, call["input"], DenseMap, "linear", -1)
 
     def convolves(self, call: Call, spatial: int, transposed: bool = False) -> Tensor:
         """A convolution. Input without a batch dimension gets one; "same" padding is spelt out."""
-        x, weight, padding = call["input"], call["weight"], call["padding"]
-        dilation, kernel = every(call["dilation"], spatial), weight.shape[2:]
-        unbatched = x.dim() == spatial + 1
-        if unbatched:
-            x = x.unsqueeze(0)
-        border: list[int] = []
-        if isinstance(padding, str):
-            totals = [d * (k - 1) if padding == "same" else 0 for d, k in zip(dilation, kernel, strict=True)]
-            border = [side for t in reversed(totals) for side in (t // 2, t - t // 2)]
-            padding = [0] * spatial
-        names = ["stride", "dilation", "groups"] + (["output_padding"] if transposed else [])
-        options = {name: call[name] for name in names}
-        options = {name: every(o, spatial) if name != "groups" else int(o) for name, o in options.items()}
-        options["padding"] = every(padding, spatial)
-        shown = {**options, "padding": call["padding"]}
-        call = replace(call, args=(x, weight, call["bias"]), kwargs=shown, _bound=None)
-
-        def build(weight: Tensor, bias: Tensor | None) -> LinearMap:
-            return ConvMap(weight, bias, transposed=transposed, border=border if any(border) else (), **options)
-
-        output = self.layer(call, x, build, kind="conv", channel=1, transposed=transposed, groups=options["groups"])
-        return output.squeeze(0) if unbatched else output
+        x, weight = call["input"], call["weight"]
+        options = [call["stride"], call["padding"], call["dilation"], call["groups"]]
+        options = [tuple(option) if isinstance(option, list) else option for option in options]
+        further = call["output_padding"] if transposed else 0
+        geometry = Geometry.of(
+            tuple(weight.shape[2:]), *options, transposed, tuple(further) if isinstance(further, list) else further
+        )
+        if x.dim() > spatial + 1 or not x.requires_grad:
+            return self.layer(call, call.run, x, geometry, "conv", 1, transposed, geometry.groups)
+        single, run = x.unsqueeze(0), call.on(x)
+        return self.layer(call, lambda: run(single), single, geometry, "conv", 1, transposed, geometry.groups)[0]
 
     def batch_norm(self, call: Call, x: Tensor) -> Tensor:
         """Folded into the layer whose output it reads, if there is one; else it is a scale that passes relevance."""
@@ -159,9 +150,9 @@ class Verbs(Observer):
             or (record.kind == "linear" and x.dim() > 2)
         ):
             return self._normed(call, x)
-        stats = tuple(call[name] for name in ("running_mean", "running_var", "weight", "bias"))
+        stats = (call["running_mean"], call["running_var"], call["weight"], call["bias"])
         eps = float(call["eps"])
-        output = self._layer(call, record, lambda a: self._weights.prepared(record, stats, eps))
+        output = self._layer(call.run, record, lambda a: self._weights.prepared(record, stats, eps))
         self._fresh = weakref.ref(output)
         return output
 
@@ -171,7 +162,7 @@ class Verbs(Observer):
             return self.stops(call)  # type: ignore[no-any-return]
         place = self.place("pool", call.site.path)
         step = Sharing(
-            self, call.run, lambda a: AveragingMap(function, a), place, str(call.site), nonneg=x in self.facts.nonneg
+            self, call.run, lambda a: AveragingMap(function, a), place, call.site, nonneg=x in self.facts.nonneg
         )
         output: Tensor = take(step, x)
         if x in self.facts.nonneg:
@@ -188,9 +179,14 @@ class Verbs(Observer):
                 before = self.facts.offset.get(x)
                 self.facts.offset[output] = constant if before is None else before + constant
             return output
-        run = (lambda: self._run_on_copy(call, alias=False)) if writes(call) else call.run
+        written = writes(call)
+        run = call.run
+        if written and a.dtype == b.dtype:
+            run = lambda: torch.add(a, b, alpha=sign)  # noqa: E731
+        elif written:
+            run = lambda: self._run_on_copy(call, alias=False)  # noqa: E731
         output = take(Adding(self, run, sign, self.place("add", call.site.path)), a, b)
-        if writes(call):
+        if written:
             self._alias(call, output)
         if a in self.facts.nonneg and b in self.facts.nonneg and sign > 0:
             self.nonneg(output)
@@ -220,7 +216,7 @@ class Verbs(Observer):
 
     def multiplies(self, call: Call, a: Tensor, b: Tensor, function: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         """A bilinear function such as a matmul. A constant factor acts as a weight, attention weights as a gate."""
-        place, name = self.place("matmul", call.site.path), str(call.site)
+        place, name = self.place("matmul", call.site.path), call.site
         if not a.requires_grad or not b.requires_grad:
             x, weight = (a, b) if a.requires_grad else (b, a)
             bound = function if x is a else _flipped(function)
@@ -246,7 +242,7 @@ class Verbs(Observer):
         """Scaled dot-product attention."""
         place = self.place("attention", call.site.path)
         q, k, v = call["query"], call["key"], call["value"]
-        output: Tensor = take(Attending(self, call.run, mask, scale, place, str(call.site)), q, k, v)
+        output: Tensor = take(Attending(self, call.run, mask, scale, place, call.site), q, k, v)
         return output
 
     def softmaxes(self, call: Call, x: Tensor) -> Tensor:
@@ -304,41 +300,47 @@ class Verbs(Observer):
 
     def rule(self, place: Place) -> Rule:
         """The composite's rule; only now is the number of layers known."""
-        depth = place.depth / max(self._count - 1, 1)
-        return self.composite.rule(Place(place.kind, place.path, min(depth, 1.0), place.first))
+        key = (place, self._count)
+        if key not in self._rules:
+            depth = place.depth / max(self._count - 1, 1)
+            self._rules[key] = self.composite.rule(Place(place.kind, place.path, min(depth, 1.0), place.first))
+        return self._rules[key]
 
-    def flow(self, name: str, kind: str, arrived: Any, passed: Any, absorbs: bool = False) -> None:
+    def flow(self, name: object, kind: str, arrived: Sum, passed: Sum, absorbs: bool = False) -> None:
         """Book what arrived at an operation and what it passed on."""
-        self._pending.append((name, kind, arrived, passed, absorbs))
+        self._journal.flow(name, kind, arrived, passed, absorbs)
+
+    def sums(self, r: Tensor, channel: int | None) -> Tensor:
+        """Sums of relevance that is about to be passed on: by channel where the receiver will ask for these."""
+        if channel is None or self.absolute:
+            return total(r)
+        summed = self._by_channel(r, channel)
+        self._summed[r] = (channel % r.dim(), r._version, summed)
+        return summed
+
+    def unit_sums(self, name: str, rows: slice, r: Tensor, channel: int) -> Tensor:
+        """Book one number per unit of a layer; returns sums that add up to what arrived."""
+        if self.absolute:
+            self._journal.units(name, rows, self._by_channel(r, channel))
+            return total(r)
+        known = self._summed.get(r)
+        if known is not None and known[:2] == (channel % r.dim(), r._version):
+            summed = known[2]
+        else:
+            summed = self._by_channel(r, channel)
+        self._journal.units(name, rows, summed)
+        return summed
 
     # -- parts -----------------------------------------------------------------------------------------------------
-    def _layer(self, call: Call, record: LinearCall, prepare: Callable[[Tensor], LinearMap]) -> Tensor:
-        x, name, rows = record.x, record.name, record.rows
-        if not x.requires_grad:
-            return self.stops(call)  # type: ignore[no-any-return]
+    def _layer(self, run: Callable[[], Tensor], record: LinearCall, prepare: Callable[[Tensor], LinearMap]) -> Tensor:
+        x = record.x
         first = any(x is entry for entry in self._entries)
-        sums = self.units.get(name)
-        if sums is None or sums.numel() < rows.stop:
-            height = rows.stop if record.transposed else self._weights.height(name, rows.stop)
-            grown = torch.zeros(height, dtype=_precise(x.device), device=x.device)
-            if sums is not None:
-                grown[: sums.numel()] = sums
-            self.units[name] = grown
-
-        def units(r: Tensor) -> Tensor:
-            summed = self._reduce(r, record.channel)
-            self._gathered.append((name, rows, summed))
-            return total(r) if self.absolute else summed.sum()
-
-        place = self.place(record.kind, path_of(name), record.index, first or record.index == 0)
-        step = Layer(
-            self, call.run, prepare, place, path_of(name),
-            nonneg=x in self.facts.nonneg, stop=first and not self.heat_map, units=units,
-        )  # fmt: skip
-        output: Tensor = take(step, x)
+        place = self.place(record.kind, path_of(record.name), record.index, first or record.index == 0)
+        stop = first and not self.heat_map
+        output: Tensor = take(Layer(self, run, prepare, place, record, x in self.facts.nonneg, stop), x)
         return output
 
-    def _reduce(self, r: Tensor, channel: int) -> Tensor:
+    def _by_channel(self, r: Tensor, channel: int) -> Tensor:
         """One number per unit."""
         channel %= r.dim()
         if self.absolute == "element":
@@ -353,7 +355,7 @@ class Verbs(Observer):
     def _weighted(
         self, call: Call, x: Tensor, weight: Tensor, build: Callable[[Tensor], LinearMap], place: Place
     ) -> Tensor:
-        step = Sharing(self, call.run, build, place, str(call.site), nonneg=x in self.facts.nonneg)
+        step = Sharing(self, call.run, build, place, call.site, nonneg=x in self.facts.nonneg)
         output: Tensor = take(step, x)
         return output
 
@@ -397,7 +399,3 @@ def _carries(value: Any) -> bool:
 
 def _flipped(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
     return lambda a, b: function(b, a)
-
-
-def _precise(device: torch.device) -> torch.dtype:
-    return torch.float32 if device.type == "mps" else torch.float64

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,15 +12,18 @@ from torch import Tensor, nn
 from secateur.ops.table import Call
 from secateur.relevance.maps import LinearMap
 
+#: Makes the linear map of a layer from its weight and bias; equal ones make equal maps.
+Build = Callable[[Tensor, Tensor | None], LinearMap]
 
-@dataclass(frozen=True)
+
+@dataclass(slots=True, eq=False)
 class LinearCall:
     """A conv or linear call whose output may yet meet a batch norm."""
 
     x: Tensor
     weight: Tensor
     bias: Tensor | None
-    build: Callable[[Tensor, Tensor | None], LinearMap]
+    build: Build
     transposed: bool
     groups: int
     name: str
@@ -35,44 +38,69 @@ class Weights:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self._cache: dict[tuple[int, ...], tuple[Any, Tensor, Tensor | None, dict[str, Tensor]]] = {}
-        self._owners: dict[int, list[tuple[int, int, str, Tensor]]] = {}
+        self._maps: dict[Hashable, tuple[Any, LinearMap]] = {}
+        self._plain: dict[int, tuple[Tensor, Tensor]] = {}  # by the identity of the parameter
+        self._parameters: dict[int, Tensor] = {}  # by the identity of what stands for it
+        self._names: dict[int, tuple[Tensor, str]] = {}  # by the identity of the parameter
+        self._owners: dict[int, list[tuple[int, int, str, Tensor]]] | None = None  # by the address of the storage
+        self._heights: dict[str, int] = {}
+
+    def begin(self) -> None:
+        """A new pass: parameters may have been moved or replaced."""
+        self._plain.clear()
+        self._parameters.clear()
+        self._owners = None
+
+    def plain(self, parameter: Tensor) -> Tensor:
+        """A parameter without its gradient flag."""
+        known = self._plain.get(id(parameter))
+        if known is None:
+            known = self._plain[id(parameter)] = (parameter, parameter.detach())
+            self._parameters[id(known[1])] = parameter
+        return known[1]
 
     def prepared(self, record: LinearCall, stats: tuple[Tensor | None, ...] = (), eps: float = 0.0) -> LinearMap:
-        """The linear map of a layer, with its batch norm folded in; W⁺ and W⁻ are kept for the next batch."""
-        sources = [record.weight, record.bias, *stats]
-        key = tuple(part for t in sources if t is not None for part in (t.data_ptr(), t._version))
-        if key not in self._cache:
+        """The linear map of a layer, with its batch norm folded in; it is kept for the next batch, with W⁺ and W⁻."""
+        sources = (record.weight, record.bias, *stats)
+        key = (record.build, *[part for t in sources if t is not None for part in (t.data_ptr(), t._version)])
+        if key not in self._maps:
             weight, bias = folded(record, stats, eps) if stats else (record.weight, record.bias)
-            self._cache[key] = (sources, weight, bias, {})  # holding the sources, so that their addresses stay theirs
-        _, weight, bias, parts = self._cache[key]
-        layer = record.build(weight, bias)
-        layer.parts = parts
-        return layer
+            # holding the sources, so that their addresses stay theirs
+            self._maps[key] = (sources, record.build(weight, bias))
+        return self._maps[key][1]
 
-    def index(self) -> None:
-        """Look up where the parameters lie in memory."""
-        self._owners.clear()
+    def height(self, name: str, least: int) -> int:
+        """Number of units of a parameter of which only some rows may have been seen."""
+        return max(least, self._heights.get(name, 0))
+
+    def name(self, weight: Tensor, call: Call, outputs: int) -> tuple[str, slice]:
+        """The parameter a weight is, or is some rows of, and which; computed weights go by their module."""
+        source = self._parameters.get(id(weight), weight)
+        known = self._names.get(id(source))
+        if known is not None and known[0] is source:
+            return known[1], slice(0, outputs)
+        if self._owners is None:
+            self._owners = self._index()
+        for begin, end, name, parameter in self._owners.get(weight.untyped_storage().data_ptr(), []):
+            if begin <= weight.data_ptr() < end and weight.shape[1:] == parameter.shape[1:]:
+                row = parameter.stride(0) * parameter.element_size()
+                first = (weight.data_ptr() - begin) // row if row else 0
+                if source is parameter:
+                    self._names[id(parameter)] = (parameter, name)
+                return name, slice(first, first + outputs)
+        return f"{call.site.path or call.site.function}.weight", slice(0, outputs)
+
+    def _index(self) -> dict[int, list[tuple[int, int, str, Tensor]]]:
+        """Where the parameters lie in memory."""
+        owners: dict[int, list[tuple[int, int, str, Tensor]]] = {}
         for name, parameter in self.model.named_parameters():
             if parameter.dim() > 1:
                 begin = parameter.data_ptr()
                 end = begin + parameter.numel() * parameter.element_size()
                 key = parameter.untyped_storage().data_ptr()
-                self._owners.setdefault(key, []).append((begin, end, name, parameter))
-
-    def height(self, name: str, least: int) -> int:
-        """Number of units of a parameter of which only some rows may have been seen."""
-        known = (p.shape[0] for owners in self._owners.values() for _, _, n, p in owners if n == name)
-        return max(least, next(known, 0))
-
-    def name(self, weight: Tensor, call: Call, outputs: int) -> tuple[str, slice]:
-        """The parameter a weight is, or is some rows of, and which; computed weights go by their module."""
-        for begin, end, name, parameter in self._owners.get(weight.untyped_storage().data_ptr(), []):
-            if begin <= weight.data_ptr() < end and weight.shape[1:] == parameter.shape[1:]:
-                row = parameter.stride(0) * parameter.element_size()
-                first = (weight.data_ptr() - begin) // row if row else 0
-                return name, slice(first, first + outputs)
-        return f"{call.site.path or call.site.function}.weight", slice(0, outputs)
+                owners.setdefault(key, []).append((begin, end, name, parameter))
+                self._heights[name] = parameter.shape[0]
+        return owners
 
 
 def folded(record: LinearCall, stats: Sequence[Tensor | None], eps: float) -> tuple[Tensor, Tensor]:
