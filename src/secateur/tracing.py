@@ -1,7 +1,7 @@
 """Watching a model run: every torch function it calls, with the module that calls it.
 
-Nothing is attached to the model. Functions are seen by a `TorchFunctionMode`; modules by a `Module.__call__` that notes
-which of them is running, and gives way to torch's own again when the observation ends.
+Nothing is attached to the model. Functions are seen by a `TorchFunctionMode`; modules by a `Module._call_impl` that
+notes which of them is running, and gives way to torch's own again when the observation ends.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from types import TracebackType
 from typing import Any, Self
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from secateur.errors import UnknownOperationError
-from secateur.ops.table import Call, Composite, Function, Query, Site, function_name, lookup, tensors_in
+from secateur.ops.table import Call, Composite, Function, Operation, Query, Site, function_name, lookup, tensors_in
 
 
 class Observer(TorchFunctionMode):
@@ -24,6 +24,9 @@ class Observer(TorchFunctionMode):
 
     Functions without an entry reach `unknown`, which refuses them when a tensor for which `concerns` holds takes part.
     """
+
+    #: Whether it wants to know which module runs.
+    watches_modules = True
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -37,9 +40,11 @@ class Observer(TorchFunctionMode):
         """Run the call and learn from it; returns what the model gets to see."""
         return call.run()
 
-    def present(self, values: Any) -> Any:
-        """The arguments of a call as the operation shall see them."""
-        return values
+    def present(
+        self, operation: Operation | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any], list[Tensor] | None]:
+        """The arguments of a call as the operation shall see them, and the tensors among them if that is known."""
+        return args, kwargs, None
 
     def concerns(self, value: Any) -> bool:
         """Whether a tensor carries what this observer tracks, so that an unknown function on it must be refused."""
@@ -62,8 +67,8 @@ class Observer(TorchFunctionMode):
     def __torch_function__(
         self, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        args, kwargs = self.present(args), self.present(kwargs) if kwargs else {}
         operation = lookup(func)
+        args, kwargs, tensors = self.present(operation, args, kwargs or {})
         if operation is None:
             return self.unknown(func, args, kwargs)
         if isinstance(operation, Query):
@@ -71,7 +76,7 @@ class Observer(TorchFunctionMode):
         if isinstance(operation, Composite):
             with self.again():
                 return operation.body(*args, **kwargs)
-        return self.observe(Call(operation, func, args, kwargs, self.site(func)))
+        return self.observe(Call(operation, func, args, kwargs, self.site(func), tensors))
 
     def again(self) -> TorchFunctionMode:
         """A context in which calls are observed although we are inside a call (the mode is off there)."""
@@ -93,7 +98,8 @@ class Observer(TorchFunctionMode):
     def __enter__(self) -> Self:
         self._fastpath = torch.backends.mha.get_fastpath_enabled()
         torch.backends.mha.set_fastpath_enabled(False)
-        _modules.watch(self)
+        if self.watches_modules:
+            _modules.watch(self)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -101,7 +107,8 @@ class Observer(TorchFunctionMode):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
-        _modules.forget(self)
+        if self.watches_modules:
+            _modules.forget(self)
         self._stack.clear()
         torch.backends.mha.set_fastpath_enabled(self._fastpath)
 
@@ -122,7 +129,7 @@ class _Modules:
         self._lock = threading.Lock()
         self._watching = 0
         self._own = threading.local()
-        self._plain: Callable[..., Any] = nn.Module.__call__
+        self._plain: Callable[..., Any] = nn.Module._call_impl
 
     def watch(self, observer: Observer) -> None:
         """From now on, for this observer too."""
@@ -132,7 +139,7 @@ class _Modules:
         with self._lock:
             self._watching += 1
             if self._watching == 1:
-                plain, own = nn.Module.__call__, self._own
+                plain, own = nn.Module._call_impl, self._own
                 self._plain = plain
 
                 def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -146,7 +153,7 @@ class _Modules:
                     finally:
                         observer.leave()
 
-                nn.Module.__call__ = call  # type: ignore[method-assign]
+                nn.Module._call_impl = call  # type: ignore[method-assign]
 
     def forget(self, observer: Observer) -> None:
         """No longer for this observer."""
@@ -154,7 +161,7 @@ class _Modules:
         with self._lock:
             self._watching -= 1
             if not self._watching:
-                nn.Module.__call__ = self._plain  # type: ignore[method-assign]
+                nn.Module._call_impl = self._plain  # type: ignore[method-assign]
 
 
 _modules = _Modules()

@@ -19,6 +19,7 @@ class Convolution(Operation):
     """`weight` is (out, in / groups, *kernel)."""
 
     name = "convolution"
+    differentiates = False
 
     def __init__(self, spatial: int) -> None:
         self.spatial = spatial
@@ -64,6 +65,7 @@ class TransposedConvolution(Operation):
     """`weight` is (in, out / groups, *kernel)."""
 
     name = "transposed convolution"
+    differentiates = False
 
     def __init__(self, spatial: int) -> None:
         self.spatial = spatial

@@ -19,6 +19,7 @@ class Linear(Operation):
     """`weight` is (out, in)."""
 
     name = "linear"
+    differentiates = False
 
     def channels(self, labels: LabelPass, call: Call, output: Any) -> None:
         """Output neurons are fresh, the last dimension is read, units along the other dimensions go on."""

@@ -31,6 +31,8 @@ class BatchNorm(Operation):
     """Per channel: mean and variance from buffers, scale and shift from parameters."""
 
     name = "batch norm"
+    differentiates = False
+    settles = False
 
     def channels(self, labels: LabelPass, call: Call, output: Any) -> None:
         """Everything that has one number per channel leaves with it."""
@@ -64,6 +66,7 @@ class InstanceNorm(BatchNorm):
     """Per channel and sample."""
 
     name = "instance norm"
+    settles = True
 
     def rehearse(self, call: Call) -> Any:
         """As it is."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -157,7 +156,7 @@ class Concat(Operation):
     def relevance(self, relevance: RelevancePass, call: Call) -> Any:
         """Each part gets what falls on it, constants (class tokens) included."""
         tensors = [relevance.constant(t, call) for t in tensors_in(call["tensors"])]
-        return relevance.moves(replace(call, args=(tensors, int(call.get("dim", 0) or 0)), kwargs={}))
+        return relevance.moves(call.given(tensors, int(call.get("dim", 0) or 0)))
 
 
 class Stack(Operation):
@@ -177,7 +176,7 @@ class Stack(Operation):
     def relevance(self, relevance: RelevancePass, call: Call) -> Any:
         """Each part gets what falls on it, constants (class tokens) included."""
         tensors = [relevance.constant(t, call) for t in tensors_in(call["tensors"])]
-        return relevance.moves(replace(call, args=(tensors, int(call.get("dim", 0) or 0)), kwargs={}))
+        return relevance.moves(call.given(tensors, int(call.get("dim", 0) or 0)))
 
 
 class Pad(Operation):

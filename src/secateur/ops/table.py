@@ -94,8 +94,8 @@ class Call:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     site: Site
-    _bound: dict[str, Any] | None = field(default=None, init=False, repr=False)
-    _tensors: list[Tensor] | None = field(default=None, init=False, repr=False)
+    _tensors: list[Tensor] | None = field(default=None, repr=False)
+    _bound: dict[str, Any] | None = field(default=None, repr=False)
 
     def __getitem__(self, name: str) -> Any:
         if self._bound is None:
@@ -113,6 +113,10 @@ class Call:
     def run(self) -> Any:
         """The call as the user wrote it."""
         return self.function(*self.args, **self.kwargs)
+
+    def given(self, *args: Any, **kwargs: Any) -> Call:
+        """The same call with other arguments."""
+        return Call(self.operation, self.function, args, kwargs, self.site)
 
     def on(self, x: Tensor) -> Callable[[Tensor], Any]:
         """The call as a function of its argument `x`, everything else as it is."""
@@ -146,6 +150,12 @@ class Operation:
 
     #: Shown to people.
     name: str = "operation"
+    #: Whether relevance begins here although no argument carries any: discrete inputs.
+    enters: bool = False
+    #: Whether a relevance pass lets torch differentiate the call, so that parameters must not look like activations.
+    differentiates: bool = True
+    #: Whether a layer whose output is read here has no batch norm to wait for any more.
+    settles: bool = True
 
     def channels(self, labels: LabelPass, call: Call, output: Any) -> None:
         """Which channels go in and out together, and the cost: tell `labels`."""
@@ -164,6 +174,7 @@ class Query(Operation):
     """Asks about a tensor (shape, dtype, …) and computes nothing."""
 
     name = "query"
+    settles = False
 
     def channels(self, labels: LabelPass, call: Call, output: Any) -> None:
         """A query moves no channels."""

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from secateur.errors import DataError, RelevanceError, UnknownOperationError, UnsupportedModelError
 from secateur.graph.shadow import unwrap
-from secateur.ops.table import SCALARS, Call, Operation
+from secateur.ops.table import SCALARS, Call, Function, Operation, Site
 from secateur.relevance.composites import Composite, composite_named
 from secateur.relevance.conservation import Conservation, Flow, Journal, precise
 from secateur.relevance.facts import About, Facts
@@ -52,6 +52,8 @@ class RelevancePass(Verbs):
         self.heat_map = heat_map
         self._weights = Weights(self.model)
         self._rules = {}
+        self._script: list[tuple[Function, Site]] = []  # the calls of the forward pass, in order
+        self._following = False  # whether this pass is expected to make the same calls
         self.attentive: set[str] = set()  # layers that got stuck with relevance before
         self.reset()
 
@@ -59,6 +61,7 @@ class RelevancePass(Verbs):
         """Forget all sums, keep the prepared weights."""
         self.samples = 0
         self.places = {}  # which call made which rows of which weight's units
+        self._layers = {}
         self._heights = {}
         self._ledger: dict[tuple[tuple[str, int, int], ...], Tensor] = {}  # the unit sums, in a row
         self._flows: dict[tuple[str, str], list[Any]] = {}
@@ -79,6 +82,10 @@ class RelevancePass(Verbs):
         self._fresh: weakref.ref[Tensor] | None = None  # the output of the last call, if nobody but the user has it
         self._writable: weakref.ref[Tensor] | None = None  # the same for the call before
         self._count = 0
+        self._calls = 0
+        self._differentiates = True
+        self._carrying = False  # whether a tensor among the arguments of this call carries relevance
+        self._deviated = False
         self._doubtful = ""
 
     @property
@@ -105,12 +112,25 @@ class RelevancePass(Verbs):
         return batch.output, batch.heat
 
     def _propagate(self, inputs: Any, start: Start) -> Batch:
+        if self._script:
+            self._following = True
+            try:
+                return self._attempt(inputs, start)
+            except Deviation:
+                self._following = False
+        self._script.clear()
+        self._layers.clear()
+        return self._attempt(inputs, start)
+
+    def _attempt(self, inputs: Any, start: Start) -> Batch:
         self._forget()
         with torch.inference_mode(False):
             entries = map_tensors(self._enter, inputs)
         with isolated(self.model, self._entries):
             with self:
-                output = logits_of(call_model(self.model, entries))
+                output = self._present(logits_of(call_model(self.model, entries)), [], True)
+            if self._deviated:
+                raise Deviation
             self._verify(inputs, output)
             if not output.requires_grad:
                 raise RelevanceError(
@@ -208,7 +228,7 @@ class RelevancePass(Verbs):
     def observe(self, call: Call) -> Any:
         """Let the operation decide, if relevance can come this way at all."""
         operation = call.operation
-        if not any(t.requires_grad for t in call.tensors()) and not getattr(operation, "enters", False):
+        if not self._carrying and not operation.enters:
             return call.run()
         if type(operation).relevance is Operation.relevance:
             raise UnknownOperationError(
@@ -218,26 +238,73 @@ class RelevancePass(Verbs):
         self._fresh, self._writable = None, self._fresh
         return operation.relevance(self, call)
 
+    @property
+    def watches_modules(self) -> bool:  # type: ignore[override]
+        """Not while following the script, which has the sites."""
+        return not self._following
+
+    def site(self, function: Function) -> Site:
+        """The place of the next call: as in the batch before, as long as the same functions are called."""
+        index, self._calls = self._calls, self._calls + 1
+        if not self._following:
+            site = super().site(function)
+            self._script.append((function, site))
+            return site
+        if index >= len(self._script) or self._script[index][0] is not function:
+            self.deviates()
+        return self._script[index][1]
+
+    def deviates(self) -> None:
+        """This is not the forward pass of the batch before: begin again, without expecting it."""
+        if self._following:
+            self._deviated = True
+            raise Deviation
+
     def concerns(self, value: Any) -> bool:
         """Tensors with a graph behind them carry relevance."""
         return isinstance(value, Tensor) and value.requires_grad
 
-    def present(self, values: Any) -> Any:
+    def present(
+        self, operation: Operation | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any], list[Tensor] | None]:
         """Parameters without their gradient flag; tensors that were overwritten, in their present state."""
-        if isinstance(values, Tensor):
-            if self.facts.newer:
-                newer = self.facts.newer.get(values)
-                while newer is not None:
-                    values, newer = newer, self.facts.newer.get(newer)
-            if values.requires_grad and values.grad_fn is None and id(values) not in self._leaves:
-                return self._weights.plain(values)
-            return values
-        kind = type(values)
+        tensors: list[Tensor] = []
+        self._carrying, self._differentiates = False, operation is None or operation.differentiates
+        settles = operation is None or operation.settles
+        args = tuple([v if v is None or type(v) in SCALARS else self._present(v, tensors, settles) for v in args])
+        if kwargs:
+            kwargs = {key: self._present(value, tensors, settles) for key, value in kwargs.items()}
+        return args, kwargs, tensors
+
+    def _present(self, value: Any, tensors: list[Tensor], settles: bool) -> Any:
+        kind = type(value)
         if kind is tuple or kind is list:
-            return kind([v if v is None or type(v) in SCALARS else self.present(v) for v in values])
+            if all([type(v) in SCALARS for v in value]):  # noqa: C419 (half the time: this runs at every call)
+                return value
+            return kind([self._present(v, tensors, settles) for v in value])
+        if isinstance(value, Tensor):
+            facts = self.facts
+            if facts.newer:
+                newer = facts.newer.get(value)
+                while newer is not None:
+                    value, newer = newer, facts.newer.get(newer)
+            if value.requires_grad:
+                if value.grad_fn is not None or id(value) in self._leaves:
+                    self._carrying = True
+                elif kind is not nn.Parameter and (record := facts.linear.get(value)) is not None:
+                    self._carrying = True
+                    value = value if not settles or not record.waiting else self._awaken(value, record)
+                elif self._differentiates:
+                    value = self._weights.plain(value)
+            tensors.append(value)
+            return value
         if kind is dict:
-            return {key: self.present(item) for key, item in values.items()}
-        return values
+            return {key: self._present(item, tensors, settles) for key, item in value.items()}
+        return value
+
+
+class Deviation(Exception):
+    """The forward pass does not make the calls that it made before."""
 
 
 @dataclass(frozen=True)

@@ -134,11 +134,11 @@ class Layer(Sharing):
         record: LinearCall, nonneg: bool, stop: bool,
     ) -> None:  # fmt: skip
         super().__init__(books, run, layer, place, place.path, nonneg, stop)
-        self.weight, self.rows, self.channel = record.name, record.rows, record.channel
+        self.site, self.channel = record.site, record.site.channel
 
     def back(self, r: Tensor, *inputs: Tensor) -> tuple[Tensor | None, ...]:
         """Add up the units on the way."""
-        return self.share(r, inputs[0], self.books.unit_sums(self.weight, self.rows, r, self.channel))
+        return self.share(r, inputs[0], self.books.unit_sums(self.site, r))
 
 
 class Adding(Step):

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from secateur.errors import UnsupportedModelError
 from secateur.ops.table import Call, Site, tensors_in
@@ -31,7 +31,7 @@ from secateur.relevance.steps import (
     take,
     total,
 )  # fmt: skip
-from secateur.relevance.weights import Build, LinearCall, Weights, path_of
+from secateur.relevance.weights import Build, LayerSite, LinearCall, Weights, path_of
 from secateur.tracing import Observer
 
 Absolute = Literal[False, "sample", "element"]
@@ -46,7 +46,9 @@ class Verbs(Observer):
     attentive: set[str]
     facts: Facts
     places: dict[Site, tuple[str, int, int]]
+    deviates: Callable[[], None]
     _weights: Weights
+    _layers: dict[Site, LayerSite]
     _journal: Journal
     _summed: About[tuple[int, int, Tensor]]
     _heights: dict[str, tuple[int, torch.device]]
@@ -101,55 +103,35 @@ class Verbs(Observer):
         with torch.no_grad():
             return self._run_on_copy(call) if writes(call) else call.run()
 
-    def layer(
-        self, call: Call, run: Callable[[], Tensor], x: Tensor, build: Build, kind: str, channel: int,
-        transposed: bool = False, groups: int = 1,
-    ) -> Tensor:  # fmt: skip
-        """A conv or linear layer. Its output remembers how it came about, in case a batch norm follows."""
-        weight, bias = call["weight"], call["bias"]
-        index, self._count = self._count, self._count + 1
-        outputs = weight.shape[1] * groups if transposed else weight.shape[0]
-        name, rows = self._weights.name(weight, call, outputs)
-        if not x.requires_grad:
-            return self.stops(call)  # type: ignore[no-any-return]
-        height = rows.stop if transposed else self._weights.height(name, rows.stop)
-        if name not in self._heights or self._heights[name][0] < height:
-            self._heights[name] = (height, x.device)
-        self.places[call.site] = (name, rows.start, rows.stop)
-        record = LinearCall(x, weight, bias, build, transposed, groups, name, rows, kind, index, channel)
-        output = self._layer(run, record, lambda a: self._weights.prepared(record))
-        self.facts.linear[output] = record
-        self._fresh = weakref.ref(output)
-        return output
-
     def dense(self, call: Call) -> Tensor:
         """A linear layer."""
-        return self.layer(call, call.run, call["input"], DenseMap, "linear", -1)
+        x, known = call["input"], self._layers.get(call.site)
+        if known is None or known.source is not self._weights.source(call["weight"]):
+            known = self._layer_site(call, DenseMap, call["weight"].shape[0], "linear", -1)
+        return self._layer_of(call, call.run, x, known)
 
     def convolves(self, call: Call, spatial: int, transposed: bool = False) -> Tensor:
-        """A convolution. Input without a batch dimension gets one; "same" padding is spelt out."""
-        x, weight = call["input"], call["weight"]
-        options = [call["stride"], call["padding"], call["dilation"], call["groups"]]
-        options = [tuple(option) if isinstance(option, list) else option for option in options]
-        further = call["output_padding"] if transposed else 0
-        geometry = Geometry.of(
-            tuple(weight.shape[2:]), *options, transposed, tuple(further) if isinstance(further, list) else further
-        )
+        """A convolution. Input without a batch dimension gets one."""
+        x, weight, known = call["input"], call["weight"], self._layers.get(call.site)
+        options = (call["stride"], call["padding"], call["dilation"], call["groups"])
+        if known is None or known.source is not self._weights.source(weight) or known.options != options:
+            further = call["output_padding"] if transposed else 0
+            geometry = Geometry.of(tuple(weight.shape[2:]), *map(_hashable, options), transposed, _hashable(further))
+            outputs = weight.shape[1] * geometry.groups if transposed else weight.shape[0]
+            known = self._layer_site(call, geometry, outputs, "conv", 1, options)
         if x.dim() > spatial + 1 or not x.requires_grad:
-            return self.layer(call, call.run, x, geometry, "conv", 1, transposed, geometry.groups)
+            return self._layer_of(call, call.run, x, known)
+        known.waits = False  # batch norms do not read what has no batch
         single, run = x.unsqueeze(0), call.on(x)
-        return self.layer(call, lambda: run(single), single, geometry, "conv", 1, transposed, geometry.groups)[0]
+        return self._layer_of(call, lambda: run(single), single, known)[0]
 
     def batch_norm(self, call: Call, x: Tensor) -> Tensor:
         """Folded into the layer whose output it reads, if there is one; else it is a scale that passes relevance."""
         record: LinearCall | None = self.facts.linear.get(x)
-        if (
-            record is None
-            or call["training"]
-            or call["running_mean"] is None
-            or (record.kind == "linear" and x.dim() > 2)
-        ):
+        if record is None:
             return self._normed(call, x)
+        if call["training"] or call["running_mean"] is None or (record.site.kind == "linear" and x.dim() > 2):
+            return self._normed(call, self._awaken(x, record) if record.waiting else x)
         stats = (call["running_mean"], call["running_var"], call["weight"], call["bias"])
         eps = float(call["eps"])
         output = self._layer(call.run, record, lambda a: self._weights.prepared(record, stats, eps))
@@ -318,8 +300,9 @@ class Verbs(Observer):
         self._summed[r] = (channel % r.dim(), r._version, summed)
         return summed
 
-    def unit_sums(self, name: str, rows: slice, r: Tensor, channel: int) -> Tensor:
+    def unit_sums(self, site: LayerSite, r: Tensor) -> Tensor:
         """Book one number per unit of a layer; returns sums that add up to what arrived."""
+        name, rows, channel = site.name, site.rows, site.channel
         if self.absolute:
             self._journal.units(name, rows, self._by_channel(r, channel))
             return total(r)
@@ -332,10 +315,55 @@ class Verbs(Observer):
         return summed
 
     # -- parts -----------------------------------------------------------------------------------------------------
+    def _layer_site(
+        self, call: Call, build: Build, outputs: int, kind: str, channel: int, options: tuple[Any, ...] = ()
+    ) -> LayerSite:
+        """What there is to know about a layer before it runs; true of the next batch too, if the weight is the same."""
+        weight, transposed = call["weight"], isinstance(build, Geometry) and build.transposed
+        if call.site in self._layers:
+            self.deviates()
+        name, rows = self._weights.name(weight, call, outputs)
+        self.places[call.site] = (name, rows.start, rows.stop)
+        height = rows.stop if transposed else self._weights.height(name, rows.stop)
+        self._heights[name] = (max(height, self._heights.get(name, (0, None))[0]), weight.device)
+        waits = kind == "conv"
+        known = LayerSite(self._weights.source(weight), options, build, name, rows, kind, channel, path_of(name), waits)
+        if isinstance(known.source, nn.Parameter):
+            self._layers[call.site] = known
+        return known
+
+    def _layer_of(self, call: Call, run: Callable[[], Tensor], x: Tensor, site: LayerSite) -> Tensor:
+        """A conv or linear layer. Its output remembers how it came about, in case a batch norm follows."""
+        index, self._count = self._count, self._count + 1
+        if not x.requires_grad:
+            return self.stops(call)  # type: ignore[no-any-return]
+        record = LinearCall(x, call["weight"], call["bias"], site, index)
+        if site.waits:  # a batch norm may replace this output at once, so it is not yet made part of the graph
+            with torch.no_grad():
+                output = run()
+            record.waiting = True
+            output.requires_grad_(True)
+        else:
+            output = self._layer(run, record, lambda a: self._weights.prepared(record))
+        self.facts.linear[output] = record
+        self._fresh = weakref.ref(output)
+        return output
+
+    def _awaken(self, output: Tensor, record: LinearCall) -> Tensor:
+        """The output of a layer that waited for a batch norm in vain, as part of the graph."""
+        record.site.waits = False
+        record.waiting = False
+        awake = self._layer(output.detach, record, lambda a: self._weights.prepared(record))
+        self.facts.newer[output] = awake
+        self.facts.linear[awake] = record
+        if self._fresh is not None and self._fresh() is output:
+            self._fresh = weakref.ref(awake)
+        return awake
+
     def _layer(self, run: Callable[[], Tensor], record: LinearCall, prepare: Callable[[Tensor], LinearMap]) -> Tensor:
-        x = record.x
+        x, site = record.x, record.site
         first = any(x is entry for entry in self._entries)
-        place = self.place(record.kind, path_of(record.name), record.index, first or record.index == 0)
+        place = self.place(site.kind, site.path, record.index, first or record.index == 0)
         stop = first and not self.heat_map
         output: Tensor = take(Layer(self, run, prepare, place, record, x in self.facts.nonneg, stop), x)
         return output
@@ -395,6 +423,10 @@ class Verbs(Observer):
 
 def _carries(value: Any) -> bool:
     return isinstance(value, Tensor) and value.requires_grad
+
+
+def _hashable(option: Any) -> Any:
+    return tuple(option) if isinstance(option, list) else option
 
 
 def _flipped(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:

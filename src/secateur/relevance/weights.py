@@ -10,10 +10,25 @@ import torch
 from torch import Tensor, nn
 
 from secateur.ops.table import Call
-from secateur.relevance.maps import LinearMap
+from secateur.relevance.maps import Geometry, LinearMap
 
 #: Makes the linear map of a layer from its weight and bias; equal ones make equal maps.
 Build = Callable[[Tensor, Tensor | None], LinearMap]
+
+
+@dataclass(slots=True, eq=False)
+class LayerSite:
+    """What is known about a conv or linear call before it runs."""
+
+    source: Tensor  # the parameter, or whatever else its weight is
+    options: tuple[Any, ...]
+    build: Build
+    name: str
+    rows: slice
+    kind: str
+    channel: int
+    path: str
+    waits: bool  # whether a batch norm has always followed
 
 
 @dataclass(slots=True, eq=False)
@@ -23,14 +38,9 @@ class LinearCall:
     x: Tensor
     weight: Tensor
     bias: Tensor | None
-    build: Build
-    transposed: bool
-    groups: int
-    name: str
-    rows: slice
-    kind: str
+    site: LayerSite
     index: int
-    channel: int
+    waiting: bool = False  # for a batch norm; its output is not yet part of the graph
 
 
 class Weights:
@@ -59,14 +69,19 @@ class Weights:
             self._parameters[id(known[1])] = parameter
         return known[1]
 
+    def source(self, weight: Tensor) -> Tensor:
+        """The parameter that a tensor stands for, or the tensor itself."""
+        return self._parameters.get(id(weight), weight)
+
     def prepared(self, record: LinearCall, stats: tuple[Tensor | None, ...] = (), eps: float = 0.0) -> LinearMap:
         """The linear map of a layer, with its batch norm folded in; it is kept for the next batch, with W⁺ and W⁻."""
         sources = (record.weight, record.bias, *stats)
-        key = (record.build, *[part for t in sources if t is not None for part in (t.data_ptr(), t._version)])
+        build = record.site.build
+        key = (build, *[part for t in sources if t is not None for part in (t.data_ptr(), t._version)])
         if key not in self._maps:
             weight, bias = folded(record, stats, eps) if stats else (record.weight, record.bias)
             # holding the sources, so that their addresses stay theirs
-            self._maps[key] = (sources, record.build(weight, bias))
+            self._maps[key] = (sources, build(weight, bias))
         return self._maps[key][1]
 
     def height(self, name: str, least: int) -> int:
@@ -75,7 +90,7 @@ class Weights:
 
     def name(self, weight: Tensor, call: Call, outputs: int) -> tuple[str, slice]:
         """The parameter a weight is, or is some rows of, and which; computed weights go by their module."""
-        source = self._parameters.get(id(weight), weight)
+        source = self.source(weight)
         known = self._names.get(id(source))
         if known is not None and known[0] is source:
             return known[1], slice(0, outputs)
@@ -114,10 +129,10 @@ def folded(record: LinearCall, stats: Sequence[Tensor | None], eps: float) -> tu
     shift = -mean.double() * scale + (0 if beta is None else beta.double())
     if record.bias is not None:
         shift = shift + record.bias.double() * scale
-    weight = record.weight
-    if record.transposed:  # (in, out / groups, ...)
-        rows = weight.shape[0] // record.groups
-        per = scale.view(record.groups, 1, -1).expand(-1, rows, -1).reshape(weight.shape[0], -1)
+    weight, geometry = record.weight, record.site.build
+    if isinstance(geometry, Geometry) and geometry.transposed:  # (in, out / groups, ...)
+        rows = weight.shape[0] // geometry.groups
+        per = scale.view(geometry.groups, 1, -1).expand(-1, rows, -1).reshape(weight.shape[0], -1)
         return (weight * per.to(weight).reshape(*per.shape, *[1] * (weight.dim() - 2))), shift.to(weight)
     return weight * scale.to(weight).view(-1, *[1] * (weight.dim() - 1)), shift.to(weight)
 
