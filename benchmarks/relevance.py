@@ -1,21 +1,24 @@
 """Speed and memory of a relevance pass against a gradient pass and the LRP libraries, in one run.
 
-    python -m benchmarks.relevance                          # ResNet-18 and VGG-16, 8 images of 224²
-    python -m benchmarks.relevance --device cuda --models resnet50 vgg16 --batch 64 --rivals zplus
+    python -m benchmarks.relevance                     # ResNet-18 and VGG-16, 8 images of 224²
+    python -m benchmarks.relevance --device cuda       # ResNet-50, VGG-16, ResNet-18, batch 64, channels-last, TF32
 
 The gradient pass is forward and backward with parameter gradients. Contestants take turns, so that a busy moment of
 the machine hits all of them; the table has medians. Memory on the CPU is the growth of the resident set in a process of
-its own.
+its own. On a GPU a second list says how long the host takes to launch everything, how long the device is busy, and
+with what. Libraries that are not installed are left out by name.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import statistics
 import subprocess
 import sys
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable
 
 import torch
@@ -23,79 +26,113 @@ from torch import nn
 from torch.nn import functional as F
 
 from secateur.relevance import RelevancePass
+from secateur.relevance.conservation import Journal
 from secateur.relevance.explain import starter
 
 Contestant = Callable[[], object]
+OURS = ("secateur, units", "secateur, units and heat map")
 
 
 def build(name: str, device: str) -> nn.Module:
     from torchvision import models
 
     torch.manual_seed(0)
-    net = getattr(models, name)(weights=None).eval()
+    net: nn.Module = getattr(models, name)(weights=None).eval()
     for module in net.modules():
         if isinstance(module, nn.BatchNorm2d):
             module.running_mean.normal_(0, 0.3)
             module.running_var.uniform_(0.5, 2)
         if isinstance(getattr(module, "bias", None), torch.Tensor):
             nn.init.normal_(module.bias, 0, 0.05)
-    if device == "cuda":
-        return net.cuda().to(memory_format=torch.channels_last)
-    return net
+    return net.cuda().to(memory_format=torch.channels_last) if device == "cuda" else net
 
 
-def contestants(name: str, args: argparse.Namespace, only: str | None = None) -> dict[str, Contestant]:
-    net = build(name, args.device)
-    x = torch.randn(args.batch, 3, args.size, args.size, device=args.device)
-    if args.device == "cuda":
-        x = x.to(memory_format=torch.channels_last)
-    y = torch.randint(1000, (args.batch,), device=args.device)
+def batch(args: argparse.Namespace) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(args.batch, 3, args.size, args.size, generator=generator).to(args.device)
+    y = torch.randint(1000, (args.batch,), generator=generator).to(args.device)
+    return (x.to(memory_format=torch.channels_last) if args.device == "cuda" else x), y
+
+
+def own(name: str, args: argparse.Namespace) -> dict[str, Contestant]:
+    net, (x, y) = build(name, args.device), batch(args)
 
     def gradient() -> None:
         net.zero_grad(set_to_none=True)
         F.cross_entropy(net(x), y).backward()
 
     units, heat = RelevancePass(net, heat_map=False), RelevancePass(net)
-    entries: dict[str, Contestant] = {
+    return {
         "gradient pass": gradient,
-        "secateur, units": lambda: units.run(x, starter(y)),
-        "secateur, units and heat map": lambda: heat.run(x, starter(y)),
+        OURS[0]: lambda: units.run(x, starter(y)),
+        OURS[1]: lambda: heat.run(x, starter(y)),
     }
-    if only is None:
-        for rival in args.rivals:
-            entries[RIVALS[rival]] = zennit(build(name, args.device), x, y, rival)
-    return entries if only is None else {only: entries[only]}
 
 
-RIVALS = {"zplus": "zennit ZPlus", "alphabeta": "zennit AlphaBeta(1, 0)"}
+# -- rivals ------------------------------------------------------------------------------------------------------------
+def zennit(rule: str) -> Callable[[str, argparse.Namespace], Contestant]:
+    def make(name: str, args: argparse.Namespace) -> Contestant:
+        from zennit.attribution import Gradient
+        from zennit.canonizers import SequentialMergeBatchNorm
+        from zennit.composites import LayerMapComposite
+        from zennit.layer import Sum
+        from zennit.rules import AlphaBeta, Norm, Pass, ZPlus
+        from zennit.torchvision import ResNetCanonizer
+        from zennit.types import Activation, AvgPool, BatchNorm, Convolution, Linear
+
+        net, (x, y) = out_of_place(build(name, args.device)), batch(args)
+        layer = ZPlus() if rule == "zplus" else AlphaBeta(1, 0)
+        maps = [(Activation, Pass()), (Sum, Norm()), (AvgPool, Norm()), (BatchNorm, Pass())]
+        maps += [(Convolution, layer), (Linear, layer)]
+        canonizers = [ResNetCanonizer() if name.startswith("resnet") else SequentialMergeBatchNorm()]
+        seed = torch.eye(1000, device=x.device)[y]
+
+        def run() -> None:
+            with Gradient(net, LayerMapComposite(maps, canonizers=canonizers)) as attributor:
+                attributor(x, seed)
+
+        return run
+
+    return make
 
 
-def zennit(net: nn.Module, x: torch.Tensor, y: torch.Tensor, rule: str) -> Contestant:
-    from zennit.attribution import Gradient
-    from zennit.canonizers import SequentialMergeBatchNorm
-    from zennit.composites import LayerMapComposite
-    from zennit.layer import Sum
-    from zennit.rules import AlphaBeta, Norm, Pass, ZPlus
-    from zennit.torchvision import ResNetCanonizer
-    from zennit.types import Activation, AvgPool, BatchNorm, Convolution, Linear
+def captum(name: str, args: argparse.Namespace) -> Contestant:
+    """α1β0 in every layer. Left out where the total is wrong: reused modules and sums are not what captum expects."""
+    from captum.attr import LRP
+    from captum.attr._utils.lrp_rules import Alpha1_Beta0_Rule
 
+    net, (x, y) = out_of_place(build(name, args.device)), batch(args)
     for module in net.modules():
-        if isinstance(module, nn.ReLU):
-            module.inplace = False
-    layer = ZPlus() if rule == "zplus" else AlphaBeta(1, 0)
-    maps = [(Activation, Pass()), (Sum, Norm()), (AvgPool, Norm()), (BatchNorm, Pass())]
-    maps += [(Convolution, layer), (Linear, layer)]
-    residual = any("downsample" in path for path, _ in net.named_modules())
-    canonizers = [ResNetCanonizer() if residual else SequentialMergeBatchNorm()]
-    seed = torch.eye(1000, device=x.device)[y]
+        if isinstance(module, nn.Conv2d | nn.Linear):
+            module.rule = Alpha1_Beta0_Rule(set_bias_to_zero=True)
 
-    def run() -> None:
-        with Gradient(net, LayerMapComposite(maps, canonizers=canonizers)) as attributor:
-            attributor(x, seed)
+    def run(x: torch.Tensor = x, y: torch.Tensor = y) -> torch.Tensor:
+        found: torch.Tensor = LRP(net).attribute(x, y)
+        return found
 
+    with torch.no_grad():
+        start = float(net(x[:1])[0, y[0]])
+    total = float(run(x[:1], y[:1]).sum()) / start
+    if not abs(total - 1) < 0.05:
+        raise ValueError(f"wrong: {total:.2g} of the relevance reaches the input")
     return run
 
 
+def out_of_place(net: nn.Module) -> nn.Module:
+    for module in net.modules():
+        if isinstance(module, nn.ReLU):
+            module.inplace = False
+    return net
+
+
+RIVALS: dict[str, tuple[str, Callable[[str, argparse.Namespace], Contestant]]] = {
+    "zplus": ("zennit ZPlus", zennit("zplus")),
+    "alphabeta": ("zennit AlphaBeta(1, 0)", zennit("alphabeta")),
+    "captum": ("captum LRP, α1β0", captum),
+}
+
+
+# -- measuring ---------------------------------------------------------------------------------------------------------
 def clock(run: Contestant, device: str) -> float:
     if device == "cuda":
         torch.cuda.synchronize()
@@ -106,22 +143,41 @@ def clock(run: Contestant, device: str) -> float:
     return time.perf_counter() - begin
 
 
+def turns(runs: dict[str, Contestant], args: argparse.Namespace) -> dict[str, list[float] | str]:
+    """Times of all contestants, taking turns; a sentence for those that fail."""
+    times: dict[str, list[float] | str] = {}
+    for who, run in runs.items():
+        try:
+            run()
+            run()
+            times[who] = []
+        except torch.OutOfMemoryError:
+            times[who] = "out of memory"
+    for _ in range(args.repeat):
+        for who, run in runs.items():
+            seconds = times[who]
+            if isinstance(seconds, list):
+                seconds.append(clock(run, args.device))
+    return times
+
+
 def memory(name: str, who: str, args: argparse.Namespace) -> float:
     """MiB at the peak, above what model and data take."""
     if args.device == "cuda":
-        (run,) = contestants(name, args, who).values()
-        run()
-        torch.cuda.synchronize()
+        run = own(name, args)[who]
+        gc.collect()
+        before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         run()
-        return torch.cuda.max_memory_allocated() / 2**20
+        run()
+        return (torch.cuda.max_memory_allocated() - before) / 2**20
     command = [sys.executable, "-m", "benchmarks.relevance", "--peak", who, "--models", name]
     command += ["--batch", str(args.batch), "--size", str(args.size), "--threads", str(args.threads)]
     return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[-1])
 
 
 def peak(args: argparse.Namespace) -> None:
-    (run,) = contestants(args.models[0], args, args.peak).values()
+    run = own(args.models[0], args)[args.peak]
     before = resident("VmRSS")
     run()
     run()
@@ -135,46 +191,114 @@ def resident(what: str) -> float:
     return int(line.split()[1]) / 2**10
 
 
+def launched(run: Contestant) -> float:
+    """Seconds until everything is launched: until the call returns, or the relevance pass waits for its sums."""
+    moments: list[float] = []
+    read = Journal.read
+
+    def noted(self: Journal, *more: object) -> object:
+        moments.append(time.perf_counter())
+        return read(self, *more)  # type: ignore[arg-type]
+
+    Journal.read = noted  # type: ignore[assignment, method-assign]
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    try:
+        run()
+    finally:
+        Journal.read = read  # type: ignore[method-assign]
+    return (moments[0] if moments else time.perf_counter()) - begin
+
+
+def kernels(run: Contestant) -> tuple[float, int, list[tuple[str, int, float]]]:
+    """Milliseconds that the device is busy, how many kernels it runs, and the longest by name."""
+    from torch.profiler import ProfilerActivity, profile
+
+    run()
+    with profile(activities=[ProfilerActivity.CUDA]) as trace:
+        run()
+        torch.cuda.synchronize()
+    busy: Counter[str] = Counter()
+    count: Counter[str] = Counter()
+    for event in trace.events() or []:
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            busy[event.name[:90]] += event.time_range.elapsed_us() / 1e3
+            count[event.name[:90]] += 1
+    longest = [(name, count[name], ms) for name, ms in busy.most_common(12)]
+    return sum(busy.values()), sum(count.values()), longest
+
+
+def split(name: str, times: dict[str, list[float] | str], runs: dict[str, Contestant]) -> None:
+    for who in ("gradient pass", *OURS):
+        wall = 1e3 * statistics.median(times[who])  # type: ignore[type-var]
+        host = 1e3 * statistics.median([launched(runs[who]) for _ in range(5)])
+        busy, count, longest = kernels(runs[who])
+        print(f"\n{name}, {who}: wall {wall:.1f} ms, host {host:.1f} ms, device {busy:.1f} ms in {count} kernels")
+        for kernel, number, ms in longest:
+            print(f"  {ms:7.2f} ms {number:4d} x  {kernel}")
+
+
+def report(name: str, args: argparse.Namespace) -> None:
+    runs, missing = own(name, args), dict[str, str]()
+    for rival in args.rivals:
+        who, make = RIVALS[rival]
+        try:
+            runs[who] = make(name, args)
+        except ImportError as error:
+            missing[who] = f"not installed ({error.name})"
+        except ValueError as error:
+            missing[who] = str(error)
+    times = turns(runs, args)
+    base = statistics.median(times["gradient pass"])  # type: ignore[type-var]
+    first = None
+    for who, seconds in times.items():
+        if isinstance(seconds, str):
+            missing[who] = seconds
+            continue
+        middle = statistics.median(seconds)
+        cells = f"| {name} | {who} | {middle:.4f} | {middle / base:.2f} |"
+        if who in ("gradient pass", *OURS):
+            used = memory(name, who, args)
+            first = first or used
+            cells += f" {used:.0f} | {used / first:.2f} |"
+        else:
+            cells += " | |"
+        print(cells, flush=True)
+    for who, reason in missing.items():
+        print(f"| {name} | {who} | {reason} | | | |", flush=True)
+    if args.device == "cuda":
+        args.splits.append((name, times, {who: runs[who] for who in ("gradient pass", *OURS)}))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", default=["resnet18", "vgg16"])
-    parser.add_argument("--rivals", nargs="*", default=["zplus", "alphabeta"], choices=RIVALS)
+    parser.add_argument("--models", nargs="+", help="default: resnet18 vgg16; on a GPU resnet50 vgg16 resnet18")
+    parser.add_argument("--rivals", nargs="*", default=list(RIVALS), choices=RIVALS)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--batch", type=int, help="default: 8, on a GPU 64")
     parser.add_argument("--size", type=int, default=224)
-    parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--repeat", type=int, default=7)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--peak", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    gpu = args.device == "cuda"
+    args.models = args.models or (["resnet50", "vgg16", "resnet18"] if gpu else ["resnet18", "vgg16"])
+    args.batch, args.splits = args.batch or (64 if gpu else 8), []
     warnings.simplefilter("ignore")
     torch.set_num_threads(args.threads)
-    torch.set_float32_matmul_precision("high" if args.device == "cuda" else "highest")
+    torch.set_float32_matmul_precision("high" if gpu else "highest")
     torch.backends.cudnn.benchmark = True
     if args.peak:
         peak(args)
         return
-    print(f"{args.batch} images of {args.size}², {args.device}, {args.threads} threads, medians of {args.repeat}\n")
+    where = torch.cuda.get_device_name() + ", channels-last, TF32" if gpu else f"CPU, {args.threads} threads"
+    print(f"{args.batch} images of {args.size}², {where}, torch {torch.__version__}, medians of {args.repeat}\n")
     print("| model | pass | seconds | x gradient pass | peak MiB | x gradient pass |\n|---|---|---|---|---|---|")
     for name in args.models:
-        runs = contestants(name, args)
-        times: dict[str, list[float]] = {who: [] for who in runs}
-        for run in runs.values():
-            run()
-        for _ in range(args.repeat):
-            for who, run in runs.items():
-                times[who].append(clock(run, args.device))
-        base = statistics.median(times["gradient pass"])
-        del runs
-        first = None
-        for who, seconds in times.items():
-            middle = statistics.median(seconds)
-            cells = f"| {name} | {who} | {middle:.3f} | {middle / base:.2f} |"
-            if who in RIVALS.values():
-                print(cells + " | |")
-                continue
-            used = memory(name, who, args)
-            first = first or used
-            print(cells + f" {used:.0f} | {used / first:.2f} |")
+        report(name, args)
+        gc.collect()
+    for name, times, runs in args.splits:
+        split(name, times, runs)
 
 
 if __name__ == "__main__":

@@ -139,8 +139,8 @@ class _Modules:
         with self._lock:
             self._watching += 1
             if self._watching == 1:
-                plain, own = nn.Module._call_impl, self._own
-                self._plain = plain
+                plain: Callable[..., Any] = nn.Module._call_impl
+                own, self._plain = self._own, plain
 
                 def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
                     observers = getattr(own, "observers", None)
@@ -153,7 +153,7 @@ class _Modules:
                     finally:
                         observer.leave()
 
-                nn.Module._call_impl = call  # type: ignore[method-assign]
+                nn.Module._call_impl = call  # type: ignore[method-assign, assignment]
 
     def forget(self, observer: Observer) -> None:
         """No longer for this observer."""

@@ -15,7 +15,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from secateur.relevance.rules import AlphaBeta, Rule, over, split
+from secateur.relevance.pointwise import over
+from secateur.relevance.rules import AlphaBeta, Rule, split
 
 
 @dataclass(frozen=True)

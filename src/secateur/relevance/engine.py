@@ -96,7 +96,7 @@ class RelevancePass(Verbs):
             for name, (height, device) in self._heights.items()
         }
         for layout, row in self._ledger.items():
-            parts = row.split([stop - start for _, start, stop in layout])
+            parts = torch.split_with_sizes(row, [stop - start for _, start, stop in layout])
             for (name, start, stop), part in zip(layout, parts, strict=True):
                 sums[name][start:stop] += part.to(sums[name].device)
         return sums

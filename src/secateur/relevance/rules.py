@@ -12,27 +12,11 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from secateur.relevance.maps import LinearMap
+from secateur.relevance.pointwise import by_positive_parts, floor, over, over_positive
 
 Bias = Literal["spread", "absorb", "ignore"]
-
-
-def over(r: Tensor, z: Tensor) -> Tensor:
-    """r / z, and 0 where z is 0. Overwrites z."""
-    dead = z == 0
-    return torch.div(r, z.masked_fill_(dead, 1), out=z).masked_fill_(dead, 0)
-
-
-def over_positive(r: Tensor, z: Tensor) -> Tensor:
-    """r / z for z ≥ 0, and finite where z is 0: it meets only zero contributions there. Overwrites z."""
-    return torch.div(r, z.add_(_floor(z)), out=z)
-
-
-def _floor(z: Tensor) -> float:
-    """Sums below this (masked attention has exp(-100) = 4e-44) count as none."""
-    return 1e-6 if z.dtype == torch.float16 else 1e-25
 
 
 def split(a: Tensor) -> tuple[Tensor, Tensor]:
@@ -155,23 +139,16 @@ class AlphaBeta(Contributions):
         if self.beta != 0:
             stuck = (positive == 0) & (contributions(layer, a, -1) == 0)
             return layer.spread(torch.where(stuck, r, 0), a)
-        floor = _floor(r)
-        lost = r * (floor / (positive + floor))
+        least = floor(r)
+        lost = r * (least / (positive + least))
         negative = contributions(layer, a, -1)
-        silent = negative > -1e5 * floor
+        silent = negative > -1e5 * least
         shared = pull(layer, a, over(lost, negative.masked_fill_(silent, 0)), -1)
         return shared + layer.spread(torch.where(silent, lost, 0), a)
 
     def add(self, a: Tensor, b: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
         """The shares of two summands."""
-        # By the positive parts. Negative parts count 10^-12 times, so that they decide only where neither summand is
-        # positive; then the shares are by size. Of two zeros the first takes all. What a does not get, b gets.
-        if self.beta != 0:
-            return super().add(a, b, r)
-        part = F.leaky_relu(a, 1e-12).add_(1e-25)
-        whole = F.leaky_relu(b, 1e-12).add_(part)
-        part = part.div_(whole).mul_(r)
-        return part, r - part
+        return by_positive_parts(a, b, r) if self.beta == 0 else super().add(a, b, r)
 
 
 @dataclass(frozen=True)

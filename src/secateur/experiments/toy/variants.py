@@ -16,7 +16,8 @@ from torch import Tensor
 from secateur.criteria.relevance import LRP
 from secateur.relevance.composites import Composite, On
 from secateur.relevance.maps import LinearMap
-from secateur.relevance.rules import AlphaBeta, Rule, over
+from secateur.relevance.pointwise import over
+from secateur.relevance.rules import AlphaBeta, Rule
 
 
 @dataclass(frozen=True)
