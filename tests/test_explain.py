@@ -346,6 +346,87 @@ def test_changed_weights_are_noticed_between_batches():
     torch.testing.assert_close(heat, explain(net, X, lambda out: torch.ones_like(out)).input)
 
 
+class Moody(nn.Module):
+    """Takes another way whenever the mood says so: other functions, or the same ones with other weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two, self.norm = nn.Conv2d(3, 4, 3), nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
+        self.head = nn.Linear(4, 2)
+        self.norm.running_mean.normal_()
+        self.mood = 0
+
+    def forward(self, x):
+        y = (self.two if self.mood == 1 else self.one)(x)
+        if self.mood < 2:
+            y = self.norm(y)
+        return self.head(F.relu(y).mean((2, 3)) if self.mood != 3 else y.flatten(2).mean(2))
+
+
+def test_batches_that_take_different_ways():
+    torch.manual_seed(3)
+    net, ones = Moody().eval(), lambda out: torch.ones_like(out)
+    engine = RelevancePass(net)
+    wanted: dict[str, torch.Tensor] = {}
+    for mood in (0, 0, 1, 1, 0, 2, 2, 3, 0, 3):
+        net.mood = mood
+        _, (heat,) = engine.run(X, ones)
+        fresh = explain(net, X, ones)
+        torch.testing.assert_close(heat, fresh.input)
+        for name, values in fresh.weights.items():
+            wanted[name] = wanted.get(name, 0) + values
+        path = "two" if mood == 1 else "one"
+        assert {name for site, (name, _, _) in engine.places.items() if site.path == path} == {f"{path}.weight"}
+    assert engine.units.keys() == wanted.keys()
+    for name, values in engine.units.items():
+        torch.testing.assert_close(values.float(), wanted[name])
+
+
+def test_a_layer_is_followed_by_its_batch_norm_or_by_something_else():
+    torch.manual_seed(4)
+    conv, norm = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4).eval()
+    norm.running_var.uniform_(0.5, 2)
+    nn.init.normal_(norm.bias)
+    ways = {
+        "norm first": lambda m, x: (lambda y: F.relu(m.norm(y)) + y)(m.conv(x)),
+        "norm last": lambda m, x: (lambda y: y + F.relu(m.norm(y)))(m.conv(x)),
+        "overwritten first": lambda m, x: (lambda y: m.norm(y.relu_()))(m.conv(x)),
+        "statistics of the batch": lambda m, x: F.batch_norm(m.conv(x), None, None, training=True),
+        "looked at": lambda m, x: (lambda y: m.norm(y) if y.shape[1] == 4 and y.dim() == 4 else y)(m.conv(x)),
+        "returned": lambda m, x: m.conv(x),
+    }
+    for way, function in ways.items():
+        net = Op(function, conv=conv, norm=norm).double()
+        x = X.double()
+        engine = RelevancePass(net)
+        out, (heat,) = engine.run(x, lambda out: torch.ones_like(out))
+        torch.testing.assert_close(out, net(x).detach(), msg=way)
+        _, (again,) = engine.run(x, lambda out: torch.ones_like(out))
+        assert torch.equal(heat, again), way
+        torch.testing.assert_close(heat.sum(), torch.tensor(float(out.numel())).double(), msg=way)
+
+
+def test_facts_do_not_survive_an_overwriting():
+    # a + b is ≥ 0, then it is not: the layer that reads it must look at both signs.
+    torch.manual_seed(5)
+    layer = nn.Linear(4, 3).double()
+    x = torch.randn(2, 4).double()
+    found = explain(Op(lambda m, x: m.layer((x.relu() + x.abs()).neg_()), layer=layer), x, 1).units["layer"]
+    plain = explain(Op(lambda m, x: m.layer(-(x.relu() + x.abs())), layer=layer), x, 1)
+    torch.testing.assert_close(found, plain.units["layer"])
+    inside = explain(Op(lambda m, x: m.layer((x.relu() + x.abs()).neg_()), layer=layer), x, 1)
+    torch.testing.assert_close(inside.input, plain.input)
+
+
+def test_modules_are_called_as_before_after_an_observation():
+    before = nn.Module._call_impl
+    explain(small(), X, 1)
+    assert nn.Module._call_impl is before
+    with pytest.raises(UnknownOperationError):
+        explain(Op(lambda m, x: torch.special.i0(x)), X, 1)
+    assert nn.Module._call_impl is before
+
+
 # -- composites --------------------------------------------------------------------------------------------------------
 def test_rules_by_kind_depth_module_and_input():
     net = small()
