@@ -76,7 +76,7 @@ class Observer(TorchFunctionMode):
         if isinstance(operation, Composite):
             with self.again():
                 return operation.body(*args, **kwargs)
-        return self.observe(Call(operation, func, args, kwargs, self.site(func), tensors))
+        return self.observe(Call(operation, func, args, kwargs, self.site(func), None, tensors))
 
     def again(self) -> TorchFunctionMode:
         """A context in which calls are observed although we are inside a call (the mode is off there)."""

@@ -94,8 +94,8 @@ class Call:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     site: Site
-    _tensors: list[Tensor] | None = field(default=None, repr=False)
     _bound: dict[str, Any] | None = field(default=None, repr=False)
+    _tensors: list[Tensor] | None = field(default=None, repr=False)
 
     def __getitem__(self, name: str) -> Any:
         if self._bound is None:
