@@ -179,3 +179,15 @@ def test_the_paper_counts_4800_filters_in_resnet18() -> None:
     assert all((~mask).any() for mask in result.masked.values())
     with pytest.raises(NothingToPruneError):
         prune_uncoupled(nn.Sequential(nn.Linear(3, 2)), (torch.rand(2, 3), torch.tensor([0, 1])))
+
+
+def test_merged_by_the_mean() -> None:
+    net = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 10))
+    x = torch.rand(5, 4)
+    groups = {"many": [0, 2, 4, 6], "one": [3]}
+    merged = specialize(net, groups, x, merge="mean")
+    shares = net(x)[:, [0, 2, 3, 4, 6]].softmax(1)
+    wanted = torch.stack([shares[:, [0, 1, 3, 4]].mean(1), shares[:, 2]], 1).log()
+    assert torch.allclose(merged(x), wanted, atol=1e-6)
+    with pytest.raises(TargetError, match="sum or their mean"):
+        specialize(net, groups, x, merge="max")  # type: ignore[arg-type]

@@ -25,6 +25,13 @@ class Net(StrEnum):
     script = "script"
 
 
+class Merging(StrEnum):
+    """How the probabilities of several outputs become one."""
+
+    sum = "sum"
+    mean = "mean"
+
+
 @commands.callback()
 def group() -> None:
     """Run the paper's experiments and compare with its numbers."""
@@ -113,6 +120,9 @@ def few_shot(
         int, typer.Option(min=1, help="Epochs for the classifier, where the weights have none.")
     ] = 200,
     size: _Size = 224,
+    merge: Annotated[
+        Merging, typer.Option(help="How the probabilities of outputs that mean the same become one (catsdogs, pairs).")
+    ] = Merging.sum,
     batch_size: Annotated[int, typer.Option(min=1, help="Images at a time.")] = 50,
     device: _Device = "cpu",
     jobs: _Jobs = 1,
@@ -130,7 +140,7 @@ def few_shot(
     if not table_only:
         settings = Settings(
             _given("--model", model), data, str(_given("--images", images)), weights, early_strides, classes, per_class,
-            step, steps, grid, prepare_epochs, size,
+            step, steps, grid, prepare_epochs, size, merge.value,
         )  # fmt: skip
         chosen = _listed("--criteria", criteria), _modes(mode)
         work(settings, out, *chosen, draws, device, batch_size, jobs, _line)

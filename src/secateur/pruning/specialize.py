@@ -1,10 +1,10 @@
-"""`specialize`: keep k of N outputs, physically; or merge outputs into groups by their summed probability."""
+"""`specialize`: keep k of N outputs, physically; or merge outputs into groups by their summed or mean probability."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -21,18 +21,23 @@ from secateur.pruning.plan import Plan, plan_for
 from secateur.pruning.surgery import cut
 from secateur.relevance.isolation import logits_of
 
+#: How the probabilities of outputs that mean the same become one.
+Merge = Literal["sum", "mean"]
+
 
 class MergedOutputs(nn.Module):
-    """A classifier whose outputs are merged: the log of each group's summed probability.
+    """A classifier whose outputs are merged: the log of each group's summed (or mean) probability.
 
-    `body` has N outputs; `members` is an N x groups matrix of zeros and ones. Cross-entropy, softmax and argmax mean
-    what they should on the result. To load a saved one, wrap a freshly built model the same way:
+    `body` has N outputs; `members` is an N x groups matrix of zeros and ones, or of shares for the mean. Cross-entropy,
+    softmax and argmax mean what they should on the result. To load a saved one, wrap a fresh model the same way:
     `load(path, MergedOutputs(build(), groups, N))`.
     """
 
     members: Tensor
 
-    def __init__(self, model: nn.Module, groups: Mapping[str, Sequence[int]], outputs: int) -> None:
+    def __init__(
+        self, model: nn.Module, groups: Mapping[str, Sequence[int]], outputs: int, merge: Merge = "sum"
+    ) -> None:
         super().__init__()
         self.body = model
         self.names = tuple(groups)
@@ -40,7 +45,7 @@ class MergedOutputs(nn.Module):
         where = next((p.device for p in model.parameters()), torch.device("cpu"))
         members = torch.zeros(outputs, len(groups), dtype=kind, device=where)
         for column, indices in enumerate(groups.values()):
-            members[list(indices), column] = 1
+            members[list(indices), column] = 1 if merge == "sum" else 1 / len(indices)
         self.register_buffer("members", members)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -55,13 +60,16 @@ def specialize(
     outputs: Sequence[int] | Mapping[str, Sequence[int]],
     example: Example,
     *,
+    merge: Merge = "sum",
     graph: Graph | None = None,
 ) -> nn.Module:
     """A copy of a classifier with only the given outputs, in the order given; the other rows are removed.
 
     With a mapping, e.g. `{"cat": [281, 282], "dog": [207]}`, outputs are merged: all named rows stay, and a
     `MergedOutputs` module turns them into one log-probability per group, the log of the members' summed probability
-    (among the rows that are kept). The copy can be saved, loaded, exported, scored and pruned like any model.
+    (among the rows that are kept). With `merge="mean"` it is their mean: networks trained with smoothed labels spread
+    some probability over all outputs, and in a sum that favours the larger group. The copy can be saved, loaded,
+    exported, scored and pruned like any model.
 
     >>> net = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 10))
     >>> x = torch.rand(2, 4)
@@ -71,6 +79,8 @@ def specialize(
     >>> specialize(net, {"even": [0, 2, 4], "odd": [1, 3]}, example=x)(x).shape
     torch.Size([2, 2])
     """
+    if merge not in get_args(Merge):
+        raise TargetError(f"merge={merge!r} is not known; outputs are merged by their sum or their mean.")
     model = unwrap(model)
     graph = graph if graph is not None else analyze(model, example)
     classes = _output_classes(model, graph, example)
@@ -83,7 +93,7 @@ def specialize(
     _check(wanted, len(classes), groups)
     plan = _plan(model, graph, classes, wanted)
     if groups is not None:
-        whole = MergedOutputs(model, groups, len(classes))
+        whole = MergedOutputs(model, groups, len(classes), merge)
         plan = _prefixed(plan, len(classes), wanted, len(groups))
         narrow = cut(whole, plan)
         remember(narrow, whole, plan)

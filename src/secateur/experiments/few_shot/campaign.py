@@ -24,7 +24,7 @@ from secateur.graph.analysis import analyze
 from secateur.graph.graph import Graph
 from secateur.pruning.history import History
 from secateur.pruning.loop import prune, seeded
-from secateur.pruning.specialize import specialize
+from secateur.pruning.specialize import Merge, specialize
 from secateur.pruning.uncoupled import prune_uncoupled
 
 Report = Callable[[str], None]
@@ -51,6 +51,7 @@ class Settings:
     grid: int = 0
     prepare_epochs: int = 200
     size: int = 224
+    merge: Merge = "sum"
 
     @property
     def view(self) -> View:
@@ -61,7 +62,7 @@ class Settings:
     def name(self) -> str:
         """For folders and headings."""
         model = self.model.rpartition(":")[2].partition("?")[0]
-        return f"{model}-{self.data.replace('+', '-')}"
+        return f"{model}-{self.data.replace('+', '-')}" + (f"-{self.merge}" if self.merge != "sum" else "")
 
     def recorded(self) -> dict[str, object]:
         """What identifies a run: not where its files lie."""
@@ -162,7 +163,7 @@ def scene(settings: Settings, folder: Path, number: int, device: str) -> Scene:
         pairs.append((view.evaluation(pixels), torch.tensor(samples.labels, device=device)))
     outputs = {name: list(members) for name, members in drawn.outputs.items()}
     wanted: Any = outputs if drawn.merged else [members[0] for members in outputs.values()]
-    narrow = specialize(model, wanted, pairs[0][0][:1])
+    narrow = specialize(model, wanted, pairs[0][0][:1], merge=settings.merge)
     return Scene(narrow, analyze(narrow, pairs[0][0][:1]), pairs[0], pairs[1], outputs)
 
 

@@ -75,9 +75,10 @@ def _section(folder: Folder, pages: Path) -> list[str]:
 def _task(settings: Mapping[str, Any]) -> str:
     if settings["data"] == "ilsvrc":
         return f"{settings['classes']} classes of ImageNet"
+    how = settings.get("merge", "sum")
     if settings["data"] == "catsdogs":
-        return "cats and dogs, from ImageNet's outputs (probabilities of 281-285 and of 151-268 summed)"
-    return f"{settings['data']}, from ImageNet's outputs (probabilities of each group summed)"
+        return f"cats and dogs, from ImageNet's outputs (the {how} of the probabilities of 281-285 and of 151-268)"
+    return f"{settings['data']}, from ImageNet's outputs (the {how} of each group's probabilities)"
 
 
 def _by_criterion(runs: Sequence[Run], which: str) -> dict[str, list[Curve]]:
