@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from constructs import CONSTRUCTS, build
-from secateur.graph.shadow import duplicate
+from secateur.graph.shadow import duplicate, named_modules, named_tensors
 
 
 def copied(model: nn.Module) -> nn.Module:
@@ -113,3 +113,11 @@ def test_hooks_are_copied_like_torch_does() -> None:
     net = nn.Sequential(nn.Linear(2, 2))
     net[0].register_forward_hook(lambda module, args, output: output * 0)
     assert not copied(net)(torch.ones(1, 2)).any()
+
+
+@pytest.mark.parametrize("name", sorted(CONSTRUCTS))
+def test_names_as_torch_gives_them(name: str) -> None:
+    model = build(name)[0]
+    assert [(n, id(m)) for n, m in named_modules(model)] == [(n, id(m)) for n, m in model.named_modules()]
+    wanted = [(n, id(t)) for n, t in [*model.named_parameters(), *model.named_buffers()]]
+    assert [(n, id(t)) for n, t in named_tensors(model)] == wanted

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from secateur.errors import UnknownOperationError
+from secateur.graph.shadow import named_modules
 from secateur.ops.table import Call, Composite, Function, Operation, Query, Site, function_name, lookup, tensors_in
 
 
@@ -30,7 +31,7 @@ class Observer(TorchFunctionMode):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self._paths = {id(module): path for path, module in model.named_modules()}
+        self._paths = {id(module): path for path, module in named_modules(model)}
         self._stack: list[str] = []
         self._visits: dict[tuple[str, str], int] = {}
         self._fastpath = True

@@ -15,7 +15,7 @@ from secateur.graph.axes import AxisTable
 from secateur.graph.classes import Classes
 from secateur.graph.cost import Cost, CostModel, human
 from secateur.graph.labels import LabelPass, NormSite, Producer
-from secateur.graph.shadow import Example
+from secateur.graph.shadow import Example, named_tensors
 from secateur.ops.table import Labels
 
 
@@ -199,7 +199,7 @@ def build(
     classes = Classes(axes.total, passes)
     root = classes.root
     main = passes[0]
-    shapes = {n: tuple(t.shape) for n, t in [*model.named_parameters(), *model.named_buffers()]}
+    shapes = {n: tuple(t.shape) for n, t in named_tensors(model)}
     units = np.zeros(len(root), np.int64)
     paths: dict[int, list[str]] = defaultdict(list)
     kinds: dict[int, str] = {}

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from secateur.graph.axes import AxisTable
+from secateur.graph.shadow import named_tensors
 from secateur.ops.layers import compact, narrow, spread, varying
 from secateur.ops.table import Call, Labels, Site, tensors_in
 from secateur.tracing import Observer
@@ -92,7 +93,7 @@ class LabelPass(Observer):
         self.seen: set[str] = set()
         self._layers: Any = WeakIdKeyDictionary()
         self._names: dict[int, str] = {}
-        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        for name, tensor in named_tensors(model):
             self._names.setdefault(id(tensor), name)
 
     # -- the observer ----------------------------------------------------------------------------------------------

@@ -30,10 +30,7 @@ def unwrap(model: nn.Module) -> nn.Module:
 def duplicate(model: nn.Module, tensor: Callable[[str, Tensor], Tensor]) -> nn.Module:
     """A deep copy in which `tensor(name, old)` supplies every parameter and buffer. Tied ones stay tied."""
     memo: dict[int, Any] = {}
-    named = [*model.named_parameters(), *model.named_buffers()]
-    for name, old in named:
-        if id(old) in memo:
-            continue
+    for name, old in named_tensors(model):
         new = tensor(name, old)
         if isinstance(old, nn.Parameter):
             new = nn.Parameter(new, requires_grad=old.requires_grad)
@@ -45,15 +42,48 @@ def duplicate(model: nn.Module, tensor: Callable[[str, Tensor], Tensor]) -> nn.M
             f"{type(model).__name__} cannot be copied ({error}). secateur never changes your model, so it works on "
             f"copies. Way out: keep non-leaf tensors and open resources out of its attributes, or detach() them."
         ) from error
-    for module in list(made.modules()):
-        for name, child in list(module.named_children()):
-            if hasattr(child, "_orig_mod"):
+    for _, module in named_modules(made):
+        for name, child in module._modules.items():
+            if child is not None and "_orig_mod" in child._modules:
                 setattr(module, name, unwrap(child))
     return unwrap(made)
 
 
+def named_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """`model.named_modules()` without its nested generators, which take as long as the work on a deep model."""
+    found: list[tuple[str, nn.Module]] = []
+    seen: set[int] = set()
+    waiting: list[tuple[str, nn.Module]] = [("", model)]
+    while waiting:
+        path, module = waiting.pop()
+        if id(module) in seen:
+            continue
+        seen.add(id(module))
+        found.append((path, module))
+        prefix = f"{path}." if path else ""
+        children = [(prefix + name, child) for name, child in module._modules.items() if child is not None]
+        waiting.extend(reversed(children))
+    return found
+
+
+def named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Parameters, then buffers, each under the name it is first met by."""
+    modules = named_modules(model)
+    seen: set[int] = set()
+    found: list[tuple[str, Tensor]] = []
+    for own in ("_parameters", "_buffers"):
+        for path, module in modules:
+            for name, tensor in vars(module)[own].items():
+                if tensor is not None and id(tensor) not in seen:
+                    seen.add(id(tensor))
+                    found.append((f"{path}.{name}" if path else name, tensor))
+    return found
+
+
 # Values that a copy may share with the original.
-_IMMUTABLE = (int, float, complex, bool, str, bytes, type(None), type, torch.dtype, torch.device, torch.Size)
+_IMMUTABLE = frozenset(
+    (int, float, complex, bool, str, bytes, type(None), type, torch.dtype, torch.device, torch.Size)
+)  # fmt: skip
 # What torch's own modules do when they are unpickled changes nothing in an instance that is complete.
 _KNOWN_SETSTATE = {
     kind.__setstate__
@@ -67,7 +97,7 @@ _COMPILED = "_compiled_call_impl"
 
 def _copied(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """`copy.deepcopy`, several times faster: most of what a module holds is empty or immutable."""
-    modules = list(model.modules())
+    modules = [module for _, module in named_modules(model)]
     if not all(map(_is_plain, {type(module) for module in modules})):
         return copy.deepcopy(model, memo)
     for module in modules:  # all are made before any is filled, so that cycles find their ends
@@ -76,14 +106,12 @@ def _copied(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
         state = vars(memo[id(module)])
         for key, value in vars(module).items():
             kind = type(value)
-            if key == _COMPILED:
-                continue
-            if kind in _IMMUTABLE:
+            if kind in _IMMUTABLE or (kind is tuple and all(type(item) in _IMMUTABLE for item in value)):
                 state[key] = value
             elif key in _OWN_STATE and (kind is dict or kind is OrderedDict):
                 # Parameters, buffers and modules are in the memo; of hooks there are seldom any.
                 state[key] = kind((k, copy.deepcopy(v, memo)) for k, v in value.items()) if value else kind()
-            else:
+            elif key != _COMPILED:
                 state[key] = copy.deepcopy(value, memo)
     made: nn.Module = memo[id(model)]
     return made

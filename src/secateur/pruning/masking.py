@@ -33,7 +33,7 @@ def mask(model: nn.Module, plan: Plan) -> nn.Module:
 
 def _zeroed(tensor: Tensor, dims: Any) -> Tensor:
     for dim, indices in (dims or {}).items():
-        tensor.index_fill_(dim, torch.tensor(indices, device=tensor.device), 0)
+        tensor.index_fill_(dim, torch.from_numpy(np.fromiter(indices, np.int64, len(indices))).to(tensor.device), 0)
     return tensor
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from secateur.errors import PlanError
-from secateur.graph.shadow import duplicate, unwrap
+from secateur.graph.shadow import duplicate, named_modules, named_tensors, unwrap
 from secateur.pruning.attention import narrow_attention
 from secateur.pruning.plan import AttributeCut, Plan
 
@@ -21,7 +21,7 @@ _HEAD_WIDTHS = ("attn_dim", "all_head_size", "inner_dim", "embed_dim_inner", "at
 
 def check_fits(model: nn.Module, plan: Plan) -> None:
     """Raise unless every parameter that the plan cuts exists with the shape that the plan was made for."""
-    have = {n: tuple(t.shape) for n, t in [*model.named_parameters(), *model.named_buffers()]}
+    have = {n: tuple(t.shape) for n, t in named_tensors(model)}
     for name, shape in plan.shapes.items():
         if name not in have:
             raise PlanError(
@@ -47,9 +47,9 @@ def cut(model: nn.Module, plan: Plan) -> nn.Module:
     model = unwrap(model)
     check_fits(model, plan)
     small = duplicate(model, lambda name, old: _sliced(old.detach(), plan.cuts.get(name)))
-    before = dict(model.named_modules())
+    before = dict(named_modules(model))
     names = _first_names(model)
-    for path, module in small.named_modules():
+    for path, module in named_modules(small):
         if path in before:
             _fit(module, before[path], path, plan, names)
     for path in list(before):
@@ -67,16 +67,15 @@ def _sliced(tensor: Tensor, dims: Any) -> Tensor:
     if not dims:
         return tensor.clone()
     for dim, indices in dims.items():
-        keep = torch.ones(tensor.shape[dim], dtype=torch.bool)
-        keep[list(indices)] = False
-        tensor = tensor.index_select(dim, keep.nonzero().ravel().to(tensor.device))
+        kept = np.delete(np.arange(tensor.shape[dim]), np.fromiter(indices, np.int64, len(indices)))
+        tensor = tensor.index_select(dim, torch.from_numpy(kept).to(tensor.device))
     return tensor
 
 
 def _first_names(model: nn.Module) -> dict[int, str]:
     """The name under which each parameter or buffer is first met: tied ones are cut under that name."""
     names: dict[int, str] = {}
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+    for name, tensor in named_tensors(model):
         names.setdefault(id(tensor), name)
     return names
 
