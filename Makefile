@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: test lint types unit test-slow demo clean
+.PHONY: test lint types unit docs test-slow demo clean
 
 test: lint types unit
 
@@ -25,6 +25,10 @@ unit: $(STAMP)
 	# One thread per process: more threads than cores make torch many times slower.
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto -m "not slow" --durations 10
 
+# `make test` builds the pages too: tests/test_docs.py.
+docs: $(STAMP)
+	$(BIN)/python -m mkdocs build --strict
+
 demo: $(STAMP)
 	$(BIN)/secateur demo --out out/demo
 
@@ -32,4 +36,4 @@ test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow
 
 clean:
-	rm -rf $(VENV) build dist
+	rm -rf $(VENV) build dist site
