@@ -221,6 +221,7 @@ class _Run:
     rescore: bool
 
     def __post_init__(self) -> None:
+        self._tell: Callable[[str], None] = lambda text: None
         self.model: nn.Module = self.original
         self.plan: Plan | None = None
         self.scores: Scores | None = None
@@ -233,6 +234,7 @@ class _Run:
     def to_the_end(self, shown: Progress) -> Result:
         """Run, or go on with, the loop."""
         try:
+            self._tell = shown.note
             self._begin()
             while not self.done:
                 self._next()
@@ -335,7 +337,10 @@ class _Run:
         with seeded(self.seed, number, salt=1):
             if self.repair is not None:
                 with _named("repair", number):
-                    repaired = self.repair(model, self.original, self.data)
+                    if isinstance(self.repair, Repair):
+                        repaired = self.repair.examine(model, self.original, self.data, self._tell).model
+                    else:
+                        repaired = self.repair(model, self.original, self.data)
                     if not isinstance(repaired, nn.Module):
                         raise TypeError(f"repair returned {type(repaired).__name__}, not a module")
                     model = repaired

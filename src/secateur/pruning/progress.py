@@ -49,6 +49,15 @@ class Progress:
             taken = time.perf_counter() - self._begin
             print(f"\r{row.step}{of}  {text}  {taken:.0f} s\x1b[K", end="", file=self.stream)
 
+    def note(self, text: str) -> None:
+        """Show what a long step is about."""
+        if not self.shown:
+            return
+        if self._bar is not None:
+            self._bar.update(self._task, description=text)  # type: ignore[attr-defined]
+        else:
+            print(f"\r{text}  {time.perf_counter() - self._begin:.0f} s\x1b[K", end="", file=self.stream, flush=True)
+
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
@@ -56,6 +65,29 @@ class Progress:
             self._bar.stop()  # type: ignore[attr-defined]
         elif self.shown:
             print(file=self.stream)
+
+
+class Line:
+    """One line of plain text on a terminal, written over and over, and wiped out in the end."""
+
+    def __init__(self, shown: bool, stream: TextIO | None = None) -> None:
+        self.stream = stream if stream is not None else sys.stderr
+        self.shown = shown and is_first() and self.stream.isatty()
+        self._begin = time.perf_counter()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __call__(self, text: str) -> None:
+        """Show this, and for how long it has gone on."""
+        if self.shown:
+            print(f"\r{text}  {time.perf_counter() - self._begin:.0f} s\x1b[K", end="", file=self.stream, flush=True)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.shown:
+            print("\r\x1b[K", end="", file=self.stream, flush=True)
 
 
 def describe(row: Row) -> str:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -14,13 +13,14 @@ from torch import Tensor, nn
 
 from secateur.errors import RepairError
 from secateur.graph.shadow import duplicate, quiet, run
-from secateur.ops.conv import Convolution, TransposedConvolution
+from secateur.ops.conv import Convolution
+from secateur.ops.linear import Linear
 from secateur.ops.table import Call
-from secateur.pruning.repair.reference import Holding, Reference
+from secateur.pruning.repair.reference import Holding, Reference, answers_in, wide
 from secateur.pruning.repair.rows import channel_last, read_rows
-from secateur.pruning.repair.solve import Correction, Method, Moments, candidates, error, nothing, remake
-from secateur.pruning.repair.survey import LayerSite
-from secateur.relevance.isolation import logits_of
+from secateur.pruning.repair.solve import Correction, FewRows, Method, Moments, Regression, best_of, remake
+from secateur.pruning.repair.survey import LayerSite, survey
+from secateur.relevance.isolation import evaluating
 
 #: For each parameter and dimension the indices that the smaller model kept.
 Kept = Mapping[str, Mapping[int, np.ndarray[Any, Any]]]
@@ -31,7 +31,7 @@ _BLOCK = 2**25
 @dataclass(frozen=True)
 class Mended:
     """A mended copy: the correction chosen for each weight, the error it had and has on held-out samples (relative to
-    the original's output), and how far the model's output is from the original's there."""
+    the original's output), and how far the model's answers are from the original's there."""
 
     model: nn.Module
     chosen: dict[str, str]
@@ -40,56 +40,80 @@ class Mended:
 
 
 def mend(
-    small: nn.Module, reference: Reference, kept: Kept, method: Method, chosen: Mapping[str, str] | None = None,
-    at_once: int = 512, step: Callable[[], None] = lambda: None,
+    small: nn.Module, reference: Reference, sites: Mapping[str, LayerSite], kept: Kept, method: Method,
+    chosen: Mapping[str, str] | None = None, step: Callable[[], None] = lambda: None,
 ) -> Mended:  # fmt: skip
-    """Mend a copy. Strengths are chosen on the held-out samples; with `chosen` they are given, and all samples fit."""
+    """Mend a copy. Strengths are chosen on held-out samples; with `chosen` they are given, and all samples fit."""
     copy = duplicate(small, lambda name, old: old.detach().clone())
-    flags = [(module, module.training) for module in copy.modules()]
-    copy.eval()
-    work = _Work(copy, reference, kept, method, chosen, step)
-    chunks = reference.samples.total > at_once
-    outputs = []
-    with quiet():
-        if not chunks:
-            place, x = next(reference.samples.chunks(at_once))
+    work = _Work(copy, reference, sites, kept, method, chosen, step)
+    samples, at_once = reference.samples, reference.at_once
+    answers = []
+    with quiet(), evaluating(copy):
+        if samples.total <= at_once:
+            place, x = next(samples.chunks(at_once))
             with _Mending(copy, work, place, x, to=None):
-                outputs.append(logits_of(run(copy, x)).float())
+                answers.append(answers_in(run(copy, x), samples.total))
         else:
-            for call in sorted(work.sites):
-                for place, x in reference.samples.chunks(at_once):
+            for site in sorted(work.sites.values(), key=lambda site: site.number):
+                for place, x in samples.chunks(at_once):
                     try:
-                        with _Mending(copy, work, place, x, to=call):
+                        with _Mending(copy, work, place, x, to=site):
                             run(copy, x)
                     except _Enough:
                         continue
-                work.finish(call)
-            outputs = [logits_of(run(copy, x)).float() for _, x in reference.samples.chunks(at_once)]
-    for module, flag in flags:
-        module.training = flag
-    divergence = diverges(torch.cat(outputs), reference, fit=chosen is not None)
-    return Mended(copy, work.chosen, work.errors, divergence)
+                work.finish(site)
+            answers = list(_answers(copy, reference))
+    return Mended(copy, work.chosen, work.errors, diverges(answers, reference))
 
 
-def unmended(small: nn.Module, reference: Reference, at_once: int = 512) -> float:
+def sites_in(small: nn.Module, reference: Reference) -> dict[str, LayerSite]:
+    """The layers of a smaller model that have a counterpart in the original, as the smaller model runs them.
+
+    Where units lie along the positions of a layer (a layer across tokens), rows cannot be told apart: it is left out.
+    """
+    own = survey(small, reference.samples.two).sites
+    pairs = ((site, own[name]) for name, site in reference.sites.items() if name in own)
+    return {site.weight: replace(site, batch=mine.batch) for site, mine in pairs if mine.positions == site.positions}
+
+
+def unmended(small: nn.Module, reference: Reference) -> float:
     """How far the smaller model as it is answers from the original on held-out samples."""
-    copy = duplicate(small, lambda name, old: old.detach()).eval()
-    with quiet():
-        outputs = [logits_of(run(copy, x)).float() for _, x in reference.samples.chunks(at_once)]
-    return diverges(torch.cat(outputs), reference)
+    copy = duplicate(small, lambda name, old: old.detach().clone())
+    with quiet(), evaluating(copy):
+        return diverges(list(_answers(copy, reference)), reference)
 
 
-def diverges(outputs: Tensor, reference: Reference, fit: bool = False) -> float:
-    """Mean Kullback-Leibler divergence of the answers, or relative squared distance where they are no classes."""
-    held = reference.samples.held_all.to(outputs.device)
-    mask = torch.ones_like(held) if fit or not bool(held.any()) else held
-    mine, theirs = outputs[mask].double(), reference.outputs[mask].to(outputs.device).double()
-    if mine.shape != theirs.shape:
-        raise RepairError(f"the outputs differ in shape: {tuple(mine.shape)} against {tuple(theirs.shape)}.")
-    if mine.ndim == 2 and mine.shape[1] > 1:
-        log_mine, log_theirs = F.log_softmax(mine, 1), F.log_softmax(theirs, 1)
-        return float((log_theirs.exp() * (log_theirs - log_mine)).sum(1).mean())
-    return float((mine - theirs).square().mean() / theirs.square().mean().clamp_min(1e-30))
+def _answers(model: nn.Module, reference: Reference) -> Iterator[list[Tensor]]:
+    for place, x in reference.samples.chunks(reference.at_once):
+        yield answers_in(run(model, x), place.stop - place.start)
+
+
+def diverges(answers: list[list[Tensor]], reference: Reference) -> float:
+    """Mean Kullback-Leibler divergence of the answers, or relative squared distance where they are no classes.
+
+    Held-out samples count, or all if there are none. Several answers are added up.
+    """
+    held, places = reference.samples.held_all, [place for place, _ in reference.samples.chunks(reference.at_once)]
+    total = 0.0
+    for number in range(len(reference.answers[0])):
+        pairs = []
+        for place, mine, theirs in zip(places, answers, reference.answers, strict=True):
+            if len(mine) != len(theirs) or mine[number].shape != theirs[number].shape:
+                shapes = [[tuple(t.shape) for t in side] for side in (mine, theirs)]
+                raise RepairError(
+                    f"the smaller model's answers have shapes {shapes[0]}, the original's {shapes[1]}. Way out: give "
+                    f"the model that was pruned, and the one that came out."
+                )
+            rows = held[place].to(mine[number].device)
+            every = not bool(held.any()) or len(rows) != len(mine[number])
+            pairs.append([t[number].double() if every else t[number][rows].double() for t in (mine, theirs)])
+        ours, wanted = (torch.cat([pair[side].flatten(1) for pair in pairs]) for side in (0, 1))
+        if reference.answers[0][number].ndim == 2 and ours.shape[1] > 1:
+            log_ours, log_wanted = F.log_softmax(ours, 1), F.log_softmax(wanted, 1)
+            total += float((log_wanted.exp() * (log_wanted - log_ours)).sum(1).mean())
+        else:
+            total += float((ours - wanted).square().mean() / wanted.square().mean().clamp_min(1e-30))
+    return total
 
 
 class _Enough(Exception):
@@ -100,134 +124,155 @@ class _Work:
     """The sites, the moments of the one being mended, and what was chosen so far."""
 
     def __init__(
-        self, copy: nn.Module, reference: Reference, kept: Kept, method: Method, given: Mapping[str, str] | None,
-        step: Callable[[], None],
+        self, copy: nn.Module, reference: Reference, sites: Mapping[str, LayerSite], kept: Kept, method: Method,
+        given: Mapping[str, str] | None, step: Callable[[], None],
     ) -> None:  # fmt: skip
-        self.reference, self.method, self.given, self.step = reference, method, given, step
+        self.reference, self.method, self.given, self.kept = reference, method, given, kept
+        self._step, self._near = step, ""
         self.tensors = dict([*copy.named_parameters(), *copy.named_buffers()])
-        self.kept = kept
-        self.sites = {call: site for call, site in reference.sites.items() if site.weight in self.tensors}
+        self.sites = {n: site for n, site in sites.items() if given is None or given.get(n, "none") != "none"}
+        self.inverse = {name: self._left(site, reference.inverse[name]) for name, site in self.sites.items()}
         self.chosen: dict[str, str] = {}
         self.errors: dict[str, tuple[float, float]] = {}
         self._moments: tuple[Moments, Moments] | None = None
-        self._groups = 1
-        self._transposed = False
 
-    def add(self, site: LayerSite, call: Call, output: Tensor, partner: Tensor | None, place: slice) -> None:
+    def _left(self, site: LayerSite, values: Tensor | None) -> Tensor | None:
+        """Of numbers whose last dimension is the original's output channels, those of channels that are left."""
+        kept = self.kept.get(site.weight, {}).get(1 if site.transposed else 0)
+        if kept is None or values is None:
+            return values
+        return values.index_select(-1, torch.as_tensor(kept, device=values.device))
+
+    def add(self, site: LayerSite, call: Call, output: Tensor, place: slice, holding: _Mending) -> None:
         """Add the rows of some samples."""
-        self._transposed = isinstance(call.operation, TransposedConvolution)
         groups = int(call["groups"]) if isinstance(call.operation, Convolution) else 1
-        self._groups = groups
-        given = channel_last(call, output)
-        positions = self.reference.place(site.call, given.shape[1])
-        y = positions.take(given, place).float()
-        kept = self.kept.get(site.weight, {}).get(1 if self._transposed else 0)
-        wanted = self.reference.targets[site.call][place]
-        if kept is not None:
-            wanted = wanted.index_select(2, torch.as_tensor(kept, device=wanted.device))
-        if wanted.shape != y.shape:
+        given = channel_last(call, output, site.batch, site.positions)
+        positions = self.reference.place(site, given.shape[1])
+        y = wide(positions.take(given, place))
+        wanted = self._left(site, self.reference.targets[site.weight][place])
+        if wanted is None or wanted.shape != y.shape:
+            left = None if wanted is None else tuple(wanted.shape)
             raise RepairError(
-                f"`{site.weight}` gives rows of shape {tuple(y.shape)}, the original {tuple(wanted.shape)} after the "
-                f"cut. Way out: repair the model that apply or prune made from this original."
+                f"`{site.weight}` gives rows of shape {tuple(y.shape)}, where {left} are left of the original's. "
+                f"Way out: repair the model that apply or prune made from this original."
             )
+        partner = holding.partner(site, call, output)
         if partner is not None:
-            wanted = wanted - positions.take(partner, place).float()
+            wanted = wanted - holding.scaled(site, positions.take(partner, place))
         missing = wanted - y
-        full = self.method == "ridge" and not self._transposed
-        _, count, outputs = y.shape
-        features = call["weight"][0].numel() if full else 1
+        samples, count, outputs = y.shape
+        full = self.method == "ridge" and not site.transposed
+        features = call["weight"][0].numel() if full else 0
         if self._moments is None:
-            shape = (groups, features, outputs // groups, y.device, full)
-            self._moments = Moments.empty(*shape), Moments.empty(*shape)
+            total = self.reference.samples.total * count
+            self._moments = tuple(_empty(groups, outputs // groups, features, total, y.device) for _ in range(2))  # type: ignore[assignment]
+            assert self._moments is not None
         held = self.reference.samples.held_all[place]
         if self.given is not None:
             held = torch.zeros_like(held)
-        block = max(1, _BLOCK // (count * groups * features))
+        x: Tensor = call["input"]
+        if isinstance(call.operation, Linear):
+            x = channel_last(call, x, site.batch, site.positions)
         chosen = positions.of(place, y.device)
-        for side, mask in ((0, ~held), (1, held)):
+        block = max(1, _BLOCK // (count * groups * max(features, 1)))
+        for moments, mask in zip(self._moments, (~held, held), strict=True):
             members = mask.nonzero().ravel().to(y.device)
             for begin in range(0, len(members), block):
                 index = members[begin : begin + block]
-                x = read_rows(_of(call, index), None if chosen is None else chosen[index]) if full else None
-                e, own = (rows[index].reshape(-1, groups, outputs // groups) for rows in (missing, y))
-                self._moments[side].add(None if x is None else x.flatten(0, 1), e, own)
+                every = len(index) == samples
+                e, own = (
+                    (t if every else t[index]).reshape(-1, groups, outputs // groups) for t in (missing, y)
+                )  # fmt: skip
+                rows = None
+                if full:
+                    of = chosen if chosen is None or every else chosen[index]
+                    rows = read_rows(call, x if every else x[index], of).flatten(0, 1)
+                moments.add(e, own, rows)
 
-    def finish(self, call: int) -> bool:
-        """Choose and carry out the correction of a layer. Says whether anything changed."""
-        site = self.sites[call]
-        assert self._moments is not None
+    def finish(self, site: LayerSite) -> Correction | None:
+        """Choose and carry out the correction of a layer; None if the model did not run it."""
+        if self._moments is None:
+            return None
         (fit, held), self._moments = self._moments, None
-        self.step()
         if self.given is not None:
-            name = self.given.get(site.weight, "none")
-            best = remake(name, fit, site.shifts)
+            best = remake(self.given[site.weight], fit, site.shifts)
         else:
             best = self._choose(site, fit, held)
         self.chosen[site.weight] = best.name
         self._carry_out(site, best)
-        return best.name != "none"
+        self._step()
+        return best
 
     def _choose(self, site: LayerSite, fit: Moments, held: Moments) -> Correction:
         weight: Tensor | float = 1.0
         if site.norm is not None:
             weight = site.norm.scale(self.tensors).square().view_as(held.ee)
-        seen = held if held.rows else fit
-        first: float | None = None
-        least = math.inf
-        best = nothing()
-        for option in candidates(self.method, fit, site.shifts):
-            cost = float((weight * error(option, seen)).sum())
-            first = cost if first is None else first
-            if cost < least:
-                least, best = cost, option
-            elif cost > least and option.weight is not None and best.weight is not None:
-                break  # weaker ridges only follow the samples more closely still
-        size = (seen.yy + 2 * seen.ey + seen.ee) / seen.rows
-        scale = float((weight * size).sum()) or 1.0
-        self.errors[site.weight] = ((first or 0.0) / scale, least / scale)
+        best, least, first = best_of(self.method, fit, held, site.shifts, weight, self._near)
+        if best.weight is not None:
+            self._near = best.name
+        scale = float((weight * (held if held.rows else fit).size).sum()) or 1.0
+        self.errors[site.weight] = first / scale, least / scale
         return best
 
     def _carry_out(self, site: LayerSite, best: Correction) -> None:
+        """Change the layer. Sums are made in double precision, and rounded once."""
         weight = self.tensors[site.weight]
         bias = self.tensors[site.bias] if site.bias is not None else None
+        new = weight.detach().double()
+        constant = torch.zeros(1) if bias is None else bias.detach().double()
+        if best.scale is not None:
+            scale = best.scale.reshape(-1)
+            shape = [1, -1] if site.transposed else [-1, 1]
+            new = new * scale.view(*shape, *[1] * (weight.ndim - 2))
+            constant = constant.to(scale) * scale
+        if best.weight is not None:
+            new = new + best.weight.mT.reshape(weight.shape)
         with torch.no_grad():
-            if best.scale is not None:
-                scale = best.scale.reshape(-1)
-                shape = [1, -1] if self._transposed else [-1, 1]
-                weight.mul_(scale.view(*shape, *[1] * (weight.ndim - 2)).to(weight))
-                if bias is not None:
-                    bias.mul_(scale.to(bias))
-            if best.weight is not None:
-                weight.add_(best.weight.mT.reshape(weight.shape).to(weight))
-            if best.shift is not None:
-                shift = best.shift.reshape(-1)
-                if bias is not None:
-                    bias.add_(shift.to(bias))
-                elif site.norm is not None:
-                    mean = self.tensors[site.norm.mean]
-                    mean.sub_(shift.to(mean))
+            if best.scale is not None or best.weight is not None:
+                weight.copy_(new)
+            if best.shift is not None and bias is None:
+                assert site.norm is not None
+                mean = self.tensors[site.norm.mean]
+                mean.copy_(mean.double() - best.shift.reshape(-1))
+            elif bias is not None:
+                bias.copy_(constant if best.shift is None else constant + best.shift.reshape(-1))
 
 
 class _Mending(Holding):
     """One pass of the copy. Without `to` every layer is mended as it is met; else rows of layer `to` are collected."""
 
-    def __init__(self, model: nn.Module, work: _Work, place: slice, inputs: Any, to: int | None) -> None:
-        super().__init__(model, work.sites, inputs)
+    def __init__(self, model: nn.Module, work: _Work, place: slice, inputs: Any, to: LayerSite | None) -> None:
+        sites = work.sites if to is None else {to.weight: to}
+        super().__init__(model, sites, work.inverse, inputs)
         self._work, self._place, self._to = work, place, to
 
     def layer(self, site: LayerSite, call: Call) -> Any:
         """Collect rows, and mend at once if all samples are here."""
-        if self._to is not None and site.call != self._to:
-            return call.run()
         output: Tensor = call.run()
-        self._work.add(site, call, output, self.partner(site, call, output), self._place)
+        self._work.add(site, call, output, self._place, self)
         if self._to is not None:
             raise _Enough
-        return call.run() if self._work.finish(site.call) else output
+        best = self._work.finish(site)
+        if best is None or best.name == "none":
+            return output
+        if best.weight is None and output.dtype in (torch.float32, torch.float64):
+            return _adjusted(site, call, best, output)  # a pass through the layer is saved
+        return call.run()
 
 
-def _of(call: Call, samples: Tensor) -> Call:
-    """The call on some of its samples."""
-    x: Tensor = call["input"]
-    bound = {**(call._bound or {}), "input": x[samples] if len(samples) != len(x) else x}
-    return Call(call.operation, call.function, call.args, call.kwargs, call.site, bound)
+def _adjusted(site: LayerSite, call: Call, best: Correction, output: Tensor) -> Tensor:
+    """A layer's output as it is after a correction by scale and constant."""
+    shape = [-1] if isinstance(call.operation, Linear) else [-1, *[1] * (output.ndim - 2)]
+    if best.scale is not None:
+        output = output.mul_(best.scale.reshape(shape).to(output.dtype))
+    if best.shift is not None and site.bias is not None:  # else the norm behind takes it
+        output = output.add_(best.shift.reshape(shape).to(output.dtype))
+    return output
+
+
+def _empty(groups: int, outputs: int, features: int, rows: int, device: torch.device) -> Moments:
+    if not features:
+        return Moments(groups, outputs, device)
+    # Beyond that the sums would be larger than the rows, and slower.
+    kind = FewRows if rows <= features else Regression
+    return kind(groups, outputs, features, device)

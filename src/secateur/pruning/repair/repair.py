@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import count
 from typing import Any, Literal, get_args
 
 import numpy as np
+import torch
 from torch import nn
 
 from secateur.criteria.batches import Data, device_of, repeatable
 from secateur.criteria.scoring import check_weights
-from secateur.errors import RepairError
-from secateur.graph.shadow import unwrap
+from secateur.errors import RepairError, SecateurWarning
+from secateur.graph.shadow import duplicate, quiet, unwrap
+from secateur.ops.table import tensors_in
 from secateur.pruning.distributed import synchronise
 from secateur.pruning.files import plans_of
+from secateur.pruning.progress import Line
 from secateur.pruning.repair.augment import Alter, crop_and_flip, suits
-from secateur.pruning.repair.mend import Kept, Mended, mend, unmended
+from secateur.pruning.repair.mend import Kept, Mended, mend, sites_in, unmended
 from secateur.pruning.repair.reference import Reference, Samples
 from secateur.pruning.repair.solve import Method
+from secateur.pruning.repair.survey import version
 
 Choice = Literal["best", "mean", "norm", "ridge"]
 _METHODS: tuple[Method, ...] = ("mean", "norm", "ridge")
@@ -51,8 +58,9 @@ class Repair:
     `method`: "mean" adds a constant to each output, "norm" also scales it, "ridge" regresses the original's outputs on
     what the surviving inputs give; "best" takes whichever is closest to the original on held-out samples. `copies` of
     each image (crops and flips; `alter` for your own) join the regression, `held_out` of the samples choose strengths
-    and methods, and then help to fit. At most `samples` samples and `rows` positions per layer take part, and at most
-    `at_once` samples are in flight, so that memory does not grow with the data.
+    and methods, and then help to fit. At most `samples` samples and `rows` positions per layer take part (fewer where
+    they would not fit into 4 GiB), and at most `at_once` samples are in flight (left out: what fits into memory), so
+    that memory does not grow with the data. More samples than that take longer: each layer is a pass of its own.
     """
 
     method: Choice = "best"
@@ -61,66 +69,100 @@ class Repair:
     held_out: float = 0.2
     samples: int = 1024
     rows: int = 20_000
-    at_once: int = 512
+    at_once: int | None = None
     seed: int = 0
-    _known: tuple[Any, Any, Reference] | None = field(default=None, init=False, repr=False, compare=False)
+    progress: bool = field(default=True, repr=False, compare=False)
+    _known: tuple[nn.Module, Any, list[int], Reference] | None = field(
+        default=None, init=False, repr=False, compare=False
+    )
 
     def __post_init__(self) -> None:
         if self.method not in get_args(Choice):
             raise RepairError(f"repair {self.method!r} is not known; there are {', '.join(get_args(Choice))}.")
-        if not 0 <= self.held_out < 1 or self.copies < 0 or min(self.samples, self.rows, self.at_once) < 1:
-            raise RepairError("held_out must lie between 0 and 1, copies from 0 on, samples, rows, at_once from 1 on.")
+        least = min(self.samples, self.rows, 1 if self.at_once is None else self.at_once)
+        if not 0 <= self.held_out < 1 or self.copies < 0 or least < 1:
+            raise RepairError(
+                f"held_out={self.held_out} must lie in [0, 1), copies={self.copies} must not be negative, and "
+                f"samples={self.samples}, rows={self.rows}, at_once={self.at_once} must be at least 1."
+            )
 
     def __call__(self, small: nn.Module, original: nn.Module, data: Data) -> nn.Module:
         """The repaired model; `small` is not changed."""
         return self.examine(small, original, data).model
 
-    def examine(self, small: nn.Module, original: nn.Module, data: Data) -> Outcome:
-        """The repaired model and what was done to it."""
+    def examine(
+        self, small: nn.Module, original: nn.Module, data: Data, tell: Callable[[str], None] | None = None
+    ) -> Outcome:
+        """The repaired model and what was done to it. `tell` is told how it gets on; left out, a terminal is."""
+        if tell is None:
+            with Line(self.progress) as line:
+                return self.examine(small, original, data, line)
         small, original = unwrap(small), unwrap(original)
         kept = _kept(small, original)
         check_weights(small)
-        reference = self._reference(original, data)
-        tried: dict[str, Mended] = {}
-        divergence = {"none": unmended(small, reference, self.at_once)}
-        for method in _METHODS if self.method == "best" else (self.method,):
-            tried[method] = mend(small, reference, kept, method, at_once=self.at_once)
-            divergence[method] = tried[method].divergence
-        best = min(divergence, key=lambda name: _comparable(divergence[name]))
-        if best == "none":
-            copy = mend(small, reference, kept, "mean", chosen={}, at_once=self.at_once).model
-            return Outcome(copy, best, divergence, {}, {})
+        with torch.inference_mode(False):
+            outcome = self._examined(small, original, kept, self._reference(original, data, tell), tell)
+            synchronise(outcome.model)
+        return outcome
+
+    def _examined(
+        self, small: nn.Module, original: nn.Module, kept: Kept, reference: Reference, tell: Callable[[str], None]
+    ) -> Outcome:
+        sites = sites_in(small, reference)
+        layers = len(sites)
+        if not layers:
+            warnings.warn(
+                f"{type(original).__name__} has no convolution or linear layer that could be repaired: it must have "
+                f"a weight that is used once, and keep samples apart. The smaller model stays as it is.",
+                SecateurWarning,
+                stacklevel=2,
+            )
+        methods = () if not layers else _METHODS if self.method == "best" else (self.method,)
+
+        def mended(method: Method, chosen: Mapping[str, str] | None = None) -> Mended:
+            numbers = count(1)
+            what = method if chosen is None else f"{method}, with all samples"
+            step = lambda: tell(f"repair: {what}, layer {next(numbers)}/{layers}")  # noqa: E731
+            return mend(small, reference, sites, kept, method, chosen, step)
+
+        before = unmended(small, reference)
+        tried = {method: mended(method) for method in methods}
+        divergence: dict[str, float] = {"none": before}
+        divergence.update((method, found.divergence) for method, found in tried.items())
+        best = min(tried, key=lambda name: _comparable(divergence[name]), default=None)
+        if best is None or not _comparable(divergence[best]) < _comparable(before):
+            return Outcome(duplicate(small, lambda name, old: old.detach().clone()), "none", divergence, {}, {})
         found = tried[best]
         model = found.model
         if bool(reference.samples.held.any()):
-            # What was held out to choose with now helps to fit.
-            model = mend(small, reference, kept, best, chosen=found.chosen, at_once=self.at_once).model  # type: ignore[arg-type]
-        synchronise(model)
+            # What was held out to choose with now helps to fit, unless that does harm.
+            again = mended(best, found.chosen)
+            model = again.model if _comparable(again.divergence) <= _comparable(before) else model
         return Outcome(model, best, divergence, found.chosen, found.errors)
 
-    def _reference(self, original: nn.Module, data: Data) -> Reference:
+    def _reference(self, original: nn.Module, data: Data, tell: Callable[[str], None]) -> Reference:
+        # Whether somebody wrote to the model or the data since.
+        versions = [version(t) for t in [*original.parameters(), *original.buffers(), *tensors_in(data)]]
         known = self._known
-        if known is not None and known[0] is original and known[1] is data:
-            return known[2]
-        device = device_of(original)
-        alter = self.alter
-        samples = Samples.collect(
-            repeatable(data), self.samples, self.copies, alter, self.held_out, self.seed, device
-        )  # fmt: skip
-        if alter is None and self.copies and suits(samples.inputs):
-            samples = Samples(
-                samples.inputs, samples.count, self.copies, crop_and_flip, samples.held, self.seed
-            )  # fmt: skip
-        reference = Reference(original, samples, self.rows, batch_size=64)
-        if not reference.sites:
-            raise RepairError(f"{type(original).__name__} has no convolution or linear layer that could be repaired.")
-        self._known = (original, data, reference)
+        if known is not None and known[0] is original and known[1] is data and known[2] == versions:
+            return known[3]
+        self._known = None  # its memory is needed now
+        tell("repair: what the original answers")
+        with quiet():
+            torch.manual_seed(self.seed)  # the same samples from a loader that shuffles, whenever it is asked
+            samples = Samples.collect(
+                repeatable(data), self.samples, self.copies, self.alter, self.held_out, self.seed, device_of(original)
+            )
+        if self.alter is None and self.copies and suits(samples.inputs):
+            samples = replace(samples, copies=self.copies, alter=crop_and_flip)
+        reference = Reference(original, samples, self.rows, self.at_once)
+        self._known = (original, data, versions, reference)
         return reference
 
 
 def repair(
     small: nn.Module, original: nn.Module, data: Data, method: Choice = "best", *, copies: int = 8,
-    alter: Alter | None = None, held_out: float = 0.2, seed: int = 0,
+    alter: Alter | None = None, held_out: float = 0.2, seed: int = 0, progress: bool = True,
 ) -> nn.Module:  # fmt: skip
     """A copy of a smaller model whose layers answer as the original's did, as far as the samples tell.
 
@@ -135,7 +177,7 @@ def repair(
     >>> sc.repair(result.model, net, data)[0]
     Linear(in_features=4, out_features=16, bias=True)
     """
-    return Repair(method, copies, alter, held_out, seed=seed)(small, original, data)
+    return Repair(method, copies, alter, held_out, seed=seed, progress=progress)(small, original, data)
 
 
 def _comparable(value: float) -> float:
@@ -145,7 +187,9 @@ def _comparable(value: float) -> float:
 def _kept(small: nn.Module, original: nn.Module) -> Kept:
     """What the plans between the original and the smaller model left of each dimension."""
     before, after = plans_of(original), plans_of(small)
-    if after[: len(before)] != before or len(after) == len(before):
+    known = {name: tuple(t.shape) for name, t in [*original.named_parameters(), *original.named_buffers()]}
+    fits = after[: len(before)] == before and len(after) > len(before)
+    if not fits or any(known.get(name) != tuple(shape) for name, shape in after[len(before)].shapes.items()):
         raise RepairError(
             f"this {type(small).__name__} was not made by secateur.apply or prune from the given original, so its "
             f"units cannot be told. Way out: give the model that was pruned, and the one that came out."

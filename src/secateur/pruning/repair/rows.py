@@ -15,15 +15,16 @@ from secateur.ops.conv import Convolution, TransposedConvolution
 from secateur.ops.table import Call
 
 
-def channel_last(call: Call, tensor: Tensor) -> Tensor:
-    """A layer's output as (samples, positions, channels)."""
+def channel_last(call: Call, tensor: Tensor, batch: int = 0, positions: int | None = None) -> Tensor:
+    """What a layer reads or gives as (samples, positions, channels).
+
+    Samples lie along dimension `batch`, where a linear layer may have several rows for each, up to `positions` in all.
+    """
     if isinstance(call.operation, Convolution | TransposedConvolution):
-        if tensor.ndim == call.operation.spatial + 1:  # without a batch dimension
-            tensor = tensor[None]
         return tensor.flatten(2).transpose(1, 2)
-    if tensor.ndim == 1:
-        return tensor[None, None]
-    return tensor.reshape(len(tensor), -1, tensor.shape[-1])
+    tensor = tensor.movedim(batch, 0)
+    shape = (len(tensor), -1) if positions is None else (-1, positions)
+    return tensor.reshape(*shape, tensor.shape[-1])
 
 
 @dataclass(frozen=True)
@@ -45,27 +46,27 @@ class Positions:
 
     def take(self, values: Tensor, samples: slice) -> Tensor:
         """Of (samples, positions, channels) the chosen positions."""
-        chosen = self.of(samples, values.device)
-        return values if chosen is None else values.gather(1, chosen[:, :, None].expand(-1, -1, values.shape[-1]))
+        return _at(values, self.of(samples, values.device))
 
 
-def read_rows(call: Call, chosen: Tensor | None) -> Tensor:
-    """What the layer reads for each chosen output position: (samples, positions, groups, features).
+def read_rows(call: Call, x: Tensor, chosen: Tensor | None) -> Tensor:
+    """What the layer reads of `x` for each chosen output position: (samples, positions, groups, features).
 
+    `x` are some samples of the layer's input, `channel_last` for a linear layer, as they are for a convolution.
     Features are in the order of the weight: channel by channel, then the kernel.
     """
-    x: Tensor = call["input"]
     if not isinstance(call.operation, Convolution):
-        rows = channel_last(call, x)
-        if chosen is not None:
-            rows = rows.gather(1, chosen[:, :, None].expand(-1, -1, rows.shape[-1]))
-        return rows[:, :, None]
+        return _at(x, chosen)[:, :, None]
     spatial, weight, groups = call.operation.spatial, call["weight"], int(call["groups"])
-    if x.ndim == spatial + 1:
-        x = x[None]
     kernel, stride = tuple(weight.shape[2:]), _each(call["stride"], spatial)
     dilation = _each(call["dilation"], spatial)
-    x = F.pad(x, _padding(call["padding"], kernel, dilation))
+    padding = _padding(call["padding"], kernel, dilation)
+    if math.prod(kernel) == 1 and not any(padding):  # nothing to unfold
+        for dim, s in enumerate(stride):
+            x = x[(slice(None),) * (2 + dim) + (slice(None, None, s),)]
+        taken = _at(x.flatten(2).transpose(1, 2), chosen)
+        return taken.reshape(*taken.shape[:2], groups, -1)
+    x = F.pad(x, padding)
     size = tuple(x.shape[2:])
     count = [(n - d * (k - 1) - 1) // s + 1 for n, k, s, d in zip(size, kernel, stride, dilation, strict=True)]
     strides = [math.prod(size[i + 1 :]) for i in range(spatial)]
@@ -88,6 +89,11 @@ def read_rows(call: Call, chosen: Tensor | None) -> Tensor:
         found = flat.gather(2, at[:, None].expand(-1, x.shape[1], -1))
         rows = found.view(len(x), x.shape[1], chosen.shape[1], len(offsets))
     return rows.permute(0, 2, 1, 3).reshape(len(x), rows.shape[2], groups, -1)
+
+
+def _at(values: Tensor, chosen: Tensor | None) -> Tensor:
+    """Of (samples, positions, channels) the chosen positions of each sample."""
+    return values if chosen is None else values.gather(1, chosen[:, :, None].expand(-1, -1, values.shape[-1]))
 
 
 def _each(value: Any, count: int) -> tuple[int, ...]:

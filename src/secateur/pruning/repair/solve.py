@@ -1,7 +1,8 @@
 """The corrections: a constant per output (mean), a scale and a constant (norm), all weights (ridge).
 
 Everything is found from moments: sums over rows of what a layer reads (x) and of what its output lacks (e), so that
-memory does not grow with the data. With groups, each group is a regression of its own.
+memory does not grow with the data. With groups, each group is a regression of its own. A layer that reads more features
+than there are rows keeps the rows instead: they are smaller than their moments.
 """
 
 from __future__ import annotations
@@ -16,61 +17,127 @@ from torch import Tensor
 Method = Literal["mean", "norm", "ridge"]
 
 #: Strengths of the ridge that are tried, relative to the mean variance of what the layer reads.
-STRENGTHS = (100.0, 10.0, 1.0, 1e-1, 1e-2, 1e-3)
+STRENGTHS = (100.0, 10.0, 1.0, 1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6)
+# Where nothing is held out to choose with, only ridges from this strength on are tried.
+_CAUTIOUS = 1.0
+# Products of at most this many multiplications are made in double precision on the CPU too.
+_CHEAP = 2**27
 
 
-@dataclass
 class Moments:
-    """Sums over rows, in double precision: x (groups, features), e and y (groups, outputs)."""
+    """Sums over rows in double precision, of what is missing, e, and what is given, y: (groups, outputs)."""
 
-    rows: float
-    x: Tensor
-    e: Tensor
-    y: Tensor
-    xx: Tensor | None
-    xe: Tensor | None
-    ee: Tensor
-    yy: Tensor
-    ey: Tensor
+    def __init__(self, groups: int, outputs: int, device: torch.device) -> None:
+        self.rows = 0
+        self._device = device
+        self.e, self.y, self.ee, self.yy, self.ey = (self._zeros(groups, outputs) for _ in range(5))
 
-    @classmethod
-    def empty(cls, groups: int, features: int, outputs: int, device: torch.device, full: bool) -> Moments:
-        """No rows yet. Without `full`, the products that only a ridge needs are left out."""
-
-        def zeros(*shape: int) -> Tensor:
-            return torch.zeros(shape, dtype=torch.float64, device=device)
-
-        xx, xe = (zeros(groups, features, features), zeros(groups, features, outputs)) if full else (None, None)
-        x = zeros(groups, features)
-        e, y, ee, yy, ey = (zeros(groups, outputs) for _ in range(5))
-        return cls(0.0, x, e, y, xx, xe, ee, yy, ey)
-
-    def add(self, x: Tensor | None, e: Tensor, y: Tensor) -> None:
-        """Rows x (n, groups, features); what is missing, e, and what is given, y, (n, groups, outputs)."""
+    def add(self, e: Tensor, y: Tensor, x: Tensor | None = None) -> None:
+        """Rows e and y, (n, groups, outputs), and for a ridge x, (n, groups, features)."""
         self.rows += len(e)
-        e64, y64 = e.double(), y.double()
-        self.e += e64.sum(0)
-        self.y += y64.sum(0)
-        self.ee += e64.square().sum(0)
-        self.yy += y64.square().sum(0)
-        self.ey += (e64 * y64).sum(0)
-        if x is None or self.xx is None or self.xe is None:
-            return
-        # Products in the data's own precision on the CPU, where double is slow; their sums always in double.
-        wide = torch.float64 if x.is_cuda or x.dtype == torch.float64 else torch.float32
+        e, y = e.double(), y.double()
+        self.e += e.sum(0)
+        self.y += y.sum(0)
+        self.ee += e.square().sum(0)
+        self.yy += y.square().sum(0)
+        self.ey += (e * y).sum(0)
+
+    @property
+    def size(self) -> Tensor:
+        """Mean square of the original's output, y + e."""
+        return (self.yy + 2 * self.ey + self.ee) / self.rows
+
+    def _zeros(self, *shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=torch.float64, device=self._device)
+
+
+class Regression(Moments):
+    """What a ridge needs besides: sums of x (groups, features), of its products with itself and with e."""
+
+    def __init__(self, groups: int, outputs: int, features: int, device: torch.device) -> None:
+        super().__init__(groups, outputs, device)
+        self.x = self._zeros(groups, features)
+        self._xx, self._xe = self._zeros(groups, features, features), self._zeros(groups, features, outputs)
+
+    def add(self, e: Tensor, y: Tensor, x: Tensor | None = None) -> None:
+        """Add rows."""
+        super().add(e, y)
+        assert x is not None
+        # Double precision is slow on the CPU, so that only sums are double there where products are many.
+        cheap = x.numel() * x.shape[-1] <= _CHEAP
+        wide = torch.float64 if x.is_cuda or cheap or x.dtype == torch.float64 else torch.float32
         left, right = x.to(wide).transpose(0, 1), e.to(wide).transpose(0, 1)  # (groups, n, ·)
         self.x += left.sum(1).double()
-        self.xx += left.mT @ left
-        self.xe += left.mT @ right
+        self._xx += left.mT @ left
+        self._xe += left.mT @ right
 
-    def __add__(self, other: Moments) -> Moments:
-        def plus(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-            return None if a is None or b is None else a + b
+    def solve(self, strength: float, shifts: bool) -> Tensor | None:
+        """The change D (groups, features, outputs) of the weights, or None if there is no solution.
 
-        return Moments(
-            self.rows + other.rows, self.x + other.x, self.e + other.e, self.y + other.y, plus(self.xx, other.xx),
-            plus(self.xe, other.xe), self.ee + other.ee, self.yy + other.yy, self.ey + other.ey,
-        )  # fmt: skip
+        D has the least |e - xD|² / n + strength · v · |D|², where v is the mean variance of the features. With
+        `shifts`, x and e are taken about their means.
+        """
+        n = self.rows
+        xx, xe = self._xx / n, self._xe / n
+        if shifts:
+            mean = self.x / n
+            xx -= mean[:, :, None] * mean[:, None, :]
+            xe -= mean[:, :, None] * (self.e / n)[:, None, :]
+        ridge = _ridge(xx.diagonal(dim1=1, dim2=2), strength)
+        xx.diagonal(dim1=1, dim2=2).add_(ridge[:, None])
+        factor, failed = torch.linalg.cholesky_ex(xx)
+        return None if bool((failed > 0).any()) else torch.cholesky_solve(xe, factor)
+
+    def gain(self, weight: Tensor) -> Tensor:
+        """Sum over rows of e² - (e - xD)², per output."""
+        return 2 * (weight * self._xe).sum(1) - (weight * (self._xx @ weight)).sum(1)
+
+
+class FewRows(Regression):
+    """The same from the rows themselves, for more features than rows: the equations have one unknown per row."""
+
+    def __init__(self, groups: int, outputs: int, features: int, device: torch.device) -> None:
+        Moments.__init__(self, groups, outputs, device)
+        self.x = self._zeros(groups, features)
+        self._lefts: list[Tensor] = []
+        self._rights: list[Tensor] = []
+
+    def add(self, e: Tensor, y: Tensor, x: Tensor | None = None) -> None:
+        """Add rows."""
+        Moments.add(self, e, y)
+        assert x is not None
+        # Contiguous copies: a view would keep, and change with, a layer's input.
+        self._lefts.append(x.transpose(0, 1).to(torch.float64, memory_format=torch.contiguous_format, copy=True))
+        self._rights.append(e.transpose(0, 1).double())
+        self.x += self._lefts[-1].sum(1)
+
+    def solve(self, strength: float, shifts: bool) -> Tensor | None:
+        """The change D of the weights, as Xᵀ(XXᵀ / n + ridge)⁻¹e / n."""
+        n = self.rows
+        x, e = self._all()
+        if shifts:
+            x, e = x - (self.x / n)[:, None], e - (self.e / n)[:, None]
+        ridge = _ridge(x.square().mean(1), strength)
+        inner = x @ x.mT / n
+        inner.diagonal(dim1=1, dim2=2).add_(ridge[:, None])
+        factor, failed = torch.linalg.cholesky_ex(inner)
+        return None if bool((failed > 0).any()) else x.mT @ torch.cholesky_solve(e, factor) / n
+
+    def gain(self, weight: Tensor) -> Tensor:
+        """Sum over rows of e² - (e - xD)², per output."""
+        x, e = self._all()
+        made = x @ weight
+        return (made * (2 * e - made)).sum(1)
+
+    def _all(self) -> tuple[Tensor, Tensor]:
+        if len(self._lefts) > 1:
+            self._lefts, self._rights = [torch.cat(self._lefts, 1)], [torch.cat(self._rights, 1)]
+        return self._lefts[0], self._rights[0]
+
+
+def _ridge(variances: Tensor, strength: float) -> Tensor:
+    # Rounding leaves the sums of squares uncertain by about 1e-7 of their size, so the ridge is never below that.
+    return (strength * variances.mean(1)).clamp_min(1e-7 * variances.amax(1)).clamp_min(1e-30)
 
 
 @dataclass(frozen=True)
@@ -108,66 +175,82 @@ def by_norm(fit: Moments, shifts: bool) -> Correction:
     return Correction("norm", shift=mean_t - scale * mean_y if shifts else None, scale=scale)
 
 
-def by_ridge(fit: Moments, strength: float, shifts: bool) -> Correction:
-    """The change D of the weights and the constant c with least |e - xD - c|² / n + strength · mean variance · |D|²."""
-    assert fit.xx is not None
-    assert fit.xe is not None
-    n = fit.rows
-    xx, xe = fit.xx / n, fit.xe / n
-    mean_x, mean_e = fit.x / n, fit.e / n
-    if shifts:
-        xx = xx - mean_x[:, :, None] * mean_x[:, None, :]
-        xe = xe - mean_x[:, :, None] * mean_e[:, None, :]
-    diagonal = xx.diagonal(dim1=1, dim2=2)
-    # Rounding leaves the sums of squares uncertain by about 1e-7 of their size, so the ridge is never below that.
-    ridge = (strength * diagonal.mean(1)).clamp_min(1e-7 * diagonal.amax(1)).clamp_min(1e-30)
-    system = xx + torch.diag_embed(ridge[:, None].expand_as(diagonal))
-    factor, failed = torch.linalg.cholesky_ex(system)
-    if bool((failed > 0).any()):
+def by_ridge(fit: Regression, strength: float, shifts: bool) -> Correction:
+    """New weights, by a ridge on their change, and the constant that goes with them. See `Regression.solve`."""
+    weight = fit.solve(strength, shifts)
+    if weight is None:
         return nothing()
-    weight = torch.cholesky_solve(xe, factor)
-    shift = mean_e - (mean_x[:, None, :] @ weight)[:, 0] if shifts else None
+    shift = (fit.e - (fit.x[:, None, :] @ weight)[:, 0]) / fit.rows if shifts else None
     return Correction(f"ridge {strength:g}", shift=shift, weight=weight)
 
 
 def error(correction: Correction, held: Moments) -> Tensor:
     """Mean square that the output still lacks on other rows, per output (groups, outputs)."""
-    n = held.rows
+    square, mean = held.ee, held.e
     if correction.scale is not None:  # e' = e + y - scale · y - shift
         less = 1 - correction.scale
-        square = held.ee + 2 * less * held.ey + less.square() * held.yy
-        mean = held.e + less * held.y
-    else:
-        square, mean = held.ee, held.e
-        if correction.weight is not None:
-            assert held.xx is not None
-            assert held.xe is not None
-            d = correction.weight
-            square = square - 2 * (d * held.xe).sum(1) + (d * (held.xx @ d)).sum(1)
-            mean = mean - (held.x[:, None, :] @ d)[:, 0]
+        square = square + 2 * less * held.ey + less.square() * held.yy
+        mean = mean + less * held.y
+    if correction.weight is not None:
+        assert isinstance(held, Regression)
+        square = square - held.gain(correction.weight)
+        mean = mean - (held.x[:, None, :] @ correction.weight)[:, 0]
     if correction.shift is not None:
-        square = square - 2 * correction.shift * mean + n * correction.shift.square()
-    return (square / n).clamp_min(0)
+        square = square - 2 * correction.shift * mean + held.rows * correction.shift.square()
+    return (square / held.rows).clamp_min(0)
 
 
-def candidates(method: Method, fit: Moments, shifts: bool) -> Iterator[Correction]:
-    """Corrections to choose from, the mildest first."""
+def simple(method: Method, fit: Moments, shifts: bool) -> Iterator[Correction]:
+    """Corrections that leave the weights' directions alone, the mildest first."""
     yield nothing()
     if shifts:
         yield by_mean(fit)
-    if method == "norm" or (method == "ridge" and fit.xx is None):
+    if method == "norm" or (method == "ridge" and not isinstance(fit, Regression)):
         yield by_norm(fit, shifts)
-    elif method == "ridge":
-        for strength in STRENGTHS:
-            yield by_ridge(fit, strength, shifts)
+
+
+def best_of(
+    method: Method, fit: Moments, held: Moments, shifts: bool, weight: Tensor | float = 1.0, near: str = ""
+) -> tuple[Correction, float, float]:
+    """The correction that leaves the least error on the held-out rows; that error, and the one without correction.
+
+    Outputs count by `weight`. Ridges are tried from the one called `near` on, for as long as it gets better in one
+    direction or the other. Where no rows are held out, only strong ridges are tried.
+    """
+    seen = held if held.rows else fit
+
+    def cost(option: Correction) -> float:
+        return float((weight * error(option, seen)).sum())
+
+    tried = [(cost(option), option) for option in simple(method, fit, shifts)]
+    first = tried[0][0]
+    if method == "ridge" and isinstance(fit, Regression):
+        grid = [s for s in STRENGTHS if held.rows or s >= _CAUTIOUS]
+        names = [f"ridge {s:g}" for s in grid]
+        begin = names.index(near) if near in names else min(2, len(grid) - 1)
+
+        def at(place: int) -> float:
+            option = by_ridge(fit, grid[place], shifts)
+            tried.append((cost(option), option))
+            return tried[-1][0]
+
+        middle = at(begin)
+        for way in (1, -1):
+            last, place = middle, begin + way
+            while 0 <= place < len(grid) and (now := at(place)) < last:
+                last, place = now, place + way
+            if last < middle:
+                break  # better on this side, so not on the other
+    least, best = min(tried, key=lambda pair: pair[0] if pair[0] == pair[0] else float("inf"))
+    return best, least, first
 
 
 def remake(name: str, fit: Moments, shifts: bool) -> Correction:
     """The correction of that name from other rows."""
-    if name == "none":
-        return nothing()
     if name == "mean":
         return by_mean(fit)
     if name == "norm":
         return by_norm(fit, shifts)
-    return by_ridge(fit, float(name.removeprefix("ridge ")), shifts)
+    if isinstance(fit, Regression) and name.startswith("ridge "):
+        return by_ridge(fit, float(name.removeprefix("ridge ")), shifts)
+    return nothing()

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from secateur.graph.shadow import Example, quiet, run_or_explain, twin
@@ -15,22 +16,27 @@ from secateur.ops.conv import Convolution, TransposedConvolution
 from secateur.ops.elementwise import Sum
 from secateur.ops.linear import Linear
 from secateur.ops.norm import BatchNorm, InstanceNorm
-from secateur.ops.table import Call
+from secateur.ops.table import Call, Site, tensors_in
 from secateur.relevance.facts import About, writes
+from secateur.relevance.isolation import map_tensors
 from secateur.tracing import Observer
 
-#: The number of the model's own input among the calls.
-INPUT = -1
+#: Stands for the model's own input among the calls.
+INPUT = Site("", "input", -1)
 
 
 @dataclass(frozen=True)
 class Norm:
-    """A batch norm that reads a layer's output and nothing else: names of its tensors, and eps."""
+    """A batch norm that reads a layer's output: names of its tensors, and eps.
+
+    It is `alone` if it reads nothing else and nothing else reads that output, so that its mean can carry a constant.
+    """
 
     mean: str
     variance: str
     weight: str | None
     eps: float
+    alone: bool = True
 
     def scale(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """What it multiplies each channel with."""
@@ -40,82 +46,129 @@ class Norm:
 
 @dataclass(frozen=True)
 class LayerSite:
-    """A call of a convolution or linear layer. `call` counts the calls of a forward pass."""
+    """The one call of a convolution or linear layer. `number` counts the calls of a forward pass.
 
-    call: int
+    Layers are known by their weight: an attention module that was cut makes other calls than the original one did.
+    """
+
+    number: int
     weight: str
     bias: str | None
+    #: Output channels lie along dimension 1 of a transposed convolution's weight, 0 of others.
+    transposed: bool = False
+    #: Which dimension of input and output the samples lie along.
+    batch: int = 0
+    #: Of the output for one sample.
+    channels: int = 0
+    positions: int = 0
     norm: Norm | None = None
     #: The call whose output, which is there before this layer runs, is added to what this layer gives.
-    partner: int | None = None
+    partner: Site | None = None
 
     @property
     def shifts(self) -> bool:
         """Whether a constant per output can be added: by a bias, or by the mean of the batch norm behind."""
-        return self.bias is not None or self.norm is not None
+        return self.bias is not None or (self.norm is not None and self.norm.alone)
 
 
-class Numbered(Observer):
-    """Counts calls. What was analysed before is not refused."""
+class _Survey(Observer):
+    """Notes every layer with a weight of its own, and what its output meets."""
 
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__(model)
-        self.number = -1
-
-    def observe(self, call: Call) -> Any:
-        """Count, then hand over to `at`."""
-        self.number += 1
-        return self.at(self.number, call)
-
-    def at(self, number: int, call: Call) -> Any:
-        """What to do with call `number`; returns what the model gets to see."""
-        return call.run()
-
-    def unknown(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs as it is."""
-        return func(*args, **kwargs)
-
-
-class _Survey(Numbered):
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, inputs: Example, alone: _Survey | None = None) -> None:
         super().__init__(model)
         self._names = {id(t): name for name, t in [*model.named_parameters(), *model.named_buffers()]}
+        self._number = -1
         self.sites: dict[int, LayerSite] = {}
+        #: How many calls read each parameter and buffer, and each layer's output.
         self.uses: Counter[str] = Counter()
-        self._made: About[int] = About()
-        self._source: About[int] = About()
+        self.readers: Counter[int] = Counter()
+        #: By weight, the shape of the output and some of its numbers, to compare with those of another pass.
+        self.probes: dict[str, tuple[torch.Size, Tensor]] = {}
+        self._alone = alone
+        #: The largest activation, in elements.
+        self.largest = 0
+        # With the tensor's version: whoever writes to it, by whatever view, makes the note void.
+        self._made: About[tuple[int, Site, int]] = About()
+        self._source: About[tuple[int, int]] = About()
+        self._raw: About[int] = About()
+        if isinstance(inputs, Tensor):
+            self._made[inputs] = -1, INPUT, version(inputs)
 
-    def at(self, number: int, call: Call) -> Any:
+    def observe(self, call: Call) -> Any:
         """Run the call and note whose output it is."""
+        self._number += 1
         operation = call.operation
+        self._count(call.tensors())
         read = call.get("input")
-        source = self._source.get(read) if isinstance(read, Tensor) else None
+        source = self._source_of(read) if isinstance(read, Tensor) else None
         if isinstance(operation, Sum):
             self._add(call)
         output = call.run()
         if not isinstance(output, Tensor):
             return output
+        self.largest = max(self.largest, output.numel())
         if writes(call):
             self._source.forget(output)
+            self._raw.forget(output)
         if isinstance(operation, Convolution | TransposedConvolution | Linear):
-            self._layer(number, call)
-            if number in self.sites:
-                self._source[output] = number
+            self._layer(call, output)
         elif source is not None and isinstance(operation, BatchNorm) and not isinstance(operation, InstanceNorm):
             if self._norm(source, call):
-                self._source[output] = source
+                self._source[output] = source, version(output)
         elif source is not None and isinstance(operation, Identity) and output.dtype == read.dtype:
-            self._source[output] = source
-        self._made[output] = number
+            self._source[output] = source, version(output)
+        self._made[output] = self._number, call.site, version(output)
         return output
 
-    def _layer(self, number: int, call: Call) -> None:
+    def unknown(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs as it is: what was analysed before is not refused."""
+        self._count(tensors_in((args, kwargs)))
+        return func(*args, **kwargs)
+
+    def _count(self, tensors: list[Tensor]) -> None:
+        for tensor in tensors:
+            name = self._names.get(id(tensor))
+            if name is not None:
+                self.uses[name] += 1
+            raw = self._raw.get(tensor)
+            if raw is not None:
+                self.readers[raw] += 1
+
+    def _layer(self, call: Call, output: Tensor) -> None:
         weight, bias = self._name(call["weight"]), self._name(call["bias"])
         if isinstance(call.operation, TransposedConvolution) and int(call["groups"]) > 1:
             return
-        if weight is not None and (bias is not None or call["bias"] is None):
-            self.uses[weight] += 1
-            self.sites[number] = LayerSite(number, weight, bias)
+        if weight is None or (bias is None and call["bias"] is not None):
+            return
+        number = self._number
+        site = LayerSite(number, weight, bias, isinstance(call.operation, TransposedConvolution))
+        if self._alone is None:
+            self.probes[weight] = output.shape, _probe(output)
+        else:
+            batch = self._batch(weight, output)
+            if batch is None:
+                return
+            if batch == output.ndim - 1 if isinstance(call.operation, Linear) else len(output) != 2:
+                return  # samples along the features, or several images for each
+            channels = output.shape[-1 if isinstance(call.operation, Linear) else 1]
+            site = replace(site, batch=batch, channels=channels, positions=output.numel() // 2 // channels)
+        self.sites[number] = site
+        self._source[output] = number, version(output)
+        self._raw[output] = number
+
+    def _batch(self, weight: str, output: Tensor) -> int | None:
+        """The dimension that samples lie along, one after the other: there, two samples begin as the first alone."""
+        assert self._alone is not None
+        shape, probe = self._alone.probes.get(weight, (torch.Size(), None))
+        if probe is None or len(shape) != output.ndim:
+            return None
+        grown = [d for d, (one, two) in enumerate(zip(shape, output.shape, strict=True)) if one != two]
+        if len(grown) != 1 or output.shape[grown[0]] != 2 * shape[grown[0]]:
+            return None
+        found = _probe(output.narrow(grown[0], 0, shape[grown[0]]))
+        # Other batch sizes may be summed in another order; half precision has three digits.
+        same = (found - probe).abs().max() <= 0.02 * probe.abs().max().clamp_min(1e-30)
+        return grown[0] if bool(same) else None
 
     def _norm(self, source: int, call: Call) -> bool:
         if self.sites[source].norm is not None or call["training"]:
@@ -133,24 +186,63 @@ class _Survey(Numbered):
         name = call.function.__name__.strip("_")
         if name not in ("add", "iadd", "radd") or float(call.get("alpha", 1)) != 1:
             return
-        if not isinstance(a, Tensor) or not isinstance(b, Tensor) or a.shape != b.shape:
+        if not isinstance(a, Tensor) or not isinstance(b, Tensor) or a is b or a.shape != b.shape:
             return
         for mine, other in ((a, b), (b, a)):
-            source = self._source.get(mine)
-            made = self._made.get(other)
-            made = INPUT if made is None else made
-            fresh = source is not None and self.sites[source].partner is None and id(other) not in self._names
-            if source is not None and fresh and made < source:
-                self.sites[source] = replace(self.sites[source], partner=made)
+            source, made = self._source_of(mine), self._made.get(other)
+            if source is None or made is None or self.sites[source].partner is not None:
+                continue
+            number, site, written = made
+            if number < source and written == version(other):
+                self.sites[source] = replace(self.sites[source], partner=site)
+
+    def _source_of(self, tensor: Tensor) -> int | None:
+        entry = self._source.get(tensor)
+        return entry[0] if entry is not None and entry[1] == version(tensor) else None
 
     def _name(self, tensor: Tensor | None) -> str | None:
         return None if tensor is None else self._names.get(id(tensor))
 
 
-def survey(model: nn.Module, example: Example) -> list[LayerSite]:
-    """The layers that can be repaired, in order of execution. Weights that are used more than once are left out."""
-    copy = twin(model).eval()
-    watched = _Survey(copy)
-    with quiet(), watched:
-        run_or_explain(copy, example)
-    return [site for site in watched.sites.values() if watched.uses[site.weight] == 1]
+@dataclass(frozen=True)
+class Surveyed:
+    """The layers that can be repaired, by weight and in order of execution, and the largest activation of a sample."""
+
+    sites: dict[str, LayerSite]
+    largest: int
+
+
+def survey(model: nn.Module, samples: Example) -> Surveyed:
+    """Find the layers that can be repaired. `samples` are one or two.
+
+    Left out are weights that are used more than once or elsewhere, and layers in which samples are not kept apart.
+    """
+    one = map_tensors(lambda t: t[:1], samples)
+    two = map_tensors(lambda t: t if len(t) == 2 else torch.cat([t, t.flip(-1) if t.ndim > 1 else t]), samples)
+    found: _Survey | None = None
+    for inputs in (one, two):
+        copy = twin(model).eval()
+        watched = _Survey(copy, inputs, found)
+        with quiet(), watched:
+            run_or_explain(copy, inputs)
+        found = watched
+    assert found is not None
+    once = [site for site in found.sites.values() if found.uses[site.weight] == 1]
+    sites = [
+        replace(site, norm=replace(site.norm, alone=found.uses[site.norm.mean] == 1 == found.readers[site.number]))
+        if site.norm is not None else site
+        for site in once
+        if site.bias is None or found.uses[site.bias] == 1
+    ]  # fmt: skip
+    return Surveyed({site.weight: site for site in sites}, found.largest // 2)
+
+
+def version(tensor: Tensor) -> int:
+    """Counts writes to a tensor's memory."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def _probe(tensor: Tensor) -> Tensor:
+    """About a thousand numbers of a tensor."""
+    flat = tensor.reshape(-1)
+    return flat[:: max(1, len(flat) // 1024)].double()

@@ -1,0 +1,273 @@
+"""The regressions of a repair against the normal equations, numpy's least squares, and the layers themselves."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from secateur.ops.table import Call, Site, lookup
+from secateur.pruning.repair.augment import crop_and_flip
+from secateur.pruning.repair.reference import _held
+from secateur.pruning.repair.rows import Positions, channel_last, read_rows
+from secateur.pruning.repair.solve import (
+    Correction,
+    FewRows,
+    Moments,
+    Regression,
+    best_of,
+    by_mean,
+    by_norm,
+    by_ridge,
+    error,
+    remake,
+)
+
+CPU = torch.device("cpu")
+
+
+def call_of(function: Any, *args: Any, **kwargs: Any) -> Call:
+    operation = lookup(function)
+    assert operation is not None
+    return Call(operation, function, args, kwargs, Site("layer", function.__name__, 0))
+
+
+@st.composite
+def convolutions(draw: st.DrawFn) -> tuple[Call, Tensor, Tensor]:
+    """A convolution of any kind as it is called, its input and its weight; float64, no bias."""
+    spatial, groups = draw(st.integers(1, 3)), draw(st.sampled_from([1, 1, 2, 3]))
+    inner, outer = draw(st.integers(1, 2)), draw(st.integers(1, 2))
+
+    def each(low: int, high: int) -> tuple[int, ...]:
+        return tuple(draw(st.integers(low, high)) for _ in range(spatial))
+
+    kernel, dilation = each(1, 3), each(1, 2)
+    kind = draw(st.sampled_from(["number", "tuple", "same", "valid"]))
+    padding = {"number": draw(st.integers(0, 2)), "tuple": each(0, 2)}.get(kind, kind)
+    stride = (1,) * spatial if kind == "same" else draw(st.one_of(st.just(each(1, 3)), st.integers(1, 2)))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))
+    size = [5 + n for n in each(0, 2)]
+    x = torch.randn(3, inner * groups, *size, generator=generator, dtype=torch.float64)
+    weight = torch.randn(outer * groups, inner, *kernel, generator=generator, dtype=torch.float64)
+    function = getattr(F, f"conv{spatial}d")
+    return call_of(function, x, weight, None, stride, padding, dilation, groups), x, weight
+
+
+@settings(deadline=None, max_examples=150)
+@given(convolutions(), st.booleans())
+def test_rows_times_weight_are_what_a_convolution_gives(made: tuple[Call, Tensor, Tensor], some: bool) -> None:
+    call, x, weight = made
+    wanted = channel_last(call, call.run())
+    positions = Positions.draw(3, wanted.shape[1], 2 if some else 10**6, torch.Generator().manual_seed(0))
+    rows = read_rows(call, x, positions.of(slice(0, 3), CPU))
+    groups = int(call["groups"])
+    assert rows.shape[2:] == (groups, weight[0].numel())
+    per_group = weight.reshape(groups, -1, weight[0].numel())
+    found = torch.einsum("spgf,gof->spgo", rows, per_group).flatten(2)
+    torch.testing.assert_close(found, positions.take(wanted, slice(0, 3)))
+    if some and wanted.shape[1] > 2:
+        assert found.shape[1] == 2
+
+
+@given(st.lists(st.integers(1, 4), max_size=2), st.integers(0, 1))
+def test_rows_times_weight_are_what_a_linear_layer_gives(between: list[int], batch: int) -> None:
+    batch = min(batch, len(between))
+    shape = [*between]
+    shape.insert(batch, 5)
+    x, weight = torch.randn(*shape, 6).double(), torch.randn(4, 6).double()
+    call = call_of(F.linear, x, weight)
+    rows = read_rows(call, channel_last(call, x, batch), None)
+    wanted = channel_last(call, call.run(), batch)
+    assert len(rows) == len(wanted) == 5
+    torch.testing.assert_close(rows[:, :, 0] @ weight.T, wanted)
+
+
+def test_positions_are_drawn_without_repetition() -> None:
+    chosen = Positions.draw(50, 30, 20, torch.Generator().manual_seed(0)).chosen
+    assert chosen is not None
+    assert all(len(set(row)) == 20 for row in chosen.tolist())
+    assert len({tuple(row) for row in chosen.tolist()}) > 40  # each sample has its own
+
+
+def rows(n: int, features: int, groups: int, outputs: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """x with unequal scales and means, e that depends on it with noise, y."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    x = normal(n, groups, features) * (1 + torch.arange(features)) + 3
+    e = torch.einsum("ngf,gfo->ngo", x, normal(groups, features, outputs)) + normal(n, groups, outputs) + 1
+    return x, e, normal(n, groups, outputs) * 2 - 1
+
+
+def gathered(kind: type[Regression], x: Tensor, e: Tensor, y: Tensor, blocks: int = 1) -> Regression:
+    moments = kind(e.shape[1], e.shape[2], x.shape[2], CPU)
+    for a, b, c in zip(x.chunk(blocks), e.chunk(blocks), y.chunk(blocks), strict=True):
+        moments.add(b, c, a)
+    return moments
+
+
+def least_squares(x: Tensor, e: Tensor, strength: float, constant: bool) -> tuple[np.ndarray, np.ndarray]:
+    """The ridge of one group by numpy on stacked rows [X; sqrt(λ)I]: weights and constant."""
+    a, b = x.numpy(), e.numpy()
+    mean_a, mean_b = (a.mean(0), b.mean(0)) if constant else (np.zeros(a.shape[1]), np.zeros(b.shape[1]))
+    a, b = a - mean_a, b - mean_b
+    ridge = strength * (a**2).mean() * len(a)
+    stacked = np.concatenate([a, np.sqrt(ridge) * np.eye(a.shape[1])])
+    d = np.linalg.lstsq(stacked, np.concatenate([b, np.zeros((a.shape[1], b.shape[1]))]), rcond=None)[0]
+    return d, mean_b - mean_a @ d
+
+
+@pytest.mark.parametrize("kind", [Regression, FewRows])
+@pytest.mark.parametrize("constant", [True, False])
+@pytest.mark.parametrize("groups", [1, 3])
+@pytest.mark.parametrize("n", [40, 5])
+@pytest.mark.parametrize("strength", [10.0, 1e-3])
+def test_ridge_is_least_squares_on_stacked_rows(
+    kind: type[Regression], constant: bool, groups: int, n: int, strength: float
+) -> None:
+    x, e, y = rows(n, 7, groups, 4)
+    found = by_ridge(gathered(kind, x, e, y, blocks=3), strength, constant)
+    assert found.weight is not None
+    for g in range(groups):
+        d, c = least_squares(x[:, g], e[:, g], strength, constant)
+        np.testing.assert_allclose(found.weight[g].numpy(), d, rtol=1e-6, atol=1e-9)
+        if constant:
+            assert found.shift is not None
+            np.testing.assert_allclose(found.shift[g].numpy(), c, rtol=1e-6, atol=1e-9)
+    assert (found.shift is not None) == constant
+
+
+def test_ridge_in_single_precision_is_close() -> None:
+    x, e, y = rows(4000, 300, 1, 4)
+    single = gathered(Regression, x.float(), e.float(), y.float(), blocks=2)
+    found = by_ridge(single, 1e-3, True)
+    d, _ = least_squares(x[:, 0], e[:, 0], 1e-3, True)
+    assert found.weight is not None
+    assert np.abs(found.weight[0].numpy() - d).max() < 1e-4 * np.abs(d).max()
+
+
+def corrected(correction: Correction, x: Tensor, e: Tensor, y: Tensor) -> Tensor:
+    """What is still missing, row by row."""
+    given = y if correction.scale is None else y * correction.scale
+    if correction.weight is not None:
+        given = given + torch.einsum("ngf,gfo->ngo", x, correction.weight)
+    if correction.shift is not None:
+        given = given + correction.shift
+    return y + e - given
+
+
+@pytest.mark.parametrize("kind", [Regression, FewRows])
+@pytest.mark.parametrize("name", ["none", "mean", "norm", "ridge 0.1", "ridge 100"])
+@pytest.mark.parametrize("constant", [True, False])
+def test_error_is_the_mean_square_over_rows(kind: type[Regression], name: str, constant: bool) -> None:
+    if name == "mean" and not constant:
+        return
+    fit, held = rows(30, 6, 2, 3), rows(20, 6, 2, 3, seed=1)
+    correction = remake(name, gathered(kind, *fit), constant)
+    assert correction.name == name
+    expected = corrected(correction, *held).square().mean(0)
+    torch.testing.assert_close(error(correction, gathered(kind, *held)), expected)
+
+
+def test_mean_and_norm_match_the_statistics_they_name() -> None:
+    x, e, y = rows(50, 3, 2, 4)
+    y = y * 0.5
+    e = (torch.randn_like(y) * 0.7 + 1) - y  # targets whose scale is near that of y
+    moments = gathered(Regression, x, e, y)
+    left = corrected(by_mean(moments), x, e, y)
+    torch.testing.assert_close(left.mean(0), torch.zeros(2, 4).double(), atol=1e-12, rtol=0)
+    norm = by_norm(moments, True)
+    assert norm.scale is not None
+    assert norm.shift is not None
+    made, wanted = y * norm.scale + norm.shift, y + e
+    torch.testing.assert_close(made.mean(0), wanted.mean(0))
+    torch.testing.assert_close(made.var(0), wanted.var(0))
+    assert by_norm(moments, False).shift is None
+
+
+def test_a_channel_that_does_not_vary_gives_no_scale() -> None:
+    y = torch.randn(40, 1, 3).double()
+    y[:, :, 1] = 2.0
+    moments = Moments(1, 3, CPU)
+    moments.add(torch.randn(40, 1, 3).double(), y)
+    norm = by_norm(moments, True)
+    assert norm.scale is not None
+    assert float(norm.scale[0, 1]) == 1.0
+    assert bool((norm.scale <= 4).all())
+
+
+def test_noise_asks_for_a_strong_ridge_or_nothing_and_signal_for_a_weak_one() -> None:
+    strong = 0
+    for seed in range(20):
+        generator = torch.Generator().manual_seed(seed)
+        x, e, y = (torch.randn(220, 1, f, generator=generator).double() for f in (20, 5, 5))
+        fit, held = (gathered(Regression, *(t[part] for t in (x, e, y))) for part in (slice(20), slice(20, 220)))
+        best, least, first = best_of("ridge", fit, held, True)
+        assert least <= first
+        strong += best.weight is None or float(best.name.split()[1]) >= 10
+    assert strong == 20
+    x, e, y = rows(300, 20, 1, 5)
+    e = torch.einsum("ngf,gfo->ngo", x, torch.randn(1, 20, 5).double())  # without noise
+    fit, held = (gathered(Regression, *(t[part] for t in (x, e, y))) for part in (slice(200), slice(200, 300)))
+    best, least, first = best_of("ridge", fit, held, True)
+    assert least < 1e-8 * first
+
+
+def test_the_search_finds_what_trying_everything_finds() -> None:
+    from secateur.pruning.repair.solve import STRENGTHS
+
+    for seed in range(10):
+        x, e, y = rows(60, 25, 1, 3, seed)
+        e = e + 40 * torch.randn(60, 1, 3, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        fit, held = (gathered(Regression, *(t[part] for t in (x, e, y))) for part in (slice(40), slice(40, 60)))
+        costs = [float(error(by_ridge(fit, s, True), held).sum()) for s in STRENGTHS]
+        turns = sum((b - a) * (c - b) < 0 for a, b, c in zip(costs, costs[1:], costs[2:], strict=False))
+        if turns > 1:
+            continue
+        for near in ("", "ridge 1e-05", "ridge 100"):
+            _, least, _ = best_of("ridge", fit, held, True, near=near)
+            mild = [float(error(c, held).sum()) for c in (Correction("none"), by_mean(fit))]
+            assert math.isclose(least, min(*costs, *mild), rel_tol=1e-12)
+
+
+def test_without_held_out_rows_only_strong_ridges_are_tried() -> None:
+    x, e, y = rows(10, 20, 1, 5)  # more features than rows: weak ridges would learn them by heart
+    fit, empty = gathered(Regression, x, e, y), Regression(1, 5, 20, CPU)
+    best, _, _ = best_of("ridge", fit, empty, True)
+    assert best.weight is None or float(best.name.split()[1]) >= 1
+
+
+@given(st.integers(1, 60), st.floats(0.05, 0.5), st.booleans(), st.integers(0, 5))
+def test_held_out_samples_are_a_share_of_every_class(count: int, share: float, classes: bool, seed: int) -> None:
+    targets = torch.arange(count) % 3 if classes else None
+    held = _held(count, targets, share, torch.Generator().manual_seed(seed))
+    assert len(held) == count
+    assert abs(int(held.sum()) - share * count) <= 1
+    assert bool(held.any()) == (count > 1)
+    assert not bool(held.all())
+    if classes and share * (count // 3) >= 1:
+        assert targets is not None
+        assert len(set(targets[held].tolist())) == 3
+
+
+def test_copies_show_parts_of_the_image_and_are_repeatable() -> None:
+    ramp = torch.linspace(0, 1, 32).expand(6, 1, 32, 32).clone()  # brightness is the place across
+    made = crop_and_flip(ramp, torch.Generator().manual_seed(0))
+    assert made.shape == ramp.shape
+    assert torch.equal(made, crop_and_flip(ramp, torch.Generator().manual_seed(0)))
+    spread = made[:, 0, 0].amax(1) - made[:, 0, 0].amin(1)
+    assert bool((spread > math.sqrt(0.5) - 0.1).all())
+    assert bool((spread <= 1).all())
+    rising = (made[:, 0, 0].diff(dim=1) >= -1e-6).all(1)
+    falling = (made[:, 0, 0].diff(dim=1) <= 1e-6).all(1)
+    assert bool((rising ^ falling).all())
+    assert 0 < int(falling.sum()) < 6
