@@ -20,7 +20,6 @@ import torch
 
 import secateur as sc
 
-
 MODELS = ["resnet18", "resnet50", "densenet121", "densenet201"]
 
 

@@ -111,6 +111,8 @@ def _copied(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
             elif key in _OWN_STATE and (kind is dict or kind is OrderedDict):
                 # Parameters, buffers and modules are in the memo; of hooks there are seldom any.
                 state[key] = kind((k, copy.deepcopy(v, memo)) for k, v in value.items()) if value else kind()
+            elif key in _OWN_STATE and kind is set:  # names of buffers
+                state[key] = set(value)
             elif key != _COMPILED:
                 state[key] = copy.deepcopy(value, memo)
     made: nn.Module = memo[id(model)]
