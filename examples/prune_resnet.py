@@ -28,7 +28,7 @@ def prepared(options: argparse.Namespace) -> tuple[nn.Module, Photographs, Photo
         test = read(shapes.write(options.out / "test", 20, seed=2), size=options.size)
         net = torchvision.models.resnet18()
         net.layer3, net.layer4, net.fc = nn.Identity(), nn.Identity(), nn.Linear(128, 3)  # seconds, not minutes
-        return shapes.train(net, *training.tensors(), epochs=8), training.draw(10), test
+        return shapes.train(net, *training.tensors(), epochs=5), training.draw(10), test
     photos = read(options.images, size=options.size)
     net = torchvision.models.resnet18()
     net.load_state_dict(load_file(options.weights))

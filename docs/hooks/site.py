@@ -78,7 +78,7 @@ def _prose(text: str) -> str:
     return "\n\n".join(done)
 
 
-def _folded(line: str, width: int = 88) -> str:
+def _folded(line: str, width: int = 76) -> str:
     """A long command line over several lines, broken before an option."""
     lines = [""]
     for word in re.split(r" (?=--)", line):
