@@ -60,6 +60,8 @@ def work(rank: int, folder: str) -> None:
         evaluate=lambda m: float(rank), checkpoint=f"{folder}/run.safetensors", max_drop=2.0,
     )  # fmt: skip
     plain = prune(net(), (x, y), "taylor", remove=0.5, step=0.25)
+    mended = prune(net(), (x, y), remove=0.5)  # repaired, from the same samples
+    apart = prune(net(), mine, remove=0.5)  # or from each process's own
     torch.save(
         {
             "pair": {n: [torch.from_numpy(v) for v in s.units.values()] for n, s in pair.items()},
@@ -67,6 +69,7 @@ def work(rank: int, folder: str) -> None:
             "empty": [torch.from_numpy(v) for v in empty.units.values()],
             "tuned": digest(tuned.model), "again": digest(again.model), "moved": digest(tuned.model) != digest(net()),
             "plan": tuned.plan.to_json(), "plain": digest(plain.model),
+            "mended": digest(mended.model), "apart": digest(apart.model),
             "metrics": [row.overall for row in tuned.history],
         },
         f"{folder}/{rank}.pt",
@@ -105,10 +108,11 @@ def test_a_process_without_data_takes_part(found: list[dict]) -> None:
 
 
 def test_every_process_ends_with_the_same_model(found: list[dict]) -> None:
-    for key in ("tuned", "plain", "plan", "again"):
+    for key in ("tuned", "plain", "plan", "again", "mended", "apart"):
         assert found[0][key] == found[1][key]
     assert found[0]["tuned"] == found[0]["again"]  # resumed from the checkpoint of the first process
     assert found[0]["moved"]
     assert found[0]["metrics"] == found[1]["metrics"] == [0.0, 0.0, 0.0]  # the first process's evaluation counts
     alone = prune(net(), data(), "taylor", remove=0.5, step=0.25)
     assert found[0]["plain"] == digest(alone.model)
+    assert found[0]["mended"] == digest(prune(net(), data(), remove=0.5).model)
