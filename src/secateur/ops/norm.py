@@ -102,6 +102,16 @@ class LayerNorm(Operation):
         labels.mixes(x, range(x.ndim - count, x.ndim), call.site)
         labels.merge(output, operands, call.site)
 
+    def rehearse(self, call: Call) -> Any:
+        """The shape is the input's: torch decomposes the norm, which takes milliseconds."""
+        x, shape = call["input"], call["normalized_shape"]
+        wanted = tuple(shape) if isinstance(shape, tuple | list) else (shape,)
+        vectors = [call.get(name) for name in ("weight", "bias")]
+        fits = tuple(x.shape[x.ndim - len(wanted) :]) == wanted and all(
+            v is None or (tuple(v.shape) == wanted and v.dtype == x.dtype) for v in vectors
+        )
+        return torch.empty_like(x) if x.is_meta and fits else call.run()
+
     def relevance(self, relevance: RelevancePass, call: Call) -> Any:
         """Passes: the norm acts as a scale that is given."""
         return relevance.passes(call, call["input"])

@@ -156,7 +156,7 @@ class Concat(Operation):
     def rehearse(self, call: Call) -> Any:
         """The shape, by arithmetic: torch decomposes a concatenation without numbers, which takes milliseconds."""
         tensors, dim = call["tensors"], call.get("dim", 0)
-        if not isinstance(tensors, tuple | list) or not isinstance(dim, int) or not tensors:
+        if not isinstance(tensors, tuple | list) or not isinstance(dim, int) or not tensors or not tensors[0].ndim:
             return call.run()
         first = tensors[0]
         if not all(t.is_meta and t.ndim == first.ndim and t.dtype == first.dtype for t in tensors):
