@@ -13,6 +13,8 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.modules import module as hooks
 from torch.overrides import TorchFunctionMode
 
 from secateur.errors import UnknownOperationError
@@ -26,8 +28,8 @@ class Observer(TorchFunctionMode):
     Functions without an entry reach `unknown`, which refuses them when a tensor for which `concerns` holds takes part.
     """
 
-    #: Whether it wants to know which module runs.
-    watches_modules = True
+    #: Whether it may see a module that is one call of a function without the Python in between.
+    shortcuts = False
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -99,17 +101,16 @@ class Observer(TorchFunctionMode):
     def __enter__(self) -> Self:
         self._fastpath = torch.backends.mha.get_fastpath_enabled()
         torch.backends.mha.set_fastpath_enabled(False)
-        if self.watches_modules:
-            _modules.watch(self)
+        _modules.watch(self)
         super().__enter__()  # type: ignore[no-untyped-call]
+        self._height = torch._C._len_torch_function_stack()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
-        if self.watches_modules:
-            _modules.forget(self)
+        _modules.forget(self)
         self._stack.clear()
         torch.backends.mha.set_fastpath_enabled(self._fastpath)
 
@@ -121,6 +122,16 @@ class Observer(TorchFunctionMode):
         """It is done."""
         if self._stack:
             self._stack.pop()
+
+    def runs(self, module: nn.Module, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a module under observation."""
+        shortcut = _SHORTCUTS.get(type(module)) if self.shortcuts and len(args) == 1 and not kwargs else None
+        if shortcut is not None and _is_plain(module) and torch._C._len_torch_function_stack() == self._height:
+            with torch._C.DisableTorchFunction():
+                call = shortcut(module, args[0])
+                if call is not None:
+                    return self.__torch_function__(call[0], (), call[1:])
+        return plain(module, *args, **kwargs)
 
 
 class _Modules:
@@ -150,7 +161,7 @@ class _Modules:
                     observer = observers[-1]
                     observer.enter(module)
                     try:
-                        return plain(module, *args, **kwargs)
+                        return observer.runs(module, plain, args, kwargs)
                     finally:
                         observer.leave()
 
@@ -166,6 +177,57 @@ class _Modules:
 
 
 _modules = _Modules()
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Whether calling a module means running the forward of its class, and nothing else."""
+    return not (
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or hooks._global_forward_hooks
+        or hooks._global_forward_pre_hooks
+        or hooks._global_backward_hooks
+        or hooks._global_backward_pre_hooks
+        or "forward" in module.__dict__
+    )
+
+
+def _convolution(module: Any, x: Any) -> tuple[Any, ...] | None:
+    weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
+    if weight is None or module.padding_mode != "zeros":
+        return None
+    function = _CONVOLUTIONS[type(module)]
+    return function, x, weight, bias, module.stride, module.padding, module.dilation, module.groups
+
+
+def _linear(module: Any, x: Any) -> tuple[Any, ...] | None:
+    weight = module._parameters.get("weight")
+    return None if weight is None else (F.linear, x, weight, module._parameters.get("bias"))
+
+
+def _batch_norm(module: Any, x: Any) -> tuple[Any, ...] | None:
+    mean, variance = module._buffers.get("running_mean"), module._buffers.get("running_var")
+    if module.training or mean is None or variance is None:
+        return None
+    module._check_input_dim(x)
+    weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
+    return F.batch_norm, x, mean, variance, weight, bias, False, 0.0, module.eps
+
+
+def _relu(module: Any, x: Any) -> tuple[Any, ...] | None:
+    return F.relu, x, module.inplace
+
+
+_CONVOLUTIONS: dict[type, Function] = {nn.Conv1d: F.conv1d, nn.Conv2d: F.conv2d, nn.Conv3d: F.conv3d}
+#: The call that a module of exactly this type makes, function first; None if not this time.
+_SHORTCUTS: dict[type, Callable[[Any, Any], tuple[Any, ...] | None]] = {
+    **dict.fromkeys(_CONVOLUTIONS, _convolution),
+    nn.Linear: _linear,
+    **dict.fromkeys((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d), _batch_norm),
+    nn.ReLU: _relu,
+}
 
 
 class Rehearsal(Observer):

@@ -37,6 +37,8 @@ class RelevancePass(Verbs):
     kept between batches. Without `heat_map`, relevance stops at the layers that read the input, which is faster.
     """
 
+    shortcuts = True
+
     def __init__(
         self,
         model: nn.Module,
@@ -238,10 +240,10 @@ class RelevancePass(Verbs):
         self._fresh, self._writable = None, self._fresh
         return operation.relevance(self, call)
 
-    @property
-    def watches_modules(self) -> bool:  # type: ignore[override]
-        """Not while following the script, which has the sites."""
-        return not self._following
+    def enter(self, module: nn.Module) -> None:
+        """The script knows where we are."""
+        if not self._following:
+            super().enter(module)
 
     def site(self, function: Function) -> Site:
         """The place of the next call: as in the batch before, as long as the same functions are called."""
