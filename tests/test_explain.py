@@ -402,8 +402,60 @@ def test_a_layer_is_followed_by_its_batch_norm_or_by_something_else():
         out, (heat,) = engine.run(x, lambda out: torch.ones_like(out))
         torch.testing.assert_close(out, net(x).detach(), msg=way)
         _, (again,) = engine.run(x, lambda out: torch.ones_like(out))
-        assert torch.equal(heat, again), way
+        torch.testing.assert_close(again, heat, msg=way)
         torch.testing.assert_close(heat.sum(), torch.tensor(float(out.numel())).double(), msg=way)
+
+
+class Early(nn.Module):
+    """conv, batch norm and ReLU, which are computed together from the second batch on; then something looks between."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm, self.head = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 2, 1)
+        self.norm.running_mean.normal_()
+        self.norm.running_var.uniform_(0.5, 2)
+        self.look = None
+
+    def forward(self, x):
+        y = self.conv(x)
+        if self.look == "bias":
+            y = y + 1
+        z = self.norm(y)
+        if self.look == "number" and float(z.min()) > 0:
+            return self.head(z)
+        if self.look == "end":
+            return z
+        if self.look == "mean":
+            z = z - z.mean()
+        if self.look == "before":
+            return self.head(F.relu(z, inplace=True) + y)
+        if self.look == "again":
+            z = self.norm(z)
+        return self.head(F.relu(z, inplace=self.look != "kept"))
+
+
+@pytest.mark.parametrize("look", [None, "bias", "number", "end", "mean", "before", "again", "kept"])
+def test_layers_computed_ahead_are_not_seen_too_early(look):
+    torch.manual_seed(6)
+    net, ones = Early().eval().double(), lambda out: torch.ones_like(out)
+    engine, x = RelevancePass(net), X.double()
+    for way in (None, None, look, look, look, None):
+        net.look = way
+        out, (heat,) = engine.run(x, ones)
+        torch.testing.assert_close(out, net(x).detach())
+        torch.testing.assert_close(heat, explain(net, x, ones).input)
+
+
+def test_functions_that_torch_shows_to_nobody_are_noticed():
+    torch.manual_seed(7)
+    hidden = torch.jit.trace(lambda y: y.detach() * 2, torch.rand(2, 4, 6, 6))
+    conv, norm = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4).eval()
+    norm.running_mean.normal_()
+    net = Op(lambda m, x: (lambda y: F.relu(m.norm(y), inplace=True) + hidden(y))(m.conv(x)), conv=conv, norm=norm)
+    engine = RelevancePass(net)
+    for _ in range(3):
+        out, _ = engine.run(X, lambda out: torch.ones_like(out))
+        torch.testing.assert_close(out, net(X).detach())
 
 
 def test_facts_do_not_survive_an_overwriting():

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from secateur.ops.layers import narrow, spread, varying
-from secateur.ops.table import Call, Operation, Query, register, tensors_in
+from secateur.ops.table import Call, Operation, Query, Readout, register, tensors_in
 
 if TYPE_CHECKING:
     from secateur.graph.labels import LabelPass
@@ -457,10 +457,15 @@ register(
     "input *rest",
     *[getattr(Tensor, name).__get__ for name in _PROPERTIES.split() if hasattr(getattr(Tensor, name), "__get__")],
     *_both("size dim numel stride is_floating_point is_complex is_contiguous element_size storage_offset data_ptr"),
-    *_both("get_device nelement ndimension is_nonzero is_same_size is_signed __len__ __hash__ __repr__ __format__"),
-    *_both("item tolist numpy new_zeros new_ones new_empty new_full new_tensor __bool__ __int__ __float__ __index__"),
+    *_both("get_device nelement ndimension is_same_size is_signed __len__ __hash__"),
+    *_both("new_zeros new_ones new_empty new_full new_tensor"),
     *_both("register_hook retain_grad backward untyped_storage is_inference is_conj is_neg is_pinned has_names"),
     torch._assert,
     torch.get_default_dtype,
     operation=Query(),
+)
+register(
+    "input *rest",
+    *_both("item tolist numpy is_nonzero __bool__ __int__ __float__ __index__ __repr__ __format__ __array__"),
+    operation=Readout(),
 )

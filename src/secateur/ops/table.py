@@ -180,6 +180,13 @@ class Query(Operation):
         """A query moves no channels."""
 
 
+class Readout(Query):
+    """Brings numbers to Python."""
+
+    name = "readout"
+    settles = True
+
+
 class Composite(Operation):
     """A function that is best understood as the smaller ones it is made of: `body` is run under observation."""
 

@@ -16,14 +16,14 @@ from torch import Tensor, nn
 
 from secateur.errors import DataError, RelevanceError, UnknownOperationError, UnsupportedModelError
 from secateur.graph.shadow import unwrap
-from secateur.ops.table import SCALARS, Call, Function, Operation, Site
+from secateur.ops.table import SCALARS, Call, Function, Operation, Query, Site
 from secateur.relevance.composites import Composite, composite_named
 from secateur.relevance.conservation import Conservation, Flow, Journal, precise
 from secateur.relevance.facts import About, Facts
 from secateur.relevance.isolation import call_model, isolated, logits_of, map_tensors
 from secateur.relevance.rules import Rule
 from secateur.relevance.steps import total
-from secateur.relevance.verbs import Absolute, Verbs
+from secateur.relevance.verbs import Absolute, Verbs, rectifies
 from secateur.relevance.weights import Weights
 
 Start = Callable[[Tensor], Tensor]
@@ -54,8 +54,10 @@ class RelevancePass(Verbs):
         self.heat_map = heat_map
         self._weights = Weights(self.model)
         self._rules = {}
+        self._fusing = False
         self._script: list[tuple[Function, Site]] = []  # the calls of the forward pass, in order
         self._following = False  # whether this pass is expected to make the same calls
+        self._trusted: bool | None = None  # whether computing layers in one go gives the model's own output
         self.attentive: set[str] = set()  # layers that got stuck with relevance before
         self.reset()
 
@@ -85,7 +87,9 @@ class RelevancePass(Verbs):
         self._writable: weakref.ref[Tensor] | None = None  # the same for the call before
         self._count = 0
         self._calls = 0
+        self._fused = 0  # layers computed together with what follows them
         self._differentiates = True
+        self._early: Tensor | None = None  # an argument of this call that is ahead of it
         self._carrying = False  # whether a tensor among the arguments of this call carries relevance
         self._deviated = False
         self._doubtful = ""
@@ -114,12 +118,14 @@ class RelevancePass(Verbs):
         return batch.output, batch.heat
 
     def _propagate(self, inputs: Any, start: Start) -> Batch:
+        """A batch that makes the same calls as the one before has less work to do; if it does not, it starts again."""
         if self._script:
-            self._following = True
+            self._following, self._fusing = True, self._trusted is not False
             try:
                 return self._attempt(inputs, start)
             except Deviation:
-                self._following = False
+                pass
+        self._following, self._fusing = False, False
         self._script.clear()
         self._layers.clear()
         return self._attempt(inputs, start)
@@ -131,7 +137,7 @@ class RelevancePass(Verbs):
         with isolated(self.model, self._entries):
             with self:
                 output = self._present(logits_of(call_model(self.model, entries)), [], True)
-            if self._deviated:
+            if self._deviated or self._early is not None:
                 raise Deviation
             self._verify(inputs, output)
             if not output.requires_grad:
@@ -215,11 +221,18 @@ class RelevancePass(Verbs):
         return entry
 
     def _verify(self, inputs: Any, output: Tensor) -> None:
-        """In-place writes through views cannot be followed; where there were any, the output must be right anyway."""
-        if not self._doubtful:
+        """In-place writes through views cannot be followed, nor functions that torch does not show to anybody. Where
+        there were writes, and once where layers were computed in one go, the output must be right anyway."""
+        if not self._doubtful and (not self._fused or self._trusted is not None):
             return
         with torch.no_grad():
             plain = logits_of(call_model(self.model, inputs))
+        if self._fused and self._trusted is None:
+            self._trusted = bool((plain - output.detach()).norm() <= 1e-2 * plain.norm())
+            if not self._trusted:
+                raise Deviation
+        if not self._doubtful:
+            return
         if not torch.allclose(plain, output.detach(), rtol=1e-3, atol=1e-4):
             raise UnsupportedModelError(
                 f"{self._doubtful} writes in place through a view, and the result is used under another name. Way out: "
@@ -230,6 +243,8 @@ class RelevancePass(Verbs):
     def observe(self, call: Call) -> Any:
         """Let the operation decide, if relevance can come this way at all."""
         operation = call.operation
+        if self._early is not None:
+            return self._overtaken(call, self._early)
         if not self._carrying and not operation.enters:
             return call.run()
         if type(operation).relevance is Operation.relevance:
@@ -239,6 +254,15 @@ class RelevancePass(Verbs):
             )
         self._fresh, self._writable = None, self._fresh
         return operation.relevance(self, call)
+
+    def _overtaken(self, call: Call, x: Tensor) -> Tensor:
+        """The ReLU that has already been computed. Anything else must not see its result."""
+        if not rectifies(call) or call.tensors()[0] is not x:
+            self.deviates()
+        self.facts.ahead.forget(x)
+        self.facts.overwritten(x)
+        self.nonneg(x)
+        return x
 
     def enter(self, module: nn.Module) -> None:
         """The script knows where we are."""
@@ -271,12 +295,18 @@ class RelevancePass(Verbs):
     ) -> tuple[tuple[Any, ...], dict[str, Any], list[Tensor] | None]:
         """Parameters without their gradient flag; tensors that were overwritten, in their present state."""
         tensors: list[Tensor] = []
-        self._carrying, self._differentiates = False, operation is None or operation.differentiates
+        self._expect(operation)
         settles = operation is None or operation.settles
         args = tuple([v if v is None or type(v) in SCALARS else self._present(v, tensors, settles) for v in args])
         if kwargs:
             kwargs = {key: self._present(value, tensors, settles) for key, value in kwargs.items()}
+        if self._early is not None and isinstance(operation, Query):
+            self.deviates()
         return args, kwargs, tensors
+
+    def _expect(self, operation: Operation | None) -> None:
+        self._carrying, self._differentiates = False, operation is None or operation.differentiates
+        self._early = None
 
     def _present(self, value: Any, tensors: list[Tensor], settles: bool) -> Any:
         kind = type(value)
@@ -293,6 +323,8 @@ class RelevancePass(Verbs):
             if value.requires_grad:
                 if value.grad_fn is not None or id(value) in self._leaves:
                     self._carrying = True
+                    if facts.ahead and settles and value in facts.ahead:
+                        self._early = value
                 elif kind is not nn.Parameter and (record := facts.linear.get(value)) is not None:
                     self._carrying = True
                     value = value if not settles or not record.waiting else self._awaken(value, record)

@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 from torch import Tensor
 
 from secateur.ops.table import Call, Function
-from secateur.relevance.weights import LinearCall
+from secateur.relevance.weights import LayerSite, LinearCall
 
 Fact = TypeVar("Fact")
 
@@ -60,6 +60,10 @@ class Facts:
         self.gate: About[bool] = About()
         #: Unchanged outputs of conv and linear layers, which may meet a batch norm.
         self.linear: About[LinearCall] = About()
+        #: The layer whose finished output, batch norm included, this is.
+        self.made: About[LayerSite] = About()
+        #: Outputs that already are what a ReLU will make of them.
+        self.ahead: About[bool] = About()
         #: The logits behind the output of a softmax.
         self.logits: About[Tensor] = About()
         #: The constant part of a sum.
@@ -67,7 +71,7 @@ class Facts:
 
     def overwritten(self, tensor: Tensor) -> None:
         """Its numbers are no longer those that anything was known about."""
-        known: tuple[About[Any], ...] = (self.nonneg, self.gate, self.linear, self.logits, self.offset)
+        known: tuple[About[Any], ...] = (self.nonneg, self.gate, self.linear, self.made, self.logits, self.offset)
         for facts in known:
             facts.forget(tensor)
 

@@ -53,9 +53,20 @@ def _by_positive_parts(a: Tensor, b: Tensor, r: Tensor) -> tuple[Tensor, Tensor]
     return part, r - part
 
 
+def rectified(z: Tensor, bias: Tensor) -> Tensor:
+    """max(z + bias, 0). May overwrite z."""
+    fused = _fused("rectified", z, bias)
+    return _rectified(z, bias) if fused is None else fused(z, bias)
+
+
+def _rectified(z: Tensor, bias: Tensor) -> Tensor:
+    return z.add_(bias).relu_()
+
+
 _ANYWHERE: dict[str, Callable[..., Any]] = {
     "over_positive": _over_positive,
     "by_positive_parts": _by_positive_parts,
+    "rectified": _rectified,
 }
 _CUDA = {
     "over_positive": "template <typename T> T over_positive(T r, T z) { return r / (z + T(1e-25)); }",
@@ -66,8 +77,9 @@ _CUDA = {
             first = part / whole * r;
             second = r - first;
         }""",
+    "rectified": "template <typename T> T rectified(T z, T b) { T s = z + b; return s < T(0) ? T(0) : s; }",
 }
-_OUTPUTS = {"over_positive": 1, "by_positive_parts": 2}
+_OUTPUTS = {"over_positive": 1, "by_positive_parts": 2, "rectified": 1}
 
 
 def _fused(name: str, *tensors: Tensor) -> Callable[..., Any] | None:

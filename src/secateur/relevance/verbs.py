@@ -16,7 +16,7 @@ from secateur.ops.table import Call, Site, tensors_in
 from secateur.relevance.composites import Composite, Place
 from secateur.relevance.conservation import Journal, Sum
 from secateur.relevance.facts import About, Facts, writes
-from secateur.relevance.maps import AveragingMap, DenseMap, FunctionMap, Geometry, LinearMap, MatmulMap
+from secateur.relevance.maps import AveragingMap, ConvMap, DenseMap, FunctionMap, Geometry, LinearMap, MatmulMap
 from secateur.relevance.rules import Rule
 from secateur.relevance.steps import (
     Adding,
@@ -36,6 +36,9 @@ from secateur.tracing import Observer
 
 Absolute = Literal[False, "sample", "element"]
 
+#: Numbers with so many digits that folding a batch norm into the weights of the forward pass does no harm.
+_FULL = (torch.float32, torch.float64)
+
 
 class Verbs(Observer):
     """What an operation may ask for. State and books are those of the relevance pass, which this is part of."""
@@ -49,6 +52,8 @@ class Verbs(Observer):
     deviates: Callable[[], None]
     _weights: Weights
     _layers: dict[Site, LayerSite]
+    _fusing: bool
+    _fused: int
     _journal: Journal
     _summed: About[tuple[int, int, Tensor]]
     _heights: dict[str, tuple[int, torch.device]]
@@ -84,6 +89,8 @@ class Verbs(Observer):
             return self.stops(call)
         written = writes(call)
         if written and self._writable is not None and self._writable() is x and call.tensors()[0] is x:
+            if rectifies(call) and (made := self.facts.made.get(x)) is not None:
+                made.rectified = True
             self.facts.overwritten(x)
             with torch.no_grad():  # nobody has kept the old numbers, and the way of relevance stays the same
                 output = call.run()
@@ -128,13 +135,29 @@ class Verbs(Observer):
     def batch_norm(self, call: Call, x: Tensor) -> Tensor:
         """Folded into the layer whose output it reads, if there is one; else it is a scale that passes relevance."""
         record: LinearCall | None = self.facts.linear.get(x)
+        if x in self.facts.ahead:
+            self.deviates()
         if record is None:
             return self._normed(call, x)
         if call["training"] or call["running_mean"] is None or (record.site.kind == "linear" and x.dim() > 2):
             return self._normed(call, self._awaken(x, record) if record.waiting else x)
-        stats = (call["running_mean"], call["running_var"], call["weight"], call["bias"])
-        eps = float(call["eps"])
-        output = self._layer(call.run, record, lambda a: self._weights.prepared(record, stats, eps))
+        stats, eps = (call["running_mean"], call["running_var"], call["weight"], call["bias"]), float(call["eps"])
+        site, layer = record.site, record.ahead
+        if layer is not None:
+            if (
+                site.norm is None
+                or site.norm[1] != eps
+                or any(a is not b for a, b in zip(site.norm[0], stats, strict=True))
+            ):
+                self.deviates()
+            output = self._layer(x.detach, record, lambda a: layer)
+            if site.rectified:
+                self.facts.ahead[output] = True
+        else:
+            output = self._layer(call.run, record, lambda a: self._weights.prepared(record, stats, eps))
+        site.reread = site.reread or record.normed or not record.waiting
+        site.norm, record.normed = (stats, eps), True
+        self.facts.made[output] = site
         self._fresh = weakref.ref(output)
         return output
 
@@ -338,24 +361,51 @@ class Verbs(Observer):
         if not x.requires_grad:
             return self.stops(call)  # type: ignore[no-any-return]
         record = LinearCall(x, call["weight"], call["bias"], site, index)
-        if site.waits:  # a batch norm may replace this output at once, so it is not yet made part of the graph
+        layer = self._in_one_go(record)
+        if layer is not None and site.norm is not None:
+            with torch.no_grad():
+                output = layer.forward(x, site.rectified).requires_grad_(True)
+            record.waiting, record.ahead = True, layer
+        elif layer is not None:
+            output = self._layer(lambda: layer.forward(x, site.rectified), record, lambda a: layer)
+            self.facts.made[output] = site
+            self.facts.ahead[output] = True
+        elif site.waits:  # a batch norm may replace this output at once, so it is not yet made part of the graph
             with torch.no_grad():
                 output = run()
             record.waiting = True
             output.requires_grad_(True)
         else:
             output = self._layer(run, record, lambda a: self._weights.prepared(record))
+            self.facts.made[output] = site
         self.facts.linear[output] = record
         self._fresh = weakref.ref(output)
         return output
 
+    def _in_one_go(self, record: LinearCall) -> ConvMap | None:
+        """A convolution together with the batch norm and the ReLU that followed it in the batch before."""
+        site = record.site
+        if not self._fusing or site.reread or not (site.norm is not None or site.rectified):
+            return None
+        if not isinstance(site.build, Geometry) or site.build.border or record.x.dtype not in _FULL:
+            return None
+        self._fused += 1
+        with torch.no_grad():
+            layer = self._weights.prepared(record, *(site.norm or ()))
+        assert isinstance(layer, ConvMap)
+        return layer
+
     def _awaken(self, output: Tensor, record: LinearCall) -> Tensor:
         """The output of a layer that waited for a batch norm in vain, as part of the graph."""
+        if record.ahead is not None:
+            self.deviates()
         record.site.waits = False
+        record.site.reread = record.site.reread or record.normed
         record.waiting = False
         awake = self._layer(output.detach, record, lambda a: self._weights.prepared(record))
         self.facts.newer[output] = awake
         self.facts.linear[awake] = record
+        self.facts.made[awake] = record.site
         if self._fresh is not None and self._fresh() is output:
             self._fresh = weakref.ref(awake)
         return awake
@@ -423,6 +473,15 @@ class Verbs(Observer):
 
 def _carries(value: Any) -> bool:
     return isinstance(value, Tensor) and value.requires_grad
+
+
+def rectifies(call: Call) -> bool:
+    """Whether a call is a ReLU that overwrites its input."""
+    return call.function.__name__ in ("relu", "relu_") and writes(call)
+
+
+def _identical(some: Sequence[Any], others: Sequence[Any]) -> bool:
+    return all(a is b for a, b in zip(some, others, strict=True))
 
 
 def _hashable(option: Any) -> Any:

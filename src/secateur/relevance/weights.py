@@ -29,6 +29,10 @@ class LayerSite:
     channel: int
     path: str
     waits: bool  # whether a batch norm has always followed
+    # What became of the output in the batch before, so that it can be computed in one go in this one:
+    norm: tuple[tuple[Tensor | None, ...], float] | None = None  # statistics of the batch norm that read it
+    rectified: bool = False  # a ReLU overwrote it at once
+    reread: bool = False  # somebody read it after its batch norm had
 
 
 @dataclass(slots=True, eq=False)
@@ -41,6 +45,8 @@ class LinearCall:
     site: LayerSite
     index: int
     waiting: bool = False  # for a batch norm; its output is not yet part of the graph
+    normed: bool = False  # a batch norm has read the output
+    ahead: LinearMap | None = None  # the output is already what the batch norm will make of it, by this map
 
 
 class Weights:
