@@ -412,6 +412,7 @@ class Early(nn.Module):
     def __init__(self):
         super().__init__()
         self.conv, self.norm, self.head = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 2, 1)
+        self.side = nn.Conv2d(4, 4, 1)
         self.norm.running_mean.normal_()
         self.norm.running_var.uniform_(0.5, 2)
         self.look = None
@@ -431,10 +432,15 @@ class Early(nn.Module):
             return self.head(F.relu(z, inplace=True) + y)
         if self.look == "again":
             z = self.norm(z)
-        return self.head(F.relu(z, inplace=self.look != "kept"))
+        a = F.relu(z, inplace=self.look != "kept")
+        b = a + self.side(a)
+        if self.look == "sum":
+            b = b * 2
+        b += a
+        return self.head(b.relu_() if self.look != "plain" else b)
 
 
-@pytest.mark.parametrize("look", [None, "bias", "number", "end", "mean", "before", "again", "kept"])
+@pytest.mark.parametrize("look", [None, "bias", "number", "end", "mean", "before", "again", "kept", "sum", "plain"])
 def test_layers_computed_ahead_are_not_seen_too_early(look):
     torch.manual_seed(6)
     net, ones = Early().eval().double(), lambda out: torch.ones_like(out)

@@ -66,6 +66,7 @@ class RelevancePass(Verbs):
         self.samples = 0
         self.places = {}  # which call made which rows of which weight's units
         self._layers = {}
+        self._sums = {}
         self._heights = {}
         self._ledger: dict[tuple[tuple[str, int, int], ...], Tensor] = {}  # the unit sums, in a row
         self._flows: dict[tuple[str, str], list[Any]] = {}
@@ -128,6 +129,7 @@ class RelevancePass(Verbs):
         self._following, self._fusing = False, False
         self._script.clear()
         self._layers.clear()
+        self._sums.clear()
         return self._attempt(inputs, start)
 
     def _attempt(self, inputs: Any, start: Start) -> Batch:

@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 from torch import Tensor
 
 from secateur.ops.table import Call, Function
-from secateur.relevance.weights import LayerSite, LinearCall
+from secateur.relevance.weights import LayerSite, LinearCall, SumSite
 
 Fact = TypeVar("Fact")
 
@@ -60,8 +60,8 @@ class Facts:
         self.gate: About[bool] = About()
         #: Unchanged outputs of conv and linear layers, which may meet a batch norm.
         self.linear: About[LinearCall] = About()
-        #: The layer whose finished output, batch norm included, this is.
-        self.made: About[LayerSite] = About()
+        #: The layer (batch norm included) or sum that has made this.
+        self.made: About[LayerSite | SumSite] = About()
         #: Outputs that already are what a ReLU will make of them.
         self.ahead: About[bool] = About()
         #: The logits behind the output of a softmax.

@@ -54,13 +54,13 @@ def _by_positive_parts(a: Tensor, b: Tensor, r: Tensor) -> tuple[Tensor, Tensor]
 
 
 def rectified(z: Tensor, bias: Tensor) -> Tensor:
-    """max(z + bias, 0). May overwrite z."""
+    """max(z + bias, 0)."""
     fused = _fused("rectified", z, bias)
     return _rectified(z, bias) if fused is None else fused(z, bias)
 
 
 def _rectified(z: Tensor, bias: Tensor) -> Tensor:
-    return z.add_(bias).relu_()
+    return torch.add(z, bias).relu_()
 
 
 _ANYWHERE: dict[str, Callable[..., Any]] = {

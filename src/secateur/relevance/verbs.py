@@ -17,6 +17,7 @@ from secateur.relevance.composites import Composite, Place
 from secateur.relevance.conservation import Journal, Sum
 from secateur.relevance.facts import About, Facts, writes
 from secateur.relevance.maps import AveragingMap, ConvMap, DenseMap, FunctionMap, Geometry, LinearMap, MatmulMap
+from secateur.relevance.pointwise import rectified
 from secateur.relevance.rules import Rule
 from secateur.relevance.steps import (
     Adding,
@@ -31,7 +32,7 @@ from secateur.relevance.steps import (
     take,
     total,
 )  # fmt: skip
-from secateur.relevance.weights import Build, LayerSite, LinearCall, Weights, path_of
+from secateur.relevance.weights import Build, LayerSite, LinearCall, SumSite, Weights, path_of
 from secateur.tracing import Observer
 
 Absolute = Literal[False, "sample", "element"]
@@ -52,6 +53,7 @@ class Verbs(Observer):
     deviates: Callable[[], None]
     _weights: Weights
     _layers: dict[Site, LayerSite]
+    _sums: dict[Site, SumSite]
     _fusing: bool
     _fused: int
     _journal: Journal
@@ -184,17 +186,23 @@ class Verbs(Observer):
                 before = self.facts.offset.get(x)
                 self.facts.offset[output] = constant if before is None else before + constant
             return output
-        written = writes(call)
+        written, same = writes(call), a.dtype == b.dtype
         run = call.run
-        if written and a.dtype == b.dtype:
-            run = lambda: torch.add(a, b, alpha=sign)  # noqa: E731
-        elif written:
-            run = lambda: self._run_on_copy(call, alias=False)  # noqa: E731
+        if written:
+            run = (lambda: torch.add(a, b, alpha=sign)) if same else (lambda: self._run_on_copy(call, alias=False))
+        made = self._sums.setdefault(call.site, SumSite())
+        early = self._fusing and made.rectified and same and sign == 1 and a.dtype in _FULL and a.shape == b.shape
+        if early:
+            self._fused += 1
+            run = lambda: rectified(a, b)  # noqa: E731
         output = take(Adding(self, run, sign, self.place("add", call.site.path)), a, b)
         if written:
             self._alias(call, output)
+        if early:
+            self.facts.ahead[output] = True
         if a in self.facts.nonneg and b in self.facts.nonneg and sign > 0:
             self.nonneg(output)
+        self.facts.made[output] = made
         self._fresh = weakref.ref(output)
         return output
 

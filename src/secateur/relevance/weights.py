@@ -36,6 +36,13 @@ class LayerSite:
 
 
 @dataclass(slots=True, eq=False)
+class SumSite:
+    """What became of a sum in the batch before."""
+
+    rectified: bool = False  # a ReLU overwrote it at once
+
+
+@dataclass(slots=True, eq=False)
 class LinearCall:
     """A conv or linear call whose output may yet meet a batch norm."""
 
