@@ -1,4 +1,8 @@
-"""LRP: the relevance that passes through each unit, Σ R over samples and positions. Layers are not normalised."""
+"""LRP: the relevance that passes through each unit, Σ R over samples and positions. Layers are not normalised.
+
+Units that only make a gate (squeeze-and-excitation, queries, keys) take no relevance. They are scored by what the gate
+lets pass, so that they compete with other layers instead of leaving first.
+"""
 
 from __future__ import annotations
 

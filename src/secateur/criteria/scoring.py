@@ -154,8 +154,8 @@ def _units(subject: Subject, criterion: Criterion, sums: Sums) -> dict[Site, Val
     values: list[Values | None] = []
     for producer, total, kept in zip(subject.producers, sums.units, subject.kept, strict=True):
         if total is None:
-            # What evaluation never runs (auxiliary heads) adds nothing to the output. Embeddings carry no relevance of
-            # their own, but share a stream with layers that do.
+            # What evaluation never runs (auxiliary heads) adds nothing to the output. Embeddings share a stream with
+            # layers that have a score.
             unseen = isinstance(criterion, Sensitivity | LRP) and "embedding" not in producer.sites[0].function
             values.append(np.zeros(int(kept.sum())) if unseen else None)
             continue

@@ -122,10 +122,11 @@ class Journal:
     def read(self, *more: Sum) -> tuple[Tensor | None, list[Flow], list[float]]:
         """All unit sums in a row (still on the device), the flows from the output to the input, and further sums."""
         sums = [*more, *(s for _, _, arrived, passed, _ in self._flows for s in (arrived, passed))]
-        tensors = {id(t): t for t in self._vectors}
-        tensors.update((id(s), s) for s in sums if isinstance(s, Tensor))
-        row, numbers = _row(list(tensors.values()))
-        known = dict(zip(tensors, numbers.tolist(), strict=True))
+        seen = {id(t) for t in self._vectors}
+        others = {id(s): s for s in sums if isinstance(s, Tensor) and id(s) not in seen}
+        tensors = [*self._vectors, *others.values()]
+        row, numbers = _row(tensors)
+        known = dict(zip(map(id, tensors), numbers.tolist(), strict=True))
         values = [known[id(s)] if isinstance(s, Tensor) else float(s) for s in sums]
         own, rest = values[: len(more)], iter(values[len(more) :])
         flows = [Flow(str(name), kind, next(rest), next(rest), absorbs) for name, kind, _, _, absorbs in self._flows]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,19 +17,21 @@ from torch import Tensor, nn
 from secateur.errors import DataError, RelevanceError, UnknownOperationError, UnsupportedModelError
 from secateur.graph.shadow import unwrap
 from secateur.ops.table import SCALARS, Call, Function, Operation, Query, Site
+from secateur.relevance.books import Absolute
 from secateur.relevance.composites import Composite, composite_named
 from secateur.relevance.conservation import Conservation, Flow, Journal, precise
 from secateur.relevance.facts import About, Facts
 from secateur.relevance.isolation import call_model, isolated, logits_of, map_tensors
+from secateur.relevance.layers import Layers
 from secateur.relevance.rules import Rule
 from secateur.relevance.steps import total
-from secateur.relevance.verbs import Absolute, Verbs, rectifies
+from secateur.relevance.verbs import rectifies
 from secateur.relevance.weights import Weights
 
 Start = Callable[[Tensor], Tensor]
 
 
-class RelevancePass(Verbs):
+class RelevancePass(Layers):
     """Propagates relevance through a model, batch after batch; unit sums and the books add up until `reset`.
 
     `units` maps the name of each weight to one number per output channel or neuron. `absolute` takes absolute values
@@ -81,6 +83,10 @@ class RelevancePass(Verbs):
         self._journal = Journal()
         self._summed = About()
         self._entries: list[Tensor] = []
+        self._embedded = {}  # the weights of embeddings, by the number of the entry
+        self._gates = []
+        self.gated = False  # whether a gate took part
+        self.gating = False  # whether gates are being scored
         self._sinks: list[tuple[str, Tensor]] = []
         self._leaves: set[int] = set()
         self.facts = Facts()
@@ -150,11 +156,16 @@ class RelevancePass(Verbs):
             value = output.detach()
             seed = start(value)
             leaves = [*self._entries, *(leaf for _, leaf in self._sinks)]
-            found = torch.autograd.grad(output, leaves, seed, allow_unused=True)
+            found = torch.autograd.grad(output, leaves, seed, allow_unused=True, retain_graph=self.gated)
+            self._score_gates(leaves)
         for (name, _), absorbed in zip(self._sinks, found[len(self._entries) :], strict=True):
             if absorbed is not None:
                 self.flow(name, "constant", total(absorbed), 0.0, absorbs=True)
         heat: list[Tensor | None] = list(found[: len(self._entries)])
+        for number, name in self._embedded.items():
+            relevance = heat[number]
+            if relevance is not None:
+                self._journal.units(name, slice(0, relevance.shape[-1]), self._by_channel(relevance, -1))
         layout, odd = tuple(self._journal.layout), (~torch.isfinite(value)).sum() + (~torch.isfinite(seed)).sum()
         row, flows, (wrong, begun, *reached) = self._journal.read(
             odd, total(seed), *(total(relevance) for relevance in heat if relevance is not None)
@@ -165,6 +176,17 @@ class RelevancePass(Verbs):
                 f"the output, where relevance starts, is not finite{self._blame()}. Way out: check the weights."
             )
         return Batch(value, heat, layout, row, flows, begun, sum(reached))
+
+    def _score_gates(self, leaves: Sequence[Tensor]) -> None:
+        """Gates (squeeze-and-excitation, queries and keys) take no relevance. So that this does not make them look
+        useless, the layers behind them, up to those that have relevance of their own, are scored by what they let pass.
+        """
+        self.gating = True
+        while self._gates:
+            gates, self._gates = self._gates, []
+            edges, relevances = zip(*gates, strict=True)
+            torch.autograd.grad(edges, leaves, relevances, allow_unused=True, retain_graph=True)
+        self.gating = False
 
     def _stuck_layers(self, batch: Batch) -> bool:
         """Note the layers that could not pass everything on, and whether any of them is new."""

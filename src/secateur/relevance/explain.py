@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from secateur.errors import DataError
+from secateur.relevance.books import Absolute
 from secateur.relevance.composites import Composite
 from secateur.relevance.conservation import Conservation
 from secateur.relevance.engine import RelevancePass, Start
 from secateur.relevance.rules import Rule
-from secateur.relevance.verbs import Absolute
 from secateur.relevance.weights import path_of
 
 Target = int | Sequence[int] | Tensor | Callable[[Tensor], Tensor] | None
@@ -26,8 +26,9 @@ class Explanation:
     """What a model saw. All relevance is that of `target`.
 
     `input` is shaped like the inputs (a list if there were several). `units` has one number per output channel or
-    neuron of each conv and linear layer, summed over samples and space, by module path; `weights` has the same by
-    parameter name.
+    neuron of each conv and linear layer (per column of an embedding), summed over samples and space, by module path;
+    `weights` has the same by parameter name. Layers that only make gates (squeeze-and-excitation, queries and keys) take
+    no relevance: they have that of what the gate lets pass, besides the total, which stays what it is.
     """
 
     input: Tensor | list[Tensor | None]

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 from secateur.relevance.attention import attend, product
 from secateur.relevance.composites import Place
 from secateur.relevance.maps import LinearMap, MatmulMap
 
 if TYPE_CHECKING:
-    from secateur.relevance.verbs import Verbs
+    from secateur.relevance.books import Books
+    from secateur.relevance.rules import Rule
     from secateur.relevance.weights import LinearCall
 
 
@@ -22,12 +24,12 @@ class Step:
 
     #: Whether the inputs are kept for the backward pass.
     saves = True
-    #: Whether the operation overwrites its input.
-    overwrites = False
 
-    def __init__(self, run: Callable[[], Any]) -> None:
+    def __init__(self, books: Books, run: Callable[[], Any]) -> None:
+        self.books = books
         self.run: Callable[[], Any] | None = run
         self.shapes: list[torch.Size] = []
+        self.reached = False
 
     def value(self, *inputs: Tensor) -> Any:
         """The output. What `run` holds is let go, so that only the saved inputs stay in memory."""
@@ -40,21 +42,29 @@ class Step:
         """The relevance of each input."""
         raise NotImplementedError
 
+    def gate(self, r: Tensor) -> None:
+        """What gates are scored by ends at steps that have had relevance of their own."""
+
 
 class _Function(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, step: Step, *inputs: Tensor) -> Any:
         ctx.step = step
+        ctx.set_materialize_grads(False)
         value = step.value(*inputs)
-        if step.overwrites:
-            ctx.mark_dirty(inputs[0])
         if step.saves:
             ctx.save_for_backward(*inputs)
         return value
 
     @staticmethod
     def backward(ctx: Any, *relevances: Any) -> Any:
-        return (None, *ctx.step.back(relevances[0], *ctx.saved_tensors))
+        step, r = ctx.step, relevances[0]
+        if r is not None and not (step.reached and step.books.gating):
+            step.reached = True
+            return (None, *step.back(r, *ctx.saved_tensors))
+        if r is not None:
+            step.gate(r)
+        return (None,) * (1 + len(step.shapes))
 
 
 def take(step: Step, *inputs: Tensor) -> Any:
@@ -67,13 +77,23 @@ class Passing(Step):
 
     saves = False
 
-    def __init__(self, run: Callable[[], Any], overwrites: bool = False) -> None:
-        super().__init__(run)
-        self.overwrites = overwrites
-
     def back(self, r: Tensor, *inputs: Tensor) -> tuple[Tensor | None, ...]:
         """All of it."""
         return (_fitted(r, self.shapes[0]),)
+
+
+class Gating(Passing):
+    """A product with gates: relevance passes to the signal, and the gates are scored by it."""
+
+    def __init__(self, books: Books, run: Callable[[], Any], gates: Sequence[Tensor]) -> None:
+        super().__init__(books, run)
+        self.gates = [(get_gradient_edge(gate), gate.shape) for gate in gates]
+
+    def back(self, r: Tensor, *inputs: Tensor) -> tuple[Tensor | None, ...]:
+        """All of it to the signal."""
+        for edge, shape in self.gates:
+            self.books.gate(edge, _fitted(r, shape))
+        return super().back(r)
 
 
 class Sharing(Step):
@@ -83,11 +103,11 @@ class Sharing(Step):
     channel: int | None = None
 
     def __init__(
-        self, books: Verbs, run: Callable[[], Tensor], layer: Callable[[Tensor], LinearMap], place: Place,
+        self, books: Books, run: Callable[[], Tensor], layer: Callable[[Tensor], LinearMap], place: Place,
         name: object, nonneg: bool = False, stop: bool = False,
     ) -> None:  # fmt: skip
-        super().__init__(run)
-        self.books, self.layer, self.place = books, layer, place
+        super().__init__(books, run)
+        self.layer, self.place = layer, place
         self.name, self.nonneg, self.stop = name, nonneg, stop
 
     def back(self, r: Tensor, *inputs: Tensor) -> tuple[Tensor | None, ...]:
@@ -130,23 +150,44 @@ class Layer(Sharing):
     """A conv or linear layer, with its batch norm if it has one: a linear map whose outputs are units."""
 
     def __init__(
-        self, books: Verbs, run: Callable[[], Tensor], layer: Callable[[Tensor], LinearMap], place: Place,
+        self, books: Books, run: Callable[[], Tensor], layer: Callable[[Tensor], LinearMap], place: Place,
         record: LinearCall, nonneg: bool, stop: bool,
     ) -> None:  # fmt: skip
         super().__init__(books, run, layer, place, place.path, nonneg, stop)
         self.site, self.channel = record.site, record.site.channel
+        self.units: Tensor | None = None
 
     def back(self, r: Tensor, *inputs: Tensor) -> tuple[Tensor | None, ...]:
         """Add up the units on the way."""
-        return self.share(r, inputs[0], self.books.unit_sums(self.site, r))
+        self.units, arrived = self.books.unit_sums(self.site, r)
+        return self.share(r, inputs[0], arrived)
+
+    def gate(self, r: Tensor) -> None:
+        """Units of this layer that got nothing of their own: queries and keys, where one layer makes the values too."""
+        self.books.unit_sums(self.site, r, besides=self.units)
+
+
+class Weighted(Sharing):
+    """A product of a gate (attention weights) with a signal: a linear map of the signal, and the gate is scored."""
+
+    def __init__(self, *args: Any, gate: Tensor, function: Callable[[Tensor, Tensor], Tensor], **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.edge, self.function = get_gradient_edge(gate), function
+
+    def back(self, r: Tensor, *inputs: Tensor) -> tuple[Tensor | None, ...]:
+        """All of it to the signal."""
+        a = inputs[0]
+        half, _ = product(self.books.rule(self.place), self.function, self.layer(a).weight, a, r)
+        self.books.gate(self.edge, 2 * half)
+        return super().back(r, a)
 
 
 class Adding(Step):
     """a + b: the rule decides their shares."""
 
-    def __init__(self, books: Verbs, run: Callable[[], Tensor], sign: float, place: Place) -> None:
-        super().__init__(run)
-        self.books, self.sign, self.place = books, sign, place
+    def __init__(self, books: Books, run: Callable[[], Tensor], sign: float, place: Place) -> None:
+        super().__init__(books, run)
+        self.sign, self.place = sign, place
 
     def back(self, r: Tensor, *inputs: Tensor) -> tuple[Tensor | None, ...]:
         """The rule's two shares."""
@@ -164,24 +205,25 @@ class Halving(Step):
     saves = False
 
     def back(self, r: Tensor, *inputs: Tensor) -> tuple[Tensor | None, ...]:
-        """Even shares."""
-        return tuple((r / len(self.shapes)).sum_to_size(shape) for shape in self.shapes)
+        """Even shares; as parts of a gate each is scored by the whole."""
+        share = r if self.books.gating else r / len(self.shapes)
+        return tuple(share.sum_to_size(shape) for shape in self.shapes)
 
 
 class Multiplying(Step):
     """A bilinear function of two signals: matrix products and einsums of activations."""
 
     def __init__(
-        self, books: Verbs, run: Callable[[], Tensor], function: Callable[[Tensor, Tensor], Tensor],
+        self, books: Books, run: Callable[[], Tensor], function: Callable[[Tensor, Tensor], Tensor],
         place: Place, name: object,
     ) -> None:  # fmt: skip
-        super().__init__(run)
-        self.books, self.function, self.place, self.name = books, function, place, name
+        super().__init__(books, run)
+        self.function, self.place, self.name = function, place, name
 
     def back(self, r: Tensor, *inputs: Tensor) -> tuple[Tensor | None, ...]:
-        """Half of each contribution to each factor."""
+        """Half of each contribution to each factor; as parts of a gate each is scored by the whole."""
         a, b = inputs
-        shares = product(self.books.rule(self.place), self.function, a, b, r)
+        shares = product(self.books.rule(self.place), self.function, a, b, 2 * r if self.books.gating else r)
         self.books.flow(self.name, "matmul", total(r), total(shares[0]) + total(shares[1]))
         return shares
 
@@ -190,11 +232,11 @@ class Weighing(Step):
     """softmax(logits + constant) @ values, where the softmax was its own operation: relevance of logits and values."""
 
     def __init__(
-        self, books: Verbs, run: Callable[[], Tensor], weights: Tensor, offset: Tensor | None, place: Place,
+        self, books: Books, run: Callable[[], Tensor], weights: Tensor, offset: Tensor | None, place: Place,
         name: object,
     ) -> None:  # fmt: skip
-        super().__init__(run)
-        self.books, self.weights, self.offset = books, weights, offset
+        super().__init__(books, run)
+        self.weights, self.offset = weights, offset
         self.place, self.name = place, name
 
     def back(self, r: Tensor, *inputs: Tensor) -> tuple[Tensor | None, ...]:
@@ -212,12 +254,13 @@ class Attending(Step):
     """Scaled dot-product attention as one operation; weights are recomputed in the backward pass."""
 
     def __init__(
-        self, books: Verbs, run: Callable[[], Tensor], mask: Callable[[], Tensor | None], scale: float,
-        place: Place, name: object,
+        self, books: Books, run: Callable[[], Tensor], mask: Callable[[], Tensor | None], scale: float,
+        place: Place, name: object, gates: Sequence[Tensor],
     ) -> None:  # fmt: skip
-        super().__init__(run)
-        self.books, self.mask, self.scale = books, mask, scale
+        super().__init__(books, run)
+        self.mask, self.scale = mask, scale
         self.place, self.name = place, name
+        self.edges = [get_gradient_edge(t) if t.requires_grad else None for t in gates]
 
     def back(self, r: Tensor, *inputs: Tensor) -> tuple[Tensor | None, ...]:
         """To the values, and to queries and keys if the composite says so."""
@@ -242,10 +285,21 @@ class Attending(Step):
             extra = rule.rescue(layer, v, r)
             for_v = for_v if extra is None else for_v + extra
             passed = total(for_v)
+            self._gate(rule, q, k, v, weights, r, groups)
         self.books.flow(self.name, "attention", total(r), passed, how.absorbs)
         if groups > 1:
             for_k, for_v = None if for_k is None else _regroup(for_k, groups), _regroup(for_v, groups)
         return for_q, for_k, for_v
+
+    def _gate(self, rule: Rule, q: Tensor, k: Tensor, v: Tensor, weights: Tensor, r: Tensor, groups: int) -> None:
+        """Queries and keys are scored by what the attention weights let pass."""
+        if not self.edges:
+            return
+        logits, _ = product(rule, torch.matmul, weights, v, r)
+        halves = product(rule, lambda a, b: a @ b.transpose(-1, -2), q, k, 2 * logits)
+        for edge, half in zip(self.edges, (halves[0], _regroup(halves[1], groups)), strict=True):
+            if edge is not None:
+                self.books.gate(edge, 2 * half)
 
 
 class Padding(Step):
@@ -253,9 +307,9 @@ class Padding(Step):
 
     saves = False
 
-    def __init__(self, books: Verbs, run: Callable[[], Tensor], pad: list[int], name: object) -> None:
-        super().__init__(run)
-        self.books, self.pad, self.name = books, pad, name
+    def __init__(self, books: Books, run: Callable[[], Tensor], pad: list[int], name: object) -> None:
+        super().__init__(books, run)
+        self.pad, self.name = pad, name
 
     def back(self, r: Tensor, *inputs: Tensor) -> tuple[Tensor | None, ...]:
         """The inner part."""
@@ -271,6 +325,8 @@ def _fitted(r: Tensor, shape: torch.Size) -> Tensor:
 
 def _regroup(r: Tensor, groups: int) -> Tensor:
     """Relevance of repeated heads, summed for the head they repeat."""
+    if groups == 1:
+        return r
     return r.reshape(*r.shape[:-3], r.shape[-3] // groups, groups, *r.shape[-2:]).sum(-3)
 
 

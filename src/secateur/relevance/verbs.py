@@ -6,67 +6,38 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from secateur.errors import UnsupportedModelError
-from secateur.ops.table import Call, Site, tensors_in
-from secateur.relevance.composites import Composite, Place
-from secateur.relevance.conservation import Journal, Sum
-from secateur.relevance.facts import About, Facts, writes
-from secateur.relevance.maps import AveragingMap, ConvMap, DenseMap, FunctionMap, Geometry, LinearMap, MatmulMap
+from secateur.ops.table import Call, tensors_in
+from secateur.relevance.books import Books
+from secateur.relevance.composites import Place
+from secateur.relevance.facts import writes
+from secateur.relevance.maps import AveragingMap, FunctionMap, LinearMap, MatmulMap
 from secateur.relevance.pointwise import rectified
-from secateur.relevance.rules import Rule
 from secateur.relevance.steps import (
     Adding,
     Attending,
+    Gating,
     Halving,
-    Layer,
     Multiplying,
     Padding,
     Passing,
     Sharing,
     Weighing,
+    Weighted,
     take,
-    total,
-)  # fmt: skip
-from secateur.relevance.weights import Build, LayerSite, LinearCall, SumSite, Weights, path_of
-from secateur.tracing import Observer
-
-Absolute = Literal[False, "sample", "element"]
+)
+from secateur.relevance.weights import SumSite
 
 #: Numbers with so many digits that folding a batch norm into the weights of the forward pass does no harm.
-_FULL = (torch.float32, torch.float64)
+FULL = (torch.float32, torch.float64)
 
 
-class Verbs(Observer):
-    """What an operation may ask for. State and books are those of the relevance pass, which this is part of."""
-
-    composite: Composite
-    absolute: Absolute
-    heat_map: bool
-    attentive: set[str]
-    facts: Facts
-    places: dict[Site, tuple[str, int, int]]
-    deviates: Callable[[], None]
-    _weights: Weights
-    _layers: dict[Site, LayerSite]
-    _sums: dict[Site, SumSite]
-    _fusing: bool
-    _fused: int
-    _journal: Journal
-    _summed: About[tuple[int, int, Tensor]]
-    _heights: dict[str, tuple[int, torch.device]]
-    _rules: dict[tuple[Place, int], Rule]
-    _entries: list[Tensor]
-    _sinks: list[tuple[str, Tensor]]
-    _leaves: set[int]
-    _fresh: weakref.ref[Tensor] | None
-    _writable: weakref.ref[Tensor] | None
-    _count: int
-    _doubtful: str
+class Verbs(Books):
+    """What an operation may ask for."""
 
     def moves(self, call: Call) -> Any:
         """Data movement: autograd moves relevance back the same way. Facts about the numbers move along."""
@@ -85,22 +56,26 @@ class Verbs(Observer):
             self.facts.offset[output] = call.function(*args, **call.kwargs)
         return output
 
-    def passes(self, call: Call, x: Tensor, *, nonneg: bool = False, gate: bool = False) -> Any:
-        """Relevance passes unchanged to `x`: activations, dropout, norms, scaling."""
+    def passes(
+        self, call: Call, x: Tensor, *, nonneg: bool = False, gate: bool = False, gates: Sequence[Tensor] = ()
+    ) -> Any:
+        """Relevance passes unchanged to `x`: activations, dropout, norms, scaling, products with `gates`."""
         if not x.requires_grad:
             return self.stops(call)
         written = writes(call)
-        if written and self._writable is not None and self._writable() is x and call.tensors()[0] is x:
+        mine = self._writable is not None and self._writable() is x and call.tensors()[0] is x
+        if written and mine and not gates:
             if rectifies(call) and (made := self.facts.made.get(x)) is not None:
                 made.rectified = True
             self.facts.overwritten(x)
             with torch.no_grad():  # nobody has kept the old numbers, and the way of relevance stays the same
                 output = call.run()
-        elif written:
-            output = take(Passing(lambda: self._run_on_copy(call, alias=False)), x)
-            self._alias(call, output)
         else:
-            output = take(Passing(call.run), x)
+            run = (lambda: self._run_on_copy(call, alias=False)) if written else call.run
+            self.gated = self.gated or bool(gates)
+            output = take(Gating(self, run, gates) if gates else Passing(self, run), x)
+            if written:
+                self._alias(call, output)
         if nonneg:
             self.nonneg(output)
         if gate:
@@ -111,57 +86,6 @@ class Verbs(Observer):
         """Relevance ends here: comparisons, indices, statistics."""
         with torch.no_grad():
             return self._run_on_copy(call) if writes(call) else call.run()
-
-    def dense(self, call: Call) -> Tensor:
-        """A linear layer."""
-        x, known = call["input"], self._layers.get(call.site)
-        if known is None or known.source is not self._weights.source(call["weight"]):
-            known = self._layer_site(call, DenseMap, call["weight"].shape[0], "linear", -1)
-        return self._layer_of(call, call.run, x, known)
-
-    def convolves(self, call: Call, spatial: int, transposed: bool = False) -> Tensor:
-        """A convolution. Input without a batch dimension gets one."""
-        x, weight, known = call["input"], call["weight"], self._layers.get(call.site)
-        options = (call["stride"], call["padding"], call["dilation"], call["groups"])
-        if known is None or known.source is not self._weights.source(weight) or known.options != options:
-            further = call["output_padding"] if transposed else 0
-            geometry = Geometry.of(tuple(weight.shape[2:]), *map(_hashable, options), transposed, _hashable(further))
-            outputs = weight.shape[1] * geometry.groups if transposed else weight.shape[0]
-            known = self._layer_site(call, geometry, outputs, "conv", 1, options)
-        if x.dim() > spatial + 1 or not x.requires_grad:
-            return self._layer_of(call, call.run, x, known)
-        known.waits = False  # batch norms do not read what has no batch
-        single, run = x.unsqueeze(0), call.on(x)
-        return self._layer_of(call, lambda: run(single), single, known)[0]
-
-    def batch_norm(self, call: Call, x: Tensor) -> Tensor:
-        """Folded into the layer whose output it reads, if there is one; else it is a scale that passes relevance."""
-        record: LinearCall | None = self.facts.linear.get(x)
-        if x in self.facts.ahead:
-            self.deviates()
-        if record is None:
-            return self._normed(call, x)
-        if call["training"] or call["running_mean"] is None or (record.site.kind == "linear" and x.dim() > 2):
-            return self._normed(call, self._awaken(x, record) if record.waiting else x)
-        stats, eps = (call["running_mean"], call["running_var"], call["weight"], call["bias"]), float(call["eps"])
-        site, layer = record.site, record.ahead
-        if layer is not None:
-            if (
-                site.norm is None
-                or site.norm[1] != eps
-                or any(a is not b for a, b in zip(site.norm[0], stats, strict=True))
-            ):
-                self.deviates()
-            output = self._layer(x.detach, record, lambda a: layer)
-            if site.rectified:
-                self.facts.ahead[output] = True
-        else:
-            output = self._layer(call.run, record, lambda a: self._weights.prepared(record, stats, eps))
-        site.reread = site.reread or record.normed or not record.waiting
-        site.norm, record.normed = (stats, eps), True
-        self.facts.made[output] = site
-        self._fresh = weakref.ref(output)
-        return output
 
     def averages(self, call: Call, x: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
         """A linear function of x with weights ≥ 0: pools, means, sums, interpolation."""
@@ -191,7 +115,7 @@ class Verbs(Observer):
         if written:
             run = (lambda: torch.add(a, b, alpha=sign)) if same else (lambda: self._run_on_copy(call, alias=False))
         made = self._sums.setdefault(call.site, SumSite())
-        early = self._fusing and made.rectified and same and sign == 1 and a.dtype in _FULL and a.shape == b.shape
+        early = self._fusing and made.rectified and same and sign == 1 and a.dtype in FULL and a.shape == b.shape
         if early:
             self._fused += 1
             run = lambda: rectified(a, b)  # noqa: E731
@@ -220,9 +144,10 @@ class Verbs(Observer):
             signals = signals[:1]
         nonneg = all(t in self.facts.nonneg if isinstance(t, Tensor) else t >= 0 for t in factors)
         if len(signals) == 1:
-            return self.passes(call, signals[0], nonneg=nonneg)  # type: ignore[no-any-return]
+            gates = [t for t in factors if _carries(t) and t is not signals[0]]
+            return self.passes(call, signals[0], nonneg=nonneg, gates=gates)  # type: ignore[no-any-return]
         run = (lambda: self._run_on_copy(call, alias=False)) if writes(call) else call.run
-        output: Tensor = take(Halving(run), *signals)
+        output: Tensor = take(Halving(self, run), *signals)
         if writes(call):
             self._alias(call, output)
         return output
@@ -243,19 +168,36 @@ class Verbs(Observer):
             return output
         for gate, x, bound in ((a, b, _flipped(function)), (b, a, function)):
             if gate in self.facts.gate and x not in self.facts.gate:
-                weight, nonneg = gate.detach(), gate in self.facts.nonneg
-                build: Callable[[Tensor], LinearMap] = lambda a, w=weight, f=bound, n=nonneg: FunctionMap(f, w, n)  # type: ignore[misc]  # noqa: E731
-                if function is torch.matmul and a.dim() > 1 and b.dim() > 1:
-                    build = lambda _, w=weight, left=gate is a, n=nonneg: MatmulMap(w, left, n)  # type: ignore[misc]  # noqa: E731
-                return self._weighted(call, x, weight, build, self.place("attention", place.path))
+                side = "left" if gate is a else "right"
+                matmul = function is torch.matmul and min(a.dim(), b.dim()) > 1
+                return self._gated(call, gate, x, bound, side if matmul else None)
         output = take(Multiplying(self, call.run, function, place, name), a, b)
+        return output
+
+    def _gated(
+        self, call: Call, gate: Tensor, x: Tensor, function: Callable[[Tensor, Tensor], Tensor], side: str | None
+    ) -> Tensor:
+        """function(x, gate), which may be a matmul with the gate on one side."""
+        weight, nonneg = gate.detach(), gate in self.facts.nonneg
+
+        def build(a: Tensor) -> LinearMap:
+            return MatmulMap(weight, side == "left", nonneg) if side else FunctionMap(function, weight, nonneg)
+
+        self.gated = True
+        step = Weighted(
+            self, call.run, build, self.place("attention", call.site.path), call.site,
+            nonneg=x in self.facts.nonneg, gate=gate, function=_flipped(function),
+        )  # fmt: skip
+        output: Tensor = take(step, x)
         return output
 
     def attends(self, call: Call, scale: float, mask: Callable[[], Tensor | None]) -> Tensor:
         """Scaled dot-product attention."""
         place = self.place("attention", call.site.path)
         q, k, v = call["query"], call["key"], call["value"]
-        output: Tensor = take(Attending(self, call.run, mask, scale, place, call.site), q, k, v)
+        gates = () if self.composite.attention(place).queries else (q, k)
+        self.gated = self.gated or any(t.requires_grad for t in gates)
+        output: Tensor = take(Attending(self, call.run, mask, scale, place, call.site, gates), q, k, v)
         return output
 
     def softmaxes(self, call: Call, x: Tensor) -> Tensor:
@@ -273,9 +215,15 @@ class Verbs(Observer):
             self.nonneg(output)
         return output
 
-    def enters_here(self, tensor: Tensor) -> Tensor:
-        """The first tensor that can carry relevance on the way from a discrete input: an embedding."""
-        entry = tensor.detach().requires_grad_(True)
+    def enters_here(self, call: Call, weight: Tensor) -> Tensor:
+        """An embedding: the first tensor that can carry relevance on the way from a discrete input. Its units are the
+        columns of the weight, and what reaches them is their score."""
+        entry: Tensor = call.run().detach().requires_grad_(True)
+        width = weight.shape[1]
+        name, _ = self._weights.name(weight, call, width)
+        self._heights[name] = (width, weight.device)
+        self.places[call.site] = (name, 0, width)
+        self._embedded[len(self._entries)] = name
         self._entries.append(entry)
         self._leaves.add(id(entry))
         return entry
@@ -306,153 +254,12 @@ class Verbs(Observer):
         """Whether a tensor is known to be ≥ 0."""
         return tensor in self.facts.nonneg
 
-    # -- books -----------------------------------------------------------------------------------------------------
-    def place(self, kind: str, path: str, index: int | None = None, first: bool = False) -> Place:
-        """Where a rule is asked for. Depth counts the weight layers of this forward pass."""
-        return Place(kind, path, float(self._count if index is None else index), first)
-
-    def rule(self, place: Place) -> Rule:
-        """The composite's rule; only now is the number of layers known."""
-        key = (place, self._count)
-        if key not in self._rules:
-            depth = place.depth / max(self._count - 1, 1)
-            self._rules[key] = self.composite.rule(Place(place.kind, place.path, min(depth, 1.0), place.first))
-        return self._rules[key]
-
-    def flow(self, name: object, kind: str, arrived: Sum, passed: Sum, absorbs: bool = False) -> None:
-        """Book what arrived at an operation and what it passed on."""
-        self._journal.flow(name, kind, arrived, passed, absorbs)
-
-    def sums(self, r: Tensor, channel: int | None) -> Tensor:
-        """Sums of relevance that is about to be passed on: by channel where the receiver will ask for these."""
-        if channel is None or self.absolute:
-            return total(r)
-        summed = self._by_channel(r, channel)
-        self._summed[r] = (channel % r.dim(), r._version, summed)
-        return summed
-
-    def unit_sums(self, site: LayerSite, r: Tensor) -> Tensor:
-        """Book one number per unit of a layer; returns sums that add up to what arrived."""
-        name, rows, channel = site.name, site.rows, site.channel
-        if self.absolute:
-            self._journal.units(name, rows, self._by_channel(r, channel))
-            return total(r)
-        known = self._summed.get(r)
-        if known is not None and known[:2] == (channel % r.dim(), r._version):
-            summed = known[2]
-        else:
-            summed = self._by_channel(r, channel)
-        self._journal.units(name, rows, summed)
-        return summed
-
     # -- parts -----------------------------------------------------------------------------------------------------
-    def _layer_site(
-        self, call: Call, build: Build, outputs: int, kind: str, channel: int, options: tuple[Any, ...] = ()
-    ) -> LayerSite:
-        """What there is to know about a layer before it runs; true of the next batch too, if the weight is the same."""
-        weight, transposed = call["weight"], isinstance(build, Geometry) and build.transposed
-        if call.site in self._layers:
-            self.deviates()
-        name, rows = self._weights.name(weight, call, outputs)
-        self.places[call.site] = (name, rows.start, rows.stop)
-        height = rows.stop if transposed else self._weights.height(name, rows.stop)
-        self._heights[name] = (max(height, self._heights.get(name, (0, None))[0]), weight.device)
-        waits = kind == "conv"
-        known = LayerSite(self._weights.source(weight), options, build, name, rows, kind, channel, path_of(name), waits)
-        if isinstance(known.source, nn.Parameter):
-            self._layers[call.site] = known
-        return known
-
-    def _layer_of(self, call: Call, run: Callable[[], Tensor], x: Tensor, site: LayerSite) -> Tensor:
-        """A conv or linear layer. Its output remembers how it came about, in case a batch norm follows."""
-        index, self._count = self._count, self._count + 1
-        if not x.requires_grad:
-            return self.stops(call)  # type: ignore[no-any-return]
-        record = LinearCall(x, call["weight"], call["bias"], site, index)
-        layer = self._in_one_go(record)
-        if layer is not None and site.norm is not None:
-            with torch.no_grad():
-                output = layer.forward(x, site.rectified).requires_grad_(True)
-            record.waiting, record.ahead = True, layer
-        elif layer is not None:
-            output = self._layer(lambda: layer.forward(x, site.rectified), record, lambda a: layer)
-            self.facts.made[output] = site
-            self.facts.ahead[output] = True
-        elif site.waits:  # a batch norm may replace this output at once, so it is not yet made part of the graph
-            with torch.no_grad():
-                output = run()
-            record.waiting = True
-            output.requires_grad_(True)
-        else:
-            output = self._layer(run, record, lambda a: self._weights.prepared(record))
-            self.facts.made[output] = site
-        self.facts.linear[output] = record
-        self._fresh = weakref.ref(output)
-        return output
-
-    def _in_one_go(self, record: LinearCall) -> ConvMap | None:
-        """A convolution together with the batch norm and the ReLU that followed it in the batch before."""
-        site = record.site
-        if not self._fusing or site.reread or not (site.norm is not None or site.rectified):
-            return None
-        if not isinstance(site.build, Geometry) or site.build.border or record.x.dtype not in _FULL:
-            return None
-        self._fused += 1
-        with torch.no_grad():
-            layer = self._weights.prepared(record, *(site.norm or ()))
-        assert isinstance(layer, ConvMap)
-        return layer
-
-    def _awaken(self, output: Tensor, record: LinearCall) -> Tensor:
-        """The output of a layer that waited for a batch norm in vain, as part of the graph."""
-        if record.ahead is not None:
-            self.deviates()
-        record.site.waits = False
-        record.site.reread = record.site.reread or record.normed
-        record.waiting = False
-        awake = self._layer(output.detach, record, lambda a: self._weights.prepared(record))
-        self.facts.newer[output] = awake
-        self.facts.linear[awake] = record
-        self.facts.made[awake] = record.site
-        if self._fresh is not None and self._fresh() is output:
-            self._fresh = weakref.ref(awake)
-        return awake
-
-    def _layer(self, run: Callable[[], Tensor], record: LinearCall, prepare: Callable[[Tensor], LinearMap]) -> Tensor:
-        x, site = record.x, record.site
-        first = any(x is entry for entry in self._entries)
-        place = self.place(site.kind, site.path, record.index, first or record.index == 0)
-        stop = first and not self.heat_map
-        output: Tensor = take(Layer(self, run, prepare, place, record, x in self.facts.nonneg, stop), x)
-        return output
-
-    def _by_channel(self, r: Tensor, channel: int) -> Tensor:
-        """One number per unit."""
-        channel %= r.dim()
-        if self.absolute == "element":
-            r = r.abs()
-        wide = torch.float32 if r.dtype in (torch.float16, torch.bfloat16) else r.dtype
-        others = [d for d in range(r.dim()) if d != channel]
-        if self.absolute == "sample" and others and others[0] == 0:
-            r = r.sum(others[1:], dtype=wide).abs() if others[1:] else r.abs()
-            others = [0]
-        return r.sum(others, dtype=wide) if others else r
-
     def _weighted(
         self, call: Call, x: Tensor, weight: Tensor, build: Callable[[Tensor], LinearMap], place: Place
     ) -> Tensor:
         step = Sharing(self, call.run, build, place, call.site, nonneg=x in self.facts.nonneg)
         output: Tensor = take(step, x)
-        return output
-
-    def _normed(self, call: Call, x: Tensor) -> Tensor:
-        if call["training"] and call.get("running_mean") is not None:
-            raise UnsupportedModelError(
-                f"{call.site} updates its running statistics although the model is in evaluation mode. Way out: call "
-                f"batch_norm with training=False."
-            )
-        output: Tensor = self.passes(call, x)
-        self._fresh = weakref.ref(output)
         return output
 
     def _run_on_copy(self, call: Call, alias: bool = True) -> Any:
@@ -486,14 +293,6 @@ def _carries(value: Any) -> bool:
 def rectifies(call: Call) -> bool:
     """Whether a call is a ReLU that overwrites its input."""
     return call.function.__name__ in ("relu", "relu_") and writes(call)
-
-
-def _identical(some: Sequence[Any], others: Sequence[Any]) -> bool:
-    return all(a is b for a, b in zip(some, others, strict=True))
-
-
-def _hashable(option: Any) -> Any:
-    return tuple(option) if isinstance(option, list) else option
 
 
 def _flipped(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
