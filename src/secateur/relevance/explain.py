@@ -27,8 +27,8 @@ class Explanation:
 
     `input` is shaped like the inputs (a list if there were several). `units` has one number per output channel or
     neuron of each conv and linear layer (per column of an embedding), summed over samples and space, by module path;
-    `weights` has the same by parameter name. Layers that only make gates (squeeze-and-excitation, queries and keys) take
-    no relevance: they have that of what the gate lets pass, besides the total, which stays what it is.
+    `weights` has the same by parameter name. Layers that only make gates (squeeze-and-excitation, queries and keys)
+    take no relevance: they have that of what the gate lets pass, besides the total, which stays what it is.
     """
 
     input: Tensor | list[Tensor | None]
