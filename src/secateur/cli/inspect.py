@@ -9,7 +9,7 @@ import typer
 from rich.table import Table
 
 from secateur.cli import options as o
-from secateur.cli.output import Talk, footprint
+from secateur.cli.output import Talk, footprints
 from secateur.cli.subject import Look, blank, device_of, opened
 from secateur.graph.analysis import analyze
 from secateur.graph.cost import human
@@ -39,7 +39,7 @@ def inspect(
     with talk.stage("analysing"):
         subject = opened(model, weights, original, device, Look(size, None, mean, std), trained=False)
         graph = analyze(subject.model, blank(subject))
-        cost = footprint(subject.model, subject.origin.view, device_of(subject.model), latency)
+        (cost,) = footprints([subject.model], subject.origin.view, device_of(subject.model), latency)
     rows = _rows(graph)
     talk.json(
         {

@@ -16,7 +16,7 @@ from torch import nn
 
 from secateur.data.views import View
 from secateur.errors import SecateurWarning
-from secateur.graph.cost import human, measure, time_forward
+from secateur.graph.cost import human, measure, time_in_turn
 
 # More classes than this are not all listed.
 _CLASSES = 12
@@ -32,14 +32,15 @@ class Footprint:
     latency_32: float | None = None
 
 
-def footprint(model: nn.Module, view: View, device: torch.device, latency: bool) -> Footprint:
-    """Measure a model on inputs that are no photographs."""
+def footprints(models: Sequence[nn.Module], view: View, device: torch.device, latency: bool) -> list[Footprint]:
+    """Measure models side by side on inputs that are no photographs."""
     one = torch.zeros(1, view.channels, view.size, view.size, device=device)
-    cost = measure(model, one, latency=False)
+    costs = [measure(model, one, latency=False) for model in models]
     if not latency:
-        return Footprint(cost.params, cost.macs)
+        return [Footprint(cost.params, cost.macs) for cost in costs]
     many = one.expand(32, -1, -1, -1).contiguous()
-    return Footprint(cost.params, cost.macs, time_forward(model, one), time_forward(model, many))
+    times = zip(costs, time_in_turn(models, one), time_in_turn(models, many), strict=True)
+    return [Footprint(cost.params, cost.macs, alone, together) for cost, alone, together in times]
 
 
 def headline(before: Footprint, after: Footprint, metrics: Sequence[Mapping[str, float]] = ()) -> Table:

@@ -12,7 +12,7 @@ import typer
 
 from secateur.cli import options as o
 from secateur.cli.folder import CHECKPOINT, begin_run, check_folder, digest, end_run, need
-from secateur.cli.output import Talk, footprint, headline, reported
+from secateur.cli.output import Talk, footprints, headline, reported
 from secateur.cli.subject import Look, Task, device_of, opened, task
 from secateur.data.imagenet import title
 from secateur.errors import SecateurError
@@ -204,8 +204,7 @@ def prune(
         )
     files = _write(talk, out, job, result, onnx=onnx, report=report, latency=latency)
     with talk.stage("timing both models" if latency else "counting"):
-        before = footprint(job.whole, subject.origin.view, where, latency)
-        after = footprint(result.model, subject.origin.view, where, latency)
+        before, after = footprints([job.whole, result.model], subject.origin.view, where, latency)
     metrics = [row.metrics for row in result.history if row.held and row.metrics]
     summary = {
         "stopped": result.stopped, "before": asdict(before), "after": asdict(after),

@@ -9,7 +9,7 @@ import typer
 
 from secateur.cli import options as o
 from secateur.cli.folder import check_folder
-from secateur.cli.output import Talk, footprint, headline
+from secateur.cli.output import Talk, footprints, headline
 from secateur.cli.subject import Look, blank, count_outputs, device_of, names_of, narrowed, opened
 from secateur.data.outputs import Outputs, assignments, parse
 from secateur.errors import DataError
@@ -62,7 +62,7 @@ def specialize(
         with talk.stage("writing ONNX and checking it with ONNX Runtime"):
             files["onnx"] = str(export(narrow.model, out / "model.onnx", blank(narrow, 2)))
     where = device_of(subject.model)
-    before, after = (footprint(m.model, subject.origin.view, where, latency=False) for m in (subject, narrow))
+    before, after = footprints([subject.model, narrow.model], subject.origin.view, where, latency=False)
     kept = {name: list(members) for name, members in chosen.items()}
     talk.json({"outputs": kept, "before": asdict(before), "after": asdict(after), "files": files})
     for place, (name, members) in enumerate(chosen.items()):

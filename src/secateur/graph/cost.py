@@ -77,26 +77,29 @@ def count_macs(model: nn.Module, example: Example) -> list[MacsTerm]:
 
 def time_forward(model: nn.Module, example: Example, repeats: int = 20) -> float:
     """Median seconds of a forward pass in evaluation mode, after a warm-up. The model is left as it was."""
-    watched = twin(unwrap(model)).eval()
-    devices = {t.device for t in tensors_in(example)}
-    cuda = any(device.type == "cuda" for device in devices)
-    with quiet():
-        run_or_explain(watched, example)
-        budget = time.perf_counter()
-        for _ in range(3):
-            run(watched, example)
+    return time_in_turn([model], example, repeats)[0]
+
+
+def time_in_turn(models: Sequence[nn.Module], example: Example, repeats: int = 20) -> list[float]:
+    """Median seconds of a forward pass of each model. They take turns, so that a busy moment hits all of them."""
+    watched = [twin(unwrap(model)).eval() for model in models]
+    cuda = any(t.device.type == "cuda" for t in tensors_in(example))
+
+    def timed(model: nn.Module) -> float:
+        begin = time.perf_counter()
+        run(model, example)
         if cuda:
             torch.cuda.synchronize()
-        # Slow models get fewer repeats: at most about ten seconds in all, never fewer than three.
-        each = max((time.perf_counter() - budget) / 3, 1e-6)
-        seconds = []
-        for _ in range(max(3, min(repeats, int(10 / each)))):
-            begin = time.perf_counter()
-            run(watched, example)
-            if cuda:
-                torch.cuda.synchronize()
-            seconds.append(time.perf_counter() - begin)
-    return statistics.median(seconds)
+        return time.perf_counter() - begin
+
+    with quiet():
+        for model in watched:
+            run_or_explain(model, example)
+        each = max(sum(timed(model) for model in watched for _ in range(3)) / 3, 1e-6)
+        # Slow models get fewer repeats: at most about ten seconds for each, never fewer than three.
+        turns = max(3, min(repeats, int(10 * len(models) / each)))
+        seconds = [[timed(model) for model in watched] for _ in range(turns)]
+    return [statistics.median(times) for times in zip(*seconds, strict=True)]
 
 
 class CostModel:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from secateur.criteria.batches import Data, batches, check_targets, device_of
 from secateur.errors import SecateurError
-from secateur.graph.cost import human, time_forward
+from secateur.graph.cost import human, time_in_turn
 from secateur.graph.shadow import describe, run, unwrap
 from secateur.pruning.compare import Comparison
 from secateur.pruning.loop import Result
@@ -169,7 +169,7 @@ def _tiles(
     if old.latency is not None and new.latency is not None:
         seconds = [old.latency, new.latency]
     elif latency and source is not None:
-        seconds = [time_forward(model, result.graph.example, _REPEATS) for model in (source, result.model)]
+        seconds = time_in_turn([source, result.model], result.graph.example, _REPEATS)
     else:
         return tiles
     text = [_milliseconds(value) for value in seconds]
