@@ -349,6 +349,23 @@ def test_constants_take_no_relevance_from_sums_and_products():
         assert torch.equal(explain(Op(function), x, r).input, r)
 
 
+def test_what_parameters_make_of_constants_takes_no_relevance():
+    # As the position biases of Swin V2: a network that never sees the input.
+    class Biased(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.side = nn.Sequential(nn.Conv1d(1, 4, 1), nn.BatchNorm1d(4), nn.ReLU(), nn.Flatten(), nn.Linear(8, 5))
+
+        def forward(self, x):
+            return x + self.side(torch.ones(1, 1, 2))
+
+    torch.manual_seed(0)
+    r = torch.rand(2, 5)
+    found = explain(Biased().eval(), torch.rand(2, 5), r)
+    torch.testing.assert_close(found.input, r)
+    assert not found.units
+
+
 def test_gates_take_no_relevance():
     x, r = torch.randn(2, 4, 3, 3), torch.rand(2, 4, 3, 3)
     gated = {

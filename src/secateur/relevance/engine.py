@@ -270,7 +270,8 @@ class RelevancePass(Layers):
         if self._early is not None:
             return self._overtaken(call, self._early)
         if not self._carrying and not operation.enters:
-            return call.run()
+            with torch.no_grad():  # parameters may have come as they are
+                return call.run()
         if type(operation).relevance is Operation.relevance:
             raise UnknownOperationError(
                 f"the entry for {call.site} ({operation.name}) does not say how relevance passes. Way out: give the "
