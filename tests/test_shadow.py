@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import secateur as sc
 from constructs import CONSTRUCTS, build
 from secateur.graph.shadow import duplicate, named_modules, named_tensors
+from secateur.pruning.masking import mask, reference
 
 
 def copied(model: nn.Module) -> nn.Module:
@@ -121,3 +123,18 @@ def test_names_as_torch_gives_them(name: str) -> None:
     assert [(n, id(m)) for n, m in named_modules(model)] == [(n, id(m)) for n, m in model.named_modules()]
     wanted = [(n, id(t)) for n, t in [*model.named_parameters(), *model.named_buffers()]]
     assert [(n, id(t)) for n, t in named_tensors(model)] == wanted
+
+
+def test_the_reference_of_a_verification_is_the_mask_and_shares_only_what_stays() -> None:
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 6, 3), nn.Conv2d(6, 2, 1)).eval()
+    graph = sc.analyze(net, torch.randn(1, 3, 8, 8))
+    plan = sc.plan(graph, sc.score(net, None, "weight", graph=graph), remove=0.5)
+    have, want, own = reference(net, plan).state_dict(), mask(net, plan).state_dict(), net.state_dict()
+    parameters = dict(net.named_parameters())
+    assert have.keys() == want.keys()
+    for name in want:
+        assert torch.equal(have[name], want[name])
+        assert want[name].data_ptr() != own[name].data_ptr()
+        shared = have[name].data_ptr() == own[name].data_ptr()
+        assert shared == (name in parameters and name not in plan.cuts)
+    assert any(name not in plan.cuts for name in parameters)

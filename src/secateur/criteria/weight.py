@@ -23,12 +23,16 @@ class Weight(Criterion):
     def accumulate(self, subject: Subject, loss: Loss | None = None) -> Accumulator:
         """Known at once."""
         known = Accumulator(subject)
-        known.sums = Sums([unit_weights(subject, i) for i in range(len(subject.producers))], 1)
+        sizes: dict[int, Tensor] = {}
+        known.sums = Sums([unit_weights(subject, i, sizes) for i in range(len(subject.producers))], 1)
         return known
 
 
-def unit_weights(subject: Subject, index: int) -> Tensor | None:
-    """Σ|W| of the units that a producer still has; None where no parameter numbers them one by one."""
+def unit_weights(subject: Subject, index: int, known: dict[int, Tensor]) -> Tensor | None:
+    """Σ|W| of the units that a producer still has; None where no parameter numbers them one by one.
+
+    `known` remembers the sums along each axis, since query, key and value rows share one.
+    """
     graph, producer, kept = subject.graph, subject.producers[index], subject.kept[index]
     number = int(graph.axis_of[producer.labels[0]])
     axis = graph.axes.axes[number]
@@ -37,9 +41,11 @@ def unit_weights(subject: Subject, index: int) -> Tensor | None:
     weight = subject.parameters.get(axis.parameter)
     if weight is None or weight.ndim < 2:
         return None
-    others = [d for d in range(weight.ndim) if d != axis.dim]
-    wide = torch.float32 if weight.dtype in (torch.float16, torch.bfloat16) else weight.dtype
-    sizes = torch.linalg.vector_norm(weight.detach(), 1, others, dtype=wide).to(precise(weight.device))
+    if number not in known:
+        others = [d for d in range(weight.ndim) if d != axis.dim]
+        wide = torch.float32 if weight.dtype in (torch.float16, torch.bfloat16) else weight.dtype
+        known[number] = torch.linalg.vector_norm(weight.detach(), 1, others, dtype=wide).to(precise(weight.device))
+    sizes = known[number]
     # A parameter may hold the units of several calls (query, key and value rows): find ours among those that are left.
     here = np.zeros(axis.size, np.bool_)
     here[producer.labels - axis.base] = kept

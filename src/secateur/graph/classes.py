@@ -12,7 +12,10 @@ from secateur.ops.table import Labels
 
 
 class Classes:
-    """Every label's class (its smallest member), and why frozen classes are frozen."""
+    """Every label's class (its smallest member), and why frozen classes are frozen.
+
+    `why` is indexed by class: the number of the reason in `reasons`, or -1 for a class that is not frozen.
+    """
 
     def __init__(self, total: int, passes: Sequence[LabelPass]) -> None:
         empty = [np.zeros(0, np.int64)]
@@ -22,10 +25,17 @@ class Classes:
         self.root = components(total, self._left, self._right)
         self._frozen = [item for p in passes for item in p.frozen]
         self._settle([grid for p in passes for grid in p.grids])
-        self.reasons: dict[int, str] = {}
+        self.reasons: list[str] = []
+        self.why = np.full(total, -1, np.int64)
         for labels, reason in self._frozen:
-            for root in np.unique(self.root[labels]).tolist():
-                self.reasons.setdefault(root, reason)
+            roots = self.root[labels]
+            self.why[roots[self.why[roots] < 0]] = self.reason(reason)
+
+    def reason(self, text: str) -> int:
+        """The number of a reason; the same words always have the same one."""
+        if text not in self.reasons:
+            self.reasons.append(text)
+        return self.reasons.index(text)
 
     def _join(self, left: Labels, right: Labels) -> None:
         self._left = np.concatenate([self._left, left.ravel()])

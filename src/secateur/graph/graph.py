@@ -200,38 +200,20 @@ def build(
     root = classes.root
     main = passes[0]
     shapes = {n: tuple(t.shape) for n, t in named_tensors(model)}
+    producers = _distinct(passes)
+    makers = Makers(producers, root)
     units = np.zeros(len(root), np.int64)
-    paths: dict[int, list[str]] = defaultdict(list)
-    kinds: dict[int, str] = {}
-    order: dict[int, int] = {}
-    producers: list[Producer] = []
-    seen: set[int] = set()
-    for watched in passes:
-        for first, producer in watched.producers.items():
-            if first in seen:
-                continue
-            seen.add(first)
-            producers.append(producer)
-            ids, counts = np.unique(root[producer.labels], return_counts=True)
-            np.add.at(units, ids, counts)
-            for group in ids.tolist():
-                paths[group] += [site.path for site in producer.sites]
-                kinds.setdefault(group, producer.kind)
-                order.setdefault(group, len(order))
+    np.add.at(units, makers.classes, makers.counts)
     heads = [Heads(site.site.path, root[site.labels]) for site in main.heads]
-    for group, places in _head_groups(heads).items():
-        if group in kinds:
-            kinds[group], units[group] = "head", len(places)
-    prunable = np.zeros(len(root), np.bool_)
-    prunable[list(kinds)] = True
-    prunable[[g for g in classes.reasons if g < len(root)]] = False
+    places = {group: where for group, where in _head_groups(heads).items() if makers.first[group] >= 0}
+    for group, where in places.items():
+        units[group] = len(where)
+    prunable = (makers.first >= 0) & (classes.why < 0)
     filling = _filling(axes, root)
-    reasons = dict(classes.reasons)
-    for group in filling:
-        if prunable[group]:
-            prunable[group] = False
-            reasons[group] = "the only unit of its layer, or all its units are coupled"
-    layers = _layers(axes, root, paths, kinds, order, prunable, reasons, blocked)
+    filling = filling[prunable[filling]]
+    prunable[filling] = False
+    classes.why[filling] = classes.reason("the only unit of its layer, or all its units are coupled")
+    layers = _layers(axes, classes, makers, set(places), prunable, blocked)
     terms = main.macs
     module_macs: dict[str, float] = defaultdict(float)
     for term in terms:
@@ -258,6 +240,41 @@ def build(
     )
 
 
+def _distinct(passes: Sequence[LabelPass]) -> list[Producer]:
+    """The producers of all passes; what two passes saw counts once."""
+    found: dict[int, Producer] = {}
+    for watched in passes:
+        for first, producer in watched.producers.items():
+            found.setdefault(first, producer)
+    return list(found.values())
+
+
+class Makers:
+    """Which producers make each class, with how many units, without a Python loop over classes.
+
+    `classes` and `counts` are parallel, producer after producer; `first` is indexed by class: its first producer's
+    number, or -1 for a class that nothing makes.
+    """
+
+    def __init__(self, producers: Sequence[Producer], root: Labels) -> None:
+        self._producers = producers
+        found = [np.unique(root[producer.labels], return_counts=True) for producer in producers]
+        empty = np.zeros(0, np.int64)
+        self.classes = np.concatenate([empty, *(ids for ids, _ in found)])
+        self.counts = np.concatenate([empty, *(counts for _, counts in found)])
+        numbers = np.repeat(np.arange(len(found)), [len(ids) for ids, _ in found])
+        order = np.argsort(self.classes, kind="stable")
+        self._sorted, self._numbers = self.classes[order], numbers[order]
+        begins = np.flatnonzero(np.diff(self._sorted, prepend=-1))
+        self.first = np.full(len(root), -1, np.int64)
+        self.first[self._sorted[begins]] = self._numbers[begins]
+
+    def of(self, group: int) -> list[Producer]:
+        """The producers of a class, in order of execution."""
+        begin, end = np.searchsorted(self._sorted, group), np.searchsorted(self._sorted, group, "right")
+        return [self._producers[i] for i in self._numbers[begin:end].tolist()]
+
+
 def _head_groups(heads: Sequence[Heads]) -> dict[int, set[str]]:
     places: dict[int, set[str]] = defaultdict(set)
     for site in heads:
@@ -266,51 +283,66 @@ def _head_groups(heads: Sequence[Heads]) -> dict[int, set[str]]:
     return places
 
 
-def _filling(axes: AxisTable, root: Labels) -> list[int]:
+def _filling(axes: AxisTable, root: Labels) -> Labels:
     """Classes that occupy every index of some axis: removing one would leave nothing there."""
     found = []
     for axis in axes.axes:
         ids = root[axis.base : axis.base + axis.size]
         if (ids == ids[0]).all():
             found.append(int(ids[0]))
-    return found
+    return np.array(found, np.int64)
 
 
 def _layers(
     axes: AxisTable,
-    root: Labels,
-    paths: dict[int, list[str]],
-    kinds: dict[int, str],
-    order: dict[int, int],
+    classes: Classes,
+    makers: Makers,
+    heads: set[int],
     prunable: np.ndarray[tuple[int], np.dtype[np.bool_]],
-    reasons: dict[int, str],
     blocked: dict[str, str],
 ) -> list[Layer]:
     """Groups that touch the same axes, in order of execution; frozen and free ones apart."""
-    owner = np.zeros(len(root), np.int64)
-    for i, axis in enumerate(axes.axes):
-        owner[axis.base : axis.base + axis.size] = i
-    # Pairs as single numbers sort many times faster than rows.
-    keys = np.sort(root[1:] * len(axes.axes) + owner[1:])
-    keys = keys[np.flatnonzero(np.diff(keys, prepend=-1))]
-    pairs = np.stack(np.divmod(keys, len(axes.axes)), 1)
-    touched: dict[int, tuple[int, ...]] = {}
-    for part in np.split(pairs, np.flatnonzero(np.diff(pairs[:, 0])) + 1):
-        touched[int(part[0, 0])] = tuple(part[:, 1].tolist())
-    families: dict[tuple[tuple[int, ...], bool, str | None], list[int]] = defaultdict(list)
-    for group in sorted(kinds, key=lambda g: (order[g], g)):
-        free = bool(prunable[group])
-        families[touched[group], free, None if free else reasons.get(group)].append(group)
+    groups = np.flatnonzero(makers.first >= 0)
+    groups = groups[np.argsort(makers.first[groups], kind="stable")]
+    # A class is frozen for one reason, so this number tells free from frozen too.
+    families = _touched(axes, classes.root)[groups] * (len(classes.reasons) + 1) + classes.why[groups] + 1
+    _, begins, family = np.unique(families, return_index=True, return_inverse=True)
+    members = np.split(groups[np.argsort(family, kind="stable")], np.cumsum(np.bincount(family))[:-1])
     layers = []
     names: dict[str, int] = defaultdict(int)
-    for (_, free, reason), members in families.items():
-        own = tuple(dict.fromkeys(path for path in paths[members[0]]))
+    for i in np.argsort(begins).tolist():
+        first = int(members[i][0])
+        own = tuple(dict.fromkeys(site.path for maker in makers.of(first) for site in maker.sites))
+        kind = "head" if first in heads else makers.of(first)[0].kind
+        free = bool(prunable[first])
+        reason = None if free else classes.reasons[classes.why[first]]
         name = own[0] or "(forward)"
         names[name] += 1
         if names[name] > 1:
             name = f"{name}#{names[name]}"
         if free and name in blocked:
-            prunable[members] = False
+            prunable[members[i]] = False
             free, reason = False, blocked[name]
-        layers.append(Layer(name, kinds[members[0]], own, np.array(sorted(members)), free, reason))
+        layers.append(Layer(name, kind, own, np.sort(members[i]), free, reason))
     return layers
+
+
+def _touched(axes: AxisTable, root: Labels) -> Labels:
+    """A number for each class: the same for two of them just if they touch the same axes."""
+    count = len(axes.axes)
+    owner = np.repeat(np.arange(count), [axis.size for axis in axes.axes])
+    # Pairs as single numbers sort many times faster than rows.
+    keys = np.sort(root[1:] * count + owner)
+    ids, touched = np.divmod(keys[np.flatnonzero(np.diff(keys, prepend=-1))], max(count, 1))
+    begins = np.flatnonzero(np.diff(ids, prepend=-1))
+    lengths = np.diff(begins, append=len(ids))
+    numbers = np.zeros(len(root), np.int64)
+    known = 0
+    for length in np.unique(lengths).tolist():
+        alike = begins[lengths == length]
+        number = np.zeros(len(alike), np.int64)
+        for place in range(length):  # sets that agree so far are split by their next axis
+            number = np.unique(number * count + touched[alike + place], return_inverse=True)[1]
+        numbers[ids[alike]] = known + number
+        known += int(number.max()) + 1
+    return numbers

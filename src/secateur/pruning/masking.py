@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,20 @@ def mask(model: nn.Module, plan: Plan) -> nn.Module:
     """
     model = unwrap(model)
     check_fits(model, plan)
-    masked = duplicate(model, lambda name, old: _zeroed(old.detach().clone(), plan.cuts.get(name)))
+    return _masked(model, plan, frozenset())
+
+
+def reference(model: nn.Module, plan: Plan) -> nn.Module:
+    """`mask` for one look: parameters that the plan leaves alone share the model's memory. Not to be handed out."""
+    model = unwrap(model)
+    return _masked(model, plan, {name for name, _ in model.named_parameters()} - set(plan.cuts))
+
+
+def _masked(model: nn.Module, plan: Plan, shared: Set[str]) -> nn.Module:
+    def made(name: str, old: Tensor) -> Tensor:
+        return old.detach() if name in shared else _zeroed(old.detach().clone(), plan.cuts.get(name))
+
+    masked = duplicate(model, made)
     if plan.norms:
         forward = MaskedForward(masked, plan.norms)
         masked.forward = forward

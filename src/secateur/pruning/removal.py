@@ -11,7 +11,7 @@ from secateur.errors import SecateurError, VerificationError
 from secateur.graph.shadow import Example, duplicate, quiet, run, unwrap
 from secateur.ops.table import tensors_in
 from secateur.pruning.files import remember
-from secateur.pruning.masking import mask
+from secateur.pruning.masking import mask, reference
 from secateur.pruning.plan import Plan
 from secateur.pruning.surgery import cut
 
@@ -50,13 +50,13 @@ def apply(
 def verify(model: nn.Module, small: nn.Module, plan: Plan, example: Example) -> None:
     """Raise unless the small model and the masked one agree on the example."""
     dtype = _dtype(model)
-    gap, where = _gap(small, mask(model, plan), example)
+    gap, where = _gap(small, model, plan, example)
     limit = _TOLERANCE.get(dtype, 1e-4)
     if gap <= limit:
         return
     if dtype == torch.float32 and gap < 0.1:
         # Deep nets amplify rounding. In double precision only a real difference survives.
-        gap, where = _gap(small, mask(model, plan), example, double=True)
+        gap, where = _gap(small, model, plan, example, double=True)
         if gap <= 1e-7:
             return
     raise VerificationError(
@@ -66,27 +66,13 @@ def verify(model: nn.Module, small: nn.Module, plan: Plan, example: Example) -> 
     )
 
 
-def _gap(small: nn.Module, masked: nn.Module, example: Example, double: bool = False) -> tuple[float, str]:
-    """The largest difference between two models' outputs relative to the largest output, and where it is."""
-    outputs = []
-    for net in (small, masked):
-        flags = [(module, module.training) for module in net.modules()]
-        net.eval()
-        inputs = example
-        if double:
-            net = net.double() if net is masked else _doubled(net)
-            inputs = _double(example)
-        with quiet():
-            try:
-                outputs.append(tensors_in(_plain(run(net, inputs))))
-            except Exception as error:
-                raise VerificationError(
-                    f"the {'smaller' if net is small else 'masked'} model does not run on the example: "
-                    f"{type(error).__name__}: {error}. A size is probably written into the forward; "
-                    f"way out: leave the layer out with ignore=[...]."
-                ) from error
-        for module, flag in flags:
-            module.training = flag
+def _gap(small: nn.Module, model: nn.Module, plan: Plan, example: Example, double: bool = False) -> tuple[float, str]:
+    """The largest difference between small and masked outputs relative to the largest output, and where it is."""
+    if double:
+        example = _double(example)
+    outputs = [_outputs("smaller", _doubled(small) if double else small, example)]
+    masked = reference(model, plan)  # made only now, so that not all three models and a pass need memory at once
+    outputs.append(_outputs("masked", masked.double() if double else masked, example))
     if len(outputs[0]) != len(outputs[1]):
         raise VerificationError("the smaller model returns another number of tensors than the masked one")
     worst, where = 0.0, ""
@@ -101,6 +87,23 @@ def _gap(small: nn.Module, masked: nn.Module, example: Example, double: bool = F
         if not gap <= worst:
             worst, where = (gap if gap == gap else float("inf")), f"in output {i} of shape {tuple(a.shape)}"
     return worst, where
+
+
+def _outputs(what: str, net: nn.Module, example: Example) -> list[Tensor]:
+    """What a model returns on the example in evaluation mode."""
+    flags = [(module, module.training) for module in net.modules()]
+    net.eval()
+    with quiet():
+        try:
+            found = tensors_in(_plain(run(net, example)))
+        except Exception as error:
+            raise VerificationError(
+                f"the {what} model does not run on the example: {type(error).__name__}: {error}. A size is probably "
+                f"written into the forward; way out: leave the layer out with ignore=[...]."
+            ) from error
+    for module, flag in flags:
+        module.training = flag
+    return found
 
 
 def _doubled(net: nn.Module) -> nn.Module:

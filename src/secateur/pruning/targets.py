@@ -134,15 +134,16 @@ class _Chooser:
         value[candidates] = self.value[candidates]
         shield: Mask = np.zeros(len(self.graph.root), np.bool_)
         for producer in self.graph.producers:
-            self._shield(shield, value, producer.labels, min_units)
+            self._shield(shield, value, self.graph.root[producer.labels], min_units)
         for axis in self.graph.axes.axes:
-            self._shield(shield, value, np.arange(axis.base, axis.base + axis.size), 1)
+            self._shield(shield, value, self.graph.root[axis.base : axis.base + axis.size], 1)
         return shield
 
-    def _shield(self, shield: Mask, value: Values, labels: Labels, count: int) -> None:
-        groups = np.unique(self.graph.root[labels])
-        groups = groups[~self.gone[groups]]
-        if int(np.count_nonzero(np.isinf(value[groups]) | shield[groups])) < count:
+    def _shield(self, shield: Mask, value: Values, classes: Labels, count: int) -> None:
+        classes = classes[~self.gone[classes]]
+        safe = classes[np.isinf(value[classes]) | shield[classes]]
+        if len(safe[:1] if count == 1 else np.unique(safe)) < count:  # most layers have a safe one: seen without a sort
+            groups = np.unique(classes)
             shield[groups[np.argsort(-value[groups], kind="stable")[:count]]] = True
 
     def mask(self, count: int) -> Mask:
