@@ -333,6 +333,10 @@ def test_specialize_keeps_outputs_exactly(place: Place, tmp_path: Path) -> None:
     merged = open_model(str(tmp_path / "merged"), original=place.net).model
     shares = whole(x).softmax(1)
     assert torch.allclose(merged(x).exp(), torch.stack([shares[:, 2], shares[:, :2].sum(1)], 1), atol=1e-6)
+    grouped = ("--outputs", "warm=2", "--outputs", "cold=0-1", "--merge", "mean")
+    succeed("specialize", *place.model, *grouped, "--out", tmp_path / "mean")
+    fair = open_model(str(tmp_path / "mean"), original=place.net).model
+    assert torch.allclose(fair(x).exp(), torch.stack([shares[:, 2], shares[:, :2].mean(1)], 1), atol=1e-6)
     assert "nothing to remove" in fail("specialize", *place.model, "--outputs", "0-2", "--out", tmp_path / "x")
     assert "each must be named once" in fail("specialize", *place.model, "--outputs", "1,1", "--out", tmp_path / "x")
     mixed = fail("specialize", *place.model, "--outputs", "a=1", "--outputs", "2", "--out", tmp_path / "x")

@@ -34,6 +34,7 @@ def compare(
     test: o.Test = None,
     per_class: o.PerClass = None,
     test_per_class: o.TestPerClass = None,
+    merge: o.Merge = o.Merging.sum,
     strict: o.Strict = False,
     specialize: Annotated[bool, typer.Option(help="Keep only the outputs that the class folders mean.")] = True,
     remove: Annotated[float, typer.Option(help="Share of the units to remove in the end.")] = 0.5,
@@ -60,8 +61,8 @@ def compare(
     with talk.stage("building the model and reading images"):
         subject = opened(model, weights, original, device, Look(size, fit, mean, std))
         job = task(
-            subject, images, outputs=outputs or (), narrow=specialize, test=test, per_class=per_class,
-            test_per_class=test_per_class, seed=seed, strict=strict,
+            subject, images, outputs=outputs or (), narrow=specialize, merge=merge.value, test=test,
+            per_class=per_class, test_per_class=test_per_class, seed=seed, strict=strict,
         )  # fmt: skip
     if job.test is None:
         raise SecateurError(
@@ -69,8 +70,8 @@ def compare(
         )
     asked = {
         "model": model, "outputs": {name: list(members) for name, members in job.outputs.items()},
-        "specialize": specialize, "view": asdict(job.reference.view), "reference": digest(job.reference),
-        "test": digest(job.test),
+        "specialize": specialize, "merge": merge.value, "view": asdict(job.reference.view),
+        "reference": digest(job.reference), "test": digest(job.test),
     }  # fmt: skip
     begin_run(out, asked, fresh, talk)
     found = run_compare(

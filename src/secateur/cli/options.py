@@ -21,6 +21,13 @@ class Fit(StrEnum):
     squash = "squash"
 
 
+class Merging(StrEnum):
+    """How the probabilities of several outputs become one."""
+
+    sum = "sum"
+    mean = "mean"
+
+
 Model = Annotated[
     str,
     typer.Argument(
@@ -56,6 +63,14 @@ Outputs = Annotated[
         help="Which outputs mean a class folder: cat=281-285 or dog=207,208; once per folder. Without it folders are "
         "named by output number, or by ImageNet name or wnid, or there is one per output.",
         metavar="FOLDER=OUTPUTS",
+        rich_help_panel=_IMAGES,
+    ),
+]
+Merge = Annotated[
+    Merging,
+    typer.Option(
+        help="How the probabilities of outputs that mean the same become one. The mean is fairer to small groups where "
+        "a network spreads some probability over all outputs.",
         rich_help_panel=_IMAGES,
     ),
 ]

@@ -75,6 +75,7 @@ def prune(
     test: o.Test = None,
     per_class: o.PerClass = None,
     test_per_class: o.TestPerClass = None,
+    merge: o.Merge = o.Merging.sum,
     strict: o.Strict = False,
     specialize: Annotated[
         bool,
@@ -167,8 +168,8 @@ def prune(
     with talk.stage("building the model and reading images"):
         subject = opened(model, weights, original, device, Look(size, fit, mean, std))
         job = task(
-            subject, images, outputs=outputs or (), narrow=specialize, test=test, per_class=per_class,
-            test_per_class=test_per_class, seed=seed, strict=strict,
+            subject, images, outputs=outputs or (), narrow=specialize, merge=merge.value, test=test,
+            per_class=per_class, test_per_class=test_per_class, seed=seed, strict=strict,
         )  # fmt: skip
     if job.test is None and max_drop is not None:
         raise SecateurError(
@@ -177,9 +178,9 @@ def prune(
     _introduce(talk, job)
     asked = {
         "model": model, "outputs": {name: list(members) for name, members in job.outputs.items()},
-        "specialize": specialize, "view": asdict(job.reference.view), "reference": digest(job.reference),
-        "test": digest(job.test), "repair": repair.value, "finetune_epochs": finetune_epochs,
-        "learning_rate": learning_rate,
+        "specialize": specialize, "merge": merge.value, "view": asdict(job.reference.view),
+        "reference": digest(job.reference), "test": digest(job.test), "repair": repair.value,
+        "finetune_epochs": finetune_epochs, "learning_rate": learning_rate,
     }  # fmt: skip
     begin_run(out, asked, fresh, talk)
     where = device_of(job.model)

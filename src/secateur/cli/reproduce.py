@@ -12,9 +12,11 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from secateur.cli.options import Merging
 from secateur.errors import SecateurError
 
 T = TypeVar("T")
+
 commands = typer.Typer(no_args_is_help=True, help="Run the paper's experiments and compare with its numbers.")
 
 
@@ -23,13 +25,6 @@ class Net(StrEnum):
 
     paper = "paper"
     script = "script"
-
-
-class Merging(StrEnum):
-    """How the probabilities of several outputs become one."""
-
-    sum = "sum"
-    mean = "mean"
 
 
 @commands.callback()

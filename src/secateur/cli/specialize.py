@@ -29,6 +29,7 @@ def specialize(
             show_default=False,
         ),
     ],
+    merge: o.Merge = o.Merging.sum,
     weights: o.Weights = None,
     original: o.Original = None,
     device: o.Device = "auto",
@@ -53,7 +54,7 @@ def specialize(
         subject = opened(model, weights, original, device, Look(size, None, mean, std))
         count = count_outputs(subject)
         chosen = _chosen(outputs, count, names_of(subject, count))
-        narrow = narrowed(subject, chosen, count)
+        narrow = narrowed(subject, chosen, count, merge.value)
     if not plans_of(narrow.model):
         raise DataError(f"these are all {count} outputs, in order: there is nothing to remove.")
     save(out / "model", narrow.model, about={"origin": narrow.origin.to_dict()})

@@ -22,7 +22,7 @@ from secateur.graph.shadow import quiet, run_or_explain, twin
 from secateur.models import Opened, open_model
 from secateur.models.zoo import runs_code
 from secateur.pruning.files import plans_of
-from secateur.pruning.specialize import specialize
+from secateur.pruning.specialize import Merge, specialize
 from secateur.relevance.isolation import logits_of
 
 # How many images are used where the user does not say.
@@ -173,6 +173,7 @@ def task(
     *,
     outputs: Sequence[str] = (),
     narrow: bool = True,
+    merge: Merge = "sum",
     test: Path | None = None,
     per_class: int | None = None,
     test_per_class: int | None = None,
@@ -186,7 +187,7 @@ def task(
     chosen = match(photos.classes, count, outputs, subject.origin.classes)
     whole = subject.model
     if narrow:
-        subject = narrowed(subject, chosen, count)
+        subject = narrowed(subject, chosen, count, merge)
         targets = list(range(len(photos.classes)))
     else:
         merged = [name for name, members in chosen.items() if len(members) > 1]
@@ -215,7 +216,7 @@ def task(
     return Task(subject, whole, chosen, reference, rest, held)
 
 
-def narrowed(subject: Opened, outputs: Mapping[str, tuple[int, ...]], count: int) -> Opened:
+def narrowed(subject: Opened, outputs: Mapping[str, tuple[int, ...]], count: int, merge: Merge = "sum") -> Opened:
     """The model with only these outputs, in this order, merged where several mean the same."""
     members = [index for group in outputs.values() for index in group]
     merged = any(len(group) > 1 for group in outputs.values())
@@ -227,7 +228,7 @@ def narrowed(subject: Opened, outputs: Mapping[str, tuple[int, ...]], count: int
             "command, starting from the unpruned model."
         )
     wanted = {name: list(group) for name, group in outputs.items()} if merged else members
-    model = specialize(subject.model, wanted, blank(subject, 2))
+    model = specialize(subject.model, wanted, blank(subject, 2), merge=merge)
     return Opened(model.eval(), subject.origin.specialized(dict(outputs), count))
 
 
