@@ -309,6 +309,16 @@ def test_average_pools_share_by_the_positive_part(pool, signed):
     np.testing.assert_allclose(explain(model, a, r).input.flatten().numpy(), wanted, atol=1e-9)
 
 
+def test_overlapping_patches_share_by_the_positive_part():
+    torch.manual_seed(0)
+    fold = nn.Fold((4, 4), 3, padding=1, stride=2).double()
+    a = torch.randn(1, 18, 4).double()
+    r = torch.rand_like(fold(a))
+    m, b = matrix(fold, (18, 4))
+    wanted = RULES["α1β0"][1](m, b, a.flatten().numpy(), r.flatten().numpy(), m != 0)
+    np.testing.assert_allclose(explain(fold, a, r).input.flatten().numpy(), wanted, rtol=1e-7, atol=1e-9)
+
+
 def test_max_pool_adds_up_where_windows_overlap():
     a = torch.tensor([[[0.0, 1.0, 5.0, 2.0, 0.0]]])
     r = torch.tensor([[[1.0, 10.0, 100.0]]])

@@ -300,6 +300,10 @@ class Fold(Operation):
             labels.tie_rows(rows)
             labels.set(output, [spread(rows[:, 0], axis, output.shape)])
 
+    def relevance(self, relevance: RelevancePass, call: Call) -> Any:
+        """Shared where patches overlap."""
+        return relevance.averages(call, call["input"], call.on(call["input"]))
+
 
 class Write(Operation):
     """Assignment by index. What is written into a tensor of fixed places cannot leave."""
