@@ -25,7 +25,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from secateur.relevance import RelevancePass
+from secateur.relevance import RelevancePass, pointwise
 from secateur.relevance.conservation import Journal
 from secateur.relevance.explain import starter
 
@@ -62,6 +62,7 @@ def own(name: str, args: argparse.Namespace) -> dict[str, Contestant]:
         F.cross_entropy(net(x), y).backward()
 
     units, heat = RelevancePass(net, heat_map=False), RelevancePass(net)
+    args.passes[name] = units
     return {
         "gradient pass": gradient,
         OURS[0]: lambda: units.run(x, starter(y)),
@@ -228,7 +229,12 @@ def kernels(run: Contestant) -> tuple[float, int, list[tuple[str, int, float]]]:
     return sum(busy.values()), sum(count.values()), longest
 
 
-def split(name: str, times: dict[str, list[float] | str], runs: dict[str, Contestant]) -> None:
+def compiled(device: torch.device) -> list[str]:
+    """The formulas that are one kernel here."""
+    return [name for name in pointwise._CUDA if pointwise._compiled(name, torch.float32, device)] or ["none"]
+
+
+def split(name: str, times: dict[str, list[float] | str], runs: dict[str, Contestant], units: RelevancePass) -> None:
     for who in ("gradient pass", *OURS):
         wall = 1e3 * statistics.median(times[who])  # type: ignore[type-var]
         host = 1e3 * statistics.median([launched(runs[who]) for _ in range(5)])
@@ -236,10 +242,15 @@ def split(name: str, times: dict[str, list[float] | str], runs: dict[str, Contes
         print(f"\n{name}, {who}: wall {wall:.1f} ms, host {host:.1f} ms, device {busy:.1f} ms in {count} kernels")
         for kernel, number, ms in longest:
             print(f"  {ms:7.2f} ms {number:4d} x  {kernel}")
+    books = units.conservation()
+    lost = sorted((abs(flow.lost / flow.arrived) for flow in books.flows if flow.arrived), reverse=True)
+    print(f"\n{name}: relevance got stuck in {len(units.attentive)} layers; at most {lost[0]:.1e} goes astray in one")
+    print(f"{name}: compiled kernels: {', '.join(compiled(torch.device('cuda', torch.cuda.current_device())))}")
 
 
 def report(name: str, args: argparse.Namespace) -> None:
     runs, missing = own(name, args), dict[str, str]()
+    units = args.passes[name]
     for rival in args.rivals:
         who, make = RIVALS[rival]
         try:
@@ -267,7 +278,7 @@ def report(name: str, args: argparse.Namespace) -> None:
     for who, reason in missing.items():
         print(f"| {name} | {who} | {reason} | | | |", flush=True)
     if args.device == "cuda":
-        args.splits.append((name, times, {who: runs[who] for who in ("gradient pass", *OURS)}))
+        args.splits.append((name, times, {who: runs[who] for who in ("gradient pass", *OURS)}, units))
 
 
 def main() -> None:
@@ -283,7 +294,7 @@ def main() -> None:
     args = parser.parse_args()
     gpu = args.device == "cuda"
     args.models = args.models or (["resnet50", "vgg16", "resnet18"] if gpu else ["resnet18", "vgg16"])
-    args.batch, args.splits = args.batch or (64 if gpu else 8), []
+    args.batch, args.splits, args.passes = args.batch or (64 if gpu else 8), [], {}
     warnings.simplefilter("ignore")
     torch.set_num_threads(args.threads)
     torch.set_float32_matmul_precision("high" if gpu else "highest")
@@ -297,8 +308,8 @@ def main() -> None:
     for name in args.models:
         report(name, args)
         gc.collect()
-    for name, times, runs in args.splits:
-        split(name, times, runs)
+    for taken in args.splits:
+        split(*taken)
 
 
 if __name__ == "__main__":

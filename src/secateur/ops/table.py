@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -36,6 +36,10 @@ class Signature:
     defaults: tuple[Any, ...]
     rest: str | None
 
+    @cached_property
+    def _blank(self) -> dict[str, Any]:
+        return dict(zip(self.names, self.defaults, strict=True))
+
     @classmethod
     def parse(cls, text: str) -> Signature:
         """Read such a text."""
@@ -51,7 +55,7 @@ class Signature:
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """Names for the arguments of one call. `*rest` accepts both `f(x, 1, 2)` and `f(x, (1, 2))`."""
-        bound = dict(zip(self.names, self.defaults, strict=True))
+        bound = self._blank.copy()
         bound.update(zip(self.names, args, strict=False))
         if self.rest is not None:
             extra = args[len(self.names) :]

@@ -134,6 +134,17 @@ class Journal:
         return None if row is None or not count else row[:count], flows, own
 
 
+def slack(kind: str, like: Tensor) -> float:
+    """The share of relevance that rounding alone may move in an operation; what exceeds it got stuck."""
+    if not like.is_cuda or like.dtype == torch.float64 or kind not in ("conv", "linear"):
+        return 1e-5
+    try:
+        coarse = torch.backends.cudnn.allow_tf32 if kind == "conv" else torch.backends.cuda.matmul.allow_tf32
+    except RuntimeError:  # set by another interface than this one
+        coarse = True
+    return 1e-3 if coarse else 1e-5  # TF32 has ten bits
+
+
 def precise(device: torch.device) -> torch.dtype:
     """The dtype of sums over batches."""
     return torch.float32 if device.type == "mps" else torch.float64

@@ -19,7 +19,7 @@ from secateur.graph.shadow import unwrap
 from secateur.ops.table import SCALARS, Call, Function, Operation, Query, Site
 from secateur.relevance.books import Absolute
 from secateur.relevance.composites import Composite, composite_named
-from secateur.relevance.conservation import Conservation, Flow, Journal, precise
+from secateur.relevance.conservation import Conservation, Flow, Journal, precise, slack
 from secateur.relevance.facts import About, Facts
 from secateur.relevance.isolation import call_model, isolated, logits_of, map_tensors
 from secateur.relevance.layers import Layers
@@ -170,11 +170,14 @@ class RelevancePass(Layers):
         row, flows, (wrong, begun, *reached) = self._journal.read(
             odd, total(seed), *(total(relevance) for relevance in heat if relevance is not None)
         )
+        fused = self._fused
         self._forget()
         if wrong:
             raise RelevanceError(
                 f"the output, where relevance starts, is not finite{self._blame()}. Way out: check the weights."
             )
+        if fused and self._trusted is None:
+            self._trust(inputs, value)
         return Batch(value, heat, layout, row, flows, begun, sum(reached))
 
     def _score_gates(self, leaves: Sequence[Tensor]) -> None:
@@ -195,7 +198,7 @@ class RelevancePass(Layers):
             for flow in batch.flows
             if flow.kind in ("conv", "linear", "pool")
             and not flow.absorbs
-            and abs(flow.lost) > 1e-5 * abs(flow.arrived)
+            and abs(flow.lost) > slack(flow.kind, batch.output) * abs(flow.arrived)
         }
         new = stuck - self.attentive
         self.attentive |= stuck
@@ -245,23 +248,25 @@ class RelevancePass(Layers):
         return entry
 
     def _verify(self, inputs: Any, output: Tensor) -> None:
-        """In-place writes through views cannot be followed, nor functions that torch does not show to anybody. Where
-        there were writes, and once where layers were computed in one go, the output must be right anyway."""
-        if not self._doubtful and (not self._fused or self._trusted is not None):
+        """In-place writes through views cannot be followed; where there were any, the output must be right anyway."""
+        if not self._doubtful:
             return
         with torch.no_grad():
             plain = logits_of(call_model(self.model, inputs))
-        if self._fused and self._trusted is None:
-            self._trusted = bool((plain - output.detach()).norm() <= 1e-2 * plain.norm())
-            if not self._trusted:
-                raise Deviation
-        if not self._doubtful:
-            return
         if not torch.allclose(plain, output.detach(), rtol=1e-3, atol=1e-4):
             raise UnsupportedModelError(
                 f"{self._doubtful} writes in place through a view, and the result is used under another name. Way out: "
                 f"write that operation out of place."
             )
+
+    def _trust(self, inputs: Any, output: Tensor) -> None:
+        """Some functions torch shows to nobody; these may have read what was computed ahead. So the first time that
+        layers were computed in one go, the output must be that of the model as it is. If not, it is not done again."""
+        with isolated(self.model, []), torch.no_grad():
+            plain = logits_of(call_model(self.model, inputs))
+        self._trusted = bool((plain - output).norm() <= 1e-2 * plain.norm())
+        if not self._trusted:
+            raise Deviation
 
     # -- seeing calls ----------------------------------------------------------------------------------------------
     def observe(self, call: Call) -> Any:

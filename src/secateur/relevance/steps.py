@@ -11,6 +11,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from secateur.relevance.attention import attend, product
 from secateur.relevance.composites import Place
+from secateur.relevance.conservation import slack
 from secateur.relevance.maps import LinearMap, MatmulMap
 
 if TYPE_CHECKING:
@@ -143,7 +144,7 @@ class Sharing(Step):
         if arrived.is_cuda and str(self.name) not in self.books.attentive:
             return False
         before, after = float(arrived.sum()), float(passed.sum())
-        return abs(after - before) > 1e-5 * abs(before)
+        return abs(after - before) > slack(self.place.kind, arrived) * abs(before)
 
 
 class Layer(Sharing):
