@@ -5,16 +5,21 @@ combination that is not in the results yet is measured; results are kept line by
 
     python -m benchmarks.repair --weights resnet50.safetensors --images imagenette --out results
     python -m benchmarks.repair --out results --table docs/results/repair.md
+
+`--variants` compares other settings of the ridge with the usual ones, `--remove` removes a share of the units instead
+of going to a share of the MACs. The time and the memory of a repair are in the last line of what is printed.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import resource
 import time
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -37,17 +42,56 @@ RESCORINGS = ("once", "each step")
 _STEPS = 6
 
 
+def coloured(images: Tensor, generator: torch.Generator) -> Tensor:
+    """Crops and flips with another contrast and another brightness."""
+    made = crop_and_flip(images, generator)
+    contrast = 0.7 + 0.6 * torch.rand(len(images), 1, 1, 1, generator=generator)
+    brightness = 0.4 * torch.randn(len(images), 1, 1, 1, generator=generator)
+    return made * contrast.to(made) + brightness.to(made)
+
+
+#: Other settings of a ridge, by name.
+VARIANTS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "relevance50": {"relevance": 0.5},
+    "relevance90": {"relevance": 0.9},
+    "copies24": {"copies": 24},
+    "copies24rows": {"copies": 24, "rows": 40_000},
+    "rows40k": {"rows": 40_000},
+    "held10": {"held_out": 0.1},
+    "held30": {"held_out": 0.3},
+    "crops25": {"alter": partial(crop_and_flip, least=0.25)},
+    "crops10": {"alter": partial(crop_and_flip, least=0.1)},
+    "colours": {"alter": coloured},
+    "sweeps2": {"sweeps": 2},
+    "factors": {"factors": (0.1, 1.0, 10.0)},
+    "stronger": {"factors": (1.0, 3.0, 10.0, 30.0)},
+}
+
+
 @dataclass(frozen=True)
 class Cell:
-    """One combination. `copies` is how many altered copies of each image the scoring sees."""
+    """One combination. `copies` is how many altered copies of each image the scoring sees.
+
+    The target is a share of the MACs that stay, or of the units that leave.
+    """
 
     classes: int
     draw: int
     criterion: str
     allocation: str
     rescoring: str
-    macs: float
+    macs: float | None
     copies: int = 0
+    variant: str = "default"
+    remove: float | None = None
+
+    @property
+    def target(self) -> str:
+        """In words."""
+        if self.macs is not None:
+            return f"At {100 * self.macs:.0f} % of the MACs"
+        return f"With {100 * (self.remove or 0):.0f} % of the units removed"
 
 
 def measured(model: nn.Module, test: tuple[Tensor, Tensor]) -> float:
@@ -65,24 +109,30 @@ def reference(stage: Scene, copies: int) -> tuple[Tensor, Tensor]:
     return torch.cat([x, *more]), y.repeat(1 + copies)
 
 
-def once(stage: Scene, cells: list[Cell]) -> Iterator[tuple[Cell, dict[str, Any]]]:
+def once(stage: Scene, cells: list[Cell], repairs: list[str]) -> Iterator[tuple[Cell, dict[str, Any]]]:
     """Score the whole network, go to each target at once, repair."""
-    repairs = {name: Repair(name, at_once=1024) for name in REPAIRS}
+    # A GPU has room for all samples at once; elsewhere the repair decides.
+    at_once = 1024 if stage.reference[0].is_cuda else None
     scores: dict[tuple[str, int], Any] = {}
+    made: dict[tuple[str, str], Repair] = {}
     for cell in cells:
         key = cell.criterion, cell.copies
         if key not in scores:
             with seeded(cell.draw, 1):
                 samples = reference(stage, cell.copies)
                 scores = {key: score(stage.model, samples, cell.criterion, graph=stage.graph, batch_size=50)}
-        chosen = plan(stage.graph, scores[key], keep={"macs": cell.macs}, scope=cell.allocation)
+        goal: dict[str, Any] = {"keep": {"macs": cell.macs}} if cell.macs is not None else {"remove": cell.remove}
+        chosen = plan(stage.graph, scores[key], scope=cell.allocation, **goal)
         small = apply(stage.model, chosen)
         row: dict[str, Any] = {
             "units": chosen.units[1] / chosen.units[0],
             "macs": chosen.after.macs / chosen.before.macs,
         }
         row["none"] = {"accuracy": measured(small, stage.test)}
-        for name, repair in repairs.items():
+        for name in repairs if cell.variant == "default" else ["ridge"]:
+            settings: dict[str, Any] = {"at_once": at_once, **VARIANTS[cell.variant]}
+            # Kept for the next target, with what the original answers.
+            repair = made.setdefault((name, cell.variant), Repair(name, **settings))  # type: ignore[arg-type]
             begin = time.perf_counter()
             if torch.cuda.is_available():
                 torch.cuda.reset_peak_memory_stats()
@@ -91,8 +141,10 @@ def once(stage: Scene, cells: list[Cell]) -> Iterator[tuple[Cell, dict[str, Any]
             row["none"]["divergence"] = outcome.divergence["none"]
             row[name] = {"accuracy": measured(outcome.model, stage.test), "divergence": outcome.divergence[name],
                          "taken": outcome.method, "seconds": seconds}  # fmt: skip
-            if torch.cuda.is_available():
+            if stage.reference[0].is_cuda:
                 row[name]["peak"] = torch.cuda.max_memory_allocated()
+            else:
+                row[name]["resident"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         yield cell, row
 
 
@@ -101,7 +153,11 @@ def stepwise(stage: Scene, cells: list[Cell]) -> Iterator[tuple[Cell, dict[str, 
     for (criterion, allocation, copies), name in product(
         dict.fromkeys((c.criterion, c.allocation, c.copies) for c in cells), ("none", "ridge")
     ):
-        mine = {c.macs: c for c in cells if (c.criterion, c.allocation, c.copies) == (criterion, allocation, copies)}
+        mine = {
+            c.macs: c
+            for c in cells
+            if (c.criterion, c.allocation, c.copies) == (criterion, allocation, copies) and c.macs is not None
+        }
         targets = sorted({*mine, *np.geomspace(1, min(mine), _STEPS + 1)[1:].tolist()}, reverse=True)
         repair = Repair(name, at_once=1024) if name != "none" else None
         samples = reference(stage, copies)
@@ -125,21 +181,25 @@ def measure(options: argparse.Namespace) -> None:
     done = {cell for cell, _ in results(options.out)}
     share, shares = options.share
     for number in range(*options.draws):
-        cells = [
-            Cell(options.classes, number, *rest)
-            for rest in product(options.criteria, options.allocations, options.rescoring, options.macs, options.copies)
-        ]
         groups: dict[Any, list[Cell]] = defaultdict(list)
-        for cell in cells:
-            groups[cell.criterion, cell.allocation, cell.rescoring, cell.copies].append(cell)
-        todo = [g for i, g in enumerate(groups.values()) if i % shares == share and not done.issuperset(g)]
+        for criterion, allocation, rescoring, copies, variant in product(
+            options.criteria, options.allocations, options.rescoring, options.copies, options.variants
+        ):
+            for macs, remove in [*((m, None) for m in options.macs), *((None, r) for r in options.remove)]:
+                if rescoring != "once" and (variant != "default" or remove is not None):
+                    continue
+                cell = Cell(options.classes, number, criterion, allocation, rescoring, macs, copies, variant, remove)
+                groups[criterion, allocation, rescoring, copies, variant].append(cell)
+        # The shares of one draw need not be equal, those of all draws are.
+        first = number * len(groups)
+        todo = [g for i, g in enumerate(groups.values(), first) if i % shares == share and not done.issuperset(g)]
         if not todo:
             continue
         stage = scene(settings, options.out, number, options.device)
         for group in todo:
-            work = once if group[0].rescoring == "once" else stepwise
+            rows = once(stage, group, options.repairs) if group[0].rescoring == "once" else stepwise(stage, group)
             with (options.out / f"results-{share}-{shares}.jsonl").open("a") as file:
-                for cell, row in work(stage, group):
+                for cell, row in rows:
                     file.write(json.dumps([asdict(cell), row]) + "\n")
                     file.flush()
                     shown = {k: round(100 * v["accuracy"], 1) for k, v in row.items() if isinstance(v, dict)}
@@ -177,43 +237,103 @@ def table(folder: Path) -> str:
     lines: list[str] = []
     for classes in sorted({cell.classes for cell in found}):
         mine = {c: r for c, r in found.items() if c.classes == classes}
-        macs = sorted({c.macs for c in mine}, reverse=True)
         lines += [f"## {classes} classes", ""]
+        usual = {c: r for c, r in mine.items() if c.variant == "default"}
         for rescoring in RESCORINGS:
-            for copies in sorted({c.copies for c in mine if c.rescoring == rescoring}):
-                some = {c: r for c, r in mine.items() if c.rescoring == rescoring and c.copies == copies}
+            for copies in sorted({c.copies for c in usual if c.rescoring == rescoring}):
                 seen = f", scores from {copies} altered copies of each image too" if copies else ""
                 lines += [
                     f"### scored {rescoring}{seen}: accuracy in % (mean over draws, half-width of its 95 % interval)",
                     "",
                 ]
-                names = ["none", *REPAIRS, "best"] if rescoring == "once" else ["none", "ridge"]
-                for share in macs:
-                    lines += [f"At {100 * share:.0f} % of the MACs:", ""]
-                    lines += [
-                        "| criterion | allocation | draws | " + " | ".join(names) + " |",
-                        "|---|---|---|" + "---|" * len(names),
-                    ]
-                    for criterion, allocation in product(CRITERIA, ALLOCATIONS):
-                        rows = [
-                            r
-                            for c, r in some.items()
-                            if (c.criterion, c.allocation, c.macs) == (criterion, allocation, share)
-                        ]
-                        if not rows:
-                            continue
-                        cells = []
-                        for name in names:
-                            values = [best(r) if name == "best" else r.get(name, {}).get("accuracy") for r in rows]
-                            cells.append(spread([v for v in values if v is not None]))
-                        lines.append(f"| {criterion} | {allocation} | {len(rows)} | " + " | ".join(cells) + " |")
-                    lines.append("")
-    times = [row["ridge"]["seconds"] for row in found.values() if "seconds" in row.get("ridge", {})]
-    peaks = [row["ridge"]["peak"] for row in found.values() if "peak" in row.get("ridge", {})]
+                lines += section({c: r for c, r in usual.items() if c.rescoring == rescoring and c.copies == copies})
+        lines += variants(mine)
+    ridges = [row["ridge"] for row in found.values() if "ridge" in row]
+    times, peaks, resident = ([r[key] for r in ridges if key in r] for key in ("seconds", "peak", "resident"))
     if times:
-        lines.append(f"A ridge repair took {np.median(times):.1f} s (median of {len(times)})"
-                     + (f", at most {max(peaks) / 2**30:.1f} GiB of GPU memory." if peaks else "."))  # fmt: skip
+        lines.append(
+            f"A ridge repair took {np.median(times):.1f} s (median of {len(times)})"
+            + (f", at most {max(peaks) / 2**30:.1f} GiB of GPU memory" if peaks else "")
+            + (f", the whole process on a CPU at most {max(resident) / 2**30:.1f} GiB" if resident else "")
+            + "."
+        )
     return "\n".join(lines)
+
+
+def section(cells: dict[Cell, dict[str, Any]]) -> list[str]:
+    """A table for each target: criteria and allocations in rows, repairs in columns."""
+    lines: list[str] = []
+    names = ["none", *REPAIRS, "best"] if next(iter(cells)).rescoring == "once" else ["none", "ridge"]
+    lost: dict[str, list[float]] = {}
+    for target in targets(cells):
+        lines += [f"{target}:", ""]
+        lines += [
+            "| criterion | allocation | draws | MACs left | " + " | ".join(names) + " |",
+            "|---|---|---|---|" + "---|" * len(names),
+        ]
+        for criterion, allocation in product(CRITERIA, ALLOCATIONS):
+            some = {
+                c: r
+                for c, r in cells.items()
+                if (c.criterion, c.allocation, c.target) == (criterion, allocation, target)
+            }
+            if not some:
+                continue
+            columns = []
+            for name in names:
+                values = [best(r) if name == "best" else r.get(name, {}).get("accuracy") for r in some.values()]
+                columns.append(spread([v for v in values if v is not None]))
+            left = [r["macs"] for r in some.values() if "macs" in r]
+            share = f"{100 * np.mean(left):.0f} %" if left else ""
+            lines.append(f"| {criterion} | {allocation} | {len(some)} | {share} | " + " | ".join(columns) + " |")
+            if next(iter(some)).remove is not None:
+                gains = [(b - r["none"]["accuracy"]) for r in some.values() if (b := best(r)) is not None]
+                if gains:
+                    lost[f"{criterion}, {allocation}: {target.lower()}"] = gains
+        lines.append("")
+    if lost:
+        worst = min(lost, key=lambda where: float(np.mean(lost[where])))
+        lines += [
+            f"Where units were removed by number, *best* was at worst {100 * np.mean(lost[worst]):+.1f} points from no "
+            f"repair ({worst}; mean over draws), and {100 * min(map(min, lost.values())):+.1f} in a single draw.",
+            "",
+        ]
+    return lines
+
+
+def variants(cells: dict[Cell, dict[str, Any]]) -> list[str]:
+    """Other settings of the ridge, on draws for which the usual one was measured too."""
+    lines: list[str] = []
+    groups: dict[tuple[str, str, int, str], dict[str, dict[int, dict[str, Any]]]] = defaultdict(
+        lambda: defaultdict(dict)
+    )
+    for c, r in cells.items():
+        if c.rescoring == "once" and "ridge" in r:
+            groups[c.criterion, c.allocation, c.copies, c.target][c.variant][c.draw] = r
+    for (criterion, allocation, copies, target), by_variant in groups.items():
+        if len(by_variant) < 2:
+            continue
+        lines += [
+            f"### variants of the ridge, {criterion}, {allocation}, {copies} copies in scoring: {target.lower()}", "",
+            "| variant | draws | accuracy | than the default, same draws | divergence, held out | seconds |",
+            "|---|---|---|---|---|---|",
+        ]  # fmt: skip
+        usual = by_variant.get("default", {})
+        for name, rows in by_variant.items():
+            more = [rows[d]["ridge"]["accuracy"] - usual[d]["ridge"]["accuracy"] for d in rows if d in usual]
+            kept = [r["ridge"] for r in rows.values()]
+            lines.append(
+                f"| {name} | {len(rows)} | {spread([r['accuracy'] for r in kept])} | {spread(more)} | "
+                f"{np.mean([r['divergence'] for r in kept]):.4f} | {np.median([r['seconds'] for r in kept]):.1f} |"
+            )
+        lines.append("")
+    return lines
+
+
+def targets(cells: dict[Cell, dict[str, Any]]) -> list[str]:
+    """From the largest model to the smallest."""
+    order = sorted(cells, key=lambda c: (c.macs is None, -(c.macs or 0), c.remove or 0))
+    return list(dict.fromkeys(c.target for c in order))
 
 
 def main() -> None:
@@ -229,7 +349,10 @@ def main() -> None:
     parser.add_argument("--criteria", nargs="+", default=CRITERIA)
     parser.add_argument("--allocations", nargs="+", default=ALLOCATIONS)
     parser.add_argument("--rescoring", nargs="+", default=RESCORINGS)
-    parser.add_argument("--macs", nargs="+", type=float, default=(0.8, 0.6, 0.35, 0.16))
+    parser.add_argument("--macs", nargs="*", type=float, default=(0.8, 0.6, 0.35, 0.16))
+    parser.add_argument("--remove", nargs="*", type=float, default=(), help="shares of the units, scored once")
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=("default",), help="of the ridge")
+    parser.add_argument("--repairs", nargs="+", choices=REPAIRS, default=REPAIRS)
     parser.add_argument("--copies", nargs="+", type=int, default=(0,), help="altered copies that scoring sees")
     parser.add_argument("--share", type=lambda t: tuple(map(int, t.split("/"))), default=(0, 1), help="0/4: a quarter")
     options = parser.parse_args()

@@ -20,7 +20,7 @@ from secateur.errors import DataError, RepairError, SecateurWarning
 from secateur.pruning.checkpoint import digest
 from secateur.pruning.plan import plan_for
 from secateur.pruning.progress import Line
-from secateur.pruning.repair.reference import Samples
+from secateur.pruning.repair.reference import Reference, Samples
 from secateur.pruning.repair.repair import Outcome, Repair
 from secateur.pruning.repair.survey import survey
 
@@ -660,3 +660,63 @@ def test_no_data_no_repair() -> None:
     net = nn.Sequential(nn.Linear(4, 20), nn.ReLU(), nn.Linear(20, 3))
     result = sc.prune(net, None, "weight", remove=0.5, example=torch.zeros(1, 4), progress=False)
     assert "repair" not in result.settings
+
+
+# -- weights of rows -----------------------------------------------------------------------------------------------
+def test_rows_count_by_the_relevance_of_their_position() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(2, 4, 1, bias=False), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 9, 3, bias=False))
+    x = torch.rand(6, 2, 3, 3)
+    samples = Samples.collect((x, None), 6, 0, None, 0.2, 0, None)
+    reference = Reference(model, samples, rows=1000, relevance=0.75)
+    with torch.no_grad():
+        inner = model[:3](x)
+        answer = model(x).argmax(1)
+        parts = inner * model[3].weight[answer].clamp(min=0)  # what adds to the class: all of its relevance
+    share = (parts / parts.sum(1, keepdim=True)).view(6, 4, 9).sum(1)  # by position
+    torch.testing.assert_close(reference.weights["0.weight"], 0.25 + 0.75 * 9 * share)
+    torch.testing.assert_close(reference.weights["3.weight"], torch.ones(6, 1))
+    some = Reference(model, samples, rows=24, relevance=1.0)  # four positions of each sample
+    chosen = some.positions["0.weight"].chosen
+    assert chosen is not None
+    taken = share.gather(1, chosen)
+    torch.testing.assert_close(some.weights["0.weight"], taken / taken.mean())
+
+
+def test_a_repair_by_relevance_brings_relevant_positions_closer() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 144, 4)
+    ).eval()
+    with torch.no_grad():  # only a corner is looked at
+        seen = torch.zeros(8, 12, 12)
+        seen[:, :4, :4] = 1
+        model[5].weight *= seen.flatten()
+    data = (torch.randn(64, 3, 16, 16), None)
+    small = without(model, data[0][:1], "0", [1, 4, 6, 7, 9, 11])
+
+    def corner(candidate: nn.Module) -> float:
+        with torch.no_grad():
+            x = torch.randn(128, 3, 16, 16, generator=torch.Generator().manual_seed(1))
+            gaps = candidate[:4](x) - model[:4](x)
+        return float(gaps[:, :, :4, :4].square().mean())
+
+    plain, by_relevance = (Repair("ridge", copies=0, relevance=r)(small, model, data) for r in (0.0, 0.9))
+    assert corner(by_relevance) < corner(plain) < corner(small)
+
+
+@pytest.mark.parametrize("settings", [{"relevance": 0.5}, {"sweeps": 2}, {"factors": (0.1, 1.0, 10.0)}])
+def test_other_settings_recover_and_stream_alike(settings: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 10), nn.Linear(10, 7), nn.Tanh(), nn.Linear(7, 3))
+    data, new = torch.randn(96, 6), torch.randn(32, 6)
+    small = without(model, data[:1], "0", [1, 4])
+    whole, stream = (Repair("ridge", at_once=n, **settings)(small, model, (data, None)) for n in (None, 32))
+    assert gap(whole, model, new) < 1e-4
+    assert gap(stream, model, new) < 1e-4
+
+
+@pytest.mark.parametrize("settings", [{"relevance": 1.5}, {"sweeps": 0}, {"factors": ()}, {"factors": (1.0, -1.0)}])
+def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(RepairError, match=next(iter(settings))):
+        Repair(**settings)

@@ -108,10 +108,13 @@ def rows(n: int, features: int, groups: int, outputs: int, seed: int = 0) -> tup
     return x, e, normal(n, groups, outputs) * 2 - 1
 
 
-def gathered(kind: type[Regression], x: Tensor, e: Tensor, y: Tensor, blocks: int = 1) -> Regression:
+def gathered(
+    kind: type[Regression], x: Tensor, e: Tensor, y: Tensor, blocks: int = 1, weights: Tensor | None = None
+) -> Regression:
     moments = kind(e.shape[1], e.shape[2], x.shape[2], CPU)
-    for a, b, c in zip(x.chunk(blocks), e.chunk(blocks), y.chunk(blocks), strict=True):
-        moments.add(b, c, a)
+    each = [None] * blocks if weights is None else weights.chunk(blocks)
+    for a, b, c, w in zip(x.chunk(blocks), e.chunk(blocks), y.chunk(blocks), each, strict=True):
+        moments.add(b, c, a, w)
     return moments
 
 
@@ -144,6 +147,65 @@ def test_ridge_is_least_squares_on_stacked_rows(
             assert found.shift is not None
             np.testing.assert_allclose(found.shift[g].numpy(), c, rtol=1e-6, atol=1e-9)
     assert (found.shift is not None) == constant
+
+
+@pytest.mark.parametrize("kind", [Regression, FewRows])
+@pytest.mark.parametrize("constant", [True, False])
+@pytest.mark.parametrize("n", [40, 5])
+def test_weighted_ridge_solves_the_weighted_normal_equations(kind: type[Regression], constant: bool, n: int) -> None:
+    x, e, y = rows(n, 7, 2, 4)
+    weights = torch.rand(n, generator=torch.Generator().manual_seed(1), dtype=torch.float64) * 3 + 0.01
+    found = by_ridge(gathered(kind, x, e, y, blocks=3, weights=weights), 0.1, constant)
+    assert found.weight is not None
+    w = np.diag(weights.numpy())
+    for g in range(2):
+        a, b = x[:, g].numpy(), e[:, g].numpy()
+        if constant:  # a column of ones, which the ridge leaves alone
+            centre = np.average(a, axis=0, weights=weights.numpy())
+            a = np.concatenate([a, np.ones((n, 1))], 1)
+        else:
+            centre = np.zeros(7)
+        ridge = (
+            0.1 * np.average((a[:, :7] - centre) ** 2, axis=0, weights=weights.numpy()).mean() * weights.sum().item()
+        )
+        penalty = np.diag([ridge] * 7 + [0] * constant)
+        wanted = np.linalg.solve(a.T @ w @ a + penalty, a.T @ w @ b)
+        np.testing.assert_allclose(found.weight[g].numpy(), wanted[:7], rtol=1e-7, atol=1e-10)
+        if constant:
+            assert found.shift is not None
+            np.testing.assert_allclose(found.shift[g].numpy(), wanted[7], rtol=1e-7, atol=1e-10)
+
+
+@pytest.mark.parametrize("kind", [Regression, FewRows])
+@pytest.mark.parametrize("name", ["none", "mean", "norm", "ridge 0.1"])
+def test_a_weight_of_two_is_the_same_row_twice(kind: type[Regression], name: str) -> None:
+    fit, held = rows(12, 6, 2, 3), rows(20, 6, 2, 3, seed=1)
+    often = torch.arange(12) % 3  # some rows count nothing
+    twice = [t.repeat_interleave(often, 0) for t in fit]
+    for constant in (True, False):
+        if name == "mean" and not constant:
+            continue
+        weighted = gathered(kind, *fit, weights=often.double())
+        repeated = gathered(kind, *twice)
+        a, b = remake(name, weighted, constant), remake(name, repeated, constant)
+        for one, other in ((a.weight, b.weight), (a.shift, b.shift), (a.scale, b.scale)):
+            assert (one is None) == (other is None)
+            if one is not None and other is not None:
+                torch.testing.assert_close(one, other)
+        for way in (fit, held):
+            torch.testing.assert_close(error(a, gathered(kind, *way)), error(b, gathered(kind, *way)))
+        torch.testing.assert_close(error(a, weighted), error(a, repeated))
+        torch.testing.assert_close(weighted.size, repeated.size)
+
+
+@pytest.mark.parametrize("kind", [Regression, FewRows])
+def test_weights_of_one_change_nothing(kind: type[Regression]) -> None:
+    fit = rows(12, 6, 2, 3)
+    plain, ones = gathered(kind, *fit), gathered(kind, *fit, weights=torch.ones(12))
+    for name in ("mean", "norm", "ridge 0.1"):
+        a, b = remake(name, plain, True), remake(name, ones, True)
+        for one, other in ((a.weight, b.weight), (a.shift, b.shift), (a.scale, b.scale)):
+            torch.testing.assert_close(one, other, rtol=0, atol=1e-14)
 
 
 def test_ridge_in_single_precision_is_close() -> None:

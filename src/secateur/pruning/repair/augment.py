@@ -13,10 +13,13 @@ from torch import Tensor
 Alter = Callable[[Tensor, torch.Generator], Tensor]
 
 
-def crop_and_flip(images: Tensor, generator: torch.Generator) -> Tensor:
-    """Each image cropped to 50-100 % of its area, brought back to its size, and mirrored half of the time."""
+def crop_and_flip(images: Tensor, generator: torch.Generator, least: float = 0.5) -> Tensor:
+    """Each image cropped to 50-100 % of its area, brought back to its size, and mirrored half of the time.
+
+    `least` is another smallest area.
+    """
     count = len(images)
-    zoom = (0.5 + 0.5 * torch.rand(count, generator=generator)).sqrt()
+    zoom = (least + (1 - least) * torch.rand(count, generator=generator)).sqrt()
     # The window's centre, such that it stays inside.
     centre = (2 * torch.rand(count, 2, generator=generator) - 1) * (1 - zoom)[:, None]
     flip = torch.where(torch.rand(count, generator=generator) < 0.5, -1.0, 1.0)

@@ -41,11 +41,11 @@ class Mended:
 
 def mend(
     small: nn.Module, reference: Reference, sites: Mapping[str, LayerSite], kept: Kept, method: Method,
-    chosen: Mapping[str, str] | None = None, step: Callable[[], None] = lambda: None,
+    chosen: Mapping[str, str] | None = None, everything: bool = False, step: Callable[[], None] = lambda: None,
 ) -> Mended:  # fmt: skip
-    """Mend a copy. Strengths are chosen on held-out samples; with `chosen` they are given, and all samples fit."""
+    """Mend a copy. Strengths are `chosen`, or found on held-out samples. If `everything` fits, these do too."""
     copy = duplicate(small, lambda name, old: old.detach().clone())
-    work = _Work(copy, reference, sites, kept, method, chosen, step)
+    work = _Work(copy, reference, sites, kept, method, chosen, everything, step)
     samples, at_once = reference.samples, reference.at_once
     answers = []
     with quiet(), evaluating(copy):
@@ -125,10 +125,10 @@ class _Work:
 
     def __init__(
         self, copy: nn.Module, reference: Reference, sites: Mapping[str, LayerSite], kept: Kept, method: Method,
-        given: Mapping[str, str] | None, step: Callable[[], None],
+        given: Mapping[str, str] | None, everything: bool, step: Callable[[], None],
     ) -> None:  # fmt: skip
         self.reference, self.method, self.given, self.kept = reference, method, given, kept
-        self._step, self._near = step, ""
+        self._everything, self._step, self._near = everything, step, ""
         self.tensors = dict([*copy.named_parameters(), *copy.named_buffers()])
         self.sites = {n: site for n, site in sites.items() if given is None or given.get(n, "none") != "none"}
         self.inverse = {name: self._left(site, reference.inverse[name]) for name, site in self.sites.items()}
@@ -168,12 +168,13 @@ class _Work:
             self._moments = tuple(_empty(groups, outputs // groups, features, total, y.device) for _ in range(2))  # type: ignore[assignment]
             assert self._moments is not None
         held = self.reference.samples.held_all[place]
-        if self.given is not None:
+        if self._everything:
             held = torch.zeros_like(held)
         x: Tensor = call["input"]
         if isinstance(call.operation, Linear):
             x = channel_last(call, x, site.batch, site.positions)
         chosen = positions.of(place, y.device)
+        weights = self.reference.weights.get(site.weight)
         block = max(1, _BLOCK // (count * groups * max(features, 1)))
         for moments, mask in zip(self._moments, (~held, held), strict=True):
             members = mask.nonzero().ravel().to(y.device)
@@ -187,7 +188,7 @@ class _Work:
                 if full:
                     of = chosen if chosen is None or every else chosen[index]
                     rows = read_rows(call, x if every else x[index], of).flatten(0, 1)
-                moments.add(e, own, rows)
+                moments.add(e, own, rows, None if weights is None else weights[place][index].ravel())
 
     def finish(self, site: LayerSite) -> Correction | None:
         """Choose and carry out the correction of a layer; None if the model did not run it."""

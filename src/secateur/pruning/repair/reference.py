@@ -20,6 +20,7 @@ from secateur.ops.table import Call, Site, tensors_in
 from secateur.pruning.repair.augment import Alter
 from secateur.pruning.repair.rows import Positions, channel_last
 from secateur.pruning.repair.survey import INPUT, LayerSite, survey
+from secateur.pruning.repair.weighing import weights_by_relevance
 from secateur.relevance.isolation import logits_of, map_tensors
 from secateur.tracing import Observer
 
@@ -110,7 +111,9 @@ class Samples:
 class Reference:
     """The original's side of a repair, made once and used for every smaller model of it."""
 
-    def __init__(self, original: nn.Module, samples: Samples, rows: int, at_once: int | None = None) -> None:
+    def __init__(
+        self, original: nn.Module, samples: Samples, rows: int, at_once: int | None = None, relevance: float = 0.0
+    ) -> None:
         self.samples = samples
         found = survey(original, samples.two)
         self.sites = found.sites
@@ -126,6 +129,8 @@ class Reference:
         for place, x in samples.chunks(self.at_once):
             with quiet(), _Capture(copy, self, place, x):
                 self.answers.append(answers_in(run(copy, x), place.stop - place.start))
+        #: What the rows count, by weight; all the same where it is not told.
+        self.weights = weights_by_relevance(copy, self, relevance) if relevance else {}
 
     def place(self, site: LayerSite, positions: int) -> Positions:
         """The positions of a layer's output that take part."""

@@ -2,7 +2,7 @@
 
 Everything is found from moments: sums over rows of what a layer reads (x) and of what its output lacks (e), so that
 memory does not grow with the data. With groups, each group is a regression of its own. A layer that reads more features
-than there are rows keeps the rows instead: they are smaller than their moments.
+than there are rows keeps the rows instead: they are smaller than their moments. A row may count more than another.
 """
 
 from __future__ import annotations
@@ -25,22 +25,31 @@ _CHEAP = 2**27
 
 
 class Moments:
-    """Sums over rows in double precision, of what is missing, e, and what is given, y: (groups, outputs)."""
+    """Sums over rows in double precision, of what is missing, e, and what is given, y: (groups, outputs).
+
+    `rows` is the sum of their weights, which are 1 unless given.
+    """
 
     def __init__(self, groups: int, outputs: int, device: torch.device) -> None:
-        self.rows = 0
+        self.rows = 0.0
         self._device = device
         self.e, self.y, self.ee, self.yy, self.ey = (self._zeros(groups, outputs) for _ in range(5))
 
-    def add(self, e: Tensor, y: Tensor, x: Tensor | None = None) -> None:
-        """Rows e and y, (n, groups, outputs), and for a ridge x, (n, groups, features)."""
-        self.rows += len(e)
+    def add(self, e: Tensor, y: Tensor, x: Tensor | None = None, weights: Tensor | None = None) -> None:
+        """Rows e and y, (n, groups, outputs), for a ridge x, (n, groups, features), and what each row counts, (n)."""
         e, y = e.double(), y.double()
-        self.e += e.sum(0)
-        self.y += y.sum(0)
-        self.ee += e.square().sum(0)
-        self.yy += y.square().sum(0)
-        self.ey += (e * y).sum(0)
+        if weights is None:
+            self.rows += len(e)
+            own_e, own_y = e, y
+        else:
+            weights = weights.double()
+            self.rows += float(weights.sum())
+            own_e, own_y = (t * weights[:, None, None] for t in (e, y))
+        self.e += own_e.sum(0)
+        self.y += own_y.sum(0)
+        self.ee += (own_e * e).sum(0)
+        self.yy += (own_y * y).sum(0)
+        self.ey += (own_e * y).sum(0)
 
     @property
     def size(self) -> Tensor:
@@ -59,17 +68,18 @@ class Regression(Moments):
         self.x = self._zeros(groups, features)
         self._xx, self._xe = self._zeros(groups, features, features), self._zeros(groups, features, outputs)
 
-    def add(self, e: Tensor, y: Tensor, x: Tensor | None = None) -> None:
+    def add(self, e: Tensor, y: Tensor, x: Tensor | None = None, weights: Tensor | None = None) -> None:
         """Add rows."""
-        super().add(e, y)
+        super().add(e, y, weights=weights)
         assert x is not None
         # Double precision is slow on the CPU, so that only sums are double there where products are many.
         cheap = x.numel() * x.shape[-1] <= _CHEAP
         wide = torch.float64 if x.is_cuda or cheap or x.dtype == torch.float64 else torch.float32
         left, right = x.to(wide).transpose(0, 1), e.to(wide).transpose(0, 1)  # (groups, n, ·)
-        self.x += left.sum(1).double()
-        self._xx += left.mT @ left
-        self._xe += left.mT @ right
+        own = left if weights is None else left * weights.to(wide)[:, None]
+        self.x += own.sum(1).double()
+        self._xx += own.mT @ left
+        self._xe += own.mT @ right
 
     def solve(self, strength: float, shifts: bool) -> Tensor | None:
         """The change D (groups, features, outputs) of the weights, or None if there is no solution.
@@ -99,25 +109,33 @@ class FewRows(Regression):
     def __init__(self, groups: int, outputs: int, features: int, device: torch.device) -> None:
         Moments.__init__(self, groups, outputs, device)
         self.x = self._zeros(groups, features)
+        # Rows times the root of their weight, and these roots.
         self._lefts: list[Tensor] = []
         self._rights: list[Tensor] = []
+        self._roots: list[Tensor] = []
 
-    def add(self, e: Tensor, y: Tensor, x: Tensor | None = None) -> None:
+    def add(self, e: Tensor, y: Tensor, x: Tensor | None = None, weights: Tensor | None = None) -> None:
         """Add rows."""
-        Moments.add(self, e, y)
+        Moments.add(self, e, y, weights=weights)
         assert x is not None
         # Contiguous copies: a view would keep, and change with, a layer's input.
-        self._lefts.append(x.transpose(0, 1).to(torch.float64, memory_format=torch.contiguous_format, copy=True))
-        self._rights.append(e.transpose(0, 1).double())
-        self.x += self._lefts[-1].sum(1)
+        left = x.transpose(0, 1).to(torch.float64, memory_format=torch.contiguous_format, copy=True)
+        right, root = e.transpose(0, 1).double(), left.new_ones(len(x), 1)
+        if weights is not None:
+            root = weights.double().sqrt()[:, None]
+            left, right = left * root, right * root
+        self._lefts.append(left)
+        self._rights.append(right)
+        self._roots.append(root)
+        self.x += (root.mT @ left)[:, 0]
 
     def solve(self, strength: float, shifts: bool) -> Tensor | None:
         """The change D of the weights, as Xᵀ(XXᵀ / n + ridge)⁻¹e / n."""
         n = self.rows
-        x, e = self._all()
+        x, e, root = self._all()
         if shifts:
-            x, e = x - (self.x / n)[:, None], e - (self.e / n)[:, None]
-        ridge = _ridge(x.square().mean(1), strength)
+            x, e = x - root * (self.x / n)[:, None], e - root * (self.e / n)[:, None]
+        ridge = _ridge(x.square().sum(1) / n, strength)
         inner = x @ x.mT / n
         inner.diagonal(dim1=1, dim2=2).add_(ridge[:, None])
         factor, failed = torch.linalg.cholesky_ex(inner)
@@ -125,14 +143,15 @@ class FewRows(Regression):
 
     def gain(self, weight: Tensor) -> Tensor:
         """Sum over rows of e² - (e - xD)², per output."""
-        x, e = self._all()
+        x, e, _ = self._all()
         made = x @ weight
         return (made * (2 * e - made)).sum(1)
 
-    def _all(self) -> tuple[Tensor, Tensor]:
+    def _all(self) -> tuple[Tensor, Tensor, Tensor]:
         if len(self._lefts) > 1:
             self._lefts, self._rights = [torch.cat(self._lefts, 1)], [torch.cat(self._rights, 1)]
-        return self._lefts[0], self._rights[0]
+            self._roots = [torch.cat(self._roots)]
+        return self._lefts[0], self._rights[0], self._roots[0]
 
 
 def _ridge(variances: Tensor, strength: float) -> Tensor:
@@ -254,3 +273,8 @@ def remake(name: str, fit: Moments, shifts: bool) -> Correction:
     if isinstance(fit, Regression) and name.startswith("ridge "):
         return by_ridge(fit, float(name.removeprefix("ridge ")), shifts)
     return nothing()
+
+
+def scaled(name: str, factor: float) -> str:
+    """The name of the same correction with another strength."""
+    return f"ridge {factor * float(name.removeprefix('ridge ')):g}" if name.startswith("ridge ") else name
