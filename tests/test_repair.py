@@ -705,7 +705,7 @@ def test_a_repair_by_relevance_brings_relevant_positions_closer() -> None:
     assert corner(by_relevance) < corner(plain) < corner(small)
 
 
-@pytest.mark.parametrize("settings", [{"relevance": 0.5}, {"sweeps": 2}, {"factors": (0.1, 1.0, 10.0)}])
+@pytest.mark.parametrize("settings", [{"relevance": 0.5}, {"sweeps": 2}, {"rounds": 2}, {"factors": (0.1, 1.0, 10.0)}])
 def test_other_settings_recover_and_stream_alike(settings: dict[str, Any]) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 10), nn.Linear(10, 7), nn.Tanh(), nn.Linear(7, 3))
@@ -716,7 +716,96 @@ def test_other_settings_recover_and_stream_alike(settings: dict[str, Any]) -> No
     assert gap(stream, model, new) < 1e-4
 
 
-@pytest.mark.parametrize("settings", [{"relevance": 1.5}, {"sweeps": 0}, {"factors": ()}, {"factors": (1.0, -1.0)}])
+@pytest.mark.parametrize(
+    "settings", [{"relevance": 1.5}, {"sweeps": 0}, {"rounds": -1}, {"factors": ()}, {"factors": (1.0, -1.0)}]
+)
 def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(RepairError, match=next(iter(settings))):
         Repair(**settings)
+
+
+# -- rounds --------------------------------------------------------------------------------------------------------
+class Block(nn.Module):
+    """A residual block as torchvision has it, and one whose stream is changed on the way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.a, self.b = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
+        self.c, self.d, self.down = nn.Conv2d(8, 8, 3, padding=1), nn.Conv2d(8, 6, 3, padding=1), nn.Conv2d(8, 6, 1)
+        self.norms = nn.ModuleList(nn.BatchNorm2d(n) for n in (8, 8, 8, 8, 6, 6))
+        self.relu, self.head, self.twice = nn.ReLU(inplace=True), nn.Linear(6, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        n = self.norms
+        x = self.relu(n[0](self.stem(x)))
+        out = n[2](self.b(self.relu(n[1](self.a(x)))))
+        out += x
+        x = self.relu(out)
+        out = n[4](self.d(self.relu(n[3](self.c(x)))))
+        out += n[5](self.down(x))
+        x = self.head(self.relu(out).mean((2, 3)))
+        return self.twice(x.relu()) + x
+
+
+def test_layers_before_a_relu_are_found() -> None:
+    found = survey(Block().eval(), torch.randn(2, 3, 8, 8)).sites
+    # `d` is there before what is added to it, and the output of `head` is read twice.
+    expected = {"stem": True, "a": True, "b": True, "c": True, "d": False, "down": True, "head": False, "twice": False}
+    assert {name.removesuffix(".weight"): site.rectified for name, site in found.items()} == expected
+
+
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("at_once", [None, 20])
+@pytest.mark.parametrize("rounds", [0, 1, 3])
+def test_further_rounds_leave_free_what_the_relu_cuts_off(
+    normed: bool, stream: bool, at_once: int | None, rounds: int
+) -> None:
+    torch.manual_seed(0)
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = nn.Linear(5, 12), nn.Linear(12, 5), nn.Linear(5, 3)
+            self.norm = nn.BatchNorm1d(5) if normed else nn.Identity()
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.norm(self.b(self.a(x).relu()))
+            return self.c((y + x if stream else y).relu())
+
+    model = Net().double()
+    x = torch.randn(60, 5).double()
+    if normed:
+        model(x)
+        with torch.no_grad():
+            model.norm.weight.copy_(torch.tensor([1.5, -0.7, 0.4, -1.0, 2.0]))
+            model.norm.bias.uniform_(-0.5, 0.5)
+    model.eval()
+    small = without(model, x[:1], "a", [0, 3, 4, 8, 9, 10])
+    outcome = Repair("ridge", copies=0, at_once=at_once, rounds=rounds).examine(small, model, (x, None))
+    strength = float(outcome.layers["b.weight"].removeprefix("ridge "))
+
+    def array(t: Tensor) -> np.ndarray[Any, Any]:
+        return t.detach().numpy()
+
+    scale, offset = np.ones(5), np.zeros(5)
+    if normed:
+        scale = array(model.norm.weight) / np.sqrt(array(model.norm.running_var) + model.norm.eps)
+        offset = array(model.norm.bias) - array(model.norm.running_mean) * scale
+    more = array(x) / scale if stream else np.zeros((60, 5))
+    read = array(outcome.model.a(x).relu())
+    target = array(model.b(model.a(x).relu())) + more
+    cut = target * scale + offset < 0
+    begin = read @ array(small.b.weight).T + array(small.b.bias) + more
+    centred = read - read.mean(0)
+    ridge = strength * (centred**2).mean() * len(read)
+    wanted = target
+    for _ in range(1 + rounds):
+        lack = wanted - begin
+        change = np.linalg.solve(centred.T @ centred + ridge * np.eye(6), centred.T @ (lack - lack.mean(0)))
+        constant = lack.mean(0) - read.mean(0) @ change
+        now = begin + read @ change + constant
+        shown = now * scale + offset  # what the ReLU sees
+        wanted = np.where(cut, (np.minimum(shown, 0) - offset) / scale, target)
+    np.testing.assert_allclose(array(outcome.model.b.weight), array(small.b.weight) + change.T, rtol=1e-6, atol=1e-8)
+    np.testing.assert_allclose(array(outcome.model.b.bias), array(small.b.bias) + constant, rtol=1e-6, atol=1e-8)

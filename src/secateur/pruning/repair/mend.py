@@ -41,11 +41,15 @@ class Mended:
 
 def mend(
     small: nn.Module, reference: Reference, sites: Mapping[str, LayerSite], kept: Kept, method: Method,
-    chosen: Mapping[str, str] | None = None, everything: bool = False, step: Callable[[], None] = lambda: None,
+    chosen: Mapping[str, str] | None = None, everything: bool = False, rounds: int = 0,
+    step: Callable[[], None] = lambda: None,
 ) -> Mended:  # fmt: skip
-    """Mend a copy. Strengths are `chosen`, or found on held-out samples. If `everything` fits, these do too."""
+    """Mend a copy. Strengths are `chosen`, or found on held-out samples. If `everything` fits, these do too.
+
+    In further `rounds` a layer before a ReLU may give what it likes where the ReLU lets nothing pass in either model.
+    """
     copy = duplicate(small, lambda name, old: old.detach().clone())
-    work = _Work(copy, reference, sites, kept, method, chosen, everything, step)
+    work = _Work(copy, reference, sites, kept, method, chosen, everything, rounds, step)
     samples, at_once = reference.samples, reference.at_once
     answers = []
     with quiet(), evaluating(copy):
@@ -55,12 +59,15 @@ def mend(
                 answers.append(answers_in(run(copy, x), samples.total))
         else:
             for site in sorted(work.sites.values(), key=lambda site: site.number):
-                for place, x in samples.chunks(at_once):
-                    try:
-                        with _Mending(copy, work, place, x, to=site):
-                            run(copy, x)
-                    except _Enough:
-                        continue
+                while True:
+                    for place, x in samples.chunks(at_once):
+                        try:
+                            with _Mending(copy, work, place, x, to=site):
+                                run(copy, x)
+                        except _Enough:
+                            continue
+                    if work.solve(site):
+                        break
                 work.finish(site)
             answers = list(_answers(copy, reference))
     return Mended(copy, work.chosen, work.errors, diverges(answers, reference))
@@ -120,21 +127,58 @@ class _Enough(Exception):
     """The layer in question has been seen."""
 
 
+@dataclass(frozen=True)
+class _Rows:
+    """Rows of a layer for some samples, (samples, positions, channels): what it gives, what it should give together
+    with what is added to it, and that."""
+
+    site: LayerSite
+    call: Call
+    place: slice
+    positions: Tensor | None
+    y: Tensor
+    wanted: Tensor
+    added: Tensor | None
+
+    @property
+    def missing(self) -> Tensor:
+        """What the layer's own output lacks."""
+        return (self.wanted if self.added is None else self.wanted - self.added) - self.y
+
+    def of(self, index: Tensor) -> _Rows:
+        """Those of some of the samples."""
+        positions, added = (None if t is None else t[index] for t in (self.positions, self.added))
+        return replace(self, positions=positions, y=self.y[index], wanted=self.wanted[index], added=added)
+
+    def free(self, made: Tensor, level: Tensor) -> Tensor:
+        """How much less may be missing where the original's ReLU lets nothing pass and `made` is added to the output:
+        there, it is enough to stay where nothing passes."""
+        begins, side = level.to(self.y.dtype)
+        limit = begins - self.y if self.added is None else begins - self.y - self.added
+        enough = torch.where(side > 0, made.minimum(limit), made.maximum(limit))
+        return torch.where((self.wanted - begins) * side < 0, enough - self.missing, 0.0)
+
+
 class _Work:
     """The sites, the moments of the one being mended, and what was chosen so far."""
 
     def __init__(
         self, copy: nn.Module, reference: Reference, sites: Mapping[str, LayerSite], kept: Kept, method: Method,
-        given: Mapping[str, str] | None, everything: bool, step: Callable[[], None],
+        given: Mapping[str, str] | None, everything: bool, rounds: int, step: Callable[[], None],
     ) -> None:  # fmt: skip
         self.reference, self.method, self.given, self.kept = reference, method, given, kept
-        self._everything, self._step, self._near = everything, step, ""
+        self._everything, self._rounds, self._step, self._near = everything, rounds, step, ""
         self.tensors = dict([*copy.named_parameters(), *copy.named_buffers()])
         self.sites = {n: site for n, site in sites.items() if given is None or given.get(n, "none") != "none"}
         self.inverse = {name: self._left(site, reference.inverse[name]) for name, site in self.sites.items()}
+        self._levels = {name: self._left(site, reference.levels[name]) for name, site in self.sites.items()}
         self.chosen: dict[str, str] = {}
         self.errors: dict[str, tuple[float, float]] = {}
+        # Of the layer at hand: fit and held-out rows, the correction so far, the rounds left, moved rows.
         self._moments: tuple[Moments, Moments] | None = None
+        self._best: Correction | None = None
+        self._left_over = 0
+        self._moved: Regression | None = None
 
     def _left(self, site: LayerSite, values: Tensor | None) -> Tensor | None:
         """Of numbers whose last dimension is the original's output channels, those of channels that are left."""
@@ -143,9 +187,8 @@ class _Work:
             return values
         return values.index_select(-1, torch.as_tensor(kept, device=values.device))
 
-    def add(self, site: LayerSite, call: Call, output: Tensor, place: slice, holding: _Mending) -> None:
-        """Add the rows of some samples."""
-        groups = int(call["groups"]) if isinstance(call.operation, Convolution) else 1
+    def rows_of(self, site: LayerSite, call: Call, output: Tensor, place: slice, holding: _Mending) -> _Rows:
+        """What a layer of the copy gives for some samples, and what it should give."""
         given = channel_last(call, output, site.batch, site.positions)
         positions = self.reference.place(site, given.shape[1])
         y = wide(positions.take(given, place))
@@ -157,48 +200,82 @@ class _Work:
                 f"Way out: repair the model that apply or prune made from this original."
             )
         partner = holding.partner(site, call, output)
-        if partner is not None:
-            wanted = wanted - holding.scaled(site, positions.take(partner, place))
-        missing = wanted - y
+        added = None if partner is None else holding.scaled(site, positions.take(partner, place))
+        return _Rows(site, call, place, positions.of(place, y.device), y, wanted, added)
+
+    def add(self, rows: _Rows) -> None:
+        """Add the rows of some samples; in further rounds, move those that are fitted."""
+        call, y = rows.call, rows.y
+        groups = int(call["groups"]) if isinstance(call.operation, Convolution) else 1
         samples, count, outputs = y.shape
-        full = self.method == "ridge" and not site.transposed
+        full = self.method == "ridge" and not rows.site.transposed
         features = call["weight"][0].numel() if full else 0
         if self._moments is None:
             total = self.reference.samples.total * count
             self._moments = tuple(_empty(groups, outputs // groups, features, total, y.device) for _ in range(2))  # type: ignore[assignment]
             assert self._moments is not None
-        held = self.reference.samples.held_all[place]
+        held = self.reference.samples.held_all[rows.place]
         if self._everything:
             held = torch.zeros_like(held)
         x: Tensor = call["input"]
         if isinstance(call.operation, Linear):
-            x = channel_last(call, x, site.batch, site.positions)
-        chosen = positions.of(place, y.device)
-        weights = self.reference.weights.get(site.weight)
+            x = channel_last(call, x, rows.site.batch, rows.site.positions)
+        weights = self.reference.weights.get(rows.site.weight)
+        level = self._levels[rows.site.weight]
         block = max(1, _BLOCK // (count * groups * max(features, 1)))
         for moments, mask in zip(self._moments, (~held, held), strict=True):
+            if self._moved is not None and moments is self._moments[1]:
+                continue
             members = mask.nonzero().ravel().to(y.device)
             for begin in range(0, len(members), block):
                 index = members[begin : begin + block]
-                every = len(index) == samples
-                e, own = (
-                    (t if every else t[index]).reshape(-1, groups, outputs // groups) for t in (missing, y)
-                )  # fmt: skip
-                rows = None
+                part = rows if len(index) == samples else rows.of(index)
+                read = None
                 if full:
-                    of = chosen if chosen is None or every else chosen[index]
-                    rows = read_rows(call, x if every else x[index], of).flatten(0, 1)
-                moments.add(e, own, rows, None if weights is None else weights[place][index].ravel())
+                    read = read_rows(call, x if part is rows else x[index], part.positions).flatten(0, 1)
+                counts = None if weights is None else weights[rows.place][index].ravel()
+                shape = (-1, groups, outputs // groups)
+                if self._moved is None:
+                    moments.add(part.missing.reshape(shape), part.y.reshape(shape), read, counts)
+                else:
+                    assert read is not None
+                    assert level is not None
+                    more = part.free(self._made(read).reshape(part.y.shape), level)
+                    self._moved.move(more.reshape(shape), read, counts)
+
+    def _made(self, rows: Tensor) -> Tensor:
+        """What the correction so far adds to the layer's output."""
+        assert self._best is not None
+        assert self._best.weight is not None
+        rows = wide(rows)
+        made = (rows.transpose(0, 1) @ self._best.weight.to(rows.dtype)).transpose(0, 1)
+        return made if self._best.shift is None else made + self._best.shift.to(rows.dtype)
+
+    def solve(self, site: LayerSite) -> bool:
+        """Find the correction of a layer from the rows; False if they are needed once more."""
+        if self._moments is None:
+            return True
+        fit, held = self._moments
+        if self._best is not None:
+            assert self._moved is not None
+            self._best = remake(self._best.name, self._moved, site.shifts)
+            self._left_over -= 1
+        elif self.given is not None:
+            self._best, self._left_over = remake(self.given[site.weight], fit, site.shifts), self._rounds
+        else:
+            self._best, self._left_over = self._choose(site, fit, held), self._rounds
+        if not self._left_over or self._best.weight is None or self._levels[site.weight] is None:
+            return True
+        assert isinstance(fit, Regression)
+        self._moved = fit.renewed()
+        return False
 
     def finish(self, site: LayerSite) -> Correction | None:
-        """Choose and carry out the correction of a layer; None if the model did not run it."""
-        if self._moments is None:
+        """Carry out the correction of a layer; None if the model did not run it."""
+        best = self._best
+        self._moments, self._best, self._moved = None, None, None
+        if best is None:
             return None
-        (fit, held), self._moments = self._moments, None
-        if self.given is not None:
-            best = remake(self.given[site.weight], fit, site.shifts)
-        else:
-            best = self._choose(site, fit, held)
         self.chosen[site.weight] = best.name
         self._carry_out(site, best)
         self._step()
@@ -250,9 +327,12 @@ class _Mending(Holding):
     def layer(self, site: LayerSite, call: Call) -> Any:
         """Collect rows, and mend at once if all samples are here."""
         output: Tensor = call.run()
-        self._work.add(site, call, output, self._place, self)
+        rows = self._work.rows_of(site, call, output, self._place, self)
+        self._work.add(rows)
         if self._to is not None:
             raise _Enough
+        while not self._work.solve(site):
+            self._work.add(rows)
         best = self._work.finish(site)
         if best is None or best.name == "none":
             return output

@@ -125,6 +125,7 @@ class Reference:
         copy = twin(original).eval()
         tensors = dict([*copy.named_parameters(), *copy.named_buffers()])
         self.inverse = {site.weight: _inverse(site, tensors) for site in found.sites.values()}
+        self.levels = {site.weight: _level(site, tensors) for site in found.sites.values()}
         self.answers: list[list[Tensor]] = []
         for place, x in samples.chunks(self.at_once):
             with quiet(), _Capture(copy, self, place, x):
@@ -257,6 +258,19 @@ def _inverse(site: LayerSite, tensors: Mapping[str, Tensor]) -> Tensor | None:
     scale = site.norm.scale(tensors)
     # A channel that the norm all but silences cannot make up for anything.
     return torch.where(scale.abs() > 1e-3 * scale.abs().max(), 1 / scale, 0.0)
+
+
+def _level(site: LayerSite, tensors: Mapping[str, Tensor]) -> Tensor | None:
+    """For each channel the output at which the ReLU behind begins to pass, and 1 if it passes more, -1 if less."""
+    if not site.rectified:
+        return None
+    if site.norm is None:
+        return torch.stack([torch.zeros(site.channels), torch.ones(site.channels)]).to(tensors[site.weight].device)
+    scale = site.norm.scale(tensors)
+    # A channel that the norm all but silences has no such level: everything counts as passed.
+    silent = scale.abs() <= 1e-3 * scale.abs().max()
+    level = torch.where(silent, -torch.inf, site.norm.zero(tensors))
+    return torch.stack([level, torch.where(silent | (scale > 0), 1.0, -1.0)])
 
 
 def _held(count: int, targets: Tensor | None, share: float, generator: torch.Generator) -> Tensor:

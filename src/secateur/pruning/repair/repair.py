@@ -64,6 +64,7 @@ class Repair:
 
     `relevance` is the share of a position's weight in the regression that goes by the relevance there. All strengths
     chosen for a ridge are tried times each of the `factors`. Of several `sweeps` each begins where the last one ended.
+    In so many further `rounds` of each layer, outputs that a ReLU cuts off in the original need only be cut off too.
     """
 
     method: Choice = "best"
@@ -77,6 +78,7 @@ class Repair:
     relevance: float = 0.0
     factors: tuple[float, ...] = (1.0,)
     sweeps: int = 1
+    rounds: int = 0
     progress: bool = field(default=True, repr=False, compare=False)
     _known: tuple[nn.Module, Any, list[int], Reference] | None = field(
         default=None, init=False, repr=False, compare=False
@@ -91,10 +93,10 @@ class Repair:
                 f"held_out={self.held_out} must lie in [0, 1), copies={self.copies} must not be negative, and "
                 f"samples={self.samples}, rows={self.rows}, at_once={self.at_once} must be at least 1."
             )
-        if not 0 <= self.relevance <= 1 or self.sweeps < 1 or not self.factors or min(self.factors) <= 0:
+        if not 0 <= self.relevance <= 1 or self.sweeps < 1 or self.rounds < 0 or min(self.factors, default=0) <= 0:
             raise RepairError(
-                f"relevance={self.relevance} must lie in [0, 1], sweeps={self.sweeps} must be at least 1, and "
-                f"factors={self.factors} positive."
+                f"relevance={self.relevance} must lie in [0, 1], sweeps={self.sweeps} must be at least 1, "
+                f"rounds={self.rounds} not negative, and factors={self.factors} positive."
             )
 
     def __call__(self, small: nn.Module, original: nn.Module, data: Data) -> nn.Module:
@@ -139,7 +141,7 @@ class Repair:
                 what = f"{method}, with all samples" if everything else method
                 step = lambda: tell(f"repair: {what}, layer {next(numbers)}/{layers}")  # noqa: B023, E731
                 start = made[-1].model if made else small
-                made.append(mend(start, reference, sites, kept, method, names, everything, step))
+                made.append(mend(start, reference, sites, kept, method, names, everything, self.rounds, step))
             return made
 
         def tried_out(method: Method) -> list[Mended]:

@@ -8,8 +8,9 @@ than there are rows keeps the rows instead: they are smaller than their moments.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from copy import copy
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Self
 
 import torch
 from torch import Tensor
@@ -81,6 +82,19 @@ class Regression(Moments):
         self._xx += own.mT @ left
         self._xe += own.mT @ right
 
+    def renewed(self) -> Self:
+        """The same rows, of which some will be moved. Only what a ridge needs is kept up to date."""
+        twin = copy(self)
+        twin.e, twin._xe = self.e.clone(), self._xe.clone()
+        return twin
+
+    def move(self, d: Tensor, x: Tensor, weights: Tensor | None = None) -> None:
+        """Rows lack d more than they did. Every row is moved once, in the order in which rows were added."""
+        own = d if weights is None else d * weights.to(d.dtype)[:, None, None]
+        self.e += own.double().sum(0)
+        wide = torch.float64 if x.is_cuda or x.dtype == torch.float64 else torch.float32
+        self._xe += x.to(wide).transpose(0, 1).mT @ own.to(wide).transpose(0, 1)
+
     def solve(self, strength: float, shifts: bool) -> Tensor | None:
         """The change D (groups, features, outputs) of the weights, or None if there is no solution.
 
@@ -113,6 +127,7 @@ class FewRows(Regression):
         self._lefts: list[Tensor] = []
         self._rights: list[Tensor] = []
         self._roots: list[Tensor] = []
+        self._moves: list[Tensor] = []
 
     def add(self, e: Tensor, y: Tensor, x: Tensor | None = None, weights: Tensor | None = None) -> None:
         """Add rows."""
@@ -128,6 +143,19 @@ class FewRows(Regression):
         self._rights.append(right)
         self._roots.append(root)
         self.x += (root.mT @ left)[:, 0]
+
+    def renewed(self) -> Self:
+        """The same rows, of which some will be moved."""
+        twin = copy(self)
+        twin.e, twin._moves = self.e.clone(), []
+        return twin
+
+    def move(self, d: Tensor, x: Tensor, weights: Tensor | None = None) -> None:
+        """Rows lack d more."""
+        own = d.double() if weights is None else d * weights.double()[:, None, None]
+        self.e += own.sum(0)
+        root = 1.0 if weights is None else weights.double().sqrt()[:, None, None]
+        self._moves.append((d.double() * root).transpose(0, 1))
 
     def solve(self, strength: float, shifts: bool) -> Tensor | None:
         """The change D of the weights, as Xᵀ(XXᵀ / n + ridge)⁻¹e / n."""
@@ -151,7 +179,8 @@ class FewRows(Regression):
         if len(self._lefts) > 1:
             self._lefts, self._rights = [torch.cat(self._lefts, 1)], [torch.cat(self._rights, 1)]
             self._roots = [torch.cat(self._roots)]
-        return self._lefts[0], self._rights[0], self._roots[0]
+        e = self._rights[0] + torch.cat(self._moves, 1) if self._moves else self._rights[0]
+        return self._lefts[0], e, self._roots[0]
 
 
 def _ridge(variances: Tensor, strength: float) -> Tensor:

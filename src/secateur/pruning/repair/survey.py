@@ -35,6 +35,7 @@ class Norm:
     mean: str
     variance: str
     weight: str | None
+    bias: str | None
     eps: float
     alone: bool = True
 
@@ -42,6 +43,11 @@ class Norm:
         """What it multiplies each channel with."""
         scale = (tensors[self.variance].detach().double() + self.eps).rsqrt()
         return scale if self.weight is None else scale * tensors[self.weight].detach().double()
+
+    def zero(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """What it turns into zero, for each channel."""
+        mean = tensors[self.mean].detach().double()
+        return mean if self.bias is None else mean - tensors[self.bias].detach().double() / self.scale(tensors)
 
 
 @dataclass(frozen=True)
@@ -64,6 +70,8 @@ class LayerSite:
     norm: Norm | None = None
     #: The call whose output, which is there before this layer runs, is added to what this layer gives.
     partner: Site | None = None
+    #: Whether a ReLU, and nothing else, reads what becomes of the output: by its norm, by adding its partner.
+    rectified: bool = False
 
     @property
     def shifts(self) -> bool:
@@ -82,6 +90,9 @@ class _Survey(Observer):
         #: How many calls read each parameter and buffer, and each layer's output.
         self.uses: Counter[str] = Counter()
         self.readers: Counter[int] = Counter()
+        #: How many tensors hold a layer's output on its way (as it is, normed, added to), and how often these are read.
+        self.stages: Counter[int] = Counter()
+        self.reads: Counter[int] = Counter()
         #: By weight, the shape of the output and some of its numbers, to compare with those of another pass.
         self.probes: dict[str, tuple[torch.Size, Tensor]] = {}
         self._alone = alone
@@ -101,8 +112,9 @@ class _Survey(Observer):
         self._count(call.tensors())
         read = call.get("input")
         source = self._source_of(read) if isinstance(read, Tensor) else None
-        if isinstance(operation, Sum):
-            self._add(call)
+        joined = self._add(call) if isinstance(operation, Sum) else None
+        if source is not None and call.function.__name__ in ("relu", "relu_"):
+            self.sites[source] = replace(self.sites[source], rectified=True)
         output = call.run()
         if not isinstance(output, Tensor):
             return output
@@ -114,9 +126,11 @@ class _Survey(Observer):
             self._layer(call, output)
         elif source is not None and isinstance(operation, BatchNorm) and not isinstance(operation, InstanceNorm):
             if self._norm(source, call):
-                self._source[output] = source, version(output)
+                self._follow(source, output)
         elif source is not None and isinstance(operation, Identity) and output.dtype == read.dtype:
-            self._source[output] = source, version(output)
+            self._follow(source, output)
+        elif joined is not None:
+            self._follow(joined, output)
         self._made[output] = self._number, call.site, version(output)
         return output
 
@@ -130,9 +144,11 @@ class _Survey(Observer):
             name = self._names.get(id(tensor))
             if name is not None:
                 self.uses[name] += 1
-            raw = self._raw.get(tensor)
+            raw, source = self._raw.get(tensor), self._source_of(tensor)
             if raw is not None:
                 self.readers[raw] += 1
+            if source is not None:
+                self.reads[source] += 1
 
     def _layer(self, call: Call, output: Tensor) -> None:
         weight, bias = self._name(call["weight"]), self._name(call["bias"])
@@ -153,7 +169,7 @@ class _Survey(Observer):
             channels = output.shape[-1 if isinstance(call.operation, Linear) else 1]
             site = replace(site, batch=batch, channels=channels, positions=output.numel() // 2 // channels)
         self.sites[number] = site
-        self._source[output] = number, version(output)
+        self._follow(number, output)
         self._raw[output] = number
 
     def _batch(self, weight: str, output: Tensor) -> int | None:
@@ -174,20 +190,29 @@ class _Survey(Observer):
         if self.sites[source].norm is not None or call["training"]:
             return False
         mean, variance = self._name(call["running_mean"]), self._name(call["running_var"])
-        weight = self._name(call["weight"])
-        if mean is None or variance is None or (weight is None and call["weight"] is not None):
+        weight, bias = self._name(call["weight"]), self._name(call["bias"])
+        if (
+            mean is None
+            or variance is None
+            or any(own is None and call[key] is not None for key, own in (("weight", weight), ("bias", bias)))
+        ):
             return False
-        self.sites[source] = replace(self.sites[source], norm=Norm(mean, variance, weight, float(call["eps"])))
+        self.sites[source] = replace(self.sites[source], norm=Norm(mean, variance, weight, bias, float(call["eps"])))
         return True
 
-    def _add(self, call: Call) -> None:
-        """A layer's output meets a tensor that was there before the layer ran: the residual stream."""
+    def _follow(self, source: int, output: Tensor) -> None:
+        """This is a layer's output, as it is or further on its way."""
+        self.stages[source] += 1
+        self._source[output] = source, version(output)
+
+    def _add(self, call: Call) -> int | None:
+        """A layer's output meets a tensor that was there before the layer ran, the residual stream: which layer's."""
         a, b = call["input"], call.get("other")
         name = call.function.__name__.strip("_")
         if name not in ("add", "iadd", "radd") or float(call.get("alpha", 1)) != 1:
-            return
+            return None
         if not isinstance(a, Tensor) or not isinstance(b, Tensor) or a is b or a.shape != b.shape:
-            return
+            return None
         for mine, other in ((a, b), (b, a)):
             source, made = self._source_of(mine), self._made.get(other)
             if source is None or made is None or self.sites[source].partner is not None:
@@ -195,6 +220,8 @@ class _Survey(Observer):
             number, site, written = made
             if number < source and written == version(other):
                 self.sites[source] = replace(self.sites[source], partner=site)
+                return source
+        return None
 
     def _source_of(self, tensor: Tensor) -> int | None:
         entry = self._source.get(tensor)
@@ -234,6 +261,10 @@ def survey(model: nn.Module, samples: Example) -> Surveyed:
         for site in once
         if site.bias is None or found.uses[site.bias] == 1
     ]  # fmt: skip
+    sites = [
+        replace(site, rectified=site.rectified and found.reads[site.number] == found.stages[site.number])
+        for site in sites
+    ]
     return Surveyed({site.weight: site for site in sites}, found.largest // 2)
 
 
