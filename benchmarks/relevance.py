@@ -26,7 +26,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from secateur.relevance import RelevancePass, pointwise
-from secateur.relevance.conservation import Journal
+from secateur.relevance.conservation import Page
 from secateur.relevance.explain import starter
 
 Contestant = Callable[[], object]
@@ -195,19 +195,19 @@ def resident(what: str) -> float:
 def launched(run: Contestant) -> float:
     """Seconds until everything is launched: until the call returns, or the relevance pass waits for its sums."""
     moments: list[float] = []
-    read = Journal.read
+    read = Page.read
 
-    def noted(self: Journal, *more: object) -> object:
+    def noted(self: Page) -> object:
         moments.append(time.perf_counter())
-        return read(self, *more)  # type: ignore[arg-type]
+        return read(self)
 
-    Journal.read = noted  # type: ignore[assignment, method-assign]
+    Page.read = noted  # type: ignore[assignment, method-assign]
     torch.cuda.synchronize()
     begin = time.perf_counter()
     try:
         run()
     finally:
-        Journal.read = read  # type: ignore[method-assign]
+        Page.read = read  # type: ignore[method-assign]
     return (moments[0] if moments else time.perf_counter()) - begin
 
 

@@ -22,6 +22,10 @@ from secateur.tracing import Observer
 Absolute = Literal[False, "sample", "element"]
 
 
+class Deviation(Exception):
+    """The forward pass does not make the calls that it made before."""
+
+
 class Books(Observer):
     """State of one pass, and its books."""
 

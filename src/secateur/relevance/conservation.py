@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -103,7 +102,7 @@ class Conservation:
 
 
 class Journal:
-    """What is written down while one batch goes back. It stays on the device, and is read in one go."""
+    """What is written down while one batch goes back. It stays on the device, and is gathered in one go."""
 
     def __init__(self) -> None:
         self.layout: list[tuple[str, int, int]] = []  # the weight of each vector of unit sums, and its rows
@@ -119,19 +118,52 @@ class Journal:
         """What arrived at an operation and what it passed on."""
         self._flows.append((name, kind, arrived, passed, absorbs))
 
-    def read(self, *more: Sum) -> tuple[Tensor | None, list[Flow], list[float]]:
-        """All unit sums in a row (still on the device), the flows from the output to the input, and further sums."""
+    def gather(self, *more: Sum) -> Page:
+        """Everything side by side, still on the device; `more` are further sums to be read with it."""
         sums = [*more, *(s for _, _, arrived, passed, _ in self._flows for s in (arrived, passed))]
-        seen = {id(t) for t in self._vectors}
-        others = {id(s): s for s in sums if isinstance(s, Tensor) and id(s) not in seen}
-        tensors = [*self._vectors, *others.values()]
-        row, numbers = _row(tensors)
-        known = dict(zip(map(id, tensors), numbers.tolist(), strict=True))
-        values = [known[id(s)] if isinstance(s, Tensor) else float(s) for s in sums]
-        own, rest = values[: len(more)], iter(values[len(more) :])
-        flows = [Flow(str(name), kind, next(rest), next(rest), absorbs) for name, kind, _, _, absorbs in self._flows]
+        tensors = list({id(t): t for t in [*self._vectors, *sums] if isinstance(t, Tensor)}.values())
+        places = {id(t): place for place, t in enumerate(tensors)}
+        row = None
+        if tensors:
+            device = tensors[0].device
+            row = torch.cat([t.reshape(-1).to(device) for t in tensors]).to(precise(device))
+        return Page(
+            tuple(self.layout),
+            [(str(name), kind, absorbs) for name, kind, _, _, absorbs in self._flows],
+            row,
+            np.cumsum([0, *(t.numel() for t in tensors[:-1])]),
+            np.array([places[id(s)] if isinstance(s, Tensor) else -1 for s in sums], dtype=np.int64),
+            np.array([0.0 if isinstance(s, Tensor) else s for s in sums]),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Page:
+    """What a journal gathered: all unit sums as `layout` lists them, then other sums, in one row on the device."""
+
+    layout: tuple[tuple[str, int, int], ...]
+    _flows: list[tuple[str, str, bool]]
+    _row: Tensor | None
+    _starts: npt.NDArray[np.int64]  # of each tensor in the row
+    _places: npt.NDArray[np.int64]  # for each sum the tensor that adds up to it, -1 where it is a number
+    _numbers: npt.NDArray[np.float64]
+
+    @property
+    def units(self) -> Tensor | None:
+        """The unit sums, on the device."""
         count = sum(stop - start for _, start, stop in self.layout)
-        return None if row is None or not count else row[:count], flows, own
+        return None if self._row is None or not count else self._row[:count]
+
+    def read(self) -> tuple[list[Flow], list[float]]:
+        """The flows from the output to the input, and the further sums. Waits for the device."""
+        found = self._numbers
+        if self._row is not None:
+            sums = np.add.reduceat(self._row.cpu().double().numpy(), self._starts)
+            found = np.where(self._places >= 0, sums[self._places], found)
+        values = found.tolist()
+        own = len(values) - 2 * len(self._flows)
+        rest = iter(values[own:])
+        return [Flow(name, kind, next(rest), next(rest), absorbs) for name, kind, absorbs in self._flows], values[:own]
 
 
 def slack(kind: str, like: Tensor) -> float:
@@ -148,16 +180,6 @@ def slack(kind: str, like: Tensor) -> float:
 def precise(device: torch.device) -> torch.dtype:
     """The dtype of sums over batches."""
     return torch.float32 if device.type == "mps" else torch.float64
-
-
-def _row(tensors: Sequence[Tensor]) -> tuple[Tensor | None, npt.NDArray[np.float64]]:
-    """All tensors in a row, and the sum of each."""
-    if not tensors:
-        return None, np.zeros(0)
-    device = tensors[0].device
-    row = torch.cat([t.reshape(-1).to(device) for t in tensors]).to(precise(device))
-    starts = np.cumsum([0, *(t.numel() for t in tensors[:-1])])
-    return row, np.add.reduceat(row.cpu().double().numpy(), starts)
 
 
 def _warn(fact: str) -> None:

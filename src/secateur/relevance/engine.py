@@ -17,12 +17,13 @@ from torch import Tensor, nn
 from secateur.errors import DataError, RelevanceError, UnknownOperationError, UnsupportedModelError
 from secateur.graph.shadow import unwrap
 from secateur.ops.table import SCALARS, Call, Function, Operation, Query, Site
-from secateur.relevance.books import Absolute
+from secateur.relevance.books import Absolute, Deviation
 from secateur.relevance.composites import Composite, composite_named
-from secateur.relevance.conservation import Conservation, Flow, Journal, precise, slack
+from secateur.relevance.conservation import Conservation, Flow, Journal, Page, precise, slack
 from secateur.relevance.facts import About, Facts
 from secateur.relevance.isolation import call_model, isolated, logits_of, map_tensors
 from secateur.relevance.layers import Layers
+from secateur.relevance.recording import Recorder
 from secateur.relevance.rules import Rule
 from secateur.relevance.steps import total
 from secateur.relevance.verbs import rectifies
@@ -74,9 +75,10 @@ class RelevancePass(Layers):
         self._flows: dict[tuple[str, str], list[Any]] = {}
         self._start = 0.0
         self._input = 0.0
-        self._forget()
+        self._recorder = Recorder()
+        self.forget()
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
         """Forget everything about one forward pass."""
         self._visits.clear()
         self._weights.begin()
@@ -121,11 +123,18 @@ class RelevancePass(Layers):
         if self._stuck_layers(batch):  # on a GPU only now is it known; from the next time on these layers look for it
             batch = self._propagate(inputs, start)
         self._book(batch)
+        if self._following and not self.attentive:
+            self._recorder.consider(self, inputs, start, batch)
         self.samples += batch.output.shape[0] if batch.output.dim() > 1 else 1
         return batch.output, batch.heat
 
     def _propagate(self, inputs: Any, start: Start) -> Batch:
         """A batch that makes the same calls as the one before has less work to do; if it does not, it starts again."""
+        if self.attentive:
+            self._recorder.refuse("layers that got stuck with relevance wait for the device")
+        played = self._recorder.play(self, inputs, start)
+        if played is not None:
+            return played
         if self._script:
             self._following, self._fusing = True, self._trusted is not False
             try:
@@ -139,25 +148,43 @@ class RelevancePass(Layers):
         return self._attempt(inputs, start)
 
     def _attempt(self, inputs: Any, start: Start) -> Batch:
-        self._forget()
-        with torch.inference_mode(False):
-            entries = map_tensors(self._enter, inputs)
+        entries = self.enter_inputs(inputs)
         with isolated(self.model, self._entries):
-            with self:
-                output = self._present(logits_of(call_model(self.model, entries)), [], True)
-            if self._deviated or self._early is not None:
-                raise Deviation
+            output = self.forward(entries)
             self._verify(inputs, output)
-            if not output.requires_grad:
-                raise RelevanceError(
-                    "the output does not depend on the input through operations that carry relevance. Way out: check "
-                    "that the forward does not detach, and that the input is a floating-point tensor or token ids."
-                )
             value = output.detach()
-            seed = start(value)
-            leaves = [*self._entries, *(leaf for _, leaf in self._sinks)]
-            found = torch.autograd.grad(output, leaves, seed, allow_unused=True, retain_graph=self.gated)
-            self._score_gates(leaves)
+            heat, page = self.backward(output, start(value))
+        fused = self._fused
+        self.forget()
+        batch = self.batch(value, heat, page)
+        if fused and self._trusted is None:
+            self._trust(inputs, value)
+        return batch
+
+    def enter_inputs(self, inputs: Any) -> Any:
+        """Begin a batch: its inputs, as tensors that carry relevance."""
+        self.forget()
+        with torch.inference_mode(False):
+            return map_tensors(self._enter, inputs)
+
+    def forward(self, entries: Any) -> Tensor:
+        """The model's output, with the way back for relevance."""
+        with self:
+            output: Tensor = self._present(logits_of(call_model(self.model, entries)), [], True)
+        if self._deviated or self._early is not None:
+            raise Deviation
+        if not output.requires_grad:
+            raise RelevanceError(
+                "the output does not depend on the input through operations that carry relevance. Way out: check that "
+                "the forward does not detach, and that the input is a floating-point tensor or token ids."
+            )
+        return output
+
+    def backward(self, output: Tensor, seed: Tensor) -> tuple[list[Tensor | None], Page]:
+        """The relevance of each input, and what was written down on the way."""
+        leaves = [*self._entries, *(leaf for _, leaf in self._sinks)]
+        found = torch.autograd.grad(output, leaves, seed, allow_unused=True, retain_graph=self.gated)
+        self._score_gates(leaves)
         for (name, _), absorbed in zip(self._sinks, found[len(self._entries) :], strict=True):
             if absorbed is not None:
                 self.flow(name, "constant", total(absorbed), 0.0, absorbs=True)
@@ -166,19 +193,18 @@ class RelevancePass(Layers):
             relevance = heat[number]
             if relevance is not None:
                 self._journal.units(name, slice(0, relevance.shape[-1]), self._by_channel(relevance, -1))
-        layout, odd = tuple(self._journal.layout), (~torch.isfinite(value)).sum() + (~torch.isfinite(seed)).sum()
-        row, flows, (wrong, begun, *reached) = self._journal.read(
-            odd, total(seed), *(total(relevance) for relevance in heat if relevance is not None)
-        )
-        fused = self._fused
-        self._forget()
+        odd = (~torch.isfinite(output.detach())).sum() + (~torch.isfinite(seed)).sum()
+        arrived = [total(relevance) for relevance in heat if relevance is not None]
+        return heat, self._journal.gather(odd, total(seed), *arrived)
+
+    def batch(self, value: Tensor, heat: list[Tensor | None], page: Page) -> Batch:
+        """What came of a batch, once the device is done."""
+        flows, (wrong, begun, *reached) = page.read()
         if wrong:
             raise RelevanceError(
                 f"the output, where relevance starts, is not finite{self._blame()}. Way out: check the weights."
             )
-        if fused and self._trusted is None:
-            self._trust(inputs, value)
-        return Batch(value, heat, layout, row, flows, begun, sum(reached))
+        return Batch(value, heat, page.layout, page.units, flows, begun, sum(reached))
 
     def _score_gates(self, leaves: Sequence[Tensor]) -> None:
         """Gates (squeeze-and-excitation, queries and keys) take no relevance. So that this does not make them look
@@ -221,7 +247,7 @@ class RelevancePass(Layers):
             self._input += flow.arrived if flow.kind == "stop" else 0.0
         if batch.row is not None:
             known = self._ledger.get(batch.layout)
-            self._ledger[batch.layout] = batch.row if known is None else known + batch.row
+            self._ledger[batch.layout] = batch.row.clone() if known is None else known + batch.row
 
     def conservation(self) -> Conservation:
         """The books of all batches so far."""
@@ -240,17 +266,22 @@ class RelevancePass(Layers):
     def _enter(self, tensor: Tensor) -> Tensor:
         if not tensor.is_floating_point():
             return tensor
-        if not bool(torch.isfinite(tensor).all()):
-            raise DataError(f"the input of shape {tuple(tensor.shape)} has NaN or infinite values.")
+        self.check_input(tensor)
         entry = tensor.detach().clone() if tensor.is_inference() else tensor.detach()
         self._entries.append(entry.requires_grad_(True))
         self._leaves.add(id(entry))
         return entry
 
+    def check_input(self, tensor: Tensor) -> None:
+        """Refuse inputs that are not finite."""
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            raise DataError(f"the input of shape {tuple(tensor.shape)} has NaN or infinite values.")
+
     def _verify(self, inputs: Any, output: Tensor) -> None:
         """In-place writes through views cannot be followed; where there were any, the output must be right anyway."""
         if not self._doubtful:
             return
+        self._recorder.refuse("a write through a view must be checked")
         with torch.no_grad():
             plain = logits_of(call_model(self.model, inputs))
         if not torch.allclose(plain, output.detach(), rtol=1e-3, atol=1e-4):
@@ -267,6 +298,10 @@ class RelevancePass(Layers):
         self._trusted = bool((plain - output).norm() <= 1e-2 * plain.norm())
         if not self._trusted:
             raise Deviation
+
+    def forget_weights(self) -> None:
+        """Forget the prepared weights."""
+        self._weights = Weights(self.model)
 
     # -- seeing calls ----------------------------------------------------------------------------------------------
     def observe(self, call: Call) -> Any:
@@ -365,10 +400,6 @@ class RelevancePass(Layers):
         if kind is dict:
             return {key: self._present(item, tensors, settles) for key, item in value.items()}
         return value
-
-
-class Deviation(Exception):
-    """The forward pass does not make the calls that it made before."""
 
 
 @dataclass(frozen=True)

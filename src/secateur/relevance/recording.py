@@ -1,0 +1,198 @@
+"""Recordings: on a GPU, batches of the same shape are the same kernels on other numbers, so these are recorded once.
+
+Between kernels that take microseconds, Python takes longer than the kernels. A recording (a CUDA graph) leaves Python
+out. It is made only where that is safe: the model's own code does not run in a replay, so models with hooks are left
+alone, and changed weights or modules end a recording. The first replay must give what the batch gave that was recorded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from secateur.errors import SecateurError
+from secateur.ops.table import tensors_in
+from secateur.relevance.books import Deviation
+from secateur.relevance.isolation import isolated
+
+if TYPE_CHECKING:
+    from secateur.relevance.engine import Batch, RelevancePass, Start
+
+# So many batches of the same shape come first: a recording takes as long as a few of them.
+_PATIENCE = 4
+
+
+class Recorder:
+    """Counts batches of the same shape, and records when it is worth it."""
+
+    def __init__(self) -> None:
+        self.recording: Recording | None = None
+        self.refusal = "" if torch.cuda.is_available() else "there is no GPU"
+        self._shape: Any = None
+        self._seen = 0
+
+    def refuse(self, reason: str) -> None:
+        """No recording, now or later."""
+        self.recording, self.refusal = None, reason
+
+    def play(self, books: RelevancePass, inputs: Any, start: Start) -> Batch | None:
+        """A batch from the recording, None if there is none that fits."""
+        if self.recording is None or _shape_of(inputs) != self._shape:
+            return None
+        if not self.recording.still_true():
+            self.recording, self._seen = None, 0
+            return None
+        return self.recording.play(books, inputs, start)
+
+    def consider(self, books: RelevancePass, inputs: Any, start: Start, batch: Batch) -> None:
+        """Record, if batches like this one have come often enough."""
+        if self.refusal or self.recording is not None:
+            return
+        shape = _shape_of(inputs)
+        self._seen = self._seen + 1 if shape == self._shape else 1
+        self._shape = shape
+        if self._seen < _PATIENCE:
+            return
+        if shape is None or not _records(books.model, inputs):
+            self.refuse("recordings are for models on one GPU, without hooks and autocast, that read tensors alone")
+            return
+        try:
+            recording = Recording(books, inputs, batch)
+            if recording.agrees(books, inputs, start, batch):
+                self.recording = recording
+                return
+            self.refuse("a replay did not give what the pass itself gave")
+        except (RuntimeError, SecateurError, Deviation) as error:  # the forward waits for the device, memory is short
+            self.refuse(f"{type(error).__name__}: {error}")
+        books.forget_weights()
+        torch.cuda.empty_cache()
+
+
+class Recording:
+    """The kernels of one relevance pass: forward until the output is known, and backward from the seed on."""
+
+    def __init__(self, books: RelevancePass, inputs: Any, batch: Batch) -> None:
+        device = batch.output.device
+        self._members = list(_members(books.model))
+        self._seed = torch.zeros_like(batch.output)
+        self._forward, self._backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        with torch.cuda.device(device), torch.inference_mode(False), isolated(books.model, [batch.output]):
+            self._inputs = [tensor.detach().clone() for tensor in tensors_in(inputs)]
+            entries = books.enter_inputs(_with(inputs, iter(self._inputs)))
+            with _never_waiting():
+                books.backward(books.forward(entries), self._seed)
+            entries = books.enter_inputs(_with(inputs, iter(self._inputs)))
+            stream, pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()  # type: ignore[no-untyped-call]
+            with _own_random_numbers(device):
+                with torch.cuda.graph(self._forward, pool=pool, stream=stream):
+                    output = books.forward(entries)
+                with torch.cuda.graph(self._backward, pool=pool, stream=stream):
+                    self._heat, self._page = books.backward(output, self._seed)
+        self._output = output.detach()
+        books.forget()
+
+    def play(self, books: RelevancePass, inputs: Any, start: Start) -> Batch:
+        """The batch of these inputs."""
+        with torch.inference_mode(False), torch.no_grad():
+            for mine, given in zip(self._inputs, tensors_in(inputs), strict=True):
+                books.check_input(given)
+                mine.copy_(given)
+            self._forward.replay()
+            value = self._output.clone()
+            self._seed.copy_(start(value))
+            self._backward.replay()
+            heat = [None if relevance is None else relevance.clone() for relevance in self._heat]
+            return books.batch(value, heat, self._page)
+
+    def agrees(self, books: RelevancePass, inputs: Any, start: Start, batch: Batch) -> bool:
+        """Whether a replay gives what the batch gave."""
+        again = self.play(books, inputs, start)
+        if again.layout != batch.layout or [f.name for f in again.flows] != [f.name for f in batch.flows]:
+            return False
+        pairs = [(again.output, batch.output), (again.row, batch.row), *zip(again.heat, batch.heat, strict=True)]
+        return all(_close(mine, theirs) for mine, theirs in pairs)
+
+    def still_true(self) -> bool:
+        """Whether weights and modules are those that were recorded."""
+        return all(
+            members.get(name) is member and _state(member) == state for members, name, member, state in self._members
+        )
+
+
+@contextmanager
+def _never_waiting() -> Iterator[None]:
+    """An error where something waits for the device. A recording must not be begun then: torch does not end it well."""
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+@contextmanager
+def _own_random_numbers(device: torch.device) -> Iterator[None]:
+    """Recordings draw from a generator of their own, so that neither they nor replays touch the user's."""
+    generator = torch.cuda.default_generators[device.index]
+    users = generator.graphsafe_get_state()
+    generator.graphsafe_set_state(torch.Generator(device).graphsafe_get_state())
+    try:
+        yield
+    finally:
+        generator.graphsafe_set_state(users)
+
+
+def _records(model: nn.Module, inputs: Any) -> bool:
+    """Whether a model may be recorded: on one GPU, without hooks or autocast."""
+    tensors = [*tensors_in(inputs), *model.parameters(), *model.buffers()]
+    hooked = any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    devices = {tensor.device for tensor in tensors}
+    return not hooked and not torch.is_autocast_enabled("cuda") and len(devices) == 1 and tensors[0].is_cuda
+
+
+def _shape_of(inputs: Any) -> Any:
+    """What two batches must have in common; None for what is not made of tensors alone."""
+    if isinstance(inputs, Tensor):
+        return inputs.shape, inputs.dtype, inputs.device
+    if isinstance(inputs, dict):
+        parts = [(key, _shape_of(value)) for key, value in inputs.items()]
+        return None if any(part is None for _, part in parts) else tuple(parts)
+    if isinstance(inputs, tuple | list):
+        shapes = [_shape_of(value) for value in inputs]
+        return None if any(shape is None for shape in shapes) else tuple(shapes)
+    return None
+
+
+def _with(inputs: Any, tensors: Iterator[Tensor]) -> Any:
+    """The same nest of other tensors."""
+    if isinstance(inputs, Tensor):
+        return next(tensors)
+    if isinstance(inputs, dict):
+        return {key: _with(value, tensors) for key, value in inputs.items()}
+    return type(inputs)(_with(value, tensors) for value in inputs)
+
+
+def _members(model: nn.Module) -> Iterator[tuple[dict[str, Any], str, Any, Any]]:
+    """Where the modules, parameters and buffers of a model are, and the state of each."""
+    for module in model.modules():
+        for members in (module._modules, module._parameters, module._buffers):
+            for name, member in members.items():
+                yield members, name, member, _state(member)
+
+
+def _state(member: Any) -> Any:
+    """What changes when somebody writes to a tensor, gives it other memory, or hooks into a module."""
+    if isinstance(member, Tensor):
+        return member._version, member.data_ptr()
+    return None if member is None else (len(member._forward_hooks), len(member._forward_pre_hooks))
+
+
+def _close(mine: Tensor | None, theirs: Tensor | None) -> bool:
+    if mine is None or theirs is None:
+        return mine is theirs
+    apart = (mine.double() - theirs.double()).norm()
+    return bool(apart <= 1e-3 * theirs.double().norm())

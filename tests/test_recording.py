@@ -1,0 +1,230 @@
+"""Recordings of relevance passes on a GPU give what the passes themselves give, or are not made."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from secateur.errors import DataError
+from secateur.relevance import RelevancePass
+from secateur.relevance.explain import starter
+from secateur.relevance.recording import Recording, _shape_of
+
+on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+BATCHES = 7
+
+
+class Block(nn.Module):
+    """Residual sum, squeeze-and-excitation, in-place ReLU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.relu = nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(inplace=True)
+        self.squeeze = nn.Conv2d(8, 8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.relu(self.norm(self.conv(x)))
+        y = y * torch.sigmoid(self.squeeze(F.adaptive_avg_pool2d(y, 1)))
+        return F.relu(x + y)
+
+
+class Tokens(nn.Module):
+    """Embedding, attention, layer norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm, self.head = nn.Embedding(11, 16), nn.LayerNorm(16), nn.Linear(16, 5)
+        self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        x = x + self.attention(x, x, x, need_weights=False)[0]
+        return self.head(self.norm(x).mean(1))
+
+
+def convolutional() -> nn.Module:
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(inplace=True), Block(), nn.MaxPool2d(2), nn.Flatten(),
+        nn.Linear(8 * 7 * 7, 5),
+    ).eval()  # fmt: skip
+    for module in net.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            nn.init.normal_(module.running_mean, 0, 0.3)
+            nn.init.uniform_(module.running_var, 0.5, 2)
+    return net.cuda()
+
+
+def tokens() -> nn.Module:
+    torch.manual_seed(0)
+    return Tokens().eval().cuda()
+
+
+def pictures(number: int) -> Tensor:
+    return torch.randn(6, 3, 16, 16, generator=torch.Generator().manual_seed(number)).cuda()
+
+
+def sentences(number: int) -> Tensor:
+    return torch.randint(11, (6, 9), generator=torch.Generator().manual_seed(number)).cuda()
+
+
+def targets(number: int) -> Tensor:
+    return torch.randint(5, (6,), generator=torch.Generator().manual_seed(100 + number)).cuda()
+
+
+def afresh(net: nn.Module, x: Tensor, y: Tensor) -> tuple[RelevancePass, Tensor, list[Tensor | None]]:
+    """One batch by a pass that has seen no other, so that nothing was recorded."""
+    relevance = RelevancePass(net)
+    output, heat = relevance.run(x, starter(y))
+    assert relevance._recorder.recording is None
+    return relevance, output, heat
+
+
+@on_gpu
+@pytest.mark.parametrize(("make", "data", "recorded"), [(convolutional, pictures, True), (tokens, sentences, False)])
+def test_replays_give_what_a_pass_gives(make, data, recorded):
+    net = make()
+    long, sums = RelevancePass(net), {}
+    for number in range(BATCHES):
+        x, y = data(number), targets(number)
+        output, heat = long.run(x, starter(y))
+        fresh, expected, hot = afresh(net, x, y)
+        torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-5)
+        for mine, theirs in zip(heat, hot, strict=True):
+            assert (mine is None) == (theirs is None)
+            if mine is not None:
+                torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-5)
+        for name, units in fresh.units.items():
+            sums[name] = sums.get(name, 0) + units
+    # Layers in which relevance got stuck ask the device at every batch, so that they cannot be recorded.
+    assert isinstance(long._recorder.recording, Recording) == recorded, long._recorder.refusal
+    assert recorded or "stuck" in long._recorder.refusal
+    assert long.units.keys() == sums.keys()
+    for name, units in long.units.items():
+        torch.testing.assert_close(units, sums[name], rtol=1e-3, atol=1e-5)
+    assert long.samples == 6 * BATCHES
+    assert long.conservation().start == pytest.approx(6 * BATCHES)
+
+
+@on_gpu
+def test_what_a_replay_returned_stays():
+    net, long, kept = convolutional(), RelevancePass(convolutional()), []
+    for number in range(BATCHES):
+        output, (heat,) = long.run(pictures(number), starter(targets(number)))
+        kept.append((output, output.clone(), heat, heat.clone()))
+    assert long._recorder.recording is not None
+    assert all(torch.equal(a, b) and torch.equal(c, d) for a, b, c, d in kept)
+    assert all(torch.allclose(net(pictures(n)), kept[n][0], rtol=1e-3, atol=1e-4) for n in range(BATCHES))
+
+
+@on_gpu
+@pytest.mark.parametrize("change", ["write", "replace", "module", "shape"])
+def test_changes_end_a_recording(change):
+    net = convolutional()
+    long = RelevancePass(net)
+    for number in range(BATCHES):
+        long.run(pictures(number), starter(targets(number)))
+    assert long._recorder.recording is not None
+    x, y = pictures(50), targets(50)
+    if change == "write":
+        with torch.no_grad():
+            net[0].weight.mul_(-1)
+    elif change == "replace":
+        net[0].weight.data = torch.randn_like(net[0].weight)
+    elif change == "module":
+        net[3] = Block().eval().cuda()
+    else:
+        x, y = x[:4], y[:4]
+    output, (heat,) = long.run(x, starter(y))
+    _, expected, (hot,) = afresh(net, x, y)
+    torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(heat, hot, rtol=1e-3, atol=1e-5)
+
+
+@on_gpu
+def test_hooks_are_called_every_time():
+    net, calls = convolutional(), []
+    net[0].register_forward_hook(lambda *_: calls.append(1))
+    long = RelevancePass(net)
+    for number in range(BATCHES):
+        before = len(calls)
+        long.run(pictures(number), starter(targets(number)))
+        assert len(calls) > before
+    assert long._recorder.recording is None
+
+
+@on_gpu
+def test_a_hook_that_comes_later_is_called():
+    net, calls = convolutional(), []
+    long = RelevancePass(net)
+    for number in range(BATCHES):
+        long.run(pictures(number), starter(targets(number)))
+    assert long._recorder.recording is not None
+    net[0].register_forward_hook(lambda *_: calls.append(1))
+    long.run(pictures(0), starter(targets(0)))
+    assert calls
+
+
+class Asking(nn.Module):
+    """Waits for the device, and decides by what it sees there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(12, 5), nn.Linear(12, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.one(x) if float(x.sum()) > 0 else self.other(x)
+
+
+@on_gpu
+def test_a_forward_that_waits_for_the_device_is_not_recorded():
+    torch.manual_seed(0)
+    net = Asking().eval().cuda()
+    long = RelevancePass(net)
+    for number in range(2 * BATCHES):
+        sign = 1 if number < BATCHES else -1
+        x, y = sign * torch.rand(6, 12, device="cuda"), targets(number)
+        output, (heat,) = long.run(x, starter(y))
+        _, expected, (hot,) = afresh(net, x, y)
+        torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(heat, hot, rtol=1e-3, atol=1e-5)
+    assert long._recorder.recording is None
+    assert "synchronizing" in long._recorder.refusal
+    assert torch.cuda.get_sync_debug_mode() == 0
+
+
+@on_gpu
+def test_inputs_of_replays_are_checked_and_random_numbers_given_back():
+    net = convolutional()
+    long = RelevancePass(net)
+    for number in range(BATCHES):
+        long.run(pictures(number), starter(targets(number)))
+    x = pictures(0)
+    state = torch.cuda.get_rng_state()
+    long.run(x, starter(targets(0)))
+    assert torch.equal(torch.cuda.get_rng_state(), state)
+    x[0, 0, 0, 0] = float("nan")
+    with pytest.raises(DataError, match="NaN"):
+        long.run(x, starter(targets(0)))
+
+
+def test_nothing_is_recorded_on_the_cpu():
+    net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+    long = RelevancePass(net)
+    for _ in range(BATCHES):
+        long.run(torch.rand(6, 4), starter(torch.arange(6) % 3))
+    assert long._recorder.recording is None
+    assert long.samples == 6 * BATCHES
+
+
+def test_what_two_batches_have_in_common():
+    x, ids = torch.rand(2, 3), torch.arange(4)
+    assert _shape_of({"x": x, "more": (ids, [x])}) == _shape_of({"x": x + 1, "more": (ids + 1, [x])})
+    assert _shape_of({"x": x}) != _shape_of({"y": x})
+    assert _shape_of((x, x)) != _shape_of((x, x[:1]))
+    assert _shape_of((x, x)) != _shape_of((x, x.double()))
+    assert _shape_of((x, OrderedDict(flag=True))) is None, "a flag may mean other calls"
