@@ -662,6 +662,19 @@ def test_no_data_no_repair() -> None:
     assert "repair" not in result.settings
 
 
+def test_a_model_that_answers_with_one_number_per_sample() -> None:
+    class One(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = nn.Linear(5, 12), nn.Linear(12, 7), nn.Linear(7, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.c(self.b(self.a(x)).relu()).squeeze(1)
+
+    torch.manual_seed(0)
+    recovers(One(), (5,), "a", [0, 3, 7])
+
+
 # -- weights of rows -----------------------------------------------------------------------------------------------
 def test_rows_count_by_the_relevance_of_their_position() -> None:
     torch.manual_seed(0)

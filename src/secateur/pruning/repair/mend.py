@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,7 +21,7 @@ from secateur.pruning.repair.reference import Holding, Reference, answers_in, wi
 from secateur.pruning.repair.rows import channel_last, read_rows
 from secateur.pruning.repair.solve import Correction, FewRows, Method, Moments, Regression, best_of, remake
 from secateur.pruning.repair.survey import LayerSite, survey
-from secateur.relevance.isolation import evaluating
+from secateur.relevance.isolation import evaluating, map_tensors
 
 #: For each parameter and dimension the indices that the smaller model kept.
 Kept = Mapping[str, Mapping[int, np.ndarray[Any, Any]]]
@@ -69,8 +70,9 @@ def mend(
                     if work.solve(site):
                         break
                 work.finish(site)
-            answers = list(_answers(copy, reference))
-    return Mended(copy, work.chosen, work.errors, diverges(answers, reference))
+            for place, x in samples.chunks(at_once):
+                answers.append(answers_in(run(copy, x), place.stop - place.start))
+    return Mended(copy, work.chosen, work.errors, _divergence(answers, reference))
 
 
 def sites_in(small: nn.Module, reference: Reference) -> dict[str, LayerSite]:
@@ -84,38 +86,55 @@ def sites_in(small: nn.Module, reference: Reference) -> dict[str, LayerSite]:
 
 
 def unmended(small: nn.Module, reference: Reference) -> float:
-    """How far the smaller model as it is answers from the original on held-out samples."""
+    """How far the smaller model as it is answers from the original on held-out samples. Others are not run."""
     copy = duplicate(small, lambda name, old: old.detach().clone())
+    answers: list[list[Tensor]] = []
+    samples, judges = reference.samples, reference.samples.judges
     with quiet(), evaluating(copy):
-        return diverges(list(_answers(copy, reference)), reference)
+        for (place, x), wanted in zip(samples.chunks(reference.at_once), reference.answers, strict=True):
+            rows = judges[place]
+            if any(len(answer) != len(rows) for answer in wanted):
+                answers.append(answers_in(run(copy, x), len(rows)))
+            elif bool(rows.any()):
+                some = map_tensors(lambda t, r=rows: t[r.to(t.device)], x)  # type: ignore[misc]
+                answers.append(answers_in(run(copy, some), int(rows.sum())))
+            else:
+                answers.append([answer[:0] for answer in wanted])
+    return _divergence(answers, reference)
 
 
-def _answers(model: nn.Module, reference: Reference) -> Iterator[list[Tensor]]:
-    for place, x in reference.samples.chunks(reference.at_once):
-        yield answers_in(run(model, x), place.stop - place.start)
+def _divergence(answers: list[list[Tensor]], reference: Reference) -> float:
+    """How far a model's answers, to all samples or to those that judge, are from the original's."""
+    pairs = []
+    judges = reference.samples.judges
+    for place, mine, theirs in zip(reference.places, answers, reference.answers, strict=True):
+        rows = judges[place]
+        pairs.append(([_judging(t, rows) for t in mine], [_judging(t, rows) for t in theirs]))
+    return diverges(pairs)
 
 
-def diverges(answers: list[list[Tensor]], reference: Reference) -> float:
-    """Mean Kullback-Leibler divergence of the answers, or relative squared distance where they are no classes.
+def _judging(answer: Tensor, rows: Tensor) -> Tensor:
+    return answer[rows.to(answer.device)] if len(answer) == len(rows) else answer
 
-    Held-out samples count, or all if there are none. Several answers are added up.
-    """
-    held, places = reference.samples.held_all, [place for place, _ in reference.samples.chunks(reference.at_once)]
+
+def _flat(answer: Tensor) -> Tensor:
+    return answer.double().reshape(len(answer), math.prod(answer.shape[1:]))
+
+
+def diverges(pairs: list[tuple[list[Tensor], list[Tensor]]]) -> float:
+    """Mean Kullback-Leibler divergence of answers from those wanted, or relative squared distance where they are no
+    classes. Several answers are added up."""
     total = 0.0
-    for number in range(len(reference.answers[0])):
-        pairs = []
-        for place, mine, theirs in zip(places, answers, reference.answers, strict=True):
-            if len(mine) != len(theirs) or mine[number].shape != theirs[number].shape:
-                shapes = [[tuple(t.shape) for t in side] for side in (mine, theirs)]
-                raise RepairError(
-                    f"the smaller model's answers have shapes {shapes[0]}, the original's {shapes[1]}. Way out: give "
-                    f"the model that was pruned, and the one that came out."
-                )
-            rows = held[place].to(mine[number].device)
-            every = not bool(held.any()) or len(rows) != len(mine[number])
-            pairs.append([t[number].double() if every else t[number][rows].double() for t in (mine, theirs)])
-        ours, wanted = (torch.cat([pair[side].flatten(1) for pair in pairs]) for side in (0, 1))
-        if reference.answers[0][number].ndim == 2 and ours.shape[1] > 1:
+    for mine, theirs in pairs:
+        if [t.shape for t in mine] != [t.shape for t in theirs]:
+            shapes = [[tuple(t.shape) for t in side] for side in (mine, theirs)]
+            raise RepairError(
+                f"the smaller model's answers have shapes {shapes[0]}, the original's {shapes[1]}. Way out: give "
+                f"the model that was pruned, and the one that came out."
+            )
+    for number, first in enumerate(pairs[0][1]):
+        ours, wanted = (torch.cat([_flat(pair[side][number]) for pair in pairs]) for side in (0, 1))
+        if first.ndim == 2 and ours.shape[1] > 1:
             log_ours, log_wanted = F.log_softmax(ours, 1), F.log_softmax(wanted, 1)
             total += float((log_wanted.exp() * (log_wanted - log_ours)).sum(1).mean())
         else:

@@ -84,6 +84,11 @@ class Samples:
         """For each sample and copy whether it is held out. Copies go with what they are copies of."""
         return self.held.repeat(1 + self.copies)
 
+    @property
+    def judges(self) -> Tensor:
+        """For each sample and copy whether the model's answer to it counts: if held out, or if nothing is."""
+        return self.held_all if bool(self.held.any()) else torch.ones(self.total, dtype=torch.bool)
+
     def chunks(self, size: int) -> Iterator[tuple[slice, Any]]:
         """Inputs in batches of about `size`, with their places among all. They do not depend on `size`."""
         waiting: list[Any] = []
@@ -126,8 +131,11 @@ class Reference:
         tensors = dict([*copy.named_parameters(), *copy.named_buffers()])
         self.inverse = {site.weight: _inverse(site, tensors) for site in found.sites.values()}
         self.levels = {site.weight: _level(site, tensors) for site in found.sites.values()}
+        #: What it answers, batch by batch, and which samples these are.
         self.answers: list[list[Tensor]] = []
+        self.places: list[slice] = []
         for place, x in samples.chunks(self.at_once):
+            self.places.append(place)
             with quiet(), _Capture(copy, self, place, x):
                 self.answers.append(answers_in(run(copy, x), place.stop - place.start))
         #: What the rows count, by weight; all the same where it is not told.
