@@ -55,6 +55,8 @@ def _section(folder: Folder, pages: Path) -> list[str]:
         f"Chance is {chance:.0f} %.",
         "",
     ]
+    if settings["model"] in ("vgg16", "alexnet"):
+        lines += ["Weights that have no classifier get one that is trained on the data set's own training images.", ""]
     lines += figure(pages, f"few-shot-{folder.path.name}", "Accuracy over filters and over MACs", lambda: _curves(runs))
     for mode in dict.fromkeys(run.mode for run in runs):
         mine = [run for run in runs if run.mode == mode]
