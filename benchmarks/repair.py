@@ -53,23 +53,16 @@ def coloured(images: Tensor, generator: torch.Generator) -> Tensor:
 #: Other settings of a ridge, by name.
 VARIANTS: dict[str, dict[str, Any]] = {
     "default": {},
-    "relevance50": {"relevance": 0.5},
-    "relevance90": {"relevance": 0.9},
-    "copies24": {"copies": 24},
-    "copies24rows": {"copies": 24, "rows": 40_000},
-    "rows40k": {"rows": 40_000},
-    "held10": {"held_out": 0.1},
-    "held30": {"held_out": 0.3},
-    "crops25": {"alter": partial(crop_and_flip, least=0.25)},
-    "crops10": {"alter": partial(crop_and_flip, least=0.1)},
-    "colours": {"alter": coloured},
-    "rounds1": {"rounds": 1},
-    "rounds3": {"rounds": 3},
-    "rounds3copies24": {"rounds": 3, "copies": 24, "rows": 40_000},
-    "rounds3relevance50": {"rounds": 3, "relevance": 0.5},
-    "sweeps2": {"sweeps": 2},
-    "factors": {"factors": (0.1, 1.0, 10.0)},
-    "stronger": {"factors": (1.0, 3.0, 10.0, 30.0)},
+    "one fit": {"rounds": 0},
+    "one fit, relevance 0.5": {"rounds": 0, "relevance": 0.5},
+    "one fit, relevance 0.9": {"rounds": 0, "relevance": 0.9},
+    "one fit, 24 copies": {"rounds": 0, "copies": 24, "rows": 40_000},
+    "one fit, 10 % held out": {"rounds": 0, "held_out": 0.1},
+    "one fit, closer crops": {"rounds": 0, "alter": partial(crop_and_flip, least=0.25)},
+    "one fit, colours": {"rounds": 0, "alter": coloured},
+    "3 rounds": {"rounds": 3},
+    "3 rounds, relevance 0.5": {"rounds": 3, "relevance": 0.5},
+    "3 rounds, closer crops": {"rounds": 3, "alter": partial(crop_and_flip, least=0.25)},
 }
 
 
@@ -242,15 +235,16 @@ def table(folder: Path) -> str:
     for classes in sorted({cell.classes for cell in found}):
         mine = {c: r for c, r in found.items() if c.classes == classes}
         lines += [f"## {classes} classes", ""]
-        usual = {c: r for c, r in mine.items() if c.variant == "default"}
-        for rescoring in RESCORINGS:
-            for copies in sorted({c.copies for c in usual if c.rescoring == rescoring}):
+        for variant, rescoring in product(["default", *studied(mine)], RESCORINGS):
+            some = {c: r for c, r in mine.items() if (c.variant, c.rescoring) == (variant, rescoring)}
+            for copies in sorted({c.copies for c in some}):
+                how = f", ridge with {variant}" if variant != "default" else ""
                 seen = f", scores from {copies} altered copies of each image too" if copies else ""
                 lines += [
-                    f"### scored {rescoring}{seen}: accuracy in % (mean over draws, half-width of its 95 % interval)",
+                    f"### scored {rescoring}{how}{seen}: accuracy in %, with the half-width of its 95 % interval",
                     "",
                 ]
-                lines += section({c: r for c, r in usual.items() if c.rescoring == rescoring and c.copies == copies})
+                lines += section({c: r for c, r in some.items() if c.copies == copies})
         lines += variants(mine)
     ridges = [row["ridge"] for row in found.values() if "ridge" in row]
     times, peaks, resident = ([r[key] for r in ridges if key in r] for key in ("seconds", "peak", "resident"))
@@ -262,6 +256,14 @@ def table(folder: Path) -> str:
             + "."
         )
     return "\n".join(lines)
+
+
+def studied(cells: dict[Cell, dict[str, Any]]) -> list[str]:
+    """Variants that were measured with several criteria or allocations."""
+    seen: dict[str, set[tuple[str, str]]] = defaultdict(set)
+    for cell in cells:
+        seen[cell.variant].add((cell.criterion, cell.allocation))
+    return [variant for variant, pairs in seen.items() if len(pairs) > 1 and variant != "default"]
 
 
 def section(cells: dict[Cell, dict[str, Any]]) -> list[str]:

@@ -212,6 +212,24 @@ def test_inputs_of_replays_are_checked_and_random_numbers_given_back():
         long.run(x, starter(targets(0)))
 
 
+@on_gpu
+def test_subclasses_see_every_batch():
+    class Watching(RelevancePass):
+        seen = 0
+
+        def unit_sums(self, *args, **kwargs):
+            self.seen += 1
+            return super().unit_sums(*args, **kwargs)
+
+    long, counts = Watching(convolutional()), []
+    for number in range(BATCHES):
+        before = long.seen
+        long.run(pictures(number), starter(targets(number)))
+        counts.append(long.seen - before)
+    assert min(counts) > 0
+    assert long._recorder.recording is None
+
+
 def test_nothing_is_recorded_on_the_cpu():
     net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
     long = RelevancePass(net)

@@ -157,13 +157,14 @@ def samples_like(example: Any, count: int, seed: int = 0) -> Any:
 
 
 def divergence(small: nn.Module, model: nn.Module, x: Any, rows: Tensor) -> float:
-    """As the documentation says: KL of the classes, or the relative squared distance; added up over outputs."""
+    """As the documentation says: Jensen-Shannon of the classes, or the relative squared distance; added up."""
     total = 0.0
     for mine, wanted in zip(outputs(small, x), outputs(model, x), strict=True):
         mine, wanted = mine[rows].double(), wanted[rows].double()
         if mine.ndim == 2:
             p, q = wanted.softmax(1), mine.softmax(1)
-            total += float((p * (p / q).log()).sum(1).mean())
+            m = (p + q) / 2
+            total += float(((p * (p / m).log()).sum(1) + (q * (q / m).log()).sum(1)).mean()) / 2
         else:
             total += float((mine - wanted).square().sum() / wanted.square().sum())
     return total
@@ -720,7 +721,7 @@ def test_a_repair_by_relevance_brings_relevant_positions_closer() -> None:
     assert corner(by_relevance) < min(corner(plain), corner(small))
 
 
-@pytest.mark.parametrize("settings", [{"relevance": 0.5}, {"sweeps": 2}, {"rounds": 2}, {"factors": (0.1, 1.0, 10.0)}])
+@pytest.mark.parametrize("settings", [{"relevance": 0.5}, {"rounds": 0}, {"rounds": 2}])
 def test_other_settings_recover_and_stream_alike(settings: dict[str, Any]) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 10), nn.Linear(10, 7), nn.Tanh(), nn.Linear(7, 3))
@@ -731,9 +732,7 @@ def test_other_settings_recover_and_stream_alike(settings: dict[str, Any]) -> No
     assert gap(stream, model, new) < 1e-4
 
 
-@pytest.mark.parametrize(
-    "settings", [{"relevance": 1.5}, {"sweeps": 0}, {"rounds": -1}, {"factors": ()}, {"factors": (1.0, -1.0)}]
-)
+@pytest.mark.parametrize("settings", [{"relevance": 1.5}, {"rounds": -1}])
 def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(RepairError, match=next(iter(settings))):
         Repair(**settings)

@@ -75,7 +75,7 @@ class RelevancePass(Layers):
         self._flows: dict[tuple[str, str], list[Any]] = {}
         self._start = 0.0
         self._input = 0.0
-        self._recorder = Recorder()
+        self._recorder = Recorder(type(self) is RelevancePass)
         self.forget()
 
     def forget(self) -> None:

@@ -42,15 +42,14 @@ class Mended:
 
 def mend(
     small: nn.Module, reference: Reference, sites: Mapping[str, LayerSite], kept: Kept, method: Method,
-    chosen: Mapping[str, str] | None = None, everything: bool = False, rounds: int = 0,
-    step: Callable[[], None] = lambda: None,
+    chosen: Mapping[str, str] | None = None, rounds: int = 0, step: Callable[[], None] = lambda: None,
 ) -> Mended:  # fmt: skip
-    """Mend a copy. Strengths are `chosen`, or found on held-out samples. If `everything` fits, these do too.
+    """Mend a copy. Strengths are found on held-out samples; with `chosen` they are given, and all samples fit.
 
     In further `rounds` a layer before a ReLU may give what it likes where the ReLU lets nothing pass in either model.
     """
     copy = duplicate(small, lambda name, old: old.detach().clone())
-    work = _Work(copy, reference, sites, kept, method, chosen, everything, rounds, step)
+    work = _Work(copy, reference, sites, kept, method, chosen, rounds, step)
     samples, at_once = reference.samples, reference.at_once
     answers = []
     with quiet(), evaluating(copy):
@@ -122,8 +121,11 @@ def _flat(answer: Tensor) -> Tensor:
 
 
 def diverges(pairs: list[tuple[list[Tensor], list[Tensor]]]) -> float:
-    """Mean Kullback-Leibler divergence of answers from those wanted, or relative squared distance where they are no
-    classes. Several answers are added up."""
+    """Mean Jensen-Shannon divergence of answers from those wanted, or relative squared distance where they are no
+    classes. Several answers are added up.
+
+    It is bounded: one sure mistake does not outweigh everything else, as it does in a Kullback-Leibler divergence.
+    """
     total = 0.0
     for mine, theirs in pairs:
         if [t.shape for t in mine] != [t.shape for t in theirs]:
@@ -135,8 +137,9 @@ def diverges(pairs: list[tuple[list[Tensor], list[Tensor]]]) -> float:
     for number, first in enumerate(pairs[0][1]):
         ours, wanted = (torch.cat([_flat(pair[side][number]) for pair in pairs]) for side in (0, 1))
         if first.ndim == 2 and ours.shape[1] > 1:
-            log_ours, log_wanted = F.log_softmax(ours, 1), F.log_softmax(wanted, 1)
-            total += float((log_wanted.exp() * (log_wanted - log_ours)).sum(1).mean())
+            sides = [F.log_softmax(side, 1) for side in (ours, wanted)]
+            between = torch.logaddexp(*sides) - math.log(2)
+            total += float(sum(0.5 * (side.exp() * (side - between)).sum(1).mean() for side in sides))
         else:
             total += float((ours - wanted).square().mean() / wanted.square().mean().clamp_min(1e-30))
     return total
@@ -183,10 +186,10 @@ class _Work:
 
     def __init__(
         self, copy: nn.Module, reference: Reference, sites: Mapping[str, LayerSite], kept: Kept, method: Method,
-        given: Mapping[str, str] | None, everything: bool, rounds: int, step: Callable[[], None],
+        given: Mapping[str, str] | None, rounds: int, step: Callable[[], None],
     ) -> None:  # fmt: skip
         self.reference, self.method, self.given, self.kept = reference, method, given, kept
-        self._everything, self._rounds, self._step, self._near = everything, rounds, step, ""
+        self._rounds, self._step, self._near = rounds, step, ""
         self.tensors = dict([*copy.named_parameters(), *copy.named_buffers()])
         self.sites = {n: site for n, site in sites.items() if given is None or given.get(n, "none") != "none"}
         self.inverse = {name: self._left(site, reference.inverse[name]) for name, site in self.sites.items()}
@@ -234,7 +237,7 @@ class _Work:
             self._moments = tuple(_empty(groups, outputs // groups, features, total, y.device) for _ in range(2))  # type: ignore[assignment]
             assert self._moments is not None
         held = self.reference.samples.held_all[rows.place]
-        if self._everything:
+        if self.given is not None:
             held = torch.zeros_like(held)
         x: Tensor = call["input"]
         if isinstance(call.operation, Linear):

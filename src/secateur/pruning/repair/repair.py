@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any, Literal, get_args
@@ -23,7 +23,7 @@ from secateur.pruning.progress import Line
 from secateur.pruning.repair.augment import Alter, crop_and_flip, suits
 from secateur.pruning.repair.mend import Kept, Mended, mend, sites_in, unmended
 from secateur.pruning.repair.reference import Reference, Samples
-from secateur.pruning.repair.solve import Method, scaled
+from secateur.pruning.repair.solve import Method
 from secateur.pruning.repair.survey import version
 
 Choice = Literal["best", "mean", "norm", "ridge"]
@@ -62,9 +62,8 @@ class Repair:
     they would not fit into 4 GiB), and at most `at_once` samples are in flight (left out: what fits into memory), so
     that memory does not grow with the data. More samples than that take longer: each layer is a pass of its own.
 
-    `relevance` is the share of a position's weight in the regression that goes by the relevance there. All strengths
-    chosen for a ridge are tried times each of the `factors`. Of several `sweeps` each begins where the last one ended.
     In so many further `rounds` of each layer, outputs that a ReLU cuts off in the original need only be cut off too.
+    `relevance` is the share of a position's weight in the regression that goes by the relevance there.
     """
 
     method: Choice = "best"
@@ -75,10 +74,8 @@ class Repair:
     rows: int = 20_000
     at_once: int | None = None
     seed: int = 0
+    rounds: int = 1
     relevance: float = 0.0
-    factors: tuple[float, ...] = (1.0,)
-    sweeps: int = 1
-    rounds: int = 0
     progress: bool = field(default=True, repr=False, compare=False)
     _known: tuple[nn.Module, Any, list[int], Reference] | None = field(
         default=None, init=False, repr=False, compare=False
@@ -93,10 +90,9 @@ class Repair:
                 f"held_out={self.held_out} must lie in [0, 1), copies={self.copies} must not be negative, and "
                 f"samples={self.samples}, rows={self.rows}, at_once={self.at_once} must be at least 1."
             )
-        if not 0 <= self.relevance <= 1 or self.sweeps < 1 or self.rounds < 0 or min(self.factors, default=0) <= 0:
+        if not 0 <= self.relevance <= 1 or self.rounds < 0:
             raise RepairError(
-                f"relevance={self.relevance} must lie in [0, 1], sweeps={self.sweeps} must be at least 1, "
-                f"rounds={self.rounds} not negative, and factors={self.factors} positive."
+                f"relevance={self.relevance} must lie in [0, 1], and rounds={self.rounds} must not be negative."
             )
 
     def __call__(self, small: nn.Module, original: nn.Module, data: Data) -> nn.Module:
@@ -132,38 +128,26 @@ class Repair:
             )
         methods = () if not layers else _METHODS if self.method == "best" else (self.method,)
 
-        def course(
-            method: Method, chosen: Sequence[Mapping[str, str] | None], everything: bool = False
-        ) -> list[Mended]:
-            made: list[Mended] = []
-            for names in chosen:
-                numbers = count(1)
-                what = f"{method}, with all samples" if everything else method
-                step = lambda: tell(f"repair: {what}, layer {next(numbers)}/{layers}")  # noqa: B023, E731
-                start = made[-1].model if made else small
-                made.append(mend(start, reference, sites, kept, method, names, everything, self.rounds, step))
-            return made
-
-        def tried_out(method: Method) -> list[Mended]:
-            first = course(method, [None] * self.sweeps)
-            factors = [f for f in self.factors if f != 1] if method == "ridge" else []
-            others = [course(method, [_times(f, part.chosen) for part in first]) for f in factors]
-            return min([first, *others], key=lambda made: _comparable(made[-1].divergence))
+        def mended(method: Method, chosen: Mapping[str, str] | None = None) -> Mended:
+            numbers = count(1)
+            what = method if chosen is None else f"{method}, with all samples"
+            step = lambda: tell(f"repair: {what}, layer {next(numbers)}/{layers}")  # noqa: E731
+            return mend(small, reference, sites, kept, method, chosen, self.rounds, step)
 
         before = unmended(small, reference)
-        tried = {method: tried_out(method) for method in methods}
+        tried = {method: mended(method) for method in methods}
         divergence: dict[str, float] = {"none": before}
-        divergence.update((method, made[-1].divergence) for method, made in tried.items())
+        divergence.update((method, found.divergence) for method, found in tried.items())
         best = min(tried, key=lambda name: _comparable(divergence[name]), default=None)
         if best is None or not _comparable(divergence[best]) < _comparable(before):
             return Outcome(duplicate(small, lambda name, old: old.detach().clone()), "none", divergence, {}, {})
-        found = tried[best][-1]
+        found = tried[best]
         model = found.model
         if bool(reference.samples.held.any()):
             # What was held out to choose with now helps to fit, unless that does harm.
-            again = course(best, [part.chosen for part in tried[best]], True)[-1]
+            again = mended(best, found.chosen)
             model = again.model if _comparable(again.divergence) <= _comparable(before) else model
-        return Outcome(model, best, divergence, found.chosen, tried[best][0].errors)
+        return Outcome(model, best, divergence, found.chosen, found.errors)
 
     def _reference(self, original: nn.Module, data: Data, tell: Callable[[str], None]) -> Reference:
         # Whether somebody wrote to the model or the data since.
@@ -207,11 +191,6 @@ def repair(
 
 def _comparable(value: float) -> float:
     return value if np.isfinite(value) else np.inf
-
-
-def _times(factor: float, chosen: Mapping[str, str]) -> dict[str, str]:
-    """The same corrections with other strengths."""
-    return {weight: scaled(name, factor) for weight, name in chosen.items()}
 
 
 def _kept(small: nn.Module, original: nn.Module) -> Kept:

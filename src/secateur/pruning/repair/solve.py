@@ -302,8 +302,3 @@ def remake(name: str, fit: Moments, shifts: bool) -> Correction:
     if isinstance(fit, Regression) and name.startswith("ridge "):
         return by_ridge(fit, float(name.removeprefix("ridge ")), shifts)
     return nothing()
-
-
-def scaled(name: str, factor: float) -> str:
-    """The name of the same correction with another strength."""
-    return f"ridge {factor * float(name.removeprefix('ridge ')):g}" if name.startswith("ridge ") else name
