@@ -213,6 +213,18 @@ def test_inputs_of_replays_are_checked_and_random_numbers_given_back():
 
 
 @on_gpu
+def test_a_loader_that_pins_memory_goes_on_meanwhile():
+    data = torch.utils.data.TensorDataset(torch.cat([pictures(n).cpu() for n in range(4 * BATCHES)]))
+    long, count = RelevancePass(convolutional()), 0
+    for (x,) in torch.utils.data.DataLoader(data, 6, pin_memory=True, num_workers=1):
+        long.run(x.cuda(non_blocking=True), starter(targets(count)))
+        count += 1
+    assert count == 4 * BATCHES
+    assert long.samples == 6 * count
+    assert long._recorder.recording is not None
+
+
+@on_gpu
 def test_subclasses_see_every_batch():
     class Watching(RelevancePass):
         seen = 0

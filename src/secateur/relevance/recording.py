@@ -89,9 +89,11 @@ class Recording:
             entries = books.enter_inputs(_with(inputs, iter(self._inputs)))
             stream, pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()  # type: ignore[no-untyped-call]
             with _own_random_numbers(device):
-                with torch.cuda.graph(self._forward, pool=pool, stream=stream):
+                # Other threads, such as one that pins the next batch, may do as they like in the meantime.
+                how: Any = {"pool": pool, "stream": stream, "capture_error_mode": "thread_local"}
+                with torch.cuda.graph(self._forward, **how):
                     output = books.forward(entries)
-                with torch.cuda.graph(self._backward, pool=pool, stream=stream):
+                with torch.cuda.graph(self._backward, **how):
                     self._heat, self._page = books.backward(output, self._seed)
         self._output = output.detach()
         books.forget()
