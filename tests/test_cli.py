@@ -20,6 +20,7 @@ import secateur as sc
 from photos import write_photos
 from secateur.cli import subject
 from secateur.cli.app import app
+from secateur.cli.output import Lines, Talk
 from secateur.data.images import read
 from secateur.models import build, open_model
 
@@ -115,6 +116,62 @@ def test_prune_speaks_to_people_too(place: Place, tmp_path: Path) -> None:
     assert "red: output 2; 2 images to score on, 5 to test on" in result.stderr
 
 
+def test_both_models_are_timed_in_both_runtimes(place: Place, tmp_path: Path) -> None:
+    args = [word for word in place.job if word not in ("--no-latency", "--no-report")]
+    result = invoke("prune", *args, "--out", tmp_path / "s", "--keep-macs", 0.6, "--onnx")
+    assert result.exit_code == 0, result.stderr
+    found = json.loads((tmp_path / "s" / "run.json").read_text())
+    page = (tmp_path / "s" / "report.html").read_text()
+    lines = {line.split("│")[1].strip(): line for line in result.stdout.splitlines() if line.startswith("│")}
+    for runtime, key in (("PyTorch", "latency"), ("ONNX Runtime", "onnx_latency")):
+        for batch in (1, 32):
+            before, after = (found[side][f"{key}_{batch}"] for side in ("before", "after"))
+            line = lines[f"latency, batch {batch}, {runtime}"]
+            assert f"{1000 * before:.1f} ms" in line
+            assert f"{1000 * after:.1f} ms" in line
+            assert f"{before / after:.2f}x as fast" in line
+            assert f"Latency, batch {batch}, {runtime}" in page
+            assert f"{before / after:.2f} times as fast" in page
+    assert "model.onnx: input N x 3 x 16 x 16, pixels from 0 to 1, less 0.485, 0.456, 0.406" in result.stdout
+    assert "outputs: blue, green, red" in result.stdout
+    assert not list((tmp_path / "s").glob("unpruned*"))
+
+
+def test_a_poor_model_is_worth_a_warning(place: Place, tmp_path: Path) -> None:
+    args = ["prune", *place.job, "--remove", 0.3]
+    assert "right on only" not in invoke(*args, "--out", tmp_path / "good").stderr
+    outputs = ["--outputs", "red=0", "--outputs", "green=1", "--outputs", "blue=2"]  # red and blue the wrong way round
+    said = invoke(*args, *outputs, "--out", tmp_path / "poor").stderr
+    assert said.count("secateur: warning: the unpruned model is right on only") == 1
+    assert "(chance is 33.3 %)" in said
+
+
+def test_logs_say_how_a_run_gets_on(place: Place, tmp_path: Path) -> None:
+    result = invoke("prune", *place.job, "--remove", 0.3, "--out", tmp_path / "s")
+    said = result.stderr.splitlines()
+    stages = [
+        "measuring accuracy",
+        "16 units left (0 % gone)",
+        "scoring units by lrp",
+        "repair: ",
+        "12 units left (25 %",
+    ]
+    places = [next(i for i, line in enumerate(said) if line.startswith(stage)) for stage in stages]
+    assert places == sorted(places)
+
+
+def test_lines_that_differ_in_numbers_only_wait(monkeypatch) -> None:
+    said: list[str] = []
+    clock = iter([0.0, 1.0, 2.0, 3.0, 30.0, 31.0])
+    monkeypatch.setattr("secateur.cli.output.time.monotonic", lambda: next(clock))
+    talk = Talk(False)
+    talk.note = said.append  # type: ignore[method-assign]
+    lines = Lines(talk, seconds=20)
+    for text in ("layer 1/9", "layer 2/9", "accuracy", "layer 3/9", "layer 4/9", "layer 5/9"):
+        lines(text)
+    assert said == ["layer 1/9", "accuracy", "layer 3/9", "layer 4/9"]
+
+
 def test_images_are_held_out_where_there_is_no_test_folder(place: Place, tmp_path: Path) -> None:
     args = [*place.model, "--images", place.train, "--round-to", 1, "--no-latency", "--remove", 0.3, "--no-report"]
     found = succeed("prune", *args, "--per-class", 2, "--out", tmp_path / "a")
@@ -147,7 +204,8 @@ def test_missing_packages_are_named_before_the_work(place: Place, tmp_path: Path
 def test_outputs_are_kept_and_merged(place: Place, tmp_path: Path) -> None:
     photos = write_photos(tmp_path / "two", ["red", "green"], 4, (16, 16))
     args = [*place.model, "--images", photos, "--round-to", 1, "--no-latency", "--remove", 0.3, "--no-report"]
-    found = succeed("prune", *args, "--outputs", "red=2", "--outputs", "green=0,1", "--out", tmp_path / "merged")
+    given = ["--outputs", "red=2", "--outputs", "green=0,1", "--merge", "sum"]
+    found = succeed("prune", *args, *given, "--out", tmp_path / "merged")
     assert found["after"]["params"] < found["before"]["params"]
     merged = open_model(str(tmp_path / "merged"), original=place.net)
     assert merged.origin.classes == ("green", "red")  # folders are sorted
@@ -161,6 +219,62 @@ def test_outputs_are_kept_and_merged(place: Place, tmp_path: Path) -> None:
         "prune", *args, "--outputs", "red=2", "--outputs", "green=0,1", "--no-specialize", "--out", tmp_path / "y"
     )
     assert "leave out --no-specialize" in said
+
+
+def test_merged_outputs_are_exported_for_any_batch(place: Place, tmp_path: Path) -> None:
+    photos = write_photos(tmp_path / "two", ["red", "green"], 4, (16, 16))
+    args = [*place.model, "--images", photos, "--round-to", 1, "--no-latency", "--remove", 0.3, "--no-report"]
+    outputs = ["--outputs", "red=2", "--outputs", "green=0,1"]
+    result = invoke("prune", *args, *outputs, "--onnx", "--out", tmp_path / "merged")
+    assert "model.onnx: input N x 3 x 16 x 16" in result.stdout
+    x = torch.rand(5, 3, 16, 16)
+    session = onnxruntime.InferenceSession(tmp_path / "merged" / "model.onnx", providers=["CPUExecutionProvider"])
+    (exported,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+    with torch.no_grad():
+        expected = open_model(str(tmp_path / "merged"), original=place.net).model(x)
+    assert np.abs(exported - expected.numpy()).max() < 1e-4
+
+
+@pytest.mark.parametrize("fairest", ["sum", "mean"])
+def test_outputs_are_merged_by_what_suits_the_images(tmp_path: Path, fairest: str) -> None:
+    """A network that sees nothing but red and says so in one of five outputs; four are for anything else.
+
+    Its answer to red is right by the mean of the four or by their sum, as the biases have it.
+    """
+    bias = {"sum": "[1.2, 0.0, 0.0, 0.0, 0.0]", "mean": "[-1.0, 0.0, 0.0, 0.0, 0.0]"}[fairest]
+    (tmp_path / "net.py").write_text(
+        "import torch\nfrom torch import nn\n"
+        "def make():\n"
+        "    layers = nn.Conv2d(3, 8, 1), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5)\n"
+        "    net = nn.Sequential(*layers)\n"
+        "    nn.init.constant_(net[0].weight, 0.1)\n"
+        "    nn.init.zeros_(net[0].bias)\n"
+        "    nn.init.zeros_(net[4].weight)\n"
+        "    with torch.no_grad():\n"
+        "        net[0].weight[0, :, 0, 0] = torch.tensor([1.0, -0.5, -0.5])\n"
+        "        net[4].weight[0, 0] = 0.8\n"
+        f"        net[4].bias.copy_(torch.tensor({bias}))\n"
+        "    return net\n"
+    )
+    photos = write_photos(tmp_path / "photos", ["red", "green"], 4, (16, 16))
+    spec, outputs = f"{tmp_path / 'net.py'}:make", {"green": [1, 2, 3, 4], "red": [0]}
+    x, y = read(photos, size=16).tensors()  # green is 0, red is 1
+    with torch.no_grad():
+        shares = build(spec)(x).softmax(1)
+    losses = {}
+    for name, size in (("sum", 1), ("mean", 4)):
+        merged = torch.stack([shares[:, 1:].sum(1) / size, shares[:, 0]], 1)
+        right = merged[torch.arange(len(y)), y] / merged.sum(1)
+        losses[name] = -float(right.log().sum())
+    assert min(losses, key=losses.__getitem__) == fairest
+    args = ["prune", spec, "--input-size", 16, "--images", photos, "--round-to", 1, "--remove", 0.2, "--no-latency"]
+    args += [
+        word for name, members in outputs.items() for word in ("--outputs", f"{name}={','.join(map(str, members))}")
+    ]
+    result = invoke(*args, "--no-report", "--per-class", 4, "--out", tmp_path / "s")
+    assert result.exit_code == 0, result.stderr
+    assert f"outputs that mean the same become one: {fairest} of their probabilities" in result.stderr
+    assert json.loads((tmp_path / "s" / "run.json").read_text())["asked"]["merge"] == fairest
 
 
 def test_a_saved_folder_is_pruned_on(place: Place, tmp_path: Path) -> None:

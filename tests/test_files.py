@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 
+import numpy as np
+import onnxruntime
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -14,7 +17,8 @@ from torch import nn
 import secateur as sc
 from constructs import CONSTRUCTS, build
 from oracle import outputs, random_scores, relative_gap
-from secateur.errors import FileFormatError, PlanError
+from secateur.errors import FileFormatError, PlanError, SecateurWarning
+from secateur.pruning.export import fixed_batch
 
 
 def pruned(name: str, share: float = 0.5) -> tuple[nn.Module, object, nn.Module, sc.Plan]:
@@ -143,6 +147,36 @@ def test_onnx_equals_torch(name: str, tmp_path: Path) -> None:
     (found,) = session.run(None, {session.get_inputs()[0].name: example.numpy()})
     assert relative_gap([torch.from_numpy(found)], outputs(small, example)) < 1e-4
     assert [p.name for p in tmp_path.iterdir()] == ["m.onnx"]
+
+
+class Fixed(nn.Module):
+    """A forward that knows how many samples there are."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.ones(2, 4)
+
+
+class Many(nn.Module):
+    """A forward that takes any number of inputs after the first."""
+
+    def forward(self, x: torch.Tensor, *more: torch.Tensor) -> torch.Tensor:
+        return x + sum(more)
+
+
+def test_onnx_says_when_the_batch_is_fixed(tmp_path: Path) -> None:
+    with pytest.warns(SecateurWarning, match="takes batches of 2 only"):
+        path = sc.export(Fixed(), tmp_path / "fixed.onnx", torch.rand(2, 4))
+    assert fixed_batch(path) == 2
+
+
+def test_onnx_with_any_number_of_inputs_takes_any_batch(tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", SecateurWarning)
+        path = sc.export(Many(), tmp_path / "many.onnx", (torch.rand(2, 4), torch.rand(2, 4), torch.rand(2, 4)))
+    assert fixed_batch(path) is None
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    feeds = {item.name: np.full((7, 4), i, np.float32) for i, item in enumerate(session.get_inputs())}
+    assert (session.run(None, feeds)[0] == 3).all()
 
 
 def test_torch_export_equals_torch(tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ from secateur.pruning.finetune import FineTune
 from secateur.pruning.history import History
 from secateur.pruning.loop import prune
 from secateur.pruning.optimizer import carry
-from secateur.pruning.progress import Progress
+from secateur.pruning.progress import Progress, describe
 from secateur.pruning.removal import apply
 from secateur.pruning.targets import plan
 
@@ -592,6 +592,14 @@ def test_progress_only_on_a_terminal(rich: bool, monkeypatch: pytest.MonkeyPatch
     with Progress(False, 2, silent) as progress:
         progress(row)
     assert silent.getvalue() == ""
+
+
+def test_progress_in_words() -> None:
+    said: list[str] = []
+    result = prune(net(), data(), "weight", remove=0.2, step=0.1, evaluate=lambda _: 0.5, progress=said.append)
+    rows = [describe(row) for row in result.history]
+    assert [text for text in said if text in rows] == rows
+    assert said[:3] == ["measuring accuracy", rows[0], "scoring units by weight"]
 
 
 def test_signals_are_left_alone() -> None:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 import secateur as sc
 from html_page import Element, parse
 from secateur.errors import DataError, SecateurError
+from secateur.graph.cost import Timing
 from secateur.pruning.compare import Comparison
 from secateur.report.changes import agreement, kept, regions, some_of
 from secateur.report.charts import spread, ticks
@@ -136,13 +137,14 @@ def test_layers_are_those_of_the_smaller_model(run: Run) -> None:
 
 def test_headline(run: Run) -> None:
     tiles = {tile.find("dt")[0].text: tile.text for tile in run.page.find("div", class_="tile")}
-    assert set(tiles) == {"Accuracy", "Parameters", "MACs", "Latency"}
+    times = {f"Latency, batch {batch}, PyTorch" for batch in (1, 32)}
+    assert set(tiles) == {"Accuracy", "Parameters", "MACs"} | times
     before, after = (sum(p.numel() for p in model.parameters()) for model in (run.net, run.result.model))
     assert f"{after / 1000:.2f} k" in tiles["Parameters"] or f" {after} " in tiles["Parameters"]
     assert f"{before / 1000:.2f} k" in tiles["Parameters"]
     first, last = run.result.history[0].overall, run.result.history[-1].overall
     assert f"{100 * last:.1f} % was {100 * first:.1f} %" in tiles["Accuracy"]
-    assert re.search(r"[\d.]+ ms was [\d.]+ ms [\d.]+ times as fast", tiles["Latency"])
+    assert all(re.search(r"[\d.]+ ms was [\d.]+ ms [\d.]+ times as fast", tiles[name]) for name in times)
 
 
 def test_accuracy_on_held_out_data_is_measured(run: Run, tmp_path: Path) -> None:
@@ -369,6 +371,13 @@ def test_latencies_of_the_run_are_not_measured_again(run: Run, tmp_path: Path) -
     page = parse(timed.report(tmp_path / "r.html").read_text("utf-8"))
     assert "4.10 ms was 12.3 ms 3.00 times as fast" in page.find("dl", class_="tiles")[0].text
     assert "during the run" in page.text
+    given = [Timing(1, 0.020, 0.010), Timing(32, 0.4, 0.1, "ONNX Runtime")]
+    page = parse(timed.report(tmp_path / "r.html", latency=given).read_text("utf-8"))
+    tiles = {tile.find("dt")[0].text: tile.text for tile in page.find("div", class_="tile")}
+    assert "10.0 ms was 20.0 ms 2.00 times as fast" in tiles["Latency, batch 1, PyTorch"]
+    assert "100 ms was 400 ms 4.00 times as fast" in tiles["Latency, batch 32, ONNX Runtime"]
+    page = parse(run.result.report(tmp_path / "r.html", latency=False).read_text("utf-8"))
+    assert "atency" not in page.text
 
 
 def test_the_demonstration_writes_its_page_and_says_where(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ def compare(
     test: o.Test = None,
     per_class: o.PerClass = None,
     test_per_class: o.TestPerClass = None,
-    merge: o.Merge = o.Merging.sum,
+    merge: o.MergeByData = o.MergingByData.auto,
     strict: o.Strict = False,
     specialize: Annotated[bool, typer.Option(help="Keep only the outputs that the class folders mean.")] = True,
     remove: Annotated[float, typer.Option(help="Share of the units to remove in the end.")] = 0.5,
@@ -70,7 +70,7 @@ def compare(
         )
     asked = {
         "model": model, "outputs": {name: list(members) for name, members in job.outputs.items()},
-        "specialize": specialize, "merge": merge.value, "view": asdict(job.reference.view),
+        "specialize": specialize, "merge": job.merge, "view": asdict(job.reference.view),
         "reference": digest(job.reference), "test": digest(job.test),
     }  # fmt: skip
     begin_run(out, asked, fresh, talk)

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from secateur.cli import options as o
-from secateur.cli.output import Talk
+from secateur.cli.output import Talk, expects
 from secateur.cli.subject import Look, blank, opened
 from secateur.data.imagenet import title
 from secateur.graph.cost import human
@@ -52,9 +52,6 @@ def export(
             "mean": view.mean, "std": view.std, "classes": list(subject.origin.classes),
         }
     )  # fmt: skip
-    talk.result(
-        f"{path}: {human(path.stat().st_size)}B, same output as PyTorch. Input: {fixed_batch or 'N'} x {view.channels} "
-        f"x {view.size} x {view.size}, pixels 0 to 1 less the mean {view.mean} divided by {view.std}"
-    )
+    talk.result(f"{path}: {human(path.stat().st_size)}B, same output as PyTorch; {expects(view, fixed_batch)}")
     if subject.origin.classes:
         talk.result(f"outputs: {', '.join(map(title, subject.origin.classes))}")

@@ -9,10 +9,10 @@ import typer
 from rich.table import Table
 
 from secateur.cli import options as o
-from secateur.cli.output import Talk, footprints
-from secateur.cli.subject import Look, blank, device_of, opened
+from secateur.cli.output import Talk
+from secateur.cli.subject import Look, blank, opened
 from secateur.graph.analysis import analyze
-from secateur.graph.cost import human
+from secateur.graph.cost import human, measure, time_forward
 from secateur.graph.graph import Graph
 
 
@@ -39,12 +39,13 @@ def inspect(
     with talk.stage("analysing"):
         subject = opened(model, weights, original, device, Look(size, None, mean, std), trained=False)
         graph = analyze(subject.model, blank(subject))
-        (cost,) = footprints([subject.model], subject.origin.view, device_of(subject.model), latency)
+        cost = measure(subject.model, blank(subject), latency=False)
+        one, many = (time_forward(subject.model, blank(subject, batch)) if latency else None for batch in (1, 32))
     rows = _rows(graph)
     talk.json(
         {
-            "model": graph.model_name, "params": cost.params, "macs": cost.macs, "latency_1": cost.latency_1,
-            "latency_32": cost.latency_32, "units": int(graph.units.sum()), "removable_units": graph.total_units,
+            "model": graph.model_name, "params": cost.params, "macs": cost.macs, "latency_1": one,
+            "latency_32": many, "units": int(graph.units.sum()), "removable_units": graph.total_units,
             "groups": len(graph), "removable_groups": len(graph.candidates), "layers": rows, "unused": graph.unused,
             "input": list(blank(subject).shape), "classes": list(subject.origin.classes),
         }
@@ -62,8 +63,8 @@ def inspect(
     talk.result(table)
     talk.result(f"{graph.model_name}: {human(cost.params)} parameters, {human(cost.macs)} MACs per image of "
                 f"{subject.origin.view.size} x {subject.origin.view.size}")  # fmt: skip
-    if cost.latency_1 is not None and cost.latency_32 is not None:
-        talk.result(f"{1000 * cost.latency_1:.1f} ms for one image, {1000 * cost.latency_32:.1f} ms for 32")
+    if one is not None and many is not None:
+        talk.result(f"{1000 * one:.1f} ms for one image, {1000 * many:.1f} ms for 32")
     talk.result(f"{graph.total_units} of {int(graph.units.sum())} units may leave, in {len(graph.candidates)} groups")
     for reason, layers in _reasons(rows).items():
         shown = ", ".join(layers[:6]) + (f" and {len(layers) - 6} more" if len(layers) > 6 else "")

@@ -28,6 +28,14 @@ class Merging(StrEnum):
     mean = "mean"
 
 
+class MergingByData(StrEnum):
+    """The same, or what suits the images."""
+
+    auto = "auto"
+    sum = "sum"
+    mean = "mean"
+
+
 Model = Annotated[
     str,
     typer.Argument(
@@ -71,6 +79,14 @@ Merge = Annotated[
     typer.Option(
         help="How the probabilities of outputs that mean the same become one. The mean is fairer to small groups where "
         "a network spreads some probability over all outputs.",
+        rich_help_panel=_IMAGES,
+    ),
+]
+MergeByData = Annotated[
+    MergingByData,
+    typer.Option(
+        help="How the probabilities of outputs that mean the same become one; 'auto' takes what suits the images that "
+        "units are scored on. The mean is fairer to small groups.",
         rich_help_panel=_IMAGES,
     ),
 ]

@@ -3,59 +3,47 @@
 from __future__ import annotations
 
 import json
+import re
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, TextIO
 
-import torch
 from rich.console import Console
 from rich.table import Table
 from torch import nn
 
 from secateur.data.views import View
 from secateur.errors import SecateurWarning
-from secateur.graph.cost import human, measure, time_in_turn
+from secateur.graph.cost import Cost, Timing, human, size_of
 
 # More classes than this are not all listed.
 _CLASSES = 12
 
 
-@dataclass(frozen=True)
-class Footprint:
-    """What a model costs: parameters, MACs for one image, seconds for a batch of 1 and of 32 where measured."""
-
-    params: int
-    macs: int
-    latency_1: float | None = None
-    latency_32: float | None = None
-
-
-def footprints(models: Sequence[nn.Module], view: View, device: torch.device, latency: bool) -> list[Footprint]:
-    """Measure models side by side on inputs that are no photographs."""
-    one = torch.zeros(1, view.channels, view.size, view.size, device=device)
-    costs = [measure(model, one, latency=False) for model in models]
-    if not latency:
-        return [Footprint(cost.params, cost.macs) for cost in costs]
-    many = one.expand(32, -1, -1, -1).contiguous()
-    times = zip(costs, time_in_turn(models, one), time_in_turn(models, many), strict=True)
-    return [Footprint(cost.params, cost.macs, alone, together) for cost, alone, together in times]
+def sides(before: Cost, after: Cost, timings: Sequence[Timing] = ()) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What two models cost, for JSON: parameters, MACs for one image, seconds by batch size where measured."""
+    names = [f"{'onnx_' if timing.runtime != 'PyTorch' else ''}latency_{timing.batch}" for timing in timings]
+    return (
+        {"params": before.params, "macs": before.macs, **dict(zip(names, (t.before for t in timings), strict=True))},
+        {"params": after.params, "macs": after.macs, **dict(zip(names, (t.after for t in timings), strict=True))},
+    )
 
 
-def headline(before: Footprint, after: Footprint, metrics: Sequence[Mapping[str, float]] = ()) -> Table:
+def headline(
+    before: Cost, after: Cost, timings: Sequence[Timing] = (), metrics: Sequence[Mapping[str, float]] = ()
+) -> Table:
     """Before and after, side by side. `metrics` are the accuracies before and after, if there are any."""
     table = Table(title_justify="left")
     for name in ("", "before", "after", "change"):
         table.add_column(name, justify="left" if not name else "right")
     table.add_row("parameters", human(before.params), human(after.params), _share(after.params, before.params))
     table.add_row("MACs per image", human(before.macs), human(after.macs), _share(after.macs, before.macs))
-    for title, a, b in (
-        ("latency, batch 1", before.latency_1, after.latency_1),
-        ("latency, batch 32", before.latency_32, after.latency_32),
-    ):
-        if a is not None and b is not None:
-            table.add_row(title, f"{1000 * a:.1f} ms", f"{1000 * b:.1f} ms", f"{a / b:.2f}x faster")
+    for timing in timings:
+        title = f"latency, batch {timing.batch}, {timing.runtime}"
+        gain = f"{timing.gain:.2f}x as fast"
+        table.add_row(title, f"{1000 * timing.before:.1f} ms", f"{1000 * timing.after:.1f} ms", gain)
     if metrics:
         first, last = metrics[0], metrics[-1]
         classes = [name for name in first if name != "overall"]
@@ -69,7 +57,14 @@ def headline(before: Footprint, after: Footprint, metrics: Sequence[Mapping[str,
 
 
 def _share(after: float, before: float) -> str:
-    return f"{100 * after / before:.1f} %" if before else "–"
+    return f"{100 * after / before:.1f} % left" if before else "–"
+
+
+def expects(view: View, batch: int | None = None) -> str:
+    """What an exported model takes, in words."""
+    mean, std = (", ".join(f"{number:g}" for number in numbers) for numbers in (view.mean, view.std))
+    shape = f"{batch or 'N'} x {view.channels} x {view.size} x {view.size}"
+    return f"input {shape}, pixels from 0 to 1, less {mean}, divided by {std}"
 
 
 class Talk:
@@ -106,6 +101,24 @@ class Talk:
             print(json.dumps(value, indent=1))
 
 
+class Lines:
+    """How a run gets on, line by line, where there is no terminal to draw a bar on: logs must not fall silent.
+
+    A line that differs from the last one only in its numbers waits until some seconds have passed.
+    """
+
+    def __init__(self, talk: Talk, seconds: float = 20) -> None:
+        self._note, self._seconds = talk.note, seconds
+        self._last, self._kind = -seconds, ""
+
+    def __call__(self, text: str) -> None:
+        """Say it, unless nearly the same was said a moment ago."""
+        now, kind = time.monotonic(), re.sub(r"[\d.]+", "", text)
+        if kind != self._kind or now - self._last >= self._seconds:
+            self._last, self._kind = now, kind
+            self._note(text)
+
+
 def reported(talk: Talk, evaluate: Callable[[nn.Module], dict[str, float]]) -> Callable[[nn.Module], dict[str, float]]:
     """`evaluate`, with a line for each step where there is no terminal to draw a bar on: logs must not fall silent."""
     if talk.err.is_terminal:
@@ -113,8 +126,7 @@ def reported(talk: Talk, evaluate: Callable[[nn.Module], dict[str, float]]) -> C
 
     def evaluated(model: nn.Module) -> dict[str, float]:
         metrics = evaluate(model)
-        params = sum(parameter.numel() for parameter in model.parameters())
-        talk.note(f"{human(params)} parameters: accuracy {100 * metrics['overall']:.1f} %")
+        talk.note(f"{human(size_of(model))} parameters: accuracy {100 * metrics['overall']:.1f} %")
         return metrics
 
     return evaluated

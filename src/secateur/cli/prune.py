@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import time
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
 import typer
+from torch import nn
 
 from secateur.cli import options as o
 from secateur.cli.folder import CHECKPOINT, begin_run, check_folder, digest, end_run, need
-from secateur.cli.output import Talk, footprints, headline, reported
+from secateur.cli.output import Lines, Talk, expects, headline, sides
 from secateur.cli.subject import Look, Task, device_of, opened, task
 from secateur.data.imagenet import title
-from secateur.errors import SecateurError
-from secateur.pruning.export import export
+from secateur.errors import SecateurError, SecateurWarning
+from secateur.graph.cost import Timing, human, measure, size_of, time_batches
+from secateur.pruning.export import export, fixed_batch, time_onnx
 from secateur.pruning.files import plans_of, save
 from secateur.pruning.finetune import FineTune
 from secateur.pruning.loop import Result
@@ -75,7 +80,7 @@ def prune(
     test: o.Test = None,
     per_class: o.PerClass = None,
     test_per_class: o.TestPerClass = None,
-    merge: o.Merge = o.Merging.sum,
+    merge: o.MergeByData = o.MergingByData.auto,
     strict: o.Strict = False,
     specialize: Annotated[
         bool,
@@ -178,7 +183,7 @@ def prune(
     _introduce(talk, job)
     asked = {
         "model": model, "outputs": {name: list(members) for name, members in job.outputs.items()},
-        "specialize": specialize, "merge": merge.value, "view": asdict(job.reference.view),
+        "specialize": specialize, "merge": job.merge, "view": asdict(job.reference.view),
         "reference": digest(job.reference), "test": digest(job.test), "repair": repair.value,
         "finetune_epochs": finetune_epochs, "learning_rate": learning_rate,
     }  # fmt: skip
@@ -195,20 +200,30 @@ def prune(
     talk.note(f"pruning by {criterion}; this can be interrupted, and the same command goes on")
     result = run_prune(
         job.model, job.data(), criterion, remove, keep or None, finetune=tuner,
-        evaluate=reported(talk, job.accuracy) if job.test is not None else None, max_drop=max_drop, round_to=round_to,
-        ignore=tuple(ignore or ()), checkpoint=out / CHECKPOINT, seed=seed, **method,
+        evaluate=_watchful(job) if job.test is not None else None, max_drop=max_drop, round_to=round_to,
+        ignore=tuple(ignore or ()), checkpoint=out / CHECKPOINT, seed=seed,
+        progress=talk.err.is_terminal or Lines(talk), **method,
     )  # fmt: skip
     if not plans_of(result.model):
         raise SecateurError(
             f"nothing was removed ({result.stopped}), so nothing is written. Way out: a smaller --step, a larger "
             f"--max-drop, --repair, or more images."
         )
-    files = _write(talk, out, job, result, onnx=onnx, report=report, latency=latency)
-    with talk.stage("timing both models" if latency else "counting"):
-        before, after = footprints([job.whole, result.model], subject.origin.view, where, latency)
+    files = {"model": out / "model", "history": out / "history.csv"}
+    save(files["model"], result, about={"origin": job.subject.origin.to_dict()})
+    result.history.to_csv(files["history"])
+    if onnx:
+        with talk.stage("writing ONNX and checking it with ONNX Runtime"):
+            files["onnx"] = export(result.model, out / "model.onnx", job.example())
+    timings = _timed(talk, job, result, files.get("onnx")) if latency else []
+    if report:
+        with talk.stage("drawing heat maps and writing the report"):
+            files["report"] = _report(out / "report.html", job, result, timings)
+    costs = [measure(model, job.example()[:1], latency=False) for model in (job.model, result.model)]
+    before, after = sides(*costs, timings)
     metrics = [row.metrics for row in result.history if row.held and row.metrics]
     summary = {
-        "stopped": result.stopped, "before": asdict(before), "after": asdict(after),
+        "stopped": result.stopped, "before": before, "after": after,
         "accuracy": {"before": metrics[0], "after": metrics[-1]} if metrics else None,
         "images": {"reference": len(job.reference), "test": len(job.test) if job.test is not None else 0},
         "steps": len(result.history) - 1, "seconds": round(time.perf_counter() - begin, 1),
@@ -216,45 +231,76 @@ def prune(
     }  # fmt: skip
     end_run(out, asked, summary)
     talk.json(summary)
-    talk.result(headline(before, after, metrics))
+    talk.result(headline(*costs, timings, metrics))
+    if onnx:
+        named = f"; outputs: {', '.join(map(title, job.subject.origin.classes))}" if specialize else ""
+        talk.result(f"{files['onnx'].name}: {expects(job.reference.view, fixed_batch(files['onnx']))}{named}")
     talk.result(
         f"{result.stopped}; {summary['seconds']:.0f} s. Written to {out}: {', '.join(p.name for p in files.values())}"
     )
 
 
+def _watchful(job: Task) -> Callable[[nn.Module], dict[str, float]]:
+    """Accuracy, with a warning if it is poor before anything was removed: then pruning is not what is wrong."""
+    whole, chance = size_of(job.model), 1 / len(job.classes)
+
+    def accuracy(model: nn.Module) -> dict[str, float]:
+        found = job.accuracy(model)
+        if size_of(model) == whole and found["overall"] < (1 + chance) / 2:
+            warnings.warn(
+                f"the unpruned model is right on only {100 * found['overall']:.1f} % of the test images (chance is "
+                f"{100 * chance:.1f} %). Are the weights for this very architecture, --outputs and --merge right, and "
+                f"--input-size, --mean and --std those of its training?",
+                SecateurWarning,
+                stacklevel=2,
+            )
+        return found
+
+    return accuracy
+
+
 def _introduce(talk: Talk, job: Task) -> None:
     """Say what is done with which images, so that nobody has to guess."""
+    had, has = size_of(job.whole), size_of(job.model)
+    if has < had:
+        talk.note(f"outputs that no folder means are removed first: {human(had)} → {human(has)} parameters")
     for name, members in job.outputs.items():
         shown = (
             f"output {members[0]}" if len(members) == 1 else f"{len(members)} outputs, {members[0]} to {members[-1]}"
         )
         tested = job.test.counts[name] if job.test is not None else 0
         talk.note(f"{title(name)}: {shown}; {job.reference.counts[name]} images to score on, {tested} to test on")
+    if job.merge is not None:
+        talk.note(f"outputs that mean the same become one: {job.merge} of their probabilities")
     if job.test is None:
         talk.note(
             "no image is left to test on, so accuracy is not measured. Way out: --test, or a smaller --per-class."
         )
 
 
-def _write(
-    talk: Talk, out: Path, job: Task, result: Result, *, onnx: bool, report: bool, latency: bool
-) -> dict[str, Path]:
-    """Everything a run leaves behind."""
-    files = {"model": out / "model", "history": out / "history.csv"}
-    save(files["model"], result, about={"origin": job.subject.origin.to_dict()})
-    result.history.to_csv(files["history"])
-    if report:
-        view, title_of = job.reference.view, f"{job.subject.origin.model} pruned by {result.settings['criterion']}"
-        with talk.stage("drawing heat maps and writing the report"):
-            files["report"] = result.report(
-                out / "report.html", inputs=_a_few(job), original=job.model, title=title_of, mean=view.mean,
-                classes={number: title(name) for number, name in zip(job.reference.targets, job.classes, strict=True)},
-                std=view.std, latency=latency,
-            )  # fmt: skip
-    if onnx:
-        with talk.stage("writing ONNX and checking it with ONNX Runtime"):
-            files["onnx"] = export(result.model, out / "model.onnx", job.example())
-    return files
+def _timed(talk: Talk, job: Task, result: Result, onnx: Path | None) -> list[Timing]:
+    """Both models in turn, in PyTorch and, if it is asked for, in ONNX Runtime."""
+    example = job.example()
+    with talk.stage("timing both models for 1 and for 32 images"):
+        found = time_batches(job.model, result.model, example)
+    if onnx is None or example.device.type != "cpu":
+        return found
+    with talk.stage("timing both models in ONNX Runtime"), TemporaryDirectory() as folder:
+        try:
+            whole = export(job.model, Path(folder) / "unpruned.onnx", example)
+        except (SecateurError, RuntimeError) as error:
+            talk.note(f"the unpruned model cannot be written as ONNX, so there is nothing to compare with: {error}")
+            return found
+        return [*found, *time_onnx(whole, onnx, example)]
+
+
+def _report(path: Path, job: Task, result: Result, timings: Sequence[Timing]) -> Path:
+    view = job.reference.view
+    return result.report(
+        path, inputs=_a_few(job), original=job.model, mean=view.mean, std=view.std, latency=timings or False,
+        title=f"{job.subject.origin.model} pruned by {result.settings['criterion']}",
+        classes={number: title(name) for number, name in zip(job.reference.targets, job.classes, strict=True)},
+    )  # fmt: skip
 
 
 def _a_few(job: Task, count: int = 6) -> Any:

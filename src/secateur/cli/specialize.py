@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Annotated
 
 import typer
 
 from secateur.cli import options as o
 from secateur.cli.folder import check_folder
-from secateur.cli.output import Talk, footprints, headline
-from secateur.cli.subject import Look, blank, count_outputs, device_of, names_of, narrowed, opened
+from secateur.cli.output import Talk, headline, sides
+from secateur.cli.subject import Look, blank, count_outputs, names_of, narrowed, opened
 from secateur.data.outputs import Outputs, assignments, parse
 from secateur.errors import DataError
+from secateur.graph.cost import measure
 from secateur.pruning.export import export
 from secateur.pruning.files import plans_of, save
 
@@ -62,13 +62,13 @@ def specialize(
     if onnx:
         with talk.stage("writing ONNX and checking it with ONNX Runtime"):
             files["onnx"] = str(export(narrow.model, out / "model.onnx", blank(narrow, 2)))
-    where = device_of(subject.model)
-    before, after = footprints([subject.model, narrow.model], subject.origin.view, where, latency=False)
+    costs = [measure(model, blank(subject), latency=False) for model in (subject.model, narrow.model)]
+    before, after = sides(*costs)
     kept = {name: list(members) for name, members in chosen.items()}
-    talk.json({"outputs": kept, "before": asdict(before), "after": asdict(after), "files": files})
+    talk.json({"outputs": kept, "before": before, "after": after, "files": files})
     for place, (name, members) in enumerate(chosen.items()):
         talk.result(f"output {place}: {name}, was {', '.join(map(str, members[:8]))}{' …' if len(members) > 8 else ''}")
-    talk.result(headline(before, after))
+    talk.result(headline(*costs))
     talk.result(f"written: {', '.join(files.values())}")
 
 

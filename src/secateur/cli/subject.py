@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import torch
 import typer
@@ -111,6 +112,7 @@ class Task:
     reference: Photographs
     rest: Photographs | None  # neither reference nor test: more images to fine-tune on
     test: Photographs | None
+    merge: Merge | None  # how outputs became one, where several mean the same
 
     @property
     def model(self) -> nn.Module:
@@ -173,7 +175,7 @@ def task(
     *,
     outputs: Sequence[str] = (),
     narrow: bool = True,
-    merge: Merge = "sum",
+    merge: Merge | Literal["auto"] = "auto",
     test: Path | None = None,
     per_class: int | None = None,
     test_per_class: int | None = None,
@@ -185,9 +187,12 @@ def task(
     photos = read(images, view=view, strict=strict)
     count = count_outputs(subject)
     chosen = match(photos.classes, count, outputs, subject.origin.classes)
-    whole = subject.model
+    reference = photos.draw(per_class or _REFERENCE, seed=seed, at_most=per_class is None)
+    whole, by = subject.model, None
     if narrow:
-        subject = narrowed(subject, chosen, count, merge)
+        if any(len(members) > 1 for members in chosen.values()):
+            by = _fairest(whole, chosen, reference) if merge == "auto" else merge
+        subject = narrowed(subject, chosen, count, by or "sum")
         targets = list(range(len(photos.classes)))
     else:
         merged = [name for name, members in chosen.items() if len(members) > 1]
@@ -197,8 +202,7 @@ def task(
                 f"leave out --no-specialize."
             )
         targets = [members[0] for members in chosen.values()]
-    photos = photos.numbered(targets)
-    reference = photos.draw(per_class or _REFERENCE, seed=seed, at_most=per_class is None)
+    photos, reference = photos.numbered(targets), reference.numbered(targets)
     rest = photos.without(reference)
     held: Photographs | None
     if test is not None:
@@ -213,7 +217,23 @@ def task(
         rest = rest.without(held)
     else:
         held = None
-    return Task(subject, whole, chosen, reference, rest, held)
+    return Task(subject, whole, chosen, reference, rest, held, by)
+
+
+def _fairest(model: nn.Module, outputs: Outputs, reference: Photographs) -> Merge:
+    """The sum or the mean of the members' probabilities: whichever makes the right classes more probable."""
+    columns = [index for members in outputs.values() for index in members]
+    groups = torch.repeat_interleave(torch.tensor([len(members) for members in outputs.values()]))
+    sizes = torch.bincount(groups).float()
+    losses = {"sum": 0.0, "mean": 0.0}
+    with torch.no_grad():
+        for inputs, labels in reference.numbered(range(len(outputs))).batches(32, device_of(model)):
+            shares = logits_of(model(inputs))[:, columns].float().softmax(1).cpu()
+            sums = torch.zeros(len(shares), len(outputs)).index_add_(1, groups, shares)
+            for name, merged in (("sum", sums), ("mean", sums / sizes)):
+                logs = merged.clamp_min(torch.finfo(torch.float32).tiny).log()
+                losses[name] += float(nn.functional.cross_entropy(logs, labels.cpu(), reduction="sum"))
+    return "mean" if losses["mean"] < losses["sum"] else "sum"
 
 
 def narrowed(subject: Opened, outputs: Mapping[str, tuple[int, ...]], count: int, merge: Merge = "sum") -> Opened:

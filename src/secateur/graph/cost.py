@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from secateur.errors import ForwardError
 from secateur.graph.axes import AxisTable
 from secateur.graph.labels import LabelPass, MacsTerm, NeedsNumbers
 from secateur.graph.shadow import Example, ghost, quiet, run, run_or_explain, to_meta, twin, unwrap
@@ -51,11 +54,15 @@ def measure(model: nn.Module, example: Example, latency: bool = True, repeats: i
     Cost(params=36, macs=32, latency=None)
     """
     model = unwrap(model)
-    params = sum(p.numel() for p in model.parameters())
     macs = round(
         sum(term.coefficient * float(np.prod([len(a) for a in term.axes])) for term in count_macs(model, example))
     )
-    return Cost(params, macs, time_forward(model, example, repeats) if latency else None)
+    return Cost(size_of(model), macs, time_forward(model, example, repeats) if latency else None)
+
+
+def size_of(model: nn.Module) -> int:
+    """How many parameters a model has."""
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def count_macs(model: nn.Module, example: Example) -> list[MacsTerm]:
@@ -85,21 +92,75 @@ def time_in_turn(models: Sequence[nn.Module], example: Example, repeats: int = 2
     watched = [twin(unwrap(model)).eval() for model in models]
     cuda = any(t.device.type == "cuda" for t in tensors_in(example))
 
-    def timed(model: nn.Module) -> float:
-        begin = time.perf_counter()
+    def forward(model: nn.Module) -> None:
         run(model, example)
         if cuda:
             torch.cuda.synchronize()
-        return time.perf_counter() - begin
 
     with quiet():
         for model in watched:
             run_or_explain(model, example)
-        each = max(sum(timed(model) for model in watched for _ in range(3)) / 3, 1e-6)
-        # Slow models get fewer repeats: at most about ten seconds for each, never fewer than three.
-        turns = max(3, min(repeats, int(10 * len(models) / each)))
-        seconds = [[timed(model) for model in watched] for _ in range(turns)]
+        return medians([partial(forward, model) for model in watched], repeats)
+
+
+def medians(calls: Sequence[Callable[[], object]], repeats: int = 20) -> list[float]:
+    """Median seconds of each call, after a warm-up; the calls take turns."""
+
+    def timed(call: Callable[[], object]) -> float:
+        begin = time.perf_counter()
+        call()
+        return time.perf_counter() - begin
+
+    each = max(sum(timed(call) for call in calls for _ in range(3)) / 3, 1e-6)
+    # Slow calls get fewer repeats: at most about ten seconds for each, never fewer than three.
+    turns = max(3, min(repeats, int(10 * len(calls) / each)))
+    seconds = [[timed(call) for call in calls] for _ in range(turns)]
     return [statistics.median(times) for times in zip(*seconds, strict=True)]
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Median seconds for one batch before and after pruning, measured in turn. `runtime` is what ran the models."""
+
+    batch: int
+    before: float
+    after: float
+    runtime: str = "PyTorch"
+
+    @property
+    def gain(self) -> float:
+        """How many times as fast."""
+        return self.before / self.after
+
+
+def time_batches(
+    before: nn.Module, after: nn.Module, example: Example, batches: Sequence[int] = (1, 32)
+) -> list[Timing]:
+    """Time two models in turn for each batch size.
+
+    An example that is more than one tensor, or a forward that takes no other batch size, is timed as it is.
+
+    >>> [timing.batch for timing in time_batches(nn.Linear(4, 9), nn.Linear(4, 2), torch.rand(1, 4))]
+    [1, 32]
+    """
+    found = []
+    if isinstance(example, Tensor) and example.ndim:
+        for batch in batches:
+            with suppress(ForwardError):
+                found.append(Timing(batch, *time_in_turn([before, after], repeated(example, batch))))
+    if found:
+        return found
+    return [Timing(batch_of(example), *time_in_turn([before, after], example))]
+
+
+def batch_of(example: Example) -> int:
+    """How many samples an example has, by its first tensor."""
+    return next((len(tensor) for tensor in tensors_in(example) if tensor.ndim), 1)
+
+
+def repeated(example: Tensor, batch: int) -> Tensor:
+    """The first sample of an example, so many times."""
+    return example[:1].expand(batch, *example.shape[1:]).contiguous()
 
 
 class CostModel:

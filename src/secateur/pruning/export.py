@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
 import os
+import warnings
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from secateur.errors import SecateurError, VerificationError
+from secateur.errors import SecateurError, SecateurWarning, VerificationError
+from secateur.graph.cost import Timing, medians, repeated
 from secateur.graph.shadow import Example, quiet, run_or_explain, twin, unwrap
 from secateur.ops.table import tensors_in
 
@@ -40,6 +45,43 @@ def export(model: nn.Module, path: str | os.PathLike[str], example: Example, *, 
     return target
 
 
+def time_onnx(before: Path, after: Path, example: Tensor, batches: Sequence[int] = (1, 32)) -> list[Timing]:
+    """Time two ONNX files in turn on the processor, with as many threads as PyTorch uses.
+
+    Files with a fixed batch size are timed for that one, if it is asked for.
+    """
+    sessions = [_session(path) for path in (before, after)]
+    inputs = [session.get_inputs()[0] for session in sessions]
+    fixed = {_fixed(item) for item in inputs} - {None}
+    found = []
+    for batch in batches:
+        if fixed <= {batch}:
+            numbers = repeated(example, batch).detach().cpu().numpy()
+            calls = [
+                partial(session.run, None, {item.name: numbers}) for session, item in zip(sessions, inputs, strict=True)
+            ]
+            found.append(Timing(batch, *medians(calls), "ONNX Runtime"))
+    return found
+
+
+def fixed_batch(path: Path) -> int | None:
+    """The only batch size that an ONNX file takes, or None if it takes any."""
+    return _fixed(_session(path).get_inputs()[0])
+
+
+def _fixed(item: Any) -> int | None:
+    return item.shape[0] if item.shape and isinstance(item.shape[0], int) else None
+
+
+def _session(path: Path) -> Any:
+    import onnxruntime
+
+    settings = onnxruntime.SessionOptions()
+    settings.log_severity_level = 3
+    settings.intra_op_num_threads = torch.get_num_threads()
+    return onnxruntime.InferenceSession(str(path), settings, providers=["CPUExecutionProvider"])
+
+
 def _call(example: Example) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(example, dict):
         return (), dict(example)
@@ -57,15 +99,16 @@ def _to_onnx(
     model: nn.Module, target: Path, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_batch: bool
 ) -> list[Tensor]:
     try:
-        import onnxruntime
+        import onnxruntime  # noqa: F401
         import onnxscript  # noqa: F401
     except ImportError as error:
         raise SecateurError("exporting to ONNX needs the extra: pip install 'secateur[export]'") from error
     staged = target.with_name(f".{target.name}.part")
     options: dict[str, Any] = {"dynamo": True, "external_data": False, "verbose": False}
-    if dynamic_batch and not kwargs and all(isinstance(a, Tensor) and a.ndim > 0 and a.shape[0] > 1 for a in args):
+    free = dynamic_batch and not kwargs and all(isinstance(a, Tensor) and a.ndim and a.shape[0] > 1 for a in args)
+    if free:
         batch = torch.export.Dim("batch", min=1)
-        options["dynamic_shapes"] = tuple({0: batch} for _ in args)
+        options["dynamic_shapes"] = _in_place(model, tuple({0: batch} for _ in args))
     try:
         try:
             torch.onnx.export(model, args, staged, kwargs=kwargs or None, **options)
@@ -75,9 +118,15 @@ def _to_onnx(
             # Some forwards fix the batch size (e.g. by reshaping with constants); a fixed one still serves.
             options.pop("dynamic_shapes")
             torch.onnx.export(model, args, staged, kwargs=kwargs or None, **options)
-        settings = onnxruntime.SessionOptions()
-        settings.log_severity_level = 3
-        session = onnxruntime.InferenceSession(str(staged), settings, providers=["CPUExecutionProvider"])
+        session = _session(staged)
+        batch_size = _fixed(session.get_inputs()[0])
+        if free and batch_size is not None:
+            warnings.warn(
+                f"{target} takes batches of {batch_size} only: the forward of {type(model).__name__} fixes the batch "
+                f"size. Way out: an example of the size that you need.",
+                SecateurWarning,
+                stacklevel=3,
+            )
         names = [item.name for item in session.get_inputs()]
         feeds = dict(zip(names, [t.detach().cpu().numpy() for t in tensors_in((args, kwargs))], strict=True))
         outputs = [torch.from_numpy(item) for item in session.run(None, feeds)]
@@ -85,6 +134,15 @@ def _to_onnx(
         return outputs
     finally:
         staged.unlink(missing_ok=True)
+
+
+def _in_place(model: nn.Module, shapes: tuple[Any, ...]) -> tuple[Any, ...]:
+    """One entry per parameter of the forward; what goes into its `*args` is nested."""
+    kinds = [parameter.kind for parameter in inspect.signature(model.forward).parameters.values()]
+    if inspect.Parameter.VAR_POSITIONAL not in kinds:
+        return shapes
+    named = kinds.index(inspect.Parameter.VAR_POSITIONAL)
+    return (*shapes[:named], shapes[named:])
 
 
 def _to_pt2(model: nn.Module, target: Path, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:

@@ -21,7 +21,7 @@ from secateur.criteria.scores import Aggregation, Scores
 from secateur.criteria.scoring import check_weights, example_of, score
 from secateur.errors import EvaluationError, SecateurError, TargetError
 from secateur.graph.analysis import analyze
-from secateur.graph.cost import Cost, time_forward
+from secateur.graph.cost import Cost, Timing, time_forward
 from secateur.graph.graph import Graph
 from secateur.graph.shadow import Example, duplicate, unwrap
 from secateur.pruning.checkpoint import State, decode, digest, encode, fill, numbers, read, write
@@ -86,15 +86,15 @@ class Result:
         mean: Sequence[float] | None = None,
         std: Sequence[float] | None = None,
         composite: str | Composite | Rule | None = None,
-        latency: bool = True,
+        latency: bool | Sequence[Timing] = True,
     ) -> Path:
         """Write a page about this run: one HTML file with charts, tables and heat maps that needs nothing else.
 
         Heat maps before and after are drawn for `inputs`, a pair (x, y), or for a few samples of `data`; `mean` and
         `std` undo the normalisation of the pictures, `classes` names the outputs, `composite` is that of the run unless
-        given. On `test` the accuracy of both models
-        is measured, by class too. `comparison` (of `compare`, or results by name) adds the curves of several criteria.
-        `original` is the unpruned model, where it is not known. Without `latency`, no forward pass is timed.
+        given. On `test` the accuracy of both models is measured, by class too. `comparison` (of `compare`, or results
+        by name) adds the curves of several criteria. `original` is the unpruned model, where it is not known. Both
+        models are timed in turn for batches of 1 and 32, unless `latency` is False or says what was measured already.
 
         >>> import tempfile
         >>> net = nn.Sequential(nn.Linear(4, 20), nn.ReLU(), nn.Linear(20, 3))
@@ -139,7 +139,7 @@ def prune(
     loss: Loss | None = None,
     batch_size: int = 32,
     checkpoint: str | Path | None = None,
-    progress: bool = True,
+    progress: bool | Callable[[str], None] = True,
     seed: int = 0,
     graph: Graph | None = None,
 ) -> Result:
@@ -165,6 +165,7 @@ def prune(
 
     With `checkpoint`, a file is replaced atomically after each step, and the same call made again goes on from there
     and ends the same. In several processes (`torchrun`) each scores its share and all end with the same model.
+    `progress` draws a bar on a terminal; a function is told in words how the run gets on.
 
     >>> net = nn.Sequential(nn.Linear(4, 20), nn.ReLU(), nn.Linear(20, 3))
     >>> data = (torch.rand(16, 4), torch.arange(16) % 3)
@@ -236,6 +237,7 @@ class _Run:
         try:
             self._tell = shown.note
             self._begin()
+            shown(self.history[-1])
             while not self.done:
                 self._next()
                 self._save()
@@ -321,6 +323,7 @@ class _Run:
         return self._score(self.model, self.plan, number)
 
     def _score(self, model: nn.Module, plan: Plan | None, number: int) -> Scores:
+        self._tell(f"scoring units by {self.criterion.name}")
         with seeded(self.seed, number):
             return score(
                 model, self.data, self.criterion, graph=self.graph, aggregate=self.aggregate, loss=self.loss,
@@ -352,6 +355,7 @@ class _Run:
     def _evaluated(self, model: nn.Module, number: int) -> dict[str, float]:
         if self.evaluate is None:
             return {}
+        self._tell("measuring accuracy")
         with seeded(self.seed, number, salt=2), _named("evaluate", number), evaluating(model), torch.no_grad():
             found = self.evaluate(model)
             items = found.items() if isinstance(found, Mapping) else [("overall", found)]

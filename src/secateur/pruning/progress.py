@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from types import TracebackType
 from typing import Self, TextIO
 
@@ -13,11 +14,15 @@ from secateur.pruning.history import Row
 
 
 class Progress:
-    """Shows step, units, MACs and accuracy on a terminal: with rich if installed, else on one line of plain text."""
+    """Shows step, units, MACs and accuracy on a terminal: with rich if installed, else on one line of plain text.
 
-    def __init__(self, shown: bool, steps: int | None, stream: TextIO | None = None) -> None:
+    If `shown` is a function, it is told the same, terminal or not.
+    """
+
+    def __init__(self, shown: bool | Callable[[str], None], steps: int | None, stream: TextIO | None = None) -> None:
         self.stream = stream if stream is not None else sys.stderr
-        self.shown = shown and is_first() and self.stream.isatty()
+        self._listener = shown if callable(shown) and is_first() else None
+        self.shown = shown is True and is_first() and self.stream.isatty()
         self.steps = steps
         self._bar: object | None = None
         self._task: object | None = None
@@ -39,6 +44,8 @@ class Progress:
 
     def __call__(self, row: Row) -> None:
         """Show one finished step."""
+        if self._listener is not None:
+            self._listener(describe(row))
         if not self.shown:
             return
         text = describe(row)
@@ -51,6 +58,8 @@ class Progress:
 
     def note(self, text: str) -> None:
         """Show what a long step is about."""
+        if self._listener is not None:
+            self._listener(text)
         if not self.shown:
             return
         if self._bar is not None:

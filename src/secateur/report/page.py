@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from secateur.criteria.batches import Data, batches, check_targets, device_of
 from secateur.errors import SecateurError
-from secateur.graph.cost import human, time_in_turn
+from secateur.graph.cost import Timing, batch_of, human, time_batches
 from secateur.graph.shadow import describe, run, unwrap
 from secateur.pruning.compare import Comparison
 from secateur.pruning.loop import Result
@@ -82,7 +82,7 @@ def write_report(
     mean: Sequence[float] | None = None,
     std: Sequence[float] | None = None,
     composite: str | Composite | Rule | None = None,
-    latency: bool = True,
+    latency: bool | Sequence[Timing] = True,
 ) -> Path:
     """Write the page of `Result.report`."""
     source = original if original is not None else result.original
@@ -102,13 +102,14 @@ def write_report(
         seen = changes(
             source, result.model, result.plan, shown, classes=classes, mean=mean, std=std, composite=rule
         )  # fmt: skip
+    timings, when = _timings(result, source, latency)
     layers = _layers(result)
     html = fill(
         "report/page.html",
         title=title or f"{result.graph.model_name} pruned by {criterion}",
         lead=_lead(result, criterion),
-        tiles=_tiles(result, source, scores, metric, latency),
-        latency_note=_latency_note(result) if latency and source is not None else "",
+        tiles=_tiles(result, scores, metric, timings),
+        latency_note=_latency_note(result, timings, when) if timings else "",
         most=_MOST,
         charts=run_charts(result.history, metric),
         metric=metric,
@@ -147,9 +148,21 @@ def _lead(result: Result, criterion: str) -> str:
     return f"{done} The run ended because {result.stopped or 'it was stopped'}."
 
 
-def _tiles(
-    result: Result, source: nn.Module | None, scores: Sequence[Accuracy] | None, metric: Metric, latency: bool
-) -> list[Tile]:
+def _timings(
+    result: Result, source: nn.Module | None, latency: bool | Sequence[Timing]
+) -> tuple[Sequence[Timing], str]:
+    """What was measured, and when."""
+    if not isinstance(latency, bool):
+        return latency, "after the run"
+    old, new = result.cost_before.latency, result.cost_after.latency
+    if old is not None and new is not None:
+        return [Timing(batch_of(result.graph.example), old, new)], "during the run"
+    if latency and source is not None:
+        return time_batches(source, result.model, result.graph.example), "while the page was written"
+    return [], ""
+
+
+def _tiles(result: Result, scores: Sequence[Accuracy] | None, metric: Metric, timings: Sequence[Timing]) -> list[Tile]:
     first, last = _ends(result)
     tiles = []
     if scores is not None:
@@ -166,16 +179,10 @@ def _tiles(
     for name, before, after in (("Parameters", old.params, new.params), ("MACs", old.macs, new.macs)):
         share = after / max(before, 1)
         tiles.append(Tile(name, human(after), human(before), f"{100 * share:.1f} % left", share))
-    if old.latency is not None and new.latency is not None:
-        seconds = [old.latency, new.latency]
-    elif latency and source is not None:
-        seconds = time_in_turn([source, result.model], result.graph.example, _REPEATS)
-    else:
-        return tiles
-    text = [_milliseconds(value) for value in seconds]
-    tiles.append(
-        Tile("Latency", text[1], text[0], f"{seconds[0] / seconds[1]:.2f} times as fast", seconds[1] / seconds[0])
-    )
+    for timing in timings:
+        text = [_milliseconds(value) for value in (timing.before, timing.after)]
+        name = f"Latency, batch {timing.batch}, {timing.runtime}"
+        tiles.append(Tile(name, text[1], text[0], f"{timing.gain:.2f} times as fast", 1 / timing.gain))
     return tiles
 
 
@@ -184,12 +191,10 @@ def _milliseconds(seconds: float) -> str:
     return f"{number:.{2 if number < 10 else 1 if number < 100 else 0}f} ms"
 
 
-def _latency_note(result: Result) -> str:
-    when = "while the page was written" if result.cost_after.latency is None else "during the run"
-    return (
-        f"Latency is the median of up to {_REPEATS} forward passes on the example, {describe(result.graph.example)}, "
-        f"measured {when}."
-    )
+def _latency_note(result: Result, timings: Sequence[Timing], when: str) -> str:
+    sample = describe(result.graph.example) if len(timings) == 1 else "samples like the example"
+    turns = "" if when == "during the run" else ", both models in turn"
+    return f"Latency is the median of up to {_REPEATS} forward passes on {sample}{turns}, measured {when}."
 
 
 def _accuracy(model: nn.Module, data: Data, names: Names) -> Accuracy:

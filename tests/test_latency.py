@@ -1,0 +1,82 @@
+"""Timing models: who is called when, for which batch, and what the median is of."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import secateur as sc
+from secateur.graph.cost import Timing, medians, time_batches, time_in_turn
+from secateur.pruning.export import time_onnx
+
+
+class Sleeper(nn.Module):
+    """Takes so many seconds, and notes that it was called and with how many samples."""
+
+    def __init__(self, name: str, seconds: float, calls: list[tuple[str, int]]) -> None:
+        super().__init__()
+        self.name, self.seconds = name, seconds
+        # A closure: copies of the module must write into the same list.
+        self.note = lambda x: calls.append((name, len(x)))
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
+        self.note(x)
+        time.sleep(self.seconds)
+        return x
+
+
+class OneByOne(nn.Module):
+    """Takes one sample at a time."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.view(1, 4)
+
+
+def test_models_take_turns() -> None:
+    calls: list[tuple[str, int]] = []
+    slow, fast = time_in_turn([Sleeper("a", 0.004, calls), Sleeper("b", 0.001, calls)], torch.zeros(2, 3), repeats=5)
+    assert [name for name, _ in calls[-10:]] == ["a", "b"] * 5
+    assert slow >= 0.004
+    assert fast >= 0.001
+    assert slow > fast
+
+
+def test_the_median_is_of_the_repeats(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Each call is seen twice by the clock. Three calls to find out how long it takes, then five that count.
+    taken = [9.0, 9.0, 9.0, 1.0, 5.0, 2.0, 4.0, 3.0]
+    ticks = iter([tick for i, seconds in enumerate(taken) for tick in (100.0 * i, 100.0 * i + seconds / 1000)])
+    monkeypatch.setattr("secateur.graph.cost.time.perf_counter", lambda: next(ticks))
+    assert medians([lambda: None], repeats=5) == [pytest.approx(0.003)]
+
+
+def test_batches_of_one_and_of_32() -> None:
+    calls: list[tuple[str, int]] = []
+    found = time_batches(Sleeper("a", 0.002, calls), Sleeper("b", 0.001, calls), torch.zeros(3, 5))
+    assert [timing.batch for timing in found] == [1, 32]
+    assert {size for _, size in calls} == {1, 32}
+    assert all(timing.before >= 0.002 and timing.after >= 0.001 for timing in found)
+    assert found[0].gain == found[0].before / found[0].after
+
+
+def test_what_cannot_be_repeated_is_timed_as_it_is() -> None:
+    calls: list[tuple[str, int]] = []
+    pair = torch.zeros(3, 5), torch.zeros(7)
+    found = time_batches(Sleeper("a", 0, calls), Sleeper("b", 0, calls), pair)
+    assert [timing.batch for timing in found] == [3]
+    assert {size for _, size in calls} == {3}
+    assert [t.batch for t in time_batches(OneByOne(), OneByOne(), torch.zeros(1, 4))] == [1]
+    assert [t.batch for t in time_batches(OneByOne(), OneByOne(), torch.zeros(1, 4), batches=(2,))] == [1]
+
+
+def test_onnx_files_are_timed_for_the_batches_they_take(tmp_path) -> None:
+    net, x = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), torch.rand(2, 4)
+    free = sc.export(net, tmp_path / "free.onnx", x)
+    fixed = sc.export(net, tmp_path / "fixed.onnx", x[:1], dynamic_batch=False)
+    found = time_onnx(free, free, x)
+    assert [(timing.batch, timing.runtime) for timing in found] == [(1, "ONNX Runtime"), (32, "ONNX Runtime")]
+    assert all(timing.before > 0 and timing.after > 0 for timing in found)
+    assert [timing.batch for timing in time_onnx(free, fixed, x)] == [1]
+    assert Timing(1, 0.3, 0.1).gain == pytest.approx(3)
