@@ -219,8 +219,8 @@ def prune(
     if report:
         with talk.stage("drawing heat maps and writing the report"):
             files["report"] = _report(out / "report.html", job, result, timings)
-    costs = [measure(model, job.example()[:1], latency=False) for model in (job.model, result.model)]
-    before, after = sides(*costs, timings)
+    had, has = (measure(model, job.example()[:1], latency=False) for model in (job.model, result.model))
+    before, after = sides(had, has, timings)
     metrics = [row.metrics for row in result.history if row.held and row.metrics]
     summary = {
         "stopped": result.stopped, "before": before, "after": after,
@@ -231,7 +231,7 @@ def prune(
     }  # fmt: skip
     end_run(out, asked, summary)
     talk.json(summary)
-    talk.result(headline(*costs, timings, metrics))
+    talk.result(headline(had, has, timings, metrics))
     if onnx:
         named = f"; outputs: {', '.join(map(title, job.subject.origin.classes))}" if specialize else ""
         talk.result(f"{files['onnx'].name}: {expects(job.reference.view, fixed_batch(files['onnx']))}{named}")

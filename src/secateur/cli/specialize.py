@@ -62,13 +62,13 @@ def specialize(
     if onnx:
         with talk.stage("writing ONNX and checking it with ONNX Runtime"):
             files["onnx"] = str(export(narrow.model, out / "model.onnx", blank(narrow, 2)))
-    costs = [measure(model, blank(subject), latency=False) for model in (subject.model, narrow.model)]
-    before, after = sides(*costs)
+    had, has = (measure(model, blank(subject), latency=False) for model in (subject.model, narrow.model))
+    before, after = sides(had, has)
     kept = {name: list(members) for name, members in chosen.items()}
     talk.json({"outputs": kept, "before": before, "after": after, "files": files})
     for place, (name, members) in enumerate(chosen.items()):
         talk.result(f"output {place}: {name}, was {', '.join(map(str, members[:8]))}{' …' if len(members) > 8 else ''}")
-    talk.result(headline(*costs))
+    talk.result(headline(had, has))
     talk.result(f"written: {', '.join(files.values())}")
 
 

@@ -147,10 +147,12 @@ def time_batches(
     if isinstance(example, Tensor) and example.ndim:
         for batch in batches:
             with suppress(ForwardError):
-                found.append(Timing(batch, *time_in_turn([before, after], repeated(example, batch))))
+                first, second = time_in_turn([before, after], repeated(example, batch))
+                found.append(Timing(batch, first, second))
     if found:
         return found
-    return [Timing(batch_of(example), *time_in_turn([before, after], example))]
+    first, second = time_in_turn([before, after], example)
+    return [Timing(batch_of(example), first, second)]
 
 
 def batch_of(example: Example) -> int:

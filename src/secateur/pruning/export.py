@@ -60,7 +60,8 @@ def time_onnx(before: Path, after: Path, example: Tensor, batches: Sequence[int]
             calls = [
                 partial(session.run, None, {item.name: numbers}) for session, item in zip(sessions, inputs, strict=True)
             ]
-            found.append(Timing(batch, *medians(calls), "ONNX Runtime"))
+            first, second = medians(calls)
+            found.append(Timing(batch, first, second, "ONNX Runtime"))
     return found
 
 
