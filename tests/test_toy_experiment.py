@@ -125,8 +125,16 @@ def same(one, two):
 
 
 @pytest.mark.slow
-def test_several_processes_give_the_same_numbers(tmp_path, tiny):
-    assert same(campaign.run(TINY, [READINGS["paper"]], tmp_path, workers=2), tiny)
+def test_several_processes_give_the_same_numbers_and_pictures(tmp_path, tiny):
+    chosen = [READINGS["paper"]]
+    one, two = (reproduction.reproduce(tmp_path / str(n), TINY, chosen, tmp_path / f"cache{n}", n) for n in (1, 2))
+    assert same(one.outcomes, tiny)
+    assert same(two.outcomes, tiny)
+    files = [path.relative_to(one.folder) for path in one.folder.rglob("*") if path.suffix in (".png", ".csv", ".json")]
+    assert len(files) == 12
+    for path in files:
+        if path.name != "run.json":
+            assert (one.folder / path).read_bytes() == (two.folder / path).read_bytes()
 
 
 def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path, tiny):

@@ -6,7 +6,8 @@ import torch
 
 import secateur as sc
 from secateur.criteria.scoring import score
-from secateur.experiments.toy.evaluation import Evaluator, removed_by
+from secateur.experiments.toy.cells import cells
+from secateur.experiments.toy.evaluation import Evaluator, Layers, removed_by
 from secateur.experiments.toy.nets import ToyNet
 from secateur.experiments.toy.ranking import chosen, doubled_ranks
 from secateur.experiments.toy.recipe import REMOVED
@@ -25,11 +26,27 @@ def data(count=40):
     return torch.randn(count, 2), torch.arange(count) % 3
 
 
+def random_removals(count, seed=0):
+    rng = np.random.default_rng(seed)
+    for _ in range(count):
+        yield [tuple(np.flatnonzero(rng.random(WIDTH) < rng.random() * 0.9).tolist()) for _ in range(3)]
+
+
+def masked_logits(net, x, gone):
+    """The network itself, with zeros for units that are gone."""
+    keep = [torch.ones(WIDTH).index_fill_(0, torch.tensor(units, dtype=torch.long), 0) for units in gone]
+    with torch.no_grad():
+        h = net.first(x).relu() * keep[0]
+        h = net.second(h).relu() * keep[1]
+        h = net.third(h)
+        return net.output((h.relu() if hasattr(net, "third_relu") else h) * keep[2])
+
+
 @pytest.mark.parametrize("third_relu", [True, False])
 def test_bulk_logits_are_those_of_the_smaller_network(third_relu):
     net, (x, y) = small_net(third_relu), data()
     graph = sc.analyze(net, torch.zeros(1, 2))
-    evaluator = Evaluator(net, x)
+    evaluator = Evaluator(Layers(net), x)
     for step, criterion in enumerate(["weight", "taylor", "gradient", "lrp", "random"]):
         plan = sc.plan(graph, score(net, (x, y), criterion, graph=graph), remove=REMOVED)
         small = sc.apply(net, plan)
@@ -42,20 +59,59 @@ def test_bulk_logits_are_those_of_the_smaller_network(third_relu):
 @pytest.mark.parametrize("third_relu", [True, False])
 def test_bulk_logits_with_any_units_gone(third_relu):
     net, (x, _) = small_net(third_relu), data()
-    evaluator = Evaluator(net, x)
-    rng = np.random.default_rng(0)
-    for _ in range(6):
-        gone = [tuple(np.flatnonzero(rng.random(WIDTH) < rng.random() * 0.9).tolist()) for _ in range(3)]
-        keep = [torch.ones(WIDTH).index_fill_(0, torch.tensor(units, dtype=torch.long), 0) for units in gone]
-        with torch.no_grad():
-            h = net.first(x).relu() * keep[0]
-            h = net.second(h).relu() * keep[1]
-            h = net.third(h)
-            h = (h.relu() if third_relu else h) * keep[2]
-            torch.testing.assert_close(evaluator.logits(gone), net.output(h), rtol=1e-4, atol=1e-5)
+    evaluator = Evaluator(Layers(net), x)
+    for gone in random_removals(6):
+        torch.testing.assert_close(evaluator.logits(gone), masked_logits(net, x, gone), rtol=1e-4, atol=1e-5)
         evaluator.remember(gone)
     with torch.no_grad():
         torch.testing.assert_close(evaluator.logits(((), (), ())), net(x), rtol=1e-4, atol=1e-5)
+
+
+def test_classes_are_exact_though_most_are_decided_by_polynomials():
+    net, (x, _) = small_net(True), data(1500)
+    evaluator = Evaluator(Layers(net), x)
+    sure = []
+    for gone in [((), (), ()), *random_removals(8)]:
+        logits = masked_logits(net, x, gone)
+        best, second = logits.topk(2).values.T
+        told = best - second > 1e-5 * logits.abs().max()
+        assert told.float().mean() > 0.99
+        assert (evaluator.classes(gone) == logits.argmax(1))[told].all()
+        sure.append(evaluator.decisions(gone)[1].float().mean())
+    assert 0.5 < torch.stack(sure).mean() < 1  # both ways were taken
+
+
+def test_reach_bounds_what_the_second_layer_can_do():
+    net = small_net(True)
+    reach = Layers(net).reach
+    torch.manual_seed(3)
+    largest = 0.0
+    for gone in random_removals(200, seed=1):
+        one = torch.rand(WIDTH) * 2
+        two = one + torch.randn(WIDTH) * 10 ** float(torch.rand(()) * 3 - 2)
+        keep = [torch.ones(WIDTH).index_fill_(0, torch.tensor(units, dtype=torch.long), 0) for units in gone]
+        with torch.no_grad():
+            moved = net.output(net.third(one * keep[1]).relu() * keep[2]) - net.output(
+                net.third(two * keep[1]).relu() * keep[2]
+            )
+        change = float((moved[:, None] - moved[None]).abs().max() / (one - two).norm())
+        assert change <= reach
+        largest = max(largest, change)
+    assert largest > reach / 20
+
+
+def test_cells_hold_every_point_once_and_fit_polynomials_of_degree_four():
+    x = torch.from_numpy(np.random.default_rng(4).normal(size=(1001, 2)) * [3, 0.1] + [5, -2]).float()
+    made = cells(x)
+    assert sorted(torch.cat([cell.points for cell in made]).tolist()) == list(range(1001))
+    assert all(16 <= len(cell.points) <= 256 for cell in made)
+    for cell in made:
+        across, up = (x[cell.points] - torch.tensor([5, -2])).double().T
+        values = (1 + 2 * across - up + across**2 * up - 3 * up**4 + across**3 * up / 4).float()[None]
+        found = cell.fit(values).T @ cell.terms
+        torch.testing.assert_close(found, values, rtol=1e-4, atol=1e-4 * float(values.abs().max()))
+        x_again = cell.middle[:, None] + cell.size[:, None] * cell.terms[1:3]
+        torch.testing.assert_close(x_again.T, x[cell.points], rtol=1e-5, atol=1e-5)
 
 
 def test_the_first_third_of_the_ranks_is_what_a_plan_removes():

@@ -20,7 +20,7 @@ from secateur.criteria.scoring import score
 from secateur.criteria.sensitivity import Gradient, Taylor
 from secateur.criteria.weight import Weight
 from secateur.errors import VerificationError
-from secateur.experiments.toy.evaluation import Evaluator, Removed, removed_by
+from secateur.experiments.toy.evaluation import Evaluator, Layers, Removed, removed_by
 from secateur.experiments.toy.nets import Trained, trained
 from secateur.experiments.toy.ranking import doubled_ranks
 from secateur.experiments.toy.recipe import CRITERIA, REMOVED, Reading, Recipe
@@ -78,9 +78,10 @@ def _compute(task: Task, subject: Trained) -> Arrays:
     ways = np.zeros((len(recipe.variant_sizes), len(task.seeds), len(task.reading.variants)), np.float32)
     checked = task.seeds[0] % len(recipe.sizes)  # another size in each block
     gap = 0.0
-    training = _Views(subject, [recipe.training(task.name).tensors()])
+    layers = Layers(net)
+    training = _Views(layers, [recipe.training(task.name).tensors()])
     for j, seed in enumerate(task.seeds):
-        tests = _Views(subject, [recipe.test(task.name, noise, seed).tensors() for noise in recipe.noises])
+        tests = _Views(layers, [recipe.test(task.name, noise, seed).tensors() for noise in recipe.noises])
         unpruned[j] = training.accuracy(((), (), ())) + tests.accuracy(((), (), ()))
         for i, size in sorted(enumerate(recipe.sizes), reverse=True):  # small sets choose nearly what large ones do
             scores = reference_scores(task, subject, size, seed, graph)
@@ -123,10 +124,10 @@ def reference_scores(task: Task, subject: Trained, size: int, seed: int, graph: 
 class _Views:
     """Several sets of points, evaluated together and counted apart."""
 
-    def __init__(self, subject: Trained, parts: list[tuple[Tensor, Tensor]]) -> None:
+    def __init__(self, layers: Layers, parts: list[tuple[Tensor, Tensor]]) -> None:
         self.x, self.y = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
         self.sizes = [len(y) for _, y in parts]
-        self.evaluator = Evaluator(subject.net, self.x)
+        self.evaluator = Evaluator(layers, self.x)
         self.remember = self.evaluator.remember
         self._counted: dict[tuple[tuple[int, ...], ...], list[float]] = {}
 
@@ -140,9 +141,14 @@ class _Views:
 
     @torch.no_grad()
     def check(self, small: torch.nn.Module, removed: Removed) -> float:
-        """How far bulk logits are from those of the smaller network; more than rounding is an error."""
+        """How far bulk logits are from those of the smaller network; more than rounding is an error, in classes too."""
         exact, bulk = small(self.x), self.evaluator.logits(removed)
-        gap = float((exact - bulk).abs().max() / exact.abs().max())
+        largest = exact.abs().max()
+        gap = float((exact - bulk).abs().max() / largest)
         if not gap <= _ROUNDING:
             raise VerificationError(f"bulk evaluation and the pruned network differ by {gap:.2g} of the largest logit.")
+        best, second = exact.topk(2).values.T
+        wrong = (self.evaluator.classes(removed) != exact.argmax(1)) & (best - second > _ROUNDING * largest)
+        if bool(wrong.any()):
+            raise VerificationError(f"bulk evaluation puts {int(wrong.sum())} points into other classes.")
         return gap

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import signal
-from collections.abc import Callable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from secateur.experiments.toy.blocks import Task, block
 from secateur.experiments.toy.nets import trained
+from secateur.experiments.toy.pool import Pool
 from secateur.experiments.toy.recipe import CRITERIA, SETS, Reading, Recipe
 from secateur.experiments.toy.store import Arrays, source_digest
 from secateur.report.environment import available_cores
@@ -63,26 +60,31 @@ def run(
     recipe: Recipe, chosen: list[Reading], cache: Path, workers: int | None = None, progress: Progress | None = None
 ) -> list[Outcome]:
     """Everything the tables and figures are made from. What the cache holds is not computed again."""
+    with Pool(workers or available_cores()) as pool:
+        return gathered(pool, recipe, chosen, cache, progress)
+
+
+def gathered(
+    pool: Pool, recipe: Recipe, chosen: list[Reading], cache: Path, progress: Progress | None = None
+) -> list[Outcome]:
+    """The same in processes that have more to do afterwards."""
     jobs = [(name, reading) for name in reversed(SETS) for reading in chosen]  # the spirals take longest: first
     blocks = _blocks(recipe)
     tasks = {job: [Task(*job, recipe, seeds, cache, source_digest()) for seeds in blocks] for job in jobs}
     networks: dict[tuple[str, str], tuple[float, float]] = {}
     found: dict[tuple[str, str], dict[int, Arrays]] = {(name, reading.name): {} for name, reading in jobs}
-    done = 0
-    with _Pool(workers or available_cores()) as pool:
-        for name, reading in jobs:
-            pool.submit(_Job(name, reading), _train, (name, reading, recipe, cache))
-        for job, result in pool.finished():
-            key = job.name, job.reading.name
-            if job.task is None:
-                networks[key] = result
-                for task in tasks[job.name, job.reading]:
-                    pool.submit(_Job(job.name, job.reading, task), _block, (task,))
-            else:
-                found[key][job.task.seeds[0]] = result
-            done += 1
-            if progress:
-                progress(job.text, done)
+    for name, reading in jobs:
+        pool.submit(_Job(name, reading), (_train, (name, reading, recipe, cache)))
+    for done, (job, result) in enumerate(pool.finished(), 1):
+        key = job.name, job.reading.name
+        if job.task is None:
+            networks[key] = result
+            for task in tasks[job.name, job.reading]:
+                pool.submit(_Job(job.name, job.reading, task), (_block, (task,)))
+        else:
+            found[key][job.task.seeds[0]] = result
+        if progress:
+            progress(job.text, done)
     outcomes = []
     for reading in chosen:
         for name in SETS:
@@ -113,55 +115,3 @@ def _train(name: str, reading: Reading, recipe: Recipe, cache: Path) -> tuple[fl
 
 def _block(task: Task) -> Arrays:
     return block(task)[0]
-
-
-class _Pool:
-    """Jobs on several processes of one thread each, so that results do not depend on the number of cores.
-
-    With one worker they run here. Leaving the pool early ends the processes; files are written whole or not at all.
-    """
-
-    def __init__(self, workers: int) -> None:
-        self._executor: ProcessPoolExecutor | None = None
-        if workers > 1:
-            # A forked child would inherit the state of torch's thread pool, and hang in it.
-            context = multiprocessing.get_context("spawn")
-            self._executor = ProcessPoolExecutor(workers, context, initializer=_one_thread)
-        self._waiting: dict[Future[Any], _Job] = {}
-        self._queue: list[tuple[_Job, Callable[..., Any], tuple[Any, ...]]] = []
-        self._threads = torch.get_num_threads()
-
-    def __enter__(self) -> _Pool:
-        if self._executor is None:
-            torch.set_num_threads(1)
-        return self
-
-    def submit(self, job: _Job, work: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-        if self._executor is None:
-            self._queue.append((job, work, arguments))
-        else:
-            self._waiting[self._executor.submit(work, *arguments)] = job
-
-    def finished(self) -> Iterator[tuple[_Job, Any]]:
-        """Jobs as they finish; more may be submitted meanwhile."""
-        while self._queue:
-            job, work, arguments = self._queue.pop(0)
-            yield job, work(*arguments)
-        while self._waiting:
-            ready, _ = wait(self._waiting, return_when=FIRST_COMPLETED)
-            for future in ready:
-                yield self._waiting.pop(future), future.result()
-
-    def __exit__(self, kind: Any, *_: Any) -> None:
-        if self._executor is None:
-            torch.set_num_threads(self._threads)
-            return
-        if kind is not None:
-            for process in list((self._executor._processes or {}).values()):
-                process.terminate()
-        self._executor.shutdown(wait=True, cancel_futures=True)
-
-
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its children; they need not complain

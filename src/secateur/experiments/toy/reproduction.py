@@ -17,6 +17,7 @@ import secateur
 from secateur.experiments.toy import campaign, claims, summary, tables
 from secateur.experiments.toy.campaign import Outcome
 from secateur.experiments.toy.claims import Claim
+from secateur.experiments.toy.pool import Job, Pool
 from secateur.experiments.toy.ranking import Spread
 from secateur.experiments.toy.recipe import CRITERIA, Reading, Recipe
 from secateur.experiments.toy.store import source_digest
@@ -68,29 +69,32 @@ def reproduce(
     from secateur.experiments.toy import figures, page  # drawing is an extra
 
     began = time.perf_counter()
-    drawings = [(reading, kind) for reading in chosen for kind in ("boundaries", "influence", "bars")]
-    parts = campaign.size(recipe, chosen)
-    total = parts + len(drawings)
+    done, total = 0, campaign.size(recipe, chosen) + 3 * len(chosen)
 
-    def report(text: str, done: int) -> None:
+    def report(text: str, finished: int) -> None:
+        nonlocal done
+        done = finished
         if progress:
             progress(text, done, total)
 
+    def keep(made: figures.Picture | list[Row]) -> None:
+        if isinstance(made, figures.Picture):
+            for theme, png in made.png.items():
+                write(folder / "figures" / f"{made.name}{'' if theme == 'light' else '-dark'}.png", png)
+            report(made.name, done + 1)
+
     workers = workers or available_cores()
-    outcomes = campaign.run(recipe, chosen, cache, workers, report)
-    made = tables.rows(outcomes, recipe)
-    index = Index(made)
+    with Pool(workers) as pool:
+        outcomes = campaign.gathered(pool, recipe, chosen, cache, report)
+        jobs: list[Job] = [(figures.boundaries, (reading, recipe, cache)) for reading in chosen]
+        jobs += [(tables.rows, ([outcome], recipe)) for outcome in outcomes]
+        maps_and_rows = pool.results(jobs, keep)
+        made = [row for part in maps_and_rows[len(chosen) :] for row in part]
+        index = Index(made)
+        drawings = (figures.influence, figures.bars)
+        charts = pool.results([(draw, (index, reading, recipe)) for reading in chosen for draw in drawings], keep)
+    pictures = {r.name: [maps_and_rows[i], charts[2 * i], charts[2 * i + 1]] for i, r in enumerate(chosen)}
     found = [claim for reading in chosen for claim in claims.check(index, reading.name, recipe)]
-    pictures: dict[str, list[figures.Picture]] = {reading.name: [] for reading in chosen}
-    for done, (reading, kind) in enumerate(drawings, parts + 1):
-        if kind == "boundaries":
-            picture = figures.boundaries(reading, recipe, cache)
-        else:
-            picture = (figures.influence if kind == "influence" else figures.bars)(index, reading, recipe)
-        pictures[reading.name].append(picture)
-        for theme, png in picture.png.items():
-            write(folder / "figures" / f"{picture.name}{'' if theme == 'light' else '-dark'}.png", png)
-        report(picture.name, done)
     result = Reproduction(recipe, chosen, outcomes, made, found, time.perf_counter() - began, workers, folder)
     for name, which in _CSV.items():
         write(folder / f"{name}.csv", tables.as_csv([row for row in made if row.table in which]).encode())

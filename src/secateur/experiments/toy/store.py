@@ -20,7 +20,7 @@ Arrays = dict[str, np.ndarray[Any, Any]]
 # Scores and prunings depend on these parts of the package; a change there makes stored results stale. (How networks are
 # built and trained is not among them: results are stored under the weights.)
 _SOURCES = ("tracing.py", "ops", "graph", "relevance", "criteria", "pruning", "data/toy.py")
-_OWN = ("recipe.py", "variants.py", "evaluation.py", "ranking.py", "blocks.py")
+_OWN = ("recipe.py", "variants.py", "cells.py", "evaluation.py", "ranking.py", "blocks.py")
 
 
 def default_cache() -> Path:
