@@ -162,14 +162,15 @@ def test_logs_say_how_a_run_gets_on(place: Place, tmp_path: Path) -> None:
 
 def test_lines_that_differ_in_numbers_only_wait(monkeypatch) -> None:
     said: list[str] = []
-    clock = iter([0.0, 1.0, 2.0, 3.0, 30.0, 31.0])
-    monkeypatch.setattr("secateur.cli.output.time.monotonic", lambda: next(clock))
     talk = Talk(False)
     talk.note = said.append  # type: ignore[method-assign]
     lines = Lines(talk, seconds=20)
-    for text in ("layer 1/9", "layer 2/9", "accuracy", "layer 3/9", "layer 4/9", "layer 5/9"):
+    told = [(0, "layer 1/9"), (1, "layer 2/9"), (2, "accuracy"), (3, "8 units left (1 %)"), (4, "layer 3/9"),
+            (5, "6 units left (2 %)"), (24, "layer 4/9"), (25, "layer 5/9"), (44, "layer 6/9")]  # fmt: skip
+    for now, text in told:
+        monkeypatch.setattr("secateur.cli.output.time.monotonic", lambda now=now: float(now))
         lines(text)
-    assert said == ["layer 1/9", "accuracy", "layer 3/9", "layer 4/9"]
+    assert said == ["layer 1/9", "accuracy", "8 units left (1 %)", "6 units left (2 %)", "layer 5/9"]
 
 
 def test_images_are_held_out_where_there_is_no_test_folder(place: Place, tmp_path: Path) -> None:

@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.table import Table
 
 from secateur.cli import options as o
 from secateur.cli.folder import CHECKPOINT, begin_run, digest, end_run
-from secateur.cli.output import Talk, reported
+from secateur.cli.output import Talk, curves_table, reported
 from secateur.cli.subject import Look, opened, task
 from secateur.errors import SecateurError
 from secateur.pruning.compare import Comparison
@@ -83,29 +82,11 @@ def compare(
     picture = draw(found, out / "comparison.png")
     end_run(out, asked, {"best": found.best})
     talk.json({**json.loads(found.to_json()), "files": [str(out / "comparison.json"), str(picture)]})
-    talk.result(_table(found))
+    longest = max(found.curves.values(), key=lambda curve: float(curve.removed[-1])).removed
+    talk.result(curves_table(found.curves, longest[:: max(1, (len(longest) - 1) // 6)].tolist(), "units"))
     talk.result(str(found))
     talk.result(f"\n{len(job.reference)} images to score on, {len(job.test)} to test on. Written to {out}: "
                 f"comparison.json, comparison.png")  # fmt: skip
-
-
-def _table(found: Comparison) -> Table:
-    """Accuracy at a few shares of units; below it the MACs that are left."""
-    longest = max(found.curves.values(), key=lambda curve: float(curve.removed[-1]))
-    every = max(1, (len(longest.removed) - 1) // 6)
-    table = Table(title="accuracy in %, and MACs left in %, by share of units removed", title_justify="left")
-    table.add_column("criterion", no_wrap=True)
-    places = longest.removed[::every]
-    for place in places:
-        table.add_column(f"{100 * place:.0f} %", justify="right")
-    for name, curve in found.curves.items():
-        cells = []
-        for place in places:
-            at = int(abs(curve.removed - place).argmin())
-            near = abs(float(curve.removed[at]) - float(place)) < 0.02
-            cells.append(f"{100 * curve.overall[at]:.1f}\n{100 * curve.macs[at]:.0f}" if near else "–")
-        table.add_row(name, *cells)
-    return table
 
 
 def draw(found: Comparison, path: Path) -> Path:

@@ -8,7 +8,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TextIO
+from typing import Any, Literal, TextIO
 
 from rich.console import Console
 from rich.table import Table
@@ -17,6 +17,7 @@ from torch import nn
 from secateur.data.views import View
 from secateur.errors import SecateurWarning
 from secateur.graph.cost import Cost, Timing, human, size_of
+from secateur.pruning.compare import Curve
 
 # More classes than this are not all listed.
 _CLASSES = 12
@@ -53,6 +54,27 @@ def headline(
             title = "accuracy" if name == "overall" else f"  {name}"
             change = f"{100 * (last[name] - first[name]):+.1f} points"
             table.add_row(title, f"{100 * first[name]:.1f} %", f"{100 * last[name]:.1f} %", change)
+    return table
+
+
+def curves_table(curves: Mapping[str, Curve], places: Sequence[float], over: Literal["units", "macs"]) -> Table:
+    """Accuracy of each criterion at shares of units removed (below it the MACs left), or within shares of the MACs."""
+    what = "by share of units removed; below it the MACs left" if over == "units" else "by share of the MACs left"
+    table = Table(title=f"accuracy in % {what}", title_justify="left")
+    table.add_column("criterion", no_wrap=True)
+    for place in places:
+        table.add_column(f"{100 * place:.0f} %", justify="right")
+    for name, curve in curves.items():
+        cells = []
+        for place in places:
+            if over == "units":
+                at = int(abs(curve.removed - place).argmin())
+                near = abs(float(curve.removed[at]) - place) < 0.02
+                cells.append(f"{100 * curve.overall[at]:.1f}\n{100 * curve.macs[at]:.0f}" if near else "–")
+            else:
+                within = curve.overall[curve.macs <= place]
+                cells.append(f"{100 * within[0]:.1f}" if len(within) else "–")
+        table.add_row(name, *cells)
     return table
 
 
@@ -93,7 +115,8 @@ class Talk:
     def result(self, value: Any) -> None:
         """Print, unless only JSON is wanted."""
         if not self.as_json:
-            self.out.print(value, markup=False)
+            # A terminal wraps text itself, so that paths and addresses can be copied.
+            self.out.print(value, markup=False, soft_wrap=isinstance(value, str))
 
     def json(self, value: Mapping[str, Any]) -> None:
         """Print, if JSON is wanted."""
@@ -104,18 +127,20 @@ class Talk:
 class Lines:
     """How a run gets on, line by line, where there is no terminal to draw a bar on: logs must not fall silent.
 
-    A line that differs from the last one only in its numbers waits until some seconds have passed.
+    Finished steps and what has not been said before are said at once; what differs from an earlier line only in its
+    numbers waits until nothing was said for some seconds.
     """
 
     def __init__(self, talk: Talk, seconds: float = 20) -> None:
         self._note, self._seconds = talk.note, seconds
-        self._last, self._kind = -seconds, ""
+        self._last, self._said = 0.0, set[str]()
 
     def __call__(self, text: str) -> None:
-        """Say it, unless nearly the same was said a moment ago."""
+        """Say it, unless nearly the same was said."""
         now, kind = time.monotonic(), re.sub(r"[\d.]+", "", text)
-        if kind != self._kind or now - self._last >= self._seconds:
-            self._last, self._kind = now, kind
+        if kind not in self._said or " units left " in text or now - self._last >= self._seconds:
+            self._last = now
+            self._said.add(kind)
             self._note(text)
 
 

@@ -47,6 +47,7 @@ class Scope(StrEnum):
     everywhere = "global"
     layer = "layer"
     cost = "cost"
+    time = "time"
 
 
 def prune(
@@ -104,8 +105,8 @@ def prune(
     scope: Annotated[
         Scope | None,
         typer.Option(
-            help="Units compete in the whole network, in each layer, or in the network by score per MAC. Default: as "
-            "suits the method.",
+            help="Units compete in the whole network, in each layer, or in the network by score per MAC (cost) or per "
+            "estimated time. Default: as suits the method.",
             rich_help_panel=_METHOD,
         ),
     ] = None,

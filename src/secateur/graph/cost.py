@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from typing import Literal
 
 import numpy as np
 import torch
@@ -15,10 +16,15 @@ from torch import Tensor, nn
 
 from secateur.errors import ForwardError
 from secateur.graph.axes import AxisTable
-from secateur.graph.labels import LabelPass, MacsTerm, NeedsNumbers
+from secateur.graph.labels import CostTerm, LabelPass, NeedsNumbers
 from secateur.graph.shadow import Example, ghost, quiet, run, run_or_explain, to_meta, twin, unwrap
 from secateur.ops.table import Labels, tensors_in
 
+#: What reading and writing one number is worth, in MACs: some 100 on processors with two cores, 300 on large GPUs.
+MACS_PER_NUMBER = 300
+
+#: What may be spared.
+Price = Literal["macs", "params", "time"]
 Savings = np.ndarray[tuple[int], np.dtype[np.float64]]
 
 
@@ -65,7 +71,7 @@ def size_of(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def count_macs(model: nn.Module, example: Example) -> list[MacsTerm]:
+def count_macs(model: nn.Module, example: Example) -> list[CostTerm]:
     """The cost of every call in one forward pass in evaluation mode."""
     for shadow, inputs in ((ghost, to_meta(example)), (twin, example)):
         watched = shadow(model).eval()
@@ -174,9 +180,11 @@ class CostModel:
         parameters: set[str],
         axes: AxisTable,
         root: Labels,
-        terms: list[MacsTerm],
+        terms: list[CostTerm],
+        written: Sequence[CostTerm] = (),
     ) -> None:
         self._terms = [(term.coefficient, [root[a] for a in term.axes]) for term in terms]
+        self._written = [(MACS_PER_NUMBER * term.coefficient, [root[a] for a in term.axes]) for term in written]
         dims: dict[str, list[tuple[int, Labels]]] = {name: [] for name in parameters}
         for axis in axes.axes:
             if axis.parameter in dims:
@@ -193,11 +201,15 @@ class CostModel:
         keep = ~removed
         return Cost(round(_total(self._params, keep)), round(_total(self._terms, keep)))
 
-    def savings(self, removed: np.ndarray[tuple[int], np.dtype[np.bool_]], what: str = "macs") -> Savings:
-        """What each class costs as things stand, to first order: what leaves with it when it leaves alone."""
+    def savings(self, removed: np.ndarray[tuple[int], np.dtype[np.bool_]], what: Price = "macs") -> Savings:
+        """What each class costs as things stand, to first order: what leaves with it when it leaves alone.
+
+        "time" is in MACs, too: those that are computed, and those that could be while numbers are read and written.
+        """
         keep = ~removed
         saved = np.zeros(len(keep))
-        for coefficient, vectors in self._terms if what == "macs" else self._params:
+        priced = {"macs": self._terms, "params": self._params, "time": [*self._terms, *self._written]}
+        for coefficient, vectors in priced[what]:
             counts = [int(np.count_nonzero(keep[vector])) for vector in vectors]
             for i, vector in enumerate(vectors):
                 others = float(np.prod(counts[:i] + counts[i + 1 :]))

@@ -236,7 +236,7 @@ def build(
         remembered=tuple(remembered),
         example=example,
         model_name=type(model).__name__,
-        cost_of=CostModel(shapes, parameters, axes, root, terms),
+        cost_of=CostModel(shapes, parameters, axes, root, terms, main.written),
     )
 
 

@@ -8,6 +8,7 @@ tensor has more than one layer where two kinds of units cross in it, as channels
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -39,8 +40,8 @@ class Grid:
 
 
 @dataclass
-class MacsTerm:
-    """Multiply-accumulates of one call: `coefficient` times the number of kept labels along each axis."""
+class CostTerm:
+    """What one call computes or writes: `coefficient` times the number of kept labels along each axis."""
 
     site: Site
     coefficient: float
@@ -86,7 +87,8 @@ class LabelPass(Observer):
         self.right: list[Labels] = []
         self.frozen: list[tuple[Labels, str]] = []
         self.grids: list[Grid] = []
-        self.macs: list[MacsTerm] = []
+        self.macs: list[CostTerm] = []
+        self.written: list[CostTerm] = []
         self.norms: list[NormSite] = []
         self.heads: list[HeadSite] = []
         self.producers: dict[int, Producer] = {}
@@ -101,7 +103,20 @@ class LabelPass(Observer):
         """Run the call, then let its entry in the table say what it does to channels."""
         output = call.operation.rehearse(call)
         call.operation.channels(self, call, output)
+        self._count_written(call, output)
         return output
+
+    def _count_written(self, call: Call, output: Any) -> None:
+        """How many numbers the call writes, by whose they are. Views write none; what is done in place does."""
+        sources = call.tensors()
+        memories = {tensor.untyped_storage()._cdata for tensor in sources}
+        for tensor in tensors_in(output):
+            if tensor.untyped_storage()._cdata in memories and not any(tensor is source for source in sources):
+                continue
+            axes = {over[0]: narrow(layer) for layer in self.layers(tensor) if len(over := varying(layer)) == 1}
+            if axes:
+                share = tensor.numel() / math.prod(tensor.shape[dim] for dim in axes)
+                self.written.append(CostTerm(call.site, share, [a.reshape(-1).numpy() for a in axes.values()]))
 
     def concerns(self, value: Any) -> bool:
         """Only tensors with labels matter."""
@@ -222,7 +237,7 @@ class LabelPass(Observer):
         known = [axis for axis in axes if axis is not None]
         for axis in known:
             total /= len(axis)
-        self.macs.append(MacsTerm(site, total, known))
+        self.macs.append(CostTerm(site, total, known))
 
     def produce(self, labels: Labels, site: Site, kind: str) -> None:
         """These labels number units that are made here: filters, neurons."""

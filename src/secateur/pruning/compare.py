@@ -171,9 +171,9 @@ def compare(
     )
 
 
-def curve(criterion: str, history: History) -> Curve:
-    """The curve of a run that was evaluated at every step."""
-    rows = [row for row in history if row.held and row.overall is not None]
+def curve(criterion: str, history: History, every: bool = False) -> Curve:
+    """The curve of a run that was evaluated at every step; with `every`, a step that was taken back belongs to it."""
+    rows = [row for row in history if (row.held or every) and row.overall is not None]
     whole = max(rows[0].macs, 1)
     return Curve(
         criterion,

@@ -9,14 +9,14 @@ import numpy as np
 
 from secateur.criteria.scores import Aggregation, Scores, Values
 from secateur.errors import NothingToPruneError, TargetError
-from secateur.graph.cost import Cost, human
+from secateur.graph.cost import Cost, Price, human
 from secateur.graph.graph import Graph
 from secateur.ops.table import Labels
 from secateur.pruning.plan import Mask, Plan, plan_for
 
 #: Whom groups are ranked against: all others, those of their layer (so that every layer gives the same share), or all
-#: others by score per multiply-accumulate saved.
-Scope = Literal["global", "layer", "cost"]
+#: others by score per multiply-accumulate saved, or per time, which numbers that are read and written take as well.
+Scope = Literal["global", "layer", "cost", "time"]
 
 
 def plan(
@@ -36,7 +36,8 @@ def plan(
 
     `remove` is a fraction of the units that may leave. `keep` names what should remain instead: `{"params": 0.5}` or
     `{"macs": 1.2e9}`, a fraction if at most 1, else an absolute number. `scope="layer"` takes the same share of every
-    layer; `scope="cost"` ranks by score lost per MAC saved (per parameter, if only parameters are asked for).
+    layer; `scope="cost"` ranks by score lost per MAC saved, `scope="time"` by score lost per time saved, as estimated
+    from MACs and numbers read and written; both rank per parameter if only parameters are asked for.
     `round_to` keeps a multiple of that many channels in each layer. `ignore` and `only` are wildcards on module paths.
     With `start`, what that plan removes is gone already and counts towards the target.
 
@@ -52,7 +53,9 @@ def plan(
         raise TargetError(f"min_units={min_units} and round_to={round_to} must be at least 1: layers are never emptied")
     if scope not in get_args(Scope):
         raise TargetError(f"scope={scope!r} is not known; there are {', '.join(get_args(Scope))}.")
-    spared = "params" if keep is not None and set(keep) == {"params"} else "macs"
+    spared: Price = "time" if scope == "time" else "macs"
+    if keep is not None and set(keep) == {"params"}:
+        spared = "params"
     chooser = _Chooser(graph, scores, scope, round_to, min_units, ignore, only, start, spared)
     if remove is not None:
         return plan_for(graph, chooser.by_units(remove))
@@ -73,7 +76,7 @@ class _Chooser:
         ignore: Sequence[str],
         only: Sequence[str],
         start: Plan | None,
-        spared: str,
+        spared: Price,
     ) -> None:
         self.graph, self.round_to = graph, round_to
         self.gone: Mask = np.zeros(len(graph.root), np.bool_)
@@ -98,7 +101,7 @@ class _Chooser:
         key = self.value[candidates]
         if scope == "layer":
             key = self._shares(candidates)
-        elif scope == "cost":
+        elif scope in ("cost", "time"):
             key = self._per_cost(candidates, scores.aggregate, spared)
         self.order: Labels = candidates[np.argsort(key, kind="stable")]
 
@@ -119,7 +122,7 @@ class _Chooser:
             share[part] = (np.arange(len(part)) + 1) / len(part)
         return share
 
-    def _per_cost(self, candidates: Labels, aggregate: Aggregation, spared: str) -> Values:
+    def _per_cost(self, candidates: Labels, aggregate: Aggregation, spared: Price) -> Values:
         """What the group's units score in all, per operation that leaves with them."""
         units = self.graph.units[candidates]
         total = self.value[candidates] * (1 if aggregate == "sum" else units)
