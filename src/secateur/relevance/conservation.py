@@ -121,7 +121,9 @@ class Journal:
     def gather(self, *more: Sum) -> Page:
         """Everything side by side, still on the device; `more` are further sums to be read with it."""
         sums = [*more, *(s for _, _, arrived, passed, _ in self._flows for s in (arrived, passed))]
-        tensors = list({id(t): t for t in [*self._vectors, *sums] if isinstance(t, Tensor)}.values())
+        seen = {id(t) for t in self._vectors}  # the same vector may stand for several layers, so all are kept
+        others = {id(s): s for s in sums if isinstance(s, Tensor) and id(s) not in seen}
+        tensors = [*self._vectors, *others.values()]
         places = {id(t): place for place, t in enumerate(tensors)}
         row = None
         if tensors:
