@@ -130,7 +130,7 @@ def test_both_models_are_timed_in_both_runtimes(place: Place, tmp_path: Path) ->
             assert f"{1000 * before:.1f} ms" in line
             assert f"{1000 * after:.1f} ms" in line
             assert f"{before / after:.2f}x as fast" in line
-            assert f"Latency, batch {batch}, {runtime}" in page
+            assert f"{runtime}, batch of {batch}" in page
             assert f"{before / after:.2f} times as fast" in page
     assert "model.onnx: input N x 3 x 16 x 16, pixels from 0 to 1, less 0.485, 0.456, 0.406" in result.stdout
     assert "outputs: blue, green, red" in result.stdout

@@ -137,7 +137,7 @@ def test_layers_are_those_of_the_smaller_model(run: Run) -> None:
 
 def test_headline(run: Run) -> None:
     tiles = {tile.find("dt")[0].text: tile.text for tile in run.page.find("div", class_="tile")}
-    times = {f"Latency, batch {batch}, PyTorch" for batch in (1, 32)}
+    times = {f"PyTorch, batch of {batch}" for batch in (1, 32)}
     assert set(tiles) == {"Accuracy", "Parameters", "MACs"} | times
     before, after = (sum(p.numel() for p in model.parameters()) for model in (run.net, run.result.model))
     assert f"{after / 1000:.2f} k" in tiles["Parameters"] or f" {after} " in tiles["Parameters"]
@@ -337,6 +337,17 @@ def test_a_run_without_accuracy_says_so(run: Run, tmp_path: Path) -> None:
     assert {t.find("dt")[0].text for t in page.find("div", class_="tile")} == {"Parameters", "MACs"}
 
 
+def test_a_single_step_is_no_curve(run: Run, tmp_path: Path) -> None:
+    result = sc.prune(run.net, run.data, keep={"macs": 0.5}, evaluate=lambda _: 0.75, progress=False)
+    page = parse(result.report(tmp_path / "r.html", latency=False, about={"weather": "fine & dry"}).read_text("utf-8"))
+    assert not page.find("figure", class_="chart")
+    assert "in 1 step by lrp, with repair after it" in page.text
+    assert "75.0 % was 75.0 %" in page.find("dl", class_="tiles")[0].text
+    assert "No accuracy was measured" not in page.text
+    facts = dict(tuple(cell.text for cell in row.children) for row in page.by_id("run").find("tr"))
+    assert facts["weather"] == "fine & dry"
+
+
 def test_a_step_that_was_taken_back_is_marked(run: Run, tmp_path: Path) -> None:
     falling = iter([0.9, 0.89, 0.5])
     result = sc.prune(run.net, run.data, max_drop=0.1, step=0.1, evaluate=lambda _: next(falling), progress=False)
@@ -369,13 +380,13 @@ def test_latencies_of_the_run_are_not_measured_again(run: Run, tmp_path: Path) -
     before, after = replace(run.result.cost_before, latency=0.0123), replace(run.result.cost_after, latency=0.0041)
     timed = replace(run.result, cost_before=before, cost_after=after)
     page = parse(timed.report(tmp_path / "r.html").read_text("utf-8"))
-    assert "4.10 ms was 12.3 ms 3.00 times as fast" in page.find("dl", class_="tiles")[0].text
+    assert "4.10 ms was 12.3 ms 3.00 times as fast" in page.find("dl", class_="tiles")[1].text
     assert "during the run" in page.text
     given = [Timing(1, 0.020, 0.010), Timing(32, 0.4, 0.1, "ONNX Runtime")]
     page = parse(timed.report(tmp_path / "r.html", latency=given).read_text("utf-8"))
     tiles = {tile.find("dt")[0].text: tile.text for tile in page.find("div", class_="tile")}
-    assert "10.0 ms was 20.0 ms 2.00 times as fast" in tiles["Latency, batch 1, PyTorch"]
-    assert "100 ms was 400 ms 4.00 times as fast" in tiles["Latency, batch 32, ONNX Runtime"]
+    assert "10.0 ms was 20.0 ms 2.00 times as fast" in tiles["PyTorch, batch of 1"]
+    assert "100 ms was 400 ms 4.00 times as fast" in tiles["ONNX Runtime, batch of 32"]
     page = parse(run.result.report(tmp_path / "r.html", latency=False).read_text("utf-8"))
     assert "atency" not in page.text
 

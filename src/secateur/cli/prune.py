@@ -266,11 +266,10 @@ def _introduce(talk: Talk, job: Task) -> None:
     if has < had:
         talk.note(f"outputs that no folder means are removed first: {human(had)} → {human(has)} parameters")
     for name, members in job.outputs.items():
-        shown = (
-            f"output {members[0]}" if len(members) == 1 else f"{len(members)} outputs, {members[0]} to {members[-1]}"
-        )
         tested = job.test.counts[name] if job.test is not None else 0
-        talk.note(f"{title(name)}: {shown}; {job.reference.counts[name]} images to score on, {tested} to test on")
+        talk.note(
+            f"{title(name)}: {_listed(members)}; {job.reference.counts[name]} images to score on, {tested} to test on"
+        )
     if job.merge is not None:
         talk.note(f"outputs that mean the same become one: {job.merge} of their probabilities")
     if job.test is None:
@@ -301,7 +300,22 @@ def _report(path: Path, job: Task, result: Result, timings: Sequence[Timing]) ->
         path, inputs=_a_few(job), original=job.model, mean=view.mean, std=view.std, latency=timings or False,
         title=f"{job.subject.origin.model} pruned by {result.settings['criterion']}",
         classes={number: title(name) for number, name in zip(job.reference.targets, job.classes, strict=True)},
+        about=_about(job),
     )  # fmt: skip
+
+
+def _about(job: Task) -> dict[str, str]:
+    """What the page should say about the task, for those who were not there."""
+    made = {
+        "images scored on": str(len(job.reference)),
+        "images tested on": str(len(job.test)) if job.test is not None else "none",
+        "outputs": "; ".join(f"{title(name)}: {_listed(members)}" for name, members in job.outputs.items()),
+    }
+    return {**made, "merged by": job.merge} if job.merge is not None else made
+
+
+def _listed(members: Sequence[int]) -> str:
+    return f"output {members[0]}" if len(members) == 1 else f"{len(members)} outputs, {members[0]} to {members[-1]}"
 
 
 def _a_few(job: Task, count: int = 6) -> Any:

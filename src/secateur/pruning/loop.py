@@ -87,6 +87,7 @@ class Result:
         std: Sequence[float] | None = None,
         composite: str | Composite | Rule | None = None,
         latency: bool | Sequence[Timing] = True,
+        about: Mapping[str, str] | None = None,
     ) -> Path:
         """Write a page about this run: one HTML file with charts, tables and heat maps that needs nothing else.
 
@@ -95,6 +96,7 @@ class Result:
         given. On `test` the accuracy of both models is measured, by class too. `comparison` (of `compare`, or results
         by name) adds the curves of several criteria. `original` is the unpruned model, where it is not known. Both
         models are timed in turn for batches of 1 and 32, unless `latency` is False or says what was measured already.
+        `about` is shown among the settings.
 
         >>> import tempfile
         >>> net = nn.Sequential(nn.Linear(4, 20), nn.ReLU(), nn.Linear(20, 3))
@@ -108,7 +110,7 @@ class Result:
 
         return write_report(
             path, self, inputs=inputs, data=data, test=test, original=original, title=title, comparison=comparison,
-            classes=classes, mean=mean, std=std, composite=composite, latency=latency,
+            classes=classes, mean=mean, std=std, composite=composite, latency=latency, about=about,
         )  # fmt: skip
 
 

@@ -70,9 +70,9 @@ def percent(share: float) -> str:
 
 
 def run_charts(history: History, metric: Metric) -> list[Chart]:
-    """One run: over the share of units removed, and over the share of MACs left."""
+    """One run: over the share of units removed, and over the share of MACs left. A single step makes no curve."""
     rows = [row for row in history if row.overall is not None]
-    if len(rows) < 2:
+    if len(rows) < 3:
         return []
     whole = max(rows[0].macs, 1)
     first = rows[0].overall

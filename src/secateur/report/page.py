@@ -83,6 +83,7 @@ def write_report(
     std: Sequence[float] | None = None,
     composite: str | Composite | Rule | None = None,
     latency: bool | Sequence[Timing] = True,
+    about: Mapping[str, str] | None = None,
 ) -> Path:
     """Write the page of `Result.report`."""
     source = original if original is not None else result.original
@@ -108,11 +109,13 @@ def write_report(
         "report/page.html",
         title=title or f"{result.graph.model_name} pruned by {criterion}",
         lead=_lead(result, criterion),
-        tiles=_tiles(result, scores, metric, timings),
+        tiles=_tiles(result, scores, metric),
+        speeds=_speeds(timings),
         latency_note=_latency_note(result, timings, when) if timings else "",
         most=_MOST,
         charts=run_charts(result.history, metric),
         metric=metric,
+        measured=scores is not None or "overall" in first,
         classes=_class_table(scores, first, last, metric),
         contest=contest(comparison) if comparison is not None else None,
         layers=layers,
@@ -123,7 +126,7 @@ def write_report(
         plan=result.plan,
         parameters=_parameter_table(result),
         books=_books(result.scores.conservation if result.scores is not None else None),
-        settings=_settings(result),
+        settings={**_settings(result), **(about or {})},
         environment=environment(result.model),
         percent=percent,
     )
@@ -140,7 +143,7 @@ def _lead(result: Result, criterion: str) -> str:
     had, has = (result.graph.total_units,) * 2 if result.plan is None else result.plan.units
     steps = sum(row.held for row in result.history) - 1
     ways = [word for word, used in (("repair", "repair"), ("fine-tuning", "finetune")) if result.settings.get(used)]
-    after = f", with {' and '.join(ways)} after each" if ways else ", without fine-tuning"
+    after = f", with {' and '.join(ways)} after {'each' if steps > 1 else 'it'}" if ways else ", without fine-tuning"
     count = f"{steps} {'step' if steps == 1 else 'steps'}"
     done = f"{had - has} of {had} units were removed in {count} by {criterion}{after}."
     if result.plan is None:
@@ -162,7 +165,7 @@ def _timings(
     return [], ""
 
 
-def _tiles(result: Result, scores: Sequence[Accuracy] | None, metric: Metric, timings: Sequence[Timing]) -> list[Tile]:
+def _tiles(result: Result, scores: Sequence[Accuracy] | None, metric: Metric) -> list[Tile]:
     first, last = _ends(result)
     tiles = []
     if scores is not None:
@@ -179,9 +182,14 @@ def _tiles(result: Result, scores: Sequence[Accuracy] | None, metric: Metric, ti
     for name, before, after in (("Parameters", old.params, new.params), ("MACs", old.macs, new.macs)):
         share = after / max(before, 1)
         tiles.append(Tile(name, human(after), human(before), f"{100 * share:.1f} % left", share))
+    return tiles
+
+
+def _speeds(timings: Sequence[Timing]) -> list[Tile]:
+    tiles = []
     for timing in timings:
         text = [_milliseconds(value) for value in (timing.before, timing.after)]
-        name = f"Latency, batch {timing.batch}, {timing.runtime}"
+        name = f"{timing.runtime}, batch of {timing.batch}"
         tiles.append(Tile(name, text[1], text[0], f"{timing.gain:.2f} times as fast", 1 / timing.gain))
     return tiles
 
