@@ -583,6 +583,20 @@ def test_pruning_repairs_unless_told_otherwise(digits: Any) -> None:
     assert default.settings["repair"] == "Repair"
 
 
+@pytest.mark.parametrize(
+    ("criterion", "scope"),
+    [("lrp", "cost"), ("lrp:epsilon_plus", "cost"), ("taylor", "layer"), ("weight", "layer"), ("random", "layer")],
+)
+def test_only_relevance_is_compared_across_layers_by_default(digits: Any, criterion: str, scope: Any) -> None:
+    model, (x, y), _ = digits
+    data, asked = (x[::5], y[::5]), {"keep": {"macs": 0.5}, "repair": "mean", "progress": False}
+    plans = {
+        name: sc.prune(model, data, criterion, scope=name, **asked).plan.groups for name in (None, "cost", "layer")
+    }
+    assert plans[None] == plans[scope]
+    assert plans["cost"] != plans["layer"]
+
+
 def test_never_far_behind_on_fresh_samples(digits: Any) -> None:
     model, (x, y), fresh = digits
     for share in (0.05, 0.3):

@@ -96,17 +96,26 @@ def prune(
     ] = "lrp",
     step: Annotated[
         float | None,
-        typer.Option(help="Share of the units per step. Default: as suits the method.", rich_help_panel=_METHOD),
+        typer.Option(
+            help="Share of the units per step, 0.05 where there are several. Giving it asks for the paper's algorithm, "
+            "without repair unless --repair is given.",
+            rich_help_panel=_METHOD,
+        ),
     ] = None,
     rescore: Annotated[
         bool | None,
-        typer.Option(help="Score anew before each step. Default: as suits the method.", rich_help_panel=_METHOD),
+        typer.Option(
+            help="Score anew before each step, as the paper's algorithm does; then there is no repair unless --repair "
+            "is given. Default: not where there is repair.",
+            rich_help_panel=_METHOD,
+        ),
     ] = None,
     scope: Annotated[
         Scope | None,
         typer.Option(
             help="Units compete in the whole network, in each layer, or in the network by score per MAC (cost) or per "
-            "estimated time. Default: as suits the method.",
+            "estimated time. Default: cost with lrp (time with --keep-latency), layer with other criteria; global "
+            "where --step, --rescore, --finetune-epochs or --repair none ask for the paper's algorithm.",
             rich_help_panel=_METHOD,
         ),
     ] = None,
@@ -120,8 +129,8 @@ def prune(
     repair: Annotated[
         Repair,
         typer.Option(
-            help="Regress what is left back to the original's answers, without training. 'auto' does so unless there "
-            "is fine-tuning; 'none' is the paper's method.",
+            help="Regress what is left back to the original's answers, without training. 'auto' does so unless "
+            "--finetune-epochs, --step or --rescore asks for the paper's algorithm; 'none' is that algorithm too.",
             rich_help_panel=_METHOD,
         ),
     ] = Repair.auto,
@@ -207,8 +216,8 @@ def prune(
     )  # fmt: skip
     if not plans_of(result.model):
         raise SecateurError(
-            f"nothing was removed ({result.stopped}), so nothing is written. Way out: a smaller --step, a larger "
-            f"--max-drop, --repair, or more images."
+            f"nothing was removed ({result.stopped}), so nothing is written. Way out: a larger --max-drop, "
+            f"more images, or smaller steps with repair (--step 0.01 --repair best)."
         )
     files = {"model": out / "model", "history": out / "history.csv"}
     save(files["model"], result, about={"origin": job.subject.origin.to_dict()})

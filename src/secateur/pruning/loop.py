@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from secateur.criteria.batches import Data, repeatable
 from secateur.criteria.criterion import Absolute, Criterion, Loss, Norm
 from secateur.criteria.registry import Choice, criterion_named
+from secateur.criteria.relevance import LRP
 from secateur.criteria.scores import Aggregation, Scores
 from secateur.criteria.scoring import check_weights, example_of, score
 from secateur.errors import EvaluationError, SecateurError, TargetError
@@ -150,15 +151,21 @@ def prune(
     The target is `remove` (a share of the units that may leave), or `keep` (`{"params": 0.5}`, `{"macs": 1e9}`,
     `{"latency": 0.5}` as a share of the measured latency, `{"seconds": 0.01}`), or neither with `max_drop`.
 
-    With nothing else given, units are scored once and ranked by score per MAC (`scope="cost"`), and after the removal
-    each layer is regressed back to the original's answers (`repair="best"`): what keeps most accuracy without training.
-    `finetune`, `step`, `parts`, `rescore=True` or `repair=None` ask for the paper's Algorithm 1: every `step` takes a
-    share (0.05) of the original units by a global ranking, scored anew, then `finetune(model, step)` is called.
-    Whatever you give yourself holds: `scope` ("global", "layer", "cost"), `rescore`, `repair` ("mean", "norm", "ridge",
-    "best", a `Repair`, or your own `f(small, original, data)`). A run that neither scores anew nor watches `max_drop`
-    or a latency goes to the target at once, as with `one_shot`, unless `step` is given. `parts` names groups of layers
-    by wildcards, e.g. `{"conv": ["features.*"], "fc": ["classifier.*"]}`: steps take turns, and `remove` and `step` are
-    shares of each.
+    `data` is a pair (inputs, targets) or an iterable of such batches, e.g. a DataLoader. Options that are not described
+    here are those of `score` and `plan`.
+
+    With nothing else given, units are scored once and removed at once, then each layer is regressed back to the
+    original's answers (`repair="best"`): what keeps most accuracy without training. LRP ranks all units by score per
+    MAC (`scope="cost"`), or per estimated time if a latency is asked for (`"time"`). Scores of other criteria are not
+    comparable across layers, so that every layer gives the same share (`"layer"`).
+
+    `finetune`, `carry`, `step`, `parts`, `rescore=True` or `repair=None` ask for the paper's Algorithm 1: every `step`
+    takes a share (0.05) of the original units by a global ranking, scored anew, then `finetune(model, step)` is called.
+    Whatever you give yourself holds: `scope` ("global", "layer", "cost", "time"), `rescore`, `repair` ("mean", "norm",
+    "ridge", "best", a `Repair`, or your own `f(small, original, data)`). A run that neither scores anew nor watches
+    `max_drop` or a latency goes to the target at once, as with `one_shot`, unless `step` is given. `parts` names groups
+    of layers by wildcards, e.g. `{"conv": ["features.*"], "fc": ["classifier.*"]}`: steps take turns, and `remove` and
+    `step` are shares of each.
 
     Optimizers, schedulers and averaged models in `carry` follow the model through each removal. `evaluate(model)`,
     called after each step in evaluation mode, returns an accuracy, or a dict with "overall" and numbers per class.
@@ -186,8 +193,11 @@ def prune(
     stepwise = step is not None or rescore or parts is not None or finetune is not None or bool(carry)
     repairer = _repairer(repair, None if stepwise else data)
     rescore = repairer is None or finetune is not None if rescore is None else rescore
-    scope = ("global" if rescore else "cost") if scope is None else scope
     timed = keep is not None and not {"latency", "seconds"}.isdisjoint(keep)
+    if scope is None:
+        # Relevance is a share of one sum that is conserved from layer to layer; other scores have no common scale.
+        by_price: Scope = "time" if timed else "cost"
+        scope = "global" if rescore else by_price if isinstance(chosen, LRP) else "layer"
     if step is None:
         one_shot = one_shot or not (rescore or timed or max_drop is not None or parts)
         step = 0.05

@@ -68,6 +68,9 @@ class Plan:
     after: Cost
     example: Example = field(default=None, compare=False, repr=False)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Plan:
+        return self  # a record that nobody changes; a smaller model carries it into each of its many copies
+
     @property
     def units(self) -> tuple[int, int]:
         """Units that may leave: before and after."""
