@@ -7,7 +7,8 @@ combination that is not in the results yet is measured; results are kept line by
     python -m benchmarks.repair --out results --table docs/results/repair.md
 
 `--variants` compares other settings of the ridge with the usual ones, `--remove` removes a share of the units instead
-of going to a share of the MACs. The time and the memory of a repair are in the last line of what is printed.
+of going to a share of the MACs, `--latency` times the smaller models and repairs nothing. The time and the memory of a
+repair are in the last line of what is printed.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import resource
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -26,20 +27,20 @@ from typing import Any
 
 import numpy as np
 import torch
+from scipy.stats import t as student
 from torch import Tensor, nn
 
 from secateur import apply, plan, score
 from secateur.experiments.few_shot.campaign import Scene, Settings, scene
+from secateur.graph.cost import time_batches
 from secateur.pruning.loop import seeded
-from secateur.pruning.plan import Plan
 from secateur.pruning.repair.augment import crop_and_flip
 from secateur.pruning.repair.repair import Repair
 
 CRITERIA = ("lrp", "taylor", "gradient", "weight", "activation", "random")
-ALLOCATIONS = ("global", "layer", "cost")
+ALLOCATIONS = ("global", "layer", "cost", "time")
 REPAIRS = ("mean", "norm", "ridge")
 RESCORINGS = ("once", "each step")
-_STEPS = 6
 
 
 def coloured(images: Tensor, generator: torch.Generator) -> Tensor:
@@ -145,29 +146,50 @@ def once(stage: Scene, cells: list[Cell], repairs: list[str]) -> Iterator[tuple[
         yield cell, row
 
 
-def stepwise(stage: Scene, cells: list[Cell]) -> Iterator[tuple[Cell, dict[str, Any]]]:
-    """Score anew before each of several steps, on what the repair of the step before has left."""
-    for (criterion, allocation, copies), name in product(
-        dict.fromkeys((c.criterion, c.allocation, c.copies) for c in cells), ("none", "ridge")
-    ):
-        mine = {
-            c.macs: c
-            for c in cells
-            if (c.criterion, c.allocation, c.copies) == (criterion, allocation, copies) and c.macs is not None
-        }
-        targets = sorted({*mine, *np.geomspace(1, min(mine), _STEPS + 1)[1:].tolist()}, reverse=True)
-        repair = Repair(name, at_once=1024) if name != "none" else None
-        samples = reference(stage, copies)
-        model, so_far = stage.model, None
-        for number, target in enumerate(targets, 1):
-            with seeded(0, number):
-                found = score(model, samples, criterion, graph=stage.graph, batch_size=50, start=so_far)
-            chosen: Plan = plan(stage.graph, found, keep={"macs": target}, scope=allocation, start=so_far)
-            small = apply(stage.model, chosen)
-            model = small if repair is None else repair(small, stage.model, stage.reference)
-            so_far = chosen
-            if target in mine:
-                yield mine[target], {name: {"accuracy": measured(model, stage.test)}}
+def timed(stage: Scene, cells: list[Cell]) -> Iterator[tuple[Cell, dict[str, Any]]]:
+    """How many times as fast each smaller model is, for batches of 1 and 32."""
+    found = score(stage.model, stage.reference, cells[0].criterion, graph=stage.graph, batch_size=50)
+    for cell in cells:
+        chosen = plan(stage.graph, found, keep={"macs": cell.macs or 1.0}, scope=cell.allocation)
+        timings = time_batches(stage.model, apply(stage.model, chosen), stage.reference[0][:1])
+        yield cell, {"gains": {str(timing.batch): timing.gain for timing in timings}}
+
+
+def stepped(stage: Scene, cell: Cell, goals: list[float], name: str) -> Iterator[tuple[float, float, str]]:
+    """Score anew before every step, on what the repair of the step before has left: goal, accuracy, repair taken."""
+    repair = None if name == "none" else Repair(name, at_once=1024)  # type: ignore[arg-type]
+    samples = reference(stage, cell.copies)
+    model, so_far, taken = stage.model, None, "none"
+    for number, goal in enumerate(goals, 1):
+        with seeded(cell.draw, number):
+            found = score(model, samples, cell.criterion, graph=stage.graph, batch_size=50, start=so_far)
+        so_far = plan(stage.graph, found, keep={"macs": goal}, scope=cell.allocation, start=so_far)
+        model = apply(stage.model, so_far)
+        if repair is not None:
+            outcome = repair.examine(model, stage.model, stage.reference)
+            model, taken = outcome.model, outcome.method
+        yield goal, measured(model, stage.test), taken
+
+
+def stepwise(stage: Scene, cells: list[Cell], repairs: list[str]) -> Iterator[tuple[Cell, dict[str, Any]]]:
+    """Go from target to target, with one more step half-way (in factors) before each."""
+    mine = {cell.macs: cell for cell in cells if cell.macs is not None}
+    ends = sorted(mine, reverse=True)
+    between = [(a * b) ** 0.5 for a, b in zip([1.0, *ends], ends, strict=False)]
+    goals = [goal for pair in zip(between, ends, strict=True) for goal in pair]
+    rows: dict[float, dict[str, Any]] = defaultdict(dict)
+    methods: set[str] = set()
+    for goal, accuracy, taken in stepped(stage, cells[0], goals, "best") if set(repairs) == set(REPAIRS) else ():
+        methods.add(taken)
+        rows[goal]["best"] = {"accuracy": accuracy}
+        if methods == {taken} and taken in REPAIRS:  # so far this was the way of that repair alone
+            rows[goal][taken] = {"accuracy": accuracy}
+    for name in ("none", *repairs):
+        if any(name not in rows[end] for end in ends):
+            for goal, accuracy, _ in stepped(stage, cells[0], goals, name):
+                rows[goal][name] = {"accuracy": accuracy}
+    for end in ends:
+        yield mine[end], rows[end]
 
 
 def measure(options: argparse.Namespace) -> None:
@@ -175,7 +197,7 @@ def measure(options: argparse.Namespace) -> None:
         model="resnet50", data="ilsvrc", images=str(options.images), weights=str(options.weights), early_strides=True,
         classes=options.classes, per_class=options.per_class,
     )  # fmt: skip
-    done = {cell for cell, _ in results(options.out)}
+    done = {cell for cell, row in results(options.out) if ("gains" if options.latency else "none") in row}
     share, shares = options.share
     for number in range(*options.draws):
         groups: dict[Any, list[Cell]] = defaultdict(list)
@@ -194,13 +216,20 @@ def measure(options: argparse.Namespace) -> None:
             continue
         stage = scene(settings, options.out, number, options.device)
         for group in todo:
-            rows = once(stage, group, options.repairs) if group[0].rescoring == "once" else stepwise(stage, group)
+            if options.latency:
+                rows = timed(stage, group)
+            else:
+                rows = (once if group[0].rescoring == "once" else stepwise)(stage, group, options.repairs)
             with (options.out / f"results-{share}-{shares}.jsonl").open("a") as file:
                 for cell, row in rows:
                     file.write(json.dumps([asdict(cell), row]) + "\n")
                     file.flush()
-                    shown = {k: round(100 * v["accuracy"], 1) for k, v in row.items() if isinstance(v, dict)}
-                    print(cell, shown, flush=True)
+                    shown = {
+                        k: round(100 * v["accuracy"], 1)
+                        for k, v in row.items()
+                        if isinstance(v, dict) and "accuracy" in v
+                    }
+                    print(cell, shown or row, flush=True)
 
 
 def results(folder: Path) -> Iterator[tuple[Cell, dict[str, Any]]]:
@@ -215,6 +244,8 @@ def results(folder: Path) -> Iterator[tuple[Cell, dict[str, Any]]]:
 
 def best(row: dict[str, Any]) -> float | None:
     """The accuracy of the repair that is closest to the original on held-out samples: what repair='best' takes."""
+    if "best" in row:
+        return float(row["best"]["accuracy"])
     known = {name: row[name] for name in ("none", *REPAIRS) if name in row and "divergence" in row[name]}
     if len(known) < 4:
         return None
@@ -222,11 +253,14 @@ def best(row: dict[str, Any]) -> float | None:
 
 
 def spread(values: list[float]) -> str:
-    """Mean and the half-width of its 95 % interval over draws (normal approximation)."""
+    """Mean and the half-width of its 95 % interval over draws, by Student's t."""
     if not values:
         return ""
-    half = 1.96 * np.std(values, ddof=1) / np.sqrt(len(values)) if len(values) > 1 else float("nan")
-    return f"{100 * np.mean(values):.1f}" + (f" ± {100 * half:.1f}" if len(values) > 1 else "")
+    mean = f"{100 * np.mean(values):.1f}"
+    if len(values) == 1:
+        return mean
+    half = float(student.ppf(0.975, len(values) - 1)) * np.std(values, ddof=1) / np.sqrt(len(values))
+    return f"{mean} ± {100 * half:.1f}"
 
 
 def table(folder: Path) -> str:
@@ -245,6 +279,8 @@ def table(folder: Path) -> str:
                     "",
                 ]
                 lines += section({c: r for c, r in some.items() if c.copies == copies})
+        lines += rescored(mine)
+        lines += speeds(mine)
         lines += variants(mine)
     ridges = [row["ridge"] for row in found.values() if "ridge" in row]
     times, peaks, resident = ([r[key] for r in ridges if key in r] for key in ("seconds", "peak", "resident"))
@@ -269,7 +305,7 @@ def studied(cells: dict[Cell, dict[str, Any]]) -> list[str]:
 def section(cells: dict[Cell, dict[str, Any]]) -> list[str]:
     """A table for each target: criteria and allocations in rows, repairs in columns."""
     lines: list[str] = []
-    names = ["none", *REPAIRS, "best"] if next(iter(cells)).rescoring == "once" else ["none", "ridge"]
+    names = ["none", *REPAIRS, "best"]
     lost: dict[str, list[float]] = {}
     for target in targets(cells):
         lines += [f"{target}:", ""]
@@ -307,6 +343,50 @@ def section(cells: dict[Cell, dict[str, Any]]) -> list[str]:
     return lines
 
 
+def rescored(cells: dict[Cell, dict[str, Any]]) -> list[str]:
+    """What scoring anew before each step adds after a ridge, on draws for which scoring once was measured too."""
+    more: dict[tuple[str, str], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for cell, row in cells.items():
+        other = cells.get(replace(cell, rescoring="once"), {})
+        if cell.rescoring != "once" and "ridge" in row and "ridge" in other:
+            gain = row["ridge"]["accuracy"] - other["ridge"]["accuracy"]
+            more[cell.criterion, cell.allocation][cell.target].append(gain)
+    if not more:
+        return []
+    goals = targets({cell: row for cell, row in cells.items() if cell.rescoring != "once"})
+    lines = [
+        "### what scoring at each step adds to scoring once, same draws, after a ridge: points", "",
+        "| criterion | allocation | draws | " + " | ".join(goal.lower() for goal in goals) + " |",
+        "|---|---|---|" + "---|" * len(goals),
+    ]  # fmt: skip
+    for (criterion, allocation), gains in more.items():
+        draws = max(map(len, gains.values()))
+        lines.append(f"| {criterion} | {allocation} | {draws} | " + " | ".join(spread(gains[g]) for g in goals) + " |")
+    return [*lines, ""]
+
+
+def speeds(cells: dict[Cell, dict[str, Any]]) -> list[str]:
+    """How fast the smaller models are, and what a ridge leaves of the accuracy."""
+    seen: dict[tuple[str, str, str], list[dict[str, Any]]] = defaultdict(list)
+    for cell, row in cells.items():
+        if cell.variant == "default" and cell.rescoring == "once" and not cell.copies:
+            seen[cell.target, cell.criterion, cell.allocation].append(row)
+    lines: list[str] = []
+    for goal, criterion, allocation in [(g, c, a) for g in targets(cells) for c in CRITERIA for a in ALLOCATIONS]:
+        rows = seen[goal, criterion, allocation]
+        gains = [row["gains"] for row in rows if "gains" in row]
+        if gains:
+            times = " | ".join(f"{np.mean([g[batch] for g in gains]):.2f}x" for batch in gains[0])
+            kept = spread([row["ridge"]["accuracy"] for row in rows if "ridge" in row])
+            lines.append(f"| {goal} | {criterion} | {allocation} | {times} | {kept} |")
+    if not lines:
+        return []
+    return [
+        "### times as fast as the whole model, and accuracy after a ridge", "",
+        "| | criterion | allocation | batch 1 | batch 32 | accuracy |", "|---|---|---|---|---|---|", *lines, "",
+    ]  # fmt: skip
+
+
 def variants(cells: dict[Cell, dict[str, Any]]) -> list[str]:
     """Other settings of the ridge, on draws for which the usual one was measured too."""
     lines: list[str] = []
@@ -321,8 +401,8 @@ def variants(cells: dict[Cell, dict[str, Any]]) -> list[str]:
             continue
         lines += [
             f"### variants of the ridge, {criterion}, {allocation}, {copies} copies in scoring: {target.lower()}", "",
-            "| variant | draws | accuracy | than the default, same draws | divergence, held out | seconds |",
-            "|---|---|---|---|---|---|",
+            "| variant | draws | accuracy | than the default, same draws | seconds |",
+            "|---|---|---|---|---|",
         ]  # fmt: skip
         usual = by_variant.get("default", {})
         for name, rows in by_variant.items():
@@ -330,7 +410,7 @@ def variants(cells: dict[Cell, dict[str, Any]]) -> list[str]:
             kept = [r["ridge"] for r in rows.values()]
             lines.append(
                 f"| {name} | {len(rows)} | {spread([r['accuracy'] for r in kept])} | {spread(more)} | "
-                f"{np.mean([r['divergence'] for r in kept]):.4f} | {np.median([r['seconds'] for r in kept]):.1f} |"
+                f"{np.median([r['seconds'] for r in kept]):.1f} |"
             )
         lines.append("")
     return lines
@@ -357,6 +437,7 @@ def main() -> None:
     parser.add_argument("--rescoring", nargs="+", default=RESCORINGS)
     parser.add_argument("--macs", nargs="*", type=float, default=(0.8, 0.6, 0.35, 0.16))
     parser.add_argument("--remove", nargs="*", type=float, default=(), help="shares of the units, scored once")
+    parser.add_argument("--latency", action="store_true", help="time the smaller models, with --rescoring once")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=("default",), help="of the ridge")
     parser.add_argument("--repairs", nargs="+", choices=REPAIRS, default=REPAIRS)
     parser.add_argument("--copies", nargs="+", type=int, default=(0,), help="altered copies that scoring sees")
