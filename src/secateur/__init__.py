@@ -15,10 +15,11 @@ from secateur.graph.graph import Graph
 from secateur.pruning.compare import compare
 from secateur.pruning.export import export
 from secateur.pruning.files import load, save
-from secateur.pruning.loop import Result, prune
+from secateur.pruning.loop import prune
 from secateur.pruning.plan import Plan
 from secateur.pruning.removal import apply
 from secateur.pruning.repair.repair import repair
+from secateur.pruning.result import Result
 from secateur.pruning.specialize import specialize
 from secateur.pruning.targets import plan
 from secateur.relevance.explain import explain

@@ -24,8 +24,8 @@ from secateur.graph.cost import Timing, human, measure, size_of, time_batches
 from secateur.pruning.export import export, fixed_batch, time_onnx
 from secateur.pruning.files import plans_of, save
 from secateur.pruning.finetune import FineTune
-from secateur.pruning.loop import Result
 from secateur.pruning.loop import prune as run_prune
+from secateur.pruning.result import Result
 
 _TARGET, _METHOD, _MORE = "Target (one is needed)", "Method", "What is written"
 

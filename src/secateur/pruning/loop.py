@@ -6,13 +6,13 @@ import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from secateur.criteria.batches import Data, repeatable
 from secateur.criteria.criterion import Absolute, Criterion, Loss, Norm
@@ -22,7 +22,7 @@ from secateur.criteria.scores import Aggregation, Scores
 from secateur.criteria.scoring import check_weights, example_of, score
 from secateur.errors import EvaluationError, SecateurError, TargetError
 from secateur.graph.analysis import analyze
-from secateur.graph.cost import Cost, Timing, time_forward
+from secateur.graph.cost import time_forward
 from secateur.graph.graph import Graph
 from secateur.graph.shadow import Example, duplicate, unwrap
 from secateur.pruning.checkpoint import State, decode, digest, encode, fill, numbers, read, write
@@ -37,82 +37,15 @@ from secateur.pruning.plan import Plan
 from secateur.pruning.progress import Progress
 from secateur.pruning.removal import apply
 from secateur.pruning.repair.repair import Repair
+from secateur.pruning.result import Result
 from secateur.pruning.surgery import cut
 from secateur.pruning.targets import Scope
-from secateur.relevance.composites import Composite
 from secateur.relevance.isolation import evaluating
-from secateur.relevance.rules import Rule
-
-if TYPE_CHECKING:
-    from secateur.pruning.compare import Comparison
 
 #: `f(model)` returns an accuracy, or a dict with "overall" and a number per class.
 Evaluate = Callable[[nn.Module], float | Mapping[str, float]]
 #: `f(small, original, data)` returns a corrected module of the same shapes.
 Repairer = Callable[[nn.Module, nn.Module, Data], nn.Module]
-
-
-@dataclass(frozen=True)
-class Result:
-    """What a run ended with. `stopped` says why; `scores` are those that the last removal was based on.
-
-    `original` is the user's own unpruned model, and `settings` what `prune` was asked for.
-    """
-
-    model: nn.Module
-    plan: Plan | None
-    history: History
-    graph: Graph
-    scores: Scores | None
-    cost_before: Cost
-    cost_after: Cost
-    stopped: str
-    original: nn.Module | None = field(default=None, repr=False, compare=False)
-    settings: Mapping[str, Any] = field(default_factory=dict)
-
-    def __str__(self) -> str:
-        return f"{self.cost_before} → {self.cost_after}; {self.stopped}\n{self.history}"
-
-    def report(
-        self,
-        path: str | Path,
-        *,
-        inputs: tuple[Tensor, Tensor | None] | None = None,
-        data: Data = None,
-        test: Data = None,
-        original: nn.Module | None = None,
-        title: str | None = None,
-        comparison: Comparison | Mapping[str, Result] | None = None,
-        classes: Sequence[str] | Mapping[int, str] | None = None,
-        mean: Sequence[float] | None = None,
-        std: Sequence[float] | None = None,
-        composite: str | Composite | Rule | None = None,
-        latency: bool | Sequence[Timing] = True,
-        about: Mapping[str, str] | None = None,
-    ) -> Path:
-        """Write a page about this run: one HTML file with charts, tables and heat maps that needs nothing else.
-
-        Heat maps before and after are drawn for `inputs`, a pair (x, y), or for a few samples of `data`; `mean` and
-        `std` undo the normalisation of the pictures, `classes` names the outputs, `composite` is that of the run unless
-        given. On `test` the accuracy of both models is measured, by class too. `comparison` (of `compare`, or results
-        by name) adds the curves of several criteria. `original` is the unpruned model, where it is not known. Both
-        models are timed in turn for batches of 1 and 32, unless `latency` is False or says what was measured already.
-        `about` is shown among the settings.
-
-        >>> import tempfile
-        >>> net = nn.Sequential(nn.Linear(4, 20), nn.ReLU(), nn.Linear(20, 3))
-        >>> data = (torch.rand(16, 4), torch.arange(16) % 3)
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     page = prune(net, data, remove=0.5, progress=False).report(folder + "/report.html", test=data)
-        ...     page.read_text(encoding="utf-8")[:15]
-        '<!doctype html>'
-        """
-        from secateur.report.page import write_report  # pages are an extra
-
-        return write_report(
-            path, self, inputs=inputs, data=data, test=test, original=original, title=title, comparison=comparison,
-            classes=classes, mean=mean, std=std, composite=composite, latency=latency, about=about,
-        )  # fmt: skip
 
 
 def prune(

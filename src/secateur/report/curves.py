@@ -10,7 +10,7 @@ from typing import Any
 from secateur.errors import SecateurError
 from secateur.pruning.compare import Comparison, curve
 from secateur.pruning.history import History, Row
-from secateur.pruning.loop import Result
+from secateur.pruning.result import Result
 from secateur.report.charts import Chart, Point, Series, line_chart
 from secateur.report.tables import Table
 

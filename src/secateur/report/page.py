@@ -15,7 +15,7 @@ from secateur.errors import SecateurError
 from secateur.graph.cost import Timing, batch_of, human, time_batches
 from secateur.graph.shadow import describe, run, unwrap
 from secateur.pruning.compare import Comparison
-from secateur.pruning.loop import Result
+from secateur.pruning.result import Result
 from secateur.relevance.composites import PRESETS, Composite
 from secateur.relevance.conservation import Conservation
 from secateur.relevance.isolation import evaluating, logits_of
