@@ -20,8 +20,8 @@ from secateur.graph.labels import CostTerm, LabelPass, NeedsNumbers
 from secateur.graph.shadow import Example, ghost, quiet, run, run_or_explain, to_meta, twin, unwrap
 from secateur.ops.table import Labels, tensors_in
 
-#: What reading and writing one number is worth, in MACs: from 100 (two cores) to 300 (large GPUs). The larger figure made
-#: the faster models on two cores as well.
+#: What reading and writing one number is worth, in MACs: from 100 (two cores) to 300 (large GPUs). The larger figure
+#: made the faster models on two cores as well.
 MACS_PER_NUMBER = 300
 
 #: What may be spared.
