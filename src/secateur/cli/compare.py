@@ -46,7 +46,7 @@ def compare(
     fresh: o.Fresh = False,
     as_json: o.AsJson = False,
 ) -> None:
-    """Prune by several criteria on the same images, without fine-tuning, and compare.
+    """Prune by several criteria on the same images, by the paper's algorithm without repair, and compare.
 
     Accuracy is given over the share of units removed and over the share of MACs left: the second is what you pay for.
     Writes comparison.json and comparison.png into --out. An interrupted comparison goes on from where it was.

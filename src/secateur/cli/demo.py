@@ -43,7 +43,7 @@ def demo(
         shown = demonstrate(digits, net, classes)
     talk.result(f"right on held-out digits: {100 * shown.whole:.1f} % among ten classes, {100 * shown.narrow:.1f} % "
                 f"among {', '.join(map(str, classes))} after cutting off the other outputs\n")  # fmt: skip
-    talk.note("looking for the smallest network within 2 points by lrp, repaired after each step")
+    talk.note("removing 5 % at a time by lrp, repaired after each step, until more than 2 points are lost")
     result = prune(
         shown.network, reference, "lrp", max_drop=0.02, evaluate=held_out_accuracy,
         progress=talk.err.is_terminal or Lines(talk),
@@ -64,7 +64,7 @@ def demo(
             title=f"A digits network, specialised to {', '.join(map(str, classes))} and pruned by explaining",
         )  # fmt: skip
     metrics = [row.metrics for row in result.history if row.held]
-    talk.result("the smallest network that loses at most 2 points, by lrp, repaired:")
+    talk.result("the last network that lost at most 2 points, by lrp, repaired:")
     talk.result(headline(result.cost_before, result.cost_after, timings, metrics))
     talk.result(f"written: {out / 'model'} (safetensors and plan), {out / 'history.csv'}, {out / 'comparison.json'}")
     talk.result(f"report page: {page.resolve().as_uri()}")
