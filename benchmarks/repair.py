@@ -4,7 +4,8 @@ ResNet-50, some ImageNet classes, a few reference images of each, physical remov
 combination that is not in the results yet is measured; results are kept line by line, so that a run can be stopped.
 
     python -m benchmarks.repair --weights resnet50.safetensors --images imagenette --out results
-    python -m benchmarks.repair --out results --table docs/results/repair.md
+    python -m benchmarks.repair --out results --table TABLES
+    python -m benchmarks.repair --out results --figure docs/results/repair.png
 
 `--variants` compares other settings of the ridge with the usual ones, `--remove` removes a share of the units instead
 of going to a share of the MACs, `--latency` times the smaller models and repairs nothing. The time and the memory of a
@@ -19,28 +20,23 @@ import resource
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict
 from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from scipy.stats import t as student
 from torch import Tensor, nn
 
+from benchmarks.repair_cells import ALLOCATIONS, CRITERIA, REPAIRS, RESCORINGS, Cell, results
+from benchmarks.repair_tables import figure, table
 from secateur import apply, plan, score
 from secateur.experiments.few_shot.campaign import Scene, Settings, scene
 from secateur.graph.cost import time_batches
 from secateur.pruning.loop import seeded
 from secateur.pruning.repair.augment import crop_and_flip
 from secateur.pruning.repair.repair import Repair
-
-CRITERIA = ("lrp", "taylor", "gradient", "weight", "activation", "random")
-ALLOCATIONS = ("global", "layer", "cost", "time")
-REPAIRS = ("mean", "norm", "ridge")
-RESCORINGS = ("once", "each step")
 
 
 def coloured(images: Tensor, generator: torch.Generator) -> Tensor:
@@ -65,31 +61,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "3 rounds, relevance 0.5": {"rounds": 3, "relevance": 0.5},
     "3 rounds, closer crops": {"rounds": 3, "alter": partial(crop_and_flip, least=0.25)},
 }
-
-
-@dataclass(frozen=True)
-class Cell:
-    """One combination. `copies` is how many altered copies of each image the scoring sees.
-
-    The target is a share of the MACs that stay, or of the units that leave.
-    """
-
-    classes: int
-    draw: int
-    criterion: str
-    allocation: str
-    rescoring: str
-    macs: float | None
-    copies: int = 0
-    variant: str = "default"
-    remove: float | None = None
-
-    @property
-    def target(self) -> str:
-        """In words."""
-        if self.macs is not None:
-            return f"At {100 * self.macs:.0f} % of the MACs"
-        return f"With {100 * (self.remove or 0):.0f} % of the units removed"
 
 
 def measured(model: nn.Module, test: tuple[Tensor, Tensor]) -> float:
@@ -232,202 +203,13 @@ def measure(options: argparse.Namespace) -> None:
                     print(cell, shown or row, flush=True)
 
 
-def results(folder: Path) -> Iterator[tuple[Cell, dict[str, Any]]]:
-    """Everything measured so far."""
-    merged: dict[Cell, dict[str, Any]] = defaultdict(dict)
-    for path in sorted(folder.glob("*.jsonl")):
-        for line in path.read_text().splitlines():
-            about, row = json.loads(line)
-            merged[Cell(**about)].update(row)
-    yield from merged.items()
-
-
-def best(row: dict[str, Any]) -> float | None:
-    """The accuracy of the repair that is closest to the original on held-out samples: what repair='best' takes."""
-    if "best" in row:
-        return float(row["best"]["accuracy"])
-    known = {name: row[name] for name in ("none", *REPAIRS) if name in row and "divergence" in row[name]}
-    if len(known) < 4:
-        return None
-    return float(min(known.values(), key=lambda r: r["divergence"])["accuracy"])
-
-
-def spread(values: list[float]) -> str:
-    """Mean and the half-width of its 95 % interval over draws, by Student's t."""
-    if not values:
-        return ""
-    mean = f"{100 * np.mean(values):.1f}"
-    if len(values) == 1:
-        return mean
-    half = float(student.ppf(0.975, len(values) - 1)) * np.std(values, ddof=1) / np.sqrt(len(values))
-    return f"{mean} ± {100 * half:.1f}"
-
-
-def table(folder: Path) -> str:
-    found = dict(results(folder))
-    lines: list[str] = []
-    for classes in sorted({cell.classes for cell in found}):
-        mine = {c: r for c, r in found.items() if c.classes == classes}
-        lines += [f"## {classes} classes", ""]
-        for variant, rescoring in product(["default", *studied(mine)], RESCORINGS):
-            some = {c: r for c, r in mine.items() if (c.variant, c.rescoring) == (variant, rescoring)}
-            for copies in sorted({c.copies for c in some}):
-                how = f", ridge with {variant}" if variant != "default" else ""
-                seen = f", scores from {copies} altered copies of each image too" if copies else ""
-                lines += [
-                    f"### scored {rescoring}{how}{seen}: accuracy in %, with the half-width of its 95 % interval",
-                    "",
-                ]
-                lines += section({c: r for c, r in some.items() if c.copies == copies})
-        lines += rescored(mine)
-        lines += speeds(mine)
-        lines += variants(mine)
-    ridges = [row["ridge"] for row in found.values() if "ridge" in row]
-    times, peaks, resident = ([r[key] for r in ridges if key in r] for key in ("seconds", "peak", "resident"))
-    if times:
-        lines.append(
-            f"A ridge repair took {np.median(times):.1f} s (median of {len(times)})"
-            + (f", at most {max(peaks) / 2**30:.1f} GiB of GPU memory" if peaks else "")
-            + (f", the whole process on a CPU at most {max(resident) / 2**30:.1f} GiB" if resident else "")
-            + "."
-        )
-    return "\n".join(lines)
-
-
-def studied(cells: dict[Cell, dict[str, Any]]) -> list[str]:
-    """Variants that were measured with several criteria or allocations."""
-    seen: dict[str, set[tuple[str, str]]] = defaultdict(set)
-    for cell in cells:
-        seen[cell.variant].add((cell.criterion, cell.allocation))
-    return [variant for variant, pairs in seen.items() if len(pairs) > 1 and variant != "default"]
-
-
-def section(cells: dict[Cell, dict[str, Any]]) -> list[str]:
-    """A table for each target: criteria and allocations in rows, repairs in columns."""
-    lines: list[str] = []
-    names = ["none", *REPAIRS, "best"]
-    lost: dict[str, list[float]] = {}
-    for target in targets(cells):
-        lines += [f"{target}:", ""]
-        lines += [
-            "| criterion | allocation | draws | MACs left | " + " | ".join(names) + " |",
-            "|---|---|---|---|" + "---|" * len(names),
-        ]
-        for criterion, allocation in product(CRITERIA, ALLOCATIONS):
-            some = {
-                c: r
-                for c, r in cells.items()
-                if (c.criterion, c.allocation, c.target) == (criterion, allocation, target)
-            }
-            if not some:
-                continue
-            columns = []
-            for name in names:
-                values = [best(r) if name == "best" else r.get(name, {}).get("accuracy") for r in some.values()]
-                columns.append(spread([v for v in values if v is not None]))
-            left = [r["macs"] for r in some.values() if "macs" in r]
-            share = f"{100 * np.mean(left):.0f} %" if left else ""
-            lines.append(f"| {criterion} | {allocation} | {len(some)} | {share} | " + " | ".join(columns) + " |")
-            if next(iter(some)).remove is not None:
-                gains = [(b - r["none"]["accuracy"]) for r in some.values() if (b := best(r)) is not None]
-                if gains:
-                    lost[f"{criterion}, {allocation}: {target.lower()}"] = gains
-        lines.append("")
-    if lost:
-        worst = min(lost, key=lambda where: float(np.mean(lost[where])))
-        lines += [
-            f"Where units were removed by number, *best* was at worst {100 * np.mean(lost[worst]):+.1f} points from no "
-            f"repair ({worst}; mean over draws), and {100 * min(map(min, lost.values())):+.1f} in a single draw.",
-            "",
-        ]
-    return lines
-
-
-def rescored(cells: dict[Cell, dict[str, Any]]) -> list[str]:
-    """What scoring anew before each step adds after a ridge, on draws for which scoring once was measured too."""
-    more: dict[tuple[str, str], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for cell, row in cells.items():
-        other = cells.get(replace(cell, rescoring="once"), {})
-        if cell.rescoring != "once" and "ridge" in row and "ridge" in other:
-            gain = row["ridge"]["accuracy"] - other["ridge"]["accuracy"]
-            more[cell.criterion, cell.allocation][cell.target].append(gain)
-    if not more:
-        return []
-    goals = targets({cell: row for cell, row in cells.items() if cell.rescoring != "once"})
-    lines = [
-        "### what scoring at each step adds to scoring once, same draws, after a ridge: points", "",
-        "| criterion | allocation | draws | " + " | ".join(goal.lower() for goal in goals) + " |",
-        "|---|---|---|" + "---|" * len(goals),
-    ]  # fmt: skip
-    for (criterion, allocation), gains in more.items():
-        draws = max(map(len, gains.values()))
-        lines.append(f"| {criterion} | {allocation} | {draws} | " + " | ".join(spread(gains[g]) for g in goals) + " |")
-    return [*lines, ""]
-
-
-def speeds(cells: dict[Cell, dict[str, Any]]) -> list[str]:
-    """How fast the smaller models are, and what a ridge leaves of the accuracy."""
-    seen: dict[tuple[str, str, str], list[dict[str, Any]]] = defaultdict(list)
-    for cell, row in cells.items():
-        if cell.variant == "default" and cell.rescoring == "once" and not cell.copies:
-            seen[cell.target, cell.criterion, cell.allocation].append(row)
-    lines: list[str] = []
-    for goal, criterion, allocation in [(g, c, a) for g in targets(cells) for c in CRITERIA for a in ALLOCATIONS]:
-        rows = seen[goal, criterion, allocation]
-        gains = [row["gains"] for row in rows if "gains" in row]
-        if gains:
-            times = " | ".join(f"{np.mean([g[batch] for g in gains]):.2f}x" for batch in gains[0])
-            kept = spread([row["ridge"]["accuracy"] for row in rows if "ridge" in row])
-            lines.append(f"| {goal} | {criterion} | {allocation} | {times} | {kept} |")
-    if not lines:
-        return []
-    return [
-        "### times as fast as the whole model, and accuracy after a ridge", "",
-        "| | criterion | allocation | batch 1 | batch 32 | accuracy |", "|---|---|---|---|---|---|", *lines, "",
-    ]  # fmt: skip
-
-
-def variants(cells: dict[Cell, dict[str, Any]]) -> list[str]:
-    """Other settings of the ridge, on draws for which the usual one was measured too."""
-    lines: list[str] = []
-    groups: dict[tuple[str, str, int, str], dict[str, dict[int, dict[str, Any]]]] = defaultdict(
-        lambda: defaultdict(dict)
-    )
-    for c, r in cells.items():
-        if c.rescoring == "once" and "ridge" in r:
-            groups[c.criterion, c.allocation, c.copies, c.target][c.variant][c.draw] = r
-    for (criterion, allocation, copies, target), by_variant in groups.items():
-        if len(by_variant) < 2:
-            continue
-        lines += [
-            f"### variants of the ridge, {criterion}, {allocation}, {copies} copies in scoring: {target.lower()}", "",
-            "| variant | draws | accuracy | than the default, same draws | seconds |",
-            "|---|---|---|---|---|",
-        ]  # fmt: skip
-        usual = by_variant.get("default", {})
-        for name, rows in by_variant.items():
-            more = [rows[d]["ridge"]["accuracy"] - usual[d]["ridge"]["accuracy"] for d in rows if d in usual]
-            kept = [r["ridge"] for r in rows.values()]
-            lines.append(
-                f"| {name} | {len(rows)} | {spread([r['accuracy'] for r in kept])} | {spread(more)} | "
-                f"{np.median([r['seconds'] for r in kept]):.1f} |"
-            )
-        lines.append("")
-    return lines
-
-
-def targets(cells: dict[Cell, dict[str, Any]]) -> list[str]:
-    """From the largest model to the smallest."""
-    order = sorted(cells, key=lambda c: (c.macs is None, -(c.macs or 0), c.remove or 0))
-    return list(dict.fromkeys(c.target for c in order))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--weights", type=Path)
     parser.add_argument("--images", type=Path)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--table", type=Path, help="write the tables of what is in --out and stop")
+    parser.add_argument("--figure", type=Path, help="draw what is in --out and stop")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--draws", type=lambda t: tuple(map(int, t.split(":"))), default=(0, 10), help="from:to")
     parser.add_argument("--classes", type=int, default=3)
@@ -444,10 +226,12 @@ def main() -> None:
     parser.add_argument("--share", type=lambda t: tuple(map(int, t.split("/"))), default=(0, 1), help="0/4: a quarter")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    if options.table is None:
-        measure(options)
-    else:
+    if options.table is not None:
         options.table.write_text(table(options.out) + "\n", encoding="utf-8")
+    elif options.figure is not None:
+        figure(options.out, options.figure)
+    else:
+        measure(options)
     print(table(options.out))
 
 
