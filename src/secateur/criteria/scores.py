@@ -8,6 +8,7 @@ from typing import Literal
 
 import numpy as np
 
+from secateur.errors import PlanError
 from secateur.graph.graph import Graph
 from secateur.ops.table import Site
 from secateur.relevance.conservation import Conservation
@@ -30,6 +31,13 @@ class Scores:
 
     def of(self, graph: Graph) -> Values:
         """The score of every class of a graph; NaN where the criterion has nothing to say."""
+        sizes = {site: len(producer.labels) for producer in graph.producers for site in producer.sites}
+        for site, values in self.units.items():
+            if len(values) != sizes.get(site, -1):
+                raise PlanError(
+                    f"these scores are of another model: they are for {len(values)} units of {site}, and "
+                    f"{graph.model_name} has {sizes.get(site, 'none')}. Way out: score(model, data, graph=graph)."
+                )
         total = np.zeros(len(graph.root))
         count = np.zeros(len(graph.root))
         peak = np.full(len(graph.root), -np.inf)

@@ -17,7 +17,7 @@ from secateur.criteria.registry import Choice, criterion_named
 from secateur.criteria.relevance import LRP
 from secateur.criteria.scores import Aggregation, Scores, Values
 from secateur.criteria.sensitivity import Sensitivity, SensitivityPass
-from secateur.errors import CriterionError, DataError, NotFiniteError
+from secateur.errors import CriterionError, DataError, NotFiniteError, UnsupportedModelError
 from secateur.graph.analysis import analyze
 from secateur.graph.graph import Graph
 from secateur.graph.shadow import unwrap
@@ -95,6 +95,12 @@ def check_weights(model: nn.Module) -> None:
     """Refuse weights that are NaN or infinite by name."""
     named = [*unwrap(model).named_parameters(), *unwrap(model).named_buffers()]
     floats = [(name, tensor.detach()) for name, tensor in named if tensor.is_floating_point()]
+    empty = next((name for name, tensor in floats if tensor.is_meta), None)
+    if empty is not None:
+        raise UnsupportedModelError(
+            f"`{empty}` of {type(model).__name__} is on the meta device and holds no numbers. Way out: "
+            f"model.to_empty(device='cpu'), then load its weights."
+        )
     # NaN and infinity survive in a sum, which is cheap and asks the device only once.
     totals = [tensor.sum(dtype=torch.float32).to(floats[0][1].device) for _, tensor in floats]
     if not totals or bool(torch.isfinite(torch.stack(totals)).all()):

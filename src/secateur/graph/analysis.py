@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 
 import numpy as np
+import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
@@ -34,6 +35,11 @@ def analyze(model: nn.Module, example: Example) -> Graph:
     [('0', 8, True), ('2', 4, False)]
     """
     model = unwrap(model)
+    if isinstance(model, torch.jit.ScriptModule):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} is TorchScript: its code is compiled and cannot be followed. Way out: the Python "
+            f"module that it was made from."
+        )
     _refuse_parametrized(model)
     shadow, inputs, axes, main = _first_watch(model, example)
     passes = [main]

@@ -53,8 +53,12 @@ class Layer:
     reason: str | None
 
     def matches(self, patterns: Sequence[str]) -> bool:
-        """Whether any module of the layer fits any wildcard."""
-        return any(fnmatch.fnmatchcase(path, pattern) for path in self.paths for pattern in patterns)
+        """Whether any module of the layer, or one that it is part of, fits any wildcard."""
+        return any(
+            fnmatch.fnmatchcase(path, pattern) or fnmatch.fnmatchcase(path, f"{pattern}.*")
+            for path in self.paths
+            for pattern in patterns
+        )
 
 
 @dataclass(frozen=True)

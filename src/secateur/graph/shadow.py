@@ -18,6 +18,10 @@ Example = Any
 
 def unwrap(model: nn.Module) -> nn.Module:
     """The user's own module behind `torch.compile` or DataParallel wrappers."""
+    given: object = model
+    if not isinstance(given, nn.Module):
+        hint = "call it first" if callable(given) else "build the network and load its weights first"
+        raise UnsupportedModelError(f"the model is a {type(given).__name__}, not an nn.Module. Way out: {hint}.")
     while True:
         inner = getattr(model, "_orig_mod", None)
         if inner is None and isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):

@@ -13,7 +13,10 @@ from secateur.criteria.scores import Scores
 from secateur.errors import NothingToPruneError, TargetError
 from secateur.graph.graph import Graph
 from secateur.pruning.plan import Plan
+from secateur.pruning.targets import named_layers
 from secateur.pruning.targets import plan as make_plan
+
+_WORDS = {"params": "parameters", "macs": "MACs"}
 
 #: Named groups of layers, by wildcards on module paths.
 Parts = Mapping[str, Sequence[str]]
@@ -56,7 +59,7 @@ class Goal:
         if one_shot and parts is not None and len(parts) > 1:
             raise TargetError("one_shot removes everything at once; parts take turns. Give one of the two.")
         self.graph, self.remove, self.step, self.one_shot = graph, remove, step, one_shot
-        self.options = dict(options)
+        self.options = {**options, "ignore": named_layers(graph, "ignore", options["ignore"])}
         self.parts = {name: list(patterns) for name, patterns in (parts or {"": ["*"]}).items()}
         self.keep = {k: v for k, v in (keep or {}).items() if k not in ("latency", "seconds")}
         self.time = {k: v for k, v in (keep or {}).items() if k in ("latency", "seconds")}
@@ -83,6 +86,19 @@ class Goal:
             "remove": self.remove, "keep": {**self.keep, **self.time}, "step": self.step, "one_shot": self.one_shot,
             "parts": self.parts, **{k: list(v) if isinstance(v, tuple) else v for k, v in self.options.items()},
         }  # fmt: skip
+
+    def reached(self, plan: Plan, otherwise: str = "the target is met") -> str:
+        """In words: how close a plan came to the target, where rounding is to blame."""
+        round_to = self.options["round_to"]
+        because = f"since widths are multiples of {round_to}"
+        gone = 1 - plan.units[1] / plan.units[0]
+        if self.remove is not None and round_to > 1 and gone < self.remove - 0.01:
+            return f"{100 * gone:.0f} % of the units are gone instead of {100 * self.remove:g} %, {because}"
+        for name, limit in self.keep.items():
+            share = getattr(plan.after, name) / (limit if limit > 1 else limit * getattr(plan.before, name))
+            if round_to > 1 and share < 0.95:
+                return f"the target is met with {100 * (1 - share):.0f} % fewer {_WORDS[name]} than allowed, {because}"
+        return otherwise
 
     def start(self, latency: float | None) -> None:
         """Learn the latency of the unpruned model, of which the target may be a share."""
@@ -175,7 +191,8 @@ class Goal:
     def _nothing(self, last: bool, share: float) -> Plan | None:
         if last:
             raise NothingToPruneError(
-                f"remove={share} of {self.graph.total_units} units is less than the smallest group: nothing leaves."
+                f"remove={share} of {self.graph.total_units} units is less than the smallest group, or than what "
+                f"round_to={self.options['round_to']} leaves room for: nothing leaves."
             )
         return None
 

@@ -39,7 +39,7 @@ from secateur.pruning.removal import apply
 from secateur.pruning.repair.repair import Repair
 from secateur.pruning.result import Result
 from secateur.pruning.surgery import cut
-from secateur.pruning.targets import Scope
+from secateur.pruning.targets import Scope, check_target
 from secateur.relevance.isolation import evaluating
 
 #: `f(model)` returns an accuracy, or a dict with "overall" and a number per class.
@@ -68,7 +68,7 @@ def prune(
     one_shot: bool = False,
     min_units: int = 1,
     round_to: int = 1,
-    ignore: Sequence[str] = (),
+    ignore: str | Sequence[str] = (),
     norm: Norm | str = "default",
     absolute: Absolute | str = "default",
     aggregate: Aggregation = "mean",
@@ -126,6 +126,7 @@ def prune(
     stepwise = step is not None or rescore or parts is not None or finetune is not None or bool(carry)
     repairer = _repairer(repair, None if stepwise else data)
     rescore = repairer is None or finetune is not None if rescore is None else rescore
+    check_target(remove, keep)
     timed = keep is not None and not {"latency", "seconds"}.isdisjoint(keep)
     if scope is None:
         # Relevance is a share of one sum that is conserved from layer to layer; other scores have no common scale.
@@ -134,7 +135,7 @@ def prune(
     if step is None:
         one_shot = one_shot or not (rescore or timed or max_drop is not None or parts)
         step = 0.05
-    options = {"scope": scope, "min_units": min_units, "round_to": round_to, "ignore": tuple(ignore)}
+    options = {"scope": scope, "min_units": min_units, "round_to": round_to, "ignore": ignore}
     goal = Goal(graph, remove, keep, step, one_shot, parts, options, open_end=max_drop is not None)
     run = _Run(
         original, data, chosen, graph, goal, aggregate, loss, batch_size, finetune, tuple(carry), evaluate, repairer,
@@ -239,7 +240,9 @@ class _Run:
             return
         if proposal.plan is None or (self.plan is not None and proposal.plan.groups == self.plan.groups):
             self.step = number  # a step too small for the next group: it leaves with a later one
-            self.done = "no smaller group is left to come closer to the target" if proposal.last else ""
+            if proposal.last:
+                blocked = "no smaller group is left to come closer to the target"
+                self.done = blocked if self.plan is None else self.goal.reached(self.plan, blocked)
             return
         model, plan, latency = self._removed(proposal.plan), proposal.plan, None
         if self.goal.timed:
@@ -258,7 +261,7 @@ class _Run:
             return
         self.model, self.plan, self.scores = model, plan, scores
         met = latency <= self.goal.seconds if latency is not None else proposal.last
-        self.done = "the target is met" if met else ""
+        self.done = self.goal.reached(plan) if met else ""
 
     def _scored(self, number: int) -> Scores:
         if not self.rescore:

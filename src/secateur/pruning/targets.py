@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping, Sequence
 from typing import Literal, get_args
 
@@ -28,8 +29,8 @@ def plan(
     scope: Scope = "global",
     round_to: int = 1,
     min_units: int = 1,
-    ignore: Sequence[str] = (),
-    only: Sequence[str] = ("*",),
+    ignore: str | Sequence[str] = (),
+    only: str | Sequence[str] = ("*",),
     start: Plan | None = None,
 ) -> Plan:
     """Choose which groups leave: those with the lowest scores, until the target is met.
@@ -38,8 +39,9 @@ def plan(
     `{"macs": 1.2e9}`, a fraction if at most 1, else an absolute number. `scope="layer"` takes the same share of every
     layer; `scope="cost"` ranks by score lost per MAC saved, `scope="time"` by score lost per time saved, as estimated
     from MACs and numbers read and written; both rank per parameter if only parameters are asked for.
-    `round_to` keeps a multiple of that many channels in each layer. `ignore` and `only` are wildcards on module paths.
-    With `start`, what that plan removes is gone already and counts towards the target.
+    `round_to` keeps a multiple of that many channels in each layer, so that less may leave than `remove` allows.
+    `ignore` and `only` are wildcards on module paths; a module's name stands for everything in it. With `start`, what
+    that plan removes is gone already and counts towards the target.
 
     >>> import torch, secateur as sc
     >>> net = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.ReLU(), torch.nn.Linear(6, 2))
@@ -49,6 +51,8 @@ def plan(
     """
     if (remove is None) == (keep is None):
         raise TargetError("give exactly one target: remove=fraction, or keep={'params' or 'macs': fraction or number}")
+    check_target(remove, keep)
+    ignore, only = named_layers(graph, "ignore", ignore), named_layers(graph, "only", only)
     if min_units < 1 or round_to < 1:
         raise TargetError(f"min_units={min_units} and round_to={round_to} must be at least 1: layers are never emptied")
     if scope not in get_args(Scope):
@@ -61,6 +65,30 @@ def plan(
         return plan_for(graph, chooser.by_units(remove))
     assert keep is not None
     return plan_for(graph, chooser.by_cost(keep))
+
+
+def check_target(remove: object, keep: object) -> None:
+    """Refuse what is no target at all."""
+    if keep is not None and not isinstance(keep, Mapping):
+        raise TargetError(f"keep={keep!r} does not say of what. Way out: keep={{'macs': 0.5}}, or 'params'.")
+    numbers = {"remove": remove} if keep is None else {f"keep[{name!r}]": value for name, value in keep.items()}
+    for name, value in numbers.items():
+        if value is not None and (isinstance(value, bool | str) or not isinstance(value, int | float | np.number)):
+            raise TargetError(f"{name}={value!r} must be a number, not {type(value).__name__}.")
+
+
+def named_layers(graph: Graph, what: str, patterns: str | Sequence[str]) -> tuple[str, ...]:
+    """Wildcards on module paths. One that no layer fits is refused: what it was to keep, or to choose, would not be."""
+    listed = (patterns,) if isinstance(patterns, str) else tuple(patterns)
+    for pattern in listed:
+        if pattern != "*" and not any(layer.matches([pattern]) for layer in graph.layers):
+            paths = list(dict.fromkeys(path for layer in graph.layers for path in layer.paths))
+            close = difflib.get_close_matches(pattern, paths, 3) or paths[:5]
+            raise TargetError(
+                f"{what}={pattern!r} fits no layer of {graph.model_name} that has units. Way out: a name such as "
+                f"{', '.join(close)}, or a wildcard such as 'layer4.*'; `print(graph)` shows them all."
+            )
+    return listed
 
 
 class _Chooser:
@@ -98,6 +126,11 @@ class _Chooser:
         self.home = self._homes()
         protected = self._protected(candidates, min_units)
         candidates = candidates[~protected[candidates]]
+        if not len(candidates):
+            raise TargetError(
+                f"every layer of {graph.model_name} is down to min_units={min_units}: nothing may leave. Way out: a "
+                f"smaller min_units."
+            )
         key = self.value[candidates]
         if scope == "layer":
             key = self._shares(candidates)
@@ -198,7 +231,27 @@ class _Chooser:
             raise NothingToPruneError(
                 f"remove={remove} of {total} units is less than the smallest group ({smallest} units): nothing leaves"
             )
-        return self.mask(count)
+        found = self.mask(count)
+        if self.round_to > 1:
+            found = self._further(count, goal, found)
+            if not already and not found.any():
+                raise NothingToPruneError(
+                    f"remove={remove} of {total} units leaves every layer as it is, since it keeps a multiple of "
+                    f"round_to={self.round_to} channels. Way out: a smaller round_to, or a larger share."
+                )
+        return found
+
+    def _further(self, count: int, goal: int, found: Mask) -> Mask:
+        """What rounding brought back makes room for groups further down the order."""
+        low, high = count, len(self.order)
+        while low < high:
+            middle = (low + high + 1) // 2
+            wider = self.mask(middle)
+            if int(self.graph.units[wider].sum()) <= goal:
+                low, found = middle, wider
+            else:
+                high = middle - 1
+        return found
 
     def by_cost(self, keep: Mapping[str, float]) -> Mask:
         """The shortest start of the order that meets every bound."""

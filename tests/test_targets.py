@@ -1,0 +1,147 @@
+"""What is asked for: shares with rounding, layers by name, scores that belong to the graph, and plain mistakes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import secateur as sc
+from secateur.criteria.scores import Scores
+from secateur.errors import NothingToPruneError, PlanError, SecateurError, TargetError, UnsupportedModelError
+
+
+def chain(*widths: int) -> nn.Sequential:
+    """Convolutions in a row: nothing is coupled, so that a unit is a group."""
+    layers: list[nn.Module] = []
+    for before, after in zip((3, *widths), widths, strict=False):
+        layers += [nn.Conv2d(before, after, 3, padding=1), nn.ReLU()]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(widths[-1], 4)).eval()
+
+
+def graph_of(net: nn.Module) -> sc.Graph:
+    return sc.analyze(net, torch.zeros(1, 3, 8, 8))
+
+
+def scores_of(graph: sc.Graph, seed: int = 0) -> Scores:
+    rng = np.random.default_rng(seed)
+    return Scores("drawn", {p.sites[0]: rng.random(len(p.labels)) for p in graph.producers})
+
+
+X, Y = torch.rand(8, 3, 8, 8), torch.arange(8) % 4
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    widths=st.lists(st.integers(2, 6).map(lambda n: 8 * n), min_size=1, max_size=4),
+    remove=st.floats(0.05, 0.95),
+    scope=st.sampled_from(["global", "layer", "cost", "time"]),
+    seed=st.integers(0, 99),
+)
+def test_rounding_never_takes_more_and_comes_as_close_as_one_block(
+    widths: list[int], remove: float, scope: Any, seed: int
+) -> None:
+    graph = graph_of(chain(*widths))
+    total = sum(widths)
+    try:
+        found = sc.plan(graph, scores_of(graph, seed), remove=remove, scope=scope, round_to=8)
+    except NothingToPruneError:
+        assert remove * total < 8 * len(widths) + len(widths)  # less than a block of each layer
+        return
+    except TargetError:
+        assert remove * total > total - len(widths)  # one unit of each layer stays
+        return
+    gone = total - found.units[1]
+    assert 0 < gone <= remove * total + 1e-9
+    assert all(has % 8 == 0 for _, has in found.layers.values())
+    # Were there room for a block of every layer, at least one more would have gone, unless all are down to one block.
+    assert remove * total - gone < 8 * len(widths) + len(widths) or all(has == 8 for _, has in found.layers.values())
+
+
+def test_what_rounding_brings_back_makes_room_for_others() -> None:
+    graph = graph_of(chain(16, 32, 32))
+    found = sc.plan(graph, scores_of(graph), remove=0.3, round_to=8)
+    assert found.units == (80, 56)  # 24 of 80, in blocks of 8
+
+
+def test_a_share_that_rounding_undoes_is_refused() -> None:
+    net = chain(16, 32, 32)
+    graph = graph_of(net)
+    with pytest.raises(NothingToPruneError, match="round_to=64"):
+        sc.plan(graph, scores_of(graph), remove=0.3, round_to=64)
+    with pytest.raises(NothingToPruneError, match="round_to=64"):
+        sc.prune(net, (X, Y), remove=0.3, round_to=64, progress=False)
+
+
+def test_a_run_says_how_far_rounding_let_it_go() -> None:
+    coarse = sc.prune(chain(16, 32, 32), (X, Y), "weight", remove=0.5, round_to=16, progress=False, repair=None)
+    share = 100 * (1 - coarse.plan.units[1] / 80) if coarse.plan is not None else 0.0
+    assert share < 50
+    assert coarse.stopped == f"{share:.0f} % of the units are gone instead of 50 %, since widths are multiples of 16"
+    exact = sc.prune(chain(16, 32, 32), (X, Y), "weight", remove=0.5, progress=False, repair=None)
+    assert exact.stopped == "the target is met"
+
+
+@pytest.mark.parametrize("ignore", ["0", ["0"], ("0", "2")])
+def test_ignored_layers_keep_their_units(ignore: Any) -> None:
+    result = sc.prune(chain(16, 32, 32), (X, Y), "weight", remove=0.3, ignore=ignore, progress=False)
+    assert result.plan is not None
+    names = [ignore] if isinstance(ignore, str) else list(ignore)
+    assert all(result.plan.layers[name][0] == result.plan.layers[name][1] for name in names)
+    assert result.plan.units[1] < 80
+
+
+def test_the_name_of_a_module_stands_for_what_is_in_it() -> None:
+    graph = graph_of(nn.Sequential(chain(16, 8)[:4], nn.Sequential(nn.Conv2d(8, 8, 3), *chain(8)[1:])).eval())
+    kept = sc.plan(graph, scores_of(graph), remove=0.2, ignore="0")
+    assert {name for name, (had, has) in kept.layers.items() if has < had} == {"1.0"}
+    only = sc.plan(graph, scores_of(graph), remove=0.2, only="0")
+    assert all(name.startswith("0.") for name, (had, has) in only.layers.items() if has < had)
+
+
+@pytest.mark.parametrize("option", ["ignore", "only"])
+def test_a_name_that_no_layer_has_is_refused(option: str) -> None:
+    graph = graph_of(chain(16, 32))
+    with pytest.raises(TargetError, match=rf"{option}='feature.4' fits no layer of Sequential"):
+        sc.plan(graph, scores_of(graph), remove=0.3, **{option: ["feature.4"]})
+    with pytest.raises(TargetError, match="fits no layer"):
+        sc.prune(chain(16, 32), (X, Y), remove=0.3, ignore=["0", "layer4.*"], progress=False)
+
+
+def test_scores_of_another_model_are_refused() -> None:
+    one, other = graph_of(chain(16)), graph_of(chain(16, 32))
+    with pytest.raises(PlanError, match="another model"):
+        sc.plan(one, scores_of(other), remove=0.3)
+    with pytest.raises(PlanError, match="another model"):
+        sc.plan(graph_of(chain(8)), scores_of(one), remove=0.3)
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"keep": 0.5}, r"keep=0.5 does not say of what"),
+        ({"keep": {"macs": "half"}}, r"must be a number, not str"),
+        ({"remove": "0.3"}, r"remove='0.3' must be a number"),
+        ({"remove": 0.3, "min_units": 100}, r"min_units=100"),
+    ],
+)
+def test_plain_mistakes_are_named(asked: dict[str, Any], said: str) -> None:
+    with pytest.raises(SecateurError, match=said):
+        sc.prune(chain(16, 32), (X, Y), progress=False, **asked)
+
+
+def test_what_is_no_model_is_refused() -> None:
+    net = chain(16)
+    for wrong, said in (
+        (lambda: net, "call it first"),
+        (net.state_dict(), "build the network"),
+        (torch.jit.trace(net, X[:1]), "TorchScript"),
+        (nn.Sequential(nn.Linear(4, 8, device="meta"), nn.Linear(8, 2, device="meta")), "meta device"),
+    ):
+        with pytest.raises(UnsupportedModelError, match=said):
+            sc.prune(wrong, (X, Y), remove=0.3, progress=False)  # type: ignore[arg-type]
