@@ -356,6 +356,58 @@ def test_nothing_of_the_user_is_replaced(place: Place, tmp_path: Path) -> None:
     assert (tmp_path / "model" / "precious.txt").read_text() == "mine"
 
 
+@pytest.mark.parametrize("where", [".", "red", "red/new", "sub/../red", ".."])
+@pytest.mark.parametrize("role", ["images", "test"])
+def test_nothing_is_written_among_the_images(place: Place, tmp_path: Path, where: str, role: str) -> None:
+    mine = write_photos(tmp_path / "all" / "mine", per_class=2, size=(16, 16))
+    other = {"images": "test", "test": "images"}[role]
+    folders = [f"--{role}", mine, f"--{other}", place.test]
+    before = sorted(tmp_path.rglob("*"))
+    for command in ("prune", "compare"):
+        said = fail(command, *place.model, *folders, "--remove", 0.3, "--out", mine / where)
+        assert f"the folder of --{role}, {mine}" in said
+        assert "Way out: another --out" in said
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_an_image_folder_by_another_name_is_the_same(place: Place, tmp_path: Path) -> None:
+    mine = write_photos(tmp_path / "mine", per_class=2, size=(16, 16))
+    (tmp_path / "link").symlink_to(mine)
+    said = fail("prune", *place.model, "--images", mine, "--remove", 0.3, "--out", tmp_path / "link" / "small")
+    assert "lies inside the folder of --images" in said
+
+
+def test_heat_maps_are_kept_apart_from_images(place: Place, tmp_path: Path) -> None:
+    mine = write_photos(tmp_path / "mine", per_class=1, size=(16, 16))
+    for out in (mine, mine / "maps"):
+        assert "mixed with your images" in fail("explain", *place.model, mine, "--out", out)
+    assert not (mine / "maps").exists()
+    assert succeed("explain", *place.model, mine, "--limit", 1, "--out", tmp_path)["images"]
+
+
+@pytest.mark.parametrize("command", ["few-shot", "fine-tune"])
+@pytest.mark.parametrize("option", ["--out", "--pages"])
+def test_experiments_are_kept_apart_from_images(tmp_path: Path, command: str, option: str) -> None:
+    args = ["reproduce", command, "--model", "alexnet", "--images", tmp_path, "--out", tmp_path.parent / "elsewhere"]
+    assert "the folder of --images" in fail(*args, option, tmp_path / "pages")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_unwritable_place_is_named_before_the_work(place: Place, tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "file").write_text("mine")
+    said = fail("prune", *place.job, "--remove", 0.3, "--out", tmp_path / "file" / "small")
+    assert f"secateur: error: {tmp_path / 'file'} is a file; --out is a folder." in said.splitlines()
+    monkeypatch.setattr("os.access", lambda path, mode: Path(path) != tmp_path)  # root may write anywhere
+    for command in ("prune", "compare"):
+        args = [word for word in place.job if command == "prune" or word not in ("--round-to", "1", "--no-latency")]
+        args = [word for word in args if command == "prune" or word != "--no-report"]
+        said = fail(command, *args, "--remove", 0.3, "--out", tmp_path / "new" / "small")
+        assert said.splitlines() == [
+            f"secateur: error: --out {tmp_path / 'new' / 'small'} cannot be made: {tmp_path} may not be written to. "
+            f"Way out: another --out."
+        ]
+
+
 # -- errors ------------------------------------------------------------------------------------------------------------
 def test_usage_and_errors(place: Place, tmp_path: Path) -> None:
     assert "say how small" in fail("prune", *place.job, "--out", tmp_path / "s", code=2)

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from secateur.cli import options as o
-from secateur.cli.folder import CHECKPOINT, begin_run, digest, end_run
+from secateur.cli.folder import CHECKPOINT, begin_run, check_folder, digest, end_run
 from secateur.cli.output import Talk, curves_table, reported
 from secateur.cli.subject import Look, opened, task
 from secateur.errors import SecateurError
@@ -57,6 +57,7 @@ def compare(
     --out which
     """
     talk = Talk(as_json)
+    check_folder(out, images=images, test=test)
     with talk.stage("building the model and reading images"):
         subject = opened(model, weights, original, device, Look(size, fit, mean, std))
         job = task(

@@ -14,6 +14,7 @@ from rich.table import Table
 from torch import Tensor
 
 from secateur.cli import options as o
+from secateur.cli.folder import check_folder, keep_apart
 from secateur.cli.output import Talk
 from secateur.cli.subject import Look, count_outputs, device_of, names_of, opened
 from secateur.data.images import images_in, load
@@ -63,6 +64,10 @@ def explain(
     """
     if composite not in PRESETS:
         raise SecateurError(f"there is no composite {composite!r}; there are {', '.join(PRESETS)}.")
+    check_folder(out)
+    for folder in images:
+        if folder.is_dir():
+            keep_apart(out, folder, "images", above=False)  # or the next call would explain heat maps
     talk = Talk(as_json)
     with talk.stage("building the model and reading images"):
         subject = opened(model, weights, original, device, Look(size, fit, mean, std))

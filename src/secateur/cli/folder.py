@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -24,15 +25,45 @@ def need(extra: str, without: str, *modules: str) -> None:
         raise SecateurError(f"{', '.join(missing)} is missing. Way out: pip install 'secateur[{extra}]', or {without}.")
 
 
-def check_folder(out: Path) -> None:
+def check_folder(out: Path, **data: Path | None) -> None:
+    """Refuse to write among the user's images (`data`, by option), or where nothing may be written."""
+    for option, folder in data.items():
+        if folder is not None:
+            keep_apart(out, folder, f"--{option}")
+    nearest = next(path for path in (out, *out.absolute().parents) if path.exists())
+    if not nearest.is_dir():
+        raise SecateurError(f"{nearest} is a file; --out is a folder.")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise SecateurError(f"--out {out} cannot be made: {nearest} may not be written to. Way out: another --out.")
+
+
+def check_model(out: Path) -> None:
     """Refuse to replace what secateur did not write."""
-    if out.exists() and not out.is_dir():
-        raise SecateurError(f"{out} is a file; --out is a folder.")
     inside = out / "model"
     if inside.exists() and not (inside / PLANS).is_file():
         raise SecateurError(
             f"{inside} exists and was not written by secateur; it would be replaced. Way out: another --out."
         )
+
+
+def keep_apart(out: Path, folder: Path, option: str, *, above: bool = True) -> None:
+    """Refuse an --out in which files of ours would pass for images or classes of the user's, or lie all around them.
+
+    `above`: whether the folder that the images' folder lies in is refused as well.
+    """
+    place, images = out.resolve(), folder.resolve()
+    if place == images:
+        how = "is"
+    elif images in place.parents:
+        how = "lies inside"
+    elif above and place in images.parents:
+        how = "holds"
+    else:
+        return
+    raise SecateurError(
+        f"--out {out} {how} the folder of {option}, {folder}: what is written would be mixed with your images. Way "
+        f"out: another --out, beside that folder."
+    )
 
 
 def digest(photos: Photographs | None) -> str | None:

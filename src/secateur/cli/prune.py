@@ -15,7 +15,7 @@ import typer
 from torch import nn
 
 from secateur.cli import options as o
-from secateur.cli.folder import CHECKPOINT, begin_run, check_folder, digest, end_run, need
+from secateur.cli.folder import CHECKPOINT, begin_run, check_folder, check_model, digest, end_run, need
 from secateur.cli.output import Lines, Talk, expects, headline, sides
 from secateur.cli.subject import Look, Task, device_of, opened, task
 from secateur.data.imagenet import title
@@ -175,7 +175,8 @@ def prune(
             param_hint="target",
         )
     talk, begin = Talk(as_json), time.perf_counter()
-    check_folder(out)
+    check_folder(out, images=images, test=test)
+    check_model(out)
     if report:
         need("report", "--no-report", "jinja2", "matplotlib")
     if onnx:

@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from secateur.cli.folder import check_folder
 from secateur.cli.options import Merging
 from secateur.errors import SecateurError
 
@@ -132,6 +133,9 @@ def few_shot(
     from secateur.experiments.few_shot.campaign import few_shot as work
     from secateur.experiments.few_shot.page import write_page
 
+    check_folder(out, images=images)
+    if pages is not None:
+        check_folder(pages, images=images)
     if not table_only:
         settings = Settings(
             _given("--model", model), data, str(_given("--images", images)), weights, early_strides, classes, per_class,
@@ -178,6 +182,9 @@ def fine_tune(
     from secateur.experiments.fine_tune.campaign import fine_tune as work
     from secateur.experiments.fine_tune.page import write_page
 
+    check_folder(out, images=images)
+    if pages is not None:
+        check_folder(pages, images=images)
     if not table_only:
         settings = Settings(
             _given("--model", model), data, str(_given("--images", images)), weights, early_strides, prepare_epochs,

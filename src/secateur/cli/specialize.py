@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from secateur.cli import options as o
-from secateur.cli.folder import check_folder
+from secateur.cli.folder import check_folder, check_model
 from secateur.cli.output import Talk, headline, sides
 from secateur.cli.subject import Look, blank, count_outputs, names_of, narrowed, opened
 from secateur.data.outputs import Outputs, assignments, parse
@@ -50,6 +50,7 @@ def specialize(
     """
     talk = Talk(as_json)
     check_folder(out)
+    check_model(out)
     with talk.stage("removing outputs"):
         subject = opened(model, weights, original, device, Look(size, None, mean, std))
         count = count_outputs(subject)
