@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import importlib.util
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -326,6 +327,110 @@ def test_an_interrupted_run_goes_on_and_ends_the_same(place: Place, tmp_path: Pa
     assert states[0].keys() == states[1].keys()
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
     assert sorted(p.name for p in (tmp_path / "parts").iterdir()) == ["history.csv", "model", "run.json"]
+
+
+def stop_at(call: int, monkeypatch) -> None:
+    """Interrupt a run when accuracy is measured for the n-th time."""
+    calls: list[int] = []
+    usual = subject.Task.accuracy
+
+    def impatient(self, model):
+        calls.append(1)
+        if len(calls) == call:
+            raise KeyboardInterrupt
+        return usual(self, model)
+
+    monkeypatch.setattr(subject.Task, "accuracy", impatient)
+
+
+def test_an_unfinished_run_of_another_request_says_what_differs(place: Place, tmp_path: Path, monkeypatch) -> None:
+    args = ["prune", *place.job, "--step", 0.1, "--out", tmp_path / "s"]
+    with monkeypatch.context() as patched:
+        stop_at(3, patched)
+        assert invoke(*args, "--remove", 0.5).exit_code == 130
+    kept = (tmp_path / "s" / "run.json").read_text()
+    torch.manual_seed(1)
+    other = {k: v + 0.1 if v.is_floating_point() else v for k, v in build(place.net).state_dict().items()}
+    safetensors.torch.save_file(other, tmp_path / "other.safetensors")
+    cases = {
+        "--remove was 0.5, is now 0.4": ["--remove", 0.4],
+        "--remove was 0.5, is now not given; --keep-macs": ["--keep-macs", 0.5],
+        "--criterion was lrp, is now weight": ["--remove", 0.5, "--criterion", "weight"],
+        "--round-to was 1, is now 2": ["--remove", 0.5, "--round-to", 2],
+        "--seed was 0, is now 3": ["--remove", 0.5, "--seed", 3],
+        "other weights": ["--remove", 0.5, "--weights", tmp_path / "other.safetensors"],
+    }
+    for what, more in cases.items():
+        said = fail(*args, *more)
+        assert all(part in said for part in what.split("; "))
+        assert said.rstrip().endswith("Way out: --fresh, or another --out.")
+        assert "going on" not in said
+        assert not re.search("[0-9a-f]{16}", said)
+        assert (tmp_path / "s" / "run.json").read_text() == kept
+    assert invoke(*args, "--remove", 0.4, "--fresh").exit_code == 0
+
+
+def test_the_same_weights_in_another_file_go_on(place: Place, tmp_path: Path, monkeypatch) -> None:
+    args = ["prune", *place.job, "--remove", 0.5, "--step", 0.1, "--out", tmp_path / "s"]
+    with monkeypatch.context() as patched:
+        stop_at(3, patched)
+        assert invoke(*args).exit_code == 130
+    copy = tmp_path / "copy.safetensors"
+    copy.write_bytes(Path(place.weights).read_bytes())
+    assert "going on with the unfinished run" in invoke(*args, "--weights", copy).stderr
+
+
+def test_an_impossible_target_leaves_nothing_behind(place: Place, tmp_path: Path) -> None:
+    out = tmp_path / "s"
+    args = ["prune", *place.job, "--out", out]
+    assert "cannot reach" in fail(*args, "--keep-macs", 0.0001)
+    assert list(out.iterdir()) == []
+    assert invoke(*args, "--keep-macs", 0.6).exit_code == 0
+    kept = (out / "run.json").read_text()
+    assert "cannot reach" in fail(*args, "--keep-macs", 0.0001)
+    assert (out / "run.json").read_text() == kept  # of the result that is still there
+
+
+def test_run_json_holds_what_was_asked_for(place: Place, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(place.root)
+    args = ["net.py:make", "--weights", "net.safetensors", "--images", "train", "--test", "test", "--input-size", 16]
+    args += ["--keep-params", 0.7, "--max-drop", 0.9, "--criterion", "taylor", "--scope", "layer", "--step", 0.2]
+    args += ["--no-rescore", "--round-to", 2, "--ignore", "8", "--ignore", "nothing.*", "--repair", "ridge"]
+    args += ["--per-class", 4, "--test-per-class", 3, "--seed", 7, "--learning-rate", 0.5, "--device", "cpu"]
+    args += ["--no-report", "--no-latency", "--fit", "squash", "--mean", "0.5,0.5,0.5", "--std", "0.2,0.2,0.2"]
+    succeed("prune", *args, "--out", tmp_path / "s")
+    text = (tmp_path / "s" / "run.json").read_text()
+    asked = json.loads(text)["asked"]
+    expected = {
+        "command": "prune", "model": "net.py:make", "weights": "net.safetensors", "images": "train", "test": "test",
+        "size": 16, "keep_macs": None, "keep_params": 0.7, "keep_latency": None, "remove": None, "max_drop": 0.9,
+        "criterion": "taylor", "scope": "layer", "step": 0.2, "rescore": False, "round_to": 2,
+        "ignore": ["8", "nothing.*"], "repair": "ridge", "per_class": 4, "test_per_class": 3, "seed": 7,
+        "learning_rate": 0.5, "finetune_epochs": 0, "device": "cpu", "report": False, "latency": False, "onnx": False,
+        "specialize": True, "strict": False, "outputs": {"blue": [0], "green": [1], "red": [2]},
+        "view": {"size": 16, "fit": "squash", "mean": [0.5] * 3, "std": [0.2] * 3},
+    }  # fmt: skip
+    assert {key: asked.get(key) for key in expected} == expected
+    assert str(place.root) not in text  # names as given
+    words = ["net.py:make", "--weights", "net.safetensors", "--images", "train", "--test", "test", "--input-size", 16]
+    words += ["--criterion", "weight", "--remove", 0.3, "--step", 0.15, "--seed", 5]
+    succeed("compare", *words, "--out", tmp_path / "c")
+    asked = json.loads((tmp_path / "c" / "run.json").read_text())["asked"]
+    expected = {"command": "compare", "criteria": ["weight"], "remove": 0.3, "step": 0.15, "seed": 5}
+    assert {key: asked.get(key) for key in expected} == expected
+
+
+def test_a_result_that_is_replaced_is_said_and_leaves_nothing_over(place: Place, tmp_path: Path) -> None:
+    args = ["prune", *place.job, "--out", tmp_path / "s"]
+    first = invoke(*args, "--remove", 0.2, "--onnx", "--report")
+    assert first.exit_code == 0
+    assert "replaces" not in first.stderr
+    (tmp_path / "s" / "notes.txt").write_text("mine")
+    again = invoke(*args, "--remove", 0.4)
+    assert f"replaces the earlier result in {tmp_path / 's'} (--remove was 0.2, is now 0.4)" in again.stderr
+    names = sorted(p.name for p in (tmp_path / "s").iterdir())
+    assert names == ["history.csv", "model", "notes.txt", "run.json"]  # no ONNX of the model before
+    assert "(the same command)" in invoke(*args, "--remove", 0.4).stderr
 
 
 def test_broken_images_are_named(place: Place, tmp_path: Path) -> None:

@@ -10,7 +10,17 @@ from typing import Annotated
 import typer
 
 from secateur.cli import options as o
-from secateur.cli.folder import CHECKPOINT, begin_run, check_folder, digest, end_run
+from secateur.cli.folder import (
+    CHECKPOINT,
+    WEIGHTS,
+    begin_run,
+    check_folder,
+    digest,
+    end_run,
+    fingerprint,
+    request,
+    undone_if_impossible,
+)
 from secateur.cli.output import Talk, curves_table, reported
 from secateur.cli.subject import Look, opened, task
 from secateur.errors import SecateurError
@@ -19,6 +29,7 @@ from secateur.pruning.compare import compare as run_compare
 
 
 def compare(
+    ctx: typer.Context,
     model: o.Model,
     images: o.Images,
     out: o.Out,
@@ -56,6 +67,7 @@ def compare(
     Example: secateur compare net.py:make --weights net.pt --images train --test test --criterion lrp --criterion taylor
     --out which
     """
+    chosen = criteria or ["lrp", "taylor", "gradient", "weight"]
     talk = Talk(as_json)
     check_folder(out, images=images, test=test)
     with talk.stage("building the model and reading images"):
@@ -68,17 +80,18 @@ def compare(
         raise SecateurError(
             "a comparison needs images that are not used for scoring. Way out: --test, or a smaller --per-class."
         )
-    asked = {
-        "model": model, "outputs": {name: list(members) for name, members in job.outputs.items()},
-        "specialize": specialize, "merge": job.merge, "view": asdict(job.reference.view),
-        "reference": digest(job.reference), "test": digest(job.test),
-    }  # fmt: skip
-    begin_run(out, asked, fresh, talk)
-    found = run_compare(
-        job.model, job.data(), criteria or ("lrp", "taylor", "gradient", "weight"),
-        evaluate=reported(talk, job.accuracy), remove=remove, step=step, seed=seed,
-        checkpoint=out / CHECKPOINT,
+    asked = request(
+        ctx, criteria=chosen, outputs={name: list(members) for name, members in job.outputs.items()}, merge=job.merge,
+        view=asdict(job.reference.view), reference=digest(job.reference), held_out=digest(job.test),
+        **{WEIGHTS: fingerprint(job.model)},
     )  # fmt: skip
+    earlier = begin_run(out, asked, fresh, talk)
+    with undone_if_impossible(out, earlier):
+        found = run_compare(
+            job.model, job.data(), chosen,
+            evaluate=reported(talk, job.accuracy), remove=remove, step=step, seed=seed,
+            checkpoint=out / CHECKPOINT,
+        )  # fmt: skip
     found.to_json(out / "comparison.json")
     picture = draw(found, out / "comparison.png")
     end_run(out, asked, {"best": found.best})

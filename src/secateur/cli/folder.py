@@ -6,16 +6,34 @@ import hashlib
 import importlib.util
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
+import typer
+from torch import nn
+
 from secateur.cli.output import Talk
 from secateur.data.images import Photographs
-from secateur.errors import SecateurError
+from secateur.errors import NothingToPruneError, SecateurError, TargetError
+from secateur.pruning.checkpoint import digest as numbers_digest
 from secateur.pruning.files import PLANS
 
-CHECKPOINT, RUN = "checkpoint.safetensors", "run.json"
+CHECKPOINT, RUN, WEIGHTS = "checkpoint.safetensors", "run.json", "weights_digest"
+# Where results go and how they are printed is no part of what they are.
+_ASIDE = {"out", "fresh", "as_json"}
+# What may change between an interrupted run and the one that goes on: names of what is compared by its content, where
+# it is computed, and what is written at the end.
+_FREE = {
+    "weights", "images", "test", "original", "per_class", "test_per_class", "strict", "device", "onnx", "report",
+    "latency", "size", "fit", "mean", "std",
+}  # fmt: skip
+# What is in a request beside options, or was made of them.
+_FOUND = {"command", "model", "outputs", "merge", "view", "reference", "held_out", "criteria"}
+# What a run without --onnx or with --no-report does not replace.
+_REPLACED = {"model.onnx", "report.html"}
 
 
 def need(extra: str, without: str, *modules: str) -> None:
@@ -76,26 +94,56 @@ def digest(photos: Photographs | None) -> str | None:
     return f"{len(photos)} images, {found.hexdigest()[:16]}"
 
 
-def begin_run(out: Path, asked: dict[str, Any], fresh: bool, talk: Talk) -> None:
-    """Go on with an unfinished run of the same command; never mix two."""
-    note = out / RUN
+def fingerprint(model: nn.Module) -> str:
+    """Which weights, without going by the name of a file."""
+    return numbers_digest(model)[:16]
+
+
+def request(ctx: typer.Context, **resolved: Any) -> dict[str, Any]:
+    """Everything that the command line being run asks for, as given; `resolved` is what became of it or adds to it."""
+    given = {name: _plain(value) for name, value in ctx.params.items() if name not in _ASIDE}
+    return {"command": ctx.info_name, **given, **resolved}
+
+
+def begin_run(out: Path, asked: dict[str, Any], fresh: bool, talk: Talk) -> str | None:
+    """Go on with an unfinished run of the same command; never mix two. Returns the earlier note, if there is one."""
+    note, unfinished = out / RUN, bool(_checkpoints(out)) and not fresh
+    earlier = note.read_text(encoding="utf-8", errors="replace") if note.is_file() else None
+    before, files, finished = _understood(earlier)
+    other = _differences(before, json.loads(json.dumps(asked)))
+    if unfinished and other:
+        what = "; ".join(other[:3])
+        raise SecateurError(f"{out} holds an unfinished run that differs: {what}. Way out: --fresh, or another --out.")
+    if unfinished:
+        talk.note(f"going on with the unfinished run in {out}")
+    elif finished:
+        what = "; ".join(other[:3]) or "the same command"
+        talk.note(f"this run replaces the earlier result in {out} ({what})")
     if fresh:
         _forget(out)
-    if _checkpoints(out):
-        try:
-            before = json.loads(note.read_text(encoding="utf-8"))["asked"]
-        except (OSError, ValueError, KeyError, TypeError):
-            before = {}
-        wanted = json.loads(json.dumps(asked))
-        other = [key for key in wanted if before.get(key) != wanted[key]]
-        if other:
-            what = "; ".join(f"{key} was {before.get(key)}, is now {wanted[key]}" for key in other[:3])
-            raise SecateurError(
-                f"{out} holds an unfinished run that differs: {what}. Way out: --fresh, or another --out."
-            )
-        talk.note(f"going on with the unfinished run in {out}")
-    out.mkdir(parents=True, exist_ok=True)
-    note.write_text(json.dumps({"asked": asked, "finished": False}, indent=1), encoding="utf-8")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        # What lies there until it is replaced stays listed, so that nothing of it is left over in the end.
+        text = json.dumps({"asked": asked, "finished": False, "files": files}, indent=1)
+        note.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise SecateurError(f"--out {out} cannot be written: {error.strerror}. Way out: another --out.") from error
+    return earlier
+
+
+@contextmanager
+def undone_if_impossible(out: Path, earlier: str | None) -> Iterator[None]:
+    """Leave what was in the folder if the target turns out to be out of reach before anything was removed."""
+    try:
+        yield
+    except (TargetError, NothingToPruneError) as error:
+        if getattr(error.result, "plan", None) is None:
+            _forget(out)
+            if earlier is None:
+                (out / RUN).unlink(missing_ok=True)
+            else:
+                (out / RUN).write_text(earlier, encoding="utf-8")
+        raise
 
 
 def end_run(out: Path, asked: Mapping[str, Any], summary: Mapping[str, Any]) -> None:
@@ -103,6 +151,52 @@ def end_run(out: Path, asked: Mapping[str, Any], summary: Mapping[str, Any]) -> 
     text = json.dumps({"asked": asked, "finished": True, **summary}, indent=1)
     (out / RUN).write_text(text, encoding="utf-8")
     _forget(out)
+
+
+def drop_stale(out: Path, earlier: str | None, written: Collection[str]) -> None:
+    """Take away what an earlier run here wrote and this one did not: a model.onnx of another model misleads."""
+    for name in {Path(str(file)).name for file in _understood(earlier)[1].values()} & _REPLACED - set(written):
+        (out / name).unlink(missing_ok=True)
+
+
+def _understood(note: str | None) -> tuple[dict[str, Any], dict[str, str], bool]:
+    """What a note says was asked for, which files are there, and whether the run was finished."""
+    try:
+        found = json.loads(note or "")
+        return dict(found["asked"]), dict(found.get("files", {})), found["finished"] is True
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return {}, {}, False
+
+
+def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """What two requests differ in, in words. Names of files may differ if what is in them does not."""
+    other = [key for key in now if key not in _FREE and before.get(key) != now[key]]
+    return [_difference(key, before.get(key), now[key]) for key in other]
+
+
+def _difference(key: str, before: Any, now: Any) -> str:
+    if key == WEIGHTS:
+        return "other weights"
+    if key in ("reference", "held_out"):  # digests mean nothing to people
+        before, now = (str(side).partition(",")[0] if side is not None else "no images" for side in (before, now))
+        if before == now:
+            return f"{key}: other images, or in another order"
+    return f"{_called(key)} was {_shown(before)}, is now {_shown(now)}"
+
+
+def _called(key: str) -> str:
+    return key if key in _FOUND else f"--{key.replace('_', '-')}"
+
+
+def _shown(value: Any) -> str:
+    return "not given" if value is None else str(value)
+
+
+def _plain(value: Any) -> Any:
+    """An option's value as JSON has it."""
+    if isinstance(value, Enum):
+        return value.value
+    return list(value) if isinstance(value, tuple) else str(value) if isinstance(value, Path) else value
 
 
 def _checkpoints(out: Path) -> list[Path]:

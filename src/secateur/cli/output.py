@@ -110,7 +110,7 @@ class Talk:
 
     def note(self, text: str) -> None:
         """Something worth knowing."""
-        self.err.print(text, markup=False)
+        self.err.print(text, markup=False, soft_wrap=True)
 
     def result(self, value: Any) -> None:
         """Print, unless only JSON is wanted."""

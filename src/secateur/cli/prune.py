@@ -15,7 +15,20 @@ import typer
 from torch import nn
 
 from secateur.cli import options as o
-from secateur.cli.folder import CHECKPOINT, begin_run, check_folder, check_model, digest, end_run, need
+from secateur.cli.folder import (
+    CHECKPOINT,
+    WEIGHTS,
+    begin_run,
+    check_folder,
+    check_model,
+    digest,
+    drop_stale,
+    end_run,
+    fingerprint,
+    need,
+    request,
+    undone_if_impossible,
+)
 from secateur.cli.output import Lines, Talk, expects, headline, sides
 from secateur.cli.subject import Look, Task, device_of, opened, task
 from secateur.data.imagenet import title
@@ -51,6 +64,7 @@ class Scope(StrEnum):
 
 
 def prune(
+    ctx: typer.Context,
     model: o.Model,
     images: o.Images,
     out: o.Out,
@@ -192,13 +206,12 @@ def prune(
             "--max-drop needs images that are not used for scoring. Way out: --test, or a smaller --per-class."
         )
     _introduce(talk, job)
-    asked = {
-        "model": model, "outputs": {name: list(members) for name, members in job.outputs.items()},
-        "specialize": specialize, "merge": job.merge, "view": asdict(job.reference.view),
-        "reference": digest(job.reference), "test": digest(job.test), "repair": repair.value,
-        "finetune_epochs": finetune_epochs, "learning_rate": learning_rate,
-    }  # fmt: skip
-    begin_run(out, asked, fresh, talk)
+    asked = request(
+        ctx, outputs={name: list(members) for name, members in job.outputs.items()}, merge=job.merge,
+        view=asdict(job.reference.view), reference=digest(job.reference), held_out=digest(job.test),
+        **{WEIGHTS: fingerprint(job.model)},
+    )  # fmt: skip
+    earlier = begin_run(out, asked, fresh, talk)
     where = device_of(job.model)
     tuner = None
     if finetune_epochs:
@@ -209,12 +222,13 @@ def prune(
     if repair is not Repair.auto:
         method["repair"] = None if repair is Repair.none else repair.value
     talk.note(f"pruning by {criterion}; this can be interrupted, and the same command goes on")
-    result = run_prune(
-        job.model, job.data(), criterion, remove, keep or None, finetune=tuner,
-        evaluate=_watchful(job) if job.test is not None else None, max_drop=max_drop, round_to=round_to,
-        ignore=tuple(ignore or ()), checkpoint=out / CHECKPOINT, seed=seed,
-        progress=talk.err.is_terminal or Lines(talk), **method,
-    )  # fmt: skip
+    with undone_if_impossible(out, earlier):
+        result = run_prune(
+            job.model, job.data(), criterion, remove, keep or None, finetune=tuner,
+            evaluate=_watchful(job) if job.test is not None else None, max_drop=max_drop, round_to=round_to,
+            ignore=tuple(ignore or ()), checkpoint=out / CHECKPOINT, seed=seed,
+            progress=talk.err.is_terminal or Lines(talk), **method,
+        )  # fmt: skip
     if not plans_of(result.model):
         raise SecateurError(
             f"nothing was removed ({result.stopped}), so nothing is written. Way out: a larger --max-drop, "
@@ -240,6 +254,7 @@ def prune(
         "steps": len(result.history) - 1, "seconds": round(time.perf_counter() - begin, 1),
         "files": {name: str(path) for name, path in files.items()},
     }  # fmt: skip
+    drop_stale(out, earlier, [path.name for path in files.values()])
     end_run(out, asked, summary)
     talk.json(summary)
     talk.result(headline(had, has, timings, metrics))
