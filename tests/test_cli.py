@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import importlib.util
 import json
-import re
 from pathlib import Path
 
 import numpy as np
@@ -14,71 +13,19 @@ import pytest
 import safetensors.torch
 import torch
 from PIL import Image
-from torch import nn
-from typer.testing import CliRunner, Result
 
 import secateur as sc
+from command import Place, fail, furnished, invoke, succeed
 from photos import write_photos
 from secateur.cli import subject
-from secateur.cli.app import app
 from secateur.cli.output import Lines, Talk
 from secateur.data.images import read
 from secateur.models import build, open_model
 
-NET = """
-from torch import nn
-
-def make(width=8, classes=3):
-    return nn.Sequential(
-        nn.Conv2d(3, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU(),
-        nn.Conv2d(width, width, 3, padding=1, stride=2), nn.BatchNorm2d(width), nn.ReLU(),
-        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, classes),
-    )
-"""
-
-
-class Place:
-    """A folder with a network, its weights and photographs."""
-
-    def __init__(self, root: Path) -> None:
-        (root / "net.py").write_text(NET)
-        self.root, self.net, self.weights = root, f"{root / 'net.py'}:make", str(root / "net.safetensors")
-        self.train = str(write_photos(root / "train", per_class=6, size=(20, 18)))
-        self.test = str(write_photos(root / "test", per_class=5, size=(18, 20)))
-        self.model = [self.net, "--weights", self.weights, "--input-size", "16"]
-        self.job = [*self.model, "--images", self.train, "--test", self.test, "--round-to", "1", "--no-latency"]
-        self.job += ["--no-report"]
-
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory) -> Place:
-    place = Place(tmp_path_factory.mktemp("place"))
-    x, y = read(place.train, size=16).tensors()
-    torch.manual_seed(0)
-    model = build(place.net).train()
-    optimizer = torch.optim.Adam(model.parameters(), 0.02)
-    for _ in range(40):
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model(x), y).backward()
-        optimizer.step()
-    safetensors.torch.save_file(model.state_dict(), place.weights)
-    return place
-
-
-def invoke(*args: object) -> Result:
-    return CliRunner().invoke(app, [str(arg) for arg in args])
-
-
-def succeed(*args: object) -> dict:
-    result = invoke(*args, "--json")
-    assert result.exit_code == 0, result.output + result.stderr
-    return json.loads(result.stdout)
-
-
-def fail(*args: object, code: int = 1) -> str:
-    result = invoke(*args)
-    assert result.exit_code == code, result.output + result.stderr
-    return result.stderr
+    return furnished(tmp_path_factory.mktemp("place"))
 
 
 # -- prune -------------------------------------------------------------------------------------------------------------
@@ -329,110 +276,6 @@ def test_an_interrupted_run_goes_on_and_ends_the_same(place: Place, tmp_path: Pa
     assert sorted(p.name for p in (tmp_path / "parts").iterdir()) == ["history.csv", "model", "run.json"]
 
 
-def stop_at(call: int, monkeypatch) -> None:
-    """Interrupt a run when accuracy is measured for the n-th time."""
-    calls: list[int] = []
-    usual = subject.Task.accuracy
-
-    def impatient(self, model):
-        calls.append(1)
-        if len(calls) == call:
-            raise KeyboardInterrupt
-        return usual(self, model)
-
-    monkeypatch.setattr(subject.Task, "accuracy", impatient)
-
-
-def test_an_unfinished_run_of_another_request_says_what_differs(place: Place, tmp_path: Path, monkeypatch) -> None:
-    args = ["prune", *place.job, "--step", 0.1, "--out", tmp_path / "s"]
-    with monkeypatch.context() as patched:
-        stop_at(3, patched)
-        assert invoke(*args, "--remove", 0.5).exit_code == 130
-    kept = (tmp_path / "s" / "run.json").read_text()
-    torch.manual_seed(1)
-    other = {k: v + 0.1 if v.is_floating_point() else v for k, v in build(place.net).state_dict().items()}
-    safetensors.torch.save_file(other, tmp_path / "other.safetensors")
-    cases = {
-        "--remove was 0.5, is now 0.4": ["--remove", 0.4],
-        "--remove was 0.5, is now not given; --keep-macs": ["--keep-macs", 0.5],
-        "--criterion was lrp, is now weight": ["--remove", 0.5, "--criterion", "weight"],
-        "--round-to was 1, is now 2": ["--remove", 0.5, "--round-to", 2],
-        "--seed was 0, is now 3": ["--remove", 0.5, "--seed", 3],
-        "other weights": ["--remove", 0.5, "--weights", tmp_path / "other.safetensors"],
-    }
-    for what, more in cases.items():
-        said = fail(*args, *more)
-        assert all(part in said for part in what.split("; "))
-        assert said.rstrip().endswith("Way out: --fresh, or another --out.")
-        assert "going on" not in said
-        assert not re.search("[0-9a-f]{16}", said)
-        assert (tmp_path / "s" / "run.json").read_text() == kept
-    assert invoke(*args, "--remove", 0.4, "--fresh").exit_code == 0
-
-
-def test_the_same_weights_in_another_file_go_on(place: Place, tmp_path: Path, monkeypatch) -> None:
-    args = ["prune", *place.job, "--remove", 0.5, "--step", 0.1, "--out", tmp_path / "s"]
-    with monkeypatch.context() as patched:
-        stop_at(3, patched)
-        assert invoke(*args).exit_code == 130
-    copy = tmp_path / "copy.safetensors"
-    copy.write_bytes(Path(place.weights).read_bytes())
-    assert "going on with the unfinished run" in invoke(*args, "--weights", copy).stderr
-
-
-def test_an_impossible_target_leaves_nothing_behind(place: Place, tmp_path: Path) -> None:
-    out = tmp_path / "s"
-    args = ["prune", *place.job, "--out", out]
-    assert "cannot reach" in fail(*args, "--keep-macs", 0.0001)
-    assert list(out.iterdir()) == []
-    assert invoke(*args, "--keep-macs", 0.6).exit_code == 0
-    kept = (out / "run.json").read_text()
-    assert "cannot reach" in fail(*args, "--keep-macs", 0.0001)
-    assert (out / "run.json").read_text() == kept  # of the result that is still there
-
-
-def test_run_json_holds_what_was_asked_for(place: Place, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.chdir(place.root)
-    args = ["net.py:make", "--weights", "net.safetensors", "--images", "train", "--test", "test", "--input-size", 16]
-    args += ["--keep-params", 0.7, "--max-drop", 0.9, "--criterion", "taylor", "--scope", "layer", "--step", 0.2]
-    args += ["--no-rescore", "--round-to", 2, "--ignore", "8", "--ignore", "nothing.*", "--repair", "ridge"]
-    args += ["--per-class", 4, "--test-per-class", 3, "--seed", 7, "--learning-rate", 0.5, "--device", "cpu"]
-    args += ["--no-report", "--no-latency", "--fit", "squash", "--mean", "0.5,0.5,0.5", "--std", "0.2,0.2,0.2"]
-    succeed("prune", *args, "--out", tmp_path / "s")
-    text = (tmp_path / "s" / "run.json").read_text()
-    asked = json.loads(text)["asked"]
-    expected = {
-        "command": "prune", "model": "net.py:make", "weights": "net.safetensors", "images": "train", "test": "test",
-        "size": 16, "keep_macs": None, "keep_params": 0.7, "keep_latency": None, "remove": None, "max_drop": 0.9,
-        "criterion": "taylor", "scope": "layer", "step": 0.2, "rescore": False, "round_to": 2,
-        "ignore": ["8", "nothing.*"], "repair": "ridge", "per_class": 4, "test_per_class": 3, "seed": 7,
-        "learning_rate": 0.5, "finetune_epochs": 0, "device": "cpu", "report": False, "latency": False, "onnx": False,
-        "specialize": True, "strict": False, "outputs": {"blue": [0], "green": [1], "red": [2]},
-        "view": {"size": 16, "fit": "squash", "mean": [0.5] * 3, "std": [0.2] * 3},
-    }  # fmt: skip
-    assert {key: asked.get(key) for key in expected} == expected
-    assert str(place.root) not in text  # names as given
-    words = ["net.py:make", "--weights", "net.safetensors", "--images", "train", "--test", "test", "--input-size", 16]
-    words += ["--criterion", "weight", "--remove", 0.3, "--step", 0.15, "--seed", 5]
-    succeed("compare", *words, "--out", tmp_path / "c")
-    asked = json.loads((tmp_path / "c" / "run.json").read_text())["asked"]
-    expected = {"command": "compare", "criteria": ["weight"], "remove": 0.3, "step": 0.15, "seed": 5}
-    assert {key: asked.get(key) for key in expected} == expected
-
-
-def test_a_result_that_is_replaced_is_said_and_leaves_nothing_over(place: Place, tmp_path: Path) -> None:
-    args = ["prune", *place.job, "--out", tmp_path / "s"]
-    first = invoke(*args, "--remove", 0.2, "--onnx", "--report")
-    assert first.exit_code == 0
-    assert "replaces" not in first.stderr
-    (tmp_path / "s" / "notes.txt").write_text("mine")
-    again = invoke(*args, "--remove", 0.4)
-    assert f"replaces the earlier result in {tmp_path / 's'} (--remove was 0.2, is now 0.4)" in again.stderr
-    names = sorted(p.name for p in (tmp_path / "s").iterdir())
-    assert names == ["history.csv", "model", "notes.txt", "run.json"]  # no ONNX of the model before
-    assert "(the same command)" in invoke(*args, "--remove", 0.4).stderr
-
-
 def test_broken_images_are_named(place: Place, tmp_path: Path) -> None:
     photos = write_photos(tmp_path / "set", per_class=3, size=(16, 16))
     (photos / "red" / "torn.jpg").write_bytes(b"\xff\xd8 not much of a picture")
@@ -459,58 +302,6 @@ def test_nothing_of_the_user_is_replaced(place: Place, tmp_path: Path) -> None:
     (tmp_path / "model" / "precious.txt").write_text("mine")
     assert "was not written by secateur" in fail("prune", *place.job, "--remove", 0.3, "--out", tmp_path)
     assert (tmp_path / "model" / "precious.txt").read_text() == "mine"
-
-
-@pytest.mark.parametrize("where", [".", "red", "red/new", "sub/../red", ".."])
-@pytest.mark.parametrize("role", ["images", "test"])
-def test_nothing_is_written_among_the_images(place: Place, tmp_path: Path, where: str, role: str) -> None:
-    mine = write_photos(tmp_path / "all" / "mine", per_class=2, size=(16, 16))
-    other = {"images": "test", "test": "images"}[role]
-    folders = [f"--{role}", mine, f"--{other}", place.test]
-    before = sorted(tmp_path.rglob("*"))
-    for command in ("prune", "compare"):
-        said = fail(command, *place.model, *folders, "--remove", 0.3, "--out", mine / where)
-        assert f"the folder of --{role}, {mine}" in said
-        assert "Way out: another --out" in said
-    assert sorted(tmp_path.rglob("*")) == before
-
-
-def test_an_image_folder_by_another_name_is_the_same(place: Place, tmp_path: Path) -> None:
-    mine = write_photos(tmp_path / "mine", per_class=2, size=(16, 16))
-    (tmp_path / "link").symlink_to(mine)
-    said = fail("prune", *place.model, "--images", mine, "--remove", 0.3, "--out", tmp_path / "link" / "small")
-    assert "lies inside the folder of --images" in said
-
-
-def test_heat_maps_are_kept_apart_from_images(place: Place, tmp_path: Path) -> None:
-    mine = write_photos(tmp_path / "mine", per_class=1, size=(16, 16))
-    for out in (mine, mine / "maps"):
-        assert "mixed with your images" in fail("explain", *place.model, mine, "--out", out)
-    assert not (mine / "maps").exists()
-    assert succeed("explain", *place.model, mine, "--limit", 1, "--out", tmp_path)["images"]
-
-
-@pytest.mark.parametrize("command", ["few-shot", "fine-tune"])
-@pytest.mark.parametrize("option", ["--out", "--pages"])
-def test_experiments_are_kept_apart_from_images(tmp_path: Path, command: str, option: str) -> None:
-    args = ["reproduce", command, "--model", "alexnet", "--images", tmp_path, "--out", tmp_path.parent / "elsewhere"]
-    assert "the folder of --images" in fail(*args, option, tmp_path / "pages")
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_an_unwritable_place_is_named_before_the_work(place: Place, tmp_path: Path, monkeypatch) -> None:
-    (tmp_path / "file").write_text("mine")
-    said = fail("prune", *place.job, "--remove", 0.3, "--out", tmp_path / "file" / "small")
-    assert f"secateur: error: {tmp_path / 'file'} is a file; --out is a folder." in said.splitlines()
-    monkeypatch.setattr("os.access", lambda path, mode: Path(path) != tmp_path)  # root may write anywhere
-    for command in ("prune", "compare"):
-        args = [word for word in place.job if command == "prune" or word not in ("--round-to", "1", "--no-latency")]
-        args = [word for word in args if command == "prune" or word != "--no-report"]
-        said = fail(command, *args, "--remove", 0.3, "--out", tmp_path / "new" / "small")
-        assert said.splitlines() == [
-            f"secateur: error: --out {tmp_path / 'new' / 'small'} cannot be made: {tmp_path} may not be written to. "
-            f"Way out: another --out."
-        ]
 
 
 # -- errors ------------------------------------------------------------------------------------------------------------

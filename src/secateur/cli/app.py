@@ -19,6 +19,7 @@ from secateur.cli.inspect import inspect
 from secateur.cli.output import warnings_as_lines
 from secateur.cli.prune import prune
 from secateur.cli.specialize import specialize
+from secateur.cli.wording import spoken
 from secateur.errors import SecateurError
 
 # What to install when an optional package is missing.
@@ -55,7 +56,7 @@ class Commands(TyperGroup):
             raise typer.Exit(_INTERRUPTED) from None
         except (SecateurError, OSError) as error:
             _raise_if_debugging()
-            _say(f"error: {error}")
+            _say(f"error: {spoken(str(error))}")
         except ModuleNotFoundError as error:
             extra = _EXTRAS.get((error.name or "").partition(".")[0])
             if extra is None:

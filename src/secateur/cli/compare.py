@@ -68,6 +68,9 @@ def compare(
     --out which
     """
     chosen = criteria or ["lrp", "taylor", "gradient", "weight"]
+    o.check_target({}, remove, step)
+    for name in chosen:
+        o.check_criterion(name)
     talk = Talk(as_json)
     check_folder(out, images=images, test=test)
     with talk.stage("building the model and reading images"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -9,7 +11,9 @@ from typing import Annotated
 import torch
 import typer
 
-from secateur.errors import SecateurError
+from secateur.criteria.registry import criterion_named, known_criteria
+from secateur.errors import CriterionError, DataError, SecateurError, TargetError
+from secateur.relevance.composites import PRESETS
 
 _MODEL, _IMAGES, _PICTURES = "Model", "Images", "How images are seen"
 
@@ -146,13 +150,20 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON, 
 
 
 def numbers(text: str | None, option: str) -> tuple[float, ...] | None:
-    """`0.5,0.5,0.5` as numbers."""
+    """`0.5,0.5,0.5` as numbers for pixels from 0 to 1."""
     if text is None:
         return None
     try:
-        return tuple(float(part) for part in text.split(","))
+        found = tuple(float(part) for part in text.split(","))
     except ValueError:
         raise typer.BadParameter(f"{text!r} is not a list of numbers such as 0.5,0.5,0.5", param_hint=option) from None
+    if not all(number <= 1 for number in found):
+        scaled = ",".join(f"{number / 255:.3g}" for number in found)
+        raise DataError(
+            f"{option} {text} is for pixels from 0 to 255; here they run from 0 to 1. Way out: divide by 255, "
+            f"{option} {scaled}."
+        )
+    return found
 
 
 def device_named(name: str) -> torch.device:
@@ -163,5 +174,50 @@ def device_named(name: str) -> torch.device:
         device = torch.device(name)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise SecateurError(f"the device {name!r} cannot be used: {str(error).splitlines()[0]}") from None
+        family, colon, number = name.lower().partition(":")
+        if family in ("gpu", "nvidia", "cuda") and name != f"cuda{colon}{number}":
+            raise SecateurError(
+                f"there is no device {name!r}. Way out: --device cuda{colon}{number}, or auto: a GPU if there is one."
+            ) from None
+        raise SecateurError(
+            f"the device {name!r} cannot be used: {str(error).splitlines()[0]} Way out: --device cpu, cuda, cuda:1, …, "
+            f"or auto."
+        ) from None
     return device
+
+
+def check_criterion(name: str) -> None:
+    """Refuse a criterion that is not known, before anything is read."""
+    try:
+        criterion_named(name)
+    except CriterionError:
+        known = [*known_criteria(), *(f"lrp:{preset}" for preset in PRESETS)]
+        near = difflib.get_close_matches(name.lower(), known, 1)
+        hint = f" Did you mean {near[0]}?" if near else ""
+        raise CriterionError(
+            f"--criterion {name} is not known.{hint} There are {', '.join(known_criteria())}, captum:METHOD and "
+            f"lrp:COMPOSITE, with {', '.join(PRESETS)} for COMPOSITE."
+        ) from None
+
+
+def check_target(keep: Mapping[str, float], remove: float | None, step: float | None) -> None:
+    """Refuse targets that exclude each other or make no sense, before anything is read. `keep` says what of which."""
+    given = [f"--keep-{name}" for name in keep] + (["--remove"] if remove is not None else [])
+    if remove is not None and keep:
+        raise TargetError(f"{' and '.join(given)} are different targets. Way out: give one of them.")
+    if "latency" in keep and len(keep) > 1:
+        raise TargetError(f"{' and '.join(given)}: a latency is approached alone. Way out: give one of them.")
+    for name, value in keep.items():
+        if not value > 0:
+            raise TargetError(f"--keep-{name} {value:g} must be above 0. Way out: a share such as --keep-{name} 0.5.")
+        if 1 < value <= 100:
+            raise TargetError(
+                f"--keep-{name} {value:g} is no share, which lies between 0 and 1. Way out: --keep-{name} "
+                f"{value / 100:g} for {value:g} per cent."
+            )
+    if keep.get("latency", 0) > 1:
+        raise TargetError(f"--keep-latency {keep['latency']:g} must be a share of what is measured, up to 1.")
+    for option, share in (("--remove", remove), ("--step", step)):
+        if share is not None and not 0 < share < 1:
+            hint = f" Way out: {option} {share / 100:g} for {share:g} per cent." if 1 <= share < 100 else ""
+            raise TargetError(f"{option} {share:g} must lie strictly between 0 and 1: a share of the units.{hint}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import time
 import warnings
@@ -14,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
+from secateur.cli.wording import spoken
 from secateur.data.views import View
 from secateur.errors import SecateurWarning
 from secateur.graph.cost import Cost, Timing, human, size_of
@@ -133,12 +135,16 @@ class Lines:
 
     def __init__(self, talk: Talk, seconds: float = 20) -> None:
         self._note, self._seconds = talk.note, seconds
-        self._last, self._said = 0.0, set[str]()
+        self._last, self._said, self._state = 0.0, set[str](), ""
 
     def __call__(self, text: str) -> None:
         """Say it, unless nearly the same was said."""
         now, kind = time.monotonic(), re.sub(r"[\d.]+", "", text)
-        if kind not in self._said or " units left " in text or now - self._last >= self._seconds:
+        state = " units left " in text
+        if state and text == self._state:  # a step too small for any group changes nothing
+            return
+        if kind not in self._said or state or now - self._last >= self._seconds:
+            self._state = text if state else self._state
             self._last = now
             self._said.add(kind)
             self._note(text)
@@ -158,9 +164,23 @@ def reported(talk: Talk, evaluate: Callable[[nn.Module], dict[str, float]]) -> C
 
 
 @contextmanager
+def _exporters(level: int) -> Iterator[None]:
+    """What the exporters to ONNX log from this level on: they remark on every node they leave as it is."""
+    loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir")]
+    before = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(max(level, logger.level))
+    try:
+        yield
+    finally:
+        for logger, old in zip(loggers, before, strict=True):
+            logger.setLevel(old)
+
+
+@contextmanager
 def warnings_as_lines(stream: TextIO, everything: bool) -> Iterator[None]:
     """secateur's warnings as one line each; others, which are for programmers, only when debugging."""
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), _exporters(logging.NOTSET if everything else logging.ERROR):
         usual = warnings.showwarning
         if not everything:
             warnings.simplefilter("ignore")
@@ -168,7 +188,7 @@ def warnings_as_lines(stream: TextIO, everything: bool) -> Iterator[None]:
 
         def show(message: Any, category: Any, filename: str, lineno: int, file: Any = None, line: Any = None) -> None:
             if issubclass(category, SecateurWarning):
-                print(f"secateur: warning: {' '.join(str(message).split())}", file=stream)
+                print(f"secateur: warning: {spoken(str(message))}", file=stream)
             else:
                 usual(message, category, filename, lineno, file, line)
 

@@ -31,6 +31,7 @@ from secateur.cli.folder import (
 )
 from secateur.cli.output import Lines, Talk, expects, headline, sides
 from secateur.cli.subject import Look, Task, device_of, opened, task
+from secateur.cli.wording import spoken
 from secateur.data.imagenet import title
 from secateur.errors import SecateurError, SecateurWarning
 from secateur.graph.cost import Timing, human, measure, size_of, time_batches
@@ -188,6 +189,8 @@ def prune(
             "say how small: --keep-macs 0.5, --keep-params 0.5, --keep-latency 0.5, --remove 0.3 or --max-drop 0.01",
             param_hint="target",
         )
+    o.check_target(keep, remove, step)
+    o.check_criterion(criterion)
     talk, begin = Talk(as_json), time.perf_counter()
     check_folder(out, images=images, test=test)
     check_model(out)
@@ -261,9 +264,8 @@ def prune(
     if onnx:
         named = f"; outputs: {', '.join(map(title, job.subject.origin.classes))}" if specialize else ""
         talk.result(f"{files['onnx'].name}: {expects(job.reference.view, fixed_batch(files['onnx']))}{named}")
-    talk.result(
-        f"{result.stopped}; {summary['seconds']:.0f} s. Written to {out}: {', '.join(p.name for p in files.values())}"
-    )
+    written = ", ".join(path.name for path in files.values())
+    talk.result(f"{spoken(result.stopped)}; {summary['seconds']:.0f} s. Written to {out}: {written}")
 
 
 def _watchful(job: Task) -> Callable[[nn.Module], dict[str, float]]:

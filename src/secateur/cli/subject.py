@@ -59,10 +59,15 @@ def opened(
 ) -> Opened:
     """The model on its device, with the view that applies. `trained`: random weights are worth a warning."""
     found = open_model(model, weights, device_named(device), original)
-    if trained and weights is None and found.origin.model == model and not runs_code(model):
+    if trained and weights is None and found.origin.model == model:
+        file, _, factory = model.partition("?")[0].rpartition(":")
+        maker = f"{factory}()" if file else Path(factory).name
         warnings.warn(
-            f"{model} has random weights, so the result means nothing. Way out: --weights FILE, or --weights default "
-            f"to download the zoo's own.",
+            f"no --weights were given: the network is as {maker} built it. Way out: --weights FILE, unless {maker} "
+            f"loads them itself."
+            if runs_code(model)
+            else f"no --weights were given, and {model} has random weights, so the result means nothing. Way out: "
+            f"--weights FILE, or --weights default to download the zoo's own.",
             SecateurWarning,
             stacklevel=2,
         )
@@ -209,7 +214,10 @@ def task(
         held = _same_classes(read(test, view=view, strict=strict), photos, test).numbered(targets)
         twins = {path.resolve() for path in held.paths} & {path.resolve() for path in photos.paths}
         if twins:
-            raise DataError(f"{len(twins)} images are in --images and in --test, such as {min(twins)}.")
+            raise DataError(
+                f"{len(twins)} images are in --images and in --test, such as {min(twins)}. Way out: a --test with "
+                f"other images, or none: then some of --images are held out."
+            )
         if test_per_class is not None:
             held = held.draw(test_per_class, seed=seed, at_most=True)
     elif min(rest.counts.values()) > 0:

@@ -1,0 +1,333 @@
+"""What the command line refuses before it writes, what it notes, and the words it uses."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+
+from command import Place, fail, furnished, invoke, succeed
+from photos import write_photos
+from secateur.cli import subject
+from secateur.cli.output import Lines, Talk, warnings_as_lines
+from secateur.cli.wording import spoken
+from secateur.models import build
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Place:
+    return furnished(tmp_path_factory.mktemp("place"))
+
+
+# -- the folder that is written to -------------------------------------------------------------------------------------
+@pytest.mark.parametrize("where", [".", "red", "red/new", "sub/../red", ".."])
+@pytest.mark.parametrize("role", ["images", "test"])
+def test_nothing_is_written_among_the_images(place: Place, tmp_path: Path, where: str, role: str) -> None:
+    mine = write_photos(tmp_path / "all" / "mine", per_class=2, size=(16, 16))
+    other = {"images": "test", "test": "images"}[role]
+    folders = [f"--{role}", mine, f"--{other}", place.test]
+    before = sorted(tmp_path.rglob("*"))
+    for command in ("prune", "compare"):
+        said = fail(command, *place.model, *folders, "--remove", 0.3, "--out", mine / where)
+        assert f"the folder of --{role}, {mine}" in said
+        assert "Way out: another --out" in said
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_an_image_folder_by_another_name_is_the_same(place: Place, tmp_path: Path) -> None:
+    mine = write_photos(tmp_path / "mine", per_class=2, size=(16, 16))
+    (tmp_path / "link").symlink_to(mine)
+    said = fail("prune", *place.model, "--images", mine, "--remove", 0.3, "--out", tmp_path / "link" / "small")
+    assert "lies inside the folder of --images" in said
+
+
+def test_heat_maps_are_kept_apart_from_images(place: Place, tmp_path: Path) -> None:
+    mine = write_photos(tmp_path / "mine", per_class=1, size=(16, 16))
+    for out in (mine, mine / "maps"):
+        assert "mixed with your images" in fail("explain", *place.model, mine, "--out", out)
+    assert not (mine / "maps").exists()
+    assert succeed("explain", *place.model, mine, "--limit", 1, "--out", tmp_path)["images"]
+
+
+@pytest.mark.parametrize("command", ["few-shot", "fine-tune"])
+@pytest.mark.parametrize("option", ["--out", "--pages"])
+def test_experiments_are_kept_apart_from_images(tmp_path: Path, command: str, option: str) -> None:
+    args = ["reproduce", command, "--model", "alexnet", "--images", tmp_path, "--out", tmp_path.parent / "elsewhere"]
+    assert "the folder of --images" in fail(*args, option, tmp_path / "pages")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_unwritable_place_is_named_before_the_work(place: Place, tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "file").write_text("mine")
+    said = fail("prune", *place.job, "--remove", 0.3, "--out", tmp_path / "file" / "small")
+    assert f"secateur: error: {tmp_path / 'file'} is a file; --out is a folder." in said.splitlines()
+    monkeypatch.setattr("os.access", lambda path, mode: Path(path) != tmp_path)  # root may write anywhere
+    for command in ("prune", "compare"):
+        args = [word for word in place.job if command == "prune" or word not in ("--round-to", "1", "--no-latency")]
+        args = [word for word in args if command == "prune" or word != "--no-report"]
+        said = fail(command, *args, "--remove", 0.3, "--out", tmp_path / "new" / "small")
+        assert said.splitlines() == [
+            f"secateur: error: --out {tmp_path / 'new' / 'small'} cannot be made: {tmp_path} may not be written to. "
+            f"Way out: another --out."
+        ]
+
+
+# -- going on, and replacing -------------------------------------------------------------------------------------------
+def stop_at(call: int, monkeypatch) -> None:
+    """Interrupt a run when accuracy is measured for the n-th time."""
+    calls: list[int] = []
+    usual = subject.Task.accuracy
+
+    def impatient(self, model):
+        calls.append(1)
+        if len(calls) == call:
+            raise KeyboardInterrupt
+        return usual(self, model)
+
+    monkeypatch.setattr(subject.Task, "accuracy", impatient)
+
+
+def test_an_unfinished_run_of_another_request_says_what_differs(place: Place, tmp_path: Path, monkeypatch) -> None:
+    args = ["prune", *place.job, "--step", 0.1, "--out", tmp_path / "s"]
+    with monkeypatch.context() as patched:
+        stop_at(3, patched)
+        assert invoke(*args, "--remove", 0.5).exit_code == 130
+    kept = (tmp_path / "s" / "run.json").read_text()
+    torch.manual_seed(1)
+    other = {k: v + 0.1 if v.is_floating_point() else v for k, v in build(place.net).state_dict().items()}
+    safetensors.torch.save_file(other, tmp_path / "other.safetensors")
+    cases = {
+        "--remove was 0.5, is now 0.4": ["--remove", 0.4],
+        "--remove was 0.5, is now not given; --keep-macs": ["--keep-macs", 0.5],
+        "--criterion was lrp, is now weight": ["--remove", 0.5, "--criterion", "weight"],
+        "--round-to was 1, is now 2": ["--remove", 0.5, "--round-to", 2],
+        "--seed was 0, is now 3": ["--remove", 0.5, "--seed", 3],
+        "other weights": ["--remove", 0.5, "--weights", tmp_path / "other.safetensors"],
+    }
+    for what, more in cases.items():
+        said = fail(*args, *more)
+        assert all(part in said for part in what.split("; "))
+        assert said.rstrip().endswith("Way out: --fresh, or another --out.")
+        assert "going on" not in said
+        assert not re.search("[0-9a-f]{16}", said)
+        assert (tmp_path / "s" / "run.json").read_text() == kept
+    assert invoke(*args, "--remove", 0.4, "--fresh").exit_code == 0
+
+
+def test_the_same_weights_in_another_file_go_on(place: Place, tmp_path: Path, monkeypatch) -> None:
+    args = ["prune", *place.job, "--remove", 0.5, "--step", 0.1, "--out", tmp_path / "s"]
+    with monkeypatch.context() as patched:
+        stop_at(3, patched)
+        assert invoke(*args).exit_code == 130
+    copy = tmp_path / "copy.safetensors"
+    copy.write_bytes(Path(place.weights).read_bytes())
+    assert "going on with the unfinished run" in invoke(*args, "--weights", copy).stderr
+
+
+def test_an_impossible_target_leaves_nothing_behind(place: Place, tmp_path: Path) -> None:
+    out = tmp_path / "s"
+    args = ["prune", *place.job, "--out", out]
+    assert "cannot reach" in fail(*args, "--keep-macs", 0.0001)
+    assert list(out.iterdir()) == []
+    assert invoke(*args, "--keep-macs", 0.6).exit_code == 0
+    kept = (out / "run.json").read_text()
+    assert "cannot reach" in fail(*args, "--keep-macs", 0.0001)
+    assert (out / "run.json").read_text() == kept  # of the result that is still there
+
+
+def test_run_json_holds_what_was_asked_for(place: Place, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(place.root)
+    args = ["net.py:make", "--weights", "net.safetensors", "--images", "train", "--test", "test", "--input-size", 16]
+    args += ["--keep-params", 0.7, "--max-drop", 0.9, "--criterion", "taylor", "--scope", "layer", "--step", 0.2]
+    args += ["--no-rescore", "--round-to", 2, "--ignore", "8", "--ignore", "nothing.*", "--repair", "ridge"]
+    args += ["--per-class", 4, "--test-per-class", 3, "--seed", 7, "--learning-rate", 0.5, "--device", "cpu"]
+    args += ["--no-report", "--no-latency", "--fit", "squash", "--mean", "0.5,0.5,0.5", "--std", "0.2,0.2,0.2"]
+    succeed("prune", *args, "--out", tmp_path / "s")
+    text = (tmp_path / "s" / "run.json").read_text()
+    asked = json.loads(text)["asked"]
+    expected = {
+        "command": "prune", "model": "net.py:make", "weights": "net.safetensors", "images": "train", "test": "test",
+        "size": 16, "keep_macs": None, "keep_params": 0.7, "keep_latency": None, "remove": None, "max_drop": 0.9,
+        "criterion": "taylor", "scope": "layer", "step": 0.2, "rescore": False, "round_to": 2,
+        "ignore": ["8", "nothing.*"], "repair": "ridge", "per_class": 4, "test_per_class": 3, "seed": 7,
+        "learning_rate": 0.5, "finetune_epochs": 0, "device": "cpu", "report": False, "latency": False, "onnx": False,
+        "specialize": True, "strict": False, "outputs": {"blue": [0], "green": [1], "red": [2]},
+        "view": {"size": 16, "fit": "squash", "mean": [0.5] * 3, "std": [0.2] * 3},
+    }  # fmt: skip
+    assert {key: asked.get(key) for key in expected} == expected
+    assert str(place.root) not in text  # names as given
+    words = ["net.py:make", "--weights", "net.safetensors", "--images", "train", "--test", "test", "--input-size", 16]
+    words += ["--criterion", "weight", "--remove", 0.3, "--step", 0.15, "--seed", 5]
+    succeed("compare", *words, "--out", tmp_path / "c")
+    asked = json.loads((tmp_path / "c" / "run.json").read_text())["asked"]
+    expected = {"command": "compare", "criteria": ["weight"], "remove": 0.3, "step": 0.15, "seed": 5}
+    assert {key: asked.get(key) for key in expected} == expected
+
+
+def test_a_result_that_is_replaced_is_said_and_leaves_nothing_over(place: Place, tmp_path: Path) -> None:
+    args = ["prune", *place.job, "--out", tmp_path / "s"]
+    first = invoke(*args, "--remove", 0.2, "--onnx", "--report")
+    assert first.exit_code == 0
+    assert "replaces" not in first.stderr
+    (tmp_path / "s" / "notes.txt").write_text("mine")
+    again = invoke(*args, "--remove", 0.4)
+    assert f"replaces the earlier result in {tmp_path / 's'} (--remove was 0.2, is now 0.4)" in again.stderr
+    names = sorted(p.name for p in (tmp_path / "s").iterdir())
+    assert names == ["history.csv", "model", "notes.txt", "run.json"]  # no ONNX of the model before
+    assert "(the same command)" in invoke(*args, "--remove", 0.4).stderr
+
+
+# -- targets and other options -----------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (["--keep-macs", 0.5, "--remove", 0.3], ["--keep-macs and --remove are different targets", "give one of them"]),
+        (["--keep-macs", 0.5, "--keep-latency", 0.5], ["--keep-macs and --keep-latency", "approached alone"]),
+        (["--keep-macs", 50], ["--keep-macs 50 is no share", "--keep-macs 0.5 for 50 per cent"]),
+        (["--keep-params", 75], ["--keep-params 0.75 for 75 per cent"]),
+        (["--keep-latency", 60], ["--keep-latency 0.6 for 60 per cent"]),
+        (["--keep-latency", 600], ["--keep-latency 600 must be a share"]),
+        (["--keep-macs", 0], ["--keep-macs 0 must be above 0"]),
+        (["--remove", 30], ["--remove 30 must lie strictly between 0 and 1", "--remove 0.3 for 30 per cent"]),
+        (["--remove", 0], ["--remove 0 must lie strictly between 0 and 1"]),
+        (["--remove", 0.5, "--step", 5], ["--step 5 must lie", "--step 0.05 for 5 per cent"]),
+        (["--remove", 0.5, "--criterion", "lpr"], ["--criterion lpr is not known", "Did you mean lrp?"]),
+        (["--remove", 0.5, "--criterion", "LRP"], ["Did you mean lrp?"]),
+        (["--remove", 0.5, "--criterion", "lrp:epsilon_pls"], ["Did you mean lrp:epsilon_plus?"]),
+    ],
+)
+def test_options_that_make_no_sense_are_refused_before_anything_is_read(given, words, tmp_path: Path) -> None:
+    said = fail("prune", "nowhere.py:make", "--images", "nowhere", *given, "--out", tmp_path / "s")
+    assert all(word in said for word in words)
+    assert len(said.splitlines()) == 1
+    assert "Criterion" not in said
+    assert not re.search(r"\b(keep|remove|step)=", said)
+    assert not (tmp_path / "s").exists()
+
+
+def test_a_count_of_macs_is_still_a_count(place: Place, tmp_path: Path) -> None:
+    wanted = 50_000  # of 92 184
+    found = succeed("prune", *place.job, "--keep-macs", wanted, "--out", tmp_path / "s")
+    assert 0 < found["after"]["macs"] <= wanted < found["before"]["macs"]
+
+
+def test_compare_refuses_the_same(tmp_path: Path) -> None:
+    args = ["compare", "nowhere.py:make", "--images", "nowhere", "--out", tmp_path / "s"]
+    assert "Did you mean taylor?" in fail(*args, "--criterion", "lrp", "--criterion", "tailor")
+    assert "--remove 50 must lie" in fail(*args, "--remove", 50)
+
+
+def test_pixels_run_from_0_to_1(place: Place, tmp_path: Path) -> None:
+    args = ["prune", *place.job, "--remove", 0.3, "--out", tmp_path / "s"]
+    said = fail(*args, "--mean", "123,116,103", "--std", "58,57,57")
+    assert "--mean 123,116,103 is for pixels from 0 to 255" in said
+    assert "Way out: divide by 255, --mean 0.482,0.455,0.404." in said
+    assert "--std 0.227,0.224,0.224." in fail(*args, "--mean", "0.5,0.5,0.5", "--std", "58,57,57")
+    assert invoke(*args, "--mean", "0,0,0", "--std", "1,1,1").exit_code == 0
+
+
+def test_devices_that_are_not_called_so(place: Place) -> None:
+    assert "there is no device 'gpu'. Way out: --device cuda, or auto" in fail("inspect", place.net, "--device", "gpu")
+    assert "--device cuda:1, or auto" in fail("inspect", place.net, "--device", "GPU:1")
+
+
+def test_images_to_test_on_must_be_others(place: Place, tmp_path: Path) -> None:
+    args = ["prune", *place.model, "--images", place.train, "--test", place.train, "--remove", 0.3]
+    said = fail(*args, "--out", tmp_path / "s")
+    assert "18 images are in --images and in --test" in said
+    assert "Way out: a --test with other images, or none: then some of --images are held out." in said
+
+
+def test_a_network_without_weights_is_as_it_was_built(place: Place, tmp_path: Path) -> None:
+    args = [place.net, "--input-size", 16, "--outputs", "0,1"]
+    said = invoke("specialize", *args, "--out", tmp_path / "a").stderr
+    assert "secateur: warning: no --weights were given: the network is as make() built it." in said
+    assert "random" not in said  # make may load them
+    said = invoke("specialize", *args, "--weights", place.weights, "--out", tmp_path / "b").stderr
+    assert "warning" not in said
+    again = [tmp_path / "b", "--original", place.net, "--outputs", "0", "--out", tmp_path / "c"]
+    assert "warning" not in invoke("specialize", *again).stderr  # a saved folder has its weights
+
+
+# -- the words of the command line -------------------------------------------------------------------------------------
+def test_errors_of_the_functions_speak_of_options(place: Place, tmp_path: Path) -> None:
+    args = ["prune", *place.job, "--out", tmp_path / "s"]
+    said = fail(*args, "--keep-macs", 0.0001)
+    assert "Way out: a larger target, a smaller --round-to, or fewer ignored layers." in said
+    said += fail(*args, "--remove", 0.95)
+    assert re.search(r"--remove 0\.9\d+ asks for 15 of 16 units", said)
+    assert "every layer keeps one unit at least" in said
+    assert "Way out: a smaller --remove, or fewer --ignore." in said
+    said += fail(*args, "--remove", 0.01)
+    assert "--remove 0.01 of 16 units is less than the smallest group" in said
+    said += fail(*args, "--remove", 0.5, "--ignore", "*")
+    assert "--ignore '*'" in said
+    assert "`secateur inspect` shows every layer" in said
+    torn = write_photos(tmp_path / "set", per_class=3, size=(16, 16))
+    (torn / "red" / "torn.jpg").write_bytes(b"\xff\xd8")
+    said += fail("prune", *place.model, "--images", torn, "--remove", 0.3, "--strict", "--out", tmp_path / "s")
+    assert "or leave out --strict to skip them" in said
+    drop = invoke(*args, "--max-drop", 0.0, "--step", 0.3, "--criterion", "random", "--seed", 2)
+    said += drop.stdout + drop.stderr
+    assert "would have lost more than --max-drop allows" in said
+    assert not re.search(r"min_units|round_to|max_drop|\b(keep|remove|ignore|only)=|print\(graph\)", said)
+
+
+def test_what_is_not_an_argument_keeps_its_name() -> None:
+    for text in (
+        "net.py:make?step=2",
+        "`block.round_to` has 3 units",
+        "/data/max_drop/a.png",
+        "--round-to 8",
+        "remove",
+    ):
+        assert spoken(text) == text
+    old, new = "0" * 64, "f" * 64
+    text = (
+        f"c.safetensors belongs to another run: weights was {old!r}, is now {new!r}. Way out: another checkpoint path, "
+    )
+    said = spoken(f"{text}or remove the file.")
+    assert said == "c.safetensors belongs to another run: other weights. Way out: --fresh, or another --out."
+
+
+def test_a_state_is_said_once() -> None:
+    said: list[str] = []
+    talk = Talk(False)
+    talk.note = said.append  # type: ignore[method-assign]
+    lines = Lines(talk, seconds=0)  # even where everything may be said
+    for text in ("8 units left (0 %)", "scoring", "8 units left (0 %)", "8 units left (0 %)", "6 units left (25 %)"):
+        lines(text)
+    assert said == ["8 units left (0 %)", "scoring", "6 units left (25 %)"]
+
+
+def test_small_steps_do_not_repeat_themselves(place: Place, tmp_path: Path) -> None:
+    args = ["prune", *place.job, "--remove", 0.3, "--step", 0.02, "--out", tmp_path / "s"]  # of 16 units
+    states = [line for line in invoke(*args).stderr.splitlines() if " units left " in line]
+    assert [int(line.split()[0]) for line in states] == [16, 15, 14, 13, 12]
+
+
+def test_exporters_keep_their_remarks_to_themselves(capsys) -> None:
+    logger = logging.getLogger("onnxscript.optimizer._constant_folding")
+    heard: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    try:
+        for debugging in (False, True):
+            with warnings_as_lines(sys.stderr, debugging):
+                logger.warning("Skipping constant folding, %s", debugging)
+                logging.getLogger("torch.onnx.a").error("this is wrong")
+                if not debugging:
+                    warnings.warn("# The axis name: batch will not be used", stacklevel=1)
+        logger.warning("afterwards")
+    finally:
+        logger.removeHandler(handler)
+    assert heard == ["Skipping constant folding, True", "afterwards"]
+    assert "axis name" not in capsys.readouterr().err
