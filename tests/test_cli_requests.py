@@ -222,6 +222,8 @@ def test_compare_refuses_the_same(tmp_path: Path) -> None:
     args = ["compare", "nowhere.py:make", "--images", "nowhere", "--out", tmp_path / "s"]
     assert "Did you mean taylor?" in fail(*args, "--criterion", "lrp", "--criterion", "tailor")
     assert "--remove 50 must lie" in fail(*args, "--remove", 50)
+    twice = [word for name in ("lrp", "weight", "lrp") for word in ("--criterion", name)]
+    assert "--criterion lrp is given 2 times. Way out: each one once." in fail(*args, *twice)
 
 
 def test_pixels_run_from_0_to_1(place: Place, tmp_path: Path) -> None:
@@ -277,6 +279,10 @@ def test_errors_of_the_functions_speak_of_options(place: Place, tmp_path: Path) 
     drop = invoke(*args, "--max-drop", 0.0, "--step", 0.3, "--criterion", "random", "--seed", 2)
     said += drop.stdout + drop.stderr
     assert "would have lost more than --max-drop allows" in said
+    said += fail(*args, "--keep-latency", 1e-6, "--round-to", 2, "--fresh")
+    assert (
+        "nothing more may leave: every layer is as narrow as --round-to and --ignore allow. Way out: a larger" in said
+    )
     assert not re.search(r"min_units|round_to|max_drop|\b(keep|remove|ignore|only)=|print\(graph\)", said)
 
 

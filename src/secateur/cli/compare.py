@@ -69,8 +69,7 @@ def compare(
     """
     chosen = criteria or ["lrp", "taylor", "gradient", "weight"]
     o.check_target({}, remove, step)
-    for name in chosen:
-        o.check_criterion(name)
+    o.check_criteria(chosen)
     talk = Talk(as_json)
     check_folder(out, images=images, test=test)
     with talk.stage("building the model and reading images"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -179,10 +179,8 @@ def device_named(name: str) -> torch.device:
             raise SecateurError(
                 f"there is no device {name!r}. Way out: --device cuda{colon}{number}, or auto: a GPU if there is one."
             ) from None
-        raise SecateurError(
-            f"the device {name!r} cannot be used: {str(error).splitlines()[0]} Way out: --device cpu, cuda, cuda:1, …, "
-            f"or auto."
-        ) from None
+        fact = str(error).splitlines()[0].rstrip(". ")
+        raise SecateurError(f"the device {name!r} cannot be used: {fact}. Way out: --device cpu, or auto.") from None
     return device
 
 
@@ -198,6 +196,14 @@ def check_criterion(name: str) -> None:
             f"--criterion {name} is not known.{hint} There are {', '.join(known_criteria())}, captum:METHOD and "
             f"lrp:COMPOSITE, with {', '.join(PRESETS)} for COMPOSITE."
         ) from None
+
+
+def check_criteria(names: Sequence[str]) -> None:
+    """Refuse to compare what is not known, or the same twice."""
+    for name in names:
+        check_criterion(name)
+        if names.count(name) > 1:
+            raise CriterionError(f"--criterion {name} is given {names.count(name)} times. Way out: each one once.")
 
 
 def check_target(keep: Mapping[str, float], remove: float | None, step: float | None) -> None:

@@ -11,7 +11,11 @@ _ALONE, _END = r"(?<![^\s(`])", r"(?![\w-])"
 _WORDS: tuple[tuple[str, str], ...] = (
     (r"a smaller min_units or round_to", "a smaller --round-to"),
     (r"every layer keeps min_units", "every layer keeps one unit at least"),
-    (r"every layer is down to min_units", "every layer is down to one unit"),
+    (r"every layer is down to min_units or ignored", "every layer is as narrow as --round-to and --ignore allow"),
+    (
+        r"(s per forward pass cannot be reached: [^.]*\.)$",
+        r"\1 Way out: a larger --keep-latency, or a smaller --round-to.",
+    ),
     (r"a smaller fraction, or fewer exceptions", "a smaller --remove, or fewer --ignore"),
     (r"leave strict off to skip them", "leave out --strict to skip them"),
     (r"weights was '[0-9a-f]{64}', is now '[0-9a-f]{64}'", "other weights"),
