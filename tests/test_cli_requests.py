@@ -118,6 +118,8 @@ def test_an_unfinished_run_of_another_request_says_what_differs(place: Place, tm
         assert "going on" not in said
         assert not re.search("[0-9a-f]{16}", said)
         assert (tmp_path / "s" / "run.json").read_text() == kept
+    (tmp_path / "s" / "run.json").unlink()
+    assert "its run.json is missing or damaged. Way out: --fresh" in fail(*args, "--remove", 0.5)
     assert invoke(*args, "--remove", 0.4, "--fresh").exit_code == 0
 
 

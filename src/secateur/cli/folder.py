@@ -112,7 +112,7 @@ def begin_run(out: Path, asked: dict[str, Any], fresh: bool, talk: Talk) -> str 
     before, files, finished = _understood(earlier)
     other = _differences(before, json.loads(json.dumps(asked)))
     if unfinished and other:
-        what = "; ".join(other[:3])
+        what = "; ".join(other[:3]) if before else f"its {RUN} is missing or damaged"
         raise SecateurError(f"{out} holds an unfinished run that differs: {what}. Way out: --fresh, or another --out.")
     if unfinished:
         talk.note(f"going on with the unfinished run in {out}")
@@ -138,7 +138,8 @@ def undone_if_impossible(out: Path, earlier: str | None) -> Iterator[None]:
         yield
     except (TargetError, NothingToPruneError) as error:
         if getattr(error.result, "plan", None) is None:
-            _forget(out)
+            (out / CHECKPOINT).unlink(missing_ok=True)
+        if not _checkpoints(out):  # `compare` may have finished other criteria
             if earlier is None:
                 (out / RUN).unlink(missing_ok=True)
             else:
