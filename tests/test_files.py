@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import warnings
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import onnxruntime
 import pytest
+import safetensors.torch
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -190,3 +192,152 @@ def test_other_endings_are_refused(tmp_path: Path) -> None:
     _, example, small, _ = pruned("residual")
     with pytest.raises(sc.SecateurError, match=r"\.onnx or \.pt2"):
         sc.export(small, tmp_path / "m.tflite", example)
+
+
+# -- the same names and shapes, another network ------------------------------------------------------------------------
+class Functional(nn.Module):
+    """What it computes stands in the forward alone, where no attribute shows it."""
+
+    def __init__(self, act: str = "relu", scale: float = 1.0, strides: tuple[int, int] = (2, 1)) -> None:
+        super().__init__()
+        self.a = nn.Conv2d(3, 8, 3, padding=1)
+        self.b = nn.Conv2d(8, 8, 3, padding=1)
+        self.c = nn.Linear(8, 5)
+        self.kind = {"relu": nn.functional.relu, "gelu": nn.functional.gelu}[act]
+        self.scale, self.strides, self.calls = scale, strides, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.seen = tuple(x.shape)
+        x = nn.functional.conv2d(x, self.a.weight, self.a.bias, stride=self.strides[0], padding=1)
+        x = nn.functional.conv2d(self.kind(x), self.b.weight, self.b.bias, stride=self.strides[1], padding=1)
+        return self.c(self.kind(x).mean((2, 3))) * self.scale
+
+
+def layered(strides: tuple[int, int] = (2, 1), act: nn.Module | None = None, eps: float = 1e-5) -> nn.Sequential:
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, strides[0], 1), nn.BatchNorm2d(8, eps), nn.ReLU() if act is None else act,
+        nn.Dropout(0.3), nn.Conv2d(8, 8, 3, strides[1], 1), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
+        nn.Linear(8, 5),
+    )  # fmt: skip
+
+
+def halved(model: nn.Module, example: object, folder: Path) -> nn.Module:
+    graph = sc.analyze(model, example)
+    small = sc.apply(model, sc.plan(graph, random_scores(graph), remove=0.5))
+    sc.save(folder, small)
+    return small.eval()
+
+
+def test_moved_strides_are_refused_by_name(tmp_path: Path) -> None:
+    halved(layered(), torch.rand(2, 3, 8, 8), tmp_path / "m")
+    with pytest.raises(FileFormatError, match=r"`0\.stride` was 2 and is 1; `4\.stride` was 1 and is 2.*Way out"):
+        sc.load(tmp_path / "m", layered((1, 2)))
+
+
+@pytest.mark.parametrize(
+    ("other", "what"),
+    [
+        (lambda: layered(act=nn.GELU()), "`2` was ReLU and is GELU"),
+        (lambda: layered(act=nn.LeakyReLU()), "`2` was ReLU and is LeakyReLU"),
+        (lambda: layered(eps=1e-3), r"`1\.eps` was 1e-05 and is 0\.001"),
+    ],
+)
+def test_other_layers_are_refused_by_name(other: object, what: str, tmp_path: Path) -> None:
+    halved(layered(), torch.rand(2, 3, 8, 8), tmp_path / "m")
+    with pytest.raises(FileFormatError, match=what):
+        sc.load(tmp_path / "m", other())  # type: ignore[operator]
+
+
+def test_what_is_idle_in_evaluation_may_differ(tmp_path: Path) -> None:
+    x = torch.rand(2, 3, 8, 8)
+    small = halved(layered(), x, tmp_path / "m")
+    other = layered(act=nn.ReLU(inplace=True))
+    other[1].momentum, other[3] = 0.5, nn.Identity()
+    other[6] = nn.AdaptiveAvgPool2d((1, 1))
+    assert torch.equal(sc.load(tmp_path / "m", other).eval()(x), small(x))
+
+
+@pytest.mark.parametrize("other", [{"act": "gelu"}, {"scale": 1.5}, {"strides": (1, 2)}])
+def test_another_forward_is_refused(other: dict[str, object], tmp_path: Path) -> None:
+    x = torch.rand(2, 3, 8, 8)
+    small = halved(Functional(), x, tmp_path / "m")
+    with pytest.raises(FileFormatError, match=r"output on fixed inputs differs.*Way out"):
+        sc.load(tmp_path / "m", Functional(**other))  # type: ignore[arg-type]
+    used = Functional()
+    used(x)  # it counts its calls and remembers a shape, which must not matter
+    assert torch.equal(sc.load(tmp_path / "m", used).eval()(x), small(x))
+
+
+class Both(nn.Module):
+    """Two inputs by name, one of them whole numbers."""
+
+    def __init__(self, sign: int = 1) -> None:
+        super().__init__()
+        self.table, self.mid, self.out = nn.Embedding(10, 6), nn.Linear(6, 8), nn.Linear(8, 3)
+        self._sign = sign
+
+    def forward(self, words: torch.Tensor, more: torch.Tensor) -> torch.Tensor:
+        return self.out(torch.relu(self._sign * self.mid(self.table(words).mean(1) + more)))
+
+
+def test_several_inputs_are_compared_too(tmp_path: Path) -> None:
+    example = {"words": torch.randint(0, 10, (2, 7)), "more": torch.rand(2, 6)}
+    halved(Both(), example, tmp_path / "m")
+    sc.load(tmp_path / "m", Both())
+    with pytest.raises(FileFormatError, match="output on fixed inputs"):
+        sc.load(tmp_path / "m", Both(-1))
+
+
+def test_a_model_loaded_and_saved_again_is_still_known(tmp_path: Path) -> None:
+    halved(Functional(), torch.rand(2, 3, 8, 8), tmp_path / "m")
+    sc.save(tmp_path / "again", sc.load(tmp_path / "m", Functional()))
+    with pytest.raises(FileFormatError, match="output on fixed inputs"):
+        sc.load(tmp_path / "again", Functional("gelu"))
+
+
+def test_a_random_forward_is_let_through(tmp_path: Path) -> None:
+    class Noisy(Functional):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x + torch.rand_like(x))
+
+    graph = sc.analyze(Functional(), torch.rand(2, 3, 8, 8))
+    plan = sc.plan(graph, random_scores(graph), remove=0.5)
+    small = sc.apply(Functional(), plan)
+    small.__class__ = Noisy
+    sc.save(tmp_path / "m", small)
+    sc.load(tmp_path / "m", Noisy())
+
+
+def replace_fingerprint(folder: Path, fingerprint: object) -> None:
+    """As if the file had been written with another one, or, for None, before there was any."""
+    path, weights = folder / "plan.json", folder / "model.safetensors"
+    data = json.loads(path.read_text())
+    assert data.pop("fingerprint")
+    path.write_text(json.dumps(data if fingerprint is None else {**data, "fingerprint": fingerprint}))
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    state = safetensors.torch.load_file(weights)
+    safetensors.torch.save_file(state, weights, {"format": "secateur-model-1", "plan": digest})
+
+
+def test_files_from_before_the_fingerprint_load(tmp_path: Path) -> None:
+    x = torch.rand(2, 3, 8, 8)
+    small = halved(layered(), x, tmp_path / "m")
+    replace_fingerprint(tmp_path / "m", None)
+    assert torch.equal(sc.load(tmp_path / "m", layered()).eval()(x), small(x))
+
+
+@pytest.mark.parametrize("junk", [7, {}, [], {"settings": [], "answer": None}, {"settings": {}, "answer": 3}])
+def test_what_is_no_fingerprint_is_refused(junk: object, tmp_path: Path) -> None:
+    halved(layered(), torch.rand(2, 3, 8, 8), tmp_path / "m")
+    replace_fingerprint(tmp_path / "m", junk)
+    with pytest.raises(FileFormatError, match="fingerprint"):
+        sc.load(tmp_path / "m", layered())
+
+
+@pytest.mark.parametrize("answer", [{}, {"inputs": 3}, {"inputs": {"shape": [10**9, 10**9], "kind": "real"}}])
+def test_a_hostile_fingerprint_does_no_harm(answer: object, tmp_path: Path) -> None:
+    x = torch.rand(2, 3, 8, 8)
+    small = halved(layered(), x, tmp_path / "m")
+    replace_fingerprint(tmp_path / "m", {"settings": {"0": 3, "1": {"is": 4}}, "answer": answer})
+    assert torch.equal(sc.load(tmp_path / "m", layered()).eval()(x), small(x))

@@ -19,13 +19,21 @@ from torch import Tensor, nn
 
 from secateur.errors import FileFormatError, PlanError, SecateurError
 from secateur.graph.shadow import unwrap
+from secateur.pruning.fingerprint import (
+    answer,
+    answer_gap,
+    inputs_like,
+    own_differences,
+    setting_differences,
+    settings,
+)
 from secateur.pruning.plan import Plan
 from secateur.pruning.surgery import cut
 
 WEIGHTS, PLANS = "model.safetensors", "plan.json"
 FORMAT = "secateur-model-1"
 _LARGEST_PLAN = 256 * 2**20
-_ATTRIBUTE = "_secateur_plans"
+_ATTRIBUTE, _INPUTS = "_secateur_plans", "_secateur_inputs"
 
 
 def plans_of(model: nn.Module) -> tuple[Plan, ...]:
@@ -36,7 +44,9 @@ def plans_of(model: nn.Module) -> tuple[Plan, ...]:
 
 def remember(small: nn.Module, original: nn.Module, plan: Plan) -> None:
     """Note on a smaller model how it came about, so that it can be saved."""
+    form = inputs_like(plan.example) if plan.example is not None else vars(unwrap(original)).get(_INPUTS, "")
     vars(small)[_ATTRIBUTE] = (*plans_of(original), replace(plan, example=None))
+    vars(small)[_INPUTS] = form
 
 
 def save(path: str | os.PathLike[str], result: Any, *, about: Mapping[str, Any] | None = None) -> None:
@@ -56,7 +66,10 @@ def save(path: str | os.PathLike[str], result: Any, *, about: Mapping[str, Any] 
             f"For an unpruned model, torch's state_dict and safetensors suffice."
         )
     note = {"about": dict(about)} if about is not None else {}
-    text = json.dumps({"format": FORMAT, **note, "plans": [json.loads(plan.to_json()) for plan in plans]})
+    known = {"settings": settings(model), "answer": answer(model, vars(model).get(_INPUTS, ""), plans[-1].after.macs)}
+    text = json.dumps(
+        {"format": FORMAT, **note, "fingerprint": known, "plans": [json.loads(plan.to_json()) for plan in plans]}
+    )
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
@@ -74,6 +87,9 @@ def save(path: str | os.PathLike[str], result: Any, *, about: Mapping[str, Any] 
 def load(path: str | os.PathLike[str], model: nn.Module) -> nn.Module:
     """Rebuild a saved model from a freshly built original (its weights do not matter).
 
+    An original that is built otherwise (a stride moved, another activation) is refused, even where all shapes fit: the
+    settings of torch's modules and the output on fixed inputs are compared with what was saved.
+
     >>> import tempfile, secateur as sc
     >>> def build(): return nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2))
     >>> net = build()
@@ -86,7 +102,8 @@ def load(path: str | os.PathLike[str], model: nn.Module) -> nn.Module:
     True
     """
     folder = Path(path)
-    plans, digest = _read_plans(folder)
+    data, digest = _read_json(folder)
+    plans = [Plan.from_json(json.dumps(item)) for item in data["plans"]]
     state, metadata = _read_weights(folder)
     if metadata.get("format") != FORMAT or metadata.get("plan") != digest:
         raise FileFormatError(f"{folder}: {WEIGHTS} and {PLANS} do not belong together (one was edited or replaced)")
@@ -98,6 +115,7 @@ def load(path: str | os.PathLike[str], model: nn.Module) -> nn.Module:
             raise FileFormatError(f"{folder} does not fit {type(model).__name__}: {error}") from error
         remember(small, bigger, plan)
     _fill(small, state, folder)
+    _recognise(small, data.get("fingerprint"), folder)
     return small
 
 
@@ -146,9 +164,27 @@ def _fill(model: nn.Module, state: dict[str, Tensor], folder: Path) -> None:
             own[name].copy_(tensor)
 
 
-def _read_plans(folder: Path) -> tuple[list[Plan], str]:
-    data, digest = _read_json(folder)
-    return [Plan.from_json(json.dumps(item)) for item in data["plans"]], digest
+def _recognise(model: nn.Module, known: Any, folder: Path) -> None:
+    """Raise unless the rebuilt model is set up and answers like the saved one. Older files say nothing about that."""
+    if known is None:
+        return
+    noted, said = (known.get("settings"), known.get("answer")) if isinstance(known, Mapping) else (None, None)
+    if not isinstance(noted, Mapping) or not isinstance(said, Mapping | None):
+        raise FileFormatError(f"{folder / PLANS} is damaged: its fingerprint is none")
+    other = list(setting_differences(noted, model))
+    if not other and said is not None:
+        gap = answer_gap(said, model)
+        if gap is not None:
+            other = [f"its output on fixed inputs differs by {gap:.2g} of the largest", *own_differences(noted, model)]
+        else:
+            vars(model)[_INPUTS] = json.dumps(said.get("inputs"))
+    if other:
+        more = f" (and {len(other) - 3} more)" if len(other) > 3 else ""
+        raise FileFormatError(
+            f"{folder} was saved from a model that computes something else than this {type(model).__name__}, although "
+            f"all shapes fit: {'; '.join(other[:3])}{more}. Way out: build the model that was pruned, by the same code "
+            f"with the same settings."
+        )
 
 
 def _read_json(folder: Path) -> tuple[dict[str, Any], str]:

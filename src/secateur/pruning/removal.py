@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -43,7 +44,7 @@ def apply(
         example = plan.example
     if example is not None and plan.groups:
         verify(model, small, plan, example)
-    remember(small, model, plan)
+    remember(small, model, replace(plan, example=example))
     return small
 
 
