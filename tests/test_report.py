@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import secateur as sc
 from html_page import Element, parse
-from secateur.errors import DataError, SecateurError
+from secateur.errors import DataError, SecateurError, SecateurWarning
 from secateur.graph.cost import Timing
 from secateur.pruning.compare import Comparison
 from secateur.report.changes import agreement, kept, regions, some_of
@@ -439,6 +439,46 @@ def test_what_is_missing_is_named(run: Run, tmp_path: Path) -> None:
     with pytest.raises(SecateurError, match="test data are empty"):
         run.result.report(tmp_path / "q.html", test=[], latency=False)
     assert not (tmp_path / "q.html").exists()
+
+
+class Two(nn.Module):
+    """Pictures and a table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.look, self.read, self.out = nn.Conv2d(3, 8, 3), nn.Linear(6, 8), nn.Linear(16, 4)
+
+    def forward(self, pictures: Tensor, table: Tensor) -> Tensor:
+        return self.out(torch.cat([self.look(pictures).relu().mean((2, 3)), self.read(table).relu()], 1))
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_without_heat_maps_the_page_says_why(named: bool, tmp_path: Path) -> None:
+    x, table, y = torch.rand(12, 3, 8, 8), torch.rand(12, 6), torch.arange(12) % 4
+    data = ({"pictures": x, "table": table}, y) if named else [((x, table), y)]
+    result = sc.prune(Two().eval(), data, remove=0.3, progress=False)
+    with pytest.warns(SecateurWarning, match="no heat maps"):
+        path = result.report(tmp_path / "r.html", data=data, test=data, latency=False)
+    page = parse(path.read_text(encoding="utf-8"))
+    assert f"heat maps need a tensor of inputs, not {'dict' if named else 'tuple'}" in page.by_id("seen").text
+    assert not page.find("img")
+    with pytest.raises(DataError, match="no input"):  # asked for by name, they are not left out
+        result.report(tmp_path / "q.html", inputs=((x, table), y), latency=False)  # type: ignore[arg-type]
+
+
+def test_segmentation_has_heat_maps_of_as_many_samples_as_others(tmp_path: Path) -> None:
+    net = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 1), nn.ReLU(), nn.Conv2d(8, 4, 1))
+    data = torch.rand(12, 3, 8, 8), torch.randint(0, 4, (12, 8, 8))
+    result = sc.prune(net.eval(), data, remove=0.3, progress=False)
+    page = parse(result.report(tmp_path / "r.html", data=data, latency=False).read_text(encoding="utf-8"))
+    assert len(page.find("figure", class_="sample")) == 4
+    unknown = data[0], data[1].clone()
+    unknown[1][:, 0] = 255  # the usual mark of pixels that do not count
+    with pytest.warns(SecateurWarning, match="no heat maps"):
+        path = result.report(tmp_path / "u.html", data=unknown, latency=False)
+    assert "255" in parse(path.read_text(encoding="utf-8")).by_id("seen").text
+    with pytest.raises(DataError, match="std has 2 numbers"):
+        result.report(tmp_path / "q.html", data=data, std=[0.5, 0.5], latency=False)
 
 
 def test_a_run_that_removed_nothing(run: Run, tmp_path: Path) -> None:

@@ -64,10 +64,11 @@ class Result:
 
         Heat maps before and after are drawn for `inputs`, a pair (x, y), or for a few samples of `data`; `mean` and
         `std` undo the normalisation of the pictures, `classes` names the outputs, `composite` is that of the run unless
-        given. On `test` the accuracy of both models is measured, by class too. `comparison` (of `compare`, or results
-        by name) adds the curves of several criteria. `original` is the unpruned model, where it is not known. Both
-        models are timed in turn for batches of 1 and 32, unless `latency` is False or says what was measured already.
-        `about` is shown among the settings.
+        given. Where samples of `data` cannot be explained (several inputs, say), the page says why and goes without. On
+        `test` the accuracy of both models is measured, by class too. `comparison` (of `compare`, or results by name)
+        adds the curves of several criteria. `original` is the unpruned model, where it is not known. Both models are
+        timed in turn for batches of 1 and 32, unless `latency` is False or says what was measured already. `about` is
+        shown among the settings.
 
         >>> import tempfile, torch, secateur as sc
         >>> net = nn.Sequential(nn.Linear(4, 20), nn.ReLU(), nn.Linear(20, 3))

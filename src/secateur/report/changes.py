@@ -79,9 +79,14 @@ def some_of(data: Data, count: int) -> tuple[Tensor, Tensor | None]:
     """A few samples, as many classes as can be among them: the first of each class, then the second, …"""
     inputs, targets = data if is_pair(data) else next(iter(islice(batches(data), 1)), (None, None))
     if not isinstance(inputs, Tensor):
-        raise DataError(f"heat maps need a tensor of inputs, not {type(inputs).__name__}. Way out: inputs=(x, y).")
-    if not isinstance(targets, Tensor) or targets.dim() != 1:
+        raise DataError(
+            f"heat maps need a tensor of inputs, not {type(inputs).__name__}. Way out: leave out data=, or give "
+            f"inputs=(x, y) if the model takes one tensor."
+        )
+    if not isinstance(targets, Tensor):
         return inputs[:count], targets
+    if targets.dim() != 1:
+        return inputs[:count], targets[:count] if targets.dim() else targets
     seen: dict[int, int] = {}
     order = []
     for place, target in enumerate(targets.tolist()):
@@ -106,6 +111,8 @@ def changes(
     x, y = (to_device(part, device_of(original)) for part in inputs)
     if not isinstance(x, Tensor) or not len(x):
         raise DataError("there is no input to explain: give inputs=(x, y) with at least one sample.")
+    if x.dim() == 4:
+        check_scale(x, mean, std)
     before = explain(original, x, y, composite=composite)
     target = y if y is not None else before.output.argmax(1)
     after = explain(small, to_device(x, device_of(small)), to_device(target, device_of(small)), composite=composite)
@@ -148,12 +155,16 @@ def _maps(seen: Explanation) -> Tensor:
     return seen.heat.detach().double().cpu()
 
 
-def _shown(x: Tensor, mean: Sequence[float] | None, std: Sequence[float] | None) -> list[Any]:
-    """The pictures as they were before normalisation."""
-    plain = x.detach().float().cpu()
+def check_scale(x: Tensor, mean: Sequence[float] | None, std: Sequence[float] | None) -> None:
+    """Mean and deviation of the pixels must fit the pictures."""
     for name, values in (("mean", mean), ("std", std)):
         if values is not None and len(values) not in (1, x.shape[1]):
             raise DataError(f"{name} has {len(values)} numbers, but the pictures have {x.shape[1]} channels.")
+
+
+def _shown(x: Tensor, mean: Sequence[float] | None, std: Sequence[float] | None) -> list[Any]:
+    """The pictures as they were before normalisation."""
+    plain = x.detach().float().cpu()
     if std is not None:
         plain = plain * torch.tensor(list(std)).view(1, -1, 1, 1)
     if mean is not None:

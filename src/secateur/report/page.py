@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from secateur.criteria.batches import Data, batches, check_targets, device_of
-from secateur.errors import SecateurError
+from secateur.errors import (
+    DataError,
+    RelevanceError,
+    SecateurError,
+    SecateurWarning,
+    UnknownOperationError,
+    UnsupportedModelError,
+)
 from secateur.graph.cost import Timing, batch_of, human, time_batches
 from secateur.graph.shadow import describe, run, unwrap
 from secateur.pruning.compare import Comparison
@@ -20,7 +28,7 @@ from secateur.relevance.composites import PRESETS, Composite
 from secateur.relevance.conservation import Conservation
 from secateur.relevance.isolation import evaluating, logits_of
 from secateur.relevance.rules import Rule
-from secateur.report.changes import Changes, Names, changes, name_of, some_of
+from secateur.report.changes import Changes, Names, changes, check_scale, name_of, some_of
 from secateur.report.curves import Metric, contest, percent, run_charts
 from secateur.report.document import fill, write
 from secateur.report.environment import environment
@@ -88,8 +96,7 @@ def write_report(
     """Write the page of `Result.report`."""
     source = original if original is not None else result.original
     source = unwrap(source) if source is not None else None
-    shown = inputs if inputs is not None else some_of(data, _SAMPLES) if data is not None else None
-    if source is None and (shown is not None or test is not None):
+    if source is None and (inputs is not None or data is not None or test is not None):
         raise SecateurError("heat maps and accuracies before pruning need the unpruned model: give original=model.")
     scores: list[Accuracy] | None = None
     if source is not None and test is not None:
@@ -97,12 +104,14 @@ def write_report(
     first, last = _ends(result)
     metric = Metric.of([row.overall for row in result.history if row.overall is not None])
     criterion = str(result.settings.get("criterion") or (result.scores.criterion if result.scores else "no criterion"))
-    seen: Changes | None = None
-    if shown is not None and source is not None:
-        rule = composite if composite is not None else _composite(criterion)
+    rule = composite if composite is not None else _composite(criterion)
+    seen, unseen = None, ""
+    if source is not None and inputs is not None:
         seen = changes(
-            source, result.model, result.plan, shown, classes=classes, mean=mean, std=std, composite=rule
+            source, result.model, result.plan, inputs, classes=classes, mean=mean, std=std, composite=rule
         )  # fmt: skip
+    elif source is not None and data is not None:
+        seen, unseen = _seen(source, result, data, classes, mean, std, rule)
     timings, when = _timings(result, source, latency)
     layers = _layers(result)
     html = fill(
@@ -121,6 +130,7 @@ def write_report(
         layers=layers,
         layer_table=_layer_table(layers),
         seen=seen,
+        unseen=unseen,
         unit_tables=_unit_tables(seen) if seen is not None else [],
         steps=_step_table(result, metric),
         plan=result.plan,
@@ -131,6 +141,31 @@ def write_report(
         percent=percent,
     )
     return write(Path(path), html.encode())
+
+
+def _seen(
+    source: nn.Module, result: Result, data: Data, classes: Names, mean: Sequence[float] | None,
+    std: Sequence[float] | None, rule: str | Composite | Rule,
+) -> tuple[Changes | None, str]:  # fmt: skip
+    """What changed on some of the data, or why that cannot be shown: the rest of the page does not depend on it."""
+    try:
+        shown = some_of(data, _SAMPLES)
+    except DataError as error:
+        return None, _unseen(error)
+    if shown[0].dim() == 4:
+        check_scale(shown[0], mean, std)
+    try:
+        found = changes(
+            source, result.model, result.plan, shown, classes=classes, mean=mean, std=std, composite=rule
+        )  # fmt: skip
+    except (DataError, RelevanceError, UnknownOperationError, UnsupportedModelError) as error:
+        return None, _unseen(error)
+    return found, ""
+
+
+def _unseen(error: SecateurError) -> str:
+    warnings.warn(f"the report has no heat maps: {error}", SecateurWarning, stacklevel=5)
+    return str(error)
 
 
 # -- headline ----------------------------------------------------------------------------------------------------------
