@@ -591,3 +591,31 @@ def test_plot_without_matplotlib(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(SecateurError, match="report"):
         seen.plot(tmp_path / "heat.png")
+
+
+def dying() -> nn.Sequential:
+    """Its pool sees nothing but zeros, so that some rules divide by a number that half precision rounds to zero."""
+    net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(16, 3)).eval()
+    with torch.no_grad():
+        net[0].bias.fill_(-100)
+        net[4].weight.mul_(1e-4)
+    return net
+
+
+@pytest.mark.parametrize("composite", ["alpha1beta0", "epsilon_plus"])
+def test_half_precision_has_its_own_way_out(composite):
+    x = torch.rand(2, 1, 8, 8)
+    with pytest.raises(RelevanceError) as caught:
+        explain(dying().half(), x.half(), composite=composite)
+    assert "Way out: model.float()" in str(caught.value)
+    assert "alpha1beta0" not in str(caught.value)
+    assert "``" not in str(caught.value)
+    assert str(caught.value).count("`") == 2
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConservationWarning)
+        explain(dying(), x, composite=composite)
+
+
+def test_the_way_out_is_another_composite_than_the_one_that_failed():
+    with pytest.raises(RelevanceError, match=r"pool2d in `2`\. Way out: .*'alpha1beta0'"):
+        explain(dying(), torch.rand(2, 1, 8, 8), composite=Epsilon(0.0))

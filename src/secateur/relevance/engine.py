@@ -30,6 +30,8 @@ from secateur.relevance.verbs import rectifies
 from secateur.relevance.weights import Weights
 
 Start = Callable[[Tensor], Tensor]
+_HALF = (torch.float16, torch.bfloat16)
+_SAFE = "alpha1beta0"
 
 
 class RelevancePass(Layers):
@@ -202,7 +204,8 @@ class RelevancePass(Layers):
         flows, (wrong, begun, *reached) = page.read()
         if wrong:
             raise RelevanceError(
-                f"the output, where relevance starts, is not finite{self._blame()}. Way out: check the weights."
+                f"the output, where relevance starts, is not finite{self._blame()}. Way out: "
+                f"{'check the weights' if value.dtype not in _HALF else self._way_out(value)}."
             )
         return Batch(value, heat, page.layout, page.units, flows, begun, sum(reached))
 
@@ -234,10 +237,10 @@ class RelevancePass(Layers):
         """Enter a batch into the books; refuse it if it is not finite, naming the layer nearest to the output."""
         wrong = [flow.name for flow in batch.flows if not math.isfinite(flow.arrived + flow.passed)]
         if wrong or not math.isfinite(batch.reached):
+            where = wrong[0] if wrong else "the input"
             raise RelevanceError(
-                f"relevance became NaN or infinite at `{wrong[0] if wrong else 'the input'}`{self._blame()}. Way out: "
-                f"check weights and inputs, use float32, or a composite that does not divide by small numbers, such as "
-                f"'alpha1beta0'."
+                f"relevance became NaN or infinite at {where if '`' in where else f'`{where}`'}{self._blame()}. "
+                f"Way out: {self._way_out(batch.output)}."
             )
         self._start += batch.begun
         self._input += batch.reached
@@ -256,6 +259,15 @@ class RelevancePass(Layers):
             self._start, self._input,
             tuple(Flow(name, kind, a, p, absorbs) for (name, kind), (a, p, absorbs) in order if kind != "stop"),
         )  # fmt: skip
+
+    def _way_out(self, output: Tensor) -> str:
+        """What can be done about relevance that is not finite, and was not done already."""
+        if output.dtype in _HALF and not self._blame():
+            return f"model.float() and float32 inputs; {str(output.dtype).removeprefix('torch.')} is too coarse here"
+        other = (
+            "" if self.composite.name == _SAFE else f", or a composite that does not divide by small numbers: {_SAFE!r}"
+        )
+        return f"check weights and inputs{other}"
 
     def _blame(self) -> str:
         for name, tensor in [*self.model.named_parameters(), *self.model.named_buffers()]:
