@@ -19,7 +19,7 @@ from torch import nn
 import secateur as sc
 from constructs import CONSTRUCTS, build
 from oracle import outputs, random_scores, relative_gap
-from secateur.errors import FileFormatError, PlanError, SecateurWarning
+from secateur.errors import FileFormatError, PlanError, SecateurWarning, VerificationError
 from secateur.pruning.export import fixed_batch
 
 
@@ -149,6 +149,17 @@ def test_onnx_equals_torch(name: str, tmp_path: Path) -> None:
     (found,) = session.run(None, {session.get_inputs()[0].name: example.numpy()})
     assert relative_gap([torch.from_numpy(found)], outputs(small, example)) < 1e-4
     assert [p.name for p in tmp_path.iterdir()] == ["m.onnx"]
+
+
+@pytest.mark.parametrize("kind", [torch.float64, torch.bfloat16])
+def test_onnx_runtime_cannot_run_every_precision(kind: torch.dtype, tmp_path: Path) -> None:
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 2)).eval()
+    x = torch.rand(2, 3, 8, 8)
+    name = str(kind).removeprefix("torch.")
+    with pytest.raises(VerificationError, match=rf"Way out: export model\.float\(\).*{name}"):
+        sc.export(net.to(kind), tmp_path / "m.onnx", x.to(kind))
+    assert list(tmp_path.iterdir()) == []
+    assert sc.export(net.float(), tmp_path / "m.onnx", x).exists()
 
 
 class Fixed(nn.Module):

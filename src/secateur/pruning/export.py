@@ -39,8 +39,10 @@ def export(model: nn.Module, path: str | os.PathLike[str], example: Example, *, 
     gap = max(_gap(a, b) for a, b in zip(found, expected, strict=True))
     if not gap <= 1e-4:
         target.unlink(missing_ok=True)
+        out = _way_out(model)
         raise VerificationError(
-            f"the exported model differs from PyTorch's by {gap:.2g} (allowed 1e-4); {target} was removed"
+            f"the exported model differs from PyTorch's by {gap:.2g} (allowed 1e-4); {target} was removed."
+            + (f" Way out: {out}." if out else "")
         )
     return target
 
@@ -119,7 +121,7 @@ def _to_onnx(
             # Some forwards fix the batch size (e.g. by reshaping with constants); a fixed one still serves.
             options.pop("dynamic_shapes")
             torch.onnx.export(model, args, staged, kwargs=kwargs or None, **options)
-        session = _session(staged)
+        session = _opened(staged, model)
         batch_size = _fixed(session.get_inputs()[0])
         if free and batch_size is not None:
             warnings.warn(
@@ -129,12 +131,38 @@ def _to_onnx(
                 stacklevel=3,
             )
         names = [item.name for item in session.get_inputs()]
-        feeds = dict(zip(names, [t.detach().cpu().numpy() for t in tensors_in((args, kwargs))], strict=True))
-        outputs = [torch.from_numpy(item) for item in session.run(None, feeds)]
+        try:
+            feeds = dict(zip(names, [t.detach().cpu().numpy() for t in tensors_in((args, kwargs))], strict=True))
+            outputs = [torch.from_numpy(item) for item in session.run(None, feeds)]
+        except Exception as error:  # numpy has no bfloat16; ONNX Runtime has errors of its own for what it lacks
+            raise _unable(model, error) from error
         os.replace(staged, target)
         return outputs
     finally:
         staged.unlink(missing_ok=True)
+
+
+def _opened(path: Path, model: nn.Module) -> Any:
+    try:
+        return _session(path)
+    except Exception as error:  # errors of its own, without a common parent
+        raise _unable(model, error) from error
+
+
+def _unable(model: nn.Module, error: Exception) -> SecateurError:
+    """ONNX Runtime has no kernels for some operations in double or half precision."""
+    out = _way_out(model)
+    return VerificationError(
+        f"ONNX Runtime cannot run the exported {type(model).__name__}, so it cannot be checked and is not kept "
+        f"({' '.join(str(error).split())}). Way out: {out or 'a name that ends in .pt2, for torch.export'}."
+    )
+
+
+def _way_out(model: nn.Module) -> str:
+    """Other precisions than float32 are the usual reason why an export fails or differs."""
+    kinds = {p.dtype for p in [*model.parameters(), *model.buffers()] if p.is_floating_point()} - {torch.float32}
+    names = " and ".join(sorted(str(kind).removeprefix("torch.") for kind in kinds))
+    return f"export model.float() with a float32 example instead of {names}" if kinds else ""
 
 
 def _in_place(model: nn.Module, shapes: tuple[Any, ...]) -> tuple[Any, ...]:
