@@ -262,8 +262,9 @@ def test_other_layers_are_refused_by_name(other: object, what: str, tmp_path: Pa
 
 def test_what_is_idle_in_evaluation_may_differ(tmp_path: Path) -> None:
     x = torch.rand(2, 3, 8, 8)
-    small = halved(layered(), x, tmp_path / "m")
-    other = layered(act=nn.ReLU(inplace=True))
+    net, other = layered(), layered(act=nn.ReLU(inplace=True))
+    net[0].order, other[0].order = 1, 2  # a tag of the user's own
+    small = halved(net, x, tmp_path / "m")
     other[1].momentum, other[3] = 0.5, nn.Identity()
     other[6] = nn.AdaptiveAvgPool2d((1, 1))
     assert torch.equal(sc.load(tmp_path / "m", other).eval()(x), small(x))
@@ -298,6 +299,32 @@ def test_several_inputs_are_compared_too(tmp_path: Path) -> None:
     sc.load(tmp_path / "m", Both())
     with pytest.raises(FileFormatError, match="output on fixed inputs"):
         sc.load(tmp_path / "m", Both(-1))
+
+
+@pytest.mark.parametrize("wrap", [torch.compile, nn.DataParallel])
+def test_wrapped_models_are_known_by_what_they_wrap(wrap: object, tmp_path: Path) -> None:
+    x = torch.rand(2, 3, 8, 8)
+    small = halved(layered(), x, tmp_path / "m")
+    sc.save(tmp_path / "w", wrap(small))  # type: ignore[operator]
+    for folder in ("m", "w"):
+        assert torch.equal(sc.load(tmp_path / folder, wrap(layered())).eval()(x), small(x))  # type: ignore[operator]
+    with pytest.raises(FileFormatError, match="was ReLU and is GELU"):
+        sc.load(tmp_path / "w", wrap(layered(act=nn.GELU())))  # type: ignore[operator]
+
+
+def test_heads_are_settings_too(tmp_path: Path) -> None:
+    def make(heads: int) -> nn.Module:
+        return nn.Sequential(
+            nn.TransformerEncoderLayer(8, heads, 16, batch_first=True), nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 2)
+        )
+
+    graph = sc.analyze(make(2), torch.rand(1, 5, 8))
+    net = make(2)
+    small = sc.apply(net, sc.plan(graph, random_scores(graph), remove=0.3))
+    sc.save(tmp_path / "m", small)
+    sc.load(tmp_path / "m", make(2))
+    with pytest.raises(FileFormatError):
+        sc.load(tmp_path / "m", make(4))
 
 
 def test_a_model_loaded_and_saved_again_is_still_known(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ another one. Settings show that where torch's own modules are used, and name the
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 from collections.abc import Iterator, Mapping
@@ -36,11 +37,12 @@ _PASSING = frozenset((
 ))  # fmt: skip
 _NORMS = frozenset(("BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "SyncBatchNorm"))
 
+_LONGEST = 16  # settings; longer lists are data
 _SHOWN = 32  # numbers kept of each output
 _OUTPUTS = 8
 _SAMPLES = 1  # more of them tell nothing more
 _LARGEST_INPUT = 2**26  # numbers; a file must not be able to ask for more memory than that
-_EXACT, _CUDA, _HALF = 1e-3, 1e-2, 5e-2  # relative to the largest output; processors and libraries round differently
+_EXACT, _COARSE, _HALF = 1e-3, 1e-2, 5e-2  # relative to the largest output; processors and libraries round differently
 _USELESS = 1e-3  # a model that chance or a rounding error changes by so much cannot be told from another
 
 
@@ -52,14 +54,13 @@ def settings(model: nn.Module) -> dict[str, dict[str, Any]]:
     """
     found: dict[str, dict[str, Any]] = {}
     for path, module in named_modules(model):
-        kind = type(module).__name__
-        if _from_torch(type(module)):
-            if kind not in _CONTAINERS:
-                found[path] = _entry(kind, _simple(module))
-            continue
-        declared = {name for parent in type(module).__mro__ if _from_torch(parent) for name in _declared(parent)}
-        values = _simple(module)
+        kind, values = type(module), _simple(module)
+        declared = _declared(kind)
         known = {name: value for name, value in values.items() if name in declared}
+        if _from_torch(kind):
+            if kind.__name__ not in _CONTAINERS:
+                found[path] = _entry(kind.__name__, known)
+            continue
         own = {n: v for n, v in values.items() if n not in declared and not isinstance(v, str)}
         if known or own:
             found[path] = {"class": "", "is": known, "own": own}
@@ -110,9 +111,13 @@ def _from_torch(kind: type) -> bool:
     return kind.__module__.startswith("torch.nn.")
 
 
-def _declared(kind: type) -> tuple[str, ...]:
-    """What a class of torch's names as fixed once an instance is made."""
-    return (*vars(kind).get("__constants__", ()), *(("num_heads",) if kind is nn.MultiheadAttention else ()))
+def _declared(kind: type[nn.Module]) -> set[str]:
+    """What torch's part of a class takes when it is made, or names as constant; not the tags that others put on."""
+    names: set[str] = set()
+    for own in (vars(parent) for parent in kind.__mro__ if _from_torch(parent)):
+        names.update(own.get("__constants__", ()))
+        names.update(inspect.signature(own["__init__"]).parameters if "__init__" in own else ())
+    return names
 
 
 def _simple(module: nn.Module) -> dict[str, Any]:
@@ -133,7 +138,11 @@ def _plain(value: Any) -> Any:
         return str(value)
     if isinstance(value, bool | int | float | str):
         return value
-    if isinstance(value, tuple | list) and value and all(isinstance(v, bool | int | float | str) for v in value):
+    if (
+        isinstance(value, tuple | list)
+        and 0 < len(value) <= _LONGEST
+        and all(isinstance(v, bool | int | float | str) for v in value)
+    ):
         # A window of 2 and one of (2, 2) are the same.
         return _plain(value[0]) if len(set(value)) == 1 else [_plain(v) for v in value]
     return None
@@ -201,7 +210,8 @@ def _rounding(model: nn.Module) -> float:
     like = _like(model)
     if like.dtype in (torch.float16, torch.bfloat16):
         return _HALF
-    return _EXACT if like.device.type == "cpu" else _CUDA
+    coarse = like.device.type != "cpu" or torch.get_float32_matmul_precision() != "highest"
+    return _COARSE if coarse else _EXACT
 
 
 def _like(model: nn.Module) -> Tensor:
@@ -211,7 +221,7 @@ def _like(model: nn.Module) -> Tensor:
 
 def _outputs(model: nn.Module, form: Mapping[str, Any], samples: int, nudge: float) -> list[dict[str, Any]]:
     """Some numbers of each output in evaluation mode, and its shape."""
-    with quiet():
+    with quiet(), torch.autocast(_like(model).device.type, enabled=False):
         torch.manual_seed(1 if nudge else 0)  # a forward that draws random numbers must give itself away
         inputs = _made(form, samples, nudge, _like(model), np.random.RandomState(0))  # numpy never changes this stream
         found = run(twin(model).eval(), inputs)
