@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from secateur.criteria.attribution import Captum
+from secateur.criteria.attribution import Captum, Custom
 from secateur.criteria.registry import criterion_named, register_criterion
 from secateur.criteria.relevance import LRP
 from secateur.criteria.scoring import score
@@ -399,3 +399,85 @@ def test_bad_input_is_named() -> None:
         broken.b.weight[0, 0, 0, 0] = math.nan
     with pytest.raises(NotFiniteError, match=r"b\.weight"):
         score(broken, (x, y), "weight", graph=graph)
+
+
+# -- one output --------------------------------------------------------------------------------------------------------
+class OneLogit(nn.Module):
+    """The hidden layer of `hand_net` and one output: for x = (1, 1), z = (1, 2, 0) and the logit is 3."""
+
+    def __init__(self, shape: str) -> None:
+        super().__init__()
+        hand, self.shape = hand_net(), shape
+        self.hidden, self.out = hand[0], nn.Linear(3, 1, bias=False)
+        with torch.no_grad():
+            self.out.weight.copy_(torch.tensor([[1.0, 1.0, 0.0]]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        logit = self.out(self.hidden(x).relu())
+        return logit if self.shape == "column" else logit.squeeze(1) if self.shape == "row" else logit[:, :, None]
+
+
+@pytest.mark.parametrize("shape", ["column", "row", "map"])
+@pytest.mark.parametrize("real", [False, True])
+def test_one_output_has_binary_cross_entropy(shape: str, real: bool) -> None:
+    # L = log(1 + e^-3) for class 1, log(1 + e^3) for class 0: dL/dlogit = -1/(1 + e^3) and 1/(1 + e^-3).
+    net = OneLogit(shape)
+    for target, slope in ((0, 1 / (1 + math.exp(-3))), (1, -1 / (1 + math.exp(3)))):
+        y = torch.tensor([target])
+        data = (HAND[0], y.float() if real else y)
+        graph = analyze(net, HAND[0])
+        found = score(net, data, ["taylor", "gradient"], graph=graph, norm=None, absolute=None)
+        np.testing.assert_allclose(by_path(found["taylor"])["hidden"], slope * np.array([1, 2, 0]), rtol=1e-6)
+        np.testing.assert_allclose(by_path(found["gradient"])["hidden"], slope * np.array([1, 1, 0]), rtol=1e-6)
+    wide = net(HAND[0]).detach()
+    shaped = score(net, (HAND[0], torch.ones_like(wide)), "taylor", norm=None, absolute=None)
+    np.testing.assert_allclose(by_path(shaped)["hidden"], slope * np.array([1, 2, 0]), rtol=1e-6)
+
+
+@pytest.mark.parametrize("shape", ["column", "row", "map"])
+@pytest.mark.parametrize("dtype", [torch.long, torch.bool, torch.float32])
+def test_every_sample_of_one_output_starts_with_relevance_1(shape: str, dtype: torch.dtype) -> None:
+    x = HAND[0].repeat(4, 1)
+    for y in (torch.tensor([0, 1, 1, 0]), torch.zeros(4), torch.ones(4)):
+        found = score(OneLogit(shape), (x, y.to(dtype)), "lrp", batch_size=3)
+        np.testing.assert_allclose(by_path(found)["hidden"], 4 * np.array([1, 2, 0]) / 3, rtol=1e-6)
+    found = score(OneLogit(shape), (x, None), "lrp")
+    np.testing.assert_allclose(by_path(found)["hidden"], 4 * np.array([1, 2, 0]) / 3, rtol=1e-6)
+
+
+def test_one_output_and_targets_that_do_not_fit() -> None:
+    x = HAND[0].repeat(4, 1)
+    for criterion in ("lrp", "taylor"):
+        with pytest.raises(DataError, match=r"labels run from 0 to 3, but the model has one output.*Way out"):
+            score(OneLogit("column"), (x, torch.arange(4)), criterion)
+        with pytest.raises(DataError, match=r"targets have shape \(4, 2\)"):
+            score(OneLogit("column"), (x, torch.zeros(4, 2)), criterion)
+    with pytest.raises(DataError, match=r"not all 0 or 1.*loss=f"):
+        score(OneLogit("column"), (x, torch.rand(4)), "taylor")
+    quantity = (x, torch.rand(4, 1) + 2)
+    assert by_path(score(OneLogit("column"), quantity, "taylor", loss=F.mse_loss))["hidden"].any()
+    assert math.isclose(by_path(score(OneLogit("column"), quantity, "lrp"))["hidden"].sum(), 4, rel_tol=1e-6)
+
+
+def test_captum_attributes_to_the_only_output() -> None:
+    pytest.importorskip("captum")
+    x = HAND[0].repeat(2, 1)
+    for shape in ("column", "row"):
+        found = by_path(score(OneLogit(shape), (x, torch.tensor([0, 1])), "captum:GradientXActivation"))
+        np.testing.assert_allclose(found["hidden"], [2, 4, 0], rtol=1e-6)  # activation times weight, twice
+
+
+def test_scores_that_are_all_zero_are_refused() -> None:
+    data = samples(4)
+    graph = analyze(Small(), data[0][:1])
+
+    def nothing(model: nn.Module, batches: list) -> dict[str, Tensor]:
+        return {site.path: torch.zeros(len(p.labels)) for p in graph.producers for site in p.sites[:1]}
+
+    with pytest.raises(CriterionError, match=r"'nothing' gave every unit the score 0.*Way out"):
+        score(Small(), data, nothing, graph=graph)
+    with pytest.raises(CriterionError, match="'empty' gave no unit a score"):
+        score(Small(), data, Custom(name="empty", function=lambda model, batches: {}), graph=graph)
+    for criterion in ("taylor", "gradient"):
+        with pytest.raises(CriterionError, match=f"{criterion!r} gave every unit the score 0.*loss=f"):
+            score(Small(), data, criterion, graph=graph, loss=lambda output, targets: 0 * output.sum())

@@ -309,6 +309,23 @@ def test_targets():
         explain(net, X, torch.ones(3))
 
 
+@pytest.mark.parametrize("squeeze", [False, True])
+def test_one_output_is_explained_for_every_sample(squeeze):
+    net = nn.Sequential(nn.Flatten(), nn.Linear(108, 5), nn.ReLU(), nn.Linear(5, 1))
+    x = torch.rand(3, 3, 6, 6, generator=torch.Generator().manual_seed(0))
+    if squeeze:
+        net.append(nn.Flatten(0))
+    whole = explain(net, x, lambda out: torch.ones_like(out)).input
+    for target in (None, 0, 1, [0, 1, 0], torch.tensor([1, 1, 0])):
+        assert torch.equal(explain(net, x, target).input, whole)
+    torch.testing.assert_close(whole.sum((1, 2, 3)), torch.ones(3))
+    assert explain(net, x, start="logit").conservation.start == pytest.approx(float(net(x).detach().sum()))
+    with pytest.raises(DataError, match=r"target 2 for a model with one output"):
+        explain(net, x, 2)
+    with pytest.raises(DataError, match=r"targets of shape \(2,\)"):
+        explain(net, x, [0, 1])
+
+
 def test_absolute_values_per_sample_and_per_element():
     net, y = small(), [1, 2]
     signed = {

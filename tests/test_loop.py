@@ -281,6 +281,20 @@ def test_finetune_is_sgd_with_momentum() -> None:
     torch.testing.assert_close(model.bias.detach(), b)
 
 
+@pytest.mark.parametrize("kind", [torch.int32, torch.float32])
+def test_finetune_of_one_output_is_logistic_regression(kind: torch.dtype) -> None:
+    x, y = torch.rand(6, 3), torch.tensor([0, 1, 0, 1, 1, 0])
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1)
+    w, b = model.weight.detach().clone(), model.bias.detach().clone()
+    FineTune((x, y.to(kind)), epochs=2, lr=0.5, momentum=0, batch_size=6)(model, 1)
+    for _ in range(2):
+        error = ((x @ w.T + b).sigmoid() - y[:, None]) / 6
+        w, b = w - 0.5 * error.T @ x, b - 0.5 * error.sum(0)
+    torch.testing.assert_close(model.weight.detach(), w)
+    torch.testing.assert_close(model.bias.detach(), b)
+
+
 def test_finetune_improves_and_repeats() -> None:
     samples = data(24)
 

@@ -159,6 +159,25 @@ def test_accuracy_on_held_out_data_is_measured(run: Run, tmp_path: Path) -> None
     assert "Accuracy on 18 held-out samples" in page.text
 
 
+@pytest.mark.parametrize("real", [False, True])
+def test_a_model_with_one_output(tmp_path: Path, real: bool) -> None:
+    net = network()
+    net[-1] = nn.Linear(16, 1)
+    x, y = torch.randn(8, 3, 9, 9, generator=torch.Generator().manual_seed(2)), torch.arange(8) % 2
+    with torch.no_grad():
+        net[-1].bias -= net(x).median()  # so that both answers occur
+    data = (x, y.float()[:, None] if real else y)
+    result = sc.prune(net, data, remove=0.3, progress=False)
+    page = parse(result.report(tmp_path / "r.html", data=data, test=data).read_text("utf-8"))
+    found = {row[0]: row[1:3] for row in page.by_id("accuracy").find("div", class_="small")[0].rows}
+    for c in (0, 1):
+        for model, cell in zip((net, result.model), found[str(c)], strict=True):
+            right = [float(model(image[None])) * (2 * c - 1) > 0 for image in x[y == c]]
+            assert float(cell) == pytest.approx(100 * sum(right) / len(right), abs=0.005001)
+    with pytest.raises(sc.errors.DataError, match="0 or 1"):
+        result.report(tmp_path / "r.html", test=(x, torch.rand(8, 1)))
+
+
 def test_plan_settings_seed_and_environment(run: Run) -> None:
     tables = run.page.by_id("plan").find("table")
     shapes = {row.children[0].text: row.children[2].text for row in tables[0].find("tbody")[0].children}

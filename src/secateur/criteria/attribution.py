@@ -14,6 +14,7 @@ from secateur.criteria.batches import Batch, check_targets, size_of
 from secateur.criteria.criterion import Absolute, Accumulator, Criterion, Loss, Norm, Subject, Sums, precise
 from secateur.errors import CriterionError, SecateurError
 from secateur.ops.table import Site
+from secateur.relevance.explain import one_output
 from secateur.relevance.isolation import logits_of
 
 _LAYERS = nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d | nn.Linear
@@ -62,7 +63,9 @@ class _CaptumSums(Accumulator):
         inputs = tuple(inputs) if isinstance(inputs, list) else inputs
         with torch.no_grad():
             output = logits_of(self.subject.model(*inputs) if isinstance(inputs, tuple) else self.subject.model(inputs))
-        classes = check_targets(targets, output)
+        classes: Tensor | int | None = check_targets(targets, output)
+        if one_output(output, size_of(inputs)):
+            classes = 0 if output.ndim > 1 else None  # captum's words for the only output
         for index, layer, method in self.layers:
             try:
                 found = method.attribute(_fresh(inputs), target=classes, **self.criterion.options)

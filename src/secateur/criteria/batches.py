@@ -6,10 +6,12 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from secateur.errors import DataError
 from secateur.ops.table import tensors_in
+from secateur.relevance.explain import one_output
 
 #: An iterable of (inputs, targets), a pair (X, y) of tensors, or None for criteria that need no data.
 Data = Any
@@ -104,10 +106,15 @@ def size_of(inputs: Any) -> int:
 
 
 def check_targets(targets: Any, output: Tensor) -> Tensor:
-    """Class numbers that fit the output, or an error that says which does not."""
+    """Class numbers that fit the output, or an error that says which does not.
+
+    Those of a model with one output come back shaped like it; class numbers must be 0 or 1 there.
+    """
     if targets is None:
         raise DataError("this criterion needs targets: the true class of each sample.")
     known: Tensor = torch.as_tensor(targets, device=output.device)
+    if one_output(output, known.numel()):
+        return _single(known, output)
     if known.is_floating_point():
         if known.shape != output.shape:
             raise DataError(
@@ -129,6 +136,42 @@ def check_targets(targets: Any, output: Tensor) -> Tensor:
             f"Way out: number the classes as the outputs are, or `specialize` the model to the outputs you need."
         )
     return known.long()
+
+
+def _single(known: Tensor, output: Tensor) -> Tensor:
+    one_each = output.ndim < 2 or known.numel() == output.numel() == len(output)
+    if not one_each and known.shape not in (output.shape, output.shape[:1] + output.shape[2:]):
+        raise DataError(
+            f"targets have shape {tuple(known.shape)}, but the model has one output, of shape {tuple(output.shape)}."
+        )
+    if not known.is_floating_point() and bool(((known < 0) | (known > 1)).any()):
+        raise DataError(
+            f"labels run from {int(known.min())} to {int(known.max())}, but the model has one output, which tells 1 "
+            f"from 0. Way out: real numbers (targets.float()) if it predicts a quantity, or an output for each class."
+        )
+    return known.reshape(output.shape)
+
+
+def is_binary(targets: Tensor) -> bool:
+    """Whether all are 0 or 1."""
+    return bool(((targets == 0) | (targets == 1)).all())
+
+
+def default_loss(output: Tensor, targets: Any, *, check: bool = True) -> Tensor:
+    """The mean loss of logits: cross-entropy, or for a model with one output binary cross-entropy.
+
+    Over a single output, softmax is 1 and cross-entropy 0 whatever the weights are.
+    """
+    known = check_targets(targets, output) if check else torch.as_tensor(targets, device=output.device)
+    wide = output.float() if output.dtype in (torch.float16, torch.bfloat16) else output
+    if not one_output(output, known.numel()):
+        return F.cross_entropy(wide, known if known.is_floating_point() else known.long())
+    if check and not is_binary(known):
+        raise DataError(
+            f"the model has one output (of shape {tuple(output.shape)}), and targets are not all 0 or 1: binary "
+            f"cross-entropy does not fit. Way out: your own loss=f(output, targets), e.g. torch.nn.functional.mse_loss."
+        )
+    return F.binary_cross_entropy_with_logits(wide, known.reshape(output.shape).to(wide.dtype))
 
 
 def check_inputs(inputs: Any) -> None:

@@ -17,13 +17,16 @@ from secateur.errors import ForwardError, SecateurError
 from secateur.graph.shadow import describe
 from secateur.relevance.composites import Composite
 from secateur.relevance.engine import RelevancePass
-from secateur.relevance.explain import starter
+from secateur.relevance.explain import one_output, starter
 from secateur.relevance.rules import Rule
 
 
 @dataclass(frozen=True)
 class LRP(Criterion):
-    """Relevance by any composite. Every sample starts with 1 at its true class (at the predicted one if not known)."""
+    """Relevance by any composite. Every sample starts with 1 at its true class (at the predicted one if not known).
+
+    The only output of a model speaks for both of its classes: every sample starts with 1 there, whatever its target.
+    """
 
     name: str = "lrp"
     composite: str | Composite | Rule = "alpha1beta0"
@@ -45,11 +48,13 @@ class RelevanceSums(Accumulator):
 
     def update(self, inputs: Any, targets: Any) -> None:
         """Propagate one batch."""
-        begin = starter(None, self.criterion.start)
-        if targets is not None:
+        count = size_of(inputs)
 
-            def begin(output: Tensor) -> Tensor:
-                return starter(check_targets(targets, output), self.criterion.start)(output)
+        def begin(output: Tensor) -> Tensor:
+            known = None if targets is None else check_targets(targets, output)
+            # Started with the targets of its only output, samples of class 0 would say nothing.
+            wanted = None if one_output(output, count) else known
+            return starter(wanted, self.criterion.start, count)(output)
 
         try:
             self.engine.run(inputs, begin)
@@ -60,7 +65,7 @@ class RelevanceSums(Accumulator):
                 f"{type(self.subject.model).__name__} does not run on a batch ({describe(inputs)}): "
                 f"{type(error).__name__}: {error}"
             ) from error
-        self.sums.samples += size_of(inputs)
+        self.sums.samples += count
 
     def close(self) -> Sums:
         """From sums by parameter to sums by producer."""

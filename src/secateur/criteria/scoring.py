@@ -58,7 +58,7 @@ def score(
     "captum:<Method>", a `Criterion`, or a function. `norm` divides each layer's scores by their norm (None, 1 or 2);
     `absolute` is taken "after" the sum over samples or per "sample"; the defaults are those of the paper. `aggregate`
     makes the score of a group from those of its coupled units: "mean", "sum" or "max". `loss(output, targets)`, a mean
-    over samples, replaces cross-entropy.
+    over samples, replaces cross-entropy (for a model with one output, and targets 0 and 1, binary cross-entropy).
     For a model that was already pruned, give the graph of the unpruned one and the plan as `start`.
 
     The model is not changed; it runs in evaluation mode. In several processes each scores its share.
@@ -168,4 +168,16 @@ def _units(subject: Subject, criterion: Criterion, sums: Sums) -> dict[Site, Val
         made = criterion.normalised(total.cpu().double().numpy(), sums.samples)
         check_scores(criterion.name, made, producer)
         values.append(made)
+    _check_some(criterion, values)
     return subject.lifted(values)
+
+
+def _check_some(criterion: Criterion, values: Sequence[Values | None]) -> None:
+    """Refuse scores that tell no unit from another: units would leave in the order in which they are numbered."""
+    if values and not any(part is not None and part.any() for part in values):
+        what = "every unit the score 0" if any(part is not None for part in values) else "no unit a score"
+        raise CriterionError(
+            f"the criterion {criterion.name!r} gave {what}, so nothing says which matter. Way out: check that data "
+            f"and targets belong to this model and that its output depends on its input; for criteria by gradients "
+            f"give loss=f(output, targets); or use another criterion."
+        )

@@ -1,7 +1,7 @@
 """Gradient, Taylor and activation: what a unit's output z and the loss gradient g there say, in one pass for all.
 
 z is the output of the conv or linear call, before batch norm and nonlinearity; g = dL/dz, L the mean loss over all
-samples.
+samples: your own, or cross-entropy of the logits (binary cross-entropy if there is one).
 """
 
 from __future__ import annotations
@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from secateur.criteria.batches import check_targets, size_of
+from secateur.criteria.batches import default_loss, size_of
 from secateur.criteria.criterion import Absolute, Accumulator, Criterion, Loss, Norm, Subject, Sums, precise
 from secateur.criteria.scores import Values
 from secateur.errors import CriterionError, ForwardError, SecateurError
@@ -144,8 +143,7 @@ class SensitivityPass(Accumulator):
             if not isinstance(value, Tensor) or value.numel() != 1:
                 raise CriterionError("loss=f(output, targets) must return one number, the mean over the samples.")
             return value.reshape(())
-        wide = output.float() if output.dtype in (torch.float16, torch.bfloat16) else output
-        return F.cross_entropy(wide, check_targets(targets, output))
+        return default_loss(output, targets)
 
     def take(self, index: int, channel: int, z: Tensor, g: Tensor | None) -> None:
         """Add what one call says about its units."""

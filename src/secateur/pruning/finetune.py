@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from secateur.criteria.batches import Data, check_targets, device_of, is_pair, size_of, to_device
+from secateur.criteria.batches import Data, default_loss, device_of, is_pair, size_of, to_device
 from secateur.errors import DataError
 from secateur.graph.shadow import run
 from secateur.pruning.distributed import active, share, synchronise
@@ -84,7 +83,7 @@ class FineTune:
         if self.loss is not None:
             return self.loss(output, targets)
         # Checking asks the device for numbers, so it is done in the first epoch only.
-        return F.cross_entropy(output.float(), check_targets(targets, output) if check else targets)
+        return default_loss(output.float(), targets, check=check)
 
     def _epoch(self) -> Iterator[tuple[Any, Any]]:
         if not is_pair(self.data):

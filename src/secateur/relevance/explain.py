@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from secateur.errors import DataError
+from secateur.ops.table import tensors_in
 from secateur.relevance.books import Absolute
 from secateur.relevance.composites import Composite
 from secateur.relevance.conservation import Conservation
@@ -64,7 +65,8 @@ def explain(
     absolute: Absolute = False,
 ) -> Explanation:
     """Relevance of inputs and units for `target`: a class, one per sample, None for the predicted class, or a function
-    from the output to the relevance it starts with. Each sample starts with 1, or with its logit.
+    from the output to the relevance it starts with. Each sample starts with 1, or with its logit. The only output of a
+    model speaks for both of its classes, so that relevance starts there whether a target is 0 or 1.
 
     >>> net = nn.Sequential(nn.Flatten(), nn.Linear(12, 4), nn.ReLU(), nn.Linear(4, 3))
     >>> seen = explain(net, torch.rand(2, 3, 2, 2), target=1)
@@ -72,7 +74,7 @@ def explain(
     (torch.Size([2, 3, 2, 2]), torch.Size([4]))
     """
     engine = RelevancePass(model, composite, absolute=absolute)
-    output, heat = engine.run(inputs, starter(target, start))
+    output, heat = engine.run(inputs, starter(target, start, samples_in(inputs)))
     books = engine.conservation()
     books.warn()
     first = heat[0] if len(heat) == 1 and heat[0] is not None else heat
@@ -91,7 +93,7 @@ def unit_relevance(
     """Relevance per unit by parameter name, summed over batches of (inputs, targets), and the books. No heat map."""
     engine = RelevancePass(model, composite, absolute=absolute, heat_map=False)
     for inputs, targets in data:
-        engine.run(inputs, starter(targets, start))
+        engine.run(inputs, starter(targets, start, samples_in(inputs)))
     if not engine.samples:
         raise DataError("there is no batch in the data.")
     books = engine.conservation()
@@ -99,14 +101,33 @@ def unit_relevance(
     return engine.units, books
 
 
-def starter(target: Target, start: Literal["one", "logit"] = "one") -> Start:
-    """The relevance that an output starts with, as a function of the output."""
+def samples_in(inputs: Any) -> int | None:
+    """How many samples a batch has; None if it is a single vector, or has no tensor."""
+    tensors = tensors_in(inputs)
+    return len(tensors[0]) if tensors and tensors[0].dim() > 1 else None
+
+
+def one_output(output: Tensor, samples: int | None) -> bool:
+    """Whether a model has a single output: (samples, 1), (samples, 1, …), or one number per sample."""
+    if output.dim() > 1:
+        return output.shape[1] == 1
+    return samples is not None and output.numel() == samples
+
+
+def starter(target: Target, start: Literal["one", "logit"] = "one", samples: int | None = None) -> Start:
+    """The relevance that an output starts with, as a function of the output.
+
+    `samples` tells an output of one number per sample from that of a single sample without a batch dimension.
+    """
 
     def begin(output: Tensor) -> Tensor:
         if callable(target) and not isinstance(target, Tensor):
             return _checked(target(output), output)
         if isinstance(target, Tensor) and target.is_floating_point():
             return _checked(target, output)
+        if one_output(output, samples):
+            _check_single(target, output)
+            return torch.ones_like(output) if start == "one" else output
         classes = 1 if output.dim() > 1 else 0
         if target is None:
             index = output.argmax(classes, keepdim=True)
@@ -127,6 +148,17 @@ def starter(target: Target, start: Literal["one", "logit"] = "one") -> Start:
         return torch.zeros_like(output).scatter(classes, index, values.gather(classes, index))
 
     return begin
+
+
+def _check_single(target: Any, output: Tensor) -> None:
+    """Class numbers of a model with one output: 0 or 1, one for all, one per sample or one per number."""
+    if target is None:
+        return
+    index = torch.as_tensor(target)
+    if index.dim() and index.shape[0] != (output.shape[0] if output.dim() else 1):
+        raise DataError(f"targets of shape {tuple(index.shape)} for an output of shape {tuple(output.shape)}.")
+    if int(index.max()) > 1 or int(index.min()) < -1:
+        raise DataError(f"target {int(index.max())} for a model with one output, whose classes are 0 and 1.")
 
 
 def _checked(relevance: Tensor, output: Tensor) -> Tensor:

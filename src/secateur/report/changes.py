@@ -16,7 +16,8 @@ from secateur.criteria.batches import Data, batches, device_of, is_pair, to_devi
 from secateur.errors import DataError
 from secateur.pruning.plan import Plan
 from secateur.relevance.composites import Composite
-from secateur.relevance.explain import Explanation, explain
+from secateur.relevance.engine import Start
+from secateur.relevance.explain import Explanation, explain, one_output, starter
 from secateur.relevance.heatmaps import bound, visible
 from secateur.relevance.rules import Rule
 from secateur.relevance.weights import path_of
@@ -113,12 +114,21 @@ def changes(
         raise DataError("there is no input to explain: give inputs=(x, y) with at least one sample.")
     if x.dim() == 4:
         check_scale(x, mean, std)
-    before = explain(original, x, y, composite=composite)
-    target = y if y is not None else before.output.argmax(1)
-    after = explain(small, to_device(x, device_of(small)), to_device(target, device_of(small)), composite=composite)
+    before = explain(original, x, None if y is None else _begin(y, len(x)), composite=composite)
+    target = y
+    if y is None and not one_output(before.output, len(x)):
+        target = before.output.argmax(1)
+    place = device_of(small)
+    begin = None if target is None else _begin(to_device(target, place), len(x))
+    after = explain(small, to_device(x, place), begin, composite=composite)
     samples = _samples(before, after, x, y, classes, mean, std) if x.dim() == 4 else []
     removed, gained, total = _units(original, before, after, plan)
     return Changes(sorted(samples, key=lambda s: s.agreement), len(x), removed, gained, total)
+
+
+def _begin(target: Tensor, samples: int) -> Start:
+    """Relevance starts at the target; at the only output of a model whatever the target is, as in scoring."""
+    return lambda output: starter(None if one_output(output, samples) else target, samples=samples)(output)
 
 
 # -- pictures ----------------------------------------------------------------------------------------------------------

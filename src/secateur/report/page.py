@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from secateur.criteria.batches import Data, batches, check_targets, device_of
+from secateur.criteria.batches import Data, batches, check_targets, device_of, is_binary
 from secateur.errors import (
     DataError,
     RelevanceError,
@@ -26,6 +26,7 @@ from secateur.pruning.compare import Comparison
 from secateur.pruning.result import Result
 from secateur.relevance.composites import PRESETS, Composite
 from secateur.relevance.conservation import Conservation
+from secateur.relevance.explain import one_output
 from secateur.relevance.isolation import evaluating, logits_of
 from secateur.relevance.rules import Rule
 from secateur.report.changes import Changes, Names, changes, check_scale, name_of, some_of
@@ -247,8 +248,11 @@ def _accuracy(model: nn.Module, data: Data, names: Names) -> Accuracy:
         for inputs, targets in batches(data, device=device_of(model)):
             output = logits_of(run(model, inputs))
             wanted = check_targets(targets, output)
-            hits = (output.argmax(1) == wanted).reshape(-1).tolist()
-            for target, hit in zip(wanted.reshape(-1).tolist(), hits, strict=True):
+            if one_output(output, wanted.numel()) and not is_binary(wanted):
+                raise DataError("accuracy needs targets that are 0 or 1 if the model has one output.")
+            said = (output > 0).to(wanted.dtype) if one_output(output, wanted.numel()) else output.argmax(1)
+            hits = (said == wanted).reshape(-1).tolist()
+            for target, hit in zip(wanted.long().reshape(-1).tolist(), hits, strict=True):
                 right[target] = right.get(target, 0) + hit
                 total[target] = total.get(target, 0) + 1
     if not total:

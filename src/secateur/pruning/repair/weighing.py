@@ -47,7 +47,7 @@ def weights_by_relevance(model: nn.Module, reference: Reference, share: float) -
     samples = reference.samples
     for place, x in samples.chunks(min(reference.at_once, _AT_ONCE)):
         engine.found.clear()
-        engine.run(x, starter(None))
+        engine.run(x, starter(None, samples=place.stop - place.start))
         for name, found in engine.found.items():
             site = reference.sites[name]
             flat = found.reshape(place.stop - place.start, -1, 1)
