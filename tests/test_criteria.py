@@ -401,6 +401,26 @@ def test_bad_input_is_named() -> None:
         score(broken, (x, y), "weight", graph=graph)
 
 
+@pytest.mark.parametrize("criterion", ["lrp", "taylor"])
+def test_inputs_of_another_number_format_have_a_way_out(criterion: str) -> None:
+    x, y = samples(4)
+    graph = analyze(Small(), x[:1])
+    ways = {torch.float64: r"x\.float\(\), or model\.double\(\)", torch.float16: r"x\.float\(\), or model\.half\(\)"}
+    for dtype in (torch.float64, torch.float16, torch.uint8):
+        with pytest.raises(ForwardError, match=f"{str(dtype)[6:]}.*weights are float32.*{ways.get(dtype, 'x.float')}"):
+            score(Small(), (x.to(dtype), y), criterion, graph=graph)
+    with pytest.raises(ForwardError, match=r"weights are float64, so give x\.double\(\), or model\.float\(\)"):
+        score(Small().double(), (x, y), criterion, graph=graph)
+    with pytest.raises(ForwardError, match=r"does not run on the example.*uint8.*x\.float\(\)\.$"):
+        score(Small(), (x.byte(), y), criterion)
+    words = nn.Sequential(nn.Embedding(5, 8), nn.Flatten(), nn.Linear(16, 3))
+    with pytest.raises(ForwardError, match=r"x\.long\(\)"):
+        score(words, (torch.ones(4, 2), y), criterion)
+    with pytest.raises(ForwardError, match="does not run") as caught:  # another fault: nothing is said about formats
+        score(Small(), (x.repeat(1, 2, 1, 1), y), criterion, graph=graph)
+    assert "Way out" not in str(caught.value)
+
+
 # -- one output --------------------------------------------------------------------------------------------------------
 class OneLogit(nn.Module):
     """The hidden layer of `hand_net` and one output: for x = (1, 1), z = (1, 2, 0) and the logit is 3."""

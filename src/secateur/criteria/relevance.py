@@ -13,8 +13,8 @@ from torch import Tensor
 
 from secateur.criteria.batches import check_targets, size_of
 from secateur.criteria.criterion import Accumulator, Criterion, Loss, Subject, Sums
-from secateur.errors import ForwardError, SecateurError
-from secateur.graph.shadow import describe
+from secateur.errors import SecateurError
+from secateur.graph.shadow import refusal
 from secateur.relevance.composites import Composite
 from secateur.relevance.engine import RelevancePass
 from secateur.relevance.explain import one_output, starter
@@ -61,10 +61,7 @@ class RelevanceSums(Accumulator):
         except SecateurError:
             raise
         except Exception as error:
-            raise ForwardError(
-                f"{type(self.subject.model).__name__} does not run on a batch ({describe(inputs)}): "
-                f"{type(error).__name__}: {error}"
-            ) from error
+            raise refusal(self.subject.model, "a batch", inputs, error) from error
         self.sums.samples += count
 
     def close(self) -> Sums:

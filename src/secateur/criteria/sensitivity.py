@@ -17,8 +17,8 @@ from torch import Tensor
 from secateur.criteria.batches import default_loss, size_of
 from secateur.criteria.criterion import Absolute, Accumulator, Criterion, Loss, Norm, Subject, Sums, precise
 from secateur.criteria.scores import Values
-from secateur.errors import CriterionError, ForwardError, SecateurError
-from secateur.graph.shadow import describe, run
+from secateur.errors import CriterionError, SecateurError
+from secateur.graph.shadow import refusal, run
 from secateur.ops.conv import Convolution, TransposedConvolution
 from secateur.ops.table import Call
 from secateur.relevance.facts import writes
@@ -123,10 +123,7 @@ class SensitivityPass(Accumulator):
             except SecateurError:
                 raise
             except Exception as error:
-                raise ForwardError(
-                    f"{type(self.subject.model).__name__} does not run on a batch ({describe(inputs)}): "
-                    f"{type(error).__name__}: {error}"
-                ) from error
+                raise refusal(self.subject.model, "a batch", inputs, error) from error
             if self.backward:
                 if not output.requires_grad:
                     raise CriterionError(

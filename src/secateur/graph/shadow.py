@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from secateur.errors import ForwardError, UnsupportedModelError
+from secateur.ops.table import tensors_in
 
 Example = Any
 
@@ -166,15 +168,37 @@ def run(model: nn.Module, example: Example) -> Any:
     return model(example)
 
 
+# How torch complains of number formats, and what converts to which.
+_FORMATS = re.compile(r"dtype|datatype|scalar type|Input type")
+_CASTS = {torch.float32: "float", torch.float64: "double", torch.float16: "half", torch.bfloat16: "bfloat16"}
+
+
 def run_or_explain(model: nn.Module, example: Example) -> Any:
     """`run`, with the user's own error and the example's shapes in one message."""
     try:
         return run(model, example)
     except Exception as error:
-        shapes = describe(example)
-        raise ForwardError(
-            f"{type(model).__name__} does not run on the example ({shapes}): {type(error).__name__}: {error}"
-        ) from error
+        raise refusal(model, "the example", example, error) from error
+
+
+def refusal(model: nn.Module, what: str, inputs: Example, error: Exception) -> ForwardError:
+    """The user's own error with the inputs' shapes, and the way out where number formats do not match."""
+    text = f"{type(model).__name__} does not run on {what} ({describe(inputs)}): {type(error).__name__}: {error}"
+    way = _way_out(model, inputs, str(error))
+    return ForwardError(f"{text.rstrip('.')}. Way out: {way}." if way else text)
+
+
+def _way_out(model: nn.Module, inputs: Example, error: str) -> str:
+    if not _FORMATS.search(error):
+        return ""
+    if "'indices'" in error:
+        return "numbers that an embedding looks up are whole: x.long()"
+    weights = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
+    other = next((t.dtype for t in tensors_in(inputs) if t.dtype != weights), None)
+    if weights not in _CASTS or other is None:
+        return ""
+    ways = f"the weights are {str(weights).removeprefix('torch.')}, so give x.{_CASTS[weights]}()"
+    return f"{ways}, or model.{_CASTS[other]}()" if other in _CASTS else ways
 
 
 def describe(example: Example) -> str:
