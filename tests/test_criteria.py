@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 import math
+import re
+from collections import namedtuple
 from itertools import pairwise
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,7 +23,7 @@ from secateur.criteria.relevance import LRP
 from secateur.criteria.scoring import score
 from secateur.criteria.sensitivity import Gradient, Taylor
 from secateur.criteria.weight import Random
-from secateur.errors import CriterionError, DataError, ForwardError, NotFiniteError, PlanError
+from secateur.errors import CriterionError, DataError, ForwardError, NotFiniteError, PlanError, SecateurWarning
 from secateur.graph.analysis import analyze
 from secateur.pruning.removal import apply
 from secateur.pruning.targets import plan
@@ -501,3 +504,64 @@ def test_scores_that_are_all_zero_are_refused() -> None:
     for criterion in ("taylor", "gradient"):
         with pytest.raises(CriterionError, match=f"{criterion!r} gave every unit the score 0.*loss=f"):
             score(Small(), data, criterion, graph=graph, loss=lambda output, targets: 0 * output.sum())
+
+
+# -- several outputs ---------------------------------------------------------------------------------------------------
+Pair = namedtuple("Pair", ["features", "logits"])
+
+#: What a forward may return of hidden activations h and logits o; and, where it must be guessed, what is taken.
+CLEAR = {
+    "logits by name": lambda h, o: {"features": h, "logits": o},
+    "segmentation": lambda h, o: {"aux": h, "out": o},
+    "named tuple": Pair,
+    "attribute": lambda h, o: SimpleNamespace(features=h, logits=o),
+    "with a loss": lambda h, o: (o.sum(), o),
+    "with whole numbers": lambda h, o: {"found": o.argmax(1), "answer": o},
+    "with states": lambda h, o: (o, (h, h)),
+    "with nothing": lambda h, o: (None, o),
+    "the same twice": lambda h, o: [o, o],
+    "deep": lambda h, o: {"all": (o,)},
+}
+GUESSED = {
+    "features first": (lambda h, o: {"features": h, "answer": o}, "output['features']", "output['answer']"),
+    "tuple": (lambda h, o: (h, None, o), "output[0]", "output[2]"),
+    "object": (lambda h, o: SimpleNamespace(hidden=h, answer=o), "output.hidden", "output.answer"),
+    "deep": (lambda h, o: [(h, o)], "tensor 0 of the output", "tensor 1 of the output"),
+}
+
+
+class Returning(nn.Module):
+    """The net followed by hand, returning what `form` makes of its hidden activations and logits."""
+
+    def __init__(self, form) -> None:
+        super().__init__()
+        self.body, self.form = hand_net(), form
+
+    def forward(self, x: Tensor):
+        hidden = self.body[:2](x)
+        return self.form(hidden, self.body[2](hidden))
+
+
+@pytest.mark.parametrize("name", CLEAR)
+def test_the_output_that_counts_is_found(name: str) -> None:
+    plain = Returning(lambda h, o: o)
+    for criterion in ("lrp", "taylor"):
+        expected, found = (by_path(score(net, HAND, criterion)) for net in (plain, Returning(CLEAR[name])))
+        np.testing.assert_array_equal(found["body.0"], expected["body.0"])
+
+
+@pytest.mark.parametrize("criterion", ["lrp", "taylor", "captum:GradientXActivation"])
+@pytest.mark.parametrize("name", GUESSED)
+def test_a_guess_among_outputs_is_said(name: str, criterion: str) -> None:
+    if "captum" in criterion:
+        pytest.importorskip("captum")
+    form, taken, other = GUESSED[name]
+    net, graph = Returning(form), analyze(Returning(form), HAND[0])
+    told = pytest.warns(SecateurWarning, match=rf"{re.escape(taken)} is taken.*not {re.escape(other)}\. Way out")
+    if "captum" not in criterion:  # captum itself takes tensors only
+        with told:
+            found = by_path(score(net, HAND, criterion, graph=graph))
+        expected = by_path(score(Returning(lambda h, o: h), HAND, criterion, graph=graph))
+        np.testing.assert_array_equal(found["body.0"], expected["body.0"])
+    with told, pytest.raises(DataError, match=rf"labels run from 9 to 9, .* 3 outputs .*in {re.escape(taken)}"):
+        score(net, (HAND[0], torch.tensor([9])), criterion, graph=graph)

@@ -15,7 +15,7 @@ from secateur.criteria.criterion import Absolute, Accumulator, Criterion, Loss, 
 from secateur.errors import CriterionError, SecateurError
 from secateur.ops.table import Site
 from secateur.relevance.explain import one_output
-from secateur.relevance.isolation import logits_of
+from secateur.relevance.isolation import answer_of, logits_of
 
 _LAYERS = nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d | nn.Linear
 
@@ -62,8 +62,9 @@ class _CaptumSums(Accumulator):
             raise CriterionError("captum takes positional inputs, not a dict of named ones.")
         inputs = tuple(inputs) if isinstance(inputs, list) else inputs
         with torch.no_grad():
-            output = logits_of(self.subject.model(*inputs) if isinstance(inputs, tuple) else self.subject.model(inputs))
-        classes: Tensor | int | None = check_targets(targets, output)
+            made = self.subject.model(*inputs) if isinstance(inputs, tuple) else self.subject.model(inputs)
+            output = logits_of(made)
+        classes: Tensor | int | None = check_targets(targets, output, answer_of(made).entry)
         if one_output(output, size_of(inputs)):
             classes = 0 if output.ndim > 1 else None  # captum's words for the only output
         for index, layer, method in self.layers:

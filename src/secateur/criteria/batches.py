@@ -105,45 +105,43 @@ def size_of(inputs: Any) -> int:
     return len(tensors[0])
 
 
-def check_targets(targets: Any, output: Tensor) -> Tensor:
-    """Class numbers that fit the output, or an error that says which does not.
+def check_targets(targets: Any, output: Tensor, entry: str = "") -> Tensor:
+    """Class numbers that fit the output, or an error that says which does not. `entry` is what to call the output.
 
     Those of a model with one output come back shaped like it; class numbers must be 0 or 1 there.
     """
     if targets is None:
         raise DataError("this criterion needs targets: the true class of each sample.")
     known: Tensor = torch.as_tensor(targets, device=output.device)
+    shape = f"{entry} {tuple(output.shape)}".lstrip()
     if one_output(output, known.numel()):
-        return _single(known, output)
+        return _single(known, output, shape)
     if known.is_floating_point():
         if known.shape != output.shape:
             raise DataError(
-                f"targets of shape {tuple(known.shape)} are real, and do not fit the output {tuple(output.shape)}. "
+                f"targets of shape {tuple(known.shape)} are real, and do not fit the output {shape}. "
                 f"Way out: whole class numbers, or your own loss=f(output, targets)."
             )
         return known
     if output.ndim < 2:
-        raise DataError(f"the output has shape {tuple(output.shape)}; classes need (samples, classes). Way out: loss=…")
+        raise DataError(f"the output has shape {shape}; classes need (samples, classes). Way out: loss=…")
     expected = (output.shape[0], *output.shape[2:])
     if tuple(known.shape) != expected:
-        raise DataError(
-            f"targets have shape {tuple(known.shape)}, but the output {tuple(output.shape)} asks for {expected}."
-        )
+        raise DataError(f"targets have shape {tuple(known.shape)}, but the output {shape} asks for {expected}.")
     low, high, classes = int(known.min()), int(known.max()), output.shape[1]
     if low < 0 or high >= classes:
+        where = f" in {entry}" if entry else ""
         raise DataError(
-            f"labels run from {low} to {high}, but the model has {classes} outputs (0 to {classes - 1}). "
+            f"labels run from {low} to {high}, but the model has {classes} outputs (0 to {classes - 1}){where}. "
             f"Way out: number the classes as the outputs are, or `specialize` the model to the outputs you need."
         )
     return known.long()
 
 
-def _single(known: Tensor, output: Tensor) -> Tensor:
+def _single(known: Tensor, output: Tensor, shape: str) -> Tensor:
     one_each = output.ndim < 2 or known.numel() == output.numel() == len(output)
     if not one_each and known.shape not in (output.shape, output.shape[:1] + output.shape[2:]):
-        raise DataError(
-            f"targets have shape {tuple(known.shape)}, but the model has one output, of shape {tuple(output.shape)}."
-        )
+        raise DataError(f"targets have shape {tuple(known.shape)}, but the model has one output, of shape {shape}.")
     if not known.is_floating_point() and bool(((known < 0) | (known > 1)).any()):
         raise DataError(
             f"labels run from {int(known.min())} to {int(known.max())}, but the model has one output, which tells 1 "
@@ -157,12 +155,12 @@ def is_binary(targets: Tensor) -> bool:
     return bool(((targets == 0) | (targets == 1)).all())
 
 
-def default_loss(output: Tensor, targets: Any, *, check: bool = True) -> Tensor:
+def default_loss(output: Tensor, targets: Any, entry: str = "", *, check: bool = True) -> Tensor:
     """The mean loss of logits: cross-entropy, or for a model with one output binary cross-entropy.
 
     Over a single output, softmax is 1 and cross-entropy 0 whatever the weights are.
     """
-    known = check_targets(targets, output) if check else torch.as_tensor(targets, device=output.device)
+    known = check_targets(targets, output, entry) if check else torch.as_tensor(targets, device=output.device)
     wide = output.float() if output.dtype in (torch.float16, torch.bfloat16) else output
     if not one_output(output, known.numel()):
         return F.cross_entropy(wide, known if known.is_floating_point() else known.long())

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from secateur.criteria.batches import check_targets, size_of
 from secateur.criteria.criterion import Accumulator, Criterion, Loss, Subject, Sums
-from secateur.errors import SecateurError
+from secateur.errors import SecateurError, SecateurWarning
 from secateur.graph.shadow import refusal
 from secateur.relevance.composites import Composite
 from secateur.relevance.engine import RelevancePass
@@ -51,14 +51,14 @@ class RelevanceSums(Accumulator):
         count = size_of(inputs)
 
         def begin(output: Tensor) -> Tensor:
-            known = None if targets is None else check_targets(targets, output)
+            known = None if targets is None else check_targets(targets, output, self.engine.entry)
             # Started with the targets of its only output, samples of class 0 would say nothing.
             wanted = None if one_output(output, count) else known
             return starter(wanted, self.criterion.start, count)(output)
 
         try:
             self.engine.run(inputs, begin)
-        except SecateurError:
+        except (SecateurError, SecateurWarning):
             raise
         except Exception as error:
             raise refusal(self.subject.model, "a batch", inputs, error) from error

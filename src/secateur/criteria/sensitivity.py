@@ -22,7 +22,7 @@ from secateur.graph.shadow import refusal, run
 from secateur.ops.conv import Convolution, TransposedConvolution
 from secateur.ops.table import Call
 from secateur.relevance.facts import writes
-from secateur.relevance.isolation import logits_of
+from secateur.relevance.isolation import answer_of, logits_of
 from secateur.tracing import Observer
 
 
@@ -119,28 +119,30 @@ class SensitivityPass(Accumulator):
         with torch.inference_mode(False), torch.set_grad_enabled(self.backward):
             try:
                 with taps:
-                    output = logits_of(run(self.subject.model, inputs))
+                    made = run(self.subject.model, inputs)
             except SecateurError:
                 raise
             except Exception as error:
                 raise refusal(self.subject.model, "a batch", inputs, error) from error
+            output = logits_of(made)
             if self.backward:
                 if not output.requires_grad:
                     raise CriterionError(
                         "the output does not depend on any conv or linear layer by operations that have a gradient. "
                         "Way out: check that the forward does not detach, or use a criterion without gradients."
                     )
-                torch.autograd.grad(self._loss(output, targets) * count, taps.anchor, allow_unused=True)
+                loss = self._loss(output, targets, answer_of(made).entry)
+                torch.autograd.grad(loss * count, taps.anchor, allow_unused=True)
         for sums in self.all_sums:
             sums.samples += count
 
-    def _loss(self, output: Tensor, targets: Any) -> Tensor:
+    def _loss(self, output: Tensor, targets: Any, entry: str) -> Tensor:
         if self.loss is not None:
             value = self.loss(output, targets)
             if not isinstance(value, Tensor) or value.numel() != 1:
                 raise CriterionError("loss=f(output, targets) must return one number, the mean over the samples.")
             return value.reshape(())
-        return default_loss(output, targets)
+        return default_loss(output, targets, entry)
 
     def take(self, index: int, channel: int, z: Tensor, g: Tensor | None) -> None:
         """Add what one call says about its units."""

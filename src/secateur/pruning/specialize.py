@@ -50,7 +50,7 @@ class MergedOutputs(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Log-probabilities of the groups."""
-        shares = logits_of(self.body(*args, **kwargs)).softmax(1)
+        shares = logits_of(self.body(*args, **kwargs), warn=False).softmax(1)
         smallest = torch.finfo(shares.dtype).tiny
         return (shares @ self.members).clamp_min(smallest).log()
 
@@ -192,8 +192,8 @@ def _reorder(narrow: nn.Module, graph: Graph, plan: Plan, classes: Labels, wante
 def _verify(model: nn.Module, narrow: nn.Module, example: Example, wanted: Sequence[int]) -> None:
     """The kept outputs are what they were; models that end in a softmax share the whole among those that are left."""
     with quiet():
-        whole = logits_of(run(twin(model).eval(), example))[:, list(wanted)].double()
-        small = logits_of(run(twin(narrow).eval(), example)).double()
+        whole = logits_of(run(twin(model).eval(), example), warn=False)[:, list(wanted)].double()
+        small = logits_of(run(twin(narrow).eval(), example), warn=False).double()
     shared = whole / whole.sum(1, keepdim=True)
     scale = float(whole.abs().max()) or 1.0
     for expected in (whole, shared, whole.log_softmax(1)):

@@ -21,7 +21,7 @@ from secateur.relevance.books import Absolute, Deviation
 from secateur.relevance.composites import Composite, composite_named
 from secateur.relevance.conservation import Conservation, Flow, Journal, Page, precise, slack
 from secateur.relevance.facts import About, Facts
-from secateur.relevance.isolation import call_model, isolated, logits_of, map_tensors
+from secateur.relevance.isolation import answer_of, call_model, isolated, logits_of, map_tensors
 from secateur.relevance.layers import Layers
 from secateur.relevance.recording import Recorder
 from secateur.relevance.rules import Rule
@@ -57,6 +57,8 @@ class RelevancePass(Layers):
         self.composite = composite_named(composite)
         self.absolute = absolute
         self.heat_map = heat_map
+        #: Which entry of the model's output is explained, as it would be written; empty if that is a tensor.
+        self.entry = ""
         self._weights = Weights(self.model)
         self._rules = {}
         self._fusing = False
@@ -172,7 +174,9 @@ class RelevancePass(Layers):
     def forward(self, entries: Any) -> Tensor:
         """The model's output, with the way back for relevance."""
         with self:
-            output: Tensor = self._present(logits_of(call_model(self.model, entries)), [], True)
+            made = call_model(self.model, entries)
+            self.entry = answer_of(made).entry
+            output: Tensor = self._present(logits_of(made), [], True)
         if self._deviated or self._early is not None:
             raise Deviation
         if not output.requires_grad:
@@ -295,7 +299,7 @@ class RelevancePass(Layers):
             return
         self._recorder.refuse("a write through a view must be checked")
         with torch.no_grad():
-            plain = logits_of(call_model(self.model, inputs))
+            plain = logits_of(call_model(self.model, inputs), warn=False)
         if not torch.allclose(plain, output.detach(), rtol=1e-3, atol=1e-4):
             raise UnsupportedModelError(
                 f"{self._doubtful} writes in place through a view, and the result is used under another name. Way out: "
@@ -306,7 +310,7 @@ class RelevancePass(Layers):
         """Some functions torch shows to nobody; these may have read what was computed ahead. So the first time that
         layers were computed in one go, the output must be that of the model as it is. If not, it is not done again."""
         with isolated(self.model, []), torch.no_grad():
-            plain = logits_of(call_model(self.model, inputs))
+            plain = logits_of(call_model(self.model, inputs), warn=False)
         self._trusted = bool((plain - output).norm() <= 1e-2 * plain.norm())
         if not self._trusted:
             raise Deviation

@@ -232,7 +232,7 @@ def wide(rows: Tensor) -> Tensor:
 
 def answers_in(output: Any, samples: int) -> list[Tensor]:
     """What a model answers: its logits, or every tensor of real numbers that has a row for each sample."""
-    first = logits_of(output)
+    first = logits_of(output, warn=False)
     if isinstance(output, Tensor) or first is getattr(output, "logits", None):
         return [wide(first).clone()]
     nest = output if isinstance(output, dict | tuple | list) else vars(output)
