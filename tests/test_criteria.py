@@ -25,6 +25,8 @@ from secateur.criteria.sensitivity import Gradient, Taylor
 from secateur.criteria.weight import Random
 from secateur.errors import CriterionError, DataError, ForwardError, NotFiniteError, PlanError, SecateurWarning
 from secateur.graph.analysis import analyze
+from secateur.pruning.finetune import FineTune
+from secateur.pruning.loop import prune
 from secateur.pruning.removal import apply
 from secateur.pruning.targets import plan
 
@@ -565,3 +567,85 @@ def test_a_guess_among_outputs_is_said(name: str, criterion: str) -> None:
         np.testing.assert_array_equal(found["body.0"], expected["body.0"])
     with told, pytest.raises(DataError, match=rf"labels run from 9 to 9, .* 3 outputs .*in {re.escape(taken)}"):
         score(net, (HAND[0], torch.tensor([9])), criterion, graph=graph)
+
+
+# -- data --------------------------------------------------------------------------------------------------------------
+class Both(nn.Module):
+    """A model with two inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.c = nn.Linear(4, 6), nn.Linear(3, 6), nn.Linear(12, 3)
+
+    def forward(self, left: Tensor, right: Tensor) -> Tensor:
+        return self.c(torch.cat([self.a(left), self.b(right)], 1).relu())
+
+
+def equal(found, expected) -> None:
+    for path, values in by_path(expected).items():
+        np.testing.assert_array_equal(by_path(found)[path], values)
+
+
+@pytest.mark.parametrize("criterion", ["lrp", "taylor"])
+def test_arrays_and_lists_are_data_as_tensors_are(criterion: str) -> None:
+    net, (x, y) = Small(), samples(7)
+    expected = score(net, (x, y), criterion, batch_size=3)
+    backwards = x.flip(0).numpy()[::-1]
+    frozen = x.numpy().copy()
+    frozen.flags.writeable = False
+    for inputs in (x, x.numpy(), backwards, frozen):
+        for targets in (y, y.numpy(), y.tolist(), tuple(y.tolist()), y.numpy().astype(np.int32), list(y.numpy())):
+            equal(score(net, (inputs, targets), criterion, batch_size=3), expected)
+            equal(score(net, [inputs, targets], criterion, batch_size=3), expected)
+    parts = [(x[:3].numpy(), y[:3].numpy()), (x[3:6], y[3:6].tolist()), [x[6:].numpy(), y[6:]]]
+    equal(score(net, parts, criterion), expected)
+    equal(score(net, iter(parts), criterion, graph=analyze(net, x[:1])), expected)
+
+
+@pytest.mark.parametrize("criterion", ["lrp", "taylor"])
+def test_a_pair_with_two_inputs_and_two_batches_are_told_apart(criterion: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    left, right, y = torch.rand(8, 4, generator=generator), torch.rand(8, 3, generator=generator), torch.arange(8) % 3
+    expected = score(Both(), [((left[:4], right[:4]), y[:4]), ((left[4:], right[4:]), y[4:])], criterion)
+    named = {"left": left, "right": right.numpy()}
+    for inputs in ((left, right), [left, right], (left.numpy(), right), named):
+        for targets in (y, y.numpy(), y.tolist()):
+            equal(score(Both(), (inputs, targets), criterion, batch_size=4), expected)
+    equal(score(Both(), ((left, right), None), "activation"), score(Both(), [((left, right), y)], "activation"))
+    # Two batches of two samples, in tuples and lists: every element is of length 2, and so are the batches.
+    net, (x, y) = Small(), samples(4)
+    whole = score(net, (x, y), criterion, batch_size=2)
+    for kind in (tuple, list):
+        equal(score(net, kind((kind((x[:2], y[:2])), kind((x[2:], y[2:])))), criterion), whole)
+        equal(score(net, kind((kind((x[:2], y[:2].tolist())), kind((x[2:], y[2:].tolist())))), criterion), whole)
+
+
+def test_data_that_are_no_numbers_are_named() -> None:
+    x, y = samples(4)
+    graph = analyze(Small(), x[:1])
+    with pytest.raises(DataError, match=r"targets are a list that is no list of numbers.*Way out"):
+        score(Small(), (x, ["cat", "dog", "cat", "dog"]), graph=graph)
+    with pytest.raises(DataError, match=r"inputs are a list of numbers.*torch\.tensor"):
+        score(Small(), (x.tolist(), y), graph=graph)
+    with pytest.raises(DataError, match=r"an array of <U3 cannot become a tensor"):
+        score(Small(), (x, np.array(["cat", "dog", "cat", "dog"])), graph=graph)
+    with pytest.raises(DataError, match="different lengths: 6, 8"):
+        score(Both(), ((torch.rand(8, 4), torch.rand(6, 3)), torch.zeros(8).long()))
+    with pytest.raises(DataError, match="8 inputs but 6 targets"):
+        score(Both(), ((torch.rand(8, 4), torch.rand(8, 3)), [0] * 6))
+
+
+def test_two_inputs_as_arrays_through_the_whole_run() -> None:
+    left, right, y = (
+        np.random.default_rng(0).random((20, 4)),
+        np.random.default_rng(1).random((20, 3)),
+        [0, 1, 2, 1] * 5,
+    )
+    data = ((left.astype(np.float32), right.astype(np.float32)), y)
+    tensors = tuple(map(torch.from_numpy, data[0]))
+    tune = FineTune(data, epochs=2)
+    for options in ({}, {"finetune": tune, "step": 0.2}, {"repair": "best"}):
+        small = prune(Both(), data, remove=0.4, progress=False, **options).model
+        assert small(*tensors).shape == (20, 3)
+        assert small.c.in_features < 12

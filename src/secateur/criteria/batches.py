@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -13,9 +14,12 @@ from secateur.errors import DataError
 from secateur.ops.table import tensors_in
 from secateur.relevance.explain import one_output
 
-#: An iterable of (inputs, targets), a pair (X, y) of tensors, or None for criteria that need no data.
+#: An iterable of (inputs, targets), a pair (X, y), or None for criteria that need no data. Inputs are tensors or NumPy
+#: arrays, several of them in a tuple or dict; targets may be a list of numbers as well.
 Data = Any
 Batch = tuple[Any, Any]
+
+_ARRAYS = (Tensor, np.ndarray)
 
 
 def is_pair(data: Data) -> bool:
@@ -23,8 +27,62 @@ def is_pair(data: Data) -> bool:
     if not isinstance(data, tuple | list) or len(data) != 2:
         return False
     inputs, targets = data
-    parts = list(inputs.values()) if isinstance(inputs, dict) else [inputs]
-    return all(isinstance(part, Tensor) for part in parts) and (isinstance(targets, Tensor) or targets is None)
+    # A batch is itself a tuple or list, so that two batches have no array and no numbers in the second place.
+    return _are_arrays(inputs) and (targets is None or isinstance(targets, _ARRAYS) or _are_numbers(targets))
+
+
+def as_data(data: Data) -> Data:
+    """The data as they are given; a pair (X, y) with arrays and lists of numbers as tensors."""
+    if is_pair(data):
+        return as_batch(data)
+    if isinstance(data, tuple | list) and len(data) == 2:
+        inputs, targets = data
+        if _are_numbers(inputs):
+            raise DataError("inputs are a list of numbers. Way out: torch.tensor(inputs), with the model's dtype.")
+        if isinstance(inputs, _ARRAYS):
+            raise DataError(
+                f"inputs have the shape {tuple(inputs.shape)}, but targets are a {type(targets).__name__} that is no "
+                f"list of numbers. Way out: class numbers as a tensor, or None for targets that are not known."
+            )
+    return data
+
+
+def as_batch(batch: Any) -> Batch:
+    """Inputs and targets with arrays and lists of numbers as tensors."""
+    inputs, targets = batch
+    return _tensors(inputs), torch.tensor(targets) if _are_numbers(targets) else _tensors(targets)
+
+
+def _are_arrays(value: Any) -> bool:
+    """Whether a value is what a model is called on: an array, or a nest of them."""
+    if isinstance(value, dict | tuple | list):
+        return bool(value) and all(map(_are_arrays, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, _ARRAYS)
+
+
+def _are_numbers(value: Any) -> bool:
+    """Whether a value is a list of numbers, or of such lists."""
+    if not isinstance(value, tuple | list) or not value:
+        return False
+    return all(isinstance(item, int | float | np.number | np.bool_) or _are_numbers(item) for item in value)
+
+
+def _tensors(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        try:
+            # torch neither reads backwards nor takes what it must not write to.
+            return torch.as_tensor(value if value.flags.writeable and value.flags.c_contiguous else value.copy())
+        except (TypeError, ValueError) as error:
+            raise DataError(f"an array of {value.dtype} cannot become a tensor: {error}") from error
+    if isinstance(value, dict):
+        return {key: _tensors(item) for key, item in value.items()} if _has_arrays(value.values()) else value
+    if type(value) in (tuple, list):
+        return type(value)(map(_tensors, value)) if _has_arrays(value) else value
+    return value
+
+
+def _has_arrays(values: Iterable[Any]) -> bool:
+    return any(isinstance(value, np.ndarray | dict | tuple | list) for value in values)
 
 
 def batches(
@@ -38,16 +96,20 @@ def batches(
 def _plain(data: Data, batch_size: int, share: tuple[int, int]) -> Iterator[Batch]:
     if data is None:
         raise DataError("this criterion needs data: an iterable of (inputs, targets), or a pair (X, y) of tensors.")
+    data = as_data(data)
     if is_pair(data):
         inputs, targets = data
-        count = _length(inputs)
+        count = size_of(inputs)
+        lengths = sorted({len(tensor) if tensor.ndim else 0 for tensor in tensors_in(inputs)})
+        if len(lengths) > 1:
+            raise DataError(f"inputs have different lengths: {', '.join(map(str, lengths))}; each needs every sample.")
         if isinstance(targets, Tensor) and len(targets) != count:
             raise DataError(f"{count} inputs but {len(targets)} targets.")
         rank, world = share
         order = torch.arange(count)[rank::world]
         for begin in range(0, len(order), batch_size):
             chunk = order[begin : begin + batch_size]
-            yield _take(inputs, chunk), None if targets is None else _take(targets, chunk)
+            yield take(inputs, chunk), take(targets, chunk)
         return
     if isinstance(data, Tensor) or not isinstance(data, Iterable):
         raise DataError(
@@ -60,11 +122,12 @@ def _plain(data: Data, batch_size: int, share: tuple[int, int]) -> Iterator[Batc
                 + (f" of {len(batch)} items" if isinstance(batch, tuple | list) else "")
                 + "; each must be a pair (inputs, targets), with None for targets that are not known."
             )
-        yield batch[0], batch[1]
+        yield as_batch(batch)
 
 
 def repeatable(data: Data) -> Data:
     """Data that can be gone through again: iterators, which cannot, are read into a list."""
+    data = as_data(data)
     if data is None or is_pair(data) or not isinstance(data, Iterator):
         return data
     return list(data)
@@ -73,7 +136,7 @@ def repeatable(data: Data) -> Data:
 def first_example(data: Data) -> Any:
     """One sample, to analyse a model with."""
     for inputs, _ in _plain(data, 1, (0, 1)):
-        if _length(inputs) < 1:
+        if size_of(inputs) < 1:
             raise DataError("the first batch is empty.")
         return _one(inputs)
     raise DataError("the data are empty: there is no batch in them.")
@@ -101,7 +164,10 @@ def size_of(inputs: Any) -> int:
     """How many samples a batch of inputs has."""
     tensors = tensors_in(inputs)
     if not tensors or tensors[0].ndim == 0:
-        raise DataError(f"inputs of type {type(inputs).__name__} have no tensor with a batch dimension.")
+        raise DataError(
+            f"inputs of type {type(inputs).__name__} have no tensor with a batch dimension. "
+            f"Way out: torch.tensor(…), or a NumPy array."
+        )
     return len(tensors[0])
 
 
@@ -179,15 +245,15 @@ def check_inputs(inputs: Any) -> None:
             raise DataError(f"an input of shape {tuple(tensor.shape)} has NaN or infinite values.")
 
 
-def _length(inputs: Any) -> int:
-    return size_of(inputs)
-
-
-def _take(value: Any, index: Tensor) -> Any:
+def take(value: Any, index: Tensor) -> Any:
+    """Some samples of a nest of tensors; of None, None."""
+    if value is None:
+        return None
     if isinstance(value, dict):
-        return {key: _take(item, index) for key, item in value.items()}
-    taken: Tensor = value[index.to(value.device)]
-    return taken
+        return {key: take(item, index) for key, item in value.items()}
+    if isinstance(value, tuple | list):
+        return tuple(take(item, index) for item in value)
+    return value[index.to(value.device)]
 
 
 def _one(inputs: Any) -> Any:

@@ -53,7 +53,8 @@ def score(
 ) -> Scores | dict[str, Scores]:
     """How much the model needs each of its units, according to a criterion; with a list of criteria, a dict of scores.
 
-    `data` is an iterable of (inputs, targets), a pair (X, y) of tensors, or None where no criterion needs any.
+    `data` is an iterable of (inputs, targets), a pair (X, y) of tensors or NumPy arrays, or None where no criterion
+    needs any. Several inputs are a tuple or a dict: ((X1, X2), y).
     `criterion` is "lrp" (or "lrp:<composite>"), "taylor", "gradient", "weight", "activation", "random",
     "captum:<Method>", a `Criterion`, or a function. `norm` divides each layer's scores by their norm (None, 1 or 2);
     `absolute` is taken "after" the sum over samples or per "sample"; the defaults are those of the paper. `aggregate`

@@ -11,7 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from secateur.criteria.batches import Data, default_loss, device_of, is_pair, size_of, to_device
+from secateur.criteria.batches import (
+    Data,
+    as_batch,
+    as_data,
+    default_loss,
+    device_of,
+    is_pair,
+    size_of,
+    take,
+    to_device,
+)
 from secateur.errors import DataError
 from secateur.graph.shadow import run
 from secateur.pruning.distributed import active, share, synchronise
@@ -86,12 +96,13 @@ class FineTune:
         return default_loss(output.float(), targets, check=check)
 
     def _epoch(self) -> Iterator[tuple[Any, Any]]:
-        if not is_pair(self.data):
-            if not isinstance(self.data, Iterable) or isinstance(self.data, Iterator):
+        data = as_data(self.data)
+        if not is_pair(data):
+            if not isinstance(data, Iterable) or isinstance(data, Iterator):
                 raise DataError("fine-tuning repeats the data: give a pair (X, y), a list or a DataLoader.")
-            yield from self.data
+            yield from map(as_batch, data)
             return
-        inputs, targets = self.data
+        inputs, targets = data
         count, (rank, world) = size_of(inputs), share()
         order = torch.randperm(count)  # every process draws the same, then takes its part of each batch
         for begin in range(0, count, self.batch_size):
@@ -99,16 +110,10 @@ class FineTune:
             if len(chunk) < 2 * world and begin:
                 continue  # batch norm cannot train on a single sample
             mine = chunk[rank::world]
-            yield _take(inputs, mine), _take(targets, mine)
+            yield take(inputs, mine), take(targets, mine)
 
 
 def _half(device: torch.device | None) -> torch.dtype | None:
     if device is None or device.type != "cuda":
         return None
     return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
-
-
-def _take(value: Any, index: Tensor) -> Any:
-    if isinstance(value, dict):
-        return {key: _take(item, index) for key, item in value.items()}
-    return value[index.to(value.device)]

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from secateur.criteria.batches import Data, batches, device_of, is_pair, to_device
+from secateur.criteria.batches import Data, as_data, batches, device_of, is_pair, to_device
 from secateur.errors import DataError
 from secateur.pruning.plan import Plan
 from secateur.relevance.composites import Composite
@@ -78,6 +78,7 @@ class Changes:
 
 def some_of(data: Data, count: int) -> tuple[Tensor, Tensor | None]:
     """A few samples, as many classes as can be among them: the first of each class, then the second, …"""
+    data = as_data(data)
     inputs, targets = data if is_pair(data) else next(iter(islice(batches(data), 1)), (None, None))
     if not isinstance(inputs, Tensor):
         raise DataError(
