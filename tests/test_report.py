@@ -172,7 +172,7 @@ def test_a_model_with_one_output(tmp_path: Path, real: bool) -> None:
     found = {row[0]: row[1:3] for row in page.by_id("accuracy").find("div", class_="small")[0].rows}
     for c in (0, 1):
         for model, cell in zip((net, result.model), found[str(c)], strict=True):
-            right = [float(model(image[None])) * (2 * c - 1) > 0 for image in x[y == c]]
+            right = [float(model(image[None]).detach()) * (2 * c - 1) > 0 for image in x[y == c]]
             assert float(cell) == pytest.approx(100 * sum(right) / len(right), abs=0.005001)
     with pytest.raises(sc.errors.DataError, match="0 or 1"):
         result.report(tmp_path / "r.html", test=(x, torch.rand(8, 1)))
