@@ -148,7 +148,7 @@ def test_run_json_holds_what_was_asked_for(place: Place, tmp_path: Path, monkeyp
     monkeypatch.chdir(place.root)
     args = ["net.py:make", "--weights", "net.safetensors", "--images", "train", "--test", "test", "--input-size", 16]
     args += ["--keep-params", 0.7, "--max-drop", 0.9, "--criterion", "taylor", "--scope", "layer", "--step", 0.2]
-    args += ["--no-rescore", "--round-to", 2, "--ignore", "8", "--ignore", "nothing.*", "--repair", "ridge"]
+    args += ["--no-rescore", "--round-to", 2, "--ignore", "8", "--ignore", "[3]", "--repair", "ridge"]
     args += ["--per-class", 4, "--test-per-class", 3, "--seed", 7, "--learning-rate", 0.5, "--device", "cpu"]
     args += ["--no-report", "--no-latency", "--fit", "squash", "--mean", "0.5,0.5,0.5", "--std", "0.2,0.2,0.2"]
     succeed("prune", *args, "--out", tmp_path / "s")
@@ -158,7 +158,7 @@ def test_run_json_holds_what_was_asked_for(place: Place, tmp_path: Path, monkeyp
         "command": "prune", "model": "net.py:make", "weights": "net.safetensors", "images": "train", "test": "test",
         "size": 16, "keep_macs": None, "keep_params": 0.7, "keep_latency": None, "remove": None, "max_drop": 0.9,
         "criterion": "taylor", "scope": "layer", "step": 0.2, "rescore": False, "round_to": 2,
-        "ignore": ["8", "nothing.*"], "repair": "ridge", "per_class": 4, "test_per_class": 3, "seed": 7,
+        "ignore": ["8", "[3]"], "repair": "ridge", "per_class": 4, "test_per_class": 3, "seed": 7,
         "learning_rate": 0.5, "finetune_epochs": 0, "device": "cpu", "report": False, "latency": False, "onnx": False,
         "specialize": True, "strict": False, "outputs": {"blue": [0], "green": [1], "red": [2]},
         "view": {"size": 16, "fit": "squash", "mean": [0.5] * 3, "std": [0.2] * 3},

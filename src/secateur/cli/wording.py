@@ -26,6 +26,7 @@ _WORDS: tuple[tuple[str, str], ...] = (
     (_ALONE + r"keep=\{'(macs|params|latency)': ([^,}]+)\}", r"--keep-\1 \2"),
     (_ALONE + r"ignore=\[([^]]*)\], only=\['\*'\]", r"--ignore \1"),
     (_ALONE + r"ignore=\[\.\.\.\]", "--ignore"),
+    (_ALONE + r"ignore=(?='[^']*' fits no layer)", "--ignore "),
     (_ALONE + r"(remove|step|scope|seed)=(?=\S)", r"--\1 "),
     (_ALONE + r"round_to=(?=\S)", "--round-to "),
     (_ALONE + r"max_drop=(?=\S)", "--max-drop "),

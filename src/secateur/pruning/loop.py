@@ -84,8 +84,8 @@ def prune(
     The target is `remove` (a share of the units that may leave), or `keep` (`{"params": 0.5}`, `{"macs": 1e9}`,
     `{"latency": 0.5}` as a share of the measured latency, `{"seconds": 0.01}`), or neither with `max_drop`.
 
-    `data` is a pair (inputs, targets) or an iterable of such batches, e.g. a DataLoader. Options that are not described
-    here are those of `score` and `plan`.
+    `data` is a pair (inputs, targets), tensors or NumPy arrays, or an iterable of such batches, e.g. a DataLoader.
+    Options that are not described here are those of `score` and `plan`.
 
     With nothing else given, units are scored once and removed at once, then each layer is regressed back to the
     original's answers (`repair="best"`): what keeps most accuracy without training. LRP ranks all units by score per
