@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -12,12 +11,9 @@ import typer
 from secateur.cli import options as o
 from secateur.cli.folder import (
     CHECKPOINT,
-    WEIGHTS,
     begin_run,
     check_folder,
-    digest,
     end_run,
-    fingerprint,
     request,
     undone_if_impossible,
 )
@@ -82,11 +78,7 @@ def compare(
         raise SecateurError(
             "a comparison needs images that are not used for scoring. Way out: --test, or a smaller --per-class."
         )
-    asked = request(
-        ctx, criteria=chosen, outputs={name: list(members) for name, members in job.outputs.items()}, merge=job.merge,
-        view=asdict(job.reference.view), reference=digest(job.reference), held_out=digest(job.test),
-        **{WEIGHTS: fingerprint(job.model)},
-    )  # fmt: skip
+    asked = request(ctx, job, criteria=chosen)
     earlier = begin_run(out, asked, fresh, talk)
     with undone_if_impossible(out, earlier):
         found = run_compare(

@@ -8,6 +8,7 @@ import json
 import os
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import typer
 from torch import nn
 
 from secateur.cli.output import Talk
+from secateur.cli.subject import Task
 from secateur.data.images import Photographs
 from secateur.errors import NothingToPruneError, SecateurError, TargetError
 from secateur.pruning.checkpoint import digest as numbers_digest
@@ -99,10 +101,15 @@ def fingerprint(model: nn.Module) -> str:
     return numbers_digest(model)[:16]
 
 
-def request(ctx: typer.Context, **resolved: Any) -> dict[str, Any]:
-    """Everything that the command line being run asks for, as given; `resolved` is what became of it or adds to it."""
+def request(ctx: typer.Context, job: Task, **chosen: Any) -> dict[str, Any]:
+    """Everything that the command line being run asks for, as given, and what became of it."""
     given = {name: _plain(value) for name, value in ctx.params.items() if name not in _ASIDE}
-    return {"command": ctx.info_name, **given, **resolved}
+    found = {
+        "outputs": {name: list(members) for name, members in job.outputs.items()}, "merge": job.merge,
+        "view": asdict(job.reference.view), "reference": digest(job.reference), "held_out": digest(job.test),
+        WEIGHTS: fingerprint(job.model),
+    }  # fmt: skip
+    return {"command": ctx.info_name, **given, **found, **chosen}
 
 
 def begin_run(out: Path, asked: dict[str, Any], fresh: bool, talk: Talk) -> str | None:

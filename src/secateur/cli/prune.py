@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,14 +16,11 @@ from torch import nn
 from secateur.cli import options as o
 from secateur.cli.folder import (
     CHECKPOINT,
-    WEIGHTS,
     begin_run,
     check_folder,
     check_model,
-    digest,
     drop_stale,
     end_run,
-    fingerprint,
     need,
     request,
     undone_if_impossible,
@@ -209,11 +205,7 @@ def prune(
             "--max-drop needs images that are not used for scoring. Way out: --test, or a smaller --per-class."
         )
     _introduce(talk, job)
-    asked = request(
-        ctx, outputs={name: list(members) for name, members in job.outputs.items()}, merge=job.merge,
-        view=asdict(job.reference.view), reference=digest(job.reference), held_out=digest(job.test),
-        **{WEIGHTS: fingerprint(job.model)},
-    )  # fmt: skip
+    asked = request(ctx, job)
     earlier = begin_run(out, asked, fresh, talk)
     where = device_of(job.model)
     tuner = None

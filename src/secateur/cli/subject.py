@@ -24,7 +24,7 @@ from secateur.models import Opened, open_model
 from secateur.models.zoo import runs_code
 from secateur.pruning.files import plans_of
 from secateur.pruning.specialize import Merge, specialize
-from secateur.relevance.isolation import logits_of
+from secateur.relevance.answer import logits_of
 
 # How many images are used where the user does not say.
 _REFERENCE, _TEST = 10, 50

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from secateur.errors import DataError
 from secateur.ops.table import tensors_in
-from secateur.relevance.explain import one_output
+from secateur.relevance.answer import one_output
 
 #: An iterable of (inputs, targets), a pair (X, y), or None for criteria that need no data. Inputs are tensors or NumPy
 #: arrays, several of them in a tuple or dict; targets may be a list of numbers as well.

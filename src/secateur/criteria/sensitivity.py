@@ -21,8 +21,8 @@ from secateur.errors import CriterionError, SecateurError
 from secateur.graph.shadow import refusal, run
 from secateur.ops.conv import Convolution, TransposedConvolution
 from secateur.ops.table import Call
+from secateur.relevance.answer import answer_of, logits_of
 from secateur.relevance.facts import writes
-from secateur.relevance.isolation import answer_of, logits_of
 from secateur.tracing import Observer
 
 

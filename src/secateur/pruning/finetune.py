@@ -25,7 +25,7 @@ from secateur.criteria.batches import (
 from secateur.errors import DataError
 from secateur.graph.shadow import run
 from secateur.pruning.distributed import active, share, synchronise
-from secateur.relevance.isolation import logits_of
+from secateur.relevance.answer import logits_of
 
 #: `f(model, step)` trains the model in place.
 Tuner = Callable[[nn.Module, int], Any]

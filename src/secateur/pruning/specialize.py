@@ -19,7 +19,7 @@ from secateur.ops.table import Labels
 from secateur.pruning.files import remember
 from secateur.pruning.plan import Plan, plan_for
 from secateur.pruning.surgery import cut
-from secateur.relevance.isolation import logits_of
+from secateur.relevance.answer import logits_of
 
 #: How the probabilities of outputs that mean the same become one.
 Merge = Literal["sum", "mean"]

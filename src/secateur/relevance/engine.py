@@ -17,11 +17,12 @@ from torch import Tensor, nn
 from secateur.errors import DataError, RelevanceError, UnknownOperationError, UnsupportedModelError
 from secateur.graph.shadow import unwrap
 from secateur.ops.table import SCALARS, Call, Function, Operation, Query, Site
+from secateur.relevance.answer import answer_of, logits_of
 from secateur.relevance.books import Absolute, Deviation
 from secateur.relevance.composites import Composite, composite_named
 from secateur.relevance.conservation import Conservation, Flow, Journal, Page, precise, slack
 from secateur.relevance.facts import About, Facts
-from secateur.relevance.isolation import answer_of, call_model, isolated, logits_of, map_tensors
+from secateur.relevance.isolation import call_model, isolated, map_tensors
 from secateur.relevance.layers import Layers
 from secateur.relevance.recording import Recorder
 from secateur.relevance.rules import Rule

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from secateur.errors import DataError
 from secateur.ops.table import tensors_in
+from secateur.relevance.answer import one_output
 from secateur.relevance.books import Absolute
 from secateur.relevance.composites import Composite
 from secateur.relevance.conservation import Conservation
@@ -105,13 +106,6 @@ def samples_in(inputs: Any) -> int | None:
     """How many samples a batch has; None if it is a single vector, or has no tensor."""
     tensors = tensors_in(inputs)
     return len(tensors[0]) if tensors and tensors[0].dim() > 1 else None
-
-
-def one_output(output: Tensor, samples: int | None) -> bool:
-    """Whether a model has a single output: (samples, 1), (samples, 1, …), or one number per sample."""
-    if output.dim() > 1:
-        return output.shape[1] == 1
-    return samples is not None and output.numel() == samples
 
 
 def starter(target: Target, start: Literal["one", "logit"] = "one", samples: int | None = None) -> Start:

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from secateur.criteria.batches import Data, as_data, batches, device_of, is_pair, to_device
 from secateur.errors import DataError
 from secateur.pruning.plan import Plan
+from secateur.relevance.answer import one_output
 from secateur.relevance.composites import Composite
 from secateur.relevance.engine import Start
-from secateur.relevance.explain import Explanation, explain, one_output, starter
+from secateur.relevance.explain import Explanation, explain, starter
 from secateur.relevance.heatmaps import bound, visible
 from secateur.relevance.rules import Rule
 from secateur.relevance.weights import path_of

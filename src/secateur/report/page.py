@@ -24,10 +24,10 @@ from secateur.graph.cost import Timing, batch_of, human, time_batches
 from secateur.graph.shadow import describe, run, unwrap
 from secateur.pruning.compare import Comparison
 from secateur.pruning.result import Result
+from secateur.relevance.answer import logits_of, one_output
 from secateur.relevance.composites import PRESETS, Composite
 from secateur.relevance.conservation import Conservation
-from secateur.relevance.explain import one_output
-from secateur.relevance.isolation import evaluating, logits_of
+from secateur.relevance.isolation import evaluating
 from secateur.relevance.rules import Rule
 from secateur.report.changes import Changes, Names, changes, check_scale, name_of, some_of
 from secateur.report.curves import Metric, contest, percent, run_charts

@@ -21,7 +21,8 @@ from secateur.pruning.repair.augment import Alter
 from secateur.pruning.repair.rows import Positions, channel_last
 from secateur.pruning.repair.survey import INPUT, LayerSite, survey
 from secateur.pruning.repair.weighing import weights_by_relevance
-from secateur.relevance.isolation import logits_of, map_tensors
+from secateur.relevance.answer import logits_of
+from secateur.relevance.isolation import map_tensors
 from secateur.tracing import Observer
 
 # Copies are drawn for this many samples together, whatever the batches are that they are used in.
