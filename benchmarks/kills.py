@@ -20,9 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from secateur.pruning.checkpoint import digest
-from secateur.pruning.finetune import FineTune
-from secateur.pruning.loop import prune
+from secateur.loop.checkpoint import digest
+from secateur.loop.finetune import FineTune
+from secateur.loop.prune import prune
 
 
 class Net(nn.Module):

@@ -11,7 +11,7 @@ import time
 
 import torch
 
-from secateur.pruning.loop import prune
+from secateur.loop.prune import prune
 
 
 def main() -> None:

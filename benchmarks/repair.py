@@ -31,12 +31,12 @@ from torch import Tensor, nn
 
 from benchmarks.repair_cells import ALLOCATIONS, CRITERIA, REPAIRS, RESCORINGS, Cell, results
 from benchmarks.repair_tables import figure, table
+from reproduction.few_shot.campaign import Scene, Settings, scene
 from secateur import apply, plan, score
-from secateur.experiments.few_shot.campaign import Scene, Settings, scene
-from secateur.graph.cost import time_batches
-from secateur.pruning.loop import seeded
-from secateur.pruning.repair.augment import crop_and_flip
-from secateur.pruning.repair.repair import Repair
+from secateur.latency.timing import time_batches
+from secateur.loop.prune import seeded
+from secateur.repair.augment import crop_and_flip
+from secateur.repair.repair import Repair
 
 
 def coloured(images: Tensor, generator: torch.Generator) -> Tensor:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 import secateur as sc
-from secateur.criteria.scores import Scores
+from secateur.plans.scores import Scores
 
 TORCHVISION_SMALLEST = [
     "alexnet",

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import secateur as sc
-from secateur.criteria.scores import Scores
+from secateur.plans.scores import Scores
 
 
 def random_scores(graph: sc.Graph, seed: int = 0) -> Scores:

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from secateur.criteria.scoring import score
 from secateur.errors import SecateurError
 from secateur.integrations.torch_pruning import SecateurImportance
-from secateur.pruning.compare import Curve, compare, overlap, ranks, spearman
+from secateur.loop.compare import compare
+from secateur.results.comparison import Curve, overlap, ranks, spearman
 
 
 def slow_rank(values: list[float]) -> list[float]:

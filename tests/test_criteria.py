@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from secateur.analysis.analyze import analyze
 from secateur.criteria.attribution import Captum, Custom
 from secateur.criteria.registry import criterion_named, register_criterion
 from secateur.criteria.relevance import LRP
@@ -24,11 +25,10 @@ from secateur.criteria.scoring import score
 from secateur.criteria.sensitivity import Gradient, Taylor
 from secateur.criteria.weight import Random
 from secateur.errors import CriterionError, DataError, ForwardError, NotFiniteError, PlanError, SecateurWarning
-from secateur.graph.analysis import analyze
-from secateur.pruning.finetune import FineTune
-from secateur.pruning.loop import prune
-from secateur.pruning.removal import apply
-from secateur.pruning.targets import plan
+from secateur.loop.finetune import FineTune
+from secateur.loop.prune import prune
+from secateur.plans.ranking import plan
+from secateur.surgery.apply import apply
 
 
 def by_path(scores) -> dict[str, np.ndarray]:

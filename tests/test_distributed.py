@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from secateur.criteria.scoring import score
-from secateur.pruning.checkpoint import digest
-from secateur.pruning.finetune import FineTune
-from secateur.pruning.loop import prune
+from secateur.loop.checkpoint import digest
+from secateur.loop.finetune import FineTune
+from secateur.loop.prune import prune
 
 NAMES = ["lrp", "taylor", "gradient", "activation"]
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this torch cannot run many processes")
@@ -78,7 +78,7 @@ def work(rank: int, folder: str) -> None:
 
 
 def _graph():
-    from secateur.graph.analysis import analyze
+    from secateur.analysis.analyze import analyze
 
     return analyze(net(), data()[0][:1])
 

@@ -10,13 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from secateur.errors import (
-    ConservationWarning,
-    DataError,
-    RelevanceError,
-    UnknownOperationError,
-    UnsupportedModelError,
-)
+from secateur.errors import ConservationWarning, DataError, RelevanceError, UnknownOperationError, UnsupportedModelError
 from secateur.relevance import (
     AlphaBeta,
     Attention,

@@ -12,22 +12,22 @@ from torch import nn
 from typer.testing import CliRunner
 
 from image_sets import classes, nets
+from reproduction import networks, training
+from reproduction.few_shot import campaign as few
+from reproduction.few_shot.draws import GROUPS, Source
+from reproduction.few_shot.page import lead
+from reproduction.fine_tune import campaign as fine
+from reproduction.image_reference import margin, printed, rate
+from reproduction.runs import Folder, Run, at, filters
+from reproduction.training import HeadTrainer, Images, Schedule, Trainer, crops
+from reproduction.uncoupled import prune_uncoupled
 from secateur.cli import app
 from secateur.data.views import View
 from secateur.errors import DataError, FileFormatError, UnsupportedModelError
-from secateur.experiments import networks, training
-from secateur.experiments.few_shot import campaign as few
-from secateur.experiments.few_shot.draws import GROUPS, Source
-from secateur.experiments.few_shot.page import lead
-from secateur.experiments.fine_tune import campaign as fine
-from secateur.experiments.image_reference import margin, printed, rate
-from secateur.experiments.runs import Folder, Run, at, filters
-from secateur.experiments.training import HeadTrainer, Images, Schedule, Trainer, crops
+from secateur.loop.prune import prune
 from secateur.models.zoo import fresh
-from secateur.pruning.compare import Curve
-from secateur.pruning.history import History, Row
-from secateur.pruning.loop import prune
-from secateur.pruning.uncoupled import prune_uncoupled
+from secateur.results.comparison import Curve
+from secateur.results.history import History, Row
 
 pytest.importorskip("PIL")
 pytest.importorskip("matplotlib")

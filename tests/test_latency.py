@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import secateur as sc
-from secateur.criteria.scores import Scores
-from secateur.graph.cost import Timing, medians, time_batches, time_in_turn
-from secateur.pruning.export import time_onnx
+from secateur.files.onnx import time_onnx
+from secateur.latency.timing import Timing, medians, time_batches, time_in_turn
+from secateur.plans.scores import Scores
 
 
 class Sleeper(nn.Module):
@@ -50,7 +50,7 @@ def test_the_median_is_of_the_repeats(monkeypatch: pytest.MonkeyPatch) -> None:
     # Each call is seen twice by the clock. Three calls to find out how long it takes, then five that count.
     taken = [9.0, 9.0, 9.0, 1.0, 5.0, 2.0, 4.0, 3.0]
     ticks = iter([tick for i, seconds in enumerate(taken) for tick in (100.0 * i, 100.0 * i + seconds / 1000)])
-    monkeypatch.setattr("secateur.graph.cost.time.perf_counter", lambda: next(ticks))
+    monkeypatch.setattr("secateur.structure.cost.time.perf_counter", lambda: next(ticks))
     assert medians([lambda: None], repeats=5) == [pytest.approx(0.003)]
 
 

@@ -12,9 +12,9 @@ import torchvision
 
 import constructs
 import secateur as sc
-from secateur.graph import analysis
-from secateur.graph.classes import Classes
-from secateur.graph.graph import Graph
+from secateur.analysis import analyze as analysis
+from secateur.structure.coupling import Classes
+from secateur.structure.graph import Graph
 
 BUILD = analysis.build
 MODELS = ["resnet18", "mobilenet_v2", "shufflenet_v2_x1_0", "googlenet", "regnet_y_400mf", "swin_t"]

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
+from secateur.analysis.analyze import analyze
 from secateur.criteria.scoring import score
 from secateur.errors import (
     CheckpointError,
@@ -33,16 +34,15 @@ from secateur.errors import (
     SecateurError,
     TargetError,
 )
-from secateur.graph.analysis import analyze
-from secateur.pruning import checkpoint as checkpoints
-from secateur.pruning.difference import difference, renumbered
-from secateur.pruning.finetune import FineTune
-from secateur.pruning.history import History
-from secateur.pruning.loop import prune
-from secateur.pruning.optimizer import carry
-from secateur.pruning.progress import Progress, describe
-from secateur.pruning.removal import apply
-from secateur.pruning.targets import plan
+from secateur.loop import checkpoint as checkpoints
+from secateur.loop.finetune import FineTune
+from secateur.loop.progress import Progress, describe
+from secateur.loop.prune import prune
+from secateur.plans.difference import difference, renumbered
+from secateur.plans.ranking import plan
+from secateur.results.history import History
+from secateur.surgery.apply import apply
+from secateur.surgery.optimizer import carry
 
 
 class Net(nn.Module):
@@ -151,7 +151,7 @@ def test_keep_macs_and_params() -> None:
 
 def test_keep_latency(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a stopwatch that cannot be disturbed: half a millisecond per hidden unit."""
-    monkeypatch.setattr("secateur.pruning.loop.time_forward", lambda m, example: 0.0005 * m[0].out_features)
+    monkeypatch.setattr("secateur.loop.prune.time_forward", lambda m, example: 0.0005 * m[0].out_features)
     model = nn.Sequential(nn.Linear(4, 40), nn.ReLU(), nn.Linear(40, 3))
     samples = (torch.rand(8, 4), torch.arange(8) % 3)
     result = prune(model, samples, "weight", keep={"latency": 0.5}, step=0.2)

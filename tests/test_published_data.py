@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from image_sets import classes, picture
-from secateur.data.published import Samples, names, published
+from reproduction.published import Samples, names, published
 from secateur.data.views import View
 from secateur.errors import DataError
 

@@ -17,12 +17,12 @@ import secateur as sc
 from constructs import CONSTRUCTS, build
 from oracle import fingerprint, outputs, random_scores, relative_gap, same
 from secateur.errors import DataError, RepairError, SecateurWarning
-from secateur.pruning.checkpoint import digest
-from secateur.pruning.plan import plan_for
-from secateur.pruning.progress import Line
-from secateur.pruning.repair.reference import Reference, Samples
-from secateur.pruning.repair.repair import Outcome, Repair
-from secateur.pruning.repair.survey import survey
+from secateur.loop.checkpoint import digest
+from secateur.plans.plan import plan_for
+from secateur.repair.reference import Reference, Samples
+from secateur.repair.repair import Outcome, Repair
+from secateur.repair.survey import survey
+from secateur.running.progress import Line
 
 
 def without(model: nn.Module, example: Any, layer: str, units: list[int]) -> nn.Module:
@@ -561,7 +561,7 @@ def test_scope_cost_takes_the_least_score_per_operation_first(name: str, keep: d
 def digits() -> tuple[nn.Module, tuple[Tensor, Tensor], Tensor]:
     """A small trained net, ten samples of each class, fresh samples."""
     pytest.importorskip("sklearn")
-    from secateur.experiments.digits import Digits, train
+    from secateur.demo import Digits, train
 
     loaded = Digits.load()
     return train(loaded, epochs=3), loaded.of(list(range(10)), 10), loaded.test[0]

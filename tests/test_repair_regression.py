@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from secateur.ops.table import Call, Site, lookup
-from secateur.pruning.repair.augment import crop_and_flip
-from secateur.pruning.repair.reference import _held
-from secateur.pruning.repair.rows import Positions, channel_last, read_rows
-from secateur.pruning.repair.solve import (
+from secateur.repair.augment import crop_and_flip
+from secateur.repair.reference import _held
+from secateur.repair.rows import Positions, channel_last, read_rows
+from secateur.repair.solve import (
     Correction,
     FewRows,
     Moments,
@@ -285,7 +285,7 @@ def test_noise_asks_for_a_strong_ridge_or_nothing_and_signal_for_a_weak_one() ->
 
 
 def test_the_search_finds_what_trying_everything_finds() -> None:
-    from secateur.pruning.repair.solve import STRENGTHS
+    from secateur.repair.solve import STRENGTHS
 
     for seed in range(10):
         x, e, y = rows(60, 25, 1, 3, seed)

@@ -20,11 +20,11 @@ from torch import Tensor, nn
 import secateur as sc
 from html_page import Element, parse
 from secateur.errors import DataError, SecateurError, SecateurWarning
-from secateur.graph.cost import Timing
-from secateur.pruning.compare import Comparison
+from secateur.latency.timing import Timing
 from secateur.report.changes import agreement, kept, regions, some_of
 from secateur.report.charts import spread, ticks
 from secateur.report.page import ranges
+from secateur.results.comparison import Comparison
 
 NASTY = "<script>alert(1)</script>"
 CLASSES = [NASTY, 'b "quoted" & co', "c"]

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 import secateur as sc
 from constructs import CONSTRUCTS, build
-from secateur.graph.shadow import duplicate, named_modules, named_tensors
-from secateur.pruning.masking import mask, reference
+from secateur.running.copies import copy_with, named_modules, named_tensors
+from secateur.surgery.mask import mask, reference
 
 
 def copied(model: nn.Module) -> nn.Module:
-    return duplicate(model, lambda name, old: old.detach().clone())
+    return copy_with(model, lambda name, old: old.detach().clone())
 
 
 def alike(a: Any, b: Any, seen: set[tuple[int, int]], path: str = "") -> None:

@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from reproduction.uncoupled import prune_uncoupled
+from secateur.analysis.specialize import MergedOutputs, specialize
 from secateur.criteria.scoring import score
 from secateur.errors import NothingToPruneError, TargetError, UnsupportedModelError
-from secateur.pruning.files import load, save
-from secateur.pruning.loop import prune
-from secateur.pruning.specialize import MergedOutputs, specialize
-from secateur.pruning.uncoupled import prune_uncoupled
+from secateur.files.folder import load, save
+from secateur.loop.prune import prune
 
 
 def conv_net() -> nn.Sequential:

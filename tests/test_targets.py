@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import secateur as sc
-from secateur.criteria.scores import Scores
 from secateur.errors import NothingToPruneError, PlanError, SecateurError, TargetError, UnsupportedModelError
+from secateur.plans.scores import Scores
 
 
 def chain(*widths: int) -> nn.Sequential:

@@ -5,9 +5,9 @@ import math
 import numpy as np
 import pytest
 
-from secateur.data.toy import CLASSES, points
+from reproduction.toy.points import CLASSES, points
+from reproduction.toy.recipe import FULL
 from secateur.errors import DataError
-from secateur.experiments.toy.recipe import FULL
 
 
 class Silent:

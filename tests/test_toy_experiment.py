@@ -8,12 +8,12 @@ import pytest
 from typer.testing import CliRunner
 
 from browser import SCHEMES, WIDTHS, check, opened
+from reproduction.toy import campaign, reference, reproduction, tables
+from reproduction.toy.recipe import CRITERIA, QUICK, READINGS, SETS, Recipe, readings
+from reproduction.toy.store import digest, get, put
+from reproduction.toy.tables import Index
 from secateur.cli import app
 from secateur.errors import SecateurError
-from secateur.experiments.toy import campaign, reference, reproduction, tables
-from secateur.experiments.toy.recipe import CRITERIA, QUICK, READINGS, SETS, Recipe, readings
-from secateur.experiments.toy.store import digest, get, put
-from secateur.experiments.toy.tables import Index
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("jinja2")

@@ -5,13 +5,13 @@ import pytest
 import torch
 
 import secateur as sc
+from reproduction.toy.cells import cells
+from reproduction.toy.evaluation import Evaluator, Layers, removed_by
+from reproduction.toy.nets import ToyNet
+from reproduction.toy.ranking import chosen, doubled_ranks
+from reproduction.toy.recipe import REMOVED
+from reproduction.toy.variants import ALL, Variant
 from secateur.criteria.scoring import score
-from secateur.experiments.toy.cells import cells
-from secateur.experiments.toy.evaluation import Evaluator, Layers, removed_by
-from secateur.experiments.toy.nets import ToyNet
-from secateur.experiments.toy.ranking import chosen, doubled_ranks
-from secateur.experiments.toy.recipe import REMOVED
-from secateur.experiments.toy.variants import ALL, Variant
 
 WIDTH = 24
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from secateur.experiments.toy.ranking import Spread, centred, chosen, doubled_ranks, over_pairs, overlap
+from reproduction.toy.ranking import Spread, centred, chosen, doubled_ranks, over_pairs, overlap
 
 scores = st.lists(st.integers(-4, 4).map(float), min_size=4, max_size=24)
 

@@ -6,25 +6,25 @@
 `repair` makes up for what was lost; `prune` does all of it.
 """
 
-from secateur.criteria.scores import Scores
+from secateur.analysis.analyze import analyze
+from secateur.analysis.specialize import specialize
 from secateur.criteria.scoring import score
 from secateur.errors import SecateurError
-from secateur.graph.analysis import analyze
-from secateur.graph.cost import Cost, measure
-from secateur.graph.graph import Graph
-from secateur.pruning.compare import compare
-from secateur.pruning.export import export
-from secateur.pruning.files import load, save
-from secateur.pruning.loop import prune
-from secateur.pruning.plan import Plan
-from secateur.pruning.removal import apply
-from secateur.pruning.repair.repair import repair
-from secateur.pruning.result import Result
-from secateur.pruning.specialize import specialize
-from secateur.pruning.targets import plan
+from secateur.files.folder import load, save
+from secateur.files.onnx import export
+from secateur.latency.measure import measure
+from secateur.loop.compare import compare
+from secateur.loop.prune import prune
+from secateur.loop.result import Result
+from secateur.plans.plan import Plan
+from secateur.plans.ranking import plan
+from secateur.plans.scores import Scores
 from secateur.relevance.explain import explain
-
-__version__ = "0.1.0.dev0"
+from secateur.repair.repair import repair
+from secateur.structure.cost import Cost
+from secateur.structure.graph import Graph
+from secateur.surgery.apply import apply
+from secateur.version import __version__
 
 __all__ = [
     "Cost",
@@ -33,6 +33,7 @@ __all__ = [
     "Result",
     "Scores",
     "SecateurError",
+    "__version__",
     "analyze",
     "apply",
     "compare",

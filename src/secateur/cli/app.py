@@ -10,7 +10,6 @@ import typer
 from typer.core import TyperGroup
 
 from secateur import __version__
-from secateur.cli import reproduce
 from secateur.cli.compare import compare
 from secateur.cli.demo import demo
 from secateur.cli.explain import explain
@@ -102,5 +101,4 @@ def options(
 
 for command in (prune, explain, inspect, compare, specialize, export):
     app.command()(command)
-app.add_typer(reproduce.commands, name="reproduce")
 app.command()(demo)

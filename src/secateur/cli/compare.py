@@ -9,19 +9,12 @@ from typing import Annotated
 import typer
 
 from secateur.cli import options as o
-from secateur.cli.folder import (
-    CHECKPOINT,
-    begin_run,
-    check_folder,
-    end_run,
-    request,
-    undone_if_impossible,
-)
+from secateur.cli.folder import CHECKPOINT, begin_run, check_folder, end_run, request, undone_if_impossible
 from secateur.cli.output import Talk, curves_table, reported
 from secateur.cli.subject import Look, opened, task
 from secateur.errors import SecateurError
-from secateur.pruning.compare import Comparison
-from secateur.pruning.compare import compare as run_compare
+from secateur.loop.compare import compare as run_compare
+from secateur.results.comparison import Comparison
 
 
 def compare(

@@ -10,7 +10,7 @@ import typer
 from torch import nn
 
 from secateur.cli.output import Lines, Talk, curves_table, headline
-from secateur.pruning.compare import curve
+from secateur.results.comparison import curve
 
 _BUDGETS = (0.8, 0.6, 0.4, 0.3, 0.2, 0.1)
 
@@ -25,10 +25,10 @@ def demo(
 
     Example: secateur demo --out my-demo
     """
-    from secateur.experiments.digits import REFERENCE, Digits, accuracies, demonstrate, train
-    from secateur.graph.cost import time_batches
-    from secateur.pruning.files import save
-    from secateur.pruning.loop import prune
+    from secateur.demo import REFERENCE, Digits, accuracies, demonstrate, train
+    from secateur.files.folder import save
+    from secateur.latency.timing import time_batches
+    from secateur.loop.prune import prune
 
     talk, begin = Talk(as_json=False), time.perf_counter()
     digits, classes = Digits.load(), [0, 1, 4, 7]

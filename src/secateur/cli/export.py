@@ -11,8 +11,8 @@ from secateur.cli import options as o
 from secateur.cli.output import Talk, expects
 from secateur.cli.subject import Look, blank, opened
 from secateur.data.imagenet import title
-from secateur.graph.cost import human
-from secateur.pruning.export import export as run_export
+from secateur.files.onnx import export as run_export
+from secateur.structure.cost import human
 
 
 def export(

@@ -20,8 +20,8 @@ from secateur.cli.output import Talk
 from secateur.cli.subject import Task
 from secateur.data.images import Photographs
 from secateur.errors import NothingToPruneError, SecateurError, TargetError
-from secateur.pruning.checkpoint import digest as numbers_digest
-from secateur.pruning.files import PLANS
+from secateur.files.folder import PLANS
+from secateur.loop.checkpoint import digest as numbers_digest
 
 CHECKPOINT, RUN, WEIGHTS = "checkpoint.safetensors", "run.json", "weights_digest"
 # Where results go and how they are printed is no part of what they are.

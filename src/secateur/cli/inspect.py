@@ -8,12 +8,14 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
+from secateur.analysis.analyze import analyze
 from secateur.cli import options as o
 from secateur.cli.output import Talk
 from secateur.cli.subject import Look, blank, opened
-from secateur.graph.analysis import analyze
-from secateur.graph.cost import human, measure, time_forward
-from secateur.graph.graph import Graph
+from secateur.latency.measure import measure
+from secateur.latency.timing import time_forward
+from secateur.structure.cost import human
+from secateur.structure.graph import Graph
 
 
 def inspect(

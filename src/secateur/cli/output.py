@@ -18,8 +18,9 @@ from torch import nn
 from secateur.cli.wording import spoken
 from secateur.data.views import View
 from secateur.errors import SecateurWarning
-from secateur.graph.cost import Cost, Timing, human, size_of
-from secateur.pruning.compare import Curve
+from secateur.latency.timing import Timing
+from secateur.results.comparison import Curve
+from secateur.structure.cost import Cost, human, size_of
 
 # More classes than this are not all listed.
 _CLASSES = 12

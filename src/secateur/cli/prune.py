@@ -30,12 +30,15 @@ from secateur.cli.subject import Look, Task, device_of, opened, task
 from secateur.cli.wording import spoken
 from secateur.data.imagenet import title
 from secateur.errors import SecateurError, SecateurWarning
-from secateur.graph.cost import Timing, human, measure, size_of, time_batches
-from secateur.pruning.export import export, fixed_batch, time_onnx
-from secateur.pruning.files import plans_of, save
-from secateur.pruning.finetune import FineTune
-from secateur.pruning.loop import prune as run_prune
-from secateur.pruning.result import Result
+from secateur.files.folder import save
+from secateur.files.onnx import export, fixed_batch, time_onnx
+from secateur.latency.measure import measure
+from secateur.latency.timing import Timing, time_batches
+from secateur.loop.finetune import FineTune
+from secateur.loop.prune import prune as run_prune
+from secateur.loop.result import Result
+from secateur.structure.cost import human, size_of
+from secateur.surgery.provenance import plans_of
 
 _TARGET, _METHOD, _MORE = "Target (one is needed)", "Method", "What is written"
 

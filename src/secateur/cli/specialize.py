@@ -12,9 +12,10 @@ from secateur.cli.output import Talk, headline, sides
 from secateur.cli.subject import Look, blank, count_outputs, names_of, narrowed, opened
 from secateur.data.outputs import Outputs, assignments, parse
 from secateur.errors import DataError
-from secateur.graph.cost import measure
-from secateur.pruning.export import export
-from secateur.pruning.files import plans_of, save
+from secateur.files.folder import save
+from secateur.files.onnx import export
+from secateur.latency.measure import measure
+from secateur.surgery.provenance import plans_of
 
 
 def specialize(

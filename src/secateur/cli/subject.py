@@ -12,19 +12,20 @@ import torch
 import typer
 from torch import Tensor, nn
 
+from secateur.analysis.specialize import Merge, specialize
 from secateur.cli.options import Fit, device_named, numbers
-from secateur.criteria.batches import Data
 from secateur.data import imagenet
 from secateur.data.images import Photographs, read
 from secateur.data.outputs import Outputs, match
 from secateur.data.views import View
 from secateur.errors import DataError, SecateurWarning
-from secateur.graph.shadow import quiet, run_or_explain, twin
 from secateur.models import Opened, open_model
 from secateur.models.zoo import runs_code
-from secateur.pruning.files import plans_of
-from secateur.pruning.specialize import Merge, specialize
-from secateur.relevance.answer import logits_of
+from secateur.running.batches import Data
+from secateur.running.copies import shared_copy
+from secateur.running.logits import logits_of
+from secateur.running.sandbox import quiet, run_or_explain
+from secateur.surgery.provenance import plans_of
 
 # How many images are used where the user does not say.
 _REFERENCE, _TEST = 10, 50
@@ -89,7 +90,7 @@ def blank(subject: Opened, batch: int = 1) -> Tensor:
 def count_outputs(subject: Opened) -> int:
     """How many outputs a model has."""
     with quiet():
-        output = logits_of(run_or_explain(twin(subject.model).eval(), blank(subject)))
+        output = logits_of(run_or_explain(shared_copy(subject.model).eval(), blank(subject)))
     if output.ndim != 2:
         raise DataError(
             f"the model returns a tensor of shape {tuple(output.shape)}; a classifier returns (samples, classes). Way "

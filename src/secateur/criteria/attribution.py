@@ -10,11 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from secateur.criteria.batches import Batch, check_targets, size_of
-from secateur.criteria.criterion import Absolute, Accumulator, Criterion, Loss, Norm, Subject, Sums, precise
+from secateur.criteria.criterion import Absolute, Accumulator, Criterion, Loss, Norm, Subject, Sums
 from secateur.errors import CriterionError, SecateurError
 from secateur.ops.table import Site
-from secateur.relevance.answer import answer_of, logits_of, one_output
+from secateur.running.batches import Batch, check_targets, size_of
+from secateur.running.devices import precise
+from secateur.running.logits import answer_of, logits_of, one_output
 
 _LAYERS = nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d | nn.Linear
 

@@ -8,17 +8,17 @@ from functools import cached_property
 from typing import Any, ClassVar, Literal
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 
-from secateur.criteria.scores import Values
 from secateur.errors import CriterionError, PlanError
-from secateur.graph.graph import Graph
-from secateur.graph.labels import Producer
-from secateur.graph.shadow import twin, unwrap
 from secateur.ops.table import Site
-from secateur.pruning.plan import Mask, Plan
+from secateur.plans.plan import Mask, Plan
+from secateur.plans.scores import Values
 from secateur.relevance.conservation import Conservation
+from secateur.running.copies import shared_copy, unwrap
+from secateur.running.devices import precise
+from secateur.structure.graph import Graph
+from secateur.structure.labels import Producer
 
 Norm = Literal[1, 2] | None
 Absolute = Literal["after", "sample"] | None
@@ -41,7 +41,7 @@ class Subject:
     @classmethod
     def of(cls, model: nn.Module, graph: Graph, start: Plan | None = None) -> Subject:
         """`model` is what the plan `start` left of the analysed model. It is copied, sharing the weights' memory."""
-        copy = twin(unwrap(model)).eval().requires_grad_(False)
+        copy = shared_copy(unwrap(model)).eval().requires_grad_(False)
         gone = np.zeros(len(graph.root), np.bool_)
         if start is not None:
             gone[list(start.groups)] = True
@@ -140,11 +140,6 @@ class Accumulator:
     def close(self) -> Sums:
         """The sums of all batches."""
         return self.sums
-
-
-def precise(device: torch.device) -> torch.dtype:
-    """The widest float of a device."""
-    return torch.float32 if device.type == "mps" else torch.float64
 
 
 def check_scores(name: str, values: Values, producer: Producer) -> None:

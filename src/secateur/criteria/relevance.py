@@ -11,15 +11,15 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from secateur.criteria.batches import check_targets, size_of
 from secateur.criteria.criterion import Accumulator, Criterion, Loss, Subject, Sums
 from secateur.errors import SecateurError, SecateurWarning
-from secateur.graph.shadow import refusal
-from secateur.relevance.answer import one_output
 from secateur.relevance.composites import Composite
 from secateur.relevance.engine import RelevancePass
 from secateur.relevance.explain import starter
 from secateur.relevance.rules import Rule
+from secateur.running.batches import check_targets, size_of
+from secateur.running.logits import one_output
+from secateur.running.sandbox import refusal
 
 
 @dataclass(frozen=True)

@@ -10,20 +10,21 @@ import numpy as np
 import torch
 from torch import nn
 
+from secateur.analysis.analyze import analyze
 from secateur.criteria.attribution import Custom
-from secateur.criteria.batches import Data, batches, check_inputs, device_of, first_example, to_device
 from secateur.criteria.criterion import Absolute, Accumulator, Criterion, Loss, Norm, Subject, Sums, check_scores
 from secateur.criteria.registry import Choice, criterion_named
 from secateur.criteria.relevance import LRP
-from secateur.criteria.scores import Aggregation, Scores, Values
 from secateur.criteria.sensitivity import Sensitivity, SensitivityPass
-from secateur.errors import CriterionError, DataError, NotFiniteError, UnsupportedModelError
-from secateur.graph.analysis import analyze
-from secateur.graph.graph import Graph
-from secateur.graph.shadow import unwrap
+from secateur.errors import CriterionError, DataError
 from secateur.ops.table import Site
-from secateur.pruning.distributed import share, sum_over_processes
-from secateur.pruning.plan import Plan
+from secateur.plans.plan import Plan
+from secateur.plans.scores import Aggregation, Scores, Values
+from secateur.running.batches import Data, batches, check_inputs, example_of
+from secateur.running.devices import device_of
+from secateur.running.processes import share, sum_over_processes
+from secateur.running.sandbox import check_weights
+from secateur.structure.graph import Graph
 
 
 @overload
@@ -85,35 +86,6 @@ def score(
     return made if several else made[wanted[0].name]
 
 
-def example_of(model: nn.Module, data: Data) -> Any:
-    """One sample of the data on the model's device."""
-    if data is None:
-        raise DataError("without data, the model needs an example to be analysed with: give graph=… or example=…")
-    return to_device(first_example(data), device_of(unwrap(model)))
-
-
-def check_weights(model: nn.Module) -> None:
-    """Refuse weights that are NaN or infinite by name."""
-    named = [*unwrap(model).named_parameters(), *unwrap(model).named_buffers()]
-    floats = [(name, tensor.detach()) for name, tensor in named if tensor.is_floating_point()]
-    empty = next((name for name, tensor in floats if tensor.is_meta), None)
-    if empty is not None:
-        raise UnsupportedModelError(
-            f"`{empty}` of {type(model).__name__} is on the meta device and holds no numbers. Way out: "
-            f"model.to_empty(device='cpu'), then load its weights."
-        )
-    # NaN and infinity survive in a sum, which is cheap and asks the device only once.
-    totals = [tensor.sum(dtype=torch.float32).to(floats[0][1].device) for _, tensor in floats]
-    if not totals or bool(torch.isfinite(torch.stack(totals)).all()):
-        return
-    for name, tensor in floats:
-        if not bool(torch.isfinite(tensor).all()):
-            raise NotFiniteError(
-                f"`{name}` of {type(model).__name__} has NaN or infinite values, so no score would mean anything. "
-                f"Way out: load sound weights; look for a diverged training run or an overflow in half precision."
-            )
-
-
 def collect(
     subject: Subject, criteria: Sequence[Criterion], data: Data, loss: Loss | None, batch_size: int
 ) -> list[Sums]:
@@ -144,7 +116,9 @@ def collect(
         else:
             sums = alone[i].close()
         if criterion.data:
-            sums = sum_over_processes(sums, [int(k.sum()) for k in subject.kept], device_of(subject.model))
+            sizes = [int(kept.sum()) for kept in subject.kept]
+            units, samples = sum_over_processes(sums.units, sizes, sums.samples, device_of(subject.model))
+            sums = Sums(units, samples, sums.books)
             if not sums.samples:
                 raise DataError("the data are empty in every process.")
         found.append(sums)

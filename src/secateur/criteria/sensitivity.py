@@ -14,16 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from secateur.criteria.batches import default_loss, size_of
-from secateur.criteria.criterion import Absolute, Accumulator, Criterion, Loss, Norm, Subject, Sums, precise
-from secateur.criteria.scores import Values
+from secateur.criteria.criterion import Absolute, Accumulator, Criterion, Loss, Norm, Subject, Sums
 from secateur.errors import CriterionError, SecateurError
-from secateur.graph.shadow import refusal, run
 from secateur.ops.conv import Convolution, TransposedConvolution
 from secateur.ops.table import Call
-from secateur.relevance.answer import answer_of, logits_of
-from secateur.relevance.facts import writes
-from secateur.tracing import Observer
+from secateur.plans.scores import Values
+from secateur.running.batches import default_loss, size_of
+from secateur.running.devices import precise
+from secateur.running.logits import answer_of, logits_of
+from secateur.running.observer import Observer
+from secateur.running.sandbox import refusal, run
+from secateur.running.tensor_facts import writes
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from secateur.criteria.criterion import Accumulator, Criterion, Loss, Norm, Subject, Sums, precise
+from secateur.criteria.criterion import Accumulator, Criterion, Loss, Norm, Subject, Sums
+from secateur.running.devices import precise
 
 
 @dataclass(frozen=True)

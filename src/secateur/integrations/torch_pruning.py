@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from secateur.criteria.batches import Data, repeatable
 from secateur.criteria.registry import Choice
 from secateur.criteria.scoring import score
 from secateur.errors import CriterionError
+from secateur.running.batches import Data, repeatable
 
 
 class SecateurImportance:

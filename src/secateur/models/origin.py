@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from secateur.analysis.specialize import MergedOutputs
 from secateur.data.views import View
 from secateur.errors import DataError, FileFormatError, ModelError
+from secateur.files.folder import PLANS, about, load
 from secateur.models.weights import fill
 from secateur.models.zoo import FORMS, fresh, input_size, runs_code
-from secateur.pruning.files import PLANS, about, load
-from secateur.pruning.specialize import MergedOutputs
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from secateur.ops.layers import spread, varying
 from secateur.ops.table import Call, Composite, Operation, register
 
 if TYPE_CHECKING:
-    from secateur.graph.labels import LabelPass
     from secateur.relevance.engine import RelevancePass
+    from secateur.structure.labels import LabelPass
 
 
 class Activation(Operation):

@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from secateur.ops.table import Call, Operation, register, tensors_in
+from secateur.nest import tensors_in
+from secateur.ops.table import Call, Operation, register
 
 if TYPE_CHECKING:
-    from secateur.graph.labels import LabelPass
     from secateur.relevance.engine import RelevancePass
+    from secateur.structure.labels import LabelPass
 
 
 class Elementwise(Operation):

@@ -11,8 +11,8 @@ from secateur.ops.layers import narrow, spread, varying
 from secateur.ops.table import Call, Operation, register
 
 if TYPE_CHECKING:
-    from secateur.graph.labels import LabelPass
     from secateur.relevance.engine import RelevancePass
+    from secateur.structure.labels import LabelPass
 
 
 class Linear(Operation):

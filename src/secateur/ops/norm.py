@@ -12,8 +12,8 @@ from secateur.ops.layers import spread
 from secateur.ops.table import Call, Operation, register
 
 if TYPE_CHECKING:
-    from secateur.graph.labels import LabelPass, Layers
     from secateur.relevance.engine import RelevancePass
+    from secateur.structure.labels import LabelPass, Layers
 
 
 def _per_channel(

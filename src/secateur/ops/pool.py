@@ -8,11 +8,12 @@ import torch
 import torch.nn.functional as F
 
 from secateur.errors import UnsupportedModelError
-from secateur.ops.table import Call, Operation, register, tensors_in
+from secateur.nest import tensors_in
+from secateur.ops.table import Call, Operation, register
 
 if TYPE_CHECKING:
-    from secateur.graph.labels import LabelPass
     from secateur.relevance.engine import RelevancePass
+    from secateur.structure.labels import LabelPass
 
 
 class _Spatial(Operation):

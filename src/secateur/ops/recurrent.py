@@ -11,7 +11,7 @@ from secateur.ops.layers import varying
 from secateur.ops.table import Call, Operation, register
 
 if TYPE_CHECKING:
-    from secateur.graph.labels import LabelPass
+    from secateur.structure.labels import LabelPass
 
 
 class Recurrent(Operation):

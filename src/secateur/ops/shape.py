@@ -10,12 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from secateur.nest import tensors_in
 from secateur.ops.layers import narrow, spread, varying
-from secateur.ops.table import Call, Operation, Query, Readout, register, tensors_in
+from secateur.ops.table import Call, Operation, Query, Readout, register
 
 if TYPE_CHECKING:
-    from secateur.graph.labels import LabelPass
     from secateur.relevance.engine import RelevancePass
+    from secateur.structure.labels import LabelPass
 
 
 class Move(Operation):

@@ -17,9 +17,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from secateur.nest import tensors_in
+
 if TYPE_CHECKING:
-    from secateur.graph.labels import LabelPass
     from secateur.relevance.engine import RelevancePass
+    from secateur.structure.labels import LabelPass
 
 Function = Callable[..., Any]
 #: Label numbers: one per index along an axis of a parameter; 0 means none.
@@ -236,23 +238,3 @@ def function_name(function: Function) -> str:
     except (KeyError, AttributeError, TypeError):
         name = None
     return name or getattr(function, "__qualname__", None) or repr(function)
-
-
-def tensors_in(value: Any) -> list[Tensor]:
-    """All tensors inside nested tuples, lists and dicts, in order."""
-    found: list[Tensor] = []
-    _collect(value, found)
-    return found
-
-
-def _collect(value: Any, found: list[Tensor]) -> None:
-    if isinstance(value, Tensor):
-        found.append(value)
-    elif isinstance(value, (tuple, list, dict)):
-        for item in value.values() if isinstance(value, dict) else value:
-            if item is not None and type(item) not in SCALARS:
-                _collect(item, found)
-
-
-#: Types of arguments in which no tensor can be.
-SCALARS = frozenset({int, float, bool, str})

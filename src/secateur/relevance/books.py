@@ -13,11 +13,12 @@ from torch.autograd.graph import GradientEdge
 from secateur.ops.table import Site
 from secateur.relevance.composites import Composite, Place
 from secateur.relevance.conservation import Journal, Sum
-from secateur.relevance.facts import About, Facts
+from secateur.relevance.facts import Facts
 from secateur.relevance.rules import Rule
 from secateur.relevance.steps import total
 from secateur.relevance.weights import LayerSite, SumSite, Weights
-from secateur.tracing import Observer
+from secateur.running.observer import Observer
+from secateur.running.tensor_facts import TensorFacts
 
 Absolute = Literal[False, "sample", "element"]
 
@@ -44,7 +45,7 @@ class Books(Observer):
     _fusing: bool
     _fused: int
     _journal: Journal
-    _summed: About[tuple[int, int, Tensor]]
+    _summed: TensorFacts[tuple[int, int, Tensor]]
     _heights: dict[str, tuple[int, torch.device]]
     _rules: dict[tuple[Place, int], Rule]
     _gates: list[tuple[GradientEdge, Tensor]]

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from secateur.errors import ConservationWarning
+from secateur.running.devices import precise
 
 #: A sum that is not yet known: a number, or a tensor whose entries add up to it.
 Sum = Tensor | float
@@ -177,11 +178,6 @@ def slack(kind: str, like: Tensor) -> float:
     except RuntimeError:  # set by another interface than this one
         coarse = True
     return 1e-3 if coarse else 1e-5  # TF32 has ten bits
-
-
-def precise(device: torch.device) -> torch.dtype:
-    """The dtype of sums over batches."""
-    return torch.float32 if device.type == "mps" else torch.float64
 
 
 def _warn(fact: str) -> None:

@@ -15,20 +15,23 @@ import torch
 from torch import Tensor, nn
 
 from secateur.errors import DataError, RelevanceError, UnknownOperationError, UnsupportedModelError
-from secateur.graph.shadow import unwrap
-from secateur.ops.table import SCALARS, Call, Function, Operation, Query, Site
-from secateur.relevance.answer import answer_of, logits_of
+from secateur.nest import SCALARS, map_tensors
+from secateur.ops.table import Call, Function, Operation, Query, Site
 from secateur.relevance.books import Absolute, Deviation
 from secateur.relevance.composites import Composite, composite_named
-from secateur.relevance.conservation import Conservation, Flow, Journal, Page, precise, slack
-from secateur.relevance.facts import About, Facts
-from secateur.relevance.isolation import call_model, isolated, map_tensors
+from secateur.relevance.conservation import Conservation, Flow, Journal, Page, slack
+from secateur.relevance.facts import Facts
 from secateur.relevance.layers import Layers
 from secateur.relevance.recording import Recorder
 from secateur.relevance.rules import Rule
 from secateur.relevance.steps import total
 from secateur.relevance.verbs import rectifies
 from secateur.relevance.weights import Weights
+from secateur.running.copies import unwrap
+from secateur.running.devices import precise
+from secateur.running.logits import answer_of, logits_of
+from secateur.running.sandbox import isolated, run
+from secateur.running.tensor_facts import TensorFacts
 
 Start = Callable[[Tensor], Tensor]
 _HALF = (torch.float16, torch.bfloat16)
@@ -88,7 +91,7 @@ class RelevancePass(Layers):
         self._visits.clear()
         self._weights.begin()
         self._journal = Journal()
-        self._summed = About()
+        self._summed = TensorFacts()
         self._entries: list[Tensor] = []
         self._embedded = {}  # the weights of embeddings, by the number of the entry
         self._gates = []
@@ -175,7 +178,7 @@ class RelevancePass(Layers):
     def forward(self, entries: Any) -> Tensor:
         """The model's output, with the way back for relevance."""
         with self:
-            made = call_model(self.model, entries)
+            made = run(self.model, entries)
             self.entry = answer_of(made).entry
             output: Tensor = self._present(logits_of(made), [], True)
         if self._deviated or self._early is not None:
@@ -300,7 +303,7 @@ class RelevancePass(Layers):
             return
         self._recorder.refuse("a write through a view must be checked")
         with torch.no_grad():
-            plain = logits_of(call_model(self.model, inputs), warn=False)
+            plain = logits_of(run(self.model, inputs), warn=False)
         if not torch.allclose(plain, output.detach(), rtol=1e-3, atol=1e-4):
             raise UnsupportedModelError(
                 f"{self._doubtful} writes in place through a view, and the result is used under another name. Way out: "
@@ -311,7 +314,7 @@ class RelevancePass(Layers):
         """Some functions torch shows to nobody; these may have read what was computed ahead. So the first time that
         layers were computed in one go, the output must be that of the model as it is. If not, it is not done again."""
         with isolated(self.model, []), torch.no_grad():
-            plain = logits_of(call_model(self.model, inputs), warn=False)
+            plain = logits_of(run(self.model, inputs), warn=False)
         self._trusted = bool((plain - output).norm() <= 1e-2 * plain.norm())
         if not self._trusted:
             raise Deviation

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from secateur.errors import DataError
-from secateur.ops.table import tensors_in
-from secateur.relevance.answer import one_output
+from secateur.nest import tensors_in
 from secateur.relevance.books import Absolute
 from secateur.relevance.composites import Composite
 from secateur.relevance.conservation import Conservation
 from secateur.relevance.engine import RelevancePass, Start
 from secateur.relevance.rules import Rule
 from secateur.relevance.weights import path_of
+from secateur.running.logits import one_output
 
 Target = int | Sequence[int] | Tensor | Callable[[Tensor], Tensor] | None
 

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from secateur.errors import SecateurError
-from secateur.ops.table import tensors_in
+from secateur.nest import tensors_in
 from secateur.relevance.books import Deviation
-from secateur.relevance.isolation import isolated
+from secateur.running.sandbox import isolated
 
 if TYPE_CHECKING:
     from secateur.relevance.engine import Batch, RelevancePass, Start

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from secateur.ops.table import Call, tensors_in
+from secateur.nest import tensors_in
+from secateur.ops.table import Call
 from secateur.relevance.books import Books
 from secateur.relevance.composites import Place
-from secateur.relevance.facts import writes
 from secateur.relevance.maps import AveragingMap, FunctionMap, LinearMap, MatmulMap
 from secateur.relevance.pointwise import rectified
 from secateur.relevance.steps import (
@@ -31,6 +31,7 @@ from secateur.relevance.steps import (
     take,
 )
 from secateur.relevance.weights import SumSite
+from secateur.running.tensor_facts import writes
 
 #: Numbers with so many digits that folding a batch norm into the weights of the forward pass does no harm.
 FULL = (torch.float32, torch.float64)

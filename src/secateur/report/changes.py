@@ -12,16 +12,17 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from secateur.criteria.batches import Data, as_data, batches, device_of, is_pair, to_device
 from secateur.errors import DataError
-from secateur.pruning.plan import Plan
-from secateur.relevance.answer import one_output
+from secateur.plans.plan import Plan
 from secateur.relevance.composites import Composite
 from secateur.relevance.engine import Start
 from secateur.relevance.explain import Explanation, explain, starter
 from secateur.relevance.heatmaps import bound, visible
 from secateur.relevance.rules import Rule
 from secateur.relevance.weights import path_of
+from secateur.running.batches import Data, as_data, batches, is_pair
+from secateur.running.devices import device_of, to_device
+from secateur.running.logits import one_output
 
 Names = Sequence[str] | Mapping[int, str] | None
 Map = np.ndarray[Any, Any]

@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from secateur.errors import SecateurError
-from secateur.pruning.compare import Comparison, curve
-from secateur.pruning.history import History, Row
-from secateur.pruning.result import Result
 from secateur.report.charts import Chart, Point, Series, line_chart
+from secateur.report.run import Run
 from secateur.report.tables import Table
+from secateur.results.comparison import Comparison, curve
+from secateur.results.history import History, Row
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ class Contest:
     agreement: Table | None
 
 
-def contest(comparison: Comparison | Mapping[str, Result]) -> Contest:
+def contest(comparison: Comparison | Mapping[str, Run]) -> Contest:
     """Lay out a comparison, or results by name."""
     found = comparison if isinstance(comparison, Comparison) else _gathered(comparison)
     metric = Metric.of(value for line in found.curves.values() for value in line.overall.tolist())
@@ -151,10 +151,10 @@ def contest(comparison: Comparison | Mapping[str, Result]) -> Contest:
     return Contest(found.best, charts, _areas(found, metric), _agreement(found))
 
 
-def _gathered(results: Mapping[str, Result]) -> Comparison:
+def _gathered(results: Mapping[str, Run]) -> Comparison:
     curves = {}
     for name, result in results.items():
-        if not isinstance(result, Result) or all(row.overall is None for row in result.history):
+        if not isinstance(result, Run) or all(row.overall is None for row in result.history):
             raise SecateurError(f"comparison[{name!r}] is no result of prune(…, evaluate=f), so it has no curve.")
         curves[name] = curve(name, result.history)
     if not curves:

@@ -10,14 +10,14 @@ from typing import Any
 from secateur.errors import SecateurError
 
 
-def fill(template: str, **content: Any) -> str:
-    """A template of the package, by its path there, with everything in it escaped."""
+def fill(template: str, package: str = "secateur", **content: Any) -> str:
+    """A template of a package, by its path there, with everything in it escaped. Parts of ours are at hand in any."""
     try:
         import jinja2
     except ImportError as error:
         raise SecateurError("pages need jinja2. Way out: pip install 'secateur[report]'") from error
     environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("secateur", ""),
+        loader=jinja2.ChoiceLoader([jinja2.PackageLoader(name, "") for name in dict.fromkeys((package, "secateur"))]),
         autoescape=True,
         trim_blocks=True,
         lstrip_blocks=True,

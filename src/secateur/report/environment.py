@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import nn
 
-import secateur
-from secateur.criteria.batches import device_of
+from secateur.running.devices import device_of
+from secateur.version import __version__
 
 
 def environment(model: nn.Module) -> dict[str, str]:
@@ -22,7 +22,7 @@ def environment(model: nn.Module) -> dict[str, str]:
     """
     cores = available_cores()
     return {
-        "secateur": secateur.__version__,
+        "secateur": __version__,
         "torch": torch.__version__,
         "numpy": np.__version__,
         "Python": platform.python_version(),

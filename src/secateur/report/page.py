@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from secateur.criteria.batches import Data, batches, check_targets, device_of, is_binary
 from secateur.errors import (
     DataError,
     RelevanceError,
@@ -20,20 +19,23 @@ from secateur.errors import (
     UnknownOperationError,
     UnsupportedModelError,
 )
-from secateur.graph.cost import Timing, batch_of, human, time_batches
-from secateur.graph.shadow import describe, run, unwrap
-from secateur.pruning.compare import Comparison
-from secateur.pruning.result import Result
-from secateur.relevance.answer import logits_of, one_output
+from secateur.latency.timing import Timing, batch_of, time_batches
 from secateur.relevance.composites import PRESETS, Composite
 from secateur.relevance.conservation import Conservation
-from secateur.relevance.isolation import evaluating
 from secateur.relevance.rules import Rule
 from secateur.report.changes import Changes, Names, changes, check_scale, name_of, some_of
 from secateur.report.curves import Metric, contest, percent, run_charts
 from secateur.report.document import fill, write
 from secateur.report.environment import environment
+from secateur.report.run import Run
 from secateur.report.tables import Table
+from secateur.results.comparison import Comparison
+from secateur.running.batches import Data, batches, check_targets, is_binary
+from secateur.running.copies import unwrap
+from secateur.running.devices import device_of
+from secateur.running.logits import logits_of, one_output
+from secateur.running.sandbox import describe, evaluating, run
+from secateur.structure.cost import human
 
 _SAMPLES = 4  # shown as heat maps when they are taken from the data
 _MOST = 10  # classes that are not folded away
@@ -79,14 +81,14 @@ class Accuracy:
 
 def write_report(
     path: str | Path,
-    result: Result,
+    result: Run,
     *,
     inputs: tuple[Tensor, Tensor | None] | None = None,
     data: Data = None,
     test: Data = None,
     original: nn.Module | None = None,
     title: str | None = None,
-    comparison: Comparison | Mapping[str, Result] | None = None,
+    comparison: Comparison | Mapping[str, Run] | None = None,
     classes: Names = None,
     mean: Sequence[float] | None = None,
     std: Sequence[float] | None = None,
@@ -145,7 +147,7 @@ def write_report(
 
 
 def _seen(
-    source: nn.Module, result: Result, data: Data, classes: Names, mean: Sequence[float] | None,
+    source: nn.Module, result: Run, data: Data, classes: Names, mean: Sequence[float] | None,
     std: Sequence[float] | None, rule: str | Composite | Rule,
 ) -> tuple[Changes | None, str]:  # fmt: skip
     """What changed on some of the data, or why that cannot be shown: the rest of the page does not depend on it."""
@@ -170,12 +172,12 @@ def _unseen(error: SecateurError) -> str:
 
 
 # -- headline ----------------------------------------------------------------------------------------------------------
-def _ends(result: Result) -> tuple[Mapping[str, float], Mapping[str, float]]:
+def _ends(result: Run) -> tuple[Mapping[str, float], Mapping[str, float]]:
     rows = [row for row in result.history if row.held]
     return rows[0].metrics, rows[-1].metrics
 
 
-def _lead(result: Result, criterion: str) -> str:
+def _lead(result: Run, criterion: str) -> str:
     had, has = (result.graph.total_units,) * 2 if result.plan is None else result.plan.units
     steps = sum(row.held for row in result.history) - 1
     ways = [word for word, used in (("repair", "repair"), ("fine-tuning", "finetune")) if result.settings.get(used)]
@@ -187,9 +189,7 @@ def _lead(result: Result, criterion: str) -> str:
     return f"{done} The run ended because {result.stopped or 'it was stopped'}."
 
 
-def _timings(
-    result: Result, source: nn.Module | None, latency: bool | Sequence[Timing]
-) -> tuple[Sequence[Timing], str]:
+def _timings(result: Run, source: nn.Module | None, latency: bool | Sequence[Timing]) -> tuple[Sequence[Timing], str]:
     """What was measured, and when."""
     if not isinstance(latency, bool):
         return latency, "after the run"
@@ -201,7 +201,7 @@ def _timings(
     return [], ""
 
 
-def _tiles(result: Result, scores: Sequence[Accuracy] | None, metric: Metric) -> list[Tile]:
+def _tiles(result: Run, scores: Sequence[Accuracy] | None, metric: Metric) -> list[Tile]:
     first, last = _ends(result)
     tiles = []
     if scores is not None:
@@ -235,7 +235,7 @@ def _milliseconds(seconds: float) -> str:
     return f"{number:.{2 if number < 10 else 1 if number < 100 else 0}f} ms"
 
 
-def _latency_note(result: Result, timings: Sequence[Timing], when: str) -> str:
+def _latency_note(result: Run, timings: Sequence[Timing], when: str) -> str:
     sample = describe(result.graph.example) if len(timings) == 1 else "samples like the example"
     turns = "" if when == "during the run" else ", both models in turn"
     return f"Latency is the median of up to {_REPEATS} forward passes on {sample}{turns}, measured {when}."
@@ -276,7 +276,7 @@ def _class_table(
     return Table.of(f"{kind.name} by class", ("class",), ("before", "after", "change"), lines)
 
 
-def _layers(result: Result) -> list[LayerRow]:
+def _layers(result: Run) -> list[LayerRow]:
     plan = result.plan
     made = []
     for layer in result.graph.layers:
@@ -313,7 +313,7 @@ def _layer_table(layers: Sequence[LayerRow]) -> Table:
     return Table.of("Units per layer", ("layer",), heads, lines)
 
 
-def _step_table(result: Result, metric: Metric) -> Table:
+def _step_table(result: Run, metric: Metric) -> Table:
     lines = []
     for row in result.history:
         overall = "" if row.overall is None else metric.bare(row.overall)
@@ -326,7 +326,7 @@ def _step_table(result: Result, metric: Metric) -> Table:
     return Table.of("All steps", ("step",), heads, lines)
 
 
-def _parameter_table(result: Result) -> Table | None:
+def _parameter_table(result: Run) -> Table | None:
     if result.plan is None:
         return None
     lines = []
@@ -390,7 +390,7 @@ def _books(found: Conservation | None) -> Books | None:
     return Books(sentence, Table.of("Every operation, in the order of the forward pass", ("operation",), heads, lines))
 
 
-def _settings(result: Result) -> dict[str, str]:
+def _settings(result: Run) -> dict[str, str]:
     made = {"model": result.graph.model_name, "example": describe(result.graph.example)}
     for key, value in result.settings.items():
         if value is None or value is False or value in ({}, [], ""):

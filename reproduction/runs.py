@@ -1,0 +1,171 @@
+"""The output folder of an image experiment: what was asked for, one file per finished run, and several processes."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from secateur.errors import FileFormatError
+from secateur.plans.scores import Values
+from secateur.report.document import write
+from secateur.results.comparison import Curve
+from secateur.results.history import History, Row
+
+#: In the order of the paper's tables.
+CRITERIA = ("weight", "taylor", "gradient", "lrp")
+#: `paper` masks every filter on its own, `physical` removes coupled filters together.
+MODES = ("paper", "physical")
+
+T = TypeVar("T")
+_KEPT = "kept "
+
+
+@dataclass(frozen=True)
+class Run:
+    """One finished run."""
+
+    draw: int
+    mode: str
+    criterion: str
+    history: History
+
+    @property
+    def curve(self) -> Curve:
+        """Accuracy over the share of filters gone, and over the share of MACs that are really left."""
+        return self._curve([row.macs for row in self.history])
+
+    @property
+    def paper_curve(self) -> Curve:
+        """The same over MACs as the paper counts them."""
+        return self._curve([row.macs if row.macs_alone is None else row.macs_alone for row in self.history])
+
+    def _curve(self, macs: list[int]) -> Curve:
+        removed = np.array([removed_share(row, self.history[0]) for row in self.history])
+        overall = np.array([row.overall for row in self.history], np.float64)
+        return Curve(self.criterion, removed, np.array(macs) / max(macs[0], 1), overall)
+
+    def at(self, rate: float) -> Row:
+        """The step at which a share of the filters is gone; the last one if the run ended before."""
+        shares = [removed_share(row, self.history[0]) for row in self.history]
+        return self.history[int(np.argmin(np.abs(np.array(shares) - rate)))]
+
+
+def noted(counts: Mapping[str, int]) -> dict[str, float]:
+    """Filters left per layer, as metrics."""
+    return {_KEPT + path: float(count) for path, count in counts.items()}
+
+
+def filters(row: Row) -> dict[str, float]:
+    """Filters left per layer, from a row's metrics."""
+    return {key.removeprefix(_KEPT): value for key, value in row.metrics.items() if key.startswith(_KEPT)}
+
+
+def removed_share(row: Row, first: Row) -> float:
+    """The share of convolution filters that is gone. (A history counts fully connected neurons, too.)"""
+    now, before = filters(row), filters(first)
+    return 1 - sum(now.values()) / sum(before.values()) if before else row.removed
+
+
+def at(curve: Curve, place: float, over: str = "removed") -> float | None:
+    """The accuracy at a share of filters gone or (`over="macs"`) of MACs left; None beyond the end of the run."""
+    x: Values = curve.removed if over == "removed" else 1 - curve.macs
+    place = place if over == "removed" else 1 - place
+    return float(np.interp(place, x, curve.overall)) if place <= x[-1] + 5e-3 else None
+
+
+def by_criterion(runs: Sequence[Run]) -> dict[str, list[Run]]:
+    """Runs by criterion: those of the paper in its order, then others."""
+    names = dict.fromkeys(run.criterion for run in runs)
+    ordered = [*(name for name in CRITERIA if name in names), *(name for name in names if name not in CRITERIA)]
+    return {name: [run for run in runs if run.criterion == name] for name in ordered}
+
+
+def areas(curves: Mapping[str, Sequence[Curve]], over: str) -> dict[str, float]:
+    """The mean of each criterion's curves, over the range that all of them cover."""
+    every = [curve for found in curves.values() for curve in found]
+    upto = min(float(curve.removed[-1]) for curve in every)
+    downto = max(float(curve.macs[-1]) for curve in every)
+    return {
+        name: float(
+            np.mean([c.area_over_units(upto) if over == "removed" else c.area_over_macs(downto) for c in found])
+        )
+        for name, found in curves.items()
+    }
+
+
+class Folder:
+    """Where runs are kept. A folder belongs to one set of settings."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def claim(self, settings: Mapping[str, Any]) -> None:
+        """Note the settings; another run's folder is refused with what differs."""
+        wanted = json.loads(json.dumps(settings))
+        found = self.settings()
+        other = [key for key in wanted if found and found.get(key) != wanted[key]]
+        if other:
+            what = "; ".join(f"{key} was {found.get(key)!r}, is now {wanted[key]!r}" for key in other[:4])
+            raise FileFormatError(f"{self.path} holds another run: {what}. Way out: another --out, or remove it.")
+        if not found:
+            write(self.path / "settings.json", json.dumps(wanted, indent=1).encode())
+
+    def settings(self) -> dict[str, Any]:
+        """What the runs here were asked for; empty if there are none."""
+        file = self.path / "settings.json"
+        if not file.exists():
+            return {}
+        try:
+            found = json.loads(file.read_text("utf-8"))
+        except json.JSONDecodeError as error:
+            raise FileFormatError(f"{file} is damaged: {error}") from error
+        return found if isinstance(found, dict) else {}
+
+    def place(self, draw: int, mode: str, criterion: str) -> Path:
+        """The file of a run."""
+        return self.path / f"{draw:02d}-{mode}-{criterion.replace(':', '_')}.json"
+
+    def checkpoint(self, draw: int, mode: str, criterion: str) -> Path:
+        """The file that an unfinished run goes on from."""
+        return self.path / "unfinished" / self.place(draw, mode, criterion).with_suffix(".safetensors").name
+
+    def keep(self, run: Run) -> None:
+        """Note a finished run; what it could have been resumed from goes."""
+        write(self.place(run.draw, run.mode, run.criterion), run.history.to_json().encode())
+        self.checkpoint(run.draw, run.mode, run.criterion).unlink(missing_ok=True)
+
+    def runs(self) -> list[Run]:
+        """Every finished run, by draw."""
+        found = []
+        for file in sorted(self.path.glob("[0-9]*-*-*.json")):
+            draw, mode, criterion = file.stem.split("-", 2)
+            found.append(Run(int(draw), mode, criterion, History.from_json(file.read_text("utf-8"))))
+        return found
+
+
+def spread(work: Callable[[T], str], tasks: Sequence[T], jobs: int, report: Callable[[str], None]) -> None:
+    """Do every task, `jobs` at a time in processes of their own. What is finished stays if one fails."""
+    if jobs <= 1 or len(tasks) <= 1:
+        for task in tasks:
+            report(work(task))
+        return
+    # A forked child would inherit the state of torch's threads and of CUDA, and hang in it.
+    context = multiprocessing.get_context("spawn")
+    threads = max(1, (os.cpu_count() or 1) // jobs)
+    with ProcessPoolExecutor(min(jobs, len(tasks)), context, torch.set_num_threads, (threads,)) as pool:
+        waiting = [pool.submit(work, task) for task in tasks]
+        try:
+            for future in as_completed(waiting):
+                report(future.result())
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise

@@ -1,0 +1,206 @@
+"""`specialize`: keep k of N outputs, physically; or merge outputs into groups by their summed or mean probability."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal, get_args
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from secateur.analysis.analyze import analyze
+from secateur.errors import TargetError, UnsupportedModelError, VerificationError
+from secateur.ops.table import Labels
+from secateur.plans.plan import Plan, plan_for
+from secateur.running.copies import shared_copy, unwrap
+from secateur.running.logits import logits_of
+from secateur.running.sandbox import Example, quiet, run
+from secateur.structure.graph import Graph
+from secateur.structure.labels import LabelPass
+from secateur.surgery.cut import cut
+from secateur.surgery.provenance import remember
+
+#: How the probabilities of outputs that mean the same become one.
+Merge = Literal["sum", "mean"]
+
+
+class MergedOutputs(nn.Module):
+    """A classifier whose outputs are merged: the log of each group's summed (or mean) probability.
+
+    `body` has N outputs; `members` is an N x groups matrix of zeros and ones, or of shares for the mean. Cross-entropy,
+    softmax and argmax mean what they should on the result. To load a saved one, wrap a fresh model the same way:
+    `load(path, MergedOutputs(build(), groups, N))`.
+    """
+
+    members: Tensor
+
+    def __init__(
+        self, model: nn.Module, groups: Mapping[str, Sequence[int]], outputs: int, merge: Merge = "sum"
+    ) -> None:
+        super().__init__()
+        self.body = model
+        self.names = tuple(groups)
+        kind = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+        where = next((p.device for p in model.parameters()), torch.device("cpu"))
+        members = torch.zeros(outputs, len(groups), dtype=kind, device=where)
+        for column, indices in enumerate(groups.values()):
+            members[list(indices), column] = 1 if merge == "sum" else 1 / len(indices)
+        self.register_buffer("members", members)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Log-probabilities of the groups."""
+        shares = logits_of(self.body(*args, **kwargs), warn=False).softmax(1)
+        smallest = torch.finfo(shares.dtype).tiny
+        return (shares @ self.members).clamp_min(smallest).log()
+
+
+def specialize(
+    model: nn.Module,
+    outputs: Sequence[int] | Mapping[str, Sequence[int]],
+    example: Example,
+    *,
+    merge: Merge = "sum",
+    graph: Graph | None = None,
+) -> nn.Module:
+    """A copy of a classifier with only the given outputs, in the order given; the other rows are removed.
+
+    With a mapping, e.g. `{"cat": [281, 282], "dog": [207]}`, outputs are merged: all named rows stay, and a
+    `MergedOutputs` module turns them into one log-probability per group, the log of the members' summed probability
+    (among the rows that are kept). With `merge="mean"` it is their mean: networks trained with smoothed labels spread
+    some probability over all outputs, and in a sum that favours the larger group. The copy can be saved, loaded,
+    exported, scored and pruned like any model.
+
+    >>> net = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 10))
+    >>> x = torch.rand(2, 4)
+    >>> narrow = specialize(net, [7, 3], example=x)
+    >>> narrow[2], bool(torch.allclose(narrow(x), net(x)[:, [7, 3]]))
+    (Linear(in_features=6, out_features=2, bias=True), True)
+    >>> specialize(net, {"even": [0, 2, 4], "odd": [1, 3]}, example=x)(x).shape
+    torch.Size([2, 2])
+    """
+    if merge not in get_args(Merge):
+        raise TargetError(f"merge={merge!r} is not known; outputs are merged by their sum or their mean.")
+    model = unwrap(model)
+    graph = graph if graph is not None else analyze(model, example)
+    classes = _output_classes(model, graph, example)
+    groups: Mapping[str, Sequence[int]] | None = None
+    if isinstance(outputs, Mapping):
+        groups = outputs
+        wanted = [int(i) for members in groups.values() for i in members]
+    else:
+        wanted = [int(i) for i in outputs]
+    _check(wanted, len(classes), groups)
+    plan = _plan(model, graph, classes, wanted)
+    if groups is not None:
+        whole = MergedOutputs(model, groups, len(classes), merge)
+        plan = _prefixed(plan, len(classes), wanted, len(groups))
+        narrow = cut(whole, plan)
+        remember(narrow, whole, plan)
+        return narrow
+    narrow = cut(model, plan)
+    _reorder(narrow, graph, plan, classes, wanted)
+    _verify(model, narrow, example, wanted)
+    remember(narrow, model, plan)
+    return narrow
+
+
+def _output_classes(model: nn.Module, graph: Graph, example: Example) -> Labels:
+    """The class of each output, in order."""
+    shadow = shared_copy(model).eval()
+    labels = LabelPass(shadow, graph.axes)
+    with quiet(), labels:
+        output = logits_of(run(shadow, example))
+    found = labels.along(output, 1) if output.ndim > 1 else None
+    if found is None or not found.all() or found.max() >= len(graph.root):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} returns a tensor of shape {tuple(output.shape)} whose dimension 1 is not made by "
+            f"the rows of a conv or linear layer, so outputs cannot be removed. Way out: specialize the part that is."
+        )
+    return graph.root[found]
+
+
+def _check(wanted: Sequence[int], count: int, groups: Mapping[str, Sequence[int]] | None) -> None:
+    if not wanted or (groups is not None and not all(len(members) for members in groups.values())):
+        raise TargetError("there must be at least one output to keep, and one in each group.")
+    wrong = [i for i in wanted if not 0 <= i < count]
+    if wrong:
+        raise TargetError(f"outputs {wrong[:5]} do not exist: the model has {count}, numbered from 0.")
+    if len(set(wanted)) < len(wanted):
+        twice = sorted({i for i in wanted if list(wanted).count(i) > 1})
+        raise TargetError(f"outputs {twice[:5]} are named more than once.")
+
+
+def _plan(model: nn.Module, graph: Graph, classes: Labels, wanted: Sequence[int]) -> Plan:
+    kept = classes[list(wanted)]
+    removed = np.zeros(len(graph.root), np.bool_)
+    removed[classes] = True
+    removed[kept] = False
+    if np.count_nonzero(removed) != len(classes) - len(wanted):
+        raise UnsupportedModelError("several outputs come from the same row of weights, so they cannot be kept apart.")
+    plan = plan_for(graph, removed)
+    tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    tied = [name for name, parameter in model.named_parameters() if name in plan.cuts and id(parameter) in tables]
+    if tied:
+        raise UnsupportedModelError(
+            f"the rows of `{tied[0]}` are also the entries of an embedding: outputs cannot leave without the inputs. "
+            f"Way out: untie the two weights first."
+        )
+    return plan
+
+
+def _prefixed(plan: Plan, count: int, wanted: Sequence[int], groups: int) -> Plan:
+    """The plan for the model inside a `MergedOutputs`."""
+    gone = tuple(sorted(set(range(count)) - set(wanted)))
+
+    def inside(path: str) -> str:
+        return f"body.{path}" if path else "body"
+
+    cuts = {inside(name): dims for name, dims in plan.cuts.items()}
+    shapes = {inside(name): shape for name, shape in plan.shapes.items()}
+    if gone:
+        cuts["members"], shapes["members"] = {0: gone}, (count, groups)
+    return replace(
+        plan,
+        cuts=cuts,
+        shapes=shapes,
+        heads=tuple(replace(item, path=inside(item.path)) for item in plan.heads),
+        norms=tuple(replace(item, path=inside(item.path)) for item in plan.norms),
+        attributes=tuple(replace(item, path=inside(item.path)) for item in plan.attributes),
+        layers={inside(name): counts for name, counts in plan.layers.items()},
+        model="MergedOutputs",
+    )
+
+
+def _reorder(narrow: nn.Module, graph: Graph, plan: Plan, classes: Labels, wanted: Sequence[int]) -> None:
+    """Put the rows into the order that was asked for."""
+    if list(wanted) == sorted(wanted):
+        return
+    rank = np.full(len(graph.root), -1, np.int64)
+    rank[classes[list(wanted)]] = np.arange(len(wanted))
+    tensors = {**dict(narrow.named_parameters()), **dict(narrow.named_buffers())}
+    for axis in graph.axes.axes:
+        if axis.parameter not in tensors:
+            continue
+        own = rank[graph.root[axis.base : axis.base + axis.size]]
+        if (own >= 0).any():
+            order = np.argsort(own[own >= 0], kind="stable")
+            tensor = tensors[axis.parameter]
+            tensor.data = tensor.data.index_select(axis.dim, torch.from_numpy(order).to(tensor.device))
+
+
+def _verify(model: nn.Module, narrow: nn.Module, example: Example, wanted: Sequence[int]) -> None:
+    """The kept outputs are what they were; models that end in a softmax share the whole among those that are left."""
+    with quiet():
+        whole = logits_of(run(shared_copy(model).eval(), example), warn=False)[:, list(wanted)].double()
+        small = logits_of(run(shared_copy(narrow).eval(), example), warn=False).double()
+    shared = whole / whole.sum(1, keepdim=True)
+    scale = float(whole.abs().max()) or 1.0
+    for expected in (whole, shared, whole.log_softmax(1)):
+        if small.shape == expected.shape and float((small - expected).abs().max()) <= 1e-3 * scale:
+            return
+    raise VerificationError(
+        f"after removing the other outputs, the {len(wanted)} kept ones differ from before; the smaller model is "
+        f"withheld. The forward probably treats outputs by position."
+    )

@@ -1,0 +1,1 @@
+"""Files: saved models, fingerprints, ONNX."""

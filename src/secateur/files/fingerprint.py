@@ -1,0 +1,244 @@
+"""What a saved model is known by beside names and shapes: the settings of its modules, and its output on fixed inputs.
+
+Two networks may agree in every name and shape and still compute different things: a stride has moved, an activation is
+another one. Settings show that where torch's own modules are used, and name the place; the output shows the rest.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from secateur.nest import tensors_in
+from secateur.running.copies import named_modules, shared_copy
+from secateur.running.sandbox import Example, quiet, run
+
+# What changes nothing in evaluation mode, or no number in the output.
+_IDLE = frozenset((
+    "training", "p", "inplace", "dropout", "momentum", "padding_idx", "sparse", "scale_grad_by_freq",
+    "enable_nested_tensor", "use_nested_tensor", "mask_check",
+))  # fmt: skip
+# Sizes that pruning changes; the shapes of the weights, which are checked apart, tell them better.
+_SIZES = frozenset((
+    "in_channels", "out_channels", "in_features", "out_features", "num_features", "num_channels", "normalized_shape",
+    "num_parameters", "num_embeddings", "embedding_dim", "input_size", "hidden_size", "embed_dim", "kdim", "vdim",
+    "in1_features", "in2_features",
+))  # fmt: skip
+_CONTAINERS = frozenset(("Sequential", "ModuleList", "ModuleDict", "ParameterList", "ParameterDict", "Module"))
+# Names of classes that hand their input on in evaluation mode: one may stand for another.
+_PASSING = frozenset((
+    "Identity", "Dropout", "Dropout1d", "Dropout2d", "Dropout3d", "AlphaDropout", "FeatureAlphaDropout",
+))  # fmt: skip
+_NORMS = frozenset(("BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "SyncBatchNorm"))
+
+_LONGEST = 16  # settings; longer lists are data
+_SHOWN = 32  # numbers kept of each output
+_OUTPUTS = 8
+_SAMPLES = 1  # more of them tell nothing more
+_LARGEST_INPUT = 2**26  # numbers; a file must not be able to ask for more memory than that
+_EXACT, _COARSE, _HALF = 1e-3, 1e-2, 5e-2  # relative to the largest output; processors and libraries round differently
+_USELESS = 1e-3  # a model that chance or a rounding error changes by so much cannot be told from another
+
+
+# -- settings ----------------------------------------------------------------------------------------------------------
+def settings(model: nn.Module) -> dict[str, dict[str, Any]]:
+    """For every module its class and its settings; `own` are those of classes that are not torch's, only for messages.
+
+    Such a class may count its calls or remember the last input, so nothing is refused for them.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for path, module in named_modules(model):
+        kind, values = type(module), _simple(module)
+        declared = _declared(kind)
+        known = {name: value for name, value in values.items() if name in declared}
+        if _from_torch(kind):
+            if kind.__name__ not in _CONTAINERS:
+                found[path] = _entry(kind.__name__, known)
+            continue
+        own = {n: v for n, v in values.items() if n not in declared and not isinstance(v, str)}
+        if known or own:
+            found[path] = {"class": "", "is": known, "own": own}
+    return found
+
+
+def setting_differences(saved: Mapping[str, Any], model: nn.Module) -> Iterator[str]:
+    """What torch's own modules are set to otherwise than in the saved model, in words."""
+    for path, was, now in _pairs(saved, model):
+        before, after = was.get("class"), now["class"]
+        if before and after and before != after:
+            yield f"`{path or 'the model'}` was {before} and is {after}"
+        elif before == after:
+            yield from _unlike(path, was.get("is"), now["is"])
+
+
+def own_differences(saved: Mapping[str, Any], model: nn.Module) -> Iterator[str]:
+    """The same for the user's own classes, where a difference need not mean anything."""
+    for path, was, now in _pairs(saved, model):
+        yield from _unlike(path, was.get("own"), now.get("own", {}))
+
+
+def _pairs(saved: Mapping[str, Any], model: nn.Module) -> Iterator[tuple[str, Mapping[str, Any], Mapping[str, Any]]]:
+    own = settings(model)
+    for path, was in saved.items():
+        if path in own and isinstance(was, Mapping):
+            yield path, was, own[path]
+
+
+def _unlike(path: str, was: Any, now: Mapping[str, Any]) -> Iterator[str]:
+    """Only what both know: torch adds settings from one version to the next, and some attributes appear when used."""
+    for name, value in was.items() if isinstance(was, Mapping) else ():
+        if name in now and now[name] != value:
+            yield f"`{path}{'.' if path else ''}{name}` was {_said(value)} and is {_said(now[name])}"
+
+
+def _said(value: Any) -> str:
+    return repr(tuple(value) if isinstance(value, list) else value)
+
+
+def _entry(kind: str, values: dict[str, Any]) -> dict[str, Any]:
+    if kind in _PASSING:
+        return {"class": "Identity", "is": {}}
+    return {"class": "BatchNorm" if kind in _NORMS else kind, "is": values}
+
+
+def _from_torch(kind: type) -> bool:
+    return kind.__module__.startswith("torch.nn.")
+
+
+def _declared(kind: type[nn.Module]) -> set[str]:
+    """What torch's part of a class takes when it is made, or names as constant; not the tags that others put on."""
+    names: set[str] = set()
+    for own in (vars(parent) for parent in kind.__mro__ if _from_torch(parent)):
+        names.update(own.get("__constants__", ()))
+        names.update(inspect.signature(own["__init__"]).parameters if "__init__" in own else ())
+    return names
+
+
+def _simple(module: nn.Module) -> dict[str, Any]:
+    """Public attributes that JSON can hold, apart from sizes and from what is idle in evaluation mode."""
+    found = {}
+    for name, value in vars(module).items():
+        if name.startswith("_") or name in _IDLE or name in _SIZES:
+            continue
+        plain = _plain(value)
+        if plain is not None or value is None:
+            found[name] = plain
+    return found
+
+
+def _plain(value: Any) -> Any:
+    """The value for JSON; None if it is not simple."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, bool | int | float | str):
+        return value
+    if (
+        isinstance(value, tuple | list)
+        and 0 < len(value) <= _LONGEST
+        and all(isinstance(v, bool | int | float | str) for v in value)
+    ):
+        # A window of 2 and one of (2, 2) are the same.
+        return _plain(value[0]) if len(set(value)) == 1 else [_plain(v) for v in value]
+    return None
+
+
+def answer(model: nn.Module, form: str, macs: int = 0) -> dict[str, Any] | None:
+    """What a model says to fixed inputs of that form; None where that would say nothing about it."""
+    if not form or macs > 10**11:  # one pass over more takes seconds to minutes
+        return None
+    for samples in (_SAMPLES, 0):  # some forwards fix the number of samples
+        try:
+            shape = json.loads(form)
+            first, second = (_outputs(model, shape, samples, nudge) for nudge in (0.0, 1e-6))
+        except Exception:  # the user's forward may raise anything
+            continue
+        gap = _gap(first, second)
+        if gap is None or gap > _USELESS:
+            return None
+        return {"inputs": shape, "samples": samples, "slack": max(10 * gap, _rounding(model)), "outputs": first}
+    return None
+
+
+def answer_gap(saved: Mapping[str, Any], model: nn.Module) -> float | None:
+    """By how much a model's answer differs from the saved one, if by more than rounding explains; else None.
+
+    A model that does not run on these inputs is let through: its user will see that it does not.
+    """
+    try:
+        found = _outputs(model, saved["inputs"], int(saved["samples"]), 0.0)
+        gap = _gap(saved["outputs"], found)
+        allowed = max(float(saved["slack"]), _rounding(model))
+    except Exception:  # the user's forward may raise anything
+        return None
+    return math.inf if gap is None else gap if gap > allowed else None
+
+
+def _rounding(model: nn.Module) -> float:
+    like = _like(model)
+    if like.dtype in (torch.float16, torch.bfloat16):
+        return _HALF
+    coarse = like.device.type != "cpu" or torch.get_float32_matmul_precision() != "highest"
+    return _COARSE if coarse else _EXACT
+
+
+def _like(model: nn.Module) -> Tensor:
+    numbers = (t for t in [*model.parameters(), *model.buffers()] if t.is_floating_point())
+    return next(numbers, torch.zeros(()))
+
+
+def _outputs(model: nn.Module, form: Mapping[str, Any], samples: int, nudge: float) -> list[dict[str, Any]]:
+    """Some numbers of each output in evaluation mode, and its shape."""
+    with quiet(), torch.autocast(_like(model).device.type, enabled=False):
+        torch.manual_seed(1 if nudge else 0)  # a forward that draws random numbers must give itself away
+        inputs = _made(form, samples, nudge, _like(model), np.random.RandomState(0))  # numpy never changes this stream
+        found = run(shared_copy(model).eval(), inputs)
+    tensors = tensors_in(found) or tensors_in(getattr(found, "__dict__", None))
+    kept = []
+    for tensor in [t for t in tensors if t.is_floating_point() and t.numel()][:_OUTPUTS]:
+        flat = tensor.detach().flatten()
+        index = torch.linspace(0, len(flat) - 1, min(_SHOWN, len(flat)), dtype=torch.float64).long()
+        kept.append({"shape": list(tensor.shape), "values": flat[index.to(flat.device)].double().tolist()})
+    return kept
+
+
+def _made(form: Mapping[str, Any], samples: int, nudge: float, like: Tensor, draw: np.random.RandomState) -> Example:
+    """Inputs of a form. Real ones are of the model's own precision, and drawn apart by `nudge`."""
+    if "named" in form:
+        return {name: _made(item, samples, nudge, like, draw) for name, item in form["named"].items()}
+    if "items" in form:
+        return tuple(_made(item, samples, nudge, like, draw) for item in form["items"])
+    if "value" in form:
+        return form["value"]
+    shape, low, high = [int(size) for size in form["shape"]], float(form["low"]), float(form["high"])
+    if shape and samples:
+        shape[0] = min(shape[0], samples)
+    if math.prod(shape) > _LARGEST_INPUT:
+        raise ValueError("too large")
+    shares = draw.random_sample(shape)
+    if form["kind"] == "real":
+        low, high = (low, high) if low < high else (-1.0, 1.0)
+        return torch.as_tensor((low + (high - low) * shares) * (1 + nudge)).to(like)
+    whole = torch.as_tensor(np.floor(low + (high - low + 1) * shares)).clamp(low, high)
+    return whole.to(like.device, getattr(torch, str(form["kind"])))
+
+
+def _gap(saved: list[Any], found: list[Any]) -> float | None:
+    """The largest difference relative to the largest number of each output; None if they cannot be compared."""
+    if not saved or [item["shape"] for item in saved] != [item["shape"] for item in found]:
+        return None
+    worst = 0.0
+    for a, b in zip(saved, found, strict=True):
+        before, after = np.array(a["values"], np.float64), np.array(b["values"], np.float64)
+        if not np.isfinite(before).all():
+            return None
+        scale = float(np.abs(before).max()) or 1.0
+        gap = float(np.abs(before - after).max()) / scale
+        worst = max(worst, gap if math.isfinite(gap) else math.inf)
+    return worst

@@ -1,0 +1,221 @@
+"""Saving and loading smaller models: safetensors and JSON in one folder. Loading never executes code."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+
+from secateur.errors import FileFormatError, PlanError, SecateurError
+from secateur.files.fingerprint import answer, answer_gap, own_differences, setting_differences, settings
+from secateur.plans.plan import Plan
+from secateur.running.copies import unwrap
+from secateur.surgery.cut import cut
+from secateur.surgery.provenance import _INPUTS, plans_of, remember
+
+WEIGHTS, PLANS = "model.safetensors", "plan.json"
+FORMAT = "secateur-model-1"
+_LARGEST_PLAN = 256 * 2**20
+
+
+def save(path: str | os.PathLike[str], result: Any, *, about: Mapping[str, Any] | None = None) -> None:
+    """Write a pruned model (or a `Result`) to a folder: `model.safetensors` and `plan.json`.
+
+    The folder appears whole or not at all; an older one of the same name is replaced. `about` is a note that `about`
+    reads back, of what JSON can hold: the command line notes there what the model was cut from.
+    """
+    model = result if isinstance(result, nn.Module) else getattr(result, "model", None)
+    if not isinstance(model, nn.Module):
+        raise SecateurError(f"cannot save a {type(result).__name__}; give a pruned module or a Result")
+    model = unwrap(model)
+    plans = plans_of(model)
+    if not plans:
+        raise SecateurError(
+            f"this {type(model).__name__} carries no plan: it was not made by secateur.apply, prune or load. "
+            f"For an unpruned model, torch's state_dict and safetensors suffice."
+        )
+    note = {"about": dict(about)} if about is not None else {}
+    known = {"settings": settings(model), "answer": answer(model, vars(model).get(_INPUTS, ""), plans[-1].after.macs)}
+    text = json.dumps(
+        {"format": FORMAT, **note, "fingerprint": known, "plans": [json.loads(plan.to_json()) for plan in plans]}
+    )
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    staging = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    try:
+        _write(staging / PLANS, text.encode())
+        metadata = {"format": FORMAT, "plan": hashlib.sha256(text.encode()).hexdigest()}
+        safetensors.torch.save_file(_state(model), staging / WEIGHTS, metadata)
+        _sync(staging / WEIGHTS)
+        _sync(staging)
+        _swap(staging, target)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def load(path: str | os.PathLike[str], model: nn.Module) -> nn.Module:
+    """Rebuild a saved model from a freshly built original (its weights do not matter).
+
+    An original that is built otherwise (a stride moved, another activation) is refused, even where all shapes fit: the
+    settings of torch's modules and the output on fixed inputs are compared with what was saved.
+
+    >>> import tempfile, secateur as sc
+    >>> def build(): return nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2))
+    >>> net = build()
+    >>> graph = sc.analyze(net, torch.zeros(1, 4))
+    >>> small = sc.apply(net, sc.plan(graph, sc.score(net, None, "weight", graph=graph), remove=0.5))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     sc.save(folder + "/small", small)
+    ...     again = sc.load(folder + "/small", build())
+    >>> bool((small(torch.ones(1, 4)) == again(torch.ones(1, 4))).all())
+    True
+    """
+    folder = Path(path)
+    data, digest = _read_json(folder)
+    plans = [Plan.from_json(json.dumps(item)) for item in data["plans"]]
+    state, metadata = _read_weights(folder)
+    if metadata.get("format") != FORMAT or metadata.get("plan") != digest:
+        raise FileFormatError(f"{folder}: {WEIGHTS} and {PLANS} do not belong together (one was edited or replaced)")
+    small: nn.Module = unwrap(model)
+    for plan in plans:
+        try:
+            bigger, small = small, cut(small, plan)
+        except PlanError as error:
+            raise FileFormatError(f"{folder} does not fit {type(model).__name__}: {error}") from error
+        remember(small, bigger, plan)
+    _fill(small, state, folder)
+    _recognise(small, data.get("fingerprint"), folder)
+    return small
+
+
+def about(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The note that a model was saved with; empty if there was none."""
+    note = _read_json(Path(path))[0].get("about", {})
+    return note if isinstance(note, dict) else {}
+
+
+def _state(model: nn.Module) -> dict[str, Tensor]:
+    """The state dict with tied tensors once, under the first of their names."""
+    state: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    owned = {id(t) for t in [*model.parameters(), *model.buffers()]}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) in seen or not isinstance(tensor, Tensor):
+            continue
+        if id(tensor) in owned:
+            seen.add(id(tensor))
+        state[name] = tensor.detach().contiguous().clone()
+    return state
+
+
+def _fill(model: nn.Module, state: dict[str, Tensor], folder: Path) -> None:
+    """Put the saved numbers in place; names, shapes and number types must fit."""
+    own = model.state_dict(keep_vars=True)
+    expected = _state(model)
+    missing, extra = sorted(set(expected) - set(state)), sorted(set(state) - set(own))
+    if missing or extra:
+        raise FileFormatError(
+            f"{folder}: the weights do not fit {type(model).__name__}"
+            + (f"; missing {', '.join(missing[:5])}" if missing else "")
+            + (f"; unknown {', '.join(extra[:5])}" if extra else "")
+        )
+    for name, tensor in state.items():
+        if tensor.shape != own[name].shape:
+            raise FileFormatError(
+                f"{folder}: `{name}` has shape {tuple(tensor.shape)}, the rebuilt model needs {tuple(own[name].shape)}"
+            )
+    kinds = {t.dtype for t in state.values() if t.is_floating_point()}
+    if len(kinds) == 1:
+        model.to(next(iter(kinds)))
+        own = model.state_dict(keep_vars=True)
+    with torch.no_grad():
+        for name, tensor in state.items():
+            own[name].copy_(tensor)
+
+
+def _recognise(model: nn.Module, known: Any, folder: Path) -> None:
+    """Raise unless the rebuilt model is set up and answers like the saved one. Older files say nothing about that."""
+    if known is None:
+        return
+    noted, said = (known.get("settings"), known.get("answer")) if isinstance(known, Mapping) else (None, None)
+    if not isinstance(noted, Mapping) or not isinstance(said, Mapping | None):
+        raise FileFormatError(f"{folder / PLANS} is damaged: its fingerprint is none")
+    other = list(setting_differences(noted, model))
+    if not other and said is not None:
+        gap = answer_gap(said, model)
+        if gap is not None:
+            other = [f"its output on fixed inputs differs by {gap:.2g} of the largest", *own_differences(noted, model)]
+        else:
+            vars(model)[_INPUTS] = json.dumps(said.get("inputs"))
+    if other:
+        more = f" (and {len(other) - 3} more)" if len(other) > 3 else ""
+        raise FileFormatError(
+            f"{folder} was saved from a model that computes something else than this {type(model).__name__}, although "
+            f"all shapes fit: {'; '.join(other[:3])}{more}. Way out: build the model that was pruned, by the same code "
+            f"with the same settings."
+        )
+
+
+def _read_json(folder: Path) -> tuple[dict[str, Any], str]:
+    path = folder / PLANS
+    if not folder.is_dir() or not path.is_file():
+        raise FileFormatError(f"{folder} is not a model saved by secateur: it has no {PLANS}")
+    if path.stat().st_size > _LARGEST_PLAN:
+        raise FileFormatError(f"{path} is larger than any plan")
+    raw = path.read_bytes()
+    try:
+        data = json.loads(raw.decode())
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise FileFormatError(f"{path} is damaged: {error}") from error
+    if not isinstance(data, dict) or data.get("format") != FORMAT or not isinstance(data.get("plans"), list):
+        raise FileFormatError(f"{path} was not written by this version of secateur (expected format {FORMAT!r})")
+    return data, hashlib.sha256(raw).hexdigest()
+
+
+def _read_weights(folder: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    path = folder / WEIGHTS
+    if not path.is_file():
+        raise FileFormatError(f"{folder} is not a model saved by secateur: it has no {WEIGHTS}")
+    try:
+        with safetensors.safe_open(path, framework="pt") as file:
+            return {key: file.get_tensor(key) for key in file.keys()}, file.metadata() or {}  # noqa: SIM118
+    except (safetensors.SafetensorError, ValueError, RuntimeError) as error:
+        raise FileFormatError(f"{path} is damaged or not a safetensors file: {error}") from error
+
+
+def _write(path: Path, content: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _swap(staging: Path, target: Path) -> None:
+    """Move a finished folder into place, the old one out of the way first."""
+    os.chmod(staging, 0o755)
+    if target.exists():
+        old = Path(tempfile.mkdtemp(prefix=f".{target.name}.old.", dir=target.parent))
+        os.rename(target, old / "was")
+        os.rename(staging, target)
+        shutil.rmtree(old, ignore_errors=True)
+    else:
+        os.rename(staging, target)
+    _sync(target.parent)

@@ -1,0 +1,188 @@
+"""Export to ONNX and `torch.export`, with the result checked against PyTorch."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import warnings
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from secateur.errors import SecateurError, SecateurWarning, VerificationError
+from secateur.latency.timing import Timing, medians, repeated
+from secateur.nest import tensors_in
+from secateur.running.copies import shared_copy, unwrap
+from secateur.running.sandbox import Example, quiet, run_or_explain
+
+
+def export(model: nn.Module, path: str | os.PathLike[str], example: Example, *, dynamic_batch: bool = True) -> Path:
+    """Write a model as `.onnx` (checked with ONNX Runtime) or `.pt2` (`torch.export`), by the ending of `path`.
+
+    The exported model must give PyTorch's output on the example (relative 1e-4), or the file is taken away again.
+    """
+    target = Path(path)
+    model = shared_copy(unwrap(model)).eval()
+    args, kwargs = _call(example)
+    with quiet():
+        expected = tensors_in(run_or_explain(model, example))
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if target.suffix == ".onnx":
+        found = _to_onnx(model, target, args, kwargs, dynamic_batch)
+    elif target.suffix == ".pt2":
+        found = _to_pt2(model, target, args, kwargs)
+    else:
+        raise SecateurError(f"cannot export to {target.name!r}: the name must end in .onnx or .pt2")
+    gap = max(_gap(a, b) for a, b in zip(found, expected, strict=True))
+    if not gap <= 1e-4:
+        target.unlink(missing_ok=True)
+        out = _way_out(model)
+        raise VerificationError(
+            f"the exported model differs from PyTorch's by {gap:.2g} (allowed 1e-4); {target} was removed."
+            + (f" Way out: {out}." if out else "")
+        )
+    return target
+
+
+def time_onnx(before: Path, after: Path, example: Tensor, batches: Sequence[int] = (1, 32)) -> list[Timing]:
+    """Time two ONNX files in turn on the processor, with as many threads as PyTorch uses.
+
+    Files with a fixed batch size are timed for that one, if it is asked for.
+    """
+    sessions = [_session(path) for path in (before, after)]
+    inputs = [session.get_inputs()[0] for session in sessions]
+    fixed = {_fixed(item) for item in inputs} - {None}
+    found = []
+    for batch in batches:
+        if fixed <= {batch}:
+            numbers = repeated(example, batch).detach().cpu().numpy()
+            calls = [
+                partial(session.run, None, {item.name: numbers}) for session, item in zip(sessions, inputs, strict=True)
+            ]
+            first, second = medians(calls)
+            found.append(Timing(batch, first, second, "ONNX Runtime"))
+    return found
+
+
+def fixed_batch(path: Path) -> int | None:
+    """The only batch size that an ONNX file takes, or None if it takes any."""
+    return _fixed(_session(path).get_inputs()[0])
+
+
+def _fixed(item: Any) -> int | None:
+    return item.shape[0] if item.shape and isinstance(item.shape[0], int) else None
+
+
+def _session(path: Path) -> Any:
+    import onnxruntime
+
+    settings = onnxruntime.SessionOptions()
+    settings.log_severity_level = 3
+    settings.intra_op_num_threads = torch.get_num_threads()
+    return onnxruntime.InferenceSession(str(path), settings, providers=["CPUExecutionProvider"])
+
+
+def _call(example: Example) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(example, dict):
+        return (), dict(example)
+    return (tuple(example), {}) if isinstance(example, tuple | list) else ((example,), {})
+
+
+def _gap(a: Tensor, b: Tensor) -> float:
+    a, b = a.detach().double().cpu(), b.detach().double().cpu()
+    if a.shape != b.shape:
+        return float("inf")
+    return float((a - b).abs().max() / b.abs().max().clamp_min(1e-12)) if a.numel() else 0.0
+
+
+def _to_onnx(
+    model: nn.Module, target: Path, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_batch: bool
+) -> list[Tensor]:
+    try:
+        import onnxruntime  # noqa: F401
+        import onnxscript  # noqa: F401
+    except ImportError as error:
+        raise SecateurError("exporting to ONNX needs the extra: pip install 'secateur[export]'") from error
+    staged = target.with_name(f".{target.name}.part")
+    options: dict[str, Any] = {"dynamo": True, "external_data": False, "verbose": False}
+    free = dynamic_batch and not kwargs and all(isinstance(a, Tensor) and a.ndim and a.shape[0] > 1 for a in args)
+    if free:
+        batch = torch.export.Dim("batch", min=1)
+        options["dynamic_shapes"] = _in_place(model, tuple({0: batch} for _ in args))
+    try:
+        try:
+            torch.onnx.export(model, args, staged, kwargs=kwargs or None, **options)
+        except Exception:
+            if "dynamic_shapes" not in options:
+                raise
+            # Some forwards fix the batch size (e.g. by reshaping with constants); a fixed one still serves.
+            options.pop("dynamic_shapes")
+            torch.onnx.export(model, args, staged, kwargs=kwargs or None, **options)
+        session = _opened(staged, model)
+        batch_size = _fixed(session.get_inputs()[0])
+        if free and batch_size is not None:
+            warnings.warn(
+                f"{target} takes batches of {batch_size} only: the forward of {type(model).__name__} fixes the batch "
+                f"size. Way out: an example of the size that you need.",
+                SecateurWarning,
+                stacklevel=3,
+            )
+        names = [item.name for item in session.get_inputs()]
+        try:
+            feeds = dict(zip(names, [t.detach().cpu().numpy() for t in tensors_in((args, kwargs))], strict=True))
+            outputs = [torch.from_numpy(item) for item in session.run(None, feeds)]
+        except Exception as error:  # numpy has no bfloat16; ONNX Runtime has errors of its own for what it lacks
+            raise _unable(model, error) from error
+        os.replace(staged, target)
+        return outputs
+    finally:
+        staged.unlink(missing_ok=True)
+
+
+def _opened(path: Path, model: nn.Module) -> Any:
+    try:
+        return _session(path)
+    except Exception as error:  # errors of its own, without a common parent
+        raise _unable(model, error) from error
+
+
+def _unable(model: nn.Module, error: Exception) -> SecateurError:
+    """ONNX Runtime has no kernels for some operations in double or half precision."""
+    out = _way_out(model)
+    return VerificationError(
+        f"ONNX Runtime cannot run the exported {type(model).__name__}, so it cannot be checked and is not kept "
+        f"({' '.join(str(error).split())}). Way out: {out or 'a name that ends in .pt2, for torch.export'}."
+    )
+
+
+def _way_out(model: nn.Module) -> str:
+    """Other precisions than float32 are the usual reason why an export fails or differs."""
+    kinds = {p.dtype for p in [*model.parameters(), *model.buffers()] if p.is_floating_point()} - {torch.float32}
+    names = " and ".join(sorted(str(kind).removeprefix("torch.") for kind in kinds))
+    return f"export model.float() with a float32 example instead of {names}" if kinds else ""
+
+
+def _in_place(model: nn.Module, shapes: tuple[Any, ...]) -> tuple[Any, ...]:
+    """One entry per parameter of the forward; what goes into its `*args` is nested."""
+    kinds = [parameter.kind for parameter in inspect.signature(model.forward).parameters.values()]
+    if inspect.Parameter.VAR_POSITIONAL not in kinds:
+        return shapes
+    named = kinds.index(inspect.Parameter.VAR_POSITIONAL)
+    return (*shapes[:named], shapes[named:])
+
+
+def _to_pt2(model: nn.Module, target: Path, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    with quiet():
+        program = torch.export.export(model, args, kwargs, strict=False)
+        outputs = tensors_in(program.module()(*args, **kwargs))
+    staged = target.with_name(f".{target.stem}.part.pt2")
+    try:
+        torch.export.save(program, staged)
+        os.replace(staged, target)
+    finally:
+        staged.unlink(missing_ok=True)
+    return outputs

@@ -1,1 +1,0 @@
-"""What a model consists of: labels, groups of coupled units, cost."""

@@ -1,0 +1,24 @@
+"""`measure`: what a model costs, time included."""
+
+from __future__ import annotations
+
+import numpy as np
+from torch import nn
+
+from secateur.latency.timing import time_forward
+from secateur.running.copies import unwrap
+from secateur.running.sandbox import Example
+from secateur.structure.cost import Cost, count_macs, size_of
+
+
+def measure(model: nn.Module, example: Example, latency: bool = True, repeats: int = 20) -> Cost:
+    """Parameters, multiply-accumulates (convolutions, linear layers, matrix products) and median latency of a model.
+
+    >>> measure(nn.Linear(8, 4), torch.zeros(1, 8), latency=False)
+    Cost(params=36, macs=32, latency=None)
+    """
+    model = unwrap(model)
+    macs = round(
+        sum(term.coefficient * float(np.prod([len(a) for a in term.axes])) for term in count_macs(model, example))
+    )
+    return Cost(size_of(model), macs, time_forward(model, example, repeats) if latency else None)

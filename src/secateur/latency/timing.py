@@ -1,0 +1,101 @@
+"""How long a forward pass takes: medians, models timed in turn."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from secateur.errors import ForwardError
+from secateur.nest import tensors_in
+from secateur.running.copies import shared_copy, unwrap
+from secateur.running.sandbox import Example, quiet, run, run_or_explain
+
+
+def time_forward(model: nn.Module, example: Example, repeats: int = 20) -> float:
+    """Median seconds of a forward pass in evaluation mode, after a warm-up. The model is left as it was."""
+    return time_in_turn([model], example, repeats)[0]
+
+
+def time_in_turn(models: Sequence[nn.Module], example: Example, repeats: int = 20) -> list[float]:
+    """Median seconds of a forward pass of each model. They take turns, so that a busy moment hits all of them."""
+    watched = [shared_copy(unwrap(model)).eval() for model in models]
+    cuda = any(t.device.type == "cuda" for t in tensors_in(example))
+
+    def forward(model: nn.Module) -> None:
+        run(model, example)
+        if cuda:
+            torch.cuda.synchronize()
+
+    with quiet():
+        for model in watched:
+            run_or_explain(model, example)
+        return medians([partial(forward, model) for model in watched], repeats)
+
+
+def medians(calls: Sequence[Callable[[], object]], repeats: int = 20) -> list[float]:
+    """Median seconds of each call, after a warm-up; the calls take turns."""
+
+    def timed(call: Callable[[], object]) -> float:
+        begin = time.perf_counter()
+        call()
+        return time.perf_counter() - begin
+
+    each = max(sum(timed(call) for call in calls for _ in range(3)) / 3, 1e-6)
+    # Slow calls get fewer repeats: at most about ten seconds for each, never fewer than three.
+    turns = max(3, min(repeats, int(10 * len(calls) / each)))
+    seconds = [[timed(call) for call in calls] for _ in range(turns)]
+    return [statistics.median(times) for times in zip(*seconds, strict=True)]
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Median seconds for one batch before and after pruning, measured in turn. `runtime` is what ran the models."""
+
+    batch: int
+    before: float
+    after: float
+    runtime: str = "PyTorch"
+
+    @property
+    def gain(self) -> float:
+        """How many times as fast."""
+        return self.before / self.after
+
+
+def time_batches(
+    before: nn.Module, after: nn.Module, example: Example, batches: Sequence[int] = (1, 32)
+) -> list[Timing]:
+    """Time two models in turn for each batch size.
+
+    An example that is more than one tensor, or a forward that takes no other batch size, is timed as it is.
+
+    >>> [timing.batch for timing in time_batches(nn.Linear(4, 9), nn.Linear(4, 2), torch.rand(1, 4))]
+    [1, 32]
+    """
+    found = []
+    if isinstance(example, Tensor) and example.ndim:
+        for batch in batches:
+            with suppress(ForwardError):
+                first, second = time_in_turn([before, after], repeated(example, batch))
+                found.append(Timing(batch, first, second))
+    if found:
+        return found
+    first, second = time_in_turn([before, after], example)
+    return [Timing(batch_of(example), first, second)]
+
+
+def batch_of(example: Example) -> int:
+    """How many samples an example has, by its first tensor."""
+    return next((len(tensor) for tensor in tensors_in(example) if tensor.ndim), 1)
+
+
+def repeated(example: Tensor, batch: int) -> Tensor:
+    """The first sample of an example, so many times."""
+    return example[:1].expand(batch, *example.shape[1:]).contiguous()

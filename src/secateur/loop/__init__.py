@@ -1,0 +1,1 @@
+"""The pruning loop: prune, schedule, checkpoints, fine-tuning, comparison."""

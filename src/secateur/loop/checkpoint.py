@@ -1,0 +1,169 @@
+"""Checkpoints of the loop: one safetensors file with JSON in its header, replaced atomically. Nothing is unpickled."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+
+from secateur.errors import CheckpointError, FileFormatError
+from secateur.relevance.conservation import Conservation, Flow
+from secateur.results.history import History
+
+FORMAT = "secateur-loop-1"
+
+
+@dataclass(frozen=True)
+class State:
+    """Everything a run needs to go on: what was asked for, the plan and rows so far, and tensors by name."""
+
+    settings: Mapping[str, Any]
+    step: int
+    plan: str | None
+    history: History
+    done: str
+    carried: Any
+    tensors: Mapping[str, Tensor]
+    books: Conservation | None = None
+
+
+def write(path: Path, state: State) -> None:
+    """Replace the checkpoint: a temporary file is flushed to disk, then renamed; a kill leaves the old or the new."""
+    header = {
+        "format": FORMAT,
+        "settings": state.settings,
+        "step": state.step,
+        "plan": state.plan,
+        "history": json.loads(state.history.to_json()),
+        "done": state.done,
+        "carried": state.carried,
+        "books": asdict(state.books) if state.books is not None else None,
+    }
+    staging = path.with_name(f".{path.name}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        tensors = {name: tensor.detach().contiguous().cpu().clone() for name, tensor in state.tensors.items()}
+        content = safetensors.torch.save(tensors, {"secateur": json.dumps(header)})
+        with staging.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(staging, path)
+        _sync_folder(path.parent)
+    except OSError as error:
+        staging.unlink(missing_ok=True)
+        raise CheckpointError(
+            f"the checkpoint {path} could not be written ({error}); the one before it, if any, is intact. "
+            f"Way out: make room and call prune again with the same arguments, it goes on from there."
+        ) from error
+
+
+def read(path: Path, settings: Mapping[str, Any]) -> State | None:
+    """The state in a checkpoint, or None if there is none yet. One of another run is refused with what differs."""
+    if not path.exists():
+        return None
+    try:
+        with safetensors.safe_open(path, framework="pt") as file:
+            header = json.loads((file.metadata() or {}).get("secateur", "null"))
+            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    except (safetensors.SafetensorError, ValueError, RuntimeError, OSError) as error:
+        raise FileFormatError(f"{path} is not a checkpoint, or is damaged: {error}") from error
+    if not isinstance(header, dict) or header.get("format") != FORMAT:
+        raise FileFormatError(f"{path} is not a checkpoint of this version of secateur (expected format {FORMAT!r})")
+    try:
+        found = header["settings"]
+        wanted = json.loads(json.dumps(settings))
+        other = [key for key in wanted if found.get(key) != wanted[key]]
+        if other:
+            what = "; ".join(f"{key} was {found.get(key)!r}, is now {wanted[key]!r}" for key in other[:4])
+            raise FileFormatError(
+                f"{path} belongs to another run: {what}. Way out: another checkpoint path, or remove the file."
+            )
+        history = History.from_json(json.dumps(header["history"]))
+        plan = header["plan"]
+        done, carried, books = str(header["done"]), header["carried"], _books(header.get("books"))
+        return State(found, int(header["step"]), plan, history, done, carried, tensors, books)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise FileFormatError(f"{path} is damaged: {type(error).__name__}: {error}") from error
+
+
+def _books(found: Any) -> Conservation | None:
+    if found is None:
+        return None
+    return Conservation(float(found["start"]), float(found["input"]), tuple(Flow(**flow) for flow in found["flows"]))
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+# -- a model's numbers -------------------------------------------------------------------------------------------------
+def numbers(model: nn.Module) -> dict[str, Tensor]:
+    """All parameters and buffers, tied ones once."""
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def fill(model: nn.Module, tensors: Mapping[str, Tensor], path: Path) -> None:
+    """Put numbers back; names and shapes must be the model's."""
+    own = numbers(model)
+    if set(own) != set(tensors) or any(own[name].shape != tensors[name].shape for name in own):
+        wrong = sorted(set(own) ^ set(tensors)) or [n for n in own if own[n].shape != tensors[n].shape]
+        raise FileFormatError(f"{path} does not fit the model: {', '.join(wrong[:5])}")
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            own[name].copy_(tensor)
+
+
+def digest(model: nn.Module) -> str:
+    """A fingerprint of a model's numbers: a checkpoint made from other weights must not be mixed with these."""
+    found = hashlib.sha256()
+    for name, tensor in numbers(model).items():
+        found.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        flat = tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8)
+        found.update(np.ascontiguousarray(flat.numpy()).data)
+    return found.hexdigest()
+
+
+# -- nested state of optimizers, schedulers and the like ---------------------------------------------------------------
+def encode(value: Any, tensors: dict[str, Tensor], key: str) -> Any:
+    """Nested containers as JSON, tensors set aside under names that begin with `key`."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Tensor):
+        tensors[key] = value
+        return {"tensor": key}
+    if isinstance(value, Mapping):
+        return {"dict": [[encode(k, tensors, key), encode(v, tensors, f"{key}/{k}")] for k, v in value.items()]}
+    if isinstance(value, Sequence):
+        kind = "tuple" if isinstance(value, tuple) else "list"
+        return {kind: [encode(item, tensors, f"{key}/{i}") for i, item in enumerate(value)]}
+    raise CheckpointError(
+        f"cannot put a {type(value).__name__} into a checkpoint ({key}). Way out: carry only what has numbers as state."
+    )
+
+
+def decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """What `encode` was given."""
+    if not isinstance(value, dict):
+        return value
+    ((kind, content),) = value.items()
+    if kind == "tensor":
+        return tensors[content]
+    if kind == "dict":
+        return {decode(k, tensors): decode(v, tensors) for k, v in content}
+    items = [decode(item, tensors) for item in content]
+    return tuple(items) if kind == "tuple" else items

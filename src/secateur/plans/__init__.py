@@ -1,0 +1,1 @@
+"""Which groups leave: scores, ranking, plans."""

@@ -1,0 +1,60 @@
+"""Scores: one number per group; the lowest leave first."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from secateur.errors import PlanError
+from secateur.ops.table import Site
+from secateur.relevance.conservation import Conservation
+from secateur.structure.graph import Graph
+
+Values = np.ndarray[tuple[int], np.dtype[np.float64]]
+Aggregation = Literal["mean", "sum", "max"]
+
+
+@dataclass(frozen=True)
+class Scores:
+    """One number per unit, by the call that makes it, and how a group's number follows from those of its units.
+
+    Scores by relevance bring the books of their pass: `conservation` says where any of it went astray.
+    """
+
+    criterion: str
+    units: Mapping[Site, Values]
+    aggregate: Aggregation = "mean"
+    conservation: Conservation | None = field(default=None, compare=False, repr=False)
+
+    def of(self, graph: Graph) -> Values:
+        """The score of every class of a graph; NaN where the criterion has nothing to say."""
+        sizes = {site: len(producer.labels) for producer in graph.producers for site in producer.sites}
+        for site, values in self.units.items():
+            if len(values) != sizes.get(site, -1):
+                raise PlanError(
+                    f"these scores are of another model: they are for {len(values)} units of {site}, and "
+                    f"{graph.model_name} has {sizes.get(site, 'none')}. Way out: score(model, data, graph=graph)."
+                )
+        total = np.zeros(len(graph.root))
+        count = np.zeros(len(graph.root))
+        peak = np.full(len(graph.root), -np.inf)
+        for producer in graph.producers:
+            found = [self.units[site] for site in producer.sites if site in self.units]
+            if found:
+                values = np.sum(np.asarray(found, np.float64), 0)  # a reused layer counts all its uses
+                groups = graph.root[producer.labels]
+                np.add.at(total, groups, values)
+                np.add.at(count, groups, 1)
+                np.maximum.at(peak, groups, values)
+        known = count > 0
+        result = np.full(len(graph.root), np.nan)
+        if self.aggregate == "mean":
+            result[known] = total[known] / count[known]
+        elif self.aggregate == "sum":
+            result[known] = total[known]
+        else:
+            result[known] = peak[known]
+        return result

@@ -1,1 +1,0 @@
-"""Plans, removal, the loop around them, and files."""

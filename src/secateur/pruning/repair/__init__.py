@@ -1,1 +1,0 @@
-"""Repair: closed-form correction of a smaller model, so that its layers answer as the original's did."""

@@ -1,0 +1,1 @@
+"""Repair without training: closed-form corrections, layer by layer."""

@@ -1,0 +1,1 @@
+"""Running a model safely: copies, a sandbox, observation, batches, processes."""

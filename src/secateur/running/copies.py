@@ -1,0 +1,143 @@
+"""Shadows: copies of a model that share nothing the user can notice, some of them without any numbers."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from secateur.errors import UnsupportedModelError
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The user's own module behind `torch.compile` or DataParallel wrappers."""
+    given: object = model
+    if not isinstance(given, nn.Module):
+        hint = "call it first" if callable(given) else "build the network and load its weights first"
+        raise UnsupportedModelError(f"the model is a {type(given).__name__}, not an nn.Module. Way out: {hint}.")
+    while True:
+        inner = getattr(model, "_orig_mod", None)
+        if inner is None and isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
+            inner = model.module
+        if not isinstance(inner, nn.Module):
+            return model
+        model = inner
+
+
+def copy_with(model: nn.Module, tensor: Callable[[str, Tensor], Tensor]) -> nn.Module:
+    """A deep copy in which `tensor(name, old)` supplies every parameter and buffer. Tied ones stay tied."""
+    memo: dict[int, Any] = {}
+    for name, old in named_tensors(model):
+        new = tensor(name, old)
+        if isinstance(old, nn.Parameter):
+            new = nn.Parameter(new, requires_grad=old.requires_grad)
+        memo[id(old)] = new
+    try:
+        made = _copied(model, memo)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} cannot be copied ({error}). secateur never changes your model, so it works on "
+            f"copies. Way out: keep non-leaf tensors and open resources out of its attributes, or detach() them."
+        ) from error
+    for _, module in named_modules(made):
+        for name, child in module._modules.items():
+            if child is not None and "_orig_mod" in child._modules:
+                setattr(module, name, unwrap(child))
+    return unwrap(made)
+
+
+def named_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """`model.named_modules()` without its nested generators, which take as long as the work on a deep model."""
+    found: list[tuple[str, nn.Module]] = []
+    seen: set[int] = set()
+    waiting: list[tuple[str, nn.Module]] = [("", model)]
+    while waiting:
+        path, module = waiting.pop()
+        if id(module) in seen:
+            continue
+        seen.add(id(module))
+        found.append((path, module))
+        prefix = f"{path}." if path else ""
+        children = [(prefix + name, child) for name, child in module._modules.items() if child is not None]
+        waiting.extend(reversed(children))
+    return found
+
+
+def named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Parameters, then buffers, each under the name it is first met by."""
+    modules = named_modules(model)
+    seen: set[int] = set()
+    found: list[tuple[str, Tensor]] = []
+    for own in ("_parameters", "_buffers"):
+        for path, module in modules:
+            for name, tensor in vars(module)[own].items():
+                if tensor is not None and id(tensor) not in seen:
+                    seen.add(id(tensor))
+                    found.append((f"{path}.{name}" if path else name, tensor))
+    return found
+
+
+# Values that a copy may share with the original.
+_IMMUTABLE = frozenset(
+    (int, float, complex, bool, str, bytes, type(None), type, torch.dtype, torch.device, torch.Size)
+)  # fmt: skip
+# What torch's own modules do when they are unpickled changes nothing in an instance that is complete.
+_KNOWN_SETSTATE = {
+    kind.__setstate__
+    for kind in (nn.Module, nn.modules.conv._ConvNd, nn.MultiheadAttention, nn.TransformerEncoderLayer)
+}
+_KNOWN_GETSTATE = {object.__getstate__, nn.Module.__getstate__}
+_OWN_STATE = frozenset(vars(nn.Module()))
+# The compiled call of `module.compile()`: torch leaves it out of copies too.
+_COMPILED = "_compiled_call_impl"
+
+
+def _copied(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """`copy.deepcopy`, several times faster: most of what a module holds is empty or immutable."""
+    modules = [module for _, module in named_modules(model)]
+    if not all(map(_is_plain, {type(module) for module in modules})):
+        return copy.deepcopy(model, memo)
+    for module in modules:  # all are made before any is filled, so that cycles find their ends
+        memo[id(module)] = object.__new__(type(module))
+    for module in modules:
+        state = vars(memo[id(module)])
+        for key, value in vars(module).items():
+            kind = type(value)
+            if kind in _IMMUTABLE or (kind is tuple and all(type(item) in _IMMUTABLE for item in value)):
+                state[key] = value
+            elif key in _OWN_STATE and (kind is dict or kind is OrderedDict):
+                # Parameters, buffers and modules are in the memo; of hooks there are seldom any.
+                state[key] = kind((k, copy.deepcopy(v, memo)) for k, v in value.items()) if value else kind()
+            elif key in _OWN_STATE and kind is set:  # names of buffers
+                state[key] = set(value)
+            elif key != _COMPILED:
+                state[key] = copy.deepcopy(value, memo)
+    made: nn.Module = memo[id(model)]
+    return made
+
+
+def _is_plain(kind: type[nn.Module]) -> bool:
+    """Whether instances are nothing but their `__dict__`, copied the way every object is."""
+    default = kind.__reduce_ex__ is object.__reduce_ex__ and kind.__reduce__ is object.__reduce__
+    known = kind.__getstate__ in _KNOWN_GETSTATE and kind.__setstate__ in _KNOWN_SETSTATE
+    slots = any(getattr(parent, "__slots__", ()) for parent in kind.__mro__)
+    return default and known and not slots and not hasattr(kind, "__deepcopy__")
+
+
+def meta_copy(model: nn.Module) -> nn.Module:
+    """A copy on the meta device: shapes without numbers. Integer buffers keep theirs, since they steer indexing."""
+
+    def empty(name: str, old: Tensor) -> Tensor:
+        return old.detach().to("meta") if old.is_floating_point() or old.is_complex() else old.detach().clone()
+
+    return copy_with(model, empty)
+
+
+def shared_copy(model: nn.Module) -> nn.Module:
+    """A copy that shares the parameters' memory but owns its buffers, flags and structure."""
+    parameters = {name for name, _ in model.named_parameters()}
+    return copy_with(model, lambda name, old: old.detach() if name in parameters else old.detach().clone())

@@ -1,0 +1,81 @@
+"""Which tensor of a model's output is its answer, and whether that is a single logit."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from secateur.errors import RelevanceError, SecateurWarning
+from secateur.nest import tensors_in
+
+
+class Answer(NamedTuple):
+    """The tensor of an output that counts, how to write it (`output['logits']`), and others it was chosen before."""
+
+    tensor: Tensor
+    entry: str = ""
+    rivals: tuple[str, ...] = ()
+
+
+def answer_of(output: Any) -> Answer:
+    """The output itself; what is called `logits` or `out` in it; the only tensor of real numbers; or the first.
+
+    What lies deeper, such as the states of a recurrent layer, is looked at if there is nothing else.
+    """
+    if isinstance(output, Tensor):
+        return Answer(output)
+    if isinstance(getattr(output, "logits", None), Tensor):
+        return Answer(output.logits, "output.logits")
+    parts = dict(_parts(output))
+    for entry in ("output['logits']", "output['out']", "output.out"):
+        if isinstance(parts.get(entry), Tensor):
+            return Answer(parts[entry], entry)
+    real = {entry: part for entry, part in parts.items() if isinstance(part, Tensor) and _may_answer(part)}
+    if not real:
+        deep = tensors_in(output if isinstance(output, dict | tuple | list) else vars(output))
+        if not deep:
+            raise RelevanceError(f"the model returns {type(output).__name__}, in which there is no tensor to explain.")
+        named = {f"tensor {i} of the output": tensor for i, tensor in enumerate(deep)}
+        real = {entry: tensor for entry, tensor in named.items() if _may_answer(tensor)} or {"": deep[0]}
+    (entry, first), *others = real.items()
+    return Answer(first, entry, tuple(name for name, other in others if other is not first))
+
+
+def logits_of(output: Any, *, warn: bool = True) -> Tensor:
+    """The tensor that relevance starts from. If others could be meant as well, a warning says which was taken."""
+    answer = answer_of(output)
+    if warn and answer.rivals:
+        warnings.warn(
+            f"the model returns several tensors, and {answer.entry} is taken for its answer, not "
+            f"{', '.join(answer.rivals[:5])}. Way out, if another counts: wrap the model so that it returns that.",
+            SecateurWarning,
+            stacklevel=2,
+        )
+    return answer.tensor
+
+
+def _parts(output: Any) -> Iterator[tuple[str, Any]]:
+    """The entries of an output, as they would be written."""
+    if isinstance(output, dict):
+        yield from ((f"output[{key!r}]", part) for key, part in output.items())
+    elif isinstance(output, tuple | list):
+        names = getattr(output, "_fields", None)
+        for i, part in enumerate(output):
+            yield f"output.{names[i]}" if names else f"output[{i}]", part
+    else:
+        yield from ((f"output.{name}", part) for name, part in vars(output).items())
+
+
+def _may_answer(tensor: Tensor) -> bool:
+    """Real numbers, and not a single one such as a loss."""
+    return tensor.is_floating_point() and tensor.dim() > 0
+
+
+def one_output(output: Tensor, samples: int | None) -> bool:
+    """Whether a model has a single output: (samples, 1), (samples, 1, …), or one number per sample."""
+    if output.dim() > 1:
+        return output.shape[1] == 1
+    return samples is not None and output.numel() == samples

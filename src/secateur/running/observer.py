@@ -1,0 +1,256 @@
+"""Watching a model run: every torch function it calls, with the module that calls it.
+
+Nothing is attached to the model. Functions are seen by a `TorchFunctionMode`; modules by a `Module._call_impl` that
+notes which of them is running, and gives way to torch's own again when the observation ends.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.modules import module as hooks
+from torch.overrides import TorchFunctionMode
+
+from secateur.errors import UnknownOperationError
+from secateur.nest import tensors_in
+from secateur.ops.table import Call, Composite, Function, Operation, Query, Site, function_name, lookup
+from secateur.running.copies import named_modules
+
+
+class Observer(TorchFunctionMode):
+    """Context in which each call of a known operation reaches `observe`. Subclasses decide what to do with it.
+
+    Functions without an entry reach `unknown`, which refuses them when a tensor for which `concerns` holds takes part.
+    """
+
+    #: Whether it may see a module that is one call of a function without the Python in between.
+    shortcuts = False
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._paths = {id(module): path for path, module in named_modules(model)}
+        self._stack: list[str] = []
+        self._visits: dict[tuple[str, str], int] = {}
+        self._fastpath = True
+
+    # -- subclasses ------------------------------------------------------------------------------------------------
+    def observe(self, call: Call) -> Any:
+        """Run the call and learn from it; returns what the model gets to see."""
+        return call.run()
+
+    def present(
+        self, operation: Operation | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any], list[Tensor] | None]:
+        """The arguments of a call as the operation shall see them, and the tensors among them if that is known."""
+        return args, kwargs, None
+
+    def concerns(self, value: Any) -> bool:
+        """Whether a tensor carries what this observer tracks, so that an unknown function on it must be refused."""
+        return True
+
+    # -- machinery -------------------------------------------------------------------------------------------------
+    @property
+    def path(self) -> str:
+        """Path of the innermost module that is running."""
+        return self._stack[-1] if self._stack else ""
+
+    def site(self, function: Function) -> Site:
+        """The place of the next call of `function`."""
+        name, path = function_name(function), self._stack[-1] if self._stack else ""
+        key = (path, name)
+        visit = self._visits.get(key, 0)
+        self._visits[key] = visit + 1
+        return Site(path, name, visit)
+
+    def __torch_function__(
+        self, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        operation = lookup(func)
+        args, kwargs, tensors = self.present(operation, args, kwargs or {})
+        if operation is None:
+            return self.unknown(func, args, kwargs)
+        if isinstance(operation, Query):
+            return func(*args, **kwargs)
+        if isinstance(operation, Composite):
+            with self.again():
+                return operation.body(*args, **kwargs)
+        return self.observe(Call(operation, func, args, kwargs, self.site(func), None, tensors))
+
+    def again(self) -> TorchFunctionMode:
+        """A context in which calls are observed although we are inside a call (the mode is off there)."""
+        return _Again(self)
+
+    def unknown(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A function without an entry: harmless on tensors we do not track, refused otherwise."""
+        tensors = tensors_in((args, kwargs))
+        if not any(self.concerns(tensor) for tensor in tensors):
+            return func(*args, **kwargs)
+        site = self.site(func)
+        shapes = ", ".join(str(tuple(t.shape)) for t in tensors)
+        raise UnknownOperationError(
+            f"secateur has no entry for {site}, called on tensors of shape {shapes}. It will not guess what the "
+            f"function does to channels and relevance. Way out: register an entry with "
+            f"`secateur.ops.register(...)` (see the how-to 'Register an operation'), or replace the call in the model."
+        )
+
+    def __enter__(self) -> Self:
+        self._fastpath = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(False)
+        _modules.watch(self)
+        super().__enter__()  # type: ignore[no-untyped-call]
+        self._height = torch._C._len_torch_function_stack()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+        _modules.forget(self)
+        self._stack.clear()
+        torch.backends.mha.set_fastpath_enabled(self._fastpath)
+
+    def enter(self, module: nn.Module) -> None:
+        """A module begins to run."""
+        self._stack.append(self._paths.get(id(module), self._stack[-1] if self._stack else ""))
+
+    def leave(self) -> None:
+        """It is done."""
+        if self._stack:
+            self._stack.pop()
+
+    def runs(self, module: nn.Module, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a module under observation."""
+        shortcut = _SHORTCUTS.get(type(module)) if self.shortcuts and len(args) == 1 and not kwargs else None
+        if shortcut is not None and _is_plain(module) and torch._C._len_torch_function_stack() == self._height:
+            with torch._C.DisableTorchFunction():
+                call = shortcut(module, args[0])
+                if call is not None:
+                    return self.__torch_function__(call[0], (), call[1:])
+        return plain(module, *args, **kwargs)
+
+
+class _Modules:
+    """Tells the observers of this thread which module runs. (Torch's global hooks do it at three times the cost.)"""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._watching = 0
+        self._own = threading.local()
+        self._plain: Callable[..., Any] = nn.Module._call_impl
+
+    def watch(self, observer: Observer) -> None:
+        """From now on, for this observer too."""
+        if not hasattr(self._own, "observers"):
+            self._own.observers = []
+        self._own.observers.append(observer)
+        with self._lock:
+            self._watching += 1
+            if self._watching == 1:
+                plain: Callable[..., Any] = nn.Module._call_impl
+                own, self._plain = self._own, plain
+
+                def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+                    observers = getattr(own, "observers", None)
+                    if not observers:
+                        return plain(module, *args, **kwargs)
+                    observer = observers[-1]
+                    observer.enter(module)
+                    try:
+                        return observer.runs(module, plain, args, kwargs)
+                    finally:
+                        observer.leave()
+
+                nn.Module._call_impl = call  # type: ignore[method-assign, assignment]
+
+    def forget(self, observer: Observer) -> None:
+        """No longer for this observer."""
+        self._own.observers.remove(observer)
+        with self._lock:
+            self._watching -= 1
+            if not self._watching:
+                nn.Module._call_impl = self._plain  # type: ignore[method-assign]
+
+
+_modules = _Modules()
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Whether calling a module means running the forward of its class, and nothing else."""
+    return not (
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or hooks._global_forward_hooks
+        or hooks._global_forward_pre_hooks
+        or hooks._global_backward_hooks
+        or hooks._global_backward_pre_hooks
+        or "forward" in module.__dict__
+    )
+
+
+def _convolution(module: Any, x: Any) -> tuple[Any, ...] | None:
+    weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
+    if weight is None or module.padding_mode != "zeros":
+        return None
+    function = _CONVOLUTIONS[type(module)]
+    return function, x, weight, bias, module.stride, module.padding, module.dilation, module.groups
+
+
+def _linear(module: Any, x: Any) -> tuple[Any, ...] | None:
+    weight = module._parameters.get("weight")
+    return None if weight is None else (F.linear, x, weight, module._parameters.get("bias"))
+
+
+def _batch_norm(module: Any, x: Any) -> tuple[Any, ...] | None:
+    mean, variance = module._buffers.get("running_mean"), module._buffers.get("running_var")
+    if module.training or mean is None or variance is None:
+        return None
+    module._check_input_dim(x)
+    weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
+    return F.batch_norm, x, mean, variance, weight, bias, False, 0.0, module.eps
+
+
+def _relu(module: Any, x: Any) -> tuple[Any, ...] | None:
+    return F.relu, x, module.inplace
+
+
+_CONVOLUTIONS: dict[type, Function] = {nn.Conv1d: F.conv1d, nn.Conv2d: F.conv2d, nn.Conv3d: F.conv3d}
+#: The call that a module of exactly this type makes, function first; None if not this time.
+_SHORTCUTS: dict[type, Callable[[Any, Any], tuple[Any, ...] | None]] = {
+    **dict.fromkeys(_CONVOLUTIONS, _convolution),
+    nn.Linear: _linear,
+    **dict.fromkeys((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d), _batch_norm),
+    nn.ReLU: _relu,
+}
+
+
+class Rehearsal(Observer):
+    """Runs a model on tensors without numbers, faster than torch would."""
+
+    def observe(self, call: Call) -> Any:
+        """Only shapes matter."""
+        return call.operation.rehearse(call)
+
+    def unknown(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Nothing is tracked, nothing refused."""
+        return func(*args, **kwargs)
+
+
+class _Again(TorchFunctionMode):
+    """Forwards every call to an observer."""
+
+    def __init__(self, observer: Observer) -> None:
+        super().__init__()
+        self._observer = observer
+
+    def __torch_function__(
+        self, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return self._observer.__torch_function__(func, types, args, kwargs)

@@ -1,0 +1,154 @@
+"""Running a user's model without leaving a trace: mode, random numbers and compiled parts stay as they were."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from secateur.errors import ForwardError, NotFiniteError, UnsupportedModelError
+from secateur.nest import tensors_in
+from secateur.running.copies import unwrap
+
+
+@contextmanager
+def isolated(model: nn.Module, entries: Sequence[Tensor]) -> Iterator[None]:
+    """Evaluation mode, gradients on, nothing compiled, random numbers given back."""
+    with evaluating(model), torch.inference_mode(False), torch.enable_grad(), _eager(), _forked(entries):
+        yield
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode, each module's own flag restored."""
+    learning = [module for module in model.modules() if module.training]
+    try:
+        for module in learning:
+            module.training = False
+        yield
+    finally:
+        for module in learning:
+            module.training = True
+
+
+@contextmanager
+def _eager() -> Iterator[None]:
+    """Compiled parts run as written."""
+    stance = getattr(torch.compiler, "set_stance", None)
+    if stance is None:
+        yield
+    else:
+        with stance("force_eager"):
+            yield
+
+
+@contextmanager
+def _forked(entries: Sequence[Tensor]) -> Iterator[None]:
+    """Random numbers that the forward draws are given back."""
+    devices = sorted({t.device.index for t in entries if t.is_cuda})
+    with torch.random.fork_rng(devices=devices):
+        yield
+
+
+Example = Any
+
+
+def run(model: nn.Module, example: Example) -> Any:
+    """Call the model on a tensor, a tuple of positional inputs, or a dict of named inputs."""
+    if isinstance(example, dict):
+        return model(**example)
+    if isinstance(example, tuple | list):
+        return model(*example)
+    return model(example)
+
+
+# How torch complains of number formats, and what converts to which.
+_FORMATS = re.compile(r"dtype|datatype|scalar type|Input type")
+
+
+_CASTS = {torch.float32: "float", torch.float64: "double", torch.float16: "half", torch.bfloat16: "bfloat16"}
+
+
+def run_or_explain(model: nn.Module, example: Example) -> Any:
+    """`run`, with the user's own error and the example's shapes in one message."""
+    try:
+        return run(model, example)
+    except Exception as error:
+        raise refusal(model, "the example", example, error) from error
+
+
+def refusal(model: nn.Module, what: str, inputs: Example, error: Exception) -> ForwardError:
+    """The user's own error with the inputs' shapes, and the way out where number formats do not match."""
+    text = f"{type(model).__name__} does not run on {what} ({describe(inputs)}): {type(error).__name__}: {error}"
+    way = _way_out(model, inputs, str(error))
+    return ForwardError(f"{text.rstrip('.')}. Way out: {way}." if way else text)
+
+
+def _way_out(model: nn.Module, inputs: Example, error: str) -> str:
+    if not _FORMATS.search(error):
+        return ""
+    if "'indices'" in error:
+        return "numbers that an embedding looks up are whole: x.long()"
+    weights = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
+    other = next((t.dtype for t in tensors_in(inputs) if t.dtype != weights), None)
+    if weights not in _CASTS or other is None:
+        return ""
+    ways = f"the weights are {str(weights).removeprefix('torch.')}, so give x.{_CASTS[weights]}()"
+    return f"{ways}, or model.{_CASTS[other]}()" if other in _CASTS else ways
+
+
+def describe(example: Example) -> str:
+    """Shapes and dtypes of an example, for messages."""
+    if isinstance(example, Tensor):
+        return f"{tuple(example.shape)} {str(example.dtype).removeprefix('torch.')}"
+    if isinstance(example, dict):
+        return "{" + ", ".join(f"{key}: {describe(value)}" for key, value in example.items()) + "}"
+    if isinstance(example, tuple | list):
+        return "(" + ", ".join(describe(value) for value in example) + ")"
+    return repr(example)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """No gradients, and the random number generators of CPU and GPU as they were before."""
+    used = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    devices = list(range(torch.cuda.device_count())) if used else []
+    with torch.random.fork_rng(devices), torch.no_grad():
+        yield
+
+
+def to_meta(example: Example) -> Example:
+    """The example without numbers. Integer tensors keep theirs."""
+    if isinstance(example, Tensor):
+        return example.to("meta") if example.is_floating_point() else example
+    if isinstance(example, dict):
+        return type(example)({key: to_meta(value) for key, value in example.items()})
+    if isinstance(example, tuple | list):
+        return type(example)(to_meta(value) for value in example)
+    return example
+
+
+def check_weights(model: nn.Module) -> None:
+    """Refuse weights that are NaN or infinite by name."""
+    named = [*unwrap(model).named_parameters(), *unwrap(model).named_buffers()]
+    floats = [(name, tensor.detach()) for name, tensor in named if tensor.is_floating_point()]
+    empty = next((name for name, tensor in floats if tensor.is_meta), None)
+    if empty is not None:
+        raise UnsupportedModelError(
+            f"`{empty}` of {type(model).__name__} is on the meta device and holds no numbers. Way out: "
+            f"model.to_empty(device='cpu'), then load its weights."
+        )
+    # NaN and infinity survive in a sum, which is cheap and asks the device only once.
+    totals = [tensor.sum(dtype=torch.float32).to(floats[0][1].device) for _, tensor in floats]
+    if not totals or bool(torch.isfinite(torch.stack(totals)).all()):
+        return
+    for name, tensor in floats:
+        if not bool(torch.isfinite(tensor).all()):
+            raise NotFiniteError(
+                f"`{name}` of {type(model).__name__} has NaN or infinite values, so no score would mean anything. "
+                f"Way out: load sound weights; look for a diverged training run or an overflow in half precision."
+            )

@@ -1,0 +1,70 @@
+"""What is known about tensors while a model runs, by identity. Nothing here keeps a tensor alive."""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from functools import cache
+from typing import Generic, TypeVar
+
+from torch import Tensor
+
+from secateur.ops.table import Call, Function
+
+Fact = TypeVar("Fact")
+
+
+class TensorFacts(Generic[Fact]):
+    """Facts about tensors, by identity. An entry goes when its tensor goes. (torch's own weak dictionaries cost as much
+    as the smaller layers.)"""
+
+    def __init__(self) -> None:
+        self._entries: dict[int, tuple[weakref.ref[Tensor], Fact]] = {}
+
+    def get(self, tensor: Tensor) -> Fact | None:
+        """The fact, or None."""
+        entry = self._entries.get(id(tensor))
+        return entry[1] if entry is not None and entry[0]() is tensor else None
+
+    def __contains__(self, tensor: Tensor) -> bool:
+        entry = self._entries.get(id(tensor))
+        return entry is not None and entry[0]() is tensor
+
+    def __setitem__(self, tensor: Tensor, fact: Fact) -> None:
+        key, entries = id(tensor), self._entries
+
+        def gone(reference: weakref.ref[Tensor]) -> None:
+            if key in entries and entries[key][0] is reference:
+                del entries[key]
+
+        entries[key] = (weakref.ref(tensor, gone), fact)
+
+    def __bool__(self) -> bool:
+        return bool(self._entries)
+
+    def forget(self, tensor: Tensor) -> None:
+        """No longer true."""
+        self._entries.pop(id(tensor), None)
+
+
+_WRITERS = {"__iadd__", "__isub__", "__imul__", "__itruediv__", "__setitem__", "__ior__", "__iand__"}
+
+
+def writes(call: Call) -> bool:
+    """Whether a call overwrites its first tensor."""
+    name = getattr(call.function, "__name__", "")
+    if name in _WRITERS or (name.endswith("_") and not name.endswith("__")):
+        return True
+    position = _inplace_position(call.function)
+    if position is None:
+        return False
+    return bool(call.kwargs.get("inplace", call.args[position] if len(call.args) > position else False))
+
+
+@cache
+def _inplace_position(function: Function) -> int | None:
+    try:
+        names = list(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        return None
+    return names.index("inplace") if "inplace" in names else None

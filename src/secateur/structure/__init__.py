@@ -1,0 +1,1 @@
+"""What a model consists of: axes, labels, groups of coupled units, cost."""

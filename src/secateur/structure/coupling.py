@@ -1,0 +1,91 @@
+"""From edges, grids and frozen labels to classes of labels that leave together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from secateur.ops.table import Labels
+from secateur.structure.axes import components
+from secateur.structure.labels import Grid, LabelPass
+
+
+class Classes:
+    """Every label's class (its smallest member), and why frozen classes are frozen.
+
+    `why` is indexed by class: the number of the reason in `reasons`, or -1 for a class that is not frozen.
+    """
+
+    def __init__(self, total: int, passes: Sequence[LabelPass]) -> None:
+        empty = [np.zeros(0, np.int64)]
+        self._left = np.concatenate([a for p in passes for a in p.left] or empty)
+        self._right = np.concatenate([a for p in passes for a in p.right] or empty)
+        self._total = total
+        self.root = components(total, self._left, self._right)
+        self._frozen = [item for p in passes for item in p.frozen]
+        self._settle([grid for p in passes for grid in p.grids])
+        self.reasons: list[str] = []
+        self.why = np.full(total, -1, np.int64)
+        for labels, reason in self._frozen:
+            roots = self.root[labels]
+            self.why[roots[self.why[roots] < 0]] = self.reason(reason)
+
+    def reason(self, text: str) -> int:
+        """The number of a reason; the same words always have the same one."""
+        if text not in self.reasons:
+            self.reasons.append(text)
+        return self.reasons.index(text)
+
+    def _join(self, left: Labels, right: Labels) -> None:
+        self._left = np.concatenate([self._left, left.ravel()])
+        self._right = np.concatenate([self._right, right.ravel()])
+
+    def _settle(self, grids: list[Grid]) -> None:
+        """Decide for each grid which axis its units are slices of; tie what cannot otherwise stay a rectangle."""
+        frozen: set[int] = set()
+        while True:
+            before, undecided = len(self._left), []
+            for i, grid in enumerate(grids):
+                view = self.root[grid.labels]
+                live = _live_axes(view)
+                if not live:
+                    undecided.append(grid)
+                    continue
+                axis = next((a for a in live if a not in grid.rigid), None)
+                if axis is None:
+                    if i not in frozen:
+                        frozen.add(i)
+                        self._frozen.append((_nonzero(grid.labels), grid.reason))
+                    continue
+                line = np.moveaxis(view, axis, 0).reshape(view.shape[axis], -1)[:, 0]
+                for where, labels in grid.joins:
+                    if where == axis and not np.array_equal(self.root[labels], line):
+                        self._join(line, labels)
+            if len(self._left) == before:
+                if not undecided:
+                    return
+                self._tie(undecided[0])
+            self.root = components(self._total, self._left, self._right)
+
+    def _tie(self, grid: Grid) -> None:
+        """Units of an undecided grid become slices of its last axis that may shrink, so that its factors stay put."""
+        free = [a for a in range(grid.labels.ndim) if a not in grid.rigid]
+        axis = free[-1] if free else grid.labels.ndim - 1
+        rows = np.moveaxis(self.root[grid.labels], axis, 0).reshape(grid.labels.shape[axis], -1)
+        self._join(np.repeat(rows[:, :1], rows.shape[1], 1), rows)
+
+
+def _live_axes(view: Labels) -> list[int]:
+    """The axes whose index alone decides the class."""
+    found = []
+    for axis in range(view.ndim):
+        rows = np.moveaxis(view, axis, 0).reshape(view.shape[axis], -1)
+        if bool((rows == rows[:, :1]).all()):
+            found.append(axis)
+    return found
+
+
+def _nonzero(labels: Labels) -> Labels:
+    found: Labels = labels[labels != 0]
+    return found

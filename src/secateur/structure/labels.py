@@ -1,0 +1,391 @@
+"""The label pass: run the model once with labels beside every activation, and learn what must leave together.
+
+Each tensor carries *layers*. A layer is a tensor of labels of the same shape; the label at a position says which unit
+the number there belongs to, 0 that it belongs to none. Where a layer does not depend on a dimension it has stride 0
+there, so layers are cheap. Data movement is applied to the layers themselves, and is therefore right by construction. A
+tensor has more than one layer where two kinds of units cross in it, as channels and tokens do in a mixer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from secateur.nest import tensors_in
+from secateur.ops.layers import compact, narrow, spread, varying
+from secateur.ops.table import Call, Labels, Site
+from secateur.running.copies import named_tensors
+from secateur.running.observer import Observer
+from secateur.structure.axes import AxisTable
+
+Layers = list[Tensor]
+
+
+@dataclass
+class Grid:
+    """Labels that vary over several axes: a unit must fill whole slices of one of them, or the tensor is no rectangle.
+
+    `rigid` axes cannot shrink. `joins` are labels along one axis that leave with its slices, should that axis shrink.
+    """
+
+    labels: Labels
+    rigid: frozenset[int]
+    joins: tuple[tuple[int, Labels], ...]
+    reason: str
+
+
+@dataclass
+class CostTerm:
+    """What one call computes or writes: `coefficient` times the number of kept labels along each axis."""
+
+    site: Site
+    coefficient: float
+    axes: list[Labels]
+
+
+@dataclass
+class NormSite:
+    """A norm that mixes channels: which labels it mixes, laid out over the dimensions that it normalises."""
+
+    site: Site
+    labels: Tensor
+
+
+@dataclass(frozen=True)
+class Producer:
+    """Where units are made: the labels number the output channels. Reused weights are called at several sites."""
+
+    sites: tuple[Site, ...]
+    kind: str
+    labels: Labels
+
+
+@dataclass
+class HeadSite:
+    """An attention product: one label per head."""
+
+    site: Site
+    labels: Labels
+
+
+class NeedsNumbers(Exception):
+    """Labels are moved by computed positions, which a shadow without numbers does not have."""
+
+
+class LabelPass(Observer):
+    """Watches one forward pass and collects edges, frozen labels, grids and costs. `ops/` tells it what calls do."""
+
+    def __init__(self, model: nn.Module, axes: AxisTable) -> None:
+        super().__init__(model)
+        self.axes = axes
+        self.left: list[Labels] = []
+        self.right: list[Labels] = []
+        self.frozen: list[tuple[Labels, str]] = []
+        self.grids: list[Grid] = []
+        self.macs: list[CostTerm] = []
+        self.written: list[CostTerm] = []
+        self.norms: list[NormSite] = []
+        self.heads: list[HeadSite] = []
+        self.producers: dict[int, Producer] = {}
+        self.seen: set[str] = set()
+        self._layers: Any = WeakIdKeyDictionary()
+        self._names: dict[int, str] = {}
+        for name, tensor in named_tensors(model):
+            self._names.setdefault(id(tensor), name)
+
+    # -- the observer ----------------------------------------------------------------------------------------------
+    def observe(self, call: Call) -> Any:
+        """Run the call, then let its entry in the table say what it does to channels."""
+        output = call.operation.rehearse(call)
+        call.operation.channels(self, call, output)
+        self._count_written(call, output)
+        return output
+
+    def _count_written(self, call: Call, output: Any) -> None:
+        """How many numbers the call writes, by whose they are. Views write none; what is done in place does."""
+        sources = call.tensors()
+        memories = {tensor.untyped_storage()._cdata for tensor in sources}
+        for tensor in tensors_in(output):
+            if tensor.untyped_storage()._cdata in memories and not any(tensor is source for source in sources):
+                continue
+            axes = {over[0]: narrow(layer) for layer in self.layers(tensor) if len(over := varying(layer)) == 1}
+            if axes:
+                share = tensor.numel() / math.prod(tensor.shape[dim] for dim in axes)
+                self.written.append(CostTerm(call.site, share, [a.reshape(-1).numpy() for a in axes.values()]))
+
+    def concerns(self, value: Any) -> bool:
+        """Only tensors with labels matter."""
+        return bool(self.layers(value))
+
+    # -- layers ----------------------------------------------------------------------------------------------------
+    def layers(self, tensor: Any) -> Layers:
+        """The layers of a tensor; those of a parameter have one label per index of each dimension."""
+        if not isinstance(tensor, Tensor):
+            return []
+        known: Layers | None = self._layers.get(tensor)
+        if known is not None:
+            return known
+        name = self._names.get(id(tensor))
+        if name is None:
+            return []
+        self.seen.add(name)
+        made = []
+        for dim, size in enumerate(tensor.shape):
+            if size > 1:
+                labels = self.axes.of(name, dim, size).labels
+                made.append(spread(labels, dim, tensor.shape))
+        self._layers[tensor] = made
+        return made
+
+    def set(self, tensor: Tensor, layers: Layers) -> None:
+        """Say what a tensor carries."""
+        kept = []
+        for layer in layers:
+            assert layer.shape == tensor.shape, (layer.shape, tensor.shape)
+            layer = compact(layer)
+            if varying(layer):
+                kept.append(layer)
+            else:
+                self.freeze(layer, f"a single unit is taken out by position in {self.path or 'the forward'}")
+        self._layers[tensor] = kept
+
+    def parameter(self, tensor: Any) -> str | None:
+        """The name of a tensor if it is a parameter or buffer of the model."""
+        return self._names.get(id(tensor))
+
+    def along(self, tensor: Tensor, dim: int, site: Site | None = None) -> Labels | None:
+        """The labels along one dimension; None if there are none. Layers that also vary elsewhere are tied first."""
+        dim %= tensor.ndim
+        found: Labels | None = None
+        for layer in self.layers(tensor):
+            if dim not in varying(layer):
+                continue
+            layer = self.tied(layer, [d for d in varying(layer) if d != dim])
+            column = narrow(layer).reshape(-1).numpy()
+            if found is not None:
+                self.join(found, column)
+            found = column
+        return found
+
+    def others(self, tensor: Tensor, dims: Sequence[int]) -> Layers:
+        """The layers that do not vary along any of `dims`."""
+        wanted = {d % tensor.ndim for d in dims}
+        return [layer for layer in self.layers(tensor) if not wanted & set(varying(layer))]
+
+    # -- what calls say --------------------------------------------------------------------------------------------
+    def join(self, a: Labels, b: Labels) -> None:
+        """These labels, pair by pair, leave together. A label paired with 0 cannot leave."""
+        pairs = np.stack([np.ravel(a), np.ravel(b)], 1)
+        pairs = pairs[pairs[:, 0] != pairs[:, 1]]
+        if not len(pairs):
+            return
+        if len(pairs) > 4096:
+            # Pairs as single numbers sort many times faster than rows.
+            keys = np.sort(pairs[:, 0] * self.axes.total + pairs[:, 1])
+            pairs = np.stack(np.divmod(keys[np.flatnonzero(np.diff(keys, prepend=-1))], self.axes.total), 1)
+        blank = (pairs == 0).any(1)
+        if blank.any():
+            self.freeze(pairs[blank].max(1), f"meets channels that cannot be removed in {self.path or 'the forward'}")
+            pairs = pairs[~blank]
+        self.left.append(pairs[:, 0])
+        self.right.append(pairs[:, 1])
+
+    def tie(self, labels: Labels) -> None:
+        """All these labels leave together."""
+        flat = np.unique(labels)
+        flat = flat[flat != 0]
+        if len(flat) > 1:
+            self.join(np.full(len(flat) - 1, flat[0]), flat[1:])
+
+    def tie_rows(self, labels: Labels) -> None:
+        """In a 2-d array, the labels of each row leave together."""
+        if labels.shape[1] > 1:
+            self.join(np.repeat(labels[:, :1], labels.shape[1] - 1, 1), labels[:, 1:])
+
+    def tied(self, layer: Tensor, dims: Sequence[int]) -> Tensor:
+        """The layer after tying its labels along `dims`, which it then no longer varies over."""
+        small = narrow(layer)
+        rest = [d for d in range(small.ndim) if d not in dims]
+        rows = small.permute(*rest, *dims).reshape(int(np.prod([small.shape[d] for d in rest])), -1)
+        self.tie_rows(rows.numpy())
+        head = small[tuple(slice(0, 1) if d in dims else slice(None) for d in range(small.ndim))]
+        return head.expand(layer.shape)
+
+    def freeze(self, labels: Labels | Tensor | None, reason: str) -> None:
+        """These labels can never leave."""
+        if labels is None:
+            return
+        if isinstance(labels, Tensor):
+            labels = narrow(labels).reshape(-1).numpy()
+        ids = np.unique(labels)
+        ids = ids[ids != 0]
+        if len(ids):
+            self.frozen.append((ids, reason))
+
+    def freeze_tensor(self, tensor: Any, reason: str) -> None:
+        """Everything a tensor carries can never leave."""
+        for layer in self.layers(tensor):
+            self.freeze(layer, reason)
+
+    def cost(self, site: Site, total: float, *axes: Labels | None) -> None:
+        """`total` multiply-accumulates now, proportional to what is kept along each of `axes`."""
+        known = [axis for axis in axes if axis is not None]
+        for axis in known:
+            total /= len(axis)
+        self.macs.append(CostTerm(site, total, known))
+
+    def produce(self, labels: Labels, site: Site, kind: str) -> None:
+        """These labels number units that are made here: filters, neurons."""
+        known = self.producers.get(int(labels[0]))
+        sites = (*known.sites, site) if known is not None else (site,)
+        self.producers[int(labels[0])] = Producer(sites, kind, labels)
+
+    def attend(self, labels: Labels, site: Site) -> None:
+        """An attention product with one label per head."""
+        self.heads.append(HeadSite(site, labels))
+
+    def mixes(self, tensor: Tensor, dims: Sequence[int], site: Site) -> None:
+        """A norm over `dims` in which units take part: the masked reference must leave out what was removed."""
+        for layer in self.layers(tensor):
+            over = varying(layer)
+            if set(over) <= set(dims):
+                index = tuple(slice(None) if d in dims else slice(0, 1) for d in range(layer.ndim))
+                self.norms.append(NormSite(site, layer[index]))
+            elif set(over) & set(dims):
+                self.grid(layer, f"{site} mixes a part of it", rigid=[d for d in over if d in dims])
+
+    def grid(
+        self, layer: Tensor, reason: str, rigid: Sequence[int] = (), joins: Sequence[tuple[int, Labels]] = ()
+    ) -> None:
+        """A layer over several axes, with what is known about them. `rigid` and `joins` name dims of the tensor."""
+        dims = varying(layer)
+        if not dims:
+            return
+        labels = narrow(layer).reshape([layer.shape[d] for d in dims]).numpy()
+        where = {d: i for i, d in enumerate(dims)}
+        self.grids.append(
+            Grid(
+                labels,
+                frozenset(where[d] for d in rigid if d in where),
+                tuple((where[d], np.asarray(j)) for d, j in joins if d in where),
+                reason,
+            )
+        )
+
+    # -- patterns that many operations share -------------------------------------------------------------------------
+    def move(self, call: Call, output: Any, function: Callable[[Tensor], Any] | None = None) -> None:
+        """Data movement: do to the labels what the call does to the numbers. The first tensor is what moves."""
+        source = call.tensors()[0]
+        if any(t.is_meta and not t.is_floating_point() for t in call.tensors()[1:]):
+            raise NeedsNumbers(str(call.site))
+        act = function or (lambda layer: call.function(*_replace(call.args, source, layer), **call.kwargs))
+        results = [act(layer) for layer in self.layers(source)]
+        outputs = tensors_in(output)
+        for i, tensor in enumerate(outputs):
+            self.set(tensor, [tensors_in(result)[i] for result in results])
+
+    def keep(self, source: Tensor, output: Tensor) -> None:
+        """The output has the source's shape and its labels."""
+        self.set(output, self.layers(source))
+
+    def carry(self, source: Tensor, output: Tensor, mixed: Sequence[int], reason: str) -> None:
+        """Same number of dimensions, other sizes along `mixed`: labels that vary there are frozen, the rest go on."""
+        mixed = [d % source.ndim for d in mixed]
+        kept = []
+        for layer in self.layers(source):
+            if set(varying(layer)) & set(mixed):
+                self.freeze(layer, reason)
+            else:
+                index = tuple(slice(0, 1) if d in mixed else slice(None) for d in range(layer.ndim))
+                kept.append(layer[index].expand(output.shape))
+        self.set(output, kept)
+
+    def merge(self, output: Tensor, operands: Sequence[tuple[Layers, Sequence[int]]], site: Site) -> None:
+        """Pointwise arithmetic: labels that meet leave together.
+
+        Each operand is its layers and its shape. A dimension along which an operand is broadcast asks nothing of it;
+        one along which it is present but carries no label cannot shrink.
+        """
+        shape = tuple(output.shape)
+        prepared = [
+            ([_align(layer, shape) for layer in layers], _present(own, shape))
+            for layers, own in operands
+        ]  # fmt: skip
+        for i, (layers, _) in enumerate(prepared):
+            for j, (rivals, present) in enumerate(prepared):
+                if i == j:
+                    continue
+                for layer in layers:
+                    self._meet(layer, rivals, present, site, first=i < j)
+        kept: Layers = []
+        for layers, _ in prepared:
+            for layer in layers:
+                dims = set(varying(layer))
+                if not any(dims == set(varying(other)) for other in kept):
+                    kept.append(layer)
+        self.set(output, kept)
+
+    def match(self, layer: Tensor, rival: Tensor, dim: int, site: Site) -> None:
+        """A layer of one tensor against another tensor joined to it along `dim`, which the layer does not vary over."""
+        head = layer[tuple(slice(0, 1) if d == dim else slice(None) for d in range(layer.ndim))]
+        partners = [r for r in self.others(rival, [dim]) if set(varying(r)) & set(varying(layer))]
+        for partner in partners:
+            short = partner[tuple(slice(0, 1) if d == dim else slice(None) for d in range(layer.ndim))]
+            self._pair(head, short)
+        if not partners:
+            self.grid(layer, f"joined by {site} to a tensor whose size is fixed", rigid=varying(layer))
+
+    def _meet(self, layer: Tensor, rivals: Layers, present: frozenset[int], site: Site, first: bool) -> None:
+        """One layer of one operand against everything another operand carries."""
+        dims = set(varying(layer))
+        shared = dims & present
+        if not shared:
+            return
+        partners = [rival for rival in rivals if set(varying(rival)) & dims]
+        if shared == dims:
+            if not partners:
+                self.grid(layer, f"combined by {site} with a tensor whose size is fixed", rigid=sorted(dims))
+            elif first:
+                for rival in partners:
+                    self._pair(layer, rival)
+            return
+        joins = []
+        for rival in partners:
+            over = varying(rival)
+            if len(over) == 1:
+                joins.append((over[0], narrow(rival).reshape(-1).numpy()))
+        joined = {d for d, _ in joins}
+        self.grid(layer, f"combined by {site} with a tensor whose size is fixed", sorted(shared - joined), joins)
+
+    def _pair(self, a: Tensor, b: Tensor) -> None:
+        index = tuple(
+            slice(0, 1) if (sa == 0 and sb == 0) or size == 1 else slice(None)
+            for sa, sb, size in zip(a.stride(), b.stride(), a.shape, strict=True)
+        )
+        self.join(a[index].reshape(-1).numpy(), b[index].reshape(-1).numpy())
+
+
+def _align(layer: Tensor, shape: tuple[int, ...]) -> Tensor:
+    return layer.reshape((1,) * (len(shape) - layer.ndim) + tuple(layer.shape)).expand(shape)
+
+
+def _present(own: Sequence[int], shape: tuple[int, ...]) -> frozenset[int]:
+    offset = len(shape) - len(own)
+    return frozenset(d for d in range(len(shape)) if d >= offset and own[d - offset] == shape[d] and shape[d] > 1)
+
+
+def _replace(args: Any, source: Tensor, layer: Tensor) -> Any:
+    """The arguments with `source` replaced by its labels."""
+    if args is source:
+        return layer
+    if isinstance(args, tuple):
+        return tuple(_replace(item, source, layer) for item in args)
+    if isinstance(args, list):
+        return [_replace(item, source, layer) for item in args]
+    return args

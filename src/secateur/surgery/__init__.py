@@ -1,0 +1,1 @@
+"""Cutting, masking, verifying."""

@@ -1,0 +1,130 @@
+"""`apply`: carry out a plan, and return nothing that was not verified."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from secateur.errors import SecateurError, VerificationError
+from secateur.nest import tensors_in
+from secateur.plans.plan import Plan
+from secateur.running.copies import copy_with, unwrap
+from secateur.running.sandbox import Example, quiet, run
+from secateur.surgery.cut import cut
+from secateur.surgery.mask import mask, reference
+from secateur.surgery.provenance import remember
+
+# Rule zero compares relative to the largest output. Half precision formats round coarsely.
+_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
+
+
+def apply(
+    model: nn.Module, plan: Plan, how: Literal["remove", "mask"] = "remove", example: Example = None
+) -> nn.Module:
+    """A new model without the units that the plan removes; `how="mask"` keeps the shapes and zeroes them instead.
+
+    **Rule zero**: on the example, removal and masking must agree, or `VerificationError` is raised. The example is the
+    one given to `analyze`; a plan read from a file has none, so give it one here if you want the check.
+
+    >>> import secateur as sc
+    >>> net = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2))
+    >>> graph = sc.analyze(net, torch.zeros(1, 4))
+    >>> sc.apply(net, sc.plan(graph, sc.score(net, None, "weight", graph=graph), remove=0.5))[0]
+    Linear(in_features=4, out_features=3, bias=True)
+    """
+    model = unwrap(model)
+    if how == "mask":
+        return mask(model, plan)
+    if how != "remove":
+        raise SecateurError(f"how={how!r} is not known; use 'remove' or 'mask'")
+    small = cut(model, plan)
+    if example is None:
+        example = plan.example
+    if example is not None and plan.groups:
+        verify(model, small, plan, example)
+    remember(small, model, replace(plan, example=example))
+    return small
+
+
+def verify(model: nn.Module, small: nn.Module, plan: Plan, example: Example) -> None:
+    """Raise unless the small model and the masked one agree on the example."""
+    dtype = _dtype(model)
+    gap, where = _gap(small, model, plan, example)
+    limit = _TOLERANCE.get(dtype, 1e-4)
+    if gap <= limit:
+        return
+    if dtype == torch.float32 and gap < 0.1:
+        # Deep nets amplify rounding. In double precision only a real difference survives.
+        gap, where = _gap(small, model, plan, example, double=True)
+        if gap <= 1e-7:
+            return
+    raise VerificationError(
+        f"removal and zero-masking disagree on the example: relative difference {gap:.2g} (allowed {limit:g}) {where}. "
+        f"The smaller model is withheld. The forward probably addresses channels by fixed positions; way out: leave "
+        f"the layer out with ignore=[...], and please report the model."
+    )
+
+
+def _gap(small: nn.Module, model: nn.Module, plan: Plan, example: Example, double: bool = False) -> tuple[float, str]:
+    """The largest difference between small and masked outputs relative to the largest output, and where it is."""
+    if double:
+        example = _double(example)
+    outputs = [_outputs("smaller", _doubled(small) if double else small, example)]
+    masked = reference(model, plan)  # made only now, so that not all three models and a pass need memory at once
+    outputs.append(_outputs("masked", masked.double() if double else masked, example))
+    if len(outputs[0]) != len(outputs[1]):
+        raise VerificationError("the smaller model returns another number of tensors than the masked one")
+    worst, where = 0.0, ""
+    for i, (a, b) in enumerate(zip(*outputs, strict=True)):
+        if a.shape != b.shape:
+            return float("inf"), f"in the shape of output {i}: {tuple(a.shape)} instead of {tuple(b.shape)}"
+        if not a.numel() or not a.is_floating_point():
+            continue
+        a, b = a.double(), b.double()
+        scale = float(b.abs().max())
+        gap = float((a - b).abs().max()) / scale if scale > 0 else float((a - b).abs().max())
+        if not gap <= worst:
+            worst, where = (gap if gap == gap else float("inf")), f"in output {i} of shape {tuple(a.shape)}"
+    return worst, where
+
+
+def _outputs(what: str, net: nn.Module, example: Example) -> list[Tensor]:
+    """What a model returns on the example in evaluation mode."""
+    flags = [(module, module.training) for module in net.modules()]
+    net.eval()
+    with quiet():
+        try:
+            found = tensors_in(_plain(run(net, example)))
+        except Exception as error:
+            raise VerificationError(
+                f"the {what} model does not run on the example: {type(error).__name__}: {error}. A size is probably "
+                f"written into the forward; way out: leave the layer out with ignore=[...]."
+            ) from error
+    for module, flag in flags:
+        module.training = flag
+    return found
+
+
+def _doubled(net: nn.Module) -> nn.Module:
+    return copy_with(net, lambda name, old: old.detach().double() if old.is_floating_point() else old.detach())
+
+
+def _double(example: Example) -> Example:
+    if isinstance(example, Tensor):
+        return example.double() if example.is_floating_point() else example
+    if isinstance(example, dict):
+        return type(example)({k: _double(v) for k, v in example.items()})
+    if isinstance(example, tuple | list):
+        return type(example)(_double(v) for v in example)
+    return example
+
+
+def _dtype(model: nn.Module) -> torch.dtype:
+    return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+
+
+def _plain(output: Any) -> Any:
+    return vars(output) if not tensors_in(output) and hasattr(output, "__dict__") else output

@@ -1,0 +1,173 @@
+"""Cutting: a new module of the same class with smaller tensors and attributes that fit them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from secateur.errors import PlanError
+from secateur.plans.plan import AttributeCut, Plan
+from secateur.running.copies import copy_with, named_modules, named_tensors, unwrap
+from secateur.surgery.attention import narrow_attention
+
+# Names under which attention modules of the common libraries keep their number of heads.
+_HEAD_COUNTS = ("num_heads", "n_heads", "n_head", "heads", "nhead", "num_attention_heads")
+# Names of widths that are a number of heads times the width of a head.
+_HEAD_WIDTHS = ("attn_dim", "all_head_size", "inner_dim", "embed_dim_inner", "attention_dim", "dim_attn")
+
+
+def check_fits(model: nn.Module, plan: Plan) -> None:
+    """Raise unless every parameter that the plan cuts exists with the shape that the plan was made for."""
+    have = {n: tuple(t.shape) for n, t in named_tensors(model)}
+    for name, shape in plan.shapes.items():
+        if name not in have:
+            raise PlanError(
+                f"the plan was made for {plan.model} and cuts `{name}`, which {type(model).__name__} does not have. "
+                f"Way out: build the same model that was analysed."
+            )
+        if have[name] != tuple(shape):
+            raise PlanError(
+                f"the plan was made for `{name}` of shape {tuple(shape)}, but this model has {have[name]}. "
+                f"Way out: apply the plan to the unpruned model it was made for."
+            )
+    for name, dims in plan.cuts.items():
+        shape = plan.shapes.get(name, ())
+        for dim, indices in dims.items():
+            if dim >= len(shape) or (indices and max(indices) >= shape[dim]) or len(set(indices)) >= shape[dim]:
+                raise PlanError(
+                    f"the plan cuts indices of `{name}` along dimension {dim} that its shape {shape} cannot lose"
+                )
+
+
+def cut(model: nn.Module, plan: Plan) -> nn.Module:
+    """A copy of the model without what the plan removes. Not verified; `apply` does that."""
+    model = unwrap(model)
+    check_fits(model, plan)
+    small = copy_with(model, lambda name, old: _sliced(old.detach(), plan.cuts.get(name)))
+    before = dict(named_modules(model))
+    names = _first_names(model)
+    for path, module in named_modules(small):
+        if path in before:
+            _fit(module, before[path], path, plan, names)
+    for path in list(before):
+        module = before[path]
+        if isinstance(module, nn.MultiheadAttention):
+            narrow_attention(small, path, module, plan)
+    for item in plan.attributes:
+        _fit_attribute(small, item)
+    for head in plan.heads:
+        _fit_heads(small, before, head.path, head.heads, head.heads - len(head.removed))
+    return small
+
+
+def _sliced(tensor: Tensor, dims: Any) -> Tensor:
+    if not dims:
+        return tensor.clone()
+    for dim, indices in dims.items():
+        kept = np.delete(np.arange(tensor.shape[dim]), np.fromiter(indices, np.int64, len(indices)))
+        tensor = tensor.index_select(dim, torch.from_numpy(kept).to(tensor.device))
+    return tensor
+
+
+def _first_names(model: nn.Module) -> dict[int, str]:
+    """The name under which each parameter or buffer is first met: tied ones are cut under that name."""
+    names: dict[int, str] = {}
+    for name, tensor in named_tensors(model):
+        names.setdefault(id(tensor), name)
+    return names
+
+
+def _fit(module: nn.Module, old: nn.Module, path: str, plan: Plan, names: dict[int, str]) -> None:
+    """Bring the sizes that a module remembers in line with its tensors."""
+    if isinstance(module, nn.modules.conv._ConvNd):
+        assert isinstance(old, nn.modules.conv._ConvNd)
+        weight: Any = module.weight
+        transposed = isinstance(module, nn.modules.conv._ConvTransposeNd)
+        if old.groups > 1:
+            groups = weight.shape[0] // (old.weight.shape[0] // old.groups)
+            module.groups = groups
+            module.in_channels = groups * (old.in_channels // old.groups)
+            module.out_channels = groups * (old.out_channels // old.groups)
+        else:
+            first, second = weight.shape[0], weight.shape[1]
+            module.in_channels, module.out_channels = (first, second) if transposed else (second, first)
+    elif isinstance(module, nn.Linear):
+        module.out_features, module.in_features = module.weight.shape
+    elif isinstance(module, nn.modules.batchnorm._NormBase):
+        vector = next((v for v in (module.weight, module.running_mean) if v is not None), None)
+        if vector is not None:
+            module.num_features = len(vector)
+    elif isinstance(module, nn.LayerNorm | nn.RMSNorm):
+        assert isinstance(old, nn.LayerNorm | nn.RMSNorm)
+        scale: Tensor | None = module.weight  # absent without elementwise_affine
+        module.normalized_shape = _norm_shape(old.normalized_shape, path, plan) if scale is None else tuple(scale.shape)
+    elif isinstance(module, nn.GroupNorm):
+        assert isinstance(old, nn.GroupNorm)
+        kept = len(module.weight) if module.weight is not None else old.num_channels
+        module.num_channels = kept
+        if old.num_groups > 1:
+            module.num_groups = kept // (old.num_channels // old.num_groups)
+    elif isinstance(module, nn.PReLU):
+        module.num_parameters = len(module.weight)
+    elif isinstance(module, nn.Embedding):
+        module.num_embeddings, module.embedding_dim = module.weight.shape
+    elif isinstance(module, nn.RNNBase):
+        reading: Any = module.weight_ih_l0
+        module.input_size = reading.shape[1]
+        module._flat_weights = [getattr(module, name) for name in module._flat_weights_names]
+
+
+def _fit_attribute(small: nn.Module, item: AttributeCut) -> None:
+    """Set a remembered size. Only a number that is there and has the expected value is replaced."""
+    try:
+        module = small.get_submodule(item.path)
+    except AttributeError:
+        module = None
+    if module is None or vars(module).get(item.name) != item.before:
+        raise PlanError(
+            f"the plan sets `{item.path}`.{item.name} from {item.before} to {item.after}, but this model has no such "
+            f"number. Way out: build the same model that was analysed."
+        )
+    setattr(module, item.name, item.after)
+
+
+def _norm_shape(shape: tuple[int, ...], path: str, plan: Plan) -> tuple[int, ...]:
+    """The shape that a norm without parameters normalises after the cut."""
+    for norm in plan.norms:
+        if norm.path == path:
+            mask = np.ones(norm.shape, bool).ravel()
+            mask[list(norm.removed)] = False
+            mask = (
+                mask.reshape(norm.shape)[(0,) * (len(norm.shape) - len(shape))]
+                if len(norm.shape) > len(shape)
+                else mask
+            )
+            return tuple(
+                int(np.any(mask, tuple(d for d in range(mask.ndim) if d != axis)).sum()) for axis in range(len(shape))
+            )
+    return shape
+
+
+def _fit_heads(small: nn.Module, before: dict[str, nn.Module], path: str, had: int, has: int) -> None:
+    """Attention modules remember their number of heads under various names; adjust those that hold it."""
+    parts = path.split(".") if path else []
+    for end in range(len(parts), max(len(parts) - 2, -1), -1):
+        where = ".".join(parts[:end])
+        old = before.get(where)
+        if old is None or isinstance(old, nn.MultiheadAttention):
+            continue
+        module = small.get_submodule(where)
+        hit = False
+        for name in _HEAD_COUNTS:
+            if vars(old).get(name) == had:
+                setattr(module, name, has)
+                hit = True
+        for name in _HEAD_WIDTHS:
+            value = vars(old).get(name)
+            if isinstance(value, int) and value % had == 0:
+                setattr(module, name, value // had * has)
+        if hit:
+            return

@@ -1,0 +1,89 @@
+"""Training state across a removal: optimizer moments and averaged weights shrink with their parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.swa_utils import AveragedModel
+
+from secateur.errors import PlanError, SecateurError
+from secateur.plans.plan import Plan
+from secateur.running.copies import unwrap
+from secateur.surgery.cut import cut
+
+
+def carry(state: Any, before: nn.Module, after: nn.Module, plan: Plan | None) -> None:
+    """Make an optimizer (or `AveragedModel`) that served `before` serve `after`, the model that `plan` made of it.
+
+    The object stays the same, so schedulers and gradient scalers that hold it go on working; param groups, learning
+    rates and step counts stay; moments are sliced like their parameters. `plan=None` means an unpruned copy.
+
+    >>> import secateur as sc
+    >>> net = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2))
+    >>> optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    >>> graph = sc.analyze(net, torch.zeros(1, 4))
+    >>> plan = sc.plan(graph, sc.score(net, None, "weight", graph=graph), remove=0.5)
+    >>> small = sc.apply(net, plan)
+    >>> carry(optimizer, net, small, plan)
+    >>> optimizer.param_groups[0]["params"][0] is small[0].weight
+    True
+    """
+    if isinstance(state, Optimizer):
+        _carry_optimizer(state, unwrap(before), unwrap(after), plan)
+    elif isinstance(state, AveragedModel):
+        if plan is not None:
+            inner = state.module
+            state.module = cut(inner, plan)
+    elif isinstance(state, torch.optim.lr_scheduler.LRScheduler):
+        return  # holds the optimizer, which stays the same object
+    else:
+        raise SecateurError(
+            f"carry= takes optimizers, schedulers and torch.optim.swa_utils.AveragedModel, not {type(state).__name__}."
+        )
+
+
+def _carry_optimizer(optimizer: Optimizer, before: nn.Module, after: nn.Module, plan: Plan | None) -> None:
+    names = {id(parameter): name for name, parameter in before.named_parameters()}
+    fresh = dict(after.named_parameters())
+    cuts = plan.cuts if plan is not None else {}
+    for group in optimizer.param_groups:
+        for i, old in enumerate(group["params"]):
+            name = names.get(id(old))
+            if name is None:
+                continue  # not the model's: a temperature, a loss with weights
+            new = fresh.get(name)
+            if new is None:
+                raise PlanError(f"the smaller model has no parameter `{name}` that the optimizer trains.")
+            group["params"][i] = new
+            if old in optimizer.state:
+                optimizer.state[new] = _sliced_state(optimizer.state.pop(old), old, cuts.get(name, {}), name)
+
+
+def _sliced_state(
+    state: Mapping[str, Any], old: Tensor, dims: Mapping[int, tuple[int, ...]], name: str
+) -> dict[str, Any]:
+    made: dict[str, Any] = {}
+    for key, value in state.items():
+        if isinstance(value, Tensor) and value.shape == old.shape:
+            made[key] = sliced(value, dims)
+        elif isinstance(value, Tensor) and value.numel() > 1 and dims:
+            raise SecateurError(
+                f"the optimizer keeps `{key}` of shape {tuple(value.shape)} for `{name}` of shape {tuple(old.shape)}; "
+                f"such factored state cannot be sliced. Way out: make a new optimizer after the removal."
+            )
+        else:
+            made[key] = value
+    return made
+
+
+def sliced(tensor: Tensor, dims: Mapping[int, tuple[int, ...]]) -> Tensor:
+    """The tensor without the given indices of each dimension."""
+    for dim, indices in dims.items():
+        keep = np.setdiff1d(np.arange(tensor.shape[dim]), np.asarray(indices))
+        tensor = tensor.index_select(dim, torch.from_numpy(keep).to(tensor.device))
+    return tensor.clone()
