@@ -96,6 +96,6 @@ def _read(file: Path, model: nn.Module, settings: Mapping[str, Any]) -> dict[str
     other = [key for key in settings if header["settings"].get(key) != settings[key]]
     if other:
         what = "; ".join(f"{k} was {header['settings'].get(k)!r}, is now {settings[k]!r}" for k in other[:4])
-        raise FileFormatError(f"{file} was prepared otherwise: {what}. Way out: another --out, or remove the file.")
+        raise FileFormatError(f"{file} was prepared otherwise: {what}.", fix="another --out, or remove the file")
     fill(model, tensors, file)
     return {str(key): float(value) for key, value in header["notes"].items()}

@@ -288,6 +288,6 @@ def _matlab(path: Path, flat: bool = False) -> dict[str, Any]:
     try:
         from scipy.io import loadmat
     except ModuleNotFoundError as error:
-        raise DataError(f"reading {path.name} needs scipy. Way out: pip install scipy") from error
+        raise DataError(f"reading {path.name} needs scipy.", fix="pip install scipy") from error
     found: dict[str, Any] = loadmat(path, struct_as_record=not flat, squeeze_me=flat)
     return found

@@ -115,7 +115,7 @@ class Folder:
         other = [key for key in wanted if found and found.get(key) != wanted[key]]
         if other:
             what = "; ".join(f"{key} was {found.get(key)!r}, is now {wanted[key]!r}" for key in other[:4])
-            raise FileFormatError(f"{self.path} holds another run: {what}. Way out: another --out, or remove it.")
+            raise FileFormatError(f"{self.path} holds another run: {what}.", fix="another --out, or remove it")
         if not found:
             write(self.path / "settings.json", json.dumps(wanted, indent=1).encode())
 

@@ -146,7 +146,7 @@ def test_missing_packages_are_named_before_the_work(place: Place, tmp_path: Path
         importlib.util, "find_spec", lambda name, *a: None if name == "onnxruntime" else usual(name, *a)
     )
     said = fail("prune", *place.job, "--out", tmp_path / "s", "--remove", 0.3, "--onnx")
-    assert "onnxruntime is missing. Way out: pip install 'secateur[export]', or no --onnx." in said
+    assert "onnxruntime is missing. Fix: pip install 'secateur[export]', or no --onnx." in said
     assert not (tmp_path / "s").exists()
 
 

@@ -37,7 +37,7 @@ def test_nothing_is_written_among_the_images(place: Place, tmp_path: Path, where
     for command in ("prune", "compare"):
         said = fail(command, *place.model, *folders, "--remove", 0.3, "--out", mine / where)
         assert f"the folder of --{role}, {mine}" in said
-        assert "Way out: another --out" in said
+        assert "Fix: another --out" in said
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -75,7 +75,7 @@ def test_an_unwritable_place_is_named_before_the_work(place: Place, tmp_path: Pa
         said = fail(command, *args, "--remove", 0.3, "--out", tmp_path / "new" / "small")
         assert said.splitlines() == [
             f"secateur: error: --out {tmp_path / 'new' / 'small'} cannot be made: {tmp_path} may not be written to. "
-            f"Way out: another --out."
+            f"Fix: another --out."
         ]
 
 
@@ -114,12 +114,12 @@ def test_an_unfinished_run_of_another_request_says_what_differs(place: Place, tm
     for what, more in cases.items():
         said = fail(*args, *more)
         assert all(part in said for part in what.split("; "))
-        assert said.rstrip().endswith("Way out: --fresh, or another --out.")
+        assert said.rstrip().endswith("Fix: --fresh, or another --out.")
         assert "going on" not in said
         assert not re.search("[0-9a-f]{16}", said)
         assert (tmp_path / "s" / "run.json").read_text() == kept
     (tmp_path / "s" / "run.json").unlink()
-    assert "its run.json is missing or damaged. Way out: --fresh" in fail(*args, "--remove", 0.5)
+    assert "its run.json is missing or damaged. Fix: --fresh" in fail(*args, "--remove", 0.5)
     assert invoke(*args, "--remove", 0.4, "--fresh").exit_code == 0
 
 
@@ -225,20 +225,20 @@ def test_compare_refuses_the_same(tmp_path: Path) -> None:
     assert "Did you mean taylor?" in fail(*args, "--criterion", "lrp", "--criterion", "tailor")
     assert "--remove 50 must lie" in fail(*args, "--remove", 50)
     twice = [word for name in ("lrp", "weight", "lrp") for word in ("--criterion", name)]
-    assert "--criterion lrp is given 2 times. Way out: each one once." in fail(*args, *twice)
+    assert "--criterion lrp is given 2 times. Fix: each one once." in fail(*args, *twice)
 
 
 def test_pixels_run_from_0_to_1(place: Place, tmp_path: Path) -> None:
     args = ["prune", *place.job, "--remove", 0.3, "--out", tmp_path / "s"]
     said = fail(*args, "--mean", "123,116,103", "--std", "58,57,57")
     assert "--mean 123,116,103 is for pixels from 0 to 255" in said
-    assert "Way out: divide by 255, --mean 0.482,0.455,0.404." in said
+    assert "Fix: divide by 255, --mean 0.482,0.455,0.404." in said
     assert "--std 0.227,0.224,0.224." in fail(*args, "--mean", "0.5,0.5,0.5", "--std", "58,57,57")
     assert invoke(*args, "--mean", "0,0,0", "--std", "1,1,1").exit_code == 0
 
 
 def test_devices_that_are_not_called_so(place: Place) -> None:
-    assert "there is no device 'gpu'. Way out: --device cuda, or auto" in fail("inspect", place.net, "--device", "gpu")
+    assert "there is no device 'gpu'. Fix: --device cuda, or auto" in fail("inspect", place.net, "--device", "gpu")
     assert "--device cuda:1, or auto" in fail("inspect", place.net, "--device", "GPU:1")
 
 
@@ -246,7 +246,7 @@ def test_images_to_test_on_must_be_others(place: Place, tmp_path: Path) -> None:
     args = ["prune", *place.model, "--images", place.train, "--test", place.train, "--remove", 0.3]
     said = fail(*args, "--out", tmp_path / "s")
     assert "18 images are in --images and in --test" in said
-    assert "Way out: a --test with other images, or none: then some of --images are held out." in said
+    assert "Fix: a --test with other images, or none: then some of --images are held out." in said
 
 
 def test_a_network_without_weights_is_as_it_was_built(place: Place, tmp_path: Path) -> None:
@@ -264,11 +264,11 @@ def test_a_network_without_weights_is_as_it_was_built(place: Place, tmp_path: Pa
 def test_errors_of_the_functions_speak_of_options(place: Place, tmp_path: Path) -> None:
     args = ["prune", *place.job, "--out", tmp_path / "s"]
     said = fail(*args, "--keep-macs", 0.0001)
-    assert "Way out: a larger target, a smaller --round-to, or fewer ignored layers." in said
+    assert "Fix: a larger target, a smaller --round-to, or fewer ignored layers." in said
     said += fail(*args, "--remove", 0.95)
     assert re.search(r"--remove 0\.9\d+ asks for 15 of 16 units", said)
     assert "every layer keeps one unit at least" in said
-    assert "Way out: a smaller --remove, or fewer --ignore." in said
+    assert "Fix: a smaller --remove, or fewer --ignore." in said
     said += fail(*args, "--remove", 0.01)
     assert "--remove 0.01 of 16 units is less than the smallest group" in said
     said += fail(*args, "--remove", 0.5, "--ignore", "*")
@@ -282,9 +282,7 @@ def test_errors_of_the_functions_speak_of_options(place: Place, tmp_path: Path) 
     said += drop.stdout + drop.stderr
     assert "would have lost more than --max-drop allows" in said
     said += fail(*args, "--keep-latency", 1e-6, "--round-to", 2, "--fresh")
-    assert (
-        "nothing more may leave: every layer is as narrow as --round-to and --ignore allow. Way out: a larger" in said
-    )
+    assert "nothing more may leave: every layer is as narrow as --round-to and --ignore allow. Fix: a larger" in said
     assert not re.search(r"min_units|round_to|max_drop|\b(keep|remove|ignore|only)=|print\(graph\)", said)
 
 
@@ -298,11 +296,9 @@ def test_what_is_not_an_argument_keeps_its_name() -> None:
     ):
         assert spoken(text) == text
     old, new = "0" * 64, "f" * 64
-    text = (
-        f"c.safetensors belongs to another run: weights was {old!r}, is now {new!r}. Way out: another checkpoint path, "
-    )
+    text = f"c.safetensors belongs to another run: weights was {old!r}, is now {new!r}. Fix: another checkpoint path, "
     said = spoken(f"{text}or remove the file.")
-    assert said == "c.safetensors belongs to another run: other weights. Way out: --fresh, or another --out."
+    assert said == "c.safetensors belongs to another run: other weights. Fix: --fresh, or another --out."
 
 
 def test_a_state_is_said_once() -> None:

@@ -423,7 +423,7 @@ def test_inputs_of_another_number_format_have_a_way_out(criterion: str) -> None:
         score(words, (torch.ones(4, 2), y), criterion)
     with pytest.raises(ForwardError, match="does not run") as caught:  # another fault: nothing is said about formats
         score(Small(), (x.repeat(1, 2, 1, 1), y), criterion, graph=graph)
-    assert "Way out" not in str(caught.value)
+    assert "Fix" not in str(caught.value)
 
 
 # -- one output --------------------------------------------------------------------------------------------------------
@@ -473,7 +473,7 @@ def test_every_sample_of_one_output_starts_with_relevance_1(shape: str, dtype: t
 def test_one_output_and_targets_that_do_not_fit() -> None:
     x = HAND[0].repeat(4, 1)
     for criterion in ("lrp", "taylor"):
-        with pytest.raises(DataError, match=r"labels run from 0 to 3, but the model has one output.*Way out"):
+        with pytest.raises(DataError, match=r"labels run from 0 to 3, but the model has one output.*Fix"):
             score(OneLogit("column"), (x, torch.arange(4)), criterion)
         with pytest.raises(DataError, match=r"targets have shape \(4, 2\)"):
             score(OneLogit("column"), (x, torch.zeros(4, 2)), criterion)
@@ -499,7 +499,7 @@ def test_scores_that_are_all_zero_are_refused() -> None:
     def nothing(model: nn.Module, batches: list) -> dict[str, Tensor]:
         return {site.path: torch.zeros(len(p.labels)) for p in graph.producers for site in p.sites[:1]}
 
-    with pytest.raises(CriterionError, match=r"'nothing' gave every unit the score 0.*Way out"):
+    with pytest.raises(CriterionError, match=r"'nothing' gave every unit the score 0.*Fix"):
         score(Small(), data, nothing, graph=graph)
     with pytest.raises(CriterionError, match="'empty' gave no unit a score"):
         score(Small(), data, Custom(name="empty", function=lambda model, batches: {}), graph=graph)
@@ -559,7 +559,7 @@ def test_a_guess_among_outputs_is_said(name: str, criterion: str) -> None:
         pytest.importorskip("captum")
     form, taken, other = GUESSED[name]
     net, graph = Returning(form), analyze(Returning(form), HAND[0])
-    told = pytest.warns(SecateurWarning, match=rf"{re.escape(taken)} is taken.*not {re.escape(other)}\. Way out")
+    told = pytest.warns(SecateurWarning, match=rf"{re.escape(taken)} is taken.*not {re.escape(other)}\. Fix")
     if "captum" not in criterion:  # captum itself takes tensors only
         with told:
             found = by_path(score(net, HAND, criterion, graph=graph))
@@ -624,7 +624,7 @@ def test_a_pair_with_two_inputs_and_two_batches_are_told_apart(criterion: str) -
 def test_data_that_are_no_numbers_are_named() -> None:
     x, y = samples(4)
     graph = analyze(Small(), x[:1])
-    with pytest.raises(DataError, match=r"targets are a list that is no list of numbers.*Way out"):
+    with pytest.raises(DataError, match=r"targets are a list that is no list of numbers.*Fix"):
         score(Small(), (x, ["cat", "dog", "cat", "dog"]), graph=graph)
     with pytest.raises(DataError, match=r"inputs are a list of numbers.*torch\.tensor"):
         score(Small(), (x.tolist(), y), graph=graph)

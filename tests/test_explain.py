@@ -618,7 +618,7 @@ def test_half_precision_has_its_own_way_out(composite):
     x = torch.rand(2, 1, 8, 8)
     with pytest.raises(RelevanceError) as caught:
         explain(dying().half(), x.half(), composite=composite)
-    assert "Way out: model.float()" in str(caught.value)
+    assert "Fix: model.float()" in str(caught.value)
     assert "alpha1beta0" not in str(caught.value)
     assert "``" not in str(caught.value)
     assert str(caught.value).count("`") == 2
@@ -628,5 +628,5 @@ def test_half_precision_has_its_own_way_out(composite):
 
 
 def test_the_way_out_is_another_composite_than_the_one_that_failed():
-    with pytest.raises(RelevanceError, match=r"pool2d in `2`\. Way out: .*'alpha1beta0'"):
+    with pytest.raises(RelevanceError, match=r"pool2d in `2`\. Fix: .*'alpha1beta0'"):
         explain(dying(), torch.rand(2, 1, 8, 8), composite=Epsilon(0.0))

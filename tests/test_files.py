@@ -88,7 +88,7 @@ def test_the_wrong_model_is_named(tmp_path: Path) -> None:
 
 def test_a_plan_for_another_model_is_refused() -> None:
     *_, plan = pruned("residual")
-    with pytest.raises(PlanError, match="Way out"):
+    with pytest.raises(PlanError, match="Fix"):
         sc.apply(build("concat")[0], plan)
 
 
@@ -156,7 +156,7 @@ def test_onnx_runtime_cannot_run_every_precision(kind: torch.dtype, tmp_path: Pa
     net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 2)).eval()
     x = torch.rand(2, 3, 8, 8)
     name = str(kind).removeprefix("torch.")
-    with pytest.raises(VerificationError, match=rf"Way out: export model\.float\(\).*{name}"):
+    with pytest.raises(VerificationError, match=rf"Fix: export model\.float\(\).*{name}"):
         sc.export(net.to(kind), tmp_path / "m.onnx", x.to(kind))
     assert list(tmp_path.iterdir()) == []
     assert sc.export(net.float(), tmp_path / "m.onnx", x).exists()
@@ -242,7 +242,7 @@ def halved(model: nn.Module, example: object, folder: Path) -> nn.Module:
 
 def test_moved_strides_are_refused_by_name(tmp_path: Path) -> None:
     halved(layered(), torch.rand(2, 3, 8, 8), tmp_path / "m")
-    with pytest.raises(FileFormatError, match=r"`0\.stride` was 2 and is 1; `4\.stride` was 1 and is 2.*Way out"):
+    with pytest.raises(FileFormatError, match=r"`0\.stride` was 2 and is 1; `4\.stride` was 1 and is 2.*Fix"):
         sc.load(tmp_path / "m", layered((1, 2)))
 
 
@@ -274,7 +274,7 @@ def test_what_is_idle_in_evaluation_may_differ(tmp_path: Path) -> None:
 def test_another_forward_is_refused(other: dict[str, object], tmp_path: Path) -> None:
     x = torch.rand(2, 3, 8, 8)
     small = halved(Functional(), x, tmp_path / "m")
-    with pytest.raises(FileFormatError, match=r"output on fixed inputs differs.*Way out"):
+    with pytest.raises(FileFormatError, match=r"output on fixed inputs differs.*Fix"):
         sc.load(tmp_path / "m", Functional(**other))  # type: ignore[arg-type]
     used = Functional()
     used(x)  # it counts its calls and remembers a shape, which must not matter

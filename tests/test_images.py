@@ -134,7 +134,7 @@ def test_broken_images_are_named_and_skipped_or_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"nonsense\.jpg"):
         read(root, strict=True)
     (root / "red" / "nonsense.jpg").unlink()
-    with pytest.raises(DataError, match=r"cut\.png.*Way out"):
+    with pytest.raises(DataError, match=r"cut\.png.*Fix"):
         read(root, strict=True).tensors()
 
 

@@ -62,7 +62,7 @@ def test_a_factory_in_a_file(net: str) -> None:
         ("torchvision:fcn_resnet50", "torchvision has no model"),  # no classifier
         ("timm:resnett50", "timm has no model .*timm:resnet50"),
         ("resnet50", "is no model.*Did you mean torchvision:resnet50"),
-        ("torchvision:resnet18?weights=DEFAULT", "weights is not an option. Way out: --weights"),
+        ("torchvision:resnet18?weights=DEFAULT", "weights is not an option. Fix: --weights"),
         ("torchvision:resnet18?num_classes", "options look like"),
         ("torchvision:resnet18?wings=2", "could not be built"),
         ("absent.py:make", "there is no file absent.py"),
@@ -76,7 +76,7 @@ def test_unknown_models(spec: str, says: str) -> None:
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        (":maek", "has no function or class 'maek'. Way out: .*net.py:make"),
+        (":maek", "has no function or class 'maek'. Fix: .*net.py:make"),
         ("", "needs the name of a function or class"),
         (":number", "returned a int, not a torch.nn.Module"),
         (":fails", "raised KeyError: 'oops'"),
@@ -131,7 +131,7 @@ def test_weights_that_do_not_fit_are_named(net: str, tmp_path: Path) -> None:
 
 def test_pickled_modules_and_rubbish_are_refused(net: str, tmp_path: Path) -> None:
     torch.save(nn.Linear(2, 2), tmp_path / "module.pt")
-    with pytest.raises(FileFormatError, match=r"runs no code from files. Way out: torch.save"):
+    with pytest.raises(FileFormatError, match=r"runs no code from files. Fix: torch.save"):
         build(net, tmp_path / "module.pt")
     (tmp_path / "rubbish.pt").write_bytes(b"rubbish")
     with pytest.raises(FileFormatError, match=r"rubbish\.pt"):

@@ -1,12 +1,26 @@
-"""Everything that can go wrong, by name. Each message says where, what, and the way out."""
+"""Everything that can go wrong, by name. Each error says what is wrong, where, and how to fix it."""
 
 from __future__ import annotations
 
 
 class SecateurError(Exception):
-    """Parent of every error that secateur raises on purpose. `result` is what a pruning loop had completed by then."""
+    """Parent of every error that secateur raises on purpose.
+
+    `what` is wrong, `fix` is how to mend it. `result` is what a pruning loop had completed by then.
+
+    >>> print(SecateurError("there is no data.", fix="give data=(inputs, targets)"))
+    there is no data. Fix: give data=(inputs, targets).
+    """
 
     result: object = None
+
+    def __init__(self, what: str, *, fix: str = "") -> None:
+        super().__init__(what)
+        self.what = what
+        self.fix = fix
+
+    def __str__(self) -> str:
+        return f"{self.what} Fix: {self.fix}{'' if self.fix.endswith(('.', '…')) else '.'}" if self.fix else self.what
 
 
 class UnknownOperationError(SecateurError):

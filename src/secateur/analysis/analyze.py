@@ -40,8 +40,8 @@ def analyze(model: nn.Module, example: Example) -> Graph:
     model = unwrap(model)
     if isinstance(model, torch.jit.ScriptModule):
         raise UnsupportedModelError(
-            f"{type(model).__name__} is TorchScript: its code is compiled and cannot be followed. Way out: the Python "
-            f"module that it was made from."
+            f"{type(model).__name__} is TorchScript: its code is compiled and cannot be followed.",
+            fix="the Python module that it was made from",
         )
     _refuse_parametrized(model)
     shadow, inputs, axes, main = _first_watch(model, example)
@@ -62,8 +62,9 @@ def _refuse_parametrized(model: nn.Module) -> None:
         if parametrize.is_parametrized(module):
             names = ", ".join(module.parametrizations)
             raise UnsupportedModelError(
-                f"`{path}` computes {names} by torch.nn.utils.parametrize; slicing what it is computed from could "
-                f"change it. Way out: torch.nn.utils.parametrize.remove_parametrizations(module, name) first."
+                f"`{path}` computes {names} by torch.nn.utils.parametrize; slicing what it is computed from "
+                "could change it.",
+                fix="torch.nn.utils.parametrize.remove_parametrizations(module, name) first",
             )
 
 

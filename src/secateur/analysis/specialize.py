@@ -115,8 +115,9 @@ def _output_classes(model: nn.Module, graph: Graph, example: Example) -> Labels:
     found = labels.along(output, 1) if output.ndim > 1 else None
     if found is None or not found.all() or found.max() >= len(graph.root):
         raise UnsupportedModelError(
-            f"{type(model).__name__} returns a tensor of shape {tuple(output.shape)} whose dimension 1 is not made by "
-            f"the rows of a conv or linear layer, so outputs cannot be removed. Way out: specialize the part that is."
+            f"{type(model).__name__} returns a tensor of shape {tuple(output.shape)} whose dimension 1 is not "
+            "made by the rows of a conv or linear layer, so outputs cannot be removed.",
+            fix="specialize the part that is",
         )
     return graph.root[found]
 
@@ -144,8 +145,8 @@ def _plan(model: nn.Module, graph: Graph, classes: Labels, wanted: Sequence[int]
     tied = [name for name, parameter in model.named_parameters() if name in plan.cuts and id(parameter) in tables]
     if tied:
         raise UnsupportedModelError(
-            f"the rows of `{tied[0]}` are also the entries of an embedding: outputs cannot leave without the inputs. "
-            f"Way out: untie the two weights first."
+            f"the rows of `{tied[0]}` are also the entries of an embedding: outputs cannot leave without the inputs.",
+            fix="untie the two weights first",
         )
     return plan
 

@@ -15,7 +15,7 @@ except ModuleNotFoundError as missing:
 
     def app(*_: Any, **__: Any) -> None:
         """Say what is missing."""
-        sys.exit("secateur: the command line needs typer and rich. Way out: pip install 'secateur[cli]'")
+        sys.exit("secateur: the command line needs typer and rich. Fix: pip install 'secateur[cli]'")
 
 
 __all__ = ["app"]

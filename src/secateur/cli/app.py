@@ -61,7 +61,7 @@ class Commands(TyperGroup):
             if extra is None:
                 raise
             _raise_if_debugging()
-            _say(f"error: this command needs {error.name}. Way out: pip install 'secateur[{extra}]'")
+            _say(f"error: this command needs {error.name}. Fix: pip install 'secateur[{extra}]'")
         raise typer.Exit(1)
 
 

@@ -69,7 +69,7 @@ def compare(
         )  # fmt: skip
     if job.test is None:
         raise SecateurError(
-            "a comparison needs images that are not used for scoring. Way out: --test, or a smaller --per-class."
+            "a comparison needs images that are not used for scoring.", fix="--test, or a smaller --per-class"
         )
     asked = request(ctx, job, criteria=chosen)
     earlier = begin_run(out, asked, fresh, talk)

@@ -42,7 +42,7 @@ def need(extra: str, without: str, *modules: str) -> None:
     """Say before hours of work, not after, that a package is missing."""
     missing = [name for name in modules if importlib.util.find_spec(name) is None]
     if missing:
-        raise SecateurError(f"{', '.join(missing)} is missing. Way out: pip install 'secateur[{extra}]', or {without}.")
+        raise SecateurError(f"{', '.join(missing)} is missing.", fix=f"pip install 'secateur[{extra}]', or {without}")
 
 
 def check_folder(out: Path, **data: Path | None) -> None:
@@ -54,7 +54,7 @@ def check_folder(out: Path, **data: Path | None) -> None:
     if not nearest.is_dir():
         raise SecateurError(f"{nearest} is a file; --out is a folder.")
     if not os.access(nearest, os.W_OK | os.X_OK):
-        raise SecateurError(f"--out {out} cannot be made: {nearest} may not be written to. Way out: another --out.")
+        raise SecateurError(f"--out {out} cannot be made: {nearest} may not be written to.", fix="another --out")
 
 
 def check_model(out: Path) -> None:
@@ -62,7 +62,7 @@ def check_model(out: Path) -> None:
     inside = out / "model"
     if inside.exists() and not (inside / PLANS).is_file():
         raise SecateurError(
-            f"{inside} exists and was not written by secateur; it would be replaced. Way out: another --out."
+            f"{inside} exists and was not written by secateur; it would be replaced.", fix="another --out"
         )
 
 
@@ -120,7 +120,7 @@ def begin_run(out: Path, asked: dict[str, Any], fresh: bool, talk: Talk) -> str 
     other = _differences(before, json.loads(json.dumps(asked)))
     if unfinished and other:
         what = "; ".join(other[:3]) if before else f"its {RUN} is missing or damaged"
-        raise SecateurError(f"{out} holds an unfinished run that differs: {what}. Way out: --fresh, or another --out.")
+        raise SecateurError(f"{out} holds an unfinished run that differs: {what}.", fix="--fresh, or another --out")
     if unfinished:
         talk.note(f"going on with the unfinished run in {out}")
     elif finished:
@@ -134,7 +134,7 @@ def begin_run(out: Path, asked: dict[str, Any], fresh: bool, talk: Talk) -> str 
         text = json.dumps({"asked": asked, "finished": False, "files": files}, indent=1)
         note.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise SecateurError(f"--out {out} cannot be written: {error.strerror}. Way out: another --out.") from error
+        raise SecateurError(f"--out {out} cannot be written: {error.strerror}.", fix="another --out") from error
     return earlier
 
 

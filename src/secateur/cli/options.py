@@ -160,8 +160,8 @@ def numbers(text: str | None, option: str) -> tuple[float, ...] | None:
     if not all(number <= 1 for number in found):
         scaled = ",".join(f"{number / 255:.3g}" for number in found)
         raise DataError(
-            f"{option} {text} is for pixels from 0 to 255; here they run from 0 to 1. Way out: divide by 255, "
-            f"{option} {scaled}."
+            f"{option} {text} is for pixels from 0 to 255; here they run from 0 to 1.",
+            fix=f"divide by 255, {option} {scaled}",
         )
     return found
 
@@ -177,10 +177,10 @@ def device_named(name: str) -> torch.device:
         family, colon, number = name.lower().partition(":")
         if family in ("gpu", "nvidia", "cuda") and name != f"cuda{colon}{number}":
             raise SecateurError(
-                f"there is no device {name!r}. Way out: --device cuda{colon}{number}, or auto: a GPU if there is one."
+                f"there is no device {name!r}.", fix=f"--device cuda{colon}{number}, or auto: a GPU if there is one"
             ) from None
         fact = str(error).splitlines()[0].rstrip(". ")
-        raise SecateurError(f"the device {name!r} cannot be used: {fact}. Way out: --device cpu, or auto.") from None
+        raise SecateurError(f"the device {name!r} cannot be used: {fact}.", fix="--device cpu, or auto") from None
     return device
 
 
@@ -203,27 +203,27 @@ def check_criteria(names: Sequence[str]) -> None:
     for name in names:
         check_criterion(name)
         if names.count(name) > 1:
-            raise CriterionError(f"--criterion {name} is given {names.count(name)} times. Way out: each one once.")
+            raise CriterionError(f"--criterion {name} is given {names.count(name)} times.", fix="each one once")
 
 
 def check_target(keep: Mapping[str, float], remove: float | None, step: float | None) -> None:
     """Refuse targets that exclude each other or make no sense, before anything is read. `keep` says what of which."""
     given = [f"--keep-{name}" for name in keep] + (["--remove"] if remove is not None else [])
     if remove is not None and keep:
-        raise TargetError(f"{' and '.join(given)} are different targets. Way out: give one of them.")
+        raise TargetError(f"{' and '.join(given)} are different targets.", fix="give one of them")
     if "latency" in keep and len(keep) > 1:
-        raise TargetError(f"{' and '.join(given)}: a latency is approached alone. Way out: give one of them.")
+        raise TargetError(f"{' and '.join(given)}: a latency is approached alone.", fix="give one of them")
     for name, value in keep.items():
         if not value > 0:
-            raise TargetError(f"--keep-{name} {value:g} must be above 0. Way out: a share such as --keep-{name} 0.5.")
+            raise TargetError(f"--keep-{name} {value:g} must be above 0.", fix=f"a share such as --keep-{name} 0.5")
         if 1 < value <= 100:
             raise TargetError(
-                f"--keep-{name} {value:g} is no share, which lies between 0 and 1. Way out: --keep-{name} "
-                f"{value / 100:g} for {value:g} per cent."
+                f"--keep-{name} {value:g} is no share, which lies between 0 and 1.",
+                fix=f"--keep-{name} {value / 100:g} for {value:g} per cent",
             )
     if keep.get("latency", 0) > 1:
         raise TargetError(f"--keep-latency {keep['latency']:g} must be a share of what is measured, up to 1.")
     for option, share in (("--remove", remove), ("--step", step)):
         if share is not None and not 0 < share < 1:
-            hint = f" Way out: {option} {share / 100:g} for {share:g} per cent." if 1 <= share < 100 else ""
+            hint = f" Fix: {option} {share / 100:g} for {share:g} per cent." if 1 <= share < 100 else ""
             raise TargetError(f"{option} {share:g} must lie strictly between 0 and 1: a share of the units.{hint}")

@@ -205,7 +205,7 @@ def prune(
         )  # fmt: skip
     if job.test is None and max_drop is not None:
         raise SecateurError(
-            "--max-drop needs images that are not used for scoring. Way out: --test, or a smaller --per-class."
+            "--max-drop needs images that are not used for scoring.", fix="--test, or a smaller --per-class"
         )
     _introduce(talk, job)
     asked = request(ctx, job)
@@ -229,8 +229,8 @@ def prune(
         )  # fmt: skip
     if not plans_of(result.model):
         raise SecateurError(
-            f"nothing was removed ({result.stopped}), so nothing is written. Way out: a larger --max-drop, "
-            f"more images, or smaller steps with repair (--step 0.01 --repair best)."
+            f"nothing was removed ({result.stopped}), so nothing is written.",
+            fix="a larger --max-drop, more images, or smaller steps with repair (--step 0.01 --repair best)",
         )
     files = {"model": out / "model", "history": out / "history.csv"}
     save(files["model"], result, about={"origin": job.subject.origin.to_dict()})
@@ -295,9 +295,7 @@ def _introduce(talk: Talk, job: Task) -> None:
     if job.merge is not None:
         talk.note(f"outputs that mean the same become one: {job.merge} of their probabilities")
     if job.test is None:
-        talk.note(
-            "no image is left to test on, so accuracy is not measured. Way out: --test, or a smaller --per-class."
-        )
+        talk.note("no image is left to test on, so accuracy is not measured. Fix: --test, or a smaller --per-class.")
 
 
 def _timed(talk: Talk, job: Task, result: Result, onnx: Path | None) -> list[Timing]:

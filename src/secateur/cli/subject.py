@@ -64,10 +64,10 @@ def opened(
         file, _, factory = model.partition("?")[0].rpartition(":")
         maker = f"{factory}()" if file else Path(factory).name
         warnings.warn(
-            f"no --weights were given: the network is as {maker} built it. Way out: --weights FILE, unless {maker} "
+            f"no --weights were given: the network is as {maker} built it. Fix: --weights FILE, unless {maker} "
             f"loads them itself."
             if runs_code(model)
-            else f"no --weights were given, and {model} has random weights, so the result means nothing. Way out: "
+            else f"no --weights were given, and {model} has random weights, so the result means nothing. Fix: "
             f"--weights FILE, or --weights default to download the zoo's own.",
             SecateurWarning,
             stacklevel=2,
@@ -204,8 +204,8 @@ def task(
         merged = [name for name, members in chosen.items() if len(members) > 1]
         if merged:
             raise DataError(
-                f"{merged[0]!r} is meant by {len(chosen[merged[0]])} outputs; they must be merged into one. Way out: "
-                f"leave out --no-specialize."
+                f"{merged[0]!r} is meant by {len(chosen[merged[0]])} outputs; they must be merged into one.",
+                fix="leave out --no-specialize",
             )
         targets = [members[0] for members in chosen.values()]
     photos, reference = photos.numbered(targets), reference.numbered(targets)
@@ -216,8 +216,8 @@ def task(
         twins = {path.resolve() for path in held.paths} & {path.resolve() for path in photos.paths}
         if twins:
             raise DataError(
-                f"{len(twins)} images are in --images and in --test, such as {min(twins)}. Way out: a --test with "
-                f"other images, or none: then some of --images are held out."
+                f"{len(twins)} images are in --images and in --test, such as {min(twins)}.",
+                fix="a --test with other images, or none: then some of --images are held out",
             )
         if test_per_class is not None:
             held = held.draw(test_per_class, seed=seed, at_most=True)
@@ -253,8 +253,8 @@ def narrowed(subject: Opened, outputs: Mapping[str, tuple[int, ...]], count: int
         return replace(subject, origin=replace(subject.origin, classes=tuple(outputs)))
     if merged and plans_of(subject.model):
         raise DataError(
-            "this model was cut before, and its outputs can no longer be merged. Way out: merge them in the first "
-            "command, starting from the unpruned model."
+            "this model was cut before, and its outputs can no longer be merged.",
+            fix="merge them in the first command, starting from the unpruned model",
         )
     wanted = {name: list(group) for name, group in outputs.items()} if merged else members
     model = specialize(subject.model, wanted, blank(subject, 2), merge=merge)

@@ -14,7 +14,7 @@ _WORDS: tuple[tuple[str, str], ...] = (
     (r"every layer is down to min_units or ignored", "every layer is as narrow as --round-to and --ignore allow"),
     (
         r"(s per forward pass cannot be reached: [^.]*\.)$",
-        r"\1 Way out: a larger --keep-latency, or a smaller --round-to.",
+        r"\1 Fix: a larger --keep-latency, or a smaller --round-to.",
     ),
     (r"a smaller fraction, or fewer exceptions", "a smaller --remove, or fewer --ignore"),
     (r"leave strict off to skip them", "leave out --strict to skip them"),

@@ -93,7 +93,7 @@ def _captum_class(method: str) -> Any:
     try:
         from captum import attr
     except ImportError as error:
-        raise CriterionError("criterion 'captum:…' needs captum. Way out: pip install 'secateur[captum]'.") from error
+        raise CriterionError("criterion 'captum:…' needs captum.", fix="pip install 'secateur[captum]'") from error
     name = method if method.startswith("Layer") else f"Layer{method}"
     found = getattr(attr, name, None)
     if found is None:

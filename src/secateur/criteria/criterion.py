@@ -67,8 +67,8 @@ class Subject:
                 continue
             if len(values) != np.count_nonzero(kept):
                 raise PlanError(
-                    f"{producer.sites[0]} has {len(values)} units, but the graph says {np.count_nonzero(kept)}. "
-                    f"Way out: give the plan that made this model as start=…, or analyse this model itself."
+                    f"{producer.sites[0]} has {len(values)} units, but the graph says {np.count_nonzero(kept)}.",
+                    fix="give the plan that made this model as start=…, or analyse this model itself",
                 )
             full = np.zeros(len(kept))
             full[kept] = values
@@ -147,6 +147,7 @@ def check_scores(name: str, values: Values, producer: Producer) -> None:
     if not np.isfinite(values).all():
         bad = np.count_nonzero(~np.isfinite(values))
         raise CriterionError(
-            f"the criterion {name!r} gave {bad} scores that are NaN or infinite for the {len(values)} units of "
-            f"{producer.sites[0]}. Way out: check the data and the weights there, or use float32."
+            f"the criterion {name!r} gave {bad} scores that are NaN or infinite for the {len(values)} units "
+            f"of {producer.sites[0]}.",
+            fix="check the data and the weights there, or use float32",
         )

@@ -152,7 +152,9 @@ def _check_some(criterion: Criterion, values: Sequence[Values | None]) -> None:
     if values and not any(part is not None and part.any() for part in values):
         what = "every unit the score 0" if any(part is not None for part in values) else "no unit a score"
         raise CriterionError(
-            f"the criterion {criterion.name!r} gave {what}, so nothing says which matter. Way out: check that data "
-            f"and targets belong to this model and that its output depends on its input; for criteria by gradients "
-            f"give loss=f(output, targets); or use another criterion."
+            f"the criterion {criterion.name!r} gave {what}, so nothing says which matter.",
+            fix=(
+                "check that data and targets belong to this model and that its output depends on its input; for "
+                "criteria by gradients give loss=f(output, targets); or use another criterion"
+            ),
         )

@@ -129,8 +129,8 @@ class SensitivityPass(Accumulator):
             if self.backward:
                 if not output.requires_grad:
                     raise CriterionError(
-                        "the output does not depend on any conv or linear layer by operations that have a gradient. "
-                        "Way out: check that the forward does not detach, or use a criterion without gradients."
+                        "the output does not depend on any conv or linear layer by operations that have a gradient.",
+                        fix="check that the forward does not detach, or use a criterion without gradients",
                     )
                 loss = self._loss(output, targets, answer_of(made).entry)
                 torch.autograd.grad(loss * count, taps.anchor, allow_unused=True)

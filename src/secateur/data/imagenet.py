@@ -48,7 +48,7 @@ def find(word: str) -> int | None:
     found = known.get(_plain(word), ())
     if len(found) > 1:
         which = ", ".join(f"{i} ({entries()[i].wnid}, {entries()[i].name})" for i in found)
-        raise DataError(f"{word!r} is the name of several ImageNet classes: {which}. Way out: use the number or wnid.")
+        raise DataError(f"{word!r} is the name of several ImageNet classes: {which}.", fix="use the number or wnid")
     return found[0] if found else None
 
 

@@ -65,7 +65,7 @@ class Decoder:
         more = f"; and {len(paths) - 5} more" if len(paths) > 5 else ""
         fact = f"{len(paths)} broken {'image' if len(paths) == 1 else 'images'}: {named}{more}"
         if self.strict:
-            raise DataError(f"{fact}. Way out: repair or remove them, or leave strict off to skip them.")
+            raise DataError(f"{fact}.", fix="repair or remove them, or leave strict off to skip them")
         warnings.warn(f"{fact}. Skipped.", SecateurWarning, stacklevel=3)
 
 
@@ -145,8 +145,8 @@ class Photographs:
                 good += whole._readable(batch)
             if len(good) < (1 if at_most else per_class):
                 raise DataError(
-                    f"class {name!r} has {len(good)} usable images, {per_class} were asked for. Way out: fewer per "
-                    f"class, or more images."
+                    f"class {name!r} has {len(good)} usable images, {per_class} were asked for.",
+                    fix="fewer per class, or more images",
                 )
             chosen += good
         return whole._subset(chosen)
@@ -283,7 +283,7 @@ def read(
         raise DataError(
             f"{root} has no class folders"
             + (f", but {loose} images" if loose else "")
-            + f". Way out: put the images of each class into a folder of its own, such as {root / 'cat'}."
+            + f". Fix: put the images of each class into a folder of its own, such as {root / 'cat'}."
         )
     decoder = Decoder(strict)
     listed = [(path, label) for label, name in enumerate(names) for path in images_in(root / name)]

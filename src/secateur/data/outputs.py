@@ -98,7 +98,7 @@ def _given(classes: Sequence[str], count: int, given: Sequence[str]) -> Outputs:
             raise DataError(f"there is no class folder {name!r}; there are {', '.join(classes)}.{hint}")
     missing = [name for name in classes if name not in chosen]
     if missing:
-        raise DataError(f"class folders without outputs: {', '.join(missing)}. Way out: {missing[0]}=NUMBERS as well.")
+        raise DataError(f"class folders without outputs: {', '.join(missing)}.", fix=f"{missing[0]}=NUMBERS as well")
     return {name: parse(chosen[name], count) for name in classes}
 
 
@@ -108,9 +108,12 @@ def _called(classes: Sequence[str], names: Sequence[str]) -> Outputs:
     unknown = [name for name in classes if imagenet.title(name).casefold() not in places]
     if unknown:
         raise DataError(
-            f"class folders that are no output of this model: {', '.join(unknown[:5])}. Its outputs are called "
-            f"{', '.join(names[:8])}{', …' if len(names) > 8 else ''}. Way out: rename the folders, or say which "
-            f"outputs mean them, such as {unknown[0]}=0 (--outputs on the command line)."
+            f"class folders that are no output of this model: {', '.join(unknown[:5])}. Its outputs are "
+            f"called {', '.join(names[:8])}{', …' if len(names) > 8 else ''}.",
+            fix=(
+                f"rename the folders, or say which outputs mean them, such as {unknown[0]}=0 (--outputs on the "
+                "command line)"
+            ),
         )
     return {name: (places[imagenet.title(name).casefold()],) for name in classes}
 
@@ -127,12 +130,15 @@ def _by_name(classes: Sequence[str], count: int) -> Outputs:
         raise DataError(
             f"class folders that are no ImageNet name, wnid or number: {', '.join(unknown[:5])}."
             + (f" Near {unknown[0]!r}: {', '.join(near)}." if near else "")
-            + f" Way out: say which outputs mean them, such as {unknown[0]}=NUMBERS (--outputs on the command line)."
+            + f" Fix: say which outputs mean them, such as {unknown[0]}=NUMBERS (--outputs on the command line)."
         )
     if len(classes) == count:
         return {name: (i,) for i, name in enumerate(classes)}
     raise DataError(
-        f"{len(classes)} class folders ({', '.join(classes[:4])}{', …' if len(classes) > 4 else ''}) for a model with "
-        f"{count} outputs. Way out: say which outputs mean them, e.g. {classes[0]}=0 (--outputs on the command line), "
-        f"or one folder per output."
+        f"{len(classes)} class folders ({', '.join(classes[:4])}{', …' if len(classes) > 4 else ''}) for a "
+        f"model with {count} outputs.",
+        fix=(
+            f"say which outputs mean them, e.g. {classes[0]}=0 (--outputs on the command line), or one folder per "
+            "output"
+        ),
     )

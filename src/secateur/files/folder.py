@@ -160,9 +160,9 @@ def _recognise(model: nn.Module, known: Any, folder: Path) -> None:
     if other:
         more = f" (and {len(other) - 3} more)" if len(other) > 3 else ""
         raise FileFormatError(
-            f"{folder} was saved from a model that computes something else than this {type(model).__name__}, although "
-            f"all shapes fit: {'; '.join(other[:3])}{more}. Way out: build the model that was pruned, by the same code "
-            f"with the same settings."
+            f"{folder} was saved from a model that computes something else than this {type(model).__name__}, "
+            f"although all shapes fit: {'; '.join(other[:3])}{more}.",
+            fix="build the model that was pruned, by the same code with the same settings",
         )
 
 

@@ -43,7 +43,7 @@ def export(model: nn.Module, path: str | os.PathLike[str], example: Example, *, 
         out = _way_out(model)
         raise VerificationError(
             f"the exported model differs from PyTorch's by {gap:.2g} (allowed 1e-4); {target} was removed."
-            + (f" Way out: {out}." if out else "")
+            + (f" Fix: {out}." if out else "")
         )
     return target
 
@@ -127,7 +127,7 @@ def _to_onnx(
         if free and batch_size is not None:
             warnings.warn(
                 f"{target} takes batches of {batch_size} only: the forward of {type(model).__name__} fixes the batch "
-                f"size. Way out: an example of the size that you need.",
+                f"size. Fix: an example of the size that you need.",
                 SecateurWarning,
                 stacklevel=3,
             )
@@ -154,8 +154,9 @@ def _unable(model: nn.Module, error: Exception) -> SecateurError:
     """ONNX Runtime has no kernels for some operations in double or half precision."""
     out = _way_out(model)
     return VerificationError(
-        f"ONNX Runtime cannot run the exported {type(model).__name__}, so it cannot be checked and is not kept "
-        f"({' '.join(str(error).split())}). Way out: {out or 'a name that ends in .pt2, for torch.export'}."
+        f"ONNX Runtime cannot run the exported {type(model).__name__}, so it cannot be checked and is not "
+        f"kept ({' '.join(str(error).split())}).",
+        fix=f"{out or 'a name that ends in .pt2, for torch.export'}",
     )
 
 

@@ -63,8 +63,8 @@ def write(path: Path, state: State) -> None:
     except OSError as error:
         staging.unlink(missing_ok=True)
         raise CheckpointError(
-            f"the checkpoint {path} could not be written ({error}); the one before it, if any, is intact. "
-            f"Way out: make room and call prune again with the same arguments, it goes on from there."
+            f"the checkpoint {path} could not be written ({error}); the one before it, if any, is intact.",
+            fix="make room and call prune again with the same arguments, it goes on from there",
         ) from error
 
 
@@ -87,7 +87,7 @@ def read(path: Path, settings: Mapping[str, Any]) -> State | None:
         if other:
             what = "; ".join(f"{key} was {found.get(key)!r}, is now {wanted[key]!r}" for key in other[:4])
             raise FileFormatError(
-                f"{path} belongs to another run: {what}. Way out: another checkpoint path, or remove the file."
+                f"{path} belongs to another run: {what}.", fix="another checkpoint path, or remove the file"
             )
         history = History.from_json(json.dumps(header["history"]))
         plan = header["plan"]
@@ -152,7 +152,7 @@ def encode(value: Any, tensors: dict[str, Tensor], key: str) -> Any:
         kind = "tuple" if isinstance(value, tuple) else "list"
         return {kind: [encode(item, tensors, f"{key}/{i}") for i, item in enumerate(value)]}
     raise CheckpointError(
-        f"cannot put a {type(value).__name__} into a checkpoint ({key}). Way out: carry only what has numbers as state."
+        f"cannot put a {type(value).__name__} into a checkpoint ({key}).", fix="carry only what has numbers as state"
     )
 
 

@@ -141,15 +141,16 @@ def _saved(folder: Path, original: str | None) -> Opened:
     noted = about(folder)
     if noted.get("origin") is None and original is None:
         raise ModelError(
-            f"{folder} does not say which model it was cut from (it was saved by sc.save, not by a command). "
-            f"Way out: --original torchvision:NAME, timm:NAME or FILE.py:FACTORY."
+            f"{folder} does not say which model it was cut from (it was saved by sc.save, not by a command).",
+            fix="--original torchvision:NAME, timm:NAME or FILE.py:FACTORY",
         )
     origin = Origin.from_dict(noted["origin"], folder) if noted.get("origin") is not None else Origin(str(original))
     if original is not None:
         origin = replace(origin, model=original)
     elif runs_code(origin.model):
         raise ModelError(
-            f"{folder} was cut from {origin.model}; rebuilding it runs that file, which a saved folder may not ask "
-            f"for. Way out: say so yourself with --original {origin.model}."
+            f"{folder} was cut from {origin.model}; rebuilding it runs that file, which a saved folder may "
+            "not ask for.",
+            fix=f"say so yourself with --original {origin.model}",
         )
     return Opened(load(folder, origin.fresh()), origin)

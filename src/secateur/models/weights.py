@@ -33,8 +33,8 @@ def read_weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:
         content: Any = torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise FileFormatError(
-            f"{file} is damaged or holds more than tensors, and secateur runs no code from files. "
-            f"Way out: torch.save(model.state_dict(), path), or safetensors."
+            f"{file} is damaged or holds more than tensors, and secateur runs no code from files.",
+            fix="torch.save(model.state_dict(), path), or safetensors",
         ) from error
     except MemoryError:
         raise
@@ -63,7 +63,7 @@ def fill(model: nn.Module, path: str | os.PathLike[str]) -> None:
         name = wrong[0]
         hint = ""
         if own[name].shape[1:] == state[name].shape[1:] and len(wrong) <= 2:
-            hint = f" Way out, if these are the outputs: ?num_classes={state[name].shape[0]} after the model's name."
+            hint = f" Fix, if these are the outputs: ?num_classes={state[name].shape[0]} after the model's name."
         raise FileFormatError(
             f"{path} does not fit {kind}: `{name}` has shape {tuple(state[name].shape)}, the model needs "
             f"{tuple(own[name].shape)}{_more(wrong)}.{hint}"

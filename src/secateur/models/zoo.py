@@ -37,7 +37,7 @@ def fresh(spec: str, pretrained: bool = False) -> nn.Module:
     path, colon, factory = body.rpartition(":")
     if (colon and path.endswith(".py")) or body.endswith(".py"):
         if pretrained:
-            raise ModelError(f"{spec}: a factory of your own has no weights to download. Way out: --weights FILE.")
+            raise ModelError(f"{spec}: a factory of your own has no weights to download.", fix="--weights FILE")
         return _factory(Path(path if colon and path.endswith(".py") else body), factory if colon else "", options)
     near = [f"torchvision:{name}" for name in _near(body, _torchvision_names())] if not colon else []
     hint = f" Did you mean {' or '.join(near)}?" if near else ""
@@ -73,7 +73,7 @@ def _options(spec: str) -> tuple[str, dict[str, Any]]:
         raise ModelError(f"{spec!r}: options look like ?num_classes=10&width=64.") from None
     reserved = sorted(_RESERVED & {key for key, _ in pairs})
     if reserved:
-        raise ModelError(f"{spec!r}: {', '.join(reserved)} is not an option. Way out: --weights FILE or default.")
+        raise ModelError(f"{spec!r}: {', '.join(reserved)} is not an option.", fix="--weights FILE or default")
     return body, {key: _value(text) for key, text in pairs}
 
 
@@ -143,14 +143,14 @@ def _factory(path: Path, name: str, options: dict[str, Any]) -> nn.Module:
     if not name or not callable(getattr(module, name, None)):
         what = f"has no function or class {name!r}" if name else "needs the name of a function or class after it"
         near = [*_near(name, own), *own][:4]
-        hint = f" Way out: {' or '.join(f'{path}:{n}' for n in dict.fromkeys(near))}." if near else ""
+        hint = f" Fix: {' or '.join(f'{path}:{n}' for n in dict.fromkeys(near))}." if near else ""
         raise ModelError(f"{path} {what}.{hint}")
     factory = getattr(module, name)
     try:
         inspect.signature(factory).bind(**options)
     except TypeError as error:
         raise ModelError(
-            f"{path}:{name} cannot be called so: {error}. Way out: give options as {path.name}:{name}?NAME=VALUE."
+            f"{path}:{name} cannot be called so: {error}.", fix=f"give options as {path.name}:{name}?NAME=VALUE"
         ) from error
     except ValueError:
         pass  # built-in: it has no signature

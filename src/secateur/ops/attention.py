@@ -157,9 +157,7 @@ class Einsum(Contraction):
         if len(operands) == 1:
             return relevance.averages(call, operands[0], lambda a: torch.einsum(text, a))
         if len(operands) > 2:
-            raise UnsupportedModelError(
-                f"{call.site} of {len(operands)} tensors. Way out: write it as products of two."
-            )
+            raise UnsupportedModelError(f"{call.site} of {len(operands)} tensors.", fix="write it as products of two")
         return relevance.multiplies(call, operands[0], operands[1], lambda a, b: torch.einsum(text, a, b))
 
 
@@ -248,8 +246,8 @@ def _multi_head_attention(
         from secateur.errors import UnsupportedModelError
 
         raise UnsupportedModelError(
-            "nn.MultiheadAttention with bias_k/bias_v, add_zero_attn or static keys is not supported. "
-            "Way out: build the module without them."
+            "nn.MultiheadAttention with bias_k/bias_v, add_zero_attn or static keys is not supported.",
+            fix="build the module without them",
         )
     unbatched = query.dim() == 2
     if unbatched:

@@ -48,7 +48,7 @@ class AvgPool(_Spatial):
     def relevance(self, relevance: RelevancePass, call: Call) -> Any:
         """Shared within each window."""
         if call.get("norm_type") is not None:
-            raise UnsupportedModelError(f"{call.site}: power-average pooling has no rule. Way out: average pooling.")
+            raise UnsupportedModelError(f"{call.site}: power-average pooling has no rule.", fix="average pooling")
         return relevance.averages(call, call["input"], call.on(call["input"]))
 
 

@@ -23,9 +23,7 @@ class Recurrent(Operation):
         """Join the input width to the first layer's input weights; hidden units are frozen."""
         x, weights = call["input"], call["params"]
         if not isinstance(weights, tuple | list):
-            raise UnsupportedModelError(
-                f"{call.site} runs on packed sequences. Way out: analyse with a padded example."
-            )
+            raise UnsupportedModelError(f"{call.site} runs on packed sequences.", fix="analyse with a padded example")
         read = labels.along(x, -1)
         for layer in labels.others(x, [-1]):
             labels.freeze(layer, f"{call.site} runs along it")

@@ -70,7 +70,7 @@ def plan(
 def check_target(remove: object, keep: object) -> None:
     """Refuse what is no target at all."""
     if keep is not None and not isinstance(keep, Mapping):
-        raise TargetError(f"keep={keep!r} does not say of what. Way out: keep={{'macs': 0.5}}, or 'params'.")
+        raise TargetError(f"keep={keep!r} does not say of what.", fix="keep={'macs': 0.5}, or 'params'")
     numbers = {"remove": remove} if keep is None else {f"keep[{name!r}]": value for name, value in keep.items()}
     for name, value in numbers.items():
         if value is not None and (isinstance(value, bool | str) or not isinstance(value, int | float | np.number)):
@@ -85,8 +85,11 @@ def named_layers(graph: Graph, what: str, patterns: str | Sequence[str]) -> tupl
             paths = list(dict.fromkeys(path for layer in graph.layers for path in layer.paths))
             close = difflib.get_close_matches(pattern, paths, 3) or paths[:5]
             raise TargetError(
-                f"{what}={pattern!r} fits no layer of {graph.model_name} that has units. Way out: a name such as "
-                f"{', '.join(close)}, or a wildcard such as 'layer4.*'; `print(graph)` shows them all."
+                f"{what}={pattern!r} fits no layer of {graph.model_name} that has units.",
+                fix=(
+                    f"a name such as {', '.join(close)}, or a wildcard such as 'layer4.*'; `print(graph)` shows "
+                    "them all"
+                ),
             )
     return listed
 
@@ -128,8 +131,8 @@ class _Chooser:
         candidates = candidates[~protected[candidates]]
         if not len(candidates):
             raise TargetError(
-                f"every layer of {graph.model_name} is down to min_units={min_units}: nothing may leave. Way out: a "
-                f"smaller min_units."
+                f"every layer of {graph.model_name} is down to min_units={min_units}: nothing may leave.",
+                fix="a smaller min_units",
             )
         key = self.value[candidates]
         if scope == "layer":
@@ -222,8 +225,9 @@ class _Chooser:
         if goal > (sums[-1] if len(sums) else already):
             most = (int(sums[-1]) if len(sums) else already) / total
             raise TargetError(
-                f"remove={remove} asks for {goal} of {total} units, but at most {100 * most:.1f} % can leave: every "
-                f"layer keeps min_units, and ignored layers keep all. Way out: a smaller fraction, or fewer exceptions."
+                f"remove={remove} asks for {goal} of {total} units, but at most {100 * most:.1f} % can leave: "
+                "every layer keeps min_units, and ignored layers keep all.",
+                fix="a smaller fraction, or fewer exceptions",
             )
         count = int(np.searchsorted(sums, goal, "right"))
         if count == 0 and not already:
@@ -236,8 +240,9 @@ class _Chooser:
             found = self._further(count, goal, found)
             if not already and not found.any():
                 raise NothingToPruneError(
-                    f"remove={remove} of {total} units leaves every layer as it is, since it keeps a multiple of "
-                    f"round_to={self.round_to} channels. Way out: a smaller round_to, or a larger share."
+                    f"remove={remove} of {total} units leaves every layer as it is, since it keeps a multiple "
+                    f"of round_to={self.round_to} channels.",
+                    fix="a smaller round_to, or a larger share",
                 )
         return found
 
@@ -276,8 +281,8 @@ class _Chooser:
             raise TargetError(
                 f"cannot reach {wanted}: with everything removed that may leave, {least} remain "
                 f"({100 * least.params / whole.params:.1f} % of the parameters, "
-                f"{100 * least.macs / max(whole.macs, 1):.1f} % of the MACs). "
-                f"Way out: a larger target, a smaller min_units or round_to, or fewer ignored layers."
+                f"{100 * least.macs / max(whole.macs, 1):.1f} % of the MACs).",
+                fix="a larger target, a smaller min_units or round_to, or fewer ignored layers",
             )
         while low < high:
             middle = (low + high) // 2

@@ -36,7 +36,8 @@ class Scores:
             if len(values) != sizes.get(site, -1):
                 raise PlanError(
                     f"these scores are of another model: they are for {len(values)} units of {site}, and "
-                    f"{graph.model_name} has {sizes.get(site, 'none')}. Way out: score(model, data, graph=graph)."
+                    f"{graph.model_name} has {sizes.get(site, 'none')}.",
+                    fix="score(model, data, graph=graph)",
                 )
         total = np.zeros(len(graph.root))
         count = np.zeros(len(graph.root))

@@ -182,7 +182,7 @@ def slack(kind: str, like: Tensor) -> float:
 
 def _warn(fact: str) -> None:
     warnings.warn(
-        f"{fact}. Scores of different layers are then not comparable. Way out: another composite, or see "
+        f"{fact}. Scores of different layers are then not comparable. Fix: another composite, or see "
         f"`.conservation` for every operation.",
         ConservationWarning,
         stacklevel=4,

@@ -185,8 +185,10 @@ class RelevancePass(Layers):
             raise Deviation
         if not output.requires_grad:
             raise RelevanceError(
-                "the output does not depend on the input through operations that carry relevance. Way out: check that "
-                "the forward does not detach, and that the input is a floating-point tensor or token ids."
+                "the output does not depend on the input through operations that carry relevance.",
+                fix=(
+                    "check that the forward does not detach, and that the input is a floating-point tensor or token ids"
+                ),
             )
         return output
 
@@ -212,8 +214,8 @@ class RelevancePass(Layers):
         flows, (wrong, begun, *reached) = page.read()
         if wrong:
             raise RelevanceError(
-                f"the output, where relevance starts, is not finite{self._blame()}. Way out: "
-                f"{'check the weights' if value.dtype not in _HALF else self._way_out(value)}."
+                f"the output, where relevance starts, is not finite{self._blame()}.",
+                fix=f"{'check the weights' if value.dtype not in _HALF else self._way_out(value)}",
             )
         return Batch(value, heat, page.layout, page.units, flows, begun, sum(reached))
 
@@ -247,8 +249,8 @@ class RelevancePass(Layers):
         if wrong or not math.isfinite(batch.reached):
             where = wrong[0] if wrong else "the input"
             raise RelevanceError(
-                f"relevance became NaN or infinite at {where if '`' in where else f'`{where}`'}{self._blame()}. "
-                f"Way out: {self._way_out(batch.output)}."
+                f"relevance became NaN or infinite at {where if '`' in where else f'`{where}`'}{self._blame()}.",
+                fix=f"{self._way_out(batch.output)}",
             )
         self._start += batch.begun
         self._input += batch.reached
@@ -306,8 +308,8 @@ class RelevancePass(Layers):
             plain = logits_of(run(self.model, inputs), warn=False)
         if not torch.allclose(plain, output.detach(), rtol=1e-3, atol=1e-4):
             raise UnsupportedModelError(
-                f"{self._doubtful} writes in place through a view, and the result is used under another name. Way out: "
-                f"write that operation out of place."
+                f"{self._doubtful} writes in place through a view, and the result is used under another name.",
+                fix="write that operation out of place",
             )
 
     def _trust(self, inputs: Any, output: Tensor) -> None:
@@ -334,8 +336,8 @@ class RelevancePass(Layers):
                 return call.run()
         if type(operation).relevance is Operation.relevance:
             raise UnknownOperationError(
-                f"the entry for {call.site} ({operation.name}) does not say how relevance passes. Way out: give the "
-                f"operation a `relevance` method, or replace the call in the model."
+                f"the entry for {call.site} ({operation.name}) does not say how relevance passes.",
+                fix="give the operation a `relevance` method, or replace the call in the model",
             )
         self._fresh, self._writable = None, self._fresh
         return operation.relevance(self, call)

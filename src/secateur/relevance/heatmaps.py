@@ -21,7 +21,7 @@ def draw(images: Any, heat: Tensor, path: Path, clip: float = 0.995) -> Path:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise SecateurError("drawing needs matplotlib. Way out: pip install 'secateur[report]'") from error
+        raise SecateurError("drawing needs matplotlib.", fix="pip install 'secateur[report]'") from error
     rows = heat.shape[0]
     figure = Figure(figsize=(6.4, 3.2 * rows), layout="constrained")
     FigureCanvasAgg(figure)

@@ -159,8 +159,8 @@ class Layers(Verbs):
     def _normed(self, call: Call, x: Tensor) -> Tensor:
         if call["training"] and call.get("running_mean") is not None:
             raise UnsupportedModelError(
-                f"{call.site} updates its running statistics although the model is in evaluation mode. Way out: call "
-                f"batch_norm with training=False."
+                f"{call.site} updates its running statistics although the model is in evaluation mode.",
+                fix="call batch_norm with training=False",
             )
         output: Tensor = self.passes(call, x)
         self._fresh = weakref.ref(output)

@@ -132,8 +132,8 @@ def diverges(pairs: list[tuple[list[Tensor], list[Tensor]]]) -> float:
         if [t.shape for t in mine] != [t.shape for t in theirs]:
             shapes = [[tuple(t.shape) for t in side] for side in (mine, theirs)]
             raise RepairError(
-                f"the smaller model's answers have shapes {shapes[0]}, the original's {shapes[1]}. Way out: give "
-                f"the model that was pruned, and the one that came out."
+                f"the smaller model's answers have shapes {shapes[0]}, the original's {shapes[1]}.",
+                fix="give the model that was pruned, and the one that came out",
             )
     for number, first in enumerate(pairs[0][1]):
         ours, wanted = (torch.cat([_flat(pair[side][number]) for pair in pairs]) for side in (0, 1))
@@ -219,8 +219,8 @@ class _Work:
         if wanted is None or wanted.shape != y.shape:
             left = None if wanted is None else tuple(wanted.shape)
             raise RepairError(
-                f"`{site.weight}` gives rows of shape {tuple(y.shape)}, where {left} are left of the original's. "
-                f"Way out: repair the model that apply or prune made from this original."
+                f"`{site.weight}` gives rows of shape {tuple(y.shape)}, where {left} are left of the original's.",
+                fix="repair the model that apply or prune made from this original",
             )
         partner = holding.partner(site, call, output)
         added = None if partner is None else holding.scaled(site, positions.take(partner, place))

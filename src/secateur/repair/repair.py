@@ -201,8 +201,9 @@ def _kept(small: nn.Module, original: nn.Module) -> Kept:
     fits = after[: len(before)] == before and len(after) > len(before)
     if not fits or any(known.get(name) != tuple(shape) for name, shape in after[len(before)].shapes.items()):
         raise RepairError(
-            f"this {type(small).__name__} was not made by secateur.apply or prune from the given original, so its "
-            f"units cannot be told. Way out: give the model that was pruned, and the one that came out."
+            f"this {type(small).__name__} was not made by secateur.apply or prune from the given original, so "
+            "its units cannot be told.",
+            fix="give the model that was pruned, and the one that came out",
         )
     kept: dict[str, dict[int, np.ndarray[Any, Any]]] = {}
     for plan in after[len(before) :]:

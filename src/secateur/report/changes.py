@@ -84,8 +84,8 @@ def some_of(data: Data, count: int) -> tuple[Tensor, Tensor | None]:
     inputs, targets = data if is_pair(data) else next(iter(islice(batches(data), 1)), (None, None))
     if not isinstance(inputs, Tensor):
         raise DataError(
-            f"heat maps need a tensor of inputs, not {type(inputs).__name__}. Way out: leave out data=, or give "
-            f"inputs=(x, y) if the model takes one tensor."
+            f"heat maps need a tensor of inputs, not {type(inputs).__name__}.",
+            fix="leave out data=, or give inputs=(x, y) if the model takes one tensor",
         )
     if not isinstance(targets, Tensor):
         return inputs[:count], targets

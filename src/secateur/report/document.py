@@ -15,7 +15,7 @@ def fill(template: str, package: str = "secateur", **content: Any) -> str:
     try:
         import jinja2
     except ImportError as error:
-        raise SecateurError("pages need jinja2. Way out: pip install 'secateur[report]'") from error
+        raise SecateurError("pages need jinja2.", fix="pip install 'secateur[report]'") from error
     environment = jinja2.Environment(
         loader=jinja2.ChoiceLoader([jinja2.PackageLoader(name, "") for name in dict.fromkeys((package, "secateur"))]),
         autoescape=True,

@@ -40,11 +40,12 @@ def as_data(data: Data) -> Data:
     if isinstance(data, tuple | list) and len(data) == 2:
         inputs, targets = data
         if _are_numbers(inputs):
-            raise DataError("inputs are a list of numbers. Way out: torch.tensor(inputs), with the model's dtype.")
+            raise DataError("inputs are a list of numbers.", fix="torch.tensor(inputs), with the model's dtype")
         if isinstance(inputs, _ARRAYS):
             raise DataError(
-                f"inputs have the shape {tuple(inputs.shape)}, but targets are a {type(targets).__name__} that is no "
-                f"list of numbers. Way out: class numbers as a tensor, or None for targets that are not known."
+                f"inputs have the shape {tuple(inputs.shape)}, but targets are a {type(targets).__name__} "
+                "that is no list of numbers.",
+                fix="class numbers as a tensor, or None for targets that are not known",
             )
     return data
 
@@ -149,8 +150,8 @@ def size_of(inputs: Any) -> int:
     tensors = tensors_in(inputs)
     if not tensors or tensors[0].ndim == 0:
         raise DataError(
-            f"inputs of type {type(inputs).__name__} have no tensor with a batch dimension. "
-            f"Way out: torch.tensor(…), or a NumPy array."
+            f"inputs of type {type(inputs).__name__} have no tensor with a batch dimension.",
+            fix="torch.tensor(…), or a NumPy array",
         )
     return len(tensors[0])
 
@@ -169,12 +170,12 @@ def check_targets(targets: Any, output: Tensor, entry: str = "") -> Tensor:
     if known.is_floating_point():
         if known.shape != output.shape:
             raise DataError(
-                f"targets of shape {tuple(known.shape)} are real, and do not fit the output {shape}. "
-                f"Way out: whole class numbers, or your own loss=f(output, targets)."
+                f"targets of shape {tuple(known.shape)} are real, and do not fit the output {shape}.",
+                fix="whole class numbers, or your own loss=f(output, targets)",
             )
         return known
     if output.ndim < 2:
-        raise DataError(f"the output has shape {shape}; classes need (samples, classes). Way out: loss=…")
+        raise DataError(f"the output has shape {shape}; classes need (samples, classes).", fix="loss=…")
     expected = (output.shape[0], *output.shape[2:])
     if tuple(known.shape) != expected:
         raise DataError(f"targets have shape {tuple(known.shape)}, but the output {shape} asks for {expected}.")
@@ -182,8 +183,8 @@ def check_targets(targets: Any, output: Tensor, entry: str = "") -> Tensor:
     if low < 0 or high >= classes:
         where = f" in {entry}" if entry else ""
         raise DataError(
-            f"labels run from {low} to {high}, but the model has {classes} outputs (0 to {classes - 1}){where}. "
-            f"Way out: number the classes as the outputs are, or `specialize` the model to the outputs you need."
+            f"labels run from {low} to {high}, but the model has {classes} outputs (0 to {classes - 1}){where}.",
+            fix="number the classes as the outputs are, or `specialize` the model to the outputs you need",
         )
     return known.long()
 
@@ -194,8 +195,9 @@ def _single(known: Tensor, output: Tensor, shape: str) -> Tensor:
         raise DataError(f"targets have shape {tuple(known.shape)}, but the model has one output, of shape {shape}.")
     if not known.is_floating_point() and bool(((known < 0) | (known > 1)).any()):
         raise DataError(
-            f"labels run from {int(known.min())} to {int(known.max())}, but the model has one output, which tells 1 "
-            f"from 0. Way out: real numbers (targets.float()) if it predicts a quantity, or an output for each class."
+            f"labels run from {int(known.min())} to {int(known.max())}, but the model has one output, which "
+            "tells 1 from 0.",
+            fix="real numbers (targets.float()) if it predicts a quantity, or an output for each class",
         )
     return known.reshape(output.shape)
 
@@ -216,8 +218,9 @@ def default_loss(output: Tensor, targets: Any, entry: str = "", *, check: bool =
         return F.cross_entropy(wide, known if known.is_floating_point() else known.long())
     if check and not is_binary(known):
         raise DataError(
-            f"the model has one output (of shape {tuple(output.shape)}), and targets are not all 0 or 1: binary "
-            f"cross-entropy does not fit. Way out: your own loss=f(output, targets), e.g. torch.nn.functional.mse_loss."
+            f"the model has one output (of shape {tuple(output.shape)}), and targets are not all 0 or 1: "
+            "binary cross-entropy does not fit.",
+            fix="your own loss=f(output, targets), e.g. torch.nn.functional.mse_loss",
         )
     return F.binary_cross_entropy_with_logits(wide, known.reshape(output.shape).to(wide.dtype))
 

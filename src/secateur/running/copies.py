@@ -18,7 +18,7 @@ def unwrap(model: nn.Module) -> nn.Module:
     given: object = model
     if not isinstance(given, nn.Module):
         hint = "call it first" if callable(given) else "build the network and load its weights first"
-        raise UnsupportedModelError(f"the model is a {type(given).__name__}, not an nn.Module. Way out: {hint}.")
+        raise UnsupportedModelError(f"the model is a {type(given).__name__}, not an nn.Module.", fix=f"{hint}")
     while True:
         inner = getattr(model, "_orig_mod", None)
         if inner is None and isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
@@ -40,8 +40,9 @@ def copy_with(model: nn.Module, tensor: Callable[[str, Tensor], Tensor]) -> nn.M
         made = _copied(model, memo)
     except (RuntimeError, TypeError, ValueError) as error:
         raise UnsupportedModelError(
-            f"{type(model).__name__} cannot be copied ({error}). secateur never changes your model, so it works on "
-            f"copies. Way out: keep non-leaf tensors and open resources out of its attributes, or detach() them."
+            f"{type(model).__name__} cannot be copied ({error}). secateur never changes your model, so it "
+            "works on copies.",
+            fix="keep non-leaf tensors and open resources out of its attributes, or detach() them",
         ) from error
     for _, module in named_modules(made):
         for name, child in module._modules.items():

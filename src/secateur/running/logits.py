@@ -50,7 +50,7 @@ def logits_of(output: Any, *, warn: bool = True) -> Tensor:
     if warn and answer.rivals:
         warnings.warn(
             f"the model returns several tensors, and {answer.entry} is taken for its answer, not "
-            f"{', '.join(answer.rivals[:5])}. Way out, if another counts: wrap the model so that it returns that.",
+            f"{', '.join(answer.rivals[:5])}. Fix, if another counts: wrap the model so that it returns that.",
             SecateurWarning,
             stacklevel=2,
         )

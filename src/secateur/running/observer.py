@@ -94,9 +94,12 @@ class Observer(TorchFunctionMode):
         site = self.site(func)
         shapes = ", ".join(str(tuple(t.shape)) for t in tensors)
         raise UnknownOperationError(
-            f"secateur has no entry for {site}, called on tensors of shape {shapes}. It will not guess what the "
-            f"function does to channels and relevance. Way out: register an entry with "
-            f"`secateur.ops.register(...)` (see the how-to 'Register an operation'), or replace the call in the model."
+            f"secateur has no entry for {site}, called on tensors of shape {shapes}. It will not guess what "
+            "the function does to channels and relevance.",
+            fix=(
+                "register an entry with `secateur.ops.register(...)` (see the how-to 'Register an operation'), "
+                "or replace the call in the model"
+            ),
         )
 
     def __enter__(self) -> Self:

@@ -85,7 +85,7 @@ def refusal(model: nn.Module, what: str, inputs: Example, error: Exception) -> F
     """The user's own error with the inputs' shapes, and the way out where number formats do not match."""
     text = f"{type(model).__name__} does not run on {what} ({describe(inputs)}): {type(error).__name__}: {error}"
     way = _way_out(model, inputs, str(error))
-    return ForwardError(f"{text.rstrip('.')}. Way out: {way}." if way else text)
+    return ForwardError(f"{text.rstrip('.')}. Fix: {way}." if way else text)
 
 
 def _way_out(model: nn.Module, inputs: Example, error: str) -> str:
@@ -139,8 +139,8 @@ def check_weights(model: nn.Module) -> None:
     empty = next((name for name, tensor in floats if tensor.is_meta), None)
     if empty is not None:
         raise UnsupportedModelError(
-            f"`{empty}` of {type(model).__name__} is on the meta device and holds no numbers. Way out: "
-            f"model.to_empty(device='cpu'), then load its weights."
+            f"`{empty}` of {type(model).__name__} is on the meta device and holds no numbers.",
+            fix="model.to_empty(device='cpu'), then load its weights",
         )
     # NaN and infinity survive in a sum, which is cheap and asks the device only once.
     totals = [tensor.sum(dtype=torch.float32).to(floats[0][1].device) for _, tensor in floats]
@@ -149,6 +149,6 @@ def check_weights(model: nn.Module) -> None:
     for name, tensor in floats:
         if not bool(torch.isfinite(tensor).all()):
             raise NotFiniteError(
-                f"`{name}` of {type(model).__name__} has NaN or infinite values, so no score would mean anything. "
-                f"Way out: load sound weights; look for a diverged training run or an overflow in half precision."
+                f"`{name}` of {type(model).__name__} has NaN or infinite values, so no score would mean anything.",
+                fix="load sound weights; look for a diverged training run or an overflow in half precision",
             )

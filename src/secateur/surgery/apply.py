@@ -62,9 +62,9 @@ def verify(model: nn.Module, small: nn.Module, plan: Plan, example: Example) -> 
         if gap <= 1e-7:
             return
     raise VerificationError(
-        f"removal and zero-masking disagree on the example: relative difference {gap:.2g} (allowed {limit:g}) {where}. "
-        f"The smaller model is withheld. The forward probably addresses channels by fixed positions; way out: leave "
-        f"the layer out with ignore=[...], and please report the model."
+        f"removal and zero-masking disagree on the example: relative difference {gap:.2g} (allowed {limit:g}) "
+        f"{where}. The smaller model is withheld. The forward probably addresses channels by fixed positions.",
+        fix="leave the layer out with ignore=[...], and please report the model",
     )
 
 
@@ -100,8 +100,9 @@ def _outputs(what: str, net: nn.Module, example: Example) -> list[Tensor]:
             found = tensors_in(_plain(run(net, example)))
         except Exception as error:
             raise VerificationError(
-                f"the {what} model does not run on the example: {type(error).__name__}: {error}. A size is probably "
-                f"written into the forward; way out: leave the layer out with ignore=[...]."
+                f"the {what} model does not run on the example: {type(error).__name__}: {error}. A size is "
+                "probably written into the forward.",
+                fix="leave the layer out with ignore=[...]",
             ) from error
     for module, flag in flags:
         module.training = flag

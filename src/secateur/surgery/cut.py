@@ -25,13 +25,13 @@ def check_fits(model: nn.Module, plan: Plan) -> None:
     for name, shape in plan.shapes.items():
         if name not in have:
             raise PlanError(
-                f"the plan was made for {plan.model} and cuts `{name}`, which {type(model).__name__} does not have. "
-                f"Way out: build the same model that was analysed."
+                f"the plan was made for {plan.model} and cuts `{name}`, which {type(model).__name__} does not have.",
+                fix="build the same model that was analysed",
             )
         if have[name] != tuple(shape):
             raise PlanError(
-                f"the plan was made for `{name}` of shape {tuple(shape)}, but this model has {have[name]}. "
-                f"Way out: apply the plan to the unpruned model it was made for."
+                f"the plan was made for `{name}` of shape {tuple(shape)}, but this model has {have[name]}.",
+                fix="apply the plan to the unpruned model it was made for",
             )
     for name, dims in plan.cuts.items():
         shape = plan.shapes.get(name, ())
@@ -128,8 +128,9 @@ def _fit_attribute(small: nn.Module, item: AttributeCut) -> None:
         module = None
     if module is None or vars(module).get(item.name) != item.before:
         raise PlanError(
-            f"the plan sets `{item.path}`.{item.name} from {item.before} to {item.after}, but this model has no such "
-            f"number. Way out: build the same model that was analysed."
+            f"the plan sets `{item.path}`.{item.name} from {item.before} to {item.after}, but this model has "
+            "no such number.",
+            fix="build the same model that was analysed",
         )
     setattr(module, item.name, item.after)
 

@@ -73,8 +73,9 @@ def _sliced_state(
             made[key] = sliced(value, dims)
         elif isinstance(value, Tensor) and value.numel() > 1 and dims:
             raise SecateurError(
-                f"the optimizer keeps `{key}` of shape {tuple(value.shape)} for `{name}` of shape {tuple(old.shape)}; "
-                f"such factored state cannot be sliced. Way out: make a new optimizer after the removal."
+                f"the optimizer keeps `{key}` of shape {tuple(value.shape)} for `{name}` of shape "
+                f"{tuple(old.shape)}; such factored state cannot be sliced.",
+                fix="make a new optimizer after the removal",
             )
         else:
             made[key] = value
