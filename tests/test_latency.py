@@ -50,7 +50,7 @@ def test_the_median_is_of_the_repeats(monkeypatch: pytest.MonkeyPatch) -> None:
     # Each call is seen twice by the clock. Three calls to find out how long it takes, then five that count.
     taken = [9.0, 9.0, 9.0, 1.0, 5.0, 2.0, 4.0, 3.0]
     ticks = iter([tick for i, seconds in enumerate(taken) for tick in (100.0 * i, 100.0 * i + seconds / 1000)])
-    monkeypatch.setattr("secateur.structure.cost.time.perf_counter", lambda: next(ticks))
+    monkeypatch.setattr("secateur.latency.timing.time.perf_counter", lambda: next(ticks))
     assert medians([lambda: None], repeats=5) == [pytest.approx(0.003)]
 
 

@@ -81,8 +81,8 @@ def keep_apart(out: Path, folder: Path, option: str, *, above: bool = True) -> N
     else:
         return
     raise SecateurError(
-        f"--out {out} {how} the folder of {option}, {folder}: what is written would be mixed with your images. Way "
-        f"out: another --out, beside that folder."
+        f"--out {out} {how} the folder of {option}, {folder}: what is written would be mixed with your images.",
+        fix="another --out, beside that folder",
     )
 
 

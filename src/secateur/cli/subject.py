@@ -93,8 +93,8 @@ def count_outputs(subject: Opened) -> int:
         output = logits_of(run_or_explain(shared_copy(subject.model).eval(), blank(subject)))
     if output.ndim != 2:
         raise DataError(
-            f"the model returns a tensor of shape {tuple(output.shape)}; a classifier returns (samples, classes). Way "
-            f"out: use the Python functions, which take any loss."
+            f"the model returns a tensor of shape {tuple(output.shape)}; a classifier returns (samples, classes).",
+            fix="use the Python functions, which take any loss",
         )
     return int(output.shape[1])
 

@@ -14,6 +14,7 @@ from secateur.structure.cost import Cost, count_macs, size_of
 def measure(model: nn.Module, example: Example, latency: bool = True, repeats: int = 20) -> Cost:
     """Parameters, multiply-accumulates (convolutions, linear layers, matrix products) and median latency of a model.
 
+    >>> import torch
     >>> measure(nn.Linear(8, 4), torch.zeros(1, 8), latency=False)
     Cost(params=36, macs=32, latency=None)
     """
