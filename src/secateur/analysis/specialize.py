@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from secateur.analysis.analyze import analyze
 from secateur.errors import TargetError, UnsupportedModelError, VerificationError
-from secateur.ops.table import Labels
+from secateur.ops.layers import Labels
 from secateur.plans.plan import Plan, plan_for
 from secateur.running.copies import shared_copy, unwrap
 from secateur.running.logits import logits_of

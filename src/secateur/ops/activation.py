@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from secateur.ops.layers import spread, varying
+from secateur.ops.protocols import LabelVerbs, RelevanceVerbs
 from secateur.ops.table import Call, Composite, Operation, register
-
-if TYPE_CHECKING:
-    from secateur.relevance.engine import RelevancePass
-    from secateur.structure.labels import LabelPass
 
 
 class Activation(Operation):
@@ -21,11 +18,11 @@ class Activation(Operation):
 
     name = "activation"
 
-    def channels(self, labels: LabelPass, call: Call, output: Any) -> None:
+    def channels(self, labels: LabelVerbs, call: Call, output: Any) -> None:
         """Channels pass. (What a removed channel would have turned into is discarded with its consumers' weights.)"""
         labels.keep(call.tensors()[0], output)
 
-    def relevance(self, relevance: RelevancePass, call: Call) -> Any:
+    def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
         """Passes unchanged. Some are known to be ≥ 0, some act as gates when they multiply."""
         x = call.tensors()[0]
         name = call.function.__name__.strip("_")
@@ -36,17 +33,20 @@ class Activation(Operation):
 
 
 class Identity(Operation):
-    """Copies, casts and dropout: in evaluation the numbers stay as they are."""
+    """Copies and casts. `scales` for dropout: in evaluation mode its numbers stay as they are."""
 
     name = "identity"
 
-    def channels(self, labels: LabelPass, call: Call, output: Any) -> None:
+    def __init__(self, scales: bool = False) -> None:
+        self.scales = scales
+
+    def channels(self, labels: LabelVerbs, call: Call, output: Any) -> None:
         """Channels pass."""
         labels.keep(call.tensors()[0], output)
 
-    def relevance(self, relevance: RelevancePass, call: Call) -> Any:
+    def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
         """Passes unchanged, and so does everything known about the numbers."""
-        return relevance.copies(call, call.tensors()[0])
+        return relevance.copies(call, call.tensors()[0], self.scales)
 
 
 class PReLU(Operation):
@@ -54,7 +54,7 @@ class PReLU(Operation):
 
     name = "PReLU"
 
-    def channels(self, labels: LabelPass, call: Call, output: Any) -> None:
+    def channels(self, labels: LabelVerbs, call: Call, output: Any) -> None:
         """The slope of a channel leaves with it."""
         x, weight = call["input"], call["weight"]
         axis = 1 if x.ndim > 1 else 0
@@ -65,7 +65,7 @@ class PReLU(Operation):
             operands.append(([] if held is None else [spread(held, axis, own)], own))
         labels.merge(output, operands, call.site)
 
-    def relevance(self, relevance: RelevancePass, call: Call) -> Any:
+    def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
         """Passes unchanged."""
         return relevance.passes(call, call["input"])
 
@@ -75,7 +75,7 @@ class Softmax(Operation):
 
     name = "softmax"
 
-    def channels(self, labels: LabelPass, call: Call, output: Any) -> None:
+    def channels(self, labels: LabelVerbs, call: Call, output: Any) -> None:
         """Freeze what varies along the dimension."""
         x = call["input"]
         dim = call["dim"]
@@ -87,7 +87,7 @@ class Softmax(Operation):
                 labels.grid(layer, f"{call.site} normalises over it", rigid=[dim])
         labels.keep(x, output)
 
-    def relevance(self, relevance: RelevancePass, call: Call) -> Any:
+    def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
         """Passes; as a factor it is a gate."""
         if "log" in call.function.__name__:
             return relevance.passes(call, call["input"])
@@ -123,7 +123,9 @@ _MATH = """relu relu_ sigmoid sigmoid_ tanh tanh_ exp exp_ expm1 log log1p log2 
     abs_ sign reciprocal clamp clamp_ clip clip_ clamp_min clamp_max round floor ceil erf sin cos neg neg_ negative
     nan_to_num selu celu rrelu pow pow_ __pow__ logical_not softplus"""
 _COPIES = """clone contiguous detach detach_ float half double bfloat16 to type_as type int long bool cpu cuda
-    requires_grad_ dropout dropout_ alpha_dropout feature_dropout positive"""
+    requires_grad_ positive"""
+_DROPOUTS = """dropout dropout_ dropout1d dropout2d dropout3d alpha_dropout alpha_dropout_ feature_dropout feature_dropout_
+    feature_alpha_dropout feature_alpha_dropout_"""
 
 register("input *rest", *_names(F, _ACTIVATIONS), operation=Activation())
 register("input *rest", *_names(torch, _MATH), *_names(Tensor, _MATH), operation=Activation())
@@ -132,9 +134,9 @@ register(
     *_names(torch, _COPIES),
     *_names(Tensor, _COPIES),
     Tensor.data.__get__,  # type: ignore[attr-defined]
-    *_names(F, "dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout"),
     operation=Identity(),
 )
+register("input *rest", *_names(F, _DROPOUTS), *_names(torch, _DROPOUTS), operation=Identity(scales=True))
 register("input weight", F.prelu, torch.prelu, Tensor.prelu, operation=PReLU())
 register("input dim=None _stacklevel=3 dtype=None", F.softmax, F.log_softmax, F.softmin, operation=Softmax())
 register(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,11 +12,8 @@ from torch import Tensor
 
 from secateur.errors import UnsupportedModelError
 from secateur.ops.layers import narrow, varying
+from secateur.ops.protocols import LabelVerbs, RelevanceVerbs
 from secateur.ops.table import Call, Composite, Operation, register
-
-if TYPE_CHECKING:
-    from secateur.relevance.engine import RelevancePass
-    from secateur.structure.labels import LabelPass
 
 
 class Contraction(Operation):
@@ -28,7 +25,7 @@ class Contraction(Operation):
         """The operands, the index letters of each (`.` for a dimension that is broadcast), and those of the result."""
         raise NotImplementedError
 
-    def channels(self, labels: LabelPass, call: Call, output: Any) -> None:
+    def channels(self, labels: LabelVerbs, call: Call, output: Any) -> None:
         """Units along a contracted index leave on both sides; units along a batch index are heads."""
         operands, letters, result = self.equation(call)
         sizes = {
@@ -89,7 +86,7 @@ class MatMul(Contraction):
         result = lead + ("i" if a.ndim > 1 else "") + ("j" if b.ndim > 1 else "")
         return [a, b], [left, right], result
 
-    def relevance(self, relevance: RelevancePass, call: Call) -> Any:
+    def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
         """Shared by both factors; attention weights act as a gate or share as the composite says."""
         a, b = call["input"], call["other"]
         if call.function.__name__ == "__rmatmul__":
@@ -107,7 +104,7 @@ class AddMatMul(MatMul):
         a, b = call["batch1"], call["batch2"]
         return ([a, b], ["aik", "akj"], "aij") if a.ndim == 3 else ([a, b], ["ik", "kj"], "ij")
 
-    def channels(self, labels: LabelPass, call: Call, output: Any) -> None:
+    def channels(self, labels: LabelVerbs, call: Call, output: Any) -> None:
         """The product, then the sum."""
         super().channels(labels, call, output)
         operands = [
@@ -116,7 +113,7 @@ class AddMatMul(MatMul):
         ]
         labels.merge(output, operands, call.site)
 
-    def relevance(self, relevance: RelevancePass, call: Call) -> Any:
+    def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
         """The product, then the sum."""
         with relevance.again():
             product = call["batch1"] @ call["batch2"]
@@ -150,7 +147,7 @@ class Einsum(Contraction):
             result = result.replace("...", dots)
         return operands, letters, result
 
-    def relevance(self, relevance: RelevancePass, call: Call) -> Any:
+    def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
         """One operand shares as a sum does, two share as factors do."""
         operands, letters, result = self.equation(call)
         text = ",".join(letters) + "->" + result
@@ -166,7 +163,7 @@ class Attention(Contraction):
 
     name = "attention"
 
-    def channels(self, labels: LabelPass, call: Call, output: Any) -> None:
+    def channels(self, labels: LabelVerbs, call: Call, output: Any) -> None:
         """Tie each head over its width and over query, key, value; the mask may have heads too."""
         query, key, value, mask = call["query"], call["key"], call["value"], call["attn_mask"]
         macs = math.prod(query.shape[:-1]) * key.shape[-2] * (query.shape[-1] + value.shape[-1])
@@ -207,7 +204,7 @@ class Attention(Contraction):
         labels.cost(call.site, macs)
         labels.set(output, [layer[..., :1, :].expand(output.shape) for layer in labels.layers(value)])
 
-    def relevance(self, relevance: RelevancePass, call: Call) -> Any:
+    def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
         """To the values, and to queries and keys if the composite says so."""
         query, key, mask = call["query"], call["key"], call["attn_mask"]
         scale = call["scale"] or 1 / math.sqrt(query.shape[-1])

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
 from secateur.ops.layers import spread
+from secateur.ops.protocols import LabelVerbs, RelevanceVerbs
 from secateur.ops.table import Call, Operation, register
-
-if TYPE_CHECKING:
-    from secateur.relevance.engine import RelevancePass
-    from secateur.structure.labels import LabelPass
 
 
 class Convolution(Operation):
@@ -24,7 +21,7 @@ class Convolution(Operation):
     def __init__(self, spatial: int) -> None:
         self.spatial = spatial
 
-    def channels(self, labels: LabelPass, call: Call, output: Any) -> None:
+    def channels(self, labels: LabelVerbs, call: Call, output: Any) -> None:
         """Output channels are fresh; input channels are read. With groups, a whole group leaves at once."""
         x, weight, bias, groups = call["input"], call["weight"], call["bias"], int(call["groups"])
         axis = x.ndim - self.spatial - 1
@@ -75,7 +72,7 @@ class Convolution(Operation):
             sizes[i] = (sizes[i] + 2 * pad - dilation * (kernel - 1) - 1) // stride + 1
         return x.new_empty((x.shape[0], weight.shape[0], *sizes)) if min(sizes) > 0 else call.run()
 
-    def relevance(self, relevance: RelevancePass, call: Call) -> Any:
+    def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
         """By the rule of the composite."""
         return relevance.convolves(call, self.spatial)
 
@@ -89,7 +86,7 @@ class TransposedConvolution(Operation):
     def __init__(self, spatial: int) -> None:
         self.spatial = spatial
 
-    def channels(self, labels: LabelPass, call: Call, output: Any) -> None:
+    def channels(self, labels: LabelVerbs, call: Call, output: Any) -> None:
         """As for a convolution, with the two sides of the weight swapped."""
         x, weight, bias, groups = call["input"], call["weight"], call["bias"], int(call["groups"])
         axis = x.ndim - self.spatial - 1
@@ -103,7 +100,7 @@ class TransposedConvolution(Operation):
         macs = x.numel() * weight[0].numel()
         if groups > 1:
             labels.freeze(made, f"width of a group of {call.site}")
-            made = labels.axes.virtual(output.shape[axis]).labels.numpy()
+            made = labels.virtual(output.shape[axis])
             if taken is None:
                 labels.freeze(made, f"grouped convolution over an input of fixed size in {call.site}")
             else:
@@ -120,7 +117,7 @@ class TransposedConvolution(Operation):
                 labels.join(made, held)
         labels.set(output, [spread(made, axis, output.shape)])
 
-    def relevance(self, relevance: RelevancePass, call: Call) -> Any:
+    def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
         """By the rule of the composite."""
         return relevance.convolves(call, self.spatial, transposed=True)
 

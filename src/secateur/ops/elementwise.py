@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from secateur.nest import tensors_in
+from secateur.ops.protocols import LabelVerbs, RelevanceVerbs
 from secateur.ops.table import Call, Operation, register
-
-if TYPE_CHECKING:
-    from secateur.relevance.engine import RelevancePass
-    from secateur.structure.labels import LabelPass
 
 
 class Elementwise(Operation):
@@ -20,13 +17,13 @@ class Elementwise(Operation):
 
     name = "elementwise"
 
-    def channels(self, labels: LabelPass, call: Call, output: Any) -> None:
+    def channels(self, labels: LabelVerbs, call: Call, output: Any) -> None:
         """Merge the labels of all operands."""
         operands = [(labels.layers(t), list(t.shape)) for t in call.tensors()]
         for tensor in tensors_in(output):
             labels.merge(tensor, operands, call.site)
 
-    def relevance(self, relevance: RelevancePass, call: Call) -> Any:
+    def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
         """As the data move (masks)."""
         return relevance.moves(call)
 
@@ -36,7 +33,7 @@ class Sum(Elementwise):
 
     name = "sum"
 
-    def relevance(self, relevance: RelevancePass, call: Call) -> Any:
+    def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
         """Shared by the rule of the composite; constants take none."""
         name, a, b = call.function.__name__.strip("_"), call["input"], call.get("other")
         if name == "lerp":
@@ -53,7 +50,7 @@ class Product(Elementwise):
 
     name = "product"
 
-    def relevance(self, relevance: RelevancePass, call: Call) -> Any:
+    def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
         """To the signal; gates, scales and divisors take none."""
         name, a, b = call.function.__name__.strip("_"), call["input"], call.get("other")
         if name.startswith("addc"):
@@ -71,7 +68,7 @@ class Choice(Elementwise):
 
     name = "choice"
 
-    def relevance(self, relevance: RelevancePass, call: Call) -> Any:
+    def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
         """To whichever operand was chosen; comparisons carry none."""
         if call.function.__name__ == "where":
             chosen = [
@@ -90,13 +87,13 @@ class Fill(Operation):
 
     name = "fill"
 
-    def channels(self, labels: LabelPass, call: Call, output: Any) -> None:
+    def channels(self, labels: LabelVerbs, call: Call, output: Any) -> None:
         """The shape follows the tensor it is modelled on, and so do the labels."""
         source = call.tensors()[0]
         if tuple(source.shape) == tuple(output.shape):
             labels.keep(source, output)
 
-    def relevance(self, relevance: RelevancePass, call: Call) -> Any:
+    def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
         """A constant carries none."""
         return relevance.stops(call)
 

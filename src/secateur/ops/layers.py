@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from secateur.ops.table import Labels
+#: Label numbers: one per index along an axis of a parameter; 0 means none.
+Labels = npt.NDArray[np.int64]
+#: What a tensor carries: tensors of labels, each of its shape.
+Layers = list[Tensor]
 
 
 def spread(labels: Tensor | Labels, dim: int, shape: Sequence[int]) -> Tensor:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from secateur.ops.layers import narrow, spread, varying
+from secateur.ops.protocols import LabelVerbs, RelevanceVerbs
 from secateur.ops.table import Call, Operation, register
-
-if TYPE_CHECKING:
-    from secateur.relevance.engine import RelevancePass
-    from secateur.structure.labels import LabelPass
 
 
 class Linear(Operation):
@@ -21,7 +18,7 @@ class Linear(Operation):
     name = "linear"
     differentiates = False
 
-    def channels(self, labels: LabelPass, call: Call, output: Any) -> None:
+    def channels(self, labels: LabelVerbs, call: Call, output: Any) -> None:
         """Output neurons are fresh, the last dimension is read, units along the other dimensions go on."""
         x, weight, bias = call["input"], call["weight"], call["bias"]
         read, made, taken = labels.along(x, -1), labels.along(weight, 0), labels.along(weight, 1)
@@ -51,7 +48,7 @@ class Linear(Operation):
             return call.run()
         return x.new_empty((*x.shape[:-1], len(weight)))
 
-    def relevance(self, relevance: RelevancePass, call: Call) -> Any:
+    def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
         """By the rule of the composite."""
         return relevance.dense(call)
 
@@ -61,7 +58,7 @@ class Embedding(Operation):
 
     name = "embedding"
 
-    def channels(self, labels: LabelPass, call: Call, output: Any) -> None:
+    def channels(self, labels: LabelVerbs, call: Call, output: Any) -> None:
         """The width is a fresh set of units; the entries stay."""
         weight = call["weight"]
         made = labels.along(weight, 1)
@@ -73,7 +70,7 @@ class Embedding(Operation):
     #: Relevance that starts at discrete tokens: ends here.
     enters = True
 
-    def relevance(self, relevance: RelevancePass, call: Call) -> Any:
+    def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
         """The rows looked up are where relevance ends: there is nothing to share it among."""
         return relevance.enters_here(call, call["weight"])
 

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from secateur.ops.layers import spread
+from secateur.ops.layers import Layers, spread
+from secateur.ops.protocols import LabelVerbs, RelevanceVerbs
 from secateur.ops.table import Call, Operation, register
-
-if TYPE_CHECKING:
-    from secateur.relevance.engine import RelevancePass
-    from secateur.structure.labels import LabelPass, Layers
 
 
 def _per_channel(
-    labels: LabelPass, parameter: Tensor | None, axis: int, shape: torch.Size
+    labels: LabelVerbs, parameter: Tensor | None, axis: int, shape: torch.Size
 ) -> list[tuple[Layers, list[int]]]:
-    """A vector with one number per channel, laid along `axis`: an operand for `LabelPass.merge`."""
+    """A vector with one number per channel, laid along `axis`: an operand for `LabelVerbs.merge`."""
     if parameter is None:
         return []
     own = [size if d == axis else 1 for d, size in enumerate(shape)]
@@ -34,7 +31,7 @@ class BatchNorm(Operation):
     differentiates = False
     settles = False
 
-    def channels(self, labels: LabelPass, call: Call, output: Any) -> None:
+    def channels(self, labels: LabelVerbs, call: Call, output: Any) -> None:
         """Everything that has one number per channel leaves with it."""
         x = call["input"]
         if call["training"]:
@@ -46,7 +43,7 @@ class BatchNorm(Operation):
             operands += _per_channel(labels, vector, 1, x.shape)
         labels.merge(output, operands, call.site)
 
-    def relevance(self, relevance: RelevancePass, call: Call) -> Any:
+    def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
         """Folded into the layer before it, or passes."""
         return relevance.batch_norm(call, call["input"])
 
@@ -72,7 +69,7 @@ class InstanceNorm(BatchNorm):
         """As it is."""
         return call.run()
 
-    def channels(self, labels: LabelPass, call: Call, output: Any) -> None:
+    def channels(self, labels: LabelVerbs, call: Call, output: Any) -> None:
         """As batch norm."""
         x = call["input"]
         operands = [(labels.layers(x), list(x.shape))]
@@ -80,7 +77,7 @@ class InstanceNorm(BatchNorm):
             operands += _per_channel(labels, call[name], 1, x.shape)
         labels.merge(output, operands, call.site)
 
-    def relevance(self, relevance: RelevancePass, call: Call) -> Any:
+    def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
         """Passes: the norm acts as a scale that is given."""
         return relevance.passes(call, call["input"])
 
@@ -90,7 +87,7 @@ class LayerNorm(Operation):
 
     name = "layer norm"
 
-    def channels(self, labels: LabelPass, call: Call, output: Any) -> None:
+    def channels(self, labels: LabelVerbs, call: Call, output: Any) -> None:
         """Channels pass one to one; which of them were mixed is noted for the masked reference."""
         x, shape = call["input"], call["normalized_shape"]
         count = len(shape) if isinstance(shape, tuple | list | torch.Size) else 1
@@ -112,7 +109,7 @@ class LayerNorm(Operation):
         )
         return torch.empty_like(x) if x.is_meta and fits else call.run()
 
-    def relevance(self, relevance: RelevancePass, call: Call) -> Any:
+    def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
         """Passes: the norm acts as a scale that is given."""
         return relevance.passes(call, call["input"])
 
@@ -128,7 +125,7 @@ class GroupNorm(Operation):
 
     name = "group norm"
 
-    def channels(self, labels: LabelPass, call: Call, output: Any) -> None:
+    def channels(self, labels: LabelVerbs, call: Call, output: Any) -> None:
         """Tie the channels of each group, unless there is only one group."""
         x, groups = call["input"], int(call["num_groups"])
         read = labels.along(x, 1)
@@ -144,7 +141,7 @@ class GroupNorm(Operation):
             operands += _per_channel(labels, call[name], 1, x.shape)
         labels.merge(output, operands, call.site)
 
-    def relevance(self, relevance: RelevancePass, call: Call) -> Any:
+    def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
         """Passes: the norm acts as a scale that is given."""
         return relevance.passes(call, call["input"])
 
@@ -154,11 +151,11 @@ class Normalize(Operation):
 
     name = "normalize"
 
-    def channels(self, labels: LabelPass, call: Call, output: Any) -> None:
+    def channels(self, labels: LabelVerbs, call: Call, output: Any) -> None:
         """Channels pass."""
         labels.keep(call["input"], output)
 
-    def relevance(self, relevance: RelevancePass, call: Call) -> Any:
+    def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
         """Passes: the norm acts as a scale that is given."""
         return relevance.passes(call, call["input"])
 
@@ -168,12 +165,12 @@ class LocalResponseNorm(Operation):
 
     name = "local response norm"
 
-    def channels(self, labels: LabelPass, call: Call, output: Any) -> None:
+    def channels(self, labels: LabelVerbs, call: Call, output: Any) -> None:
         """Freeze the channels."""
         labels.freeze_tensor(call["input"], f"{call.site} depends on neighbouring channels")
         labels.keep(call["input"], output)
 
-    def relevance(self, relevance: RelevancePass, call: Call) -> Any:
+    def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
         """Passes: the norm acts as a scale that is given."""
         return relevance.passes(call, call["input"])
 

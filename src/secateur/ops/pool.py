@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from secateur.errors import UnsupportedModelError
 from secateur.nest import tensors_in
+from secateur.ops.protocols import LabelVerbs, RelevanceVerbs
 from secateur.ops.table import Call, Operation, register
-
-if TYPE_CHECKING:
-    from secateur.relevance.engine import RelevancePass
-    from secateur.structure.labels import LabelPass
 
 
 class _Spatial(Operation):
@@ -22,7 +19,7 @@ class _Spatial(Operation):
     def __init__(self, spatial: int | None = None) -> None:
         self.spatial = spatial
 
-    def channels(self, labels: LabelPass, call: Call, output: Any) -> None:
+    def channels(self, labels: LabelVerbs, call: Call, output: Any) -> None:
         """Channels pass; units along space are frozen."""
         x = call["input"]
         count = self.spatial if self.spatial is not None else x.ndim - 2
@@ -35,7 +32,7 @@ class MaxPool(_Spatial):
 
     name = "max pool"
 
-    def relevance(self, relevance: RelevancePass, call: Call) -> Any:
+    def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
         """To the winner of each window; where windows overlap it adds up."""
         return relevance.moves(call)
 
@@ -45,7 +42,7 @@ class AvgPool(_Spatial):
 
     name = "average pool"
 
-    def relevance(self, relevance: RelevancePass, call: Call) -> Any:
+    def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
         """Shared within each window."""
         if call.get("norm_type") is not None:
             raise UnsupportedModelError(f"{call.site}: power-average pooling has no rule.", fix="average pooling")
@@ -57,7 +54,7 @@ class Interpolate(_Spatial):
 
     name = "interpolate"
 
-    def relevance(self, relevance: RelevancePass, call: Call) -> Any:
+    def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
         """Shared among the pixels that each new one is made of (bicubic: as bilinear, whose weights are positive)."""
         x, mode = call["input"], call["mode"] or "nearest"
         if mode.startswith("nearest"):

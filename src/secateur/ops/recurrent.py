@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from secateur.errors import UnsupportedModelError
 from secateur.ops.layers import varying
+from secateur.ops.protocols import LabelVerbs
 from secateur.ops.table import Call, Operation, register
-
-if TYPE_CHECKING:
-    from secateur.structure.labels import LabelPass
 
 
 class Recurrent(Operation):
@@ -19,7 +17,7 @@ class Recurrent(Operation):
 
     name = "recurrent layer"
 
-    def channels(self, labels: LabelPass, call: Call, output: Any) -> None:
+    def channels(self, labels: LabelVerbs, call: Call, output: Any) -> None:
         """Join the input width to the first layer's input weights; hidden units are frozen."""
         x, weights = call["input"], call["params"]
         if not isinstance(weights, tuple | list):

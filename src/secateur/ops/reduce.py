@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from secateur.nest import tensors_in
 from secateur.ops.layers import varying
+from secateur.ops.protocols import LabelVerbs, RelevanceVerbs
 from secateur.ops.table import Call, Operation, register
-
-if TYPE_CHECKING:
-    from secateur.relevance.engine import RelevancePass
-    from secateur.structure.labels import LabelPass
 
 
 class Reduction(Operation):
@@ -24,7 +21,7 @@ class Reduction(Operation):
     #: Whether a zero contributes nothing.
     zero_is_neutral = False
 
-    def channels(self, labels: LabelPass, call: Call, output: Any) -> None:
+    def channels(self, labels: LabelVerbs, call: Call, output: Any) -> None:
         """Units across the reduced dimensions pass, units along them are consumed by a sum and frozen otherwise."""
         x = call["input"]
         dims = self.dims(call, x)
@@ -68,7 +65,7 @@ class Total(Reduction):
     name = "total"
     zero_is_neutral = True
 
-    def relevance(self, relevance: RelevancePass, call: Call) -> Any:
+    def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
         """Shared among the summands; a norm is a statistic and carries none."""
         if "norm" in call.function.__name__:
             return relevance.stops(call)
@@ -80,7 +77,7 @@ class Mean(Reduction):
 
     name = "mean"
 
-    def relevance(self, relevance: RelevancePass, call: Call) -> Any:
+    def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
         """Shared among the numbers averaged."""
         return relevance.averages(call, call["input"], call.on(call["input"]))
 
@@ -90,7 +87,7 @@ class Extremum(Reduction):
 
     name = "extremum"
 
-    def relevance(self, relevance: RelevancePass, call: Call) -> Any:
+    def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
         """To the winner."""
         return relevance.moves(call)
 
@@ -100,7 +97,7 @@ class Spread(Reduction):
 
     name = "spread"
 
-    def relevance(self, relevance: RelevancePass, call: Call) -> Any:
+    def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
         """A statistic carries none; a soft maximum shares by its weights."""
         return relevance.moves(call) if call.function.__name__ == "logsumexp" else relevance.stops(call)
 
@@ -110,7 +107,7 @@ class Cumulative(Operation):
 
     name = "cumulative"
 
-    def channels(self, labels: LabelPass, call: Call, output: Any) -> None:
+    def channels(self, labels: LabelVerbs, call: Call, output: Any) -> None:
         """Freeze what varies along the dimension."""
         x = call["input"]
         dim = int(call.get("dim") if call.get("dim") is not None else -1) % x.ndim
@@ -121,7 +118,7 @@ class Cumulative(Operation):
             if tensor.shape == x.shape:
                 labels.keep(x, tensor)
 
-    def relevance(self, relevance: RelevancePass, call: Call) -> Any:
+    def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
         """Running sums share, sorting moves."""
         if call.function.__name__ == "cumsum":
             return relevance.averages(call, call["input"], call.on(call["input"]))

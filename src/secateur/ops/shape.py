@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,11 +12,8 @@ from torch import Tensor
 
 from secateur.nest import tensors_in
 from secateur.ops.layers import narrow, spread, varying
+from secateur.ops.protocols import LabelVerbs, RelevanceVerbs
 from secateur.ops.table import Call, Operation, Query, Readout, register
-
-if TYPE_CHECKING:
-    from secateur.relevance.engine import RelevancePass
-    from secateur.structure.labels import LabelPass
 
 
 class Move(Operation):
@@ -24,11 +21,11 @@ class Move(Operation):
 
     name = "move"
 
-    def channels(self, labels: LabelPass, call: Call, output: Any) -> None:
+    def channels(self, labels: LabelVerbs, call: Call, output: Any) -> None:
         """Do the same to the labels."""
         labels.move(call, output)
 
-    def relevance(self, relevance: RelevancePass, call: Call) -> Any:
+    def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
         """Moves the way the data did."""
         return relevance.moves(call)
 
@@ -38,7 +35,7 @@ class Reshape(Move):
 
     name = "reshape"
 
-    def channels(self, labels: LabelPass, call: Call, output: Any) -> None:
+    def channels(self, labels: LabelVerbs, call: Call, output: Any) -> None:
         """Move the labels; where units come to vary over several dimensions, say so."""
         labels.set(output, [layer.reshape(output.shape) for layer in labels.layers(call["input"])])
         for layer in labels.layers(output):
@@ -51,7 +48,7 @@ class Slice(Operation):
 
     name = "slice"
 
-    def channels(self, labels: LabelPass, call: Call, output: Any) -> None:
+    def channels(self, labels: LabelVerbs, call: Call, output: Any) -> None:
         """Freeze what the index pins, then index the labels."""
         x, index = call["input"], call["index"]
         if not isinstance(output, Tensor):
@@ -62,7 +59,7 @@ class Slice(Operation):
                     _pin(labels, layer, dim, item, call)
         labels.move(call, output)
 
-    def relevance(self, relevance: RelevancePass, call: Call) -> Any:
+    def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
         """Moves the way the data did."""
         return relevance.moves(call)
 
@@ -72,7 +69,7 @@ class Narrow(Operation):
 
     name = "narrow"
 
-    def channels(self, labels: LabelPass, call: Call, output: Any) -> None:
+    def channels(self, labels: LabelVerbs, call: Call, output: Any) -> None:
         """Freeze what the positions pin, then cut the labels."""
         x, dim = call["input"], int(call["dim"]) % call["input"].ndim
         if call.get("length") is not None:
@@ -85,7 +82,7 @@ class Narrow(Operation):
                 _pin(labels, layer, dim, item, call)
         labels.move(call, output)
 
-    def relevance(self, relevance: RelevancePass, call: Call) -> Any:
+    def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
         """Moves the way the data did."""
         return relevance.moves(call)
 
@@ -95,7 +92,7 @@ class Split(Operation):
 
     name = "split"
 
-    def channels(self, labels: LabelPass, call: Call, output: Any) -> None:
+    def channels(self, labels: LabelVerbs, call: Call, output: Any) -> None:
         """Tie the k-th unit of every part, then cut the labels."""
         x = call["input"]
         dim = int(call.get("dim", 0) or 0) % x.ndim
@@ -112,7 +109,7 @@ class Split(Operation):
                 labels.freeze(layer, f"{call.site} cuts it at fixed places")
         labels.move(call, output)
 
-    def relevance(self, relevance: RelevancePass, call: Call) -> Any:
+    def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
         """Moves the way the data did."""
         return relevance.moves(call)
 
@@ -122,7 +119,7 @@ class Concat(Operation):
 
     name = "concat"
 
-    def channels(self, labels: LabelPass, call: Call, output: Any) -> None:
+    def channels(self, labels: LabelVerbs, call: Call, output: Any) -> None:
         """Queue layers along the dimension; tie them across it."""
         tensors = [t for t in tensors_in(call["tensors"]) if t.numel()]
         dim = int(call.get("dim", 0) or 0) % output.ndim
@@ -169,7 +166,7 @@ class Concat(Operation):
             return call.run()
         return first.new_empty(shape)
 
-    def relevance(self, relevance: RelevancePass, call: Call) -> Any:
+    def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
         """Each part gets what falls on it, constants (class tokens) included."""
         tensors = [relevance.constant(t, call) for t in tensors_in(call["tensors"])]
         return relevance.moves(call.given(tensors, int(call.get("dim", 0) or 0)))
@@ -180,7 +177,7 @@ class Stack(Operation):
 
     name = "stack"
 
-    def channels(self, labels: LabelPass, call: Call, output: Any) -> None:
+    def channels(self, labels: LabelVerbs, call: Call, output: Any) -> None:
         """Tie across the stacked tensors."""
         tensors = tensors_in(call["tensors"])
         dim = int(call.get("dim", 0) or 0) % output.ndim
@@ -189,7 +186,7 @@ class Stack(Operation):
         ]
         labels.merge(output, operands, call.site)
 
-    def relevance(self, relevance: RelevancePass, call: Call) -> Any:
+    def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
         """Each part gets what falls on it, constants (class tokens) included."""
         tensors = [relevance.constant(t, call) for t in tensors_in(call["tensors"])]
         return relevance.moves(call.given(tensors, int(call.get("dim", 0) or 0)))
@@ -200,7 +197,7 @@ class Pad(Operation):
 
     name = "pad"
 
-    def channels(self, labels: LabelPass, call: Call, output: Any) -> None:
+    def channels(self, labels: LabelVerbs, call: Call, output: Any) -> None:
         """Pad the labels with 0 along padded dimensions of units; elsewhere they just grow."""
         x, pad = call["input"], list(call["pad"])
         padded = [x.ndim - 1 - i // 2 for i, amount in enumerate(pad) if amount]
@@ -221,7 +218,7 @@ class Pad(Operation):
             layers.append(narrow(small)[index].expand(output.shape) if not over else small.expand(output.shape))
         labels.set(output, layers)
 
-    def relevance(self, relevance: RelevancePass, call: Call) -> Any:
+    def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
         """Moves the way the data did."""
         return relevance.pads(call, call["input"], list(call["pad"]), (call.get("mode") or "constant") == "constant")
 
@@ -231,14 +228,14 @@ class Repeat(Operation):
 
     name = "repeat"
 
-    def channels(self, labels: LabelPass, call: Call, output: Any) -> None:
+    def channels(self, labels: LabelVerbs, call: Call, output: Any) -> None:
         """Copy the labels too."""
         labels.move(call, output)
         for layer in labels.layers(output):
             if len(varying(layer)) > 1:
                 labels.grid(layer, f"{call.site} lays units out over several dimensions")
 
-    def relevance(self, relevance: RelevancePass, call: Call) -> Any:
+    def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
         """Moves the way the data did."""
         return relevance.moves(call)
 
@@ -248,7 +245,7 @@ class PixelShuffle(Operation):
 
     name = "pixel shuffle"
 
-    def channels(self, labels: LabelPass, call: Call, output: Any) -> None:
+    def channels(self, labels: LabelVerbs, call: Call, output: Any) -> None:
         """The r x r channels of a block leave together."""
         x = call["input"]
         axis = x.ndim - 3
@@ -264,7 +261,7 @@ class PixelShuffle(Operation):
             made = np.repeat(read, round(1 / factor))
         labels.set(output, [spread(made, axis, output.shape)])
 
-    def relevance(self, relevance: RelevancePass, call: Call) -> Any:
+    def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
         """Moves the way the data did."""
         return relevance.moves(call)
 
@@ -274,7 +271,7 @@ class Unfold(Operation):
 
     name = "unfold"
 
-    def channels(self, labels: LabelPass, call: Call, output: Any) -> None:
+    def channels(self, labels: LabelVerbs, call: Call, output: Any) -> None:
         """Repeat each label over its patch."""
         x = call["input"]
         read = labels.along(x, x.ndim - 3)
@@ -282,7 +279,7 @@ class Unfold(Operation):
             made = np.repeat(read, output.shape[-2] // len(read))
             labels.set(output, [spread(made, output.ndim - 2, output.shape)])
 
-    def relevance(self, relevance: RelevancePass, call: Call) -> Any:
+    def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
         """Moves the way the data did."""
         return relevance.moves(call)
 
@@ -292,7 +289,7 @@ class Fold(Operation):
 
     name = "fold"
 
-    def channels(self, labels: LabelPass, call: Call, output: Any) -> None:
+    def channels(self, labels: LabelVerbs, call: Call, output: Any) -> None:
         """The rows of a channel leave together."""
         read = labels.along(call["input"], -2)
         if read is not None:
@@ -301,7 +298,7 @@ class Fold(Operation):
             labels.tie_rows(rows)
             labels.set(output, [spread(rows[:, 0], axis, output.shape)])
 
-    def relevance(self, relevance: RelevancePass, call: Call) -> Any:
+    def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
         """Shared where patches overlap."""
         return relevance.averages(call, call["input"], call.on(call["input"]))
 
@@ -311,12 +308,12 @@ class Write(Operation):
 
     name = "write"
 
-    def channels(self, labels: LabelPass, call: Call, output: Any) -> None:
+    def channels(self, labels: LabelVerbs, call: Call, output: Any) -> None:
         """Freeze whatever takes part."""
         for tensor in call.tensors():
             labels.freeze_tensor(tensor, f"{call.site} writes it into fixed places")
 
-    def relevance(self, relevance: RelevancePass, call: Call) -> Any:
+    def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
         """What was written over gets none, what was written gets its own."""
         if call.function.__name__ == "__setitem__":
             relevance.moves(call)
@@ -329,7 +326,7 @@ class Roll(Operation):
 
     name = "roll"
 
-    def channels(self, labels: LabelPass, call: Call, output: Any) -> None:
+    def channels(self, labels: LabelVerbs, call: Call, output: Any) -> None:
         """Freeze units along rolled dimensions."""
         x, dims = call["input"], call.get("dims") or ()
         dims = [dims] if isinstance(dims, int) else list(dims)
@@ -338,7 +335,7 @@ class Roll(Operation):
                 labels.freeze(layer, f"{call.site} moves units by a fixed amount")
         labels.move(call, output)
 
-    def relevance(self, relevance: RelevancePass, call: Call) -> Any:
+    def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
         """Moves the way the data did."""
         return relevance.moves(call)
 
@@ -348,12 +345,12 @@ class Gather(Operation):
 
     name = "gather"
 
-    def channels(self, labels: LabelPass, call: Call, output: Any) -> None:
+    def channels(self, labels: LabelVerbs, call: Call, output: Any) -> None:
         """Freeze everything that takes part, since positions are data."""
         for tensor in call.tensors():
             labels.freeze_tensor(tensor, f"{call.site} looks it up by computed positions")
 
-    def relevance(self, relevance: RelevancePass, call: Call) -> Any:
+    def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
         """To the places looked up; sampling between pixels shares among them."""
         if call.function is F.grid_sample:
             return relevance.averages(call, call["input"], call.on(call["input"]))
@@ -381,7 +378,7 @@ def _consumes(item: Any) -> int:
     return item.ndim if isinstance(item, Tensor) and item.dtype == torch.bool else 1
 
 
-def _pin(labels: LabelPass, layer: Tensor, dim: int, item: Any, call: Call) -> None:
+def _pin(labels: LabelVerbs, layer: Tensor, dim: int, item: Any, call: Call) -> None:
     """Freeze the units whose place along `dim` the index relies on."""
     size = layer.shape[dim]
     reason = f"{call.site} cuts it at fixed places"

@@ -10,22 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache, cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from secateur.nest import tensors_in
-
-if TYPE_CHECKING:
-    from secateur.relevance.engine import RelevancePass
-    from secateur.structure.labels import LabelPass
+from secateur.ops.protocols import LabelVerbs, RelevanceVerbs
 
 Function = Callable[..., Any]
-#: Label numbers: one per index along an axis of a parameter; 0 means none.
-Labels = npt.NDArray[np.int64]
 
 _REQUIRED = object()
 
@@ -163,7 +156,7 @@ class Operation:
     #: Whether a layer whose output is read here has no batch norm to wait for any more.
     settles: bool = True
 
-    def channels(self, labels: LabelPass, call: Call, output: Any) -> None:
+    def channels(self, labels: LabelVerbs, call: Call, output: Any) -> None:
         """Which channels go in and out together, and the cost: tell `labels`."""
         raise NotImplementedError
 
@@ -171,7 +164,7 @@ class Operation:
         """The call on tensors without numbers: the right shape, or the right error. Overridden where torch is slow."""
         return call.run()
 
-    def relevance(self, relevance: RelevancePass, call: Call) -> Any:
+    def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
         """Run the call so that its backward pass is the relevance rule; by default relevance follows the gradient."""
         return call.run()
 
@@ -182,7 +175,7 @@ class Query(Operation):
     name = "query"
     settles = False
 
-    def channels(self, labels: LabelPass, call: Call, output: Any) -> None:
+    def channels(self, labels: LabelVerbs, call: Call, output: Any) -> None:
         """A query moves no channels."""
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from secateur.errors import FileFormatError
-from secateur.ops.table import Labels
+from secateur.ops.layers import Labels
 from secateur.running.sandbox import Example
 from secateur.structure.cost import Cost, human
 from secateur.structure.graph import Graph

@@ -9,7 +9,7 @@ from typing import Literal, get_args
 import numpy as np
 
 from secateur.errors import NothingToPruneError, TargetError
-from secateur.ops.table import Labels
+from secateur.ops.layers import Labels
 from secateur.plans.plan import Mask, Plan, plan_for
 from secateur.plans.scores import Aggregation, Scores, Values
 from secateur.structure.cost import Cost, Price, human

@@ -240,9 +240,9 @@ class Verbs(Books):
             self.nonneg(leaf)
         return leaf
 
-    def copies(self, call: Call, x: Tensor) -> Any:
+    def copies(self, call: Call, x: Tensor, scales: bool = False) -> Any:
         """The same numbers again, or fewer digits of them: relevance passes, and all that is known about them holds."""
-        output = self.passes(call, x) if "dropout" in call.function.__name__ else self.moves(call)
+        output = self.passes(call, x) if scales else self.moves(call)
         self.facts.copy(x, output)
         return output
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from secateur.ops.table import Labels
+from secateur.ops.layers import Labels
 
 
 @dataclass(frozen=True)

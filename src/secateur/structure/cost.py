@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 from torch import nn
 
-from secateur.ops.table import Labels
+from secateur.ops.layers import Labels
 from secateur.running.copies import meta_copy, shared_copy
 from secateur.running.sandbox import Example, quiet, run, run_or_explain, to_meta
 from secateur.structure.axes import AxisTable

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from secateur.ops.table import Labels
+from secateur.ops.layers import Labels
 from secateur.structure.axes import components
 from secateur.structure.labels import Grid, LabelPass
 

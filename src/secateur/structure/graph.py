@@ -11,7 +11,7 @@ from functools import cached_property
 import numpy as np
 from torch import nn
 
-from secateur.ops.table import Labels
+from secateur.ops.layers import Labels
 from secateur.running.copies import named_tensors
 from secateur.running.sandbox import Example
 from secateur.structure.axes import AxisTable

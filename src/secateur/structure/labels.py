@@ -18,13 +18,11 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from secateur.nest import tensors_in
-from secateur.ops.layers import compact, narrow, spread, varying
-from secateur.ops.table import Call, Labels, Site
+from secateur.ops.layers import Labels, Layers, compact, narrow, spread, varying
+from secateur.ops.table import Call, Site
 from secateur.running.copies import named_tensors
 from secateur.running.observer import Observer
 from secateur.structure.axes import AxisTable
-
-Layers = list[Tensor]
 
 
 @dataclass
@@ -177,6 +175,10 @@ class LabelPass(Observer):
         """The layers that do not vary along any of `dims`."""
         wanted = {d % tensor.ndim for d in dims}
         return [layer for layer in self.layers(tensor) if not wanted & set(varying(layer))]
+
+    def virtual(self, size: int) -> Labels:
+        """Labels for channels that no parameter axis numbers one by one."""
+        return self.axes.virtual(size).labels.numpy()
 
     # -- what calls say --------------------------------------------------------------------------------------------
     def join(self, a: Labels, b: Labels) -> None:

@@ -1,0 +1,139 @@
+"""What an entry of the table may say: how channels go through a call, and how relevance passes back through it.
+
+`structure.labels` implements `LabelVerbs`, `relevance` implements `RelevanceVerbs`. Operations know only these names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Protocol
+
+from torch import Tensor
+
+from secateur.ops.layers import Labels, Layers
+
+if TYPE_CHECKING:
+    from secateur.ops.table import Call, Site
+
+
+class LabelVerbs(Protocol):
+    """What `Operation.channels` may ask and tell a label pass."""
+
+    def layers(self, tensor: Any) -> Layers:
+        """The labels that a tensor carries."""
+
+    def set(self, tensor: Tensor, layers: Layers) -> None:
+        """Say what a tensor carries."""
+
+    def along(self, tensor: Tensor, dim: int) -> Labels | None:
+        """The labels along one dimension, or None."""
+
+    def others(self, tensor: Tensor, dims: Sequence[int]) -> Layers:
+        """The layers that do not vary along any of `dims`."""
+
+    def parameter(self, tensor: Any) -> str | None:
+        """The name of a parameter or buffer, or None."""
+
+    def virtual(self, size: int) -> Labels:
+        """New labels for channels that no parameter axis numbers one by one."""
+
+    def join(self, a: Labels, b: Labels) -> None:
+        """These labels leave together, pair by pair."""
+
+    def tie_rows(self, labels: Labels) -> None:
+        """The labels in each row of a 2-d array leave together."""
+
+    def tied(self, layer: Tensor, dims: Sequence[int]) -> Tensor:
+        """Tie the labels of a layer along `dims`, and return the layer, which no longer varies there."""
+
+    def freeze(self, labels: Labels | Tensor | None, reason: str) -> None:
+        """These labels can never leave."""
+
+    def freeze_tensor(self, tensor: Any, reason: str) -> None:
+        """Nothing that a tensor carries can ever leave."""
+
+    def grid(self, layer: Tensor, reason: str, rigid: Sequence[int] = ()) -> None:
+        """A layer that varies over several axes, of which those in `rigid` cannot shrink."""
+
+    def cost(self, site: Site, total: float, *axes: Labels | None) -> None:
+        """Multiply-accumulates, proportional to what is kept along each of `axes`."""
+
+    def produce(self, labels: Labels, site: Site, kind: str) -> None:
+        """These labels number units that are made here."""
+
+    def attend(self, labels: Labels, site: Site) -> None:
+        """An attention product with one label per head."""
+
+    def mixes(self, tensor: Tensor, dims: Sequence[int], site: Site) -> None:
+        """A norm over `dims`, in which units take part."""
+
+    def move(self, call: Call, output: Any) -> None:
+        """The data are moved: move the labels by the same call."""
+
+    def keep(self, source: Tensor, output: Tensor) -> None:
+        """The output carries what the source carries, in the same places."""
+
+    def carry(self, source: Tensor, output: Tensor, mixed: Sequence[int], reason: str) -> None:
+        """The dimensions in `mixed` are mixed: units along them are frozen, others go on."""
+
+    def merge(self, output: Tensor, operands: Sequence[tuple[Layers, Sequence[int]]], site: Site) -> None:
+        """Operands (layers and shape) meet position by position: labels that meet leave together."""
+
+    def match(self, layer: Tensor, rival: Tensor, dim: int, site: Site) -> None:
+        """A layer meets another tensor that is joined to its own along `dim`."""
+
+
+class RelevanceVerbs(Protocol):
+    """What `Operation.relevance` may ask of a relevance pass. Each verb runs the call and returns its output."""
+
+    def again(self) -> AbstractContextManager[Any]:
+        """A context in which calls that the operation makes are observed too."""
+
+    def dense(self, call: Call) -> Tensor:
+        """A linear layer, by the rule of the composite."""
+
+    def convolves(self, call: Call, spatial: int, transposed: bool = False) -> Tensor:
+        """A convolution over `spatial` dimensions, by the rule of the composite."""
+
+    def batch_norm(self, call: Call, x: Tensor) -> Tensor:
+        """A batch norm: part of the layer before it, or a scale that passes relevance."""
+
+    def moves(self, call: Call) -> Any:
+        """Data movement: relevance moves back the same way."""
+
+    def passes(self, call: Call, x: Tensor, *, nonneg: bool = False, gate: bool = False) -> Any:
+        """Relevance passes unchanged to `x`. The output may be known to be ≥ 0, or a gate where it multiplies."""
+
+    def copies(self, call: Call, x: Tensor, scales: bool = False) -> Any:
+        """The same numbers again; `scales` where some may be scaled, as by dropout in training mode."""
+
+    def stops(self, call: Call) -> Any:
+        """Relevance ends here."""
+
+    def averages(self, call: Call, x: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+        """A linear function of `x` with weights ≥ 0."""
+
+    def adds(self, call: Call, a: Any, b: Any, sign: float = 1.0) -> Tensor:
+        """a + sign * b, shared by the rule of the composite."""
+
+    def gates(self, call: Call, factors: Sequence[Any]) -> Tensor:
+        """A product: relevance goes to the signal, none to gates and constants."""
+
+    def multiplies(self, call: Call, a: Tensor, b: Tensor, function: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        """A bilinear function of two tensors, such as a matrix product."""
+
+    def attends(self, call: Call, scale: float, mask: Callable[[], Tensor | None]) -> Tensor:
+        """Scaled dot-product attention."""
+
+    def softmaxes(self, call: Call, x: Tensor) -> Tensor:
+        """A softmax: relevance passes; where the result multiplies, it is a gate."""
+
+    def pads(self, call: Call, x: Tensor, pad: Sequence[int], constant: bool) -> Tensor:
+        """Padding: a constant border absorbs what falls on it."""
+
+    def enters_here(self, call: Call, weight: Tensor) -> Tensor:
+        """An embedding: relevance of a discrete input ends here."""
+
+    def constant(self, tensor: Tensor, call: Call) -> Tensor:
+        """A constant beside the signal; the relevance that it absorbs is recorded."""
