@@ -124,8 +124,6 @@ _MATH = """relu relu_ sigmoid sigmoid_ tanh tanh_ exp exp_ expm1 log log1p log2 
     nan_to_num selu celu rrelu pow pow_ __pow__ logical_not softplus"""
 _COPIES = """clone contiguous detach detach_ float half double bfloat16 to type_as type int long bool cpu cuda
     requires_grad_ positive"""
-_DROPOUTS = """dropout dropout_ dropout1d dropout2d dropout3d alpha_dropout alpha_dropout_ feature_dropout feature_dropout_
-    feature_alpha_dropout feature_alpha_dropout_"""
 
 register("input *rest", *_names(F, _ACTIVATIONS), operation=Activation())
 register("input *rest", *_names(torch, _MATH), *_names(Tensor, _MATH), operation=Activation())
@@ -136,7 +134,12 @@ register(
     Tensor.data.__get__,  # type: ignore[attr-defined]
     operation=Identity(),
 )
-register("input *rest", *_names(F, _DROPOUTS), *_names(torch, _DROPOUTS), operation=Identity(scales=True))
+register(
+    "input *rest",
+    *_names(torch, "dropout dropout_ alpha_dropout feature_dropout"),
+    *_names(F, "dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout"),
+    operation=Identity(scales=True),
+)
 register("input weight", F.prelu, torch.prelu, Tensor.prelu, operation=PReLU())
 register("input dim=None _stacklevel=3 dtype=None", F.softmax, F.log_softmax, F.softmin, operation=Softmax())
 register(
