@@ -35,8 +35,7 @@ from reproduction.few_shot.campaign import Scene, Settings, scene
 from secateur import apply, plan, score
 from secateur.latency.timing import time_batches
 from secateur.loop.prune import seeded
-from secateur.repair.augment import crop_and_flip
-from secateur.repair.repair import Repair
+from secateur.repair import Repair, Session, crop_and_flip
 
 
 def coloured(images: Tensor, generator: torch.Generator) -> Tensor:
@@ -83,7 +82,7 @@ def once(stage: Scene, cells: list[Cell], repairs: list[str]) -> Iterator[tuple[
     # A GPU has room for all samples at once; elsewhere the repair decides.
     at_once = 1024 if stage.reference[0].is_cuda else None
     scores: dict[tuple[str, int], Any] = {}
-    made: dict[tuple[str, str], Repair] = {}
+    made: dict[tuple[str, str], Session] = {}
     for cell in cells:
         key = cell.criterion, cell.copies
         if key not in scores:
@@ -101,11 +100,13 @@ def once(stage: Scene, cells: list[Cell], repairs: list[str]) -> Iterator[tuple[
         for name in repairs if cell.variant == "default" else ["ridge"]:
             settings: dict[str, Any] = {"at_once": at_once, **VARIANTS[cell.variant]}
             # Kept for the next target, with what the original answers.
-            repair = made.setdefault((name, cell.variant), Repair(name, **settings))  # type: ignore[arg-type]
+            session = made.setdefault(
+                (name, cell.variant), Repair(name, **settings).session(stage.model, stage.reference)
+            )
             begin = time.perf_counter()
             if torch.cuda.is_available():
                 torch.cuda.reset_peak_memory_stats()
-            outcome = repair.examine(small, stage.model, stage.reference)
+            outcome = session.examine(small)
             seconds = time.perf_counter() - begin
             row["none"]["divergence"] = outcome.divergence["none"]
             row[name] = {"accuracy": measured(outcome.model, stage.test), "divergence": outcome.divergence[name],
@@ -128,7 +129,7 @@ def timed(stage: Scene, cells: list[Cell]) -> Iterator[tuple[Cell, dict[str, Any
 
 def stepped(stage: Scene, cell: Cell, goals: list[float], name: str) -> Iterator[tuple[float, float, str]]:
     """Score anew before every step, on what the repair of the step before has left: goal, accuracy, repair taken."""
-    repair = None if name == "none" else Repair(name, at_once=1024)  # type: ignore[arg-type]
+    session = None if name == "none" else Repair(name, at_once=1024).session(stage.model, stage.reference)
     samples = reference(stage, cell.copies)
     model, so_far, taken = stage.model, None, "none"
     for number, goal in enumerate(goals, 1):
@@ -136,8 +137,8 @@ def stepped(stage: Scene, cell: Cell, goals: list[float], name: str) -> Iterator
             found = score(model, samples, cell.criterion, graph=stage.graph, batch_size=50, start=so_far)
         so_far = plan(stage.graph, found, keep={"macs": goal}, scope=cell.allocation, start=so_far)
         model = apply(stage.model, so_far)
-        if repair is not None:
-            outcome = repair.examine(model, stage.model, stage.reference)
+        if session is not None:
+            outcome = session.examine(model)
             model, taken = outcome.model, outcome.method
         yield goal, measured(model, stage.test), taken
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import math
-from dataclasses import replace
+from dataclasses import FrozenInstanceError, replace
 from typing import Any
 
 import numpy as np
@@ -19,8 +20,22 @@ from oracle import fingerprint, outputs, random_scores, relative_gap, same
 from secateur.errors import DataError, RepairError, SecateurWarning
 from secateur.loop.checkpoint import digest
 from secateur.plans.plan import plan_for
-from secateur.repair.reference import Reference, Samples
-from secateur.repair.repair import Outcome, Repair
+from secateur.repair import (
+    NOTHING,
+    Change,
+    Correction,
+    Mean,
+    Moments,
+    Outcome,
+    Repair,
+    Ridge,
+    corrections,
+    known_corrections,
+    register_correction,
+    repair,
+)
+from secateur.repair.reference import Reference
+from secateur.repair.samples import Samples
 from secateur.repair.survey import survey
 from secateur.running.progress import Line
 
@@ -96,7 +111,7 @@ def test_recovery_in_a_grouped_convolution() -> None:
 
     torch.manual_seed(0)
     model = Grouped()
-    assert "twice.weight" not in survey(model, torch.randn(2, 1, 7, 7)).sites
+    assert "twice.weight" not in survey(model, torch.randn(2, 1, 7, 7)).layers
     recovers(model, (1, 7, 7), "stem", [1, 4])
 
 
@@ -179,15 +194,15 @@ def test_no_construct_is_harmed(name: str) -> None:
     small = sc.apply(model, sc.plan(graph, random_scores(graph, 1), remove=0.4))
     before, small_before = fingerprint(model), fingerprint(small)
     repairer = Repair(copies=0, rows=400)
-    found = repairer.examine(small, model, (data, None))
+    session = repairer.session(model, (data, None))
+    found = session.examine(small)
     assert same(before, fingerprint(model))
     assert same(small_before, fingerprint(small))
     assert type(found.model) is type(small)
     assert {n: p.shape for n, p in found.model.state_dict().items()} == {
         n: p.shape for n, p in small.state_dict().items()
     }
-    assert repairer._known is not None
-    held = repairer._known[3].samples.held
+    held = session.reference().samples.held
     first, last = (divergence(net, model, data, held) for net in (small, found.model))
     assert math.isclose(first, found.divergence["none"], rel_tol=1e-3, abs_tol=1e-9)
     assert last <= first * (1 + 1e-6) + 1e-12
@@ -277,34 +292,33 @@ def test_one_sample_is_not_learnt_by_heart() -> None:
     small = without(model, example, "0", [1, 2])
     data, new = torch.randn(1, 3, 8, 8), torch.randn(64, 3, 8, 8)
     found = Repair(copies=0).examine(small, model, (data, None))
-    assert all(kind in ("none", "mean", "norm") or float(kind.split()[1]) >= 1 for kind in found.layers.values())
+    assert all(not isinstance(kind, Ridge) or kind.strength >= 1 for kind in found.layers.values())
     rows = torch.arange(64)
     assert divergence(found.model, model, new, rows) < 1.5 * divergence(small, model, new, rows)
 
 
 def test_what_changes_is_read_again() -> None:
     model, small, data, _ = repaired("conv chain")
-    repairer = Repair(copies=0)
-    pair = (data, None)
-    first = repairer(small, model, pair)
-    assert digest(repairer(small, model, pair)) == digest(first)
-    reference = repairer._known
-    repairer(small, model, pair)
-    assert repairer._known is reference  # kept
+    session = Repair(copies=0).session(model, (data, None))
+    first = session.examine(small).model
+    assert digest(session.examine(small).model) == digest(first)
+    reference = session.reference()
+    session.examine(small)
+    assert session.reference() is reference  # kept
     with torch.no_grad():
         model[-1].bias += 1
-    assert digest(repairer(small, model, pair)) != digest(first)
+    assert digest(session.examine(small).model) != digest(first)
     data.mul_(0.5)
-    repairer(small, model, pair)
-    assert repairer._known is not reference
+    session.examine(small)
+    assert session.reference() is not reference
 
 
 # -- which layers --------------------------------------------------------------------------------------------------
 def test_tied_and_reused_weights_are_left_alone() -> None:
     model, example = build("tied")
-    assert set(survey(model, example).sites) == {"mix.weight"}
+    assert set(survey(model, example).layers) == {"mix.weight"}
     model, example = build("reused")
-    assert set(survey(model, example).sites) == {"stem.weight", "head.weight"}
+    assert set(survey(model, example).layers) == {"stem.weight", "head.weight"}
 
 
 def test_a_norm_that_two_layers_share_takes_no_constant() -> None:
@@ -319,7 +333,7 @@ def test_a_norm_that_two_layers_share_takes_no_constant() -> None:
             z = self.c(y.relu())
             return self.own(z) + z.sigmoid()  # the norm is not the only one who reads z
 
-    found = survey(Shared().eval(), torch.randn(2, 3, 4, 4)).sites
+    found = survey(Shared().eval(), torch.randn(2, 3, 4, 4)).layers
     assert [site.shifts for site in found.values()] == [False, False, False]
     assert all(site.norm is not None for site in found.values())
 
@@ -333,7 +347,7 @@ def test_norms_without_weights_or_statistics() -> None:
     )  # fmt: skip
     model(torch.randn(8, 3, 8, 8))
     model.eval()
-    sites = survey(model, torch.randn(2, 3, 8, 8)).sites
+    sites = survey(model, torch.randn(2, 3, 8, 8)).layers
     assert sites["0.weight"].norm is not None
     assert "7.weight" not in sites  # statistics of the batch: samples are not kept apart from there on
     assert sites["3.weight"].norm is None
@@ -369,7 +383,7 @@ def test_samples_along_the_second_dimension_and_mixed_ones() -> None:
     torch.manual_seed(0)
     model = Layout().eval()
     data = torch.randn(40, 5, 6)
-    sites = survey(model, data[:2]).sites
+    sites = survey(model, data[:2]).layers
     assert [(site.weight, site.batch, site.positions) for site in sites.values()] == [
         ("a.weight", 1, 5), ("b.weight", 0, 5), ("d.weight", 0, 1),
     ]  # fmt: skip
@@ -393,7 +407,7 @@ def test_a_stream_that_is_overwritten_is_no_partner() -> None:
             return x + y
 
     for write in (False, True):
-        site = survey(Overwritten(write), torch.randn(2, 4)).sites["b.weight"]
+        site = survey(Overwritten(write), torch.randn(2, 4)).layers["b.weight"]
         assert (site.partner is None) == write
 
 
@@ -447,11 +461,57 @@ def test_of_sorted_classes_every_one_takes_part() -> None:
     assert {int(v) // 100 for v in samples.inputs} == set(range(10))
 
 
+# -- corrections and settings ---------------------------------------------------------------------------------------
+def test_a_correction_of_one_s_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(corrections, "_KNOWN", dict(corrections._KNOWN))
+
+    @register_correction
+    class Half(Correction):
+        name = "half"
+
+        def fit(self, moments: Moments, shifts: bool) -> Change:
+            return Change(self, shift=moments.e / moments.rows / 2) if shifts else Change(NOTHING)
+
+    assert {"mean", "norm", "ridge", "half"} <= set(known_corrections())
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 10), nn.ReLU(), nn.Linear(10, 3))
+    with torch.no_grad():
+        model[0].weight[3], model[0].bias[3] = 0.0, 2.0  # always gives 2, so half of what is missing is its weight
+    data = (torch.randn(64, 6), None)
+    small = without(model, data[0][:1], "0", [3])
+    found = Repair("half").examine(small, model, data)
+    assert (found.method, found.layers["2.weight"]) == ("half", Half())
+    torch.testing.assert_close(found.model[2].bias, small[2].bias + model[2].weight[:, 3])
+    assert "half" not in Repair().examine(small, model, data).divergence
+    monkeypatch.setattr(Half, "in_best", True)
+    assert set(Repair().examine(small, model, data).divergence) == {"none", "mean", "norm", "ridge", "half"}
+    pruned = sc.prune(model, data, "weight", remove=0.3, repair="half", progress=False)
+    assert digest(pruned.model) == digest(repair(sc.apply(model, pruned.plan), model, data, "half"))
+    with pytest.raises(RepairError, match="'best'"):
+        register_correction(type("Best", (Half,), {"name": "best"}))
+
+
+def test_corrections_are_values() -> None:
+    assert Ridge(0.1) == Ridge(0.1) != Ridge(1.0)
+    assert Mean() != NOTHING
+    assert [str(kind) for kind in (NOTHING, Mean(), Ridge(0.01))] == ["none", "mean", "ridge 0.01"]
+
+
+def test_settings_do_not_change_and_the_package_has_the_function() -> None:
+    assert sc.repair is repair
+    assert len(inspect.signature(sc.repair).parameters) <= 8
+    settings = Repair("ridge", rounds=2)
+    with pytest.raises(FrozenInstanceError):
+        settings.rounds = 3  # type: ignore[misc]
+    assert settings == Repair("ridge", rounds=2)
+    assert "rounds=2" in repr(settings)
+
+
 # -- errors --------------------------------------------------------------------------------------------------------
 def test_errors_say_what_is_wrong() -> None:
     model, small, data, _ = repaired("conv chain")
     with pytest.raises(RepairError, match=r"'magic'.*best, mean, norm, ridge"):
-        sc.repair(small, model, (data, None), "magic")  # type: ignore[arg-type]
+        sc.repair(small, model, (data, None), "magic")
     with pytest.raises(RepairError, match="copies=-1"):
         Repair(copies=-1)
     with pytest.raises(RepairError, match=r"was not made by secateur\.apply or prune from the given original"):
@@ -776,7 +836,7 @@ class Block(nn.Module):
 
 
 def test_layers_before_a_relu_are_found() -> None:
-    found = survey(Block().eval(), torch.randn(2, 3, 8, 8)).sites
+    found = survey(Block().eval(), torch.randn(2, 3, 8, 8)).layers
     # `d` is there before what is added to it, and the output of `head` is read twice.
     expected = {"stem": True, "a": True, "b": True, "c": True, "d": False, "down": True, "head": False, "twice": False}
     assert {name.removesuffix(".weight"): site.rectified for name, site in found.items()} == expected
@@ -811,7 +871,8 @@ def test_further_rounds_leave_free_what_the_relu_cuts_off(
     model.eval()
     small = without(model, x[:1], "a", [0, 3, 4, 8, 9, 10])
     outcome = Repair("ridge", copies=0, at_once=at_once, rounds=rounds).examine(small, model, (x, None))
-    strength = float(outcome.layers["b.weight"].removeprefix("ridge "))
+    chosen = outcome.layers["b.weight"]
+    assert isinstance(chosen, Ridge)
 
     def array(t: Tensor) -> np.ndarray[Any, Any]:
         return t.detach().numpy()
@@ -826,7 +887,7 @@ def test_further_rounds_leave_free_what_the_relu_cuts_off(
     cut = target * scale + offset < 0
     begin = read @ array(small.b.weight).T + array(small.b.bias) + more
     centred = read - read.mean(0)
-    ridge = strength * (centred**2).mean() * len(read)
+    ridge = chosen.strength * (centred**2).mean() * len(read)
     wanted = target
     for _ in range(1 + rounds):
         lack = wanted - begin

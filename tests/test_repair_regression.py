@@ -14,21 +14,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from secateur.ops.table import Call, Site, lookup
-from secateur.repair.augment import crop_and_flip
-from secateur.repair.reference import _held
+from secateur.repair.corrections import NOTHING, STRENGTHS, Change, Correction, Mean, Norm, Ridge, best_change
+from secateur.repair.moments import FewRows, Moments, Regression
 from secateur.repair.rows import Positions, channel_last, read_rows
-from secateur.repair.solve import (
-    Correction,
-    FewRows,
-    Moments,
-    Regression,
-    best_of,
-    by_mean,
-    by_norm,
-    by_ridge,
-    error,
-    remake,
-)
+from secateur.repair.samples import _held, crop_and_flip
 
 CPU = torch.device("cpu")
 
@@ -138,7 +127,7 @@ def test_ridge_is_least_squares_on_stacked_rows(
     kind: type[Regression], constant: bool, groups: int, n: int, strength: float
 ) -> None:
     x, e, y = rows(n, 7, groups, 4)
-    found = by_ridge(gathered(kind, x, e, y, blocks=3), strength, constant)
+    found = Ridge(strength).fit(gathered(kind, x, e, y, blocks=3), constant)
     assert found.weight is not None
     for g in range(groups):
         d, c = least_squares(x[:, g], e[:, g], strength, constant)
@@ -155,7 +144,7 @@ def test_ridge_is_least_squares_on_stacked_rows(
 def test_weighted_ridge_solves_the_weighted_normal_equations(kind: type[Regression], constant: bool, n: int) -> None:
     x, e, y = rows(n, 7, 2, 4)
     weights = torch.rand(n, generator=torch.Generator().manual_seed(1), dtype=torch.float64) * 3 + 0.01
-    found = by_ridge(gathered(kind, x, e, y, blocks=3, weights=weights), 0.1, constant)
+    found = Ridge(0.1).fit(gathered(kind, x, e, y, blocks=3, weights=weights), constant)
     assert found.weight is not None
     w = np.diag(weights.numpy())
     for g in range(2):
@@ -177,24 +166,24 @@ def test_weighted_ridge_solves_the_weighted_normal_equations(kind: type[Regressi
 
 
 @pytest.mark.parametrize("kind", [Regression, FewRows])
-@pytest.mark.parametrize("name", ["none", "mean", "norm", "ridge 0.1"])
-def test_a_weight_of_two_is_the_same_row_twice(kind: type[Regression], name: str) -> None:
+@pytest.mark.parametrize("correction", [NOTHING, Mean(), Norm(), Ridge(0.1)], ids=str)
+def test_a_weight_of_two_is_the_same_row_twice(kind: type[Regression], correction: Correction) -> None:
     fit, held = rows(12, 6, 2, 3), rows(20, 6, 2, 3, seed=1)
     often = torch.arange(12) % 3  # some rows count nothing
     twice = [t.repeat_interleave(often, 0) for t in fit]
     for constant in (True, False):
-        if name == "mean" and not constant:
+        if correction == Mean() and not constant:
             continue
         weighted = gathered(kind, *fit, weights=often.double())
         repeated = gathered(kind, *twice)
-        a, b = remake(name, weighted, constant), remake(name, repeated, constant)
+        a, b = correction.fit(weighted, constant), correction.fit(repeated, constant)
         for one, other in ((a.weight, b.weight), (a.shift, b.shift), (a.scale, b.scale)):
             assert (one is None) == (other is None)
             if one is not None and other is not None:
                 torch.testing.assert_close(one, other)
         for way in (fit, held):
-            torch.testing.assert_close(error(a, gathered(kind, *way)), error(b, gathered(kind, *way)))
-        torch.testing.assert_close(error(a, weighted), error(a, repeated))
+            torch.testing.assert_close(a.error(gathered(kind, *way)), b.error(gathered(kind, *way)))
+        torch.testing.assert_close(a.error(weighted), a.error(repeated))
         torch.testing.assert_close(weighted.size, repeated.size)
 
 
@@ -202,8 +191,8 @@ def test_a_weight_of_two_is_the_same_row_twice(kind: type[Regression], name: str
 def test_weights_of_one_change_nothing(kind: type[Regression]) -> None:
     fit = rows(12, 6, 2, 3)
     plain, ones = gathered(kind, *fit), gathered(kind, *fit, weights=torch.ones(12))
-    for name in ("mean", "norm", "ridge 0.1"):
-        a, b = remake(name, plain, True), remake(name, ones, True)
+    for correction in (Mean(), Norm(), Ridge(0.1)):
+        a, b = correction.fit(plain, True), correction.fit(ones, True)
         for one, other in ((a.weight, b.weight), (a.shift, b.shift), (a.scale, b.scale)):
             torch.testing.assert_close(one, other, rtol=0, atol=1e-14)
 
@@ -211,33 +200,33 @@ def test_weights_of_one_change_nothing(kind: type[Regression]) -> None:
 def test_ridge_in_single_precision_is_close() -> None:
     x, e, y = rows(4000, 300, 1, 4)
     single = gathered(Regression, x.float(), e.float(), y.float(), blocks=2)
-    found = by_ridge(single, 1e-3, True)
+    found = Ridge(1e-3).fit(single, True)
     d, _ = least_squares(x[:, 0], e[:, 0], 1e-3, True)
     assert found.weight is not None
     assert np.abs(found.weight[0].numpy() - d).max() < 1e-4 * np.abs(d).max()
 
 
-def corrected(correction: Correction, x: Tensor, e: Tensor, y: Tensor) -> Tensor:
+def corrected(change: Change, x: Tensor, e: Tensor, y: Tensor) -> Tensor:
     """What is still missing, row by row."""
-    given = y if correction.scale is None else y * correction.scale
-    if correction.weight is not None:
-        given = given + torch.einsum("ngf,gfo->ngo", x, correction.weight)
-    if correction.shift is not None:
-        given = given + correction.shift
+    given = y if change.scale is None else y * change.scale
+    if change.weight is not None:
+        given = given + torch.einsum("ngf,gfo->ngo", x, change.weight)
+    if change.shift is not None:
+        given = given + change.shift
     return y + e - given
 
 
 @pytest.mark.parametrize("kind", [Regression, FewRows])
-@pytest.mark.parametrize("name", ["none", "mean", "norm", "ridge 0.1", "ridge 100"])
+@pytest.mark.parametrize("correction", [NOTHING, Mean(), Norm(), Ridge(0.1), Ridge(100)], ids=str)
 @pytest.mark.parametrize("constant", [True, False])
-def test_error_is_the_mean_square_over_rows(kind: type[Regression], name: str, constant: bool) -> None:
-    if name == "mean" and not constant:
+def test_error_is_the_mean_square_over_rows(kind: type[Regression], correction: Correction, constant: bool) -> None:
+    if correction == Mean() and not constant:
         return
     fit, held = rows(30, 6, 2, 3), rows(20, 6, 2, 3, seed=1)
-    correction = remake(name, gathered(kind, *fit), constant)
-    assert correction.name == name
-    expected = corrected(correction, *held).square().mean(0)
-    torch.testing.assert_close(error(correction, gathered(kind, *held)), expected)
+    change = correction.fit(gathered(kind, *fit), constant)
+    assert change.correction == correction
+    expected = corrected(change, *held).square().mean(0)
+    torch.testing.assert_close(change.error(gathered(kind, *held)), expected)
 
 
 def test_mean_and_norm_match_the_statistics_they_name() -> None:
@@ -245,15 +234,15 @@ def test_mean_and_norm_match_the_statistics_they_name() -> None:
     y = y * 0.5
     e = (torch.randn_like(y) * 0.7 + 1) - y  # targets whose scale is near that of y
     moments = gathered(Regression, x, e, y)
-    left = corrected(by_mean(moments), x, e, y)
+    left = corrected(Mean().fit(moments, True), x, e, y)
     torch.testing.assert_close(left.mean(0), torch.zeros(2, 4).double(), atol=1e-12, rtol=0)
-    norm = by_norm(moments, True)
+    norm = Norm().fit(moments, True)
     assert norm.scale is not None
     assert norm.shift is not None
     made, wanted = y * norm.scale + norm.shift, y + e
     torch.testing.assert_close(made.mean(0), wanted.mean(0))
     torch.testing.assert_close(made.var(0), wanted.var(0))
-    assert by_norm(moments, False).shift is None
+    assert Norm().fit(moments, False).shift is None
 
 
 def test_a_channel_that_does_not_vary_gives_no_scale() -> None:
@@ -261,10 +250,15 @@ def test_a_channel_that_does_not_vary_gives_no_scale() -> None:
     y[:, :, 1] = 2.0
     moments = Moments(1, 3, CPU)
     moments.add(torch.randn(40, 1, 3).double(), y)
-    norm = by_norm(moments, True)
+    norm = Norm().fit(moments, True)
     assert norm.scale is not None
     assert float(norm.scale[0, 1]) == 1.0
     assert bool((norm.scale <= 4).all())
+
+
+def _strength(change: Change) -> float:
+    assert isinstance(change.correction, Ridge)
+    return change.correction.strength
 
 
 def test_noise_asks_for_a_strong_ridge_or_nothing_and_signal_for_a_weak_one() -> None:
@@ -273,39 +267,37 @@ def test_noise_asks_for_a_strong_ridge_or_nothing_and_signal_for_a_weak_one() ->
         generator = torch.Generator().manual_seed(seed)
         x, e, y = (torch.randn(220, 1, f, generator=generator).double() for f in (20, 5, 5))
         fit, held = (gathered(Regression, *(t[part] for t in (x, e, y))) for part in (slice(20), slice(20, 220)))
-        best, least, first = best_of("ridge", fit, held, True)
+        best, least, first = best_change(Ridge(), fit, held, True)
         assert least <= first
-        strong += best.weight is None or float(best.name.split()[1]) >= 10
+        strong += best.weight is None or _strength(best) >= 10
     assert strong == 20
     x, e, y = rows(300, 20, 1, 5)
     e = torch.einsum("ngf,gfo->ngo", x, torch.randn(1, 20, 5).double())  # without noise
     fit, held = (gathered(Regression, *(t[part] for t in (x, e, y))) for part in (slice(200), slice(200, 300)))
-    best, least, first = best_of("ridge", fit, held, True)
+    best, least, first = best_change(Ridge(), fit, held, True)
     assert least < 1e-8 * first
 
 
 def test_the_search_finds_what_trying_everything_finds() -> None:
-    from secateur.repair.solve import STRENGTHS
-
     for seed in range(10):
         x, e, y = rows(60, 25, 1, 3, seed)
         e = e + 40 * torch.randn(60, 1, 3, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
         fit, held = (gathered(Regression, *(t[part] for t in (x, e, y))) for part in (slice(40), slice(40, 60)))
-        costs = [float(error(by_ridge(fit, s, True), held).sum()) for s in STRENGTHS]
+        costs = [float(Ridge(s).fit(fit, True).error(held).sum()) for s in STRENGTHS]
         turns = sum((b - a) * (c - b) < 0 for a, b, c in zip(costs, costs[1:], costs[2:], strict=False))
         if turns > 1:
             continue
-        for near in ("", "ridge 1e-05", "ridge 100"):
-            _, least, _ = best_of("ridge", fit, held, True, near=near)
-            mild = [float(error(c, held).sum()) for c in (Correction("none"), by_mean(fit))]
+        for near in (None, Ridge(1e-5), Ridge(100)):
+            _, least, _ = best_change(Ridge(), fit, held, True, near=near)
+            mild = [float(c.fit(fit, True).error(held).sum()) for c in (NOTHING, Mean())]
             assert math.isclose(least, min(*costs, *mild), rel_tol=1e-12)
 
 
 def test_without_held_out_rows_only_strong_ridges_are_tried() -> None:
     x, e, y = rows(10, 20, 1, 5)  # more features than rows: weak ridges would learn them by heart
     fit, empty = gathered(Regression, x, e, y), Regression(1, 5, 20, CPU)
-    best, _, _ = best_of("ridge", fit, empty, True)
-    assert best.weight is None or float(best.name.split()[1]) >= 1
+    best, _, _ = best_change(Ridge(), fit, empty, True)
+    assert best.weight is None or _strength(best) >= 1
 
 
 @given(st.integers(1, 60), st.floats(0.05, 0.5), st.booleans(), st.integers(0, 5))

@@ -20,7 +20,7 @@ from secateur.plans.plan import Plan
 from secateur.plans.ranking import plan
 from secateur.plans.scores import Scores
 from secateur.relevance.explain import explain
-from secateur.repair.repair import repair
+from secateur.repair import repair
 from secateur.structure.cost import Cost
 from secateur.structure.graph import Graph
 from secateur.surgery.apply import apply

@@ -30,7 +30,7 @@ from secateur.plans.difference import difference
 from secateur.plans.plan import Plan
 from secateur.plans.ranking import Scope, check_target
 from secateur.plans.scores import Aggregation, Scores
-from secateur.repair.repair import Repair
+from secateur.repair import Repair
 from secateur.results.history import History, Row
 from secateur.running.batches import Data, example_of, repeatable
 from secateur.running.copies import copy_with, unwrap
@@ -177,6 +177,8 @@ class _Run:
         self.step = 0
         self.done = ""
         self.settings = self._settings() if self.checkpoint is not None else {}
+        # One session for all steps: what the original answers is computed once.
+        self.repairs = self.repair.session(self.original, self.data) if isinstance(self.repair, Repair) else None
 
     def to_the_end(self, shown: Progress) -> Result:
         """Run, or go on with, the loop."""
@@ -288,8 +290,8 @@ class _Run:
         with seeded(self.seed, number, salt=1):
             if self.repair is not None:
                 with _named("repair", number):
-                    if isinstance(self.repair, Repair):
-                        repaired = self.repair.examine(model, self.original, self.data, self._tell).model
+                    if self.repairs is not None:
+                        repaired = self.repairs.examine(model, self._tell).model
                     else:
                         repaired = self.repair(model, self.original, self.data)
                     if not isinstance(repaired, nn.Module):
@@ -437,7 +439,7 @@ def _repairer(asked: Repairer | str | None, data: Data) -> Repairer | None:
     if asked is None or asked == "none":
         return None
     if isinstance(asked, str):
-        return Repair(asked)  # type: ignore[arg-type]  # it names what it does not know
+        return Repair(asked)
     return asked
 
 

@@ -1,4 +1,4 @@
-"""A layer as a regression: rows of what it reads and of what it should give, at some positions of some samples."""
+"""A layer as a regression: rows of what it reads and returns, at sampled positions of each sample."""
 
 from __future__ import annotations
 
@@ -16,15 +16,20 @@ from secateur.ops.table import Call
 
 
 def channel_last(call: Call, tensor: Tensor, batch: int = 0, positions: int | None = None) -> Tensor:
-    """What a layer reads or gives as (samples, positions, channels).
+    """A layer's input or output as (samples, positions, channels).
 
-    Samples lie along dimension `batch`, where a linear layer may have several rows for each, up to `positions` in all.
+    Samples lie along dimension `batch`. There, a linear layer may have several entries for each: `positions` in all.
     """
     if isinstance(call.operation, Convolution | TransposedConvolution):
         return tensor.flatten(2).transpose(1, 2)
     tensor = tensor.movedim(batch, 0)
     shape = (len(tensor), -1) if positions is None else (-1, positions)
     return tensor.reshape(*shape, tensor.shape[-1])
+
+
+def wide(rows: Tensor) -> Tensor:
+    """At least single precision."""
+    return rows if rows.dtype == torch.float64 else rows.float()
 
 
 @dataclass(frozen=True)
@@ -35,7 +40,7 @@ class Positions:
 
     @classmethod
     def draw(cls, samples: int, positions: int, most: int, generator: torch.Generator) -> Positions:
-        """At most `most` positions per sample, each sample its own."""
+        """At most `most` positions per sample, drawn for each sample."""
         if positions <= most:
             return cls(None)
         return cls(torch.rand(samples, positions, generator=generator).topk(most, dim=1).indices.sort(1).values)
@@ -45,15 +50,15 @@ class Positions:
         return None if self.chosen is None else self.chosen[samples].to(device)
 
     def take(self, values: Tensor, samples: slice) -> Tensor:
-        """Of (samples, positions, channels) the chosen positions."""
+        """The chosen positions of (samples, positions, channels)."""
         return _at(values, self.of(samples, values.device))
 
 
 def read_rows(call: Call, x: Tensor, chosen: Tensor | None) -> Tensor:
-    """What the layer reads of `x` for each chosen output position: (samples, positions, groups, features).
+    """What the layer reads of its input `x` for each chosen output position: (samples, positions, groups, features).
 
-    `x` are some samples of the layer's input, `channel_last` for a linear layer, as they are for a convolution.
-    Features are in the order of the weight: channel by channel, then the kernel.
+    For a linear layer `x` is `channel_last`, for a convolution it is as it is. Features are ordered as in the weight:
+    by channel, then by place in the kernel.
     """
     if not isinstance(call.operation, Convolution):
         return _at(x, chosen)[:, :, None]
@@ -70,7 +75,7 @@ def read_rows(call: Call, x: Tensor, chosen: Tensor | None) -> Tensor:
     size = tuple(x.shape[2:])
     count = [(n - d * (k - 1) - 1) // s + 1 for n, k, s, d in zip(size, kernel, stride, dilation, strict=True)]
     strides = [math.prod(size[i + 1 :]) for i in range(spatial)]
-    # Where each window begins, and how far its places are from there, in the flattened image.
+    # Indices into the flattened image: where each window begins, and the offsets of its places.
     grids = [torch.arange(n, device=x.device) * s * step for n, s, step in zip(count, stride, strides, strict=True)]
     begins = sum(g.view([-1 if i == j else 1 for j in range(spatial)]) for i, g in enumerate(grids))
     begins = torch.as_tensor(begins, device=x.device).expand(count).reshape(-1)
@@ -92,7 +97,7 @@ def read_rows(call: Call, x: Tensor, chosen: Tensor | None) -> Tensor:
 
 
 def _at(values: Tensor, chosen: Tensor | None) -> Tensor:
-    """Of (samples, positions, channels) the chosen positions of each sample."""
+    """The chosen positions of each sample of (samples, positions, channels)."""
     return values if chosen is None else values.gather(1, chosen[:, :, None].expand(-1, -1, values.shape[-1]))
 
 
@@ -104,7 +109,7 @@ def _each(value: Any, count: int) -> tuple[int, ...]:
 
 
 def _padding(padding: Any, kernel: tuple[int, ...], dilation: tuple[int, ...]) -> list[int]:
-    """Padding as `F.pad` wants it: last dimension first, before and after."""
+    """Padding in the order of `F.pad`: last dimension first, before and after."""
     spans = [d * (k - 1) for k, d in zip(kernel, dilation, strict=True)]
     if padding == "same":
         sides = [(span // 2, span - span // 2) for span in spans]

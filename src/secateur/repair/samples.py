@@ -1,0 +1,157 @@
+"""Samples to repair with, and altered copies of them: crops and flips, so that few images are not overfitted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from secateur.errors import DataError
+from secateur.nest import map_tensors
+from secateur.running.batches import Data, batches, check_inputs, is_pair, size_of
+
+#: `f(images, generator)` returns altered images of the same shape. The generator lives on the CPU.
+Alter = Callable[[Tensor, torch.Generator], Tensor]
+# Copies are drawn for this many samples together, whatever the batch size is.
+_PART = 32
+
+
+def crop_and_flip(images: Tensor, generator: torch.Generator, least: float = 0.5) -> Tensor:
+    """Crop each image to between `least` and all of its area, resize it back, and mirror it half of the time."""
+    count = len(images)
+    zoom = (least + (1 - least) * torch.rand(count, generator=generator)).sqrt()
+    # The window's centre, such that it stays inside.
+    centre = (2 * torch.rand(count, 2, generator=generator) - 1) * (1 - zoom)[:, None]
+    flip = torch.where(torch.rand(count, generator=generator) < 0.5, -1.0, 1.0)
+    theta = torch.zeros(count, 2, 3)
+    theta[:, 0, 0], theta[:, 1, 1], theta[:, :, 2] = flip * zoom, zoom, centre
+    grid = F.affine_grid(theta.to(images), list(images.shape), align_corners=False)
+    return F.grid_sample(images, grid, mode="bilinear", padding_mode="border", align_corners=False)
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Reference inputs and altered copies of them. Copies are made on request, and are always the same."""
+
+    inputs: Any
+    count: int
+    copies: int
+    alter: Alter | None
+    held: Tensor
+    seed: int
+
+    @classmethod
+    def collect(
+        cls, data: Data, most: int, copies: int, alter: Alter | None, held_out: float, seed: int,
+        device: torch.device | None,
+    ) -> Samples:  # fmt: skip
+        """Take at most `most` samples, and hold out a share of them: the same share of each class if targets are known.
+
+        Of a pair (X, y) samples are taken evenly, since classes may lie together there; of batches, the first are.
+        Without `alter`, images are cropped and flipped, and other inputs get no copies.
+        """
+        inputs, targets, count = [], [], 0
+        if is_pair(data) and size_of(data[0]) > most:
+            index = torch.linspace(0, size_of(data[0]) - 1, most, dtype=torch.float64).round().long()
+            data = map_tensors(lambda t: t[index.to(t.device)], tuple(data))
+        for x, y in batches(data, 64, device):
+            check_inputs(x)
+            take = min(size_of(x), most - count)
+            inputs.append(map_tensors(lambda t, n=take: t[:n], x))  # type: ignore[misc]
+            targets.append(y[:take] if isinstance(y, Tensor) and y.ndim == 1 else None)
+            count += take
+            if count >= most:
+                break
+        if not count:
+            raise DataError("repair needs data: there is no sample in what was given.")
+        numbers = [t for t in targets if t is not None]
+        known = torch.cat(numbers).cpu() if len(numbers) == len(targets) else None
+        held = _held(count, known, held_out, torch.Generator().manual_seed(seed))
+        joined = _joined(inputs)
+        if alter is None and _are_images(joined):
+            alter = crop_and_flip
+        return cls(joined, count, copies if alter is not None else 0, alter, held, seed)
+
+    @property
+    def two(self) -> Any:
+        """The first two samples, or the only one."""
+        return map_tensors(lambda t: t[:2], self.inputs)
+
+    @property
+    def total(self) -> int:
+        """The number of samples and copies."""
+        return self.count * (1 + self.copies)
+
+    @property
+    def held_all(self) -> Tensor:
+        """For each sample and copy whether it is held out. Copies of held-out samples are."""
+        return self.held.repeat(1 + self.copies)
+
+    @property
+    def judges(self) -> Tensor:
+        """For each sample and copy whether the divergence is measured on it: if held out, or if nothing is."""
+        return self.held_all if bool(self.held.any()) else torch.ones(self.total, dtype=torch.bool)
+
+    def chunks(self, size: int) -> Iterator[tuple[slice, Any]]:
+        """Inputs in batches of about `size`, with their places among all. Their numbers do not depend on `size`."""
+        waiting: list[Any] = []
+        begin = end = 0
+        for place, x in self._parts():
+            if waiting and place.stop - begin > size:
+                yield slice(begin, end), _joined(waiting)
+                waiting, begin = [], place.start
+            waiting.append(x)
+            end = place.stop
+        yield slice(begin, end), _joined(waiting)
+
+    def _parts(self) -> Iterator[tuple[slice, Any]]:
+        for copy in range(1 + self.copies):
+            for begin in range(0, self.count, _PART):
+                end = min(begin + _PART, self.count)
+                x = map_tensors(lambda t, a=begin, b=end: t[a:b], self.inputs)  # type: ignore[misc]
+                if copy:
+                    assert self.alter is not None
+                    key = (self.seed * 1_000_003 + copy) * 1_000_003 + begin
+                    x = self.alter(x, torch.Generator().manual_seed(key % 2**63))
+                yield slice(copy * self.count + begin, copy * self.count + end), x
+
+
+def _are_images(inputs: Any) -> bool:
+    """Whether inputs look like images: (samples, 1, 3 or 4 channels, height, width) of real numbers."""
+    if not isinstance(inputs, Tensor) or not inputs.is_floating_point() or inputs.ndim != 4:
+        return False
+    return inputs.shape[1] in (1, 3, 4) and min(inputs.shape[2:]) >= 8
+
+
+def _held(count: int, targets: Tensor | None, share: float, generator: torch.Generator) -> Tensor:
+    """Which samples are held out: the same share of every class where that is known."""
+    held = torch.zeros(count, dtype=torch.bool)
+    order = torch.randperm(count, generator=generator)
+    if targets is not None and len(targets) == count:
+        order = order[torch.sort(targets[order], stable=True).indices]
+    # Spread evenly along the order, in which classes lie together. Of two samples or more, at least one on either side.
+    marks = torch.floor(torch.arange(count + 1) * share + 0.5).diff() > 0
+    if share and count > 1 and not bool(marks.any()):
+        marks[count // 2] = True
+    if bool(marks.all()):
+        marks[0] = False
+    held[order[marks]] = True
+    return held
+
+
+def _joined(parts: list[Any]) -> Any:
+    """Nests of tensors, joined along their samples."""
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    if isinstance(first, Tensor):
+        return torch.cat(parts)
+    if isinstance(first, dict):
+        return {key: _joined([part[key] for part in parts]) for key in first}
+    if isinstance(first, tuple | list):
+        return type(first)(_joined([part[i] for part in parts]) for i in range(len(first)))
+    return first

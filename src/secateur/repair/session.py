@@ -1,0 +1,202 @@
+"""Repair: bring a smaller model's answers back to the original's, from a few samples, without training."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import count
+
+import torch
+from torch import nn
+
+from secateur.errors import RepairError, SecateurWarning
+from secateur.nest import tensors_in
+from secateur.repair.corrections import Correction, corrections_named
+from secateur.repair.layers import Layers
+from secateur.repair.layerwise import Corrected, LayerCorrector, kept_indices, layers_in_both
+from secateur.repair.reference import Reference
+from secateur.repair.samples import Alter, Samples
+from secateur.repair.survey import version
+from secateur.running.batches import Data, repeatable
+from secateur.running.copies import copy_with, unwrap
+from secateur.running.devices import device_of
+from secateur.running.processes import synchronise
+from secateur.running.progress import Line
+from secateur.running.sandbox import check_weights, quiet
+
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a repair did.
+
+    `divergence` says how far each candidate was from the original on held-out samples. `method` names the one that was
+    taken, "none" if no repair came closer than no repair. `layers` has the correction of each weight, `errors` the
+    error of its output before and after, relative to the original's output.
+    """
+
+    model: nn.Module
+    method: str
+    divergence: dict[str, float]
+    layers: dict[str, Correction]
+    errors: dict[str, tuple[float, float]]
+
+    def __str__(self) -> str:
+        tried = ", ".join(f"{name} {value:.4g}" for name, value in self.divergence.items())
+        lines = [f"{self.method}; divergence from the original on held-out samples: {tried}"]
+        width = max([len(name) for name in self.layers] or [0])
+        for name, correction in self.layers.items():
+            before, after = self.errors.get(name, (math.nan, math.nan))
+            lines.append(f"{name.ljust(width)}  {correction!s:<10}  error {100 * before:6.2f} % → {100 * after:6.2f} %")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Repair:
+    """The settings of a repair. Call it, or give it to `prune(..., repair=Repair(...))`.
+
+    `method`: "mean" adds a constant to each output, "norm" also scales it, "ridge" regresses the original's outputs on
+    what the surviving inputs give; "best" takes the one that is closest to the original on held-out samples. A
+    correction that you registered is another method.
+
+    `copies`: altered copies of each sample that join the regression. Images are cropped and flipped; `alter` is a
+    function of your own. `held_out`: the share of samples that choose strengths and methods. They help to fit after
+    that. `samples` and `rows`: at most so many samples, and positions per layer, take part (fewer if they would need
+    more than 4 GiB). `at_once`: at most so many samples are in memory at once (default: what fits). More samples than
+    that take longer, since each layer needs a pass of its own. `rounds`: extra fits of each layer that ignore errors
+    which a ReLU hides. `relevance`: the share of a position's weight in the regression that is its relevance.
+    """
+
+    method: str = "best"
+    copies: int = 8
+    alter: Alter | None = None
+    held_out: float = 0.2
+    samples: int = 1024
+    rows: int = 20_000
+    at_once: int | None = None
+    seed: int = 0
+    rounds: int = 1
+    relevance: float = 0.0
+
+    def __post_init__(self) -> None:
+        corrections_named(self.method)
+        for name in ("held_out", "relevance"):
+            value, end = getattr(self, name), 1 if name == "relevance" else math.nextafter(1, 0)
+            if not 0 <= value <= end:
+                raise RepairError(f"{name}={value} is not a share.", fix="from 0 to 1; held_out must be below 1")
+        for name, least in {"copies": 0, "rounds": 0, "samples": 1, "rows": 1, "at_once": 1}.items():
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise RepairError(f"{name}={value} is too small.", fix=f"at least {least}")
+
+    def __call__(self, small: nn.Module, original: nn.Module, data: Data) -> nn.Module:
+        """The repaired model. `small` is not changed."""
+        return self.examine(small, original, data).model
+
+    def examine(self, small: nn.Module, original: nn.Module, data: Data, progress: bool | Tell = True) -> Outcome:
+        """The repaired model, and what was done. `progress` draws a line on a terminal; a function is told in words."""
+        return self.session(original, data).examine(small, progress)
+
+    def session(self, original: nn.Module, data: Data) -> Session:
+        """Repairs of several smaller models of one original: what the original answers is computed once."""
+        return Session(original, data, self)
+
+
+class Session:
+    """Repairs with the same original, data and settings. Keeps the original's answers between them."""
+
+    def __init__(self, original: nn.Module, data: Data, settings: Repair) -> None:
+        self.original, self.data, self.settings = unwrap(original), repeatable(data), settings
+        self._reference: Reference | None = None
+        self._versions: list[int] = []
+
+    def examine(self, small: nn.Module, progress: bool | Tell = True) -> Outcome:
+        """The repaired model, and what was done. `progress` is as for `Repair.examine`."""
+        if isinstance(progress, bool):
+            with Line(progress) as line:
+                return self.examine(small, line)
+        small = unwrap(small)
+        kept = kept_indices(small, self.original)
+        check_weights(small)
+        with torch.inference_mode(False):
+            reference = self.reference(progress)
+            outcome = self._best(small, reference, layers_in_both(small, reference, kept), progress)
+            synchronise(outcome.model)
+        return outcome
+
+    def reference(self, tell: Tell = lambda text: None) -> Reference:
+        """The original's side. It is computed again if somebody wrote to the model or the data."""
+        original, asked = self.original, self.settings
+        versions = [version(t) for t in [*original.parameters(), *original.buffers(), *tensors_in(self.data)]]
+        if self._reference is not None and versions == self._versions:
+            return self._reference
+        self._reference = None  # its memory is needed now
+        tell("repair: what the original answers")
+        with quiet():
+            torch.manual_seed(asked.seed)  # a loader that shuffles gives the same samples whenever it is asked
+            samples = Samples.collect(
+                self.data, asked.samples, asked.copies, asked.alter, asked.held_out, asked.seed, device_of(original)
+            )
+        self._reference = Reference(original, samples, asked.rows, asked.at_once, asked.relevance)
+        self._versions = versions
+        return self._reference
+
+    def _best(self, small: nn.Module, reference: Reference, layers: Layers, tell: Tell) -> Outcome:
+        """Try each correction on the whole model, and take the best, if it is better than none."""
+        if not layers:
+            warnings.warn(
+                f"{type(self.original).__name__} has no convolution or linear layer that can be repaired: such a layer "
+                f"has a weight that is used once, and does not mix samples. The smaller model stays as it is.",
+                SecateurWarning,
+                stacklevel=3,
+            )
+
+        def corrected(method: Correction, given: Mapping[str, Correction] | None = None) -> Corrected:
+            numbers = count(1)
+            what = method.name if given is None else f"{method.name}, with all samples"
+            step = lambda: tell(f"repair: {what}, layer {next(numbers)}/{len(layers)}")  # noqa: E731
+            return LayerCorrector(small, reference, layers, method, given, self.settings.rounds, step).run()
+
+        before = reference.divergence_of(small)
+        methods = {method.name: method for method in corrections_named(self.settings.method)} if layers else {}
+        tried = {name: corrected(method) for name, method in methods.items()}
+        divergence = {"none": before, **{name: found.divergence for name, found in tried.items()}}
+        best = min(tried, key=lambda name: _comparable(divergence[name]), default="none")
+        if best == "none" or not _comparable(divergence[best]) < _comparable(before):
+            copy = copy_with(small, lambda name, old: old.detach().clone())
+            return Outcome(copy, "none", divergence, {}, {})
+        found = tried[best]
+        model = found.model
+        if bool(reference.samples.held.any()):
+            # What was held out to choose with now helps to fit, unless that does harm.
+            again = corrected(methods[best], found.chosen)
+            model = again.model if _comparable(again.divergence) <= _comparable(before) else model
+        return Outcome(model, best, divergence, found.chosen, found.errors)
+
+
+def repair(
+    small: nn.Module, original: nn.Module, data: Data, method: str = "best", *, copies: int = 8, held_out: float = 0.2,
+    seed: int = 0, progress: bool = True,
+) -> nn.Module:  # fmt: skip
+    """A copy of a smaller model whose layers return what the original's did, as far as the samples tell.
+
+    Layer by layer, in order of execution, what a layer lacks compared with the original is made up for by a constant
+    ("mean"), a scale and a constant ("norm") or new weights ("ridge"). "best" takes what is closest to the original on
+    held-out samples, if need be nothing. Targets are not needed: `data` may be `(X, None)`. `Repair` has more settings.
+
+    >>> import torch, secateur as sc
+    >>> net = nn.Sequential(nn.Linear(4, 32), nn.ReLU(), nn.Linear(32, 3))
+    >>> data = (torch.rand(64, 4), torch.arange(64) % 3)
+    >>> result = sc.prune(net, data, remove=0.5, step=0.25)
+    >>> sc.repair(result.model, net, data)[0]
+    Linear(in_features=4, out_features=16, bias=True)
+    """
+    settings = Repair(method, copies, held_out=held_out, seed=seed)
+    return settings.examine(small, original, data, progress).model
+
+
+def _comparable(value: float) -> float:
+    return value if math.isfinite(value) else math.inf
