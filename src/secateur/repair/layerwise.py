@@ -201,7 +201,7 @@ class _LayerFit:
     """The regression of one layer: `add` rows, then `solve`; again while that returns False."""
 
     def __init__(self, corrector: LayerCorrector, layer: RepairableLayer) -> None:
-        self._all, self.layer, self._rounds = corrector, layer, corrector.rounds
+        self._corrector, self.layer, self._rounds = corrector, layer, corrector.rounds
         self._level = layer.left(corrector.reference.levels[layer.weight])
         #: The change so far; None if the model does not run the layer.
         self.change: Change | None = None
@@ -211,16 +211,16 @@ class _LayerFit:
 
     def add(self, rows: _Rows) -> None:
         """Add the rows of some samples; in further rounds, move those that fit."""
-        call, y, reference = rows.call, rows.y, self._all.reference
+        call, y, reference = rows.call, rows.y, self._corrector.reference
         groups = int(call["groups"]) if isinstance(call.operation, Convolution) else 1
         samples, count, outputs = y.shape
-        full = self._all.method.needs_inputs and not self.layer.transposed
+        full = self._corrector.method.needs_inputs and not self.layer.transposed
         features = call["weight"][0].numel() if full else 0
         if self._sums is None:
             size = (groups, outputs // groups, features, reference.samples.total * count, y.device)
             self._sums = moments_for(*size), moments_for(*size)
         held = reference.samples.held_all[rows.place]
-        if self._all.given is not None:
+        if self._corrector.given is not None:
             held = torch.zeros_like(held)
         x: Tensor = call["input"]
         if isinstance(call.operation, Linear):
@@ -264,11 +264,11 @@ class _LayerFit:
             assert self._moved is not None
             self.change = self.change.correction.fit(self._moved, self.layer.shifts)
             self._rounds -= 1
-        elif self._all.given is not None:
-            self.change = self._all.given[self.layer.weight].fit(fit, self.layer.shifts)
+        elif self._corrector.given is not None:
+            self.change = self._corrector.given[self.layer.weight].fit(fit, self.layer.shifts)
         else:
-            self.change = self._all.choose(self.layer, fit, held)
-        if not self._rounds or self.change.weight is None or self._level is None:
+            self.change = self._corrector.choose(self.layer, fit, held)
+        if not self._rounds or self._level is None or self.change.weight is None or self.change.scale is not None:
             return True
         assert isinstance(fit, Regression)
         self._moved = copy(fit)
@@ -283,13 +283,13 @@ class _Pass(LayerObserver):
     ) -> None:
         layers = corrector.layers if fit is None else {fit.layer.weight: fit.layer}
         super().__init__(model, layers, corrector.inverse, corrector.reference.positions, place, inputs)
-        self._all, self._fit = corrector, fit
+        self._corrector, self._fit = corrector, fit
 
     def run_layer(self, layer: RepairableLayer, call: Call) -> Any:
         """The output of the corrected layer."""
         output: Tensor = call.run()
         positions, y, added = self.sampled(layer, call, output)
-        wanted = layer.left(self._all.reference.targets[layer.weight][self.place])
+        wanted = layer.left(self._corrector.reference.targets[layer.weight][self.place])
         if wanted.shape != y.shape:
             raise RepairError(
                 f"`{layer.weight}` returns rows of shape {tuple(y.shape)}, but {tuple(wanted.shape)} are left of the "
@@ -300,12 +300,12 @@ class _Pass(LayerObserver):
         if self._fit is not None:
             self._fit.add(rows)
             raise _Enough
-        fit = _LayerFit(self._all, layer)
+        fit = _LayerFit(self._corrector, layer)
         fit.add(rows)
         while not fit.solve():
             fit.add(rows)
         change = fit.change
-        self._all.finish(layer, change)
+        self._corrector.finish(layer, change)
         if change is None or change.empty:
             return output
         if change.weight is None and output.dtype in (torch.float32, torch.float64):

@@ -83,10 +83,11 @@ class Repair:
 
     def __post_init__(self) -> None:
         corrections_named(self.method)
-        for name in ("held_out", "relevance"):
-            value, end = getattr(self, name), 1 if name == "relevance" else math.nextafter(1, 0)
-            if not 0 <= value <= end:
-                raise RepairError(f"{name}={value} is not a share.", fix="from 0 to 1; held_out must be below 1")
+        if not 0 <= self.held_out < 1 or not 0 <= self.relevance <= 1:
+            raise RepairError(
+                f"held_out={self.held_out} or relevance={self.relevance} is not a share.",
+                fix="held_out from 0 to below 1, relevance from 0 to 1",
+            )
         for name, least in {"copies": 0, "rounds": 0, "samples": 1, "rows": 1, "at_once": 1}.items():
             value = getattr(self, name)
             if value is not None and value < least:
