@@ -1,8 +1,9 @@
-"""`python -m reproduction toy | few-shot | fine-tune`: the paper's experiments."""
+"""`python -m reproduction toy | few-shot | fine-tune`: the paper's experiments, from a checkout of the repository."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
@@ -12,6 +13,13 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from reproduction.few_shot import campaign as few
+from reproduction.few_shot import page as few_page
+from reproduction.fine_tune import campaign as fine
+from reproduction.fine_tune import page as fine_page
+from reproduction.toy import reproduction
+from reproduction.toy.recipe import FULL, QUICK, readings
+from reproduction.toy.store import default_cache
 from secateur.cli.app import Commands
 from secateur.cli.folder import check_folder
 from secateur.cli.options import Merging
@@ -44,7 +52,7 @@ def group() -> None:
 def toy(
     quick: Annotated[bool, typer.Option("--quick", help="Narrower networks, fewer seeds: under a minute.")] = False,
     net: Annotated[
-        Net | None, typer.Option(help="As the paper states it, or as its script has it. Default: both.")
+        Net | None, typer.Option(help="The network as the paper states it, or as in its script. Default: both.")
     ] = None,
     out: Annotated[Path, typer.Option(help="Folder for the page, figures and tables.")] = Path("secateur-toy"),
     cache: Annotated[Path | None, typer.Option(help="Folder for networks and finished parts.")] = None,
@@ -52,10 +60,6 @@ def toy(
     as_json: Annotated[bool, typer.Option("--json", help="Print the checks as JSON.")] = False,
 ) -> None:
     """The toy experiments: every table and figure, beside the paper's numbers."""
-    from reproduction.toy.recipe import FULL, QUICK, readings
-    from reproduction.toy.reproduction import reproduce
-    from reproduction.toy.store import default_cache
-
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
@@ -65,7 +69,8 @@ def toy(
             bar.update(work, description=text, completed=done, total=total)
 
         chosen = readings([net.value] if net else None)
-        result = reproduce(out, QUICK if quick else FULL, chosen, cache or default_cache(), workers, show)
+        recipe, place = QUICK if quick else FULL, cache or default_cache()
+        result = reproduction.reproduce(out, recipe, chosen, place, workers, show)
     if as_json:
         print(json.dumps([asdict(claim) | {"holds": claim.holds} for claim in result.claims]))
         return
@@ -80,21 +85,21 @@ _Model = Annotated[
     str | None,
     typer.Option("--model", help="alexnet, vgg16, resnet18, resnet50, or a text such as FILE.py:NAME."),
 ]
-_Images = Annotated[Path | None, typer.Option("--images", help="The folder that the data set lies in.")]
+_Images = Annotated[Path | None, typer.Option("--images", help="The folder of the data set.")]
 _Weights = Annotated[str | None, typer.Option("--weights", help="A file, or `default` for torchvision's download.")]
 _Early = Annotated[
-    bool, typer.Option("--early-strides", help="The weights are the original ResNet-50's, which strides early.")
+    bool, typer.Option("--early-strides", help="For weights of the original ResNet-50, which strides early.")
 ]
-_Criteria = Annotated[str, typer.Option("--criteria", help="Names, with commas.")]
-_Step = Annotated[float, typer.Option("--step", help="The share of all filters that leaves at a time.")]
-_Steps = Annotated[int, typer.Option("--steps", min=1, help="How many times.")]
+_Criteria = Annotated[str, typer.Option("--criteria", help="Names, separated by commas.")]
+_Step = Annotated[float, typer.Option("--step", help="The share of all filters that is removed in a step.")]
+_Steps = Annotated[int, typer.Option("--steps", min=1, help="How many steps.")]
 _Device = Annotated[str, typer.Option("--device", help="cpu, cuda, cuda:1 …")]
-_Jobs = Annotated[int, typer.Option("--jobs", min=1, help="Runs at a time, each in a process of its own.")]
-_Size = Annotated[int, typer.Option("--size", min=8, help="The side of the images that the network sees.")]
+_Jobs = Annotated[int, typer.Option("--jobs", min=1, help="How many runs at a time, each in its own process.")]
+_Size = Annotated[int, typer.Option("--size", min=8, help="Height and width of the images that the network sees.")]
 _Pages = Annotated[
     Path | None, typer.Option("--pages", help="Folder for the page and the figures. Default: the output folder.")
 ]
-_Only = Annotated[bool, typer.Option("--table-only", help="Run nothing: make the page from what is in the folder.")]
+_Only = Annotated[bool, typer.Option("--table-only", help="Run nothing. Make the page from the runs in the folder.")]
 
 
 @commands.command("few-shot")
@@ -106,7 +111,7 @@ def few_shot(
         str, typer.Option(help="ilsvrc, catsdogs, or a pair: aircraft+birds, aircraft+cars, birds+cars.")
     ] = "ilsvrc",
     early_strides: _Early = False,
-    draws: Annotated[int, typer.Option(min=1, help="Repetitions, each with other classes and images.")] = 20,
+    draws: Annotated[int, typer.Option(min=1, help="Repetitions with different classes and images.")] = 20,
     classes: Annotated[int, typer.Option(min=2, help="Classes in a draw (ilsvrc).")] = 3,
     per_class: Annotated[int, typer.Option(min=1, help="Reference images per class.")] = 10,
     criteria: _Criteria = "lrp,taylor,gradient,weight",
@@ -117,14 +122,14 @@ def few_shot(
     step: _Step = 0.05,
     steps: _Steps = 18,
     grid: Annotated[
-        int, typer.Option(min=0, help="Steps on the fully connected layers at every share of filters (VGG, AlexNet).")
+        int, typer.Option(min=0, help="Steps on the fully connected layers, at every share of filters (VGG, AlexNet).")
     ] = 0,
     prepare_epochs: Annotated[
-        int, typer.Option(min=1, help="Epochs for the classifier, where the weights have none.")
+        int, typer.Option(min=1, help="Epochs for the classifier, if the weights have none.")
     ] = 200,
     size: _Size = 224,
     merge: Annotated[
-        Merging, typer.Option(help="How the probabilities of outputs that mean the same become one (catsdogs, pairs).")
+        Merging, typer.Option(help="How the probabilities of the outputs of one class are combined (catsdogs, pairs).")
     ] = Merging.sum,
     batch_size: Annotated[int, typer.Option(min=1, help="Images at a time.")] = 50,
     device: _Device = "cpu",
@@ -136,21 +141,16 @@ def few_shot(
     table_only: _Only = False,
 ) -> None:
     """Scenario 2: ten images per class, no fine-tuning. Figures 8 to 10, over filters and over MACs."""
-    from reproduction.few_shot.campaign import Settings
-    from reproduction.few_shot.campaign import few_shot as work
-    from reproduction.few_shot.page import write_page
 
-    check_folder(out, images=images)
-    if pages is not None:
-        check_folder(pages, images=images)
-    if not table_only:
-        settings = Settings(
-            _given("--model", model), data, str(_given("--images", images)), weights, early_strides, classes, per_class,
-            step, steps, grid, prepare_epochs, size, merge.value,
+    def work() -> None:
+        settings = few.Settings(
+            _given("--model", model), data, str(_given("--images", images)), weights, early_strides, step=step,
+            steps=steps, prepare_epochs=prepare_epochs, score_batch=batch_size, size=size, classes=classes,
+            per_class=per_class, grid=grid, merge=merge.value,
         )  # fmt: skip
-        chosen = _listed("--criteria", criteria), _modes(mode)
-        work(settings, out, *chosen, draws, device, batch_size, jobs, _line)
-    print(f"page: {write_page(out, pages or out)}")
+        few.few_shot(settings, out, _names("--criteria", criteria), _names("--mode", mode), draws, device, jobs, _line)
+
+    _work_and_page(None if table_only else work, few_page.write_page, out, pages, images)
 
 
 @commands.command("fine-tune")
@@ -162,7 +162,7 @@ def fine_tune(
     images: _Images = None,
     weights: _Weights = None,
     early_strides: _Early = False,
-    draws: Annotated[int, typer.Option(min=1, help="Repetitions, each with another split and seed.")] = 1,
+    draws: Annotated[int, typer.Option(min=1, help="Repetitions with different splits and seeds.")] = 1,
     criteria: _Criteria = "weight,taylor,gradient,lrp",
     mode: Annotated[
         str,
@@ -178,26 +178,39 @@ def fine_tune(
     score_batch: Annotated[int, typer.Option(min=1, help="Images at a time when scoring.")] = 50,
     device: _Device = "cpu",
     jobs: _Jobs = 1,
-    out: Annotated[Path, typer.Option(help="Folder for everything; a stopped run goes on from its last step.")] = Path(
-        "secateur-fine-tune"
-    ),
+    out: Annotated[
+        Path, typer.Option(help="Folder for everything; a stopped run is resumed from its last step.")
+    ] = Path("secateur-fine-tune"),
     pages: _Pages = None,
     table_only: _Only = False,
 ) -> None:
     """Scenario 1: prepare, then remove 5 % of the filters at a time and fine-tune. Tables 3 and S3, Figures 5 to 7."""
-    from reproduction.fine_tune.campaign import Settings
-    from reproduction.fine_tune.campaign import fine_tune as work
-    from reproduction.fine_tune.page import write_page
 
-    check_folder(out, images=images)
-    if pages is not None:
-        check_folder(pages, images=images)
-    if not table_only:
-        settings = Settings(
-            _given("--model", model), data, str(_given("--images", images)), weights, early_strides, prepare_epochs,
-            epochs, batch_size, lr, step, steps, score_batch, size,
+    def work() -> None:
+        settings = fine.Settings(
+            _given("--model", model), data, str(_given("--images", images)), weights, early_strides, step=step,
+            steps=steps, prepare_epochs=prepare_epochs, score_batch=score_batch, size=size, epochs=epochs,
+            batch_size=batch_size, lr=lr,
         )  # fmt: skip
-        work(settings, out, _listed("--criteria", criteria), _modes(mode), draws, device, jobs, _line)
+        modes = _names("--mode", mode)
+        fine.fine_tune(settings, out, _names("--criteria", criteria), modes, draws, device, jobs, _line)
+
+    _work_and_page(None if table_only else work, fine_page.write_page, out, pages, images)
+
+
+def _work_and_page(
+    work: Callable[[], None] | None,
+    write_page: Callable[[Path, Path], Path],
+    out: Path,
+    pages: Path | None,
+    images: Path | None,
+) -> None:
+    """Check the folders, do the work, write the page."""
+    for folder in (out, pages):
+        if folder is not None:
+            check_folder(folder, images=images)
+    if work is not None:
+        work()
     print(f"page: {write_page(out, pages or out)}")
 
 
@@ -207,20 +220,10 @@ def _given(option: str, value: T | None) -> T:
     return value
 
 
-def _listed(option: str, text: str) -> tuple[str, ...]:
+def _names(option: str, text: str) -> tuple[str, ...]:
     names = tuple(name.strip() for name in text.split(",") if name.strip())
     if not names or len(set(names)) < len(names):
-        raise SecateurError(f"{option} {text!r} names nothing, or something twice.")
-    return names
-
-
-def _modes(text: str) -> tuple[str, ...]:
-    from reproduction.runs import MODES
-
-    names = _listed("--mode", text)
-    wrong = [name for name in names if name not in MODES]
-    if wrong:
-        raise SecateurError(f"--mode {wrong[0]!r} is not known; there are {', '.join(MODES)}.")
+        raise SecateurError(f"{option} {text!r} has no names, or the same name twice.")
     return names
 
 

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
-import platform
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-import torch
-
-from reproduction.runs import Folder
+from reproduction.campaign import Settings
+from reproduction.runs import Folder, areas, at
+from secateur.errors import SecateurError
 from secateur.report.document import write
+from secateur.results.comparison import Curve
 
-CAPTIONS = {
+Curves = Mapping[str, Sequence[Curve]]
+
+_CAPTIONS = {
     "paper": "every filter is ranked and masked on its own, nothing is coupled and nothing leaves, as the paper does "
     "with ResNets. Costs are given as the paper counts them (only the masked filter's own output is discounted) and as "
     "they would really be (an input channel costs nothing once all filters that feed it are masked).",
@@ -23,27 +24,26 @@ CAPTIONS = {
 }
 
 
-def folders(out: Path) -> list[Folder]:
-    """The folders of one network and data set each that have finished runs."""
+def write_page(
+    out: Path, file: Path, title: str, text: str, section: Callable[[Folder], list[str]], remarks: str = ""
+) -> Path:
+    """Make a page from the folders in `out` that have finished runs. `section` makes the part of one folder."""
     inside = sorted(p for p in out.iterdir() if p.is_dir()) if out.is_dir() else []
-    found = [Folder(p) for p in inside]
-    return [folder for folder in found if folder.settings() and folder.runs()]
+    found = [folder for folder in map(Folder, inside) if folder.settings() and folder.runs()]
+    if not found:
+        raise SecateurError(f"{out} has no finished runs to make a page of.")
+    lines = [f"# {title}", "", text, "", *(f"- *{mode}*: {caption}" for mode, caption in _CAPTIONS.items()), ""]
+    lines += [remarks, ""] if remarks else []
+    for folder in found:
+        lines += section(folder)
+    return write(file, ("\n".join(lines).rstrip() + "\n").encode())
 
 
-def note_machine(folder: Path, device: str) -> None:
-    """Remember what computed the runs of a folder."""
-    name = platform.machine()
-    if device.startswith("cuda"):
-        name = torch.cuda.get_device_name(device)
-    found = {"device": name, "torch": torch.__version__, "python": platform.python_version()}
-    write(folder / "machine.json", json.dumps(found, indent=1).encode())
-
-
-def heading(folder: Folder, command: str, usual: Any) -> list[str]:
-    """The title of a section, the command that ran it, and on what. `usual` are the settings that need not be said."""
+def heading(folder: Folder, command: str, usual: Settings) -> list[str]:
+    """The title of a section, the command and the machine that ran it. Settings that equal `usual` are left out."""
     settings, runs = folder.settings(), folder.runs()
     model, data = folder.path.name.split("-", 1)
-    text = f"secateur reproduce {command} --model {model} --data {settings['data']} --images DIR --weights FILE"
+    text = f"python -m reproduction {command} --model {model} --data {settings['data']} --images DIR --weights FILE"
     for key, value in settings.items():
         if key in ("model", "data") or getattr(usual, key, None) == value:
             continue
@@ -65,6 +65,21 @@ def table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> li
     return [*made, ""]
 
 
+def accuracies(
+    title: str, curves: Curves, over: str, places: Sequence[float], cell: Callable[[list[float]], str]
+) -> list[str]:
+    """A table of accuracies in % by criterion and place. A cell that some run did not reach is empty."""
+    rows, means = [], areas(curves, over)
+    for criterion, found in curves.items():
+        cells = []
+        for place in places:
+            values = [at(curve, place, over) for curve in found]
+            known = [100 * value for value in values if value is not None]
+            cells.append(cell(known) if len(known) == len(values) else "")
+        rows.append([criterion, *cells, f"{100 * means[criterion]:.1f}"])
+    return table(title, ["criterion", *(f"{100 * p:.0f} %" for p in places), "area"], rows)
+
+
 def figure(pages: Path, name: str, caption: str, draw: Callable[[], bytes]) -> list[str]:
     """Draw a figure into the folder and refer to it. Without matplotlib there are tables only."""
     try:
@@ -76,8 +91,3 @@ def figure(pages: Path, name: str, caption: str, draw: Callable[[], bytes]) -> l
         return []
     write(pages / f"{name}.png", content)
     return [f"![{caption}]({name}.png)", ""]
-
-
-def told(path: Path, lines: Sequence[str]) -> Path:
-    """Write the page."""
-    return write(path, ("\n".join(lines).rstrip() + "\n").encode())

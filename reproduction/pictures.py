@@ -1,19 +1,20 @@
-"""Figures of the image experiments as PNG."""
+"""Figures of the image experiments as PNG. matplotlib is an extra, so it is imported when something is drawn."""
 
 from __future__ import annotations
 
 import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 
 from reproduction.runs import Run, at, filters
 from secateur.plans.scores import Values
 from secateur.results.comparison import Curve
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 # Colours of the paper: weight black, Taylor blue, gradient green, LRP red.
 _COLOURS = {"weight": "#1b1f24", "taylor": "#1f6feb", "gradient": "#1a7f37", "lrp": "#cf222e", "random": "#8b949e"}
@@ -33,9 +34,18 @@ class Panel:
     curves: Mapping[str, Sequence[Curve]]
 
 
+def panels(mode: str, found: Mapping[str, Sequence[Curve]]) -> list[Panel]:
+    """Accuracy over filters, and the same over MACs."""
+    gone = "filters masked in %" if mode == "paper" else "filters removed in %"
+    return [
+        Panel(f"{mode} mode", gone, "removed", found),
+        Panel(f"{mode} mode", "MACs really saved in %", "macs", found),
+    ]
+
+
 def curves(panels: Sequence[Sequence[Panel]]) -> bytes:
     """Rows of panels: the mean over draws, and a band of one standard deviation."""
-    sheet = Figure(figsize=(4.6 * max(map(len, panels)), 3.4 * len(panels)), layout="constrained")
+    sheet = _sheet(4.6 * max(map(len, panels)), 3.4 * len(panels))
     axes = sheet.subplots(len(panels), max(map(len, panels)), squeeze=False, sharey="row")
     for row, line in zip(axes, panels, strict=True):
         for axis in row[len(line) :]:
@@ -64,7 +74,7 @@ def averaged(found: Sequence[Curve], over: str) -> tuple[Values, Values, Values]
 
 def scatter(title: str, runs: Sequence[Run], measure: str) -> bytes:
     """Figure 6: a point for every step, LRP upwards and another criterion to the right."""
-    sheet = Figure(figsize=(4.4, 4), layout="constrained")
+    sheet = _sheet(4.4, 4)
     axis = sheet.subplots()
     factor = 100 if measure == "overall" else 1
     lines = {(run.draw, run.mode, run.criterion): [row.metrics.get(measure) for row in run.history] for run in runs}
@@ -96,7 +106,7 @@ def scatter(title: str, runs: Sequence[Run], measure: str) -> bytes:
 def layers(title: str, runs: Sequence[Run]) -> bytes:
     """Figure 7: the share of filters that each convolution keeps, at several rates, one frame per criterion."""
     names = [c for c in _COLOURS if any(run.criterion == c for run in runs)]
-    sheet = Figure(figsize=(3.6 * len(names), 3.2), layout="constrained")
+    sheet = _sheet(3.6 * len(names), 3.2)
     axes = sheet.subplots(1, len(names), squeeze=False, sharey=True)[0]
     sheet.suptitle(title)
     for axis, criterion in zip(axes, names, strict=True):
@@ -115,7 +125,7 @@ def layers(title: str, runs: Sequence[Run]) -> bytes:
 
 def heat(title: str, grids: Mapping[str, Mapping[tuple[float, float], float]]) -> bytes:
     """Figure 8: accuracy by share of filters (downwards) and of fully connected neurons (to the right) gone."""
-    sheet = Figure(figsize=(3.6 * len(grids), 3.6), layout="constrained")
+    sheet = _sheet(3.6 * len(grids), 3.6)
     axes = sheet.subplots(1, len(grids), squeeze=False, sharey=True)[0]
     sheet.suptitle(title)
     drawn: Any = None
@@ -146,8 +156,16 @@ def _name(criterion: str) -> str:
     return _NAMES.get(criterion, criterion)
 
 
-def _png(sheet: Figure) -> bytes:
+def _sheet(width: float, height: float) -> Figure:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    sheet = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(sheet)
+    return sheet
+
+
+def _png(sheet: Figure) -> bytes:
     content = io.BytesIO()
     # No date or version inside: equal results give equal files.
     sheet.savefig(content, format="png", dpi=110, metadata={"Software": None})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -15,10 +14,12 @@ import safetensors.torch
 from torch import nn
 
 from reproduction.networks import Features, is_split, with_classes
+from reproduction.runs import refuse_others
 from reproduction.training import HeadTrainer, Images, Schedule, Trainer, accuracy, arrange
 from secateur.errors import FileFormatError
 from secateur.loop.checkpoint import fill, numbers
 from secateur.loop.prune import seeded
+from secateur.report.document import write
 from secateur.running.sandbox import evaluating
 
 _FORMAT = "secateur-prepared-1"
@@ -46,11 +47,10 @@ def prepare(
 ) -> Prepared:
     """Give the network a new classifier and train it, or read it from `file` if that was done before.
 
-    A network of features and classifier (VGG, AlexNet) keeps its features frozen while the classifier is trained, as in
-    the authors' script; of any other, the last layer is replaced and everything is trained. Afterwards nothing is
-    frozen.
+    If the network has features and a classifier (VGG, AlexNet), only the classifier is trained, as in the authors'
+    script. In other networks the last layer is replaced and all layers are trained. Afterwards nothing is frozen.
     """
-    settings = json.loads(json.dumps({**settings, "schedule": asdict(schedule), "seed": seed, "classes": classes}))
+    settings = {**settings, "schedule": asdict(schedule), "seed": seed, "classes": classes}
     device = train.labels.device
     with seeded(seed, 0, salt=3):
         model = with_classes(model, classes).to(device)
@@ -74,12 +74,9 @@ def prepare(
 
 
 def _write(file: Path, model: nn.Module, settings: Mapping[str, Any], notes: Mapping[str, float]) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
     tensors = {name: tensor.detach().contiguous().cpu().clone() for name, tensor in numbers(model).items()}
     header = {"format": _FORMAT, "settings": settings, "notes": notes}
-    staging = file.with_name(f".{file.name}.{os.getpid()}.tmp")
-    safetensors.torch.save_file(tensors, staging, {"secateur": json.dumps(header)})
-    os.replace(staging, file)
+    write(file, safetensors.torch.save(tensors, {"secateur": json.dumps(header)}))
 
 
 def _read(file: Path, model: nn.Module, settings: Mapping[str, Any]) -> dict[str, float] | None:
@@ -93,9 +90,7 @@ def _read(file: Path, model: nn.Module, settings: Mapping[str, Any]) -> dict[str
         raise FileFormatError(f"{file} is not a prepared network, or is damaged: {error}") from error
     if not isinstance(header, dict) or header.get("format") != _FORMAT:
         raise FileFormatError(f"{file} is not a prepared network of this version of secateur.")
-    other = [key for key in settings if header["settings"].get(key) != settings[key]]
-    if other:
-        what = "; ".join(f"{k} was {header['settings'].get(k)!r}, is now {settings[k]!r}" for k in other[:4])
-        raise FileFormatError(f"{file} was prepared otherwise: {what}.", fix="another --out, or remove the file")
+    fix = "use another --out, or remove the file"
+    refuse_others(f"{file} was prepared otherwise", header["settings"], settings, fix)
     fill(model, tensors, file)
     return {str(key): float(value) for key, value in header["notes"].items()}

@@ -1,19 +1,16 @@
-"""The output folder of an image experiment: what was asked for, one file per finished run, and several processes."""
+"""The output folder of an image experiment: its settings and one file per finished run; and curves of these runs."""
 
 from __future__ import annotations
 
 import json
-import multiprocessing
-import os
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
-import torch
 
+from reproduction.uncoupled import paper_cost, with_paper_costs
 from secateur.errors import FileFormatError
 from secateur.plans.scores import Values
 from secateur.report.document import write
@@ -22,10 +19,7 @@ from secateur.results.history import History, Row
 
 #: In the order of the paper's tables.
 CRITERIA = ("weight", "taylor", "gradient", "lrp")
-#: `paper` masks every filter on its own, `physical` removes coupled filters together.
-MODES = ("paper", "physical")
 
-T = TypeVar("T")
 _KEPT = "kept "
 
 
@@ -46,9 +40,9 @@ class Run:
     @property
     def paper_curve(self) -> Curve:
         """The same over MACs as the paper counts them."""
-        return self._curve([row.macs if row.macs_alone is None else row.macs_alone for row in self.history])
+        return self._curve([paper_cost(row, "macs") for row in self.history])
 
-    def _curve(self, macs: list[int]) -> Curve:
+    def _curve(self, macs: Sequence[float]) -> Curve:
         removed = np.array([removed_share(row, self.history[0]) for row in self.history])
         overall = np.array([row.overall for row in self.history], np.float64)
         return Curve(self.criterion, removed, np.array(macs) / max(macs[0], 1), overall)
@@ -70,7 +64,7 @@ def filters(row: Row) -> dict[str, float]:
 
 
 def removed_share(row: Row, first: Row) -> float:
-    """The share of convolution filters that is gone. (A history counts fully connected neurons, too.)"""
+    """The share of convolution filters that is gone. A history also counts fully connected neurons."""
     now, before = filters(row), filters(first)
     return 1 - sum(now.values()) / sum(before.values()) if before else row.removed
 
@@ -82,11 +76,21 @@ def at(curve: Curve, place: float, over: str = "removed") -> float | None:
     return float(np.interp(place, x, curve.overall)) if place <= x[-1] + 5e-3 else None
 
 
+def by_mode(runs: Sequence[Run]) -> dict[str, list[Run]]:
+    """Runs by mode, in the order in which the modes appear."""
+    return {mode: [run for run in runs if run.mode == mode] for mode in dict.fromkeys(run.mode for run in runs)}
+
+
 def by_criterion(runs: Sequence[Run]) -> dict[str, list[Run]]:
     """Runs by criterion: those of the paper in its order, then others."""
     names = dict.fromkeys(run.criterion for run in runs)
     ordered = [*(name for name in CRITERIA if name in names), *(name for name in names if name not in CRITERIA)]
     return {name: [run for run in runs if run.criterion == name] for name in ordered}
+
+
+def curves(runs: Sequence[Run]) -> dict[str, list[Curve]]:
+    """The curves of some runs by criterion."""
+    return {name: [run.curve for run in found] for name, found in by_criterion(runs).items()}
 
 
 def areas(curves: Mapping[str, Sequence[Curve]], over: str) -> dict[str, float]:
@@ -103,31 +107,25 @@ def areas(curves: Mapping[str, Sequence[Curve]], over: str) -> dict[str, float]:
 
 
 class Folder:
-    """Where runs are kept. A folder belongs to one set of settings."""
+    """The folder of one network and data set. It belongs to one set of settings."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def claim(self, settings: Mapping[str, Any]) -> None:
-        """Note the settings; another run's folder is refused with what differs."""
-        wanted = json.loads(json.dumps(settings))
+        """Write down the settings. A folder of other settings is refused; the error names the difference."""
         found = self.settings()
-        other = [key for key in wanted if found and found.get(key) != wanted[key]]
-        if other:
-            what = "; ".join(f"{key} was {found.get(key)!r}, is now {wanted[key]!r}" for key in other[:4])
-            raise FileFormatError(f"{self.path} holds another run: {what}.", fix="another --out, or remove it")
-        if not found:
-            write(self.path / "settings.json", json.dumps(wanted, indent=1).encode())
+        if found:
+            refuse_others(f"{self.path} holds another run", found, settings, "use another --out, or remove the folder")
+        else:
+            write(self.path / "settings.json", json.dumps(settings, indent=1).encode())
 
     def settings(self) -> dict[str, Any]:
-        """What the runs here were asked for; empty if there are none."""
+        """The settings of the runs here; empty if there are none."""
         file = self.path / "settings.json"
         if not file.exists():
             return {}
-        try:
-            found = json.loads(file.read_text("utf-8"))
-        except json.JSONDecodeError as error:
-            raise FileFormatError(f"{file} is damaged: {error}") from error
+        found = _read(file)
         return found if isinstance(found, dict) else {}
 
     def place(self, draw: int, mode: str, criterion: str) -> Path:
@@ -135,11 +133,11 @@ class Folder:
         return self.path / f"{draw:02d}-{mode}-{criterion.replace(':', '_')}.json"
 
     def checkpoint(self, draw: int, mode: str, criterion: str) -> Path:
-        """The file that an unfinished run goes on from."""
+        """The file that an unfinished run resumes from."""
         return self.path / "unfinished" / self.place(draw, mode, criterion).with_suffix(".safetensors").name
 
     def keep(self, run: Run) -> None:
-        """Note a finished run; what it could have been resumed from goes."""
+        """Write a finished run and delete its checkpoint."""
         write(self.place(run.draw, run.mode, run.criterion), run.history.to_json().encode())
         self.checkpoint(run.draw, run.mode, run.criterion).unlink(missing_ok=True)
 
@@ -148,24 +146,22 @@ class Folder:
         found = []
         for file in sorted(self.path.glob("[0-9]*-*-*.json")):
             draw, mode, criterion = file.stem.split("-", 2)
-            found.append(Run(int(draw), mode, criterion, History.from_json(file.read_text("utf-8"))))
+            history = History.from_json(json.dumps(with_paper_costs(_read(file))))
+            found.append(Run(int(draw), mode, criterion, history))
         return found
 
 
-def spread(work: Callable[[T], str], tasks: Sequence[T], jobs: int, report: Callable[[str], None]) -> None:
-    """Do every task, `jobs` at a time in processes of their own. What is finished stays if one fails."""
-    if jobs <= 1 or len(tasks) <= 1:
-        for task in tasks:
-            report(work(task))
-        return
-    # A forked child would inherit the state of torch's threads and of CUDA, and hang in it.
-    context = multiprocessing.get_context("spawn")
-    threads = max(1, (os.cpu_count() or 1) // jobs)
-    with ProcessPoolExecutor(min(jobs, len(tasks)), context, torch.set_num_threads, (threads,)) as pool:
-        waiting = [pool.submit(work, task) for task in tasks]
-        try:
-            for future in as_completed(waiting):
-                report(future.result())
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+def refuse_others(what: str, found: Mapping[str, Any], wanted: Mapping[str, Any], fix: str) -> None:
+    """Raise an error if settings in a file are not those wanted."""
+    wanted = json.loads(json.dumps(wanted))
+    other = [key for key in wanted if found.get(key) != wanted[key]]
+    if other:
+        how = "; ".join(f"{key} was {found.get(key)!r}, is now {wanted[key]!r}" for key in other[:4])
+        raise FileFormatError(f"{what}: {how}.", fix=fix)
+
+
+def _read(file: Path) -> Any:
+    try:
+        return json.loads(file.read_text("utf-8"))
+    except json.JSONDecodeError as error:
+        raise FileFormatError(f"{file} is damaged: {error}") from error

@@ -6,7 +6,7 @@ so one is recorded (`torch.cuda.CUDAGraph`) and replayed. Elsewhere the same ste
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
@@ -236,11 +236,18 @@ def crops(images: Images, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
 
 def accuracy(model: nn.Module, images: Images, batch_size: int = 500) -> float:
     """The share of images whose class has the largest output. On CUDA in half precision."""
-    right = torch.zeros((), device=images.labels.device)
-    with torch.no_grad(), half(images.labels.device):
-        for inputs, labels in images.batches(batch_size):
-            right += (model(inputs).argmax(1) == labels).sum()
-    return float(right) / len(images)
+    with half(images.labels.device):
+        return correct(model, images.batches(batch_size))
+
+
+def correct(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]]) -> float:
+    """The share of samples whose class has the largest output. The device is waited for once, at the end."""
+    right, count = torch.zeros(()), 0
+    with torch.no_grad():
+        for inputs, labels in batches:
+            right = right.to(labels.device) + (model(inputs).argmax(1) == labels).sum()
+            count += len(labels)
+    return float(right) / count
 
 
 def half(device: torch.device) -> AbstractContextManager[object]:

@@ -1,8 +1,8 @@
-"""The paper's way with ResNets: every filter ranked on its own and masked, nothing coupled, nothing removed.
+"""The paper's way with ResNets: each filter is ranked and masked on its own. Nothing is coupled, nothing is removed.
 
-Its "percent of filters" counts filters that coupled removal could not take out alone, and its networks do not get
-smaller: this is for reproducing curves, `prune` is for use. One thing is set right: batch norm behind a masked filter
-is silenced too (the authors' script lets it emit its constant).
+The masked networks do not get smaller, and the share of masked filters includes filters that could not be removed
+alone. This module reproduces the paper's curves; use `secateur.prune` for real work. One difference: the batch norm
+behind a masked filter is silenced too. In the authors' script it still emits a constant.
 """
 
 from __future__ import annotations
@@ -40,20 +40,38 @@ from secateur.running.observer import Observer
 from secateur.running.sandbox import Example, evaluating, quiet, run
 from secateur.structure.graph import Graph
 
+# The paper's costs are kept among the metrics of a row, under this prefix.
+_PAPER = "paper "
+
 
 @dataclass(frozen=True)
 class MaskedResult:
     """A model of the original shapes in which `masked` filters (by module path) give 0.
 
-    In `history`, `macs` and `params` count what the zeros would save on both sides of a layer (an input channel counts
-    as gone once all filters that feed it are; a batch norm's numbers go with their filter), `macs_alone` and
-    `params_alone` only the masked filters themselves, as the paper does.
+    In `history`, `macs` and `params` count what the zeros would save on both sides of a layer: an input channel is gone
+    once all filters that feed it are masked, and the numbers of a batch norm go with their filter. `paper_cost` gives
+    the paper's count of a row: only the masked filters themselves are discounted.
     """
 
     model: nn.Module
     masked: dict[str, Mask]
     history: History
     graph: Graph
+
+
+def paper_cost(row: Row, name: str) -> float:
+    """The "macs" or "params" of a row as the paper counts them. For a row without masks these are the real ones."""
+    return row.metrics.get(_PAPER + name, getattr(row, name))
+
+
+def with_paper_costs(rows: Any) -> Any:
+    """Rows of a JSON file, with the paper's costs among the metrics. Older files have them as columns of their own."""
+    for row in rows if isinstance(rows, list) else ():
+        for name in ("macs", "params"):
+            value = row.pop(f"{name}_alone", None) if isinstance(row, dict) else None
+            if value is not None:
+                row.setdefault("metrics", {})[_PAPER + name] = value
+    return rows
 
 
 def prune_uncoupled(
@@ -77,11 +95,11 @@ def prune_uncoupled(
     seed: int = 0,
     graph: Graph | None = None,
 ) -> MaskedResult:
-    """Mask the least important filters one by one, each on its own, in steps with re-scoring. The model is not changed.
+    """Mask the least important filters, each on its own, in steps with re-scoring. The model is not changed.
 
-    `kinds` are "filter" and "neuron". Layers that make the model's output are left alone. `finetune(model, step)`
-    trains the masked model in place; what is masked gets no gradient and stays 0. With `checkpoint`, a file is
-    replaced after each step, and the same call made again goes on from there.
+    `kinds` are "filter" and "neuron". Layers that make the model's output are never masked. `finetune(model, step)`
+    trains the masked model in place; masked weights get no gradient and stay 0. With `checkpoint`, a file is
+    replaced after each step, and the same call resumes from it.
 
     >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3), nn.Flatten(), nn.Linear(4, 2))
     >>> data = (torch.rand(6, 3, 5, 5), torch.arange(6) % 2)
@@ -102,7 +120,7 @@ def prune_uncoupled(
     if path is not None:
         settings = {
             "model": graph.model_name, "weights": digest(original), "criterion": repr(chosen), "remove": remove,
-            "step": step, "kinds": list(kinds), "min_units": min_units, "seed": seed, "mode": "uncoupled",
+            "step": step, "kinds": list(kinds), "min_units": min_units, "seed": seed, "mode": "uncoupled 2",
         }  # fmt: skip
     history = masks.resume(path, settings) if path is not None else History()
     with Progress(progress, len(goals)) as shown:
@@ -121,12 +139,12 @@ def prune_uncoupled(
                 with seeded(seed, number, salt=2), evaluating(masks.model), torch.no_grad():
                     found = evaluate(masks.model)
                 metrics = dict(found) if isinstance(found, Mapping) else {"overall": float(found)}
-            macs, params, gone = masks.macs(), masks.params(), masks.gone()
+            (macs, metrics[f"{_PAPER}macs"]), (params, metrics[f"{_PAPER}params"]) = masks.macs(), masks.params()
+            gone = masks.gone()
             history.rows.append(
                 Row(
-                    number, masks.total - gone, gone / masks.total, params[0], macs[0], metrics,
-                    score_seconds=scored if number else 0.0, seconds=time.perf_counter() - begin, macs_alone=macs[1],
-                    params_alone=params[1],
+                    number, masks.total - gone, gone / masks.total, params, macs, metrics,
+                    score_seconds=scored if number else 0.0, seconds=time.perf_counter() - begin,
                 )
             )  # fmt: skip
             if path is not None:

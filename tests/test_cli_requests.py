@@ -56,14 +56,6 @@ def test_heat_maps_are_kept_apart_from_images(place: Place, tmp_path: Path) -> N
     assert succeed("explain", *place.model, mine, "--limit", 1, "--out", tmp_path)["images"]
 
 
-@pytest.mark.parametrize("command", ["few-shot", "fine-tune"])
-@pytest.mark.parametrize("option", ["--out", "--pages"])
-def test_experiments_are_kept_apart_from_images(tmp_path: Path, command: str, option: str) -> None:
-    args = ["reproduce", command, "--model", "alexnet", "--images", tmp_path, "--out", tmp_path.parent / "elsewhere"]
-    assert "the folder of --images" in fail(*args, option, tmp_path / "pages")
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_an_unwritable_place_is_named_before_the_work(place: Place, tmp_path: Path, monkeypatch) -> None:
     (tmp_path / "file").write_text("mine")
     said = fail("prune", *place.job, "--remove", 0.3, "--out", tmp_path / "file" / "small")

@@ -1,6 +1,7 @@
 """Both scenarios of the paper on small networks and made images: what must hold whatever the numbers are."""
 
 import dataclasses
+import json
 import re
 from contextlib import nullcontext
 from itertools import pairwise
@@ -12,7 +13,8 @@ from torch import nn
 from typer.testing import CliRunner
 
 from image_sets import classes, nets
-from reproduction import networks, training
+from reproduction import campaign, networks, training
+from reproduction.__main__ import commands
 from reproduction.few_shot import campaign as few
 from reproduction.few_shot.draws import GROUPS, Source
 from reproduction.few_shot.page import lead
@@ -20,8 +22,7 @@ from reproduction.fine_tune import campaign as fine
 from reproduction.image_reference import margin, printed, rate
 from reproduction.runs import Folder, Run, at, filters
 from reproduction.training import HeadTrainer, Images, Schedule, Trainer, crops
-from reproduction.uncoupled import prune_uncoupled
-from secateur.cli import app
+from reproduction.uncoupled import paper_cost, prune_uncoupled
 from secateur.data.views import View
 from secateur.errors import DataError, FileFormatError, UnsupportedModelError
 from secateur.loop.prune import prune
@@ -48,7 +49,7 @@ def made(tmp_path_factory):
 
 
 def told(*arguments):
-    done = CliRunner().invoke(app, ["reproduce", *map(str, arguments)])
+    done = CliRunner().invoke(commands, list(map(str, arguments)))
     assert done.exit_code == 0, done.output
     return done.output
 
@@ -107,10 +108,10 @@ def test_the_paper_counts_only_the_masked_filters_themselves(tuned):
         for row in run.history:
             left = filters(row)
             weights = sum(9 * sizes[name][0] * left[name] for name in sizes)
-            assert row.params_alone == weights + batch_norms + fc + 3
-            assert row.macs_alone == 256 * weights + fc
-            assert row.macs <= row.macs_alone
-            assert row.params <= row.params_alone
+            assert paper_cost(row, "params") == weights + batch_norms + fc + 3
+            assert paper_cost(row, "macs") == 256 * weights + fc
+            assert row.macs <= paper_cost(row, "macs")
+            assert row.params <= paper_cost(row, "params")
 
 
 def test_physical_costs_are_those_of_the_smaller_network(tuned):
@@ -137,7 +138,7 @@ def test_finished_runs_are_not_repeated_and_other_settings_are_refused(tuned, ma
     def never(*_, **__):
         raise AssertionError("computed again")
 
-    monkeypatch.setattr(fine, "prune", never)
+    monkeypatch.setattr(campaign, "prune", never)
     monkeypatch.setattr(fine, "prepare", never)
     settings = tuning(made, "Split")
     fine.fine_tune(settings, tuned, ("lrp", "weight"), ("physical",))
@@ -369,8 +370,8 @@ def test_all_criteria_and_modes_see_the_same_samples(made, tmp_path, monkeypatch
 
         return watched
 
-    monkeypatch.setattr(few, "prune", spy(prune))
-    monkeypatch.setattr(few, "prune_uncoupled", spy(prune_uncoupled))
+    monkeypatch.setattr(campaign, "prune", spy(prune))
+    monkeypatch.setattr(campaign, "prune_uncoupled", spy(prune_uncoupled))
     few.few_shot(shooting(made, "Residual", steps=1), tmp_path, ("lrp", "weight"), ("paper", "physical"), draws=3)
     assert [len(found) for found in seen.values()] == [4, 4, 4]
     for found in seen.values():
@@ -510,6 +511,20 @@ def test_shares_are_of_filters_even_if_more_units_are_counted():
     assert at(run.curve, 0.9) is None
 
 
+def test_files_that_have_the_papers_costs_as_columns_are_read(tmp_path):
+    rows = [{"step": 0, "units": 9, "removed": 0.0, "params": 80, "macs": 90, "metrics": {"overall": 0.5},
+             "macs_alone": 95, "params_alone": 85}]  # fmt: skip
+    (tmp_path / "00-paper-lrp.json").write_text(json.dumps(rows))
+    (run,) = Folder(tmp_path).runs()
+    row = run.history[0]
+    assert (row.macs, paper_cost(row, "macs"), row.params, paper_cost(row, "params")) == (90, 95, 80, 85)
+    assert row.overall == 0.5
+    for damaged in ("[", "7", '["a"]'):
+        (tmp_path / "00-paper-lrp.json").write_text(damaged)
+        with pytest.raises(FileFormatError):
+            Folder(tmp_path).runs()
+
+
 def test_the_largest_lead_is_found_where_it_is():
     x = np.array([0, 0.5, 1.0])
     better = Curve("lrp", x, 1 - x, np.array([1, 1, 0.2]))
@@ -532,10 +547,21 @@ def test_what_is_missing_is_said(made, tmp_path):
         (["fine-tune", "--table-only", "--out", str(tmp_path)], "no finished runs"),
         (["few-shot", "--model", "x", "--images", str(made), "--mode", "real"], "'real' is not known"),
     ):
-        done = CliRunner().invoke(app, ["reproduce", *arguments])
+        done = CliRunner().invoke(commands, arguments)
         assert done.exit_code == 1
         assert expected in done.output
     (tmp_path / "x").mkdir()
     (tmp_path / "x" / "settings.json").write_text("{")
     with pytest.raises(FileFormatError, match="damaged"):
         Folder(tmp_path / "x").settings()
+
+
+@pytest.mark.parametrize("command", ["few-shot", "fine-tune"])
+@pytest.mark.parametrize("option", ["--out", "--pages"])
+def test_experiments_are_kept_apart_from_images(tmp_path, command, option):
+    out = tmp_path.parent / "elsewhere"
+    arguments = [command, "--model", "alexnet", "--images", tmp_path, "--out", out, option, tmp_path / "pages"]
+    done = CliRunner().invoke(commands, list(map(str, arguments)))
+    assert done.exit_code == 1
+    assert "the folder of --images" in done.output
+    assert list(tmp_path.iterdir()) == []

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from reproduction.uncoupled import prune_uncoupled
+from reproduction.uncoupled import paper_cost, prune_uncoupled
 from secateur.analysis.specialize import MergedOutputs, specialize
 from secateur.criteria.scoring import score
 from secateur.errors import NothingToPruneError, TargetError, UnsupportedModelError
@@ -159,7 +159,7 @@ def test_costs_are_counted_both_ways() -> None:
     assert [m.sum() for m in result.masked.values()] == [3, 2]
     row = result.history[-1]
     conv_a, conv_b, fc = 64 * 27 * 6, 64 * 54 * 6, 18
-    assert row.macs_alone == round(conv_a / 2 + conv_b * 4 / 6 + fc)
+    assert paper_cost(row, "macs") == round(conv_a / 2 + conv_b * 4 / 6 + fc)
     # b reads 3 channels that are always 0; the sum's channel is 0 only where both ends are: 2 of the fc's 6 inputs
     assert row.macs == round(conv_a / 2 + conv_b * 4 / 6 * conv_b_inputs() + fc * 4 / 6)
 

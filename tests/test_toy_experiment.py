@@ -8,11 +8,11 @@ import pytest
 from typer.testing import CliRunner
 
 from browser import SCHEMES, WIDTHS, check, opened
+from reproduction.__main__ import commands
 from reproduction.toy import campaign, reference, reproduction, tables
 from reproduction.toy.recipe import CRITERIA, QUICK, READINGS, SETS, Recipe, readings
 from reproduction.toy.store import digest, get, put
 from reproduction.toy.tables import Index
-from secateur.cli import app
 from secateur.errors import SecateurError
 
 pytest.importorskip("matplotlib")
@@ -25,8 +25,8 @@ TINY = Recipe("tiny", width=24, sizes=(1, 5), seeds=7, training_points=40, test_
 def quick(tmp_path_factory):
     """The quick path, as the command line runs it, for the network of the script."""
     folder = tmp_path_factory.mktemp("toy")
-    arguments = ["reproduce", "toy", "--quick", "--net", "script", "--workers", "1"]
-    done = CliRunner().invoke(app, [*arguments, "--out", str(folder / "out"), "--cache", str(folder / "cache")])
+    arguments = ["toy", "--quick", "--net", "script", "--workers", "1"]
+    done = CliRunner().invoke(commands, [*arguments, "--out", str(folder / "out"), "--cache", str(folder / "cache")])
     assert done.exit_code == 0, done.output
     return folder
 
@@ -196,12 +196,12 @@ def test_errors_are_one_line_unless_debugging(monkeypatch, tmp_path):
 
     monkeypatch.setattr(reproduction, "reproduce", fail)
     monkeypatch.delenv("SECATEUR_DEBUG", raising=False)
-    arguments = ["reproduce", "toy", "--out", str(tmp_path)]
-    done = CliRunner().invoke(app, arguments)
+    arguments = ["toy", "--out", str(tmp_path)]
+    done = CliRunner().invoke(commands, arguments)
     assert done.exit_code == 1
     assert done.stderr == "secateur: error: the reason. And the way out.\n"
     monkeypatch.setenv("SECATEUR_DEBUG", "")
-    debugged = CliRunner().invoke(app, [*arguments, "--debug"])
+    debugged = CliRunner().invoke(commands, [*arguments, "--debug"])
     assert isinstance(debugged.exception, SecateurError)
 
 
@@ -210,14 +210,13 @@ def test_interruption_says_how_to_go_on(monkeypatch, tmp_path):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(reproduction, "reproduce", stop)
-    done = CliRunner().invoke(app, ["reproduce", "toy", "--out", str(tmp_path)])
+    done = CliRunner().invoke(commands, ["toy", "--out", str(tmp_path)])
     assert done.exit_code == 130
     assert "goes on from there" in done.stderr
 
 
 def test_unknown_networks_are_refused():
-    done = CliRunner().invoke(app, ["reproduce", "toy", "--net", "resnet"])
+    done = CliRunner().invoke(commands, ["toy", "--net", "resnet"])
     assert done.exit_code == 2
     with pytest.raises(SecateurError, match="there are paper, script"):
         readings(["resnet"])
-    assert CliRunner().invoke(app, ["--version"]).output.strip()

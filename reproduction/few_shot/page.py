@@ -3,48 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from reproduction import page, pictures
 from reproduction.few_shot.campaign import Settings, grid
 from reproduction.image_reference import margin
-from reproduction.page import CAPTIONS, figure, folders, heading, table, told
-from reproduction.runs import Folder, Run, areas, at, by_criterion
-from secateur.errors import SecateurError
+from reproduction.page import Curves, accuracies, figure, heading, table
+from reproduction.runs import Folder, Run, at, by_criterion, by_mode, curves
 from secateur.results.comparison import Curve
 
 _RATES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 _SHARES = (0.95, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)
-# Where leads are looked for: everywhere that a step may end.
+# The shares at which LRP's lead is computed: wherever a step may end.
 _FINE = tuple(round(0.05 * k, 2) for k in range(1, 20))
-
-Curves = Mapping[str, Sequence[Curve]]
 
 
 def write_page(out: Path, pages: Path) -> Path:
     """Make `few-shot.md` and its figures from the runs in a folder."""
-    found = folders(out)
-    if not found:
-        raise SecateurError(f"{out} has no finished runs to make a page of.")
-    lines = [
-        "# Few images, no fine-tuning (Scenario 2)",
-        "",
+    text = (
         "A network is cut down to the outputs of a small task. Then a share of its filters leaves per step, scored "
         "anew each time on a few reference images; nothing is trained. All criteria see the same draws. Tables give "
         "the mean and standard deviation over draws in %; *area* is the mean of the curve over "
-        "the range that all criteria cover, which the paper suggests as a measure of how hard a data set is.",
-        "",
-        *(f"- *{mode}*: {caption}" for mode, caption in CAPTIONS.items()),
-        "",
-    ]
-    for folder in found:
-        lines += _section(folder, pages)
-    return told(pages / "few-shot.md", lines)
+        "the range that all criteria cover, which the paper suggests as a measure of how hard a data set is."
+    )
+    section = partial(_section, pages)
+    return page.write_page(out, pages / "few-shot.md", "Few images, no fine-tuning (Scenario 2)", text, section)
 
 
-def _section(folder: Folder, pages: Path) -> list[str]:
+def _section(pages: Path, folder: Folder) -> list[str]:
     settings, runs = folder.settings(), folder.runs()
     chance = 100 / (settings["classes"] if settings["data"] == "ilsvrc" else 2)
     model, data = folder.path.name.split("-", 1)
@@ -57,19 +47,21 @@ def _section(folder: Folder, pages: Path) -> list[str]:
     ]
     if settings["model"] in ("vgg16", "alexnet"):
         lines += ["Weights that have no classifier get one that is trained on the data set's own training images.", ""]
-    lines += figure(pages, f"few-shot-{folder.path.name}", "Accuracy over filters and over MACs", lambda: _curves(runs))
-    for mode in dict.fromkeys(run.mode for run in runs):
-        mine = [run for run in runs if run.mode == mode]
-        real = _by_criterion(mine, "curve")
-        draws = min(map(len, real.values()))
-        lines += _over(real, "removed", _RATES, f"{mode} mode: accuracy at a share of filters gone ({draws} draws)")
-        lines += _over(real, "macs", _SHARES, f"{mode} mode: accuracy at a share of MACs really left")
+    modes = by_mode(runs)
+    real = {mode: curves(mine) for mode, mine in modes.items()}
+    lines += figure(
+        pages, f"few-shot-{folder.path.name}", "Accuracy over filters and over MACs",
+        lambda: pictures.curves([pictures.panels(mode, found) for mode, found in real.items()]),
+    )  # fmt: skip
+    for mode, found in real.items():
+        draws = min(map(len, found.values()))
+        where = f"{mode} mode: accuracy at a share of"
+        lines += accuracies(f"{where} filters gone ({draws} draws)", found, "removed", _RATES, _cell)
+        lines += accuracies(f"{where} MACs really left", found, "macs", _SHARES, _cell)
         if mode == "paper":
-            counted = _by_criterion(mine, "paper_curve")
-            lines += _over(
-                counted, "macs", _SHARES, "paper mode: accuracy at a share of MACs left as the paper counts them"
-            )
-        lines += _leads(real, mode, model if data == "ilsvrc" else "")
+            counted = {name: [run.paper_curve for run in mine] for name, mine in by_criterion(modes[mode]).items()}
+            lines += accuracies(f"{where} MACs left as the paper counts them", counted, "macs", _SHARES, _cell)
+        lines += _leads(found, mode, model if data == "ilsvrc" else "")
     lines += _grids(runs, folder, pages)
     return lines
 
@@ -83,21 +75,8 @@ def _task(settings: Mapping[str, Any]) -> str:
     return f"{settings['data']}, from ImageNet's outputs (the {how} of each group's probabilities)"
 
 
-def _by_criterion(runs: Sequence[Run], which: str) -> dict[str, list[Curve]]:
-    return {name: [getattr(run, which) for run in found] for name, found in by_criterion(runs).items()}
-
-
-def _over(curves: Curves, over: str, places: Sequence[float], title: str) -> list[str]:
-    rows, means = [], areas(curves, over)
-    for criterion, found in curves.items():
-        cells = [_cell([at(c, p, over) for c in found]) for p in places]
-        rows.append([criterion, *cells, f"{100 * means[criterion]:.1f}"])
-    return table(title, ["criterion", *(f"{100 * p:.0f} %" for p in places), "area"], rows)
-
-
-def _cell(values: Sequence[float | None]) -> str:
-    known = [100 * v for v in values if v is not None]
-    return f"{np.mean(known):.0f} ± {np.std(known):.0f}" if known and len(known) == len(values) else ""
+def _cell(values: list[float]) -> str:
+    return f"{np.mean(values):.0f} ± {np.std(values):.0f}"
 
 
 def _leads(curves: Curves, mode: str, model: str) -> list[str]:
@@ -131,22 +110,6 @@ def lead(lrp: Sequence[Curve], other: Sequence[Curve], over: str) -> tuple[float
     return max(found) if found else (0.0, 0.0)
 
 
-def _curves(runs: Sequence[Run]) -> bytes:
-    from reproduction import pictures
-
-    rows = []
-    for mode in dict.fromkeys(run.mode for run in runs):
-        curves = _by_criterion([run for run in runs if run.mode == mode], "curve")
-        gone = "filters masked in %" if mode == "paper" else "filters removed in %"
-        rows.append(
-            [
-                pictures.Panel(f"{mode} mode", gone, "removed", curves),
-                pictures.Panel(f"{mode} mode", "MACs really saved in %", "macs", curves),
-            ]
-        )
-    return pictures.curves(rows)
-
-
 def _grids(runs: Sequence[Run], folder: Folder, pages: Path) -> list[str]:
     step = folder.settings()["step"]
     found: dict[str, dict[tuple[float, float], float]] = {}
@@ -157,11 +120,6 @@ def _grids(runs: Sequence[Run], folder: Folder, pages: Path) -> list[str]:
             found[criterion] = {key: float(np.mean([cells[key] for cells in mine])) for key in sorted(shared)}
     if not found:
         return []
-
-    def draw() -> bytes:
-        from reproduction import pictures
-
-        return pictures.heat("physical mode: filters and fully connected neurons gone", found)
-
     caption = "Accuracy by share of filters (rows) and of fully connected neurons (columns) gone, physical mode"
-    return figure(pages, f"few-shot-{folder.path.name}-grid", caption, draw)
+    title = "physical mode: filters and fully connected neurons gone"
+    return figure(pages, f"few-shot-{folder.path.name}-grid", caption, lambda: pictures.heat(title, found))

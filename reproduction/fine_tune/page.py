@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
+from reproduction import page, pictures
 from reproduction.fine_tune.campaign import Settings
 from reproduction.image_reference import UNITS, printed, rate
-from reproduction.page import CAPTIONS, figure, folders, heading, table, told
-from reproduction.runs import Folder, Run, areas, at, by_criterion, filters
-from secateur.errors import SecateurError
+from reproduction.page import accuracies, figure, heading, table
+from reproduction.runs import Folder, Run, by_criterion, by_mode, curves, filters
+from reproduction.uncoupled import paper_cost
 from secateur.results.history import Row
 
 _RATES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
@@ -22,39 +24,47 @@ _PAPER_LOSS = 100 / 20
 
 def write_page(out: Path, pages: Path) -> Path:
     """Make `fine-tune.md` and its figures from the runs in a folder."""
-    found = folders(out)
-    if not found:
-        raise SecateurError(f"{out} has no finished runs to make a page of.")
-    lines = [
-        "# Pruning with fine-tuning (Scenario 1)",
-        "",
+    text = (
         "A network is prepared for a data set. Then a share of its filters leaves per step, scored anew each time on "
-        "the training set, with fine-tuning after each step. The paper's numbers are in brackets.",
-        "",
-        *(f"- *{mode}*: {caption}" for mode, caption in CAPTIONS.items()),
-        "",
+        "the training set, with fine-tuning after each step. The paper's numbers are in brackets."
+    )
+    remarks = (
         "Loss is the mean cross-entropy of the last epoch of training, as the batches were trained on, divided by 20 "
         "and in hundredths, as the paper prints it. The paper's unpruned parameters of VGG and AlexNet leave out the "
-        "frozen convolutions; ours are whole.",
-        "",
-    ]
-    for folder in found:
-        lines += _section(folder, pages)
-    return told(pages / "fine-tune.md", lines)
+        "frozen convolutions; ours are whole."
+    )
+    section = partial(_section, pages)
+    return page.write_page(out, pages / "fine-tune.md", "Pruning with fine-tuning (Scenario 1)", text, section, remarks)
 
 
-def _section(folder: Folder, pages: Path) -> list[str]:
-    runs, name = folder.runs(), folder.path.name
+def _section(pages: Path, folder: Folder) -> list[str]:
+    name = folder.path.name
     model, data = name.split("-", 1)
     lines = heading(folder, "fine-tune", Settings("", "", ""))
-    for mode in dict.fromkeys(run.mode for run in runs):
-        mine = [run for run in runs if run.mode == mode]
-        lines += _compared(mine, mode, model, data)
-        lines += _over(mine, "removed", _RATES, f"{mode} mode: accuracy in % at a share of filters gone")
-        lines += _over(mine, "macs", _SHARES, f"{mode} mode: accuracy in % at a share of MACs really left")
-        caption = f"Figure 5, {mode} mode: accuracy over filters gone and over MACs saved"
-        lines += figure(pages, f"fine-tune-{name}-{mode}", caption, lambda mine=mine, mode=mode: _curves(mine, mode))  # type: ignore[misc]
-        lines += _others(mine, mode, name, pages)
+    for mode, runs in by_mode(folder.runs()).items():
+        found, where = curves(runs), f"{mode} mode: accuracy in % at a share of"
+        lines += _compared(runs, mode, model, data)
+        lines += accuracies(f"{where} filters gone", found, "removed", _RATES, _cell)
+        lines += accuracies(f"{where} MACs really left", found, "macs", _SHARES, _cell)
+        lines += _figures(runs, mode, f"fine-tune-{name}-{mode}", pages)
+    return lines
+
+
+def _cell(values: list[float]) -> str:
+    return f"{np.mean(values):.1f}"
+
+
+def _figures(runs: Sequence[Run], mode: str, name: str, pages: Path) -> list[str]:
+    """Figure 5, and Figures 6 and 7 where there is something to draw."""
+    title = f"{mode} mode"
+    caption = f"Figure 5, {title}: accuracy over filters gone and over MACs saved"
+    lines = figure(pages, name, caption, lambda: pictures.curves([pictures.panels(mode, curves(runs))]))
+    if len({run.criterion for run in runs}) > 1 and any(run.criterion == "lrp" for run in runs):
+        caption = f"Figure 6, {title}: LRP against others"
+        lines += figure(pages, f"{name}-scatter", caption, lambda: pictures.scatter(title, runs, "overall"))
+    if filters(runs[0].history[0]):
+        caption = f"Figure 7, {title}: filters left per layer"
+        lines += figure(pages, f"{name}-layers", caption, lambda: pictures.layers(title, runs))
     return lines
 
 
@@ -95,58 +105,6 @@ def _value(row: Row, measure: str) -> float:
     if measure == "accuracy":
         return 100 * (row.overall or 0.0)
     name, _, really = measure.partition(" ")
-    alone = row.params_alone if name == "params" else row.macs_alone
-    whole = row.params if name == "params" else row.macs
-    return (whole if really or alone is None else alone) / (1e6 if name == "params" else 1e9)
-
-
-def _over(runs: Sequence[Run], over: str, places: Sequence[float], title: str) -> list[str]:
-    found = {name: [run.curve for run in mine] for name, mine in by_criterion(runs).items()}
-    rows, means = [], areas(found, over)
-    for criterion, curves in found.items():
-        cells = []
-        for place in places:
-            values = [at(c, place, over) for c in curves]
-            known = [100 * v for v in values if v is not None]
-            cells.append(f"{np.mean(known):.1f}" if len(known) == len(values) else "")
-        rows.append([criterion, *cells, f"{100 * means[criterion]:.1f}"])
-    return table(title, ["criterion", *(f"{100 * p:.0f} %" for p in places), "area"], rows)
-
-
-def _curves(runs: Sequence[Run], mode: str) -> bytes:
-    from reproduction import pictures
-
-    curves = {name: [run.curve for run in mine] for name, mine in by_criterion(runs).items()}
-    gone = "filters masked in %" if mode == "paper" else "filters removed in %"
-    return pictures.curves(
-        [
-            [
-                pictures.Panel(f"{mode} mode", gone, "removed", curves),
-                pictures.Panel(f"{mode} mode", "MACs really saved in %", "macs", curves),
-            ]
-        ]
-    )
-
-
-def _others(runs: Sequence[Run], mode: str, name: str, pages: Path) -> list[str]:
-    """Figures 6 and 7, where there is something to draw."""
-    lines: list[str] = []
-    if len({run.criterion for run in runs}) > 1 and any(run.criterion == "lrp" for run in runs):
-
-        def points() -> bytes:
-            from reproduction import pictures
-
-            return pictures.scatter(f"{mode} mode", runs, "overall")
-
-        lines += figure(pages, f"fine-tune-{name}-{mode}-scatter", f"Figure 6, {mode} mode: LRP against others", points)
-    if filters(runs[0].history[0]):
-
-        def kept() -> bytes:
-            from reproduction import pictures
-
-            return pictures.layers(f"{mode} mode", runs)
-
-        lines += figure(
-            pages, f"fine-tune-{name}-{mode}-layers", f"Figure 7, {mode} mode: filters left per layer", kept
-        )
-    return lines
+    name = "macs" if name == "flops" else name
+    cost = getattr(row, name) if really else paper_cost(row, name)
+    return float(cost) / (1e6 if name == "params" else 1e9)
