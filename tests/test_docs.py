@@ -19,13 +19,15 @@ import torch
 import typer
 from typer.testing import CliRunner
 
+import reproduction
 import secateur
 from browser import SCHEMES, WIDTHS
+from reproduction.__main__ import commands as experiments
 from secateur import errors
 from secateur.cli.app import app
 
 ROOT = Path(__file__).parent.parent
-PACKAGE = Path(secateur.__file__).parent
+PACKAGES = [Path(package.__path__[0]) for package in (secateur, reproduction)]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
@@ -58,13 +60,14 @@ def commands(block: Block) -> list[list[str]]:
     return [shlex.split(line, comments=True) for line in lines if shlex.split(line, comments=True)]
 
 
-def parse(words: list[str]) -> None:
+def parse(words: list[str], program: typer.Typer = app) -> None:
     """Refuse a command line that the program would refuse."""
-    command: Any = typer.main.get_command(app)
-    rest = [word for word in words if word != "--debug"]
-    while hasattr(command, "commands"):
+    command: Any = typer.main.get_command(program)
+    rest = [word for word in words if word not in ("--debug", "--help")]
+    while rest and hasattr(command, "commands"):
         command, rest = command.commands[rest[0]], rest[1:]
-    command.make_context(command.name, rest)
+    if not hasattr(command, "commands"):
+        command.make_context(command.name, rest)
 
 
 def exists(words: list[str]) -> bool:
@@ -95,6 +98,10 @@ def test_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
                 exec(tree, space)
         elif block.language == "sh":
             for words in commands(block):
+                if words[:3] == ["python", "-m", "reproduction"]:
+                    assert block.reason is not None, f"{where}: takes long"
+                    parse(words[3:], experiments)
+                    continue
                 if words[0] != "secateur":
                     assert exists(words), f"{where}: {words}"
                     continue
@@ -122,17 +129,22 @@ def test_wrong_commands_are_refused() -> None:
     for words in (
         ["prune", "m", "--images", "a", "--out", "b", "--unheard"],
         ["prune", "m"],
-        ["reproduce", "toy", "x"],
     ):
-        with pytest.raises(Exception, match=r"No such option|Missing|unexpected"):
+        with pytest.raises(Exception, match=r"No such option|Missing"):
             parse(words)
+    with pytest.raises(Exception, match="unexpected"):
+        parse(["toy", "x"], experiments)
     with pytest.raises(KeyError):
         parse(["fell"])
 
 
 def _modules_with_examples() -> list[str]:
-    files = [path for path in sorted(PACKAGE.rglob("*.py")) if ">>>" in path.read_text(encoding="utf-8")]
-    return [".".join(("secateur", *path.relative_to(PACKAGE).with_suffix("").parts)) for path in files]
+    files = [(path, folder) for folder in PACKAGES for path in sorted(folder.rglob("*.py"))]
+    return [
+        ".".join(path.relative_to(folder.parent).with_suffix("").parts)
+        for path, folder in files
+        if ">>>" in path.read_text(encoding="utf-8")
+    ]
 
 
 @pytest.mark.parametrize("name", _modules_with_examples())
@@ -202,14 +214,18 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_site_is_complete_and_needs_no_network(site: Path) -> None:
     for page in site.rglob("*.html"):
         assert not [url for url in _Links(page).loads if re.match(r"(https?:)?//", url)], page
-    shown = _Links(site / "reference" / "commands.html").text
-    for path, command in _leaves("secateur", typer.main.get_command(app)):
-        assert path in shown
-        for parameter in command.params:
-            for option in [*parameter.opts, *parameter.secondary_opts]:
-                assert parameter.param_type_name == "argument" or option in shown, f"{path} {option}"
+    for page, name, program in (
+        ("reference/commands.html", "secateur", app),
+        ("how-to/reproduce-the-paper.html", "python -m reproduction", experiments),
+    ):
+        shown = _Links(site / page).text
+        for path, command in _leaves(name, typer.main.get_command(program)):
+            assert path in shown
+            for parameter in command.params:
+                for option in [*parameter.opts, *parameter.secondary_opts]:
+                    assert parameter.param_type_name == "argument" or option in shown, f"{path} {option}"
     anchors = {name for page in (site / "reference").glob("*.html") for name in _Links(page).ids}
-    assert {f"secateur.{name}" for name in secateur.__all__ if name != "SecateurError"} <= anchors
+    assert {f"secateur.{name}" for name in secateur.__all__ if name not in ("SecateurError", "__version__")} <= anchors
     known = {
         name for name, item in vars(errors).items() if isinstance(item, type) and issubclass(item, Warning | Exception)
     }

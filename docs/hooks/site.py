@@ -1,4 +1,4 @@
-"""What MkDocs does beside its own work: pages by folder in the navigation, and the commands page from the program."""
+"""Hooks for MkDocs: pages by folder in the navigation, and lists of commands made from the programs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 
 import typer
 
-COMMANDS = "<!-- commands -->"
+# In a page, `<!-- commands of NAME -->` becomes the list of commands of a program.
+_MARK = re.compile("<!-- commands of (.*?) -->")
 
 
 def on_config(config: Any) -> Any:
@@ -42,18 +43,22 @@ def _filled(nav: Any, docs: Path, listed: set[str]) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Write the commands where their mark is."""
-    return markdown.replace(COMMANDS, commands()) if COMMANDS in markdown else markdown
+    """Replace each mark by the commands of its program."""
+    return _MARK.sub(lambda found: commands(found[1]), markdown)
 
 
-def commands() -> str:
-    """Every command of the program with its options, as Markdown."""
+def commands(name: str) -> str:
+    """Every command of a program with its options, as Markdown."""
+    from reproduction.__main__ import commands as reproduction
     from secateur.cli.app import app
 
-    program = typer.main.get_command(app)
+    call, program, level = {
+        "secateur": ("secateur", app, "##"),
+        "reproduction": ("python -m reproduction", reproduction, "###"),
+    }[name]
     parts: list[str] = []
-    for path, command in leaves("secateur", program):
-        parts.append(f"## {path}\n\n{_prose(command.help or '')}\n")
+    for path, command in leaves(call, typer.main.get_command(program)):
+        parts.append(f"{level} {path}\n\n{_prose(command.help or '')}\n")
         parts.append("\n".join(["| option | meaning |", "|---|---|", *_rows(command)]) + "\n")
     return "\n".join(parts)
 
