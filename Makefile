@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: test lint types unit docs test-slow demo clean
+.PHONY: test lint types unit docs test-slow demo dist dist-check clean
 
 test: lint types unit
 
@@ -35,6 +35,23 @@ demo: $(STAMP)
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow
+
+# What a release uploads. Nothing is downloaded: the build tools are in the environment.
+dist: $(STAMP)
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation
+	$(BIN)/python -m twine check --strict dist/*
+
+# The wheel alone, in a new environment and an empty folder, must run the demo. This downloads torch.
+FRESH := build/fresh
+dist-check: dist
+	rm -rf $(FRESH)
+	$(PYTHON) -m venv $(FRESH)/venv
+	$(FRESH)/venv/bin/python -m pip install --quiet "$$(echo dist/*.whl)[demo]"
+	mkdir $(FRESH)/empty
+	cd $(FRESH)/empty && ../venv/bin/python -c "import secateur; assert 'site-packages' in secateur.__file__, secateur.__file__"
+	cd $(FRESH)/empty && ../venv/bin/secateur --version
+	cd $(FRESH)/empty && ../venv/bin/secateur demo --out demo
 
 clean:
 	rm -rf $(VENV) build dist site

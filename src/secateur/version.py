@@ -1,3 +1,3 @@
 """The version, for the package, the command line and the pages."""
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"

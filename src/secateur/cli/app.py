@@ -29,6 +29,7 @@ _EXTRAS = {
     "torchvision": "vision",
     "timm": "timm",
     "onnx": "export",
+    "sklearn": "demo",
 }
 
 # Shells report an interrupted program so.
