@@ -17,7 +17,7 @@ from reproduction.few_shot import campaign as few
 from reproduction.few_shot import page as few_page
 from reproduction.fine_tune import campaign as fine
 from reproduction.fine_tune import page as fine_page
-from reproduction.toy import reproduction
+from reproduction.toy import experiment
 from reproduction.toy.recipe import FULL, QUICK, readings
 from reproduction.toy.store import default_cache
 from secateur.cli.app import Commands
@@ -70,7 +70,7 @@ def toy(
 
         chosen = readings([net.value] if net else None)
         recipe, place = QUICK if quick else FULL, cache or default_cache()
-        result = reproduction.reproduce(out, recipe, chosen, place, workers, show)
+        result = experiment.reproduce(out, recipe, chosen, place, workers, show)
     if as_json:
         print(json.dumps([asdict(claim) | {"holds": claim.holds} for claim in result.claims]))
         return

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import platform
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -15,6 +13,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import nn
 
+from reproduction.pool import Pool
 from reproduction.runs import Folder, Run
 from reproduction.uncoupled import prune_uncoupled
 from secateur.data.views import View
@@ -87,13 +86,11 @@ class Task(Generic[S]):
     ) -> History:
         """Mask or remove filters in steps, by the criterion and in the mode of the task."""
         settings = self.settings
-        goal = settings.steps * settings.step
-        options |= {
-            "evaluate": evaluate, "batch_size": settings.score_batch, "progress": False, "seed": self.draw,
-        }  # fmt: skip
+        goal, step = settings.steps * settings.step, settings.step
+        options |= {"evaluate": evaluate, "batch_size": settings.score_batch, "seed": self.draw}
         if self.mode == "paper":
-            return prune_uncoupled(model, data, self.criterion, goal, settings.step, **options).history
-        return prune(model, data, self.criterion, goal, step=settings.step, parts=parts, **options).history
+            return prune_uncoupled(model, data, self.criterion, goal, step, **options).history
+        return prune(model, data, self.criterion, goal, step=step, parts=parts, progress=False, **options).history
 
     def finish(self, history: History, seconds: float, outcome: str) -> str:
         """Write the finished run. Returns a line about it."""
@@ -135,14 +132,6 @@ def spread(work: Callable[[Task[S]], str], tasks: Sequence[Task[S]], jobs: int, 
         for task in tasks:
             report(work(task))
         return
-    # A forked child would inherit the state of torch's threads and of CUDA, and hang.
-    context = multiprocessing.get_context("spawn")
     threads = max(1, (os.cpu_count() or 1) // jobs)
-    with ProcessPoolExecutor(min(jobs, len(tasks)), context, torch.set_num_threads, (threads,)) as pool:
-        waiting = [pool.submit(work, task) for task in tasks]
-        try:
-            for future in as_completed(waiting):
-                report(future.result())
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+    with Pool(min(jobs, len(tasks)), threads) as pool:
+        pool.results([(work, (task,)) for task in tasks], report)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from reproduction.criteria import COLOURS, MARKERS, NAMES
 from reproduction.runs import Run, at, filters
 from secateur.plans.scores import Values
 from secateur.results.comparison import Curve
@@ -16,10 +17,7 @@ from secateur.results.comparison import Curve
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# Colours of the paper: weight black, Taylor blue, gradient green, LRP red.
-_COLOURS = {"weight": "#1b1f24", "taylor": "#1f6feb", "gradient": "#1a7f37", "lrp": "#cf222e", "random": "#8b949e"}
-_MARKERS = {"weight": "s", "taylor": "^", "gradient": "v", "lrp": "o"}
-_NAMES = {"weight": "weight", "taylor": "Taylor", "gradient": "gradient", "lrp": "LRP"}
+_COLOURS = {**COLOURS, "random": "#8b949e"}
 # Rates of Figure 7.
 RATES = (0.15, 0.3, 0.45, 0.6, 0.75, 0.9)
 
@@ -54,7 +52,7 @@ def curves(panels: Sequence[Sequence[Panel]]) -> bytes:
             for criterion, found in panel.curves.items():
                 x, mean, band = averaged(found, panel.over)
                 colour = _COLOURS.get(criterion)
-                axis.plot(x, mean, label=_name(criterion), color=colour, marker=_MARKERS.get(criterion), ms=3, lw=1.2)
+                axis.plot(x, mean, label=_name(criterion), color=colour, marker=MARKERS.get(criterion), ms=3, lw=1.2)
                 axis.fill_between(x, mean - band, mean + band, color=colour, alpha=0.12, lw=0)
             axis.set(title=panel.title, xlabel=panel.xlabel)
             axis.grid(alpha=0.3)
@@ -91,7 +89,7 @@ def scatter(title: str, runs: Sequence[Run], measure: str) -> bytes:
             across, up = zip(*points, strict=True)
             ends += [*across, *up]
             axis.plot(
-                across, up, _MARKERS.get(criterion, "x"), color=_COLOURS.get(criterion), ms=5, alpha=0.7,
+                across, up, MARKERS.get(criterion, "x"), color=_COLOURS.get(criterion), ms=5, alpha=0.7,
                 label=_name(criterion),
             )  # fmt: skip
     if ends:
@@ -153,7 +151,7 @@ def _ranges() -> Any:
 
 
 def _name(criterion: str) -> str:
-    return _NAMES.get(criterion, criterion)
+    return NAMES.get(criterion, criterion)
 
 
 def _sheet(width: float, height: float) -> Figure:

@@ -10,15 +10,14 @@ from typing import Any
 
 import numpy as np
 
+from reproduction.criteria import CRITERIA
+from reproduction.tensor_files import refuse_others
 from reproduction.uncoupled import paper_cost, with_paper_costs
 from secateur.errors import FileFormatError
 from secateur.plans.scores import Values
 from secateur.report.document import write
 from secateur.results.comparison import Curve
 from secateur.results.history import History, Row
-
-#: In the order of the paper's tables.
-CRITERIA = ("weight", "taylor", "gradient", "lrp")
 
 _KEPT = "kept "
 
@@ -116,7 +115,7 @@ class Folder:
         """Write down the settings. A folder of other settings is refused; the error names the difference."""
         found = self.settings()
         if found:
-            refuse_others(f"{self.path} holds another run", found, settings, "use another --out, or remove the folder")
+            refuse_others(self.path, found, settings)
         else:
             write(self.path / "settings.json", json.dumps(settings, indent=1).encode())
 
@@ -149,15 +148,6 @@ class Folder:
             history = History.from_json(json.dumps(with_paper_costs(_read(file))))
             found.append(Run(int(draw), mode, criterion, history))
         return found
-
-
-def refuse_others(what: str, found: Mapping[str, Any], wanted: Mapping[str, Any], fix: str) -> None:
-    """Raise an error if settings in a file are not those wanted."""
-    wanted = json.loads(json.dumps(wanted))
-    other = [key for key in wanted if found.get(key) != wanted[key]]
-    if other:
-        how = "; ".join(f"{key} was {found.get(key)!r}, is now {wanted[key]!r}" for key in other[:4])
-        raise FileFormatError(f"{what}: {how}.", fix=fix)
 
 
 def _read(file: Path) -> Any:

@@ -8,7 +8,7 @@ behind a masked filter is silenced too. In the authors' script it still emits a 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -19,14 +19,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from reproduction.tensor_files import load, save
 from secateur.analysis.analyze import analyze
-from secateur.criteria.criterion import Absolute, Loss, Norm
 from secateur.criteria.registry import Choice, criterion_named
 from secateur.criteria.scoring import score
 from secateur.errors import NothingToPruneError, TargetError
-from secateur.loop.checkpoint import State, digest, fill, numbers, read, write
+from secateur.loop.checkpoint import digest, fill, numbers
 from secateur.loop.finetune import Tuner
-from secateur.loop.progress import Progress
 from secateur.loop.prune import Evaluate, seeded
 from secateur.ops.conv import Convolution, TransposedConvolution
 from secateur.ops.linear import Linear
@@ -37,7 +36,7 @@ from secateur.results.history import History, Row
 from secateur.running.batches import Data, example_of, repeatable
 from secateur.running.copies import copy_with, shared_copy, unwrap
 from secateur.running.observer import Observer
-from secateur.running.sandbox import Example, evaluating, quiet, run
+from secateur.running.sandbox import evaluating, quiet, run
 from secateur.structure.graph import Graph
 
 # The paper's costs are kept among the metrics of a row, under this prefix.
@@ -81,25 +80,18 @@ def prune_uncoupled(
     remove: float = 0.5,
     step: float = 0.05,
     *,
-    example: Example = None,
-    kinds: Sequence[str] = ("filter",),
     finetune: Tuner | None = None,
     evaluate: Evaluate | None = None,
-    min_units: int = 1,
-    norm: Norm | str = "default",
-    absolute: Absolute | str = "default",
-    loss: Loss | None = None,
     batch_size: int = 32,
-    checkpoint: str | Path | None = None,
-    progress: bool = True,
+    checkpoint: Path | None = None,
     seed: int = 0,
     graph: Graph | None = None,
 ) -> MaskedResult:
     """Mask the least important filters, each on its own, in steps with re-scoring. The model is not changed.
 
-    `kinds` are "filter" and "neuron". Layers that make the model's output are never masked. `finetune(model, step)`
-    trains the masked model in place; masked weights get no gradient and stay 0. With `checkpoint`, a file is
-    replaced after each step, and the same call resumes from it.
+    Layers that make the model's output are never masked, and every layer keeps a filter. `finetune(model, step)` trains
+    the masked model in place; masked weights get no gradient and stay 0. With `checkpoint`, a file is replaced after
+    each step, and the same call resumes from it.
 
     >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3), nn.Flatten(), nn.Linear(4, 2))
     >>> data = (torch.rand(6, 3, 5, 5), torch.arange(6) % 2)
@@ -111,54 +103,52 @@ def prune_uncoupled(
         raise TargetError(f"remove={remove} and step={step} must lie strictly between 0 and 1.")
     data, original = repeatable(data), unwrap(model)
     if graph is None:
-        graph = analyze(original, example if example is not None else example_of(original, data))
-    masks = _Masks(original, graph, kinds, min_units)
-    chosen = criterion_named(criterion, norm, absolute)
+        graph = analyze(original, example_of(original, data))
+    masks = _Masks(original, graph)
+    chosen = criterion_named(criterion)
     goals = [min((k + 1) * step, remove) for k in range(int(np.ceil(remove / step - 1e-9)))]
-    path = Path(checkpoint) if checkpoint is not None else None
     settings: dict[str, Any] = {}
-    if path is not None:
+    history = History()
+    if checkpoint is not None:
         settings = {
             "model": graph.model_name, "weights": digest(original), "criterion": repr(chosen), "remove": remove,
-            "step": step, "kinds": list(kinds), "min_units": min_units, "seed": seed, "mode": "uncoupled 2",
+            "step": step, "seed": seed,
         }  # fmt: skip
-    history = masks.resume(path, settings) if path is not None else History()
-    with Progress(progress, len(goals)) as shown:
-        for number, goal in list(enumerate([0.0, *goals]))[len(history) :]:
-            begin = time.perf_counter()
-            if number:
-                with seeded(seed, number):
-                    scores = score(masks.model, data, chosen, graph=graph, loss=loss, batch_size=batch_size)
-                masks.extend(scores.units, int(np.floor(goal * masks.total + 1e-9)))
-            scored = time.perf_counter() - begin
-            if number and finetune is not None:
-                with seeded(seed, number, salt=1), masks.held():
-                    finetune(masks.model, number)
-            metrics: dict[str, float] = {}
-            if evaluate is not None:
-                with seeded(seed, number, salt=2), evaluating(masks.model), torch.no_grad():
-                    found = evaluate(masks.model)
-                metrics = dict(found) if isinstance(found, Mapping) else {"overall": float(found)}
-            (macs, metrics[f"{_PAPER}macs"]), (params, metrics[f"{_PAPER}params"]) = masks.macs(), masks.params()
-            gone = masks.gone()
-            history.rows.append(
-                Row(
-                    number, masks.total - gone, gone / masks.total, params, macs, metrics,
-                    score_seconds=scored if number else 0.0, seconds=time.perf_counter() - begin,
-                )
-            )  # fmt: skip
-            if path is not None:
-                masks.save(path, settings, history)
-            shown(history[-1])
+        history = masks.resume(checkpoint, settings)
+    for number, goal in list(enumerate([0.0, *goals]))[len(history) :]:
+        begin = time.perf_counter()
+        if number:
+            with seeded(seed, number):
+                scores = score(masks.model, data, chosen, graph=graph, batch_size=batch_size)
+            masks.extend(scores.units, int(np.floor(goal * masks.total + 1e-9)))
+        scored = time.perf_counter() - begin
+        if number and finetune is not None:
+            with seeded(seed, number, salt=1), masks.held():
+                finetune(masks.model, number)
+        metrics: dict[str, float] = {}
+        if evaluate is not None:
+            with seeded(seed, number, salt=2), evaluating(masks.model), torch.no_grad():
+                found = evaluate(masks.model)
+            metrics = dict(found) if isinstance(found, Mapping) else {"overall": float(found)}
+        (macs, metrics[f"{_PAPER}macs"]), (params, metrics[f"{_PAPER}params"]) = masks.macs(), masks.params()
+        gone = masks.gone()
+        history.rows.append(
+            Row(
+                number, masks.total - gone, gone / masks.total, params, macs, metrics,
+                score_seconds=scored if number else 0.0, seconds=time.perf_counter() - begin,
+            )
+        )  # fmt: skip
+        if checkpoint is not None:
+            masks.save(checkpoint, settings, history)
     return MaskedResult(masks.model, masks.by_path(), history, graph)
 
 
 class _Masks:
     """Which filters are masked, and the model in which they are."""
 
-    def __init__(self, model: nn.Module, graph: Graph, kinds: Sequence[str], min_units: int) -> None:
+    def __init__(self, model: nn.Module, graph: Graph) -> None:
         self.model = copy_with(model, lambda name, old: old.detach().clone())
-        self.graph, self.min_units = graph, min_units
+        self.graph = graph
         self.inputs = {axis.parameter: axis for axis in graph.axes.axes if axis.dim == 1}
         watcher = _Tails(shared_copy(model).eval())
         with quiet(), watcher:
@@ -169,10 +159,10 @@ class _Masks:
         self.masked: dict[int, Mask] = {
             i: np.zeros(len(p.labels), np.bool_)
             for i, p in enumerate(graph.producers)
-            if p.kind in kinds and p.sites[0] in self.tails and not np.isin(graph.root[p.labels], final).any()
+            if p.kind == "filter" and p.sites[0] in self.tails and not np.isin(graph.root[p.labels], final).any()
         }
         if not self.masked:
-            raise NothingToPruneError(f"{graph.model_name} has no layer of the kinds {list(kinds)} before its output.")
+            raise NothingToPruneError(f"{graph.model_name} has no convolution before its output.")
         self.total = sum(len(mask) for mask in self.masked.values())
 
     def gone(self) -> int:
@@ -184,12 +174,12 @@ class _Masks:
         return {self.graph.producers[i].sites[0].path: mask.copy() for i, mask in self.masked.items()}
 
     def extend(self, units: Any, goal: int) -> None:
-        """Mask the lowest of those that are left until `goal` are. The best of each layer stay."""
+        """Mask the filters with the lowest scores until `goal` are masked. The best filter of each layer stays."""
         values, where, which = [], [], []
         for i, mask in self.masked.items():
             own = units[self.graph.producers[i].sites[0]]
             free = np.flatnonzero(~mask)
-            free = free[np.argsort(own[free], kind="stable")][: max(len(free) - self.min_units, 0)]
+            free = free[np.argsort(own[free], kind="stable")][:-1]
             values.append(own[free])
             where.append(np.full(len(free), i))
             which.append(free)
@@ -200,14 +190,14 @@ class _Masks:
         self._clear()
 
     def _clear(self) -> None:
-        """Put zeros where the masks are."""
+        """Set masked entries to 0."""
         tensors = numbers(self.model)
         for name, dim, mask in self._tensors():
             tensor = tensors[name].detach()
             tensor.index_fill_(dim, torch.from_numpy(np.flatnonzero(mask)).to(tensor.device), 0)
 
     def _tensors(self) -> Iterator[tuple[str, int, Mask]]:
-        """Every tensor that has rows of masked filters, which dimension they are along, and the mask."""
+        """Every tensor with entries of masked filters, the dimension of these entries, and the mask."""
         for i, mask in self.masked.items():
             if mask.any():
                 for site in self.graph.producers[i].sites:
@@ -216,7 +206,7 @@ class _Masks:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """While this lasts, masked rows get no gradient; afterwards they are 0 whatever happened."""
+        """A context in which masked rows get no gradient. At its end they are set to 0 again."""
         parameters, hooks = dict(self.model.named_parameters()), []
         for name, dim, mask in self._tensors():
             if name in parameters and parameters[name].requires_grad:
@@ -235,21 +225,22 @@ class _Masks:
         """Write a checkpoint."""
         tensors = {f"model/{name}": tensor for name, tensor in numbers(self.model).items()}
         tensors.update({f"mask/{i}": torch.from_numpy(mask) for i, mask in self.masked.items()})
-        write(path, State(settings, len(history) - 1, None, history, "", None, tensors))
+        save(path, "masks", settings, history.to_json(), tensors)
 
     def resume(self, path: Path, settings: Mapping[str, Any]) -> History:
-        """Go back to where a checkpoint was written; an empty history if there is none."""
-        state = read(path, settings)
-        if state is None:
+        """Restore the state of a checkpoint. Returns its history, which is empty if there is no checkpoint."""
+        found = load(path, "masks", settings)
+        if found is None:
             return History()
-        kept = {name.removeprefix("model/"): t for name, t in state.tensors.items() if name.startswith("model/")}
+        rows, tensors = found
+        kept = {name.removeprefix("model/"): t for name, t in tensors.items() if name.startswith("model/")}
         fill(self.model, kept, path)
         for i in self.masked:
-            self.masked[i] = state.tensors[f"mask/{i}"].numpy().copy()
-        return state.history
+            self.masked[i] = tensors[f"mask/{i}"].numpy().copy()
+        return History.from_json(rows)
 
     def macs(self) -> tuple[int, int]:
-        """MACs without the masked filters: also discounting inputs that are always 0, and the filters alone."""
+        """MACs without masked filters and inputs that are always 0; and MACs without masked filters only."""
         both = alone = float(self.graph.cost.macs)
         dead = self._dead()
         for i, producer in enumerate(self.graph.producers):
@@ -260,7 +251,7 @@ class _Masks:
         return round(both), round(alone)
 
     def params(self) -> tuple[int, int]:
-        """Parameters, counted in the same two ways: with inputs, biases and batch norms, and the filters alone."""
+        """Parameters without masked filters, their inputs, biases and batch norms; and without masked filters only."""
         both = alone = float(self.graph.cost.params)
         dead, sizes = self._dead(), {name: p.numel() for name, p in self.model.named_parameters()}
         for i, producer in enumerate(self.graph.producers):
@@ -275,13 +266,13 @@ class _Masks:
         return 1 - float(self.masked[index].mean()) if index in self.masked else 1.0
 
     def _dead(self) -> Mask:
-        """By class: whether every filter that makes it is masked."""
+        """By group of coupled units: whether every filter that makes it is masked."""
         makers, silent = np.zeros(len(self.graph.root)), np.zeros(len(self.graph.root))
         for i, producer in enumerate(self.graph.producers):
-            classes = self.graph.root[producer.labels]
-            np.add.at(makers, classes, 1)
+            groups = self.graph.root[producer.labels]
+            np.add.at(makers, groups, 1)
             if i in self.masked:
-                np.add.at(silent, classes[self.masked[i]], 1)
+                np.add.at(silent, groups[self.masked[i]], 1)
         dead: Mask = (makers > 0) & (silent == makers)
         return dead
 
@@ -295,8 +286,9 @@ class _Masks:
 
 
 class _Tails(Observer):
-    """Finds, for each conv and linear call, the tensors that make its channels: its own, and those of a batch norm that
-    reads its output.
+    """Finds, for each call of a convolution or linear layer, the tensors with one entry per output channel.
+
+    These are its own weight and bias, and those of a batch norm that reads its output.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -307,11 +299,11 @@ class _Tails(Observer):
         self._last: list[tuple[Tensor, Site]] = []
 
     def unknown(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Of no interest."""
+        """Run other calls unobserved."""
         return func(*args, **kwargs)
 
     def observe(self, call: Call) -> Any:
-        """Note parameters of layers, and of the batch norms right behind them."""
+        """Note the tensors of layers and of the batch norms right behind them."""
         output = call.run()
         if isinstance(call.operation, Convolution | TransposedConvolution | Linear):
             transposed = isinstance(call.operation, TransposedConvolution)

@@ -321,7 +321,7 @@ def test_masked_filters_stay_silent_through_fine_tuning(made):
     images = some_images(count=12, size=16)
     before = {name: p.clone() for name, p in net.named_parameters()}
     trainer = Trainer(images, Schedule(epochs=2, batch_size=4, lr=0.1))
-    result = prune_uncoupled(net, images.batches(6), "weight", 0.5, 0.25, finetune=trainer, progress=False)
+    result = prune_uncoupled(net, images.batches(6), "weight", 0.5, 0.25, finetune=trainer)
     assert sum(mask.sum() for mask in result.masked.values()) == 13
     for layer, norm in (("conv1", "bn1"), ("conv2", "bn2"), ("conv3", "bn3")):
         mask = torch.from_numpy(result.masked[layer])

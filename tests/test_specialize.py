@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from reproduction.uncoupled import paper_cost, prune_uncoupled
 from secateur.analysis.specialize import MergedOutputs, specialize
 from secateur.criteria.scoring import score
+from secateur.criteria.weight import Weight
 from secateur.errors import NothingToPruneError, TargetError, UnsupportedModelError
 from secateur.files.folder import load, save
 from secateur.loop.prune import prune
@@ -131,7 +132,7 @@ def residual() -> Residual:
 
 def test_masked_filters_are_silent_and_independent() -> None:
     net, y = residual(), torch.arange(5) % 3
-    result = prune_uncoupled(net, (X, y), "weight", remove=0.5, step=0.25, norm=None)
+    result = prune_uncoupled(net, (X, y), Weight(norm=None), remove=0.5, step=0.25)
     assert result.history[-1].removed == 0.5
     assert not np.array_equal(result.masked["a"], result.masked["b"])  # nothing ties the two ends of the sum
     with torch.no_grad():

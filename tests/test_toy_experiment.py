@@ -9,8 +9,9 @@ from typer.testing import CliRunner
 
 from browser import SCHEMES, WIDTHS, check, opened
 from reproduction.__main__ import commands
-from reproduction.toy import campaign, reference, reproduction, tables
-from reproduction.toy.recipe import CRITERIA, QUICK, READINGS, SETS, Recipe, readings
+from reproduction.criteria import CRITERIA
+from reproduction.toy import campaign, experiment, reference, tables
+from reproduction.toy.recipe import QUICK, READINGS, SETS, Recipe, readings
 from reproduction.toy.store import digest, get, put
 from reproduction.toy.tables import Index
 from secateur.errors import SecateurError
@@ -127,7 +128,7 @@ def same(one, two):
 @pytest.mark.slow
 def test_several_processes_give_the_same_numbers_and_pictures(tmp_path, tiny):
     chosen = [READINGS["paper"]]
-    one, two = (reproduction.reproduce(tmp_path / str(n), TINY, chosen, tmp_path / f"cache{n}", n) for n in (1, 2))
+    one, two = (experiment.reproduce(tmp_path / str(n), TINY, chosen, tmp_path / f"cache{n}", n) for n in (1, 2))
     assert same(one.outcomes, tiny)
     assert same(two.outcomes, tiny)
     files = [path.relative_to(one.folder) for path in one.folder.rglob("*") if path.suffix in (".png", ".csv", ".json")]
@@ -194,7 +195,7 @@ def test_errors_are_one_line_unless_debugging(monkeypatch, tmp_path):
     def fail(*_, **__):
         raise SecateurError("the reason.\nAnd the way out.")
 
-    monkeypatch.setattr(reproduction, "reproduce", fail)
+    monkeypatch.setattr(experiment, "reproduce", fail)
     monkeypatch.delenv("SECATEUR_DEBUG", raising=False)
     arguments = ["toy", "--out", str(tmp_path)]
     done = CliRunner().invoke(commands, arguments)
@@ -209,7 +210,7 @@ def test_interruption_says_how_to_go_on(monkeypatch, tmp_path):
     def stop(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(reproduction, "reproduce", stop)
+    monkeypatch.setattr(experiment, "reproduce", stop)
     done = CliRunner().invoke(commands, ["toy", "--out", str(tmp_path)])
     assert done.exit_code == 130
     assert "goes on from there" in done.stderr

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 import secateur as sc
+from reproduction.criteria import CRITERIA
 from reproduction.toy.evaluation import Evaluator, Layers, Removed, removed_by
 from reproduction.toy.nets import Trained, trained
 from reproduction.toy.ranking import doubled_ranks
-from reproduction.toy.recipe import CRITERIA, REMOVED, Reading, Recipe
+from reproduction.toy.recipe import REMOVED, Reading, Recipe
 from reproduction.toy.store import Arrays, digest, get, put
 from secateur.criteria.criterion import Criterion
 from secateur.criteria.scoring import score

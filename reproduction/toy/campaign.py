@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 
+from reproduction.criteria import CRITERIA
+from reproduction.pool import Pool
 from reproduction.toy.blocks import Task, block
 from reproduction.toy.nets import trained
-from reproduction.toy.pool import Pool
-from reproduction.toy.recipe import CRITERIA, SETS, Reading, Recipe
+from reproduction.toy.recipe import SETS, Reading, Recipe
 from reproduction.toy.store import Arrays, source_digest
 from secateur.report.environment import available_cores
 

@@ -19,23 +19,21 @@ from matplotlib.lines import Line2D
 from PIL import Image
 
 import secateur as sc
+from reproduction.criteria import COLOURS, CRITERIA, DARK_COLOURS, MARKERS, NAMES
 from reproduction.toy.blocks import Task, reference_scores
 from reproduction.toy.nets import trained
-from reproduction.toy.recipe import CRITERIA, REMOVED, SETS, Reading, Recipe
+from reproduction.toy.recipe import REMOVED, SETS, Reading, Recipe
 from reproduction.toy.store import source_digest
 from reproduction.toy.tables import Index
 
-# Colours of the paper (weight black, Taylor blue, gradient green, LRP red), each readable on its background.
-_KEYS = ("page", "ink", "grid", "weight", "taylor", "gradient", "lrp")
-_LIGHT = ("#ffffff", "#1b1f24", "#d5d9de", "#1b1f24", "#1f6feb", "#1a7f37", "#cf222e")
-_DARK = ("#14171b", "#e6e9ed", "#3a4048", "#e6e9ed", "#6cb0ff", "#56d364", "#ff7b72")
-THEMES = {"light": dict(zip(_KEYS, _LIGHT, strict=True)), "dark": dict(zip(_KEYS, _DARK, strict=True))}
+THEMES = {
+    "light": {"page": "#ffffff", "ink": "#1b1f24", "grid": "#d5d9de", **COLOURS},
+    "dark": {"page": "#14171b", "ink": "#e6e9ed", "grid": "#3a4048", **DARK_COLOURS},
+}
 
-# Classes: by colour and by shape, for those who do not tell colours apart.
+# Classes differ in colour and in shape, so that colour-blind readers can tell them apart.
 _CLASSES = {"light": ["#0969da", "#d1242f", "#9a6700", "#1a7f37"], "dark": ["#58a6ff", "#ff7b72", "#e3b341", "#56d364"]}
 _SHAPES = ["o", "s", "^", "D"]
-_MARKERS = {"weight": "s", "taylor": "^", "gradient": "v", "lrp": "o"}
-_NAMES = {"weight": "weight", "taylor": "Taylor", "gradient": "gradient", "lrp": "LRP"}
 
 # Reference points per class in Figure 2, and the bars of Figure 4.
 _SHOWN_SIZE = 5
@@ -45,7 +43,7 @@ _RESOLUTION = 130
 
 @dataclass(frozen=True)
 class Picture:
-    """A figure as PNG, in both themes, and what it shows in words."""
+    """A figure as PNG in both themes, with its caption and a text for readers who cannot see it."""
 
     name: str
     title: str
@@ -122,7 +120,7 @@ def _panels(name: str, reading: Reading, recipe: Recipe, size: int, cache: Path)
     scores = reference_scores(task, subject, size, 0, graph)
     for criterion in CRITERIA:
         small = sc.apply(subject.net, sc.plan(graph, scores[criterion], remove=REMOVED))
-        nets.append((_NAMES[criterion], small))
+        nets.append((NAMES[criterion], small))
     maps = []
     with torch.no_grad():
         for title, net in nets:
@@ -175,7 +173,7 @@ def influence(index: Index, reading: Reading, recipe: Recipe) -> Picture:
                     rows = [index.accuracy(reading.name, name, view, n, criterion) for n in recipe.sizes]
                     mean, std = (np.array([getattr(row, key) for row in rows]) for key in ("mean", "std"))
                     colour = colours[criterion]
-                    style = {"marker": _MARKERS[criterion], "markersize": 4.5, "label": _NAMES[criterion]}
+                    style = {"marker": MARKERS[criterion], "markersize": 4.5, "label": NAMES[criterion]}
                     axis.plot(recipe.sizes, mean, color=colour, **style)
                     top = np.minimum(mean + std, 100)
                     axis.fill_between(recipe.sizes, mean - std, top, color=colour, alpha=0.14, linewidth=0)
@@ -210,7 +208,7 @@ def _influence_alt(index: Index, reading: Reading, recipe: Recipe) -> str:
         ends = []
         for criterion in CRITERIA:
             first, last = (index.accuracy(reading.name, name, "train", n, criterion).mean for n in sizes)
-            ends.append(f"{_NAMES[criterion]} {first:.1f} to {last:.1f}")
+            ends.append(f"{NAMES[criterion]} {first:.1f} to {last:.1f}")
         parts.append(f"{name}: {', '.join(ends)}")
     return f"Lines of accuracy. Training set, from n={sizes[0]} to n={sizes[1]}: {'; '.join(parts)}."
 
@@ -230,7 +228,7 @@ def bars(index: Index, reading: Reading, recipe: Recipe) -> Picture:
                 spread = [[row.std for row in rows], [min(row.std, 100 - row.mean) for row in rows]]
                 axis.bar(
                     place, [row.mean for row in rows], 0.18, yerr=spread, color=colours[criterion], alpha=0.85,
-                    label=_NAMES[criterion], error_kw={"ecolor": colours["ink"], "elinewidth": 1, "capsize": 2},
+                    label=NAMES[criterion], error_kw={"ecolor": colours["ink"], "elinewidth": 1, "capsize": 2},
                 )  # fmt: skip
                 printed = [(p, row.paper) for p, row in zip(place, rows, strict=True) if row.paper is not None]
                 if printed:
@@ -257,6 +255,6 @@ def bars(index: Index, reading: Reading, recipe: Recipe) -> Picture:
     for name in SETS:
         for n in sizes:
             rows = [index.accuracy(reading.name, name, "train", n, criterion) for criterion in CRITERIA]
-            parts.append(f"{name}, n={n}: " + ", ".join(f"{_NAMES[row.criterion]} {row.mean:.1f}" for row in rows))
+            parts.append(f"{name}, n={n}: " + ", ".join(f"{NAMES[row.criterion]} {row.mean:.1f}" for row in rows))
     alt = f"Bars of accuracy in percent. {'; '.join(parts)}."
     return _rendered(f"figure4-{reading.name}", "Figure 4", caption, alt, draw)

@@ -1,28 +1,26 @@
-"""The page: all figures and tables in one file that needs nothing else."""
+"""The page: one file with all figures and tables."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from reproduction.criteria import CRITERIA, NAMES
 from reproduction.toy import reference
-from reproduction.toy.recipe import CRITERIA, DEPTHS, SETS, Reading, Recipe
+from reproduction.toy.recipe import DEPTHS, SETS, Reading, Recipe
+from reproduction.toy.result import Reproduction, run_record, variants
 from reproduction.toy.tables import ENDS, Index, Row
 from secateur.report.document import fill
 from secateur.report.tables import Cell, Table
 
 if TYPE_CHECKING:
     from reproduction.toy.figures import Picture
-    from reproduction.toy.reproduction import Reproduction
 
-_NAMES = {"weight": "weight", "taylor": "Taylor", "gradient": "gradient", "lrp": "LRP"}
 _PRINTED_SIZE = 10
 _PRINTED_DEPTH = 250
 
 
 def render(result: Reproduction, pictures: dict[str, list[Picture]]) -> str:
     """The page as text."""
-    from reproduction.toy.reproduction import run_record, variants
-
     index = Index(result.rows)
     sections = [
         {
@@ -95,7 +93,7 @@ def _accuracy(index: Index, net: str, recipe: Recipe, view: str, title: str) -> 
             cells = [_cell(index.accuracy(net, name, view, n, criterion), 2) for criterion in CRITERIA]
             lines.append(([name, str(n)], [before, *cells]))
     note = "" if view == "train" else "The authors' test sets had 500 points in all, ours have 500 per class."
-    return Table(title, ("set", "n"), ("unpruned", *_NAMES.values()), lines, note)
+    return Table(title, ("set", "n"), ("unpruned", *NAMES.values()), lines, note)
 
 
 def _similarity(index: Index, net: str, table: str, sizes: list[int], title: str) -> Table:
@@ -106,7 +104,7 @@ def _similarity(index: Index, net: str, table: str, sizes: list[int], title: str
                 rows = [index.similarity(table, net, name, n, measure, criterion) for criterion in CRITERIA]
                 lines.append(([name, str(n), measure], [_cell(row, 3) for row in rows]))
     note = "Two random choices would share k/3000: 0.042, 0.083, 0.167 and 0.333."
-    return Table(title, ("set", "n", "units"), tuple(_NAMES.values()), lines, note)
+    return Table(title, ("set", "n", "units"), tuple(NAMES.values()), lines, note)
 
 
 def _across(index: Index, net: str, recipe: Recipe, sizes: list[int], depths: list[int], title: str) -> Table:
@@ -133,7 +131,7 @@ def _correlation(index: Index, net: str, recipe: Recipe) -> Table:
                         cell = Cell(cell.text, f"print {misprint:.3f}", "erratum", "computed on ids, not on ranks")
                     cells.append(cell)
             lines.append(([name, str(n)], cells))
-    heads = [f"{label} {which}" for which in ("with itself", "with LRP") for label in _NAMES.values()]
+    heads = [f"{label} {which}" for which in ("with itself", "with LRP") for label in NAMES.values()]
     note = "Spearman's coefficient of the ranks. With itself: over all pairs of seeds. With LRP: at equal seeds."
     return Table("Rank correlation", ("set", "n"), heads, lines, note)
 

@@ -12,8 +12,6 @@ from reproduction.toy.points import CLASSES, Points, points
 from reproduction.toy.variants import Variant
 from secateur.errors import SecateurError
 
-# In the order of the paper's tables.
-CRITERIA = ("weight", "taylor", "gradient", "lrp")
 SETS = tuple(CLASSES)
 
 # First and last k of 3000 units; smaller networks take the same shares.

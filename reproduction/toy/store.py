@@ -21,7 +21,16 @@ Arrays = dict[str, np.ndarray[Any, Any]]
 # Scores and prunings depend on these parts of the package; a change there makes stored results stale. (How networks are
 # built and trained is not among them: results are stored under the weights.)
 _SOURCES = ("running", "ops", "structure", "plans", "surgery", "analysis", "relevance", "criteria")
-_OWN = ("points.py", "recipe.py", "variants.py", "cells.py", "evaluation.py", "ranking.py", "blocks.py")
+_OWN = (
+    "../criteria.py",
+    "points.py",
+    "recipe.py",
+    "variants.py",
+    "cells.py",
+    "evaluation.py",
+    "ranking.py",
+    "blocks.py",
+)
 
 
 def default_cache() -> Path:

@@ -1,25 +1,20 @@
-"""The paper's own tables in Markdown, ours beside the print, for those who read no page."""
+"""The paper's tables in Markdown, with our numbers beside the printed ones."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
-from reproduction.toy.recipe import CRITERIA, SETS, Recipe
+from reproduction.criteria import CRITERIA, NAMES
+from reproduction.toy.recipe import SETS, Recipe
+from reproduction.toy.result import Reproduction, variants
 from reproduction.toy.tables import Index, Row
-
-if TYPE_CHECKING:
-    from reproduction.toy.reproduction import Reproduction
 
 _PRINTED = (1, 5, 20, 100)
 _MEASURES = ("first-250", "last-250", "first-1000", "last-1000")
-_HEADS = ("weight", "Taylor", "gradient", "LRP")
 
 
 def markdown(result: Reproduction) -> str:
     """Claims, then Supplementary Table 1, Tables 1 and 2, Supplementary Table 2 and rank correlations, by network."""
-    from reproduction.toy.reproduction import variants
-
     index = Index(result.rows)
     ways = variants(result)
     parts = []
@@ -45,7 +40,7 @@ def markdown(result: Reproduction) -> str:
                 for measure in (*_MEASURES, "rank correlation"):
                     rows = [index.similarity(table, net, name, n, measure, criterion) for criterion in CRITERIA]
                     lines.append([name, measure, *(_cell(row, 3) for row in rows)])
-            parts += [f"### {title}, n = {n}", _table(["set", "units", *_HEADS], lines)]
+            parts += [f"### {title}, n = {n}", _table(["set", "units", *NAMES.values()], lines)]
         lines = []
         for name in SETS:
             for measure in _MEASURES[:2]:
@@ -63,7 +58,7 @@ def _accuracies(index: Index, net: str, recipe: Recipe) -> str:
         for n in (size for size in recipe.sizes if size in _PRINTED):
             rows = [index.accuracy(net, name, "train", n, criterion) for criterion in CRITERIA]
             lines.append([name, str(n), before, *(_cell(row, 2) for row in rows)])
-    return _table(["set", "n", "unpruned", *_HEADS], lines)
+    return _table(["set", "n", "unpruned", *NAMES.values()], lines)
 
 
 def _cell(row: Row, digits: int) -> str:

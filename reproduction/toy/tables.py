@@ -11,10 +11,11 @@ from typing import Any
 
 import numpy as np
 
+from reproduction.criteria import CRITERIA
 from reproduction.toy import reference
 from reproduction.toy.campaign import Outcome
 from reproduction.toy.ranking import End, Spread, centred, chosen, over_pairs, overlap
-from reproduction.toy.recipe import CRITERIA, DEPTHS, Recipe
+from reproduction.toy.recipe import DEPTHS, Recipe
 from reproduction.toy.reference import Target
 
 ENDS: tuple[End, ...] = ("first", "last")

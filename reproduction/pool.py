@@ -1,4 +1,4 @@
-"""Jobs on several processes of one thread each, so that results do not depend on the number of cores."""
+"""Jobs on several processes, each with a fixed number of threads."""
 
 from __future__ import annotations
 
@@ -10,26 +10,29 @@ from typing import Any
 
 import torch
 
-# A function and what it is called with; both must be fit to be sent to another process.
+# A function and its arguments. Both are sent to another process.
 Job = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
 class Pool:
-    """With one worker, jobs run here. Leaving early ends the processes; files are written whole or not at all."""
+    """With one worker, jobs run in this process. An error or an interruption ends the others.
 
-    def __init__(self, workers: int) -> None:
+    The toy experiment uses one thread per process, so that its results do not depend on the number of cores.
+    """
+
+    def __init__(self, workers: int, threads: int = 1) -> None:
         self._executor: ProcessPoolExecutor | None = None
         if workers > 1:
-            # A forked child would inherit the state of torch's thread pool, and hang in it.
+            # A forked child would inherit the state of torch's threads and of CUDA, and hang.
             context = multiprocessing.get_context("spawn")
-            self._executor = ProcessPoolExecutor(workers, context, initializer=_one_thread)
+            self._executor = ProcessPoolExecutor(workers, context, _begin, (threads,))
         self._waiting: dict[Future[Any], Any] = {}
         self._queue: list[tuple[Any, Job]] = []
-        self._threads = torch.get_num_threads()
+        self._threads, self._before = threads, torch.get_num_threads()
 
     def __enter__(self) -> Pool:
         if self._executor is None:
-            torch.set_num_threads(1)
+            torch.set_num_threads(self._threads)
         return self
 
     def submit(self, tag: Any, job: Job) -> None:
@@ -50,7 +53,7 @@ class Pool:
                 yield self._waiting.pop(future), future.result()
 
     def results(self, jobs: Sequence[Job], arrived: Callable[[Any], None]) -> list[Any]:
-        """What some jobs give, in their order; `arrived` is called with each as it comes."""
+        """The results of some jobs, in their order. `arrived` is called with each result as it comes."""
         for place, job in enumerate(jobs):
             self.submit(place, job)
         found = {}
@@ -61,7 +64,7 @@ class Pool:
 
     def __exit__(self, kind: Any, *_: Any) -> None:
         if self._executor is None:
-            torch.set_num_threads(self._threads)
+            torch.set_num_threads(self._before)
             return
         if kind is not None:
             for process in list((self._executor._processes or {}).values()):
@@ -69,6 +72,6 @@ class Pool:
         self._executor.shutdown(wait=True, cancel_futures=True)
 
 
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its children; they need not complain
+def _begin(threads: int) -> None:
+    torch.set_num_threads(threads)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its children, so they print no traceback
