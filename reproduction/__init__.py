@@ -1,1 +1,1 @@
-"""The paper's experiments, one package each."""
+"""The experiments of the paper "Pruning by explaining": `python -m reproduction`. Not part of the installed package."""

@@ -50,7 +50,7 @@ def group() -> None:
 
 @commands.command()
 def toy(
-    quick: Annotated[bool, typer.Option("--quick", help="Narrower networks, fewer seeds: under a minute.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Narrower networks, fewer seeds. Under a minute.")] = False,
     net: Annotated[
         Net | None, typer.Option(help="The network as the paper states it, or as in its script. Default: both.")
     ] = None,
@@ -216,7 +216,7 @@ def _work_and_page(
 
 def _given(option: str, value: T | None) -> T:
     if value is None:
-        raise SecateurError(f"{option} is needed (with --table-only it is not).")
+        raise SecateurError(f"{option} is needed.", fix="give it, or use --table-only")
     return value
 
 

@@ -1,4 +1,4 @@
-"""What the paper prints about its image experiments: Tables 3 and S3, and the margins of Scenario 2."""
+"""The paper's numbers for its image experiments: Tables 3 and S3, and LRP's leads in Scenario 2."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
-#: Of the four measures, the unit in which the tables print them.
+#: The unit of each measure in these tables.
 UNITS = {"loss": "×10⁻²", "accuracy": "%", "params": "M", "flops": "GMAC"}
 
 
 @cache
 def numbers() -> dict[str, Any]:
-    """Everything, as stored."""
+    """The whole file."""
     text = resources.files("reproduction").joinpath("image_reference.json").read_text("utf-8")
     loaded: dict[str, Any] = json.loads(text)
     return loaded

@@ -1,4 +1,4 @@
-"""The networks of the paper's image experiments: built by name, with weights from a file, and their parts."""
+"""The networks of the image experiments: made by name, with weights from a file; and their parts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from secateur.errors import FileFormatError, UnsupportedModelError
 from secateur.models.weights import fill, read_weights
 from secateur.models.zoo import fresh
 
-#: The paper's. Any other model text that `secateur.models` understands will do, too.
+#: The paper's networks. Any other model text that `secateur.models` understands works too.
 NAMES = ("alexnet", "vgg16", "resnet18", "resnet50")
 
 
@@ -19,8 +19,8 @@ def network(name: str, weights: str | Path | None = None, early_strides: bool = 
     """A network by name, and whether its classifier is trained.
 
     `weights` is a file, or "default" for torchvision's download. A file may lack the classifier (keys that start with
-    `classifier.`): its layers are then as they were initialised. `early_strides` is for weights of the original
-    ResNet-50, whose bottlenecks stride in their first convolution rather than in their second.
+    `classifier.`); the classifier then keeps its initial weights. `early_strides` is for weights of the original
+    ResNet-50: its bottlenecks have the stride in the first convolution, those of torchvision in the second.
     """
     spec = f"torchvision:{name}" if name in NAMES else name
     model = fresh(spec, pretrained=str(weights) == "default")
@@ -51,11 +51,11 @@ def _stride_early(model: nn.Module) -> None:
             first.stride, second.stride = second.stride, first.stride
             moved += 1
     if not moved:
-        raise UnsupportedModelError(f"{type(model).__name__} has no bottlenecks, so no strides can be moved.")
+        raise UnsupportedModelError(f"{type(model).__name__} has no bottlenecks, so --early-strides does not apply.")
 
 
 def with_classes(model: nn.Module, classes: int) -> nn.Module:
-    """Replace the classifier, in place: all layers of `classifier` start anew, or the last linear layer does."""
+    """Replace the last linear layer, in place. All layers of a `classifier` get new weights."""
     name, last = _last_linear(model)
     fitting = nn.Linear(last.in_features, classes)
     parent = model.get_submodule(name.rpartition(".")[0])
@@ -68,22 +68,22 @@ def with_classes(model: nn.Module, classes: int) -> nn.Module:
 
 
 def small_stem(model: nn.Module) -> nn.Module:
-    """For images of 32² (the paper's ResNets on CIFAR-10): a first convolution of 3² without stride, no max-pool."""
+    """Make a ResNet fit images of 32², as in the paper: a first convolution of 3² without stride, no max-pool."""
     first = getattr(model, "conv1", None)
     if not isinstance(first, nn.Conv2d) or not hasattr(model, "maxpool"):
-        raise UnsupportedModelError(f"{type(model).__name__} is no ResNet: it has no stem to make smaller.")
+        raise UnsupportedModelError(f"{type(model).__name__} is not a ResNet: it lacks `conv1` or `maxpool`.")
     model.conv1 = nn.Conv2d(first.in_channels, first.out_channels, 3, 1, 1, bias=first.bias is not None)
     model.maxpool = nn.Identity()
     return model
 
 
 def is_split(model: nn.Module) -> bool:
-    """Whether the network is convolutional features and a classifier, as VGG and AlexNet are."""
+    """Whether the network has `features` and a `classifier`, as VGG and AlexNet do."""
     return all(isinstance(getattr(model, part, None), nn.Module) for part in ("features", "classifier"))
 
 
 class Features(nn.Module):
-    """Everything before the classifier of a network that is split so."""
+    """Everything before the classifier of VGG or AlexNet."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class Features(nn.Module):
 
 
 def parts(model: nn.Module) -> dict[str, list[str]]:
-    """Paths of the convolutions and of the linear layers but the last."""
+    """Paths of the convolutions, and of all linear layers except the last."""
     last = _last_linear(model)[0]
     found: dict[str, list[str]] = {"conv": [], "fc": []}
     for name, module in model.named_modules():
@@ -121,6 +121,6 @@ def _last_linear(model: nn.Module) -> tuple[str, nn.Linear]:
     found = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     if not found:
         raise UnsupportedModelError(
-            f"{type(model).__name__} has no linear layer, so no classifier that could be replaced."
+            f"{type(model).__name__} has no linear layer, so there is no classifier to replace."
         )
     return found[-1]

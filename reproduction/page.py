@@ -31,7 +31,7 @@ def write_page(
     inside = sorted(p for p in out.iterdir() if p.is_dir()) if out.is_dir() else []
     found = [folder for folder in map(Folder, inside) if folder.settings() and folder.runs()]
     if not found:
-        raise SecateurError(f"{out} has no finished runs to make a page of.")
+        raise SecateurError(f"{out} has no finished runs, so there is nothing to show.")
     lines = [f"# {title}", "", text, "", *(f"- *{mode}*: {caption}" for mode, caption in _CAPTIONS.items()), ""]
     lines += [remarks, ""] if remarks else []
     for folder in found:

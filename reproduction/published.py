@@ -1,7 +1,7 @@
-"""The paper's data sets in the folders they are published in, split as the paper splits them.
+"""The paper's data sets, read from the folders in which they are published, and split as in the paper.
 
-Nothing is downloaded. Every set is a list of files and class numbers for training and for testing; CIFAR-10, which
-comes as arrays, is read into memory.
+Nothing is downloaded. Every set is a list of files and class numbers for training and for testing. CIFAR-10 comes as
+arrays and is read into memory.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from secateur.errors import DataError
 
 @dataclass(frozen=True)
 class Samples:
-    """Images and their classes. `source` are files, or bytes of shape (count, 3, side, side)."""
+    """Images and their classes. `source` is a tuple of files, or bytes of shape (count, 3, side, side)."""
 
     source: tuple[Path, ...] | Tensor
     labels: tuple[int, ...]
@@ -39,7 +39,7 @@ class Samples:
         return Samples(tuple(self.source[i] for i in index), labels)
 
     def of_class(self, label: int) -> list[int]:
-        """The places of one class, in order."""
+        """The indices of one class, in order."""
         return [i for i, found in enumerate(self.labels) if found == label]
 
     def pixels(self, view: View, training: bool = False, device: torch.device | str | None = None) -> Tensor:
@@ -47,7 +47,7 @@ class Samples:
         if isinstance(self.source, Tensor):
             return _scaled(self.source, view.side(training), device)
         targets = tuple(range(max(self.labels) + 1))
-        # Strict: a label must not lose its image. Nothing is kept beside what is returned.
+        # Strict: every label must have its image. Room 0: decoded images are not cached.
         reader = Photographs(tuple(map(str, targets)), self.source, self.labels, targets, view, Decoder(True, room=0))
         return reader.pixels(training, device)[0]
 
@@ -63,19 +63,19 @@ class Published:
 
 
 def published(name: str, folder: Path, seed: int = 0) -> Published:
-    """A data set of the paper, from its folder. Where the paper draws its split, `seed` does.
+    """A data set of the paper, from its folder. If the paper draws the split at random, `seed` determines it.
 
     scene15 (20 % of each class for training) and event8 (40 %): class folders. catsdogs: `train` and `test` with class
     folders, or Kaggle's `train/cat.0.jpg`, of which 4005 cats and 4000 dogs are drawn for training and 2023 others for
     testing. flowers102: `jpg`, `imagelabels.mat`, `setid.mat`; training is the official training and validation set.
     cifar10: the binary version. aircraft: `data/images` with the lists of variants. birds: CUB-200-2011. cars: the
     devkit's annotations, or class folders. ilsvrc: `train` (or `reference`) and `val` (or `test`) with one folder per
-    WordNet id; any subset of the classes will do.
+    WordNet id; a subset of the classes is enough.
     """
     if name not in _READERS:
-        raise DataError(f"there is no data set {name!r}; there are {', '.join(_READERS)}.")
+        raise DataError(f"the data set {name!r} is not known.", fix=f"use one of {', '.join(_READERS)}")
     if not folder.is_dir():
-        raise DataError(f"{folder} is not a folder, so {name} is not there.")
+        raise DataError(f"{folder}, the folder of {name}, does not exist.")
     found = replace(_READERS[name](folder, np.random.default_rng([seed, 6])), name=name)
     for part, samples in (("training", found.train), ("test", found.test)):
         if not len(samples):
@@ -119,7 +119,7 @@ def _catsdogs(folder: Path, rng: np.random.Generator) -> Published:
     if not places:
         raise DataError(f"{folder} has neither train/cat/… and test/cat/… nor Kaggle's train/cat.0.jpg.")
     files = {kind: sorted(places[0].glob(f"{kind}.*.*")) for kind in ("cat", "dog")}
-    # The paper trains on 4005 cats and 4000 dogs and tests on 2023 images; of less, the same share.
+    # The paper trains on 4005 cats and 4000 dogs and tests on 2023 images. A smaller set is split in the same ratio.
     whole = sum(len(found) for found in files.values())
     scale = min(1.0, whole / (4005 + 4000 + 2023))
     train: list[tuple[Path, int]] = []
@@ -134,7 +134,7 @@ def _catsdogs(folder: Path, rng: np.random.Generator) -> Published:
 
 
 def _two_folders(train: str, test: str) -> Callable[[Path, np.random.Generator], Published]:
-    """Class folders, already split; the test folder may lack classes but not have others."""
+    """Class folders that are already split. The test folder may lack classes, but all of its classes must be known."""
 
     def read(folder: Path, rng: np.random.Generator) -> Published:
         classes, known = folders(folder / train)
@@ -164,7 +164,7 @@ def _cifar10(folder: Path, rng: np.random.Generator) -> Published:
     root = folder if (folder / "test_batch.bin").exists() else folder / "cifar-10-batches-bin"
     if not (root / "test_batch.bin").exists():
         raise DataError(
-            f"{folder} has no test_batch.bin. The binary version of CIFAR-10 is needed; pickles are not read."
+            f"{folder} has no test_batch.bin.", fix="use the binary version of CIFAR-10; pickles are not read"
         )
     named = root / "batches.meta.txt"
     classes = tuple(named.read_text().split()) if named.exists() else tuple(str(i) for i in range(10))
@@ -259,7 +259,7 @@ _READERS: dict[str, Callable[[Path, np.random.Generator], Published]] = {
 
 
 def _scaled(pixels: Tensor, side: int, device: torch.device | str | None) -> Tensor:
-    """Bytes at another size, a piece at a time: the floats between need four times the room."""
+    """Bytes at another size. Done in parts, because the intermediate floats need four times the memory."""
     if pixels.shape[-1] == side:
         return pixels.to(device)
     parts = []

@@ -1,7 +1,7 @@
-"""Training at the speed of the device: bytes live on it, crops are made there, and on CUDA a step is one graph.
+"""Fast training: images are stored and cropped on the device, and on CUDA a step is replayed as one graph.
 
-At the paper's batch of 20 a GPU waits for the host at every layer. All steps between two removals have the same shapes,
-so one is recorded (`torch.cuda.CUDAGraph`) and replayed. Elsewhere the same steps run one operation at a time.
+With the paper's batches of 20, a GPU would wait for the host at every layer. All steps between two removals have the
+same shapes, so one step is recorded (`torch.cuda.CUDAGraph`) and replayed. On a CPU the same steps run normally.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from secateur.data.views import View
 from secateur.errors import DataError
 
-# Steps that run one by one before recording, so that libraries have chosen their algorithms.
+# Steps before the recording. In these, libraries choose their algorithms.
 _WARM_UP = 3
 # Images that are cropped, or passed through frozen layers, at a time.
 _CHUNK = 1280
@@ -42,7 +42,7 @@ class Images:
 
 @dataclass(frozen=True)
 class Inputs:
-    """Batches of (inputs, labels) that can be gone through again and again."""
+    """Batches of (inputs, labels) that can be iterated more than once."""
 
     images: Images
     size: int
@@ -64,15 +64,15 @@ class Schedule:
 
     def __post_init__(self) -> None:
         if self.epochs < 1 or self.batch_size < 1:
-            raise DataError(f"{self.epochs} epochs with batches of {self.batch_size} train nothing.")
+            raise DataError(f"{self.epochs} epochs with batches of {self.batch_size}: both must be at least 1.")
 
 
 @dataclass
 class Trainer:
-    """Trains a whole network in place: what `prune` takes as `finetune`. `loss` is that of the last epoch.
+    """Trains a whole network in place. `prune` takes it as `finetune`. `loss` is the loss of the last epoch.
 
-    Random numbers are torch's own on the CPU, and dropout's on the device. A last, incomplete batch of an epoch is left
-    out; every epoch is shuffled anew.
+    The order of images and the crops come from torch's random numbers on the CPU, dropout from those of the device.
+    Every epoch has a new order. The last batch of an epoch is skipped if it is incomplete.
     """
 
     images: Images
@@ -80,7 +80,7 @@ class Trainer:
     loss: float = float("nan")
 
     def __call__(self, model: nn.Module, step: int = 0) -> None:
-        """Train; every module's own training flag is as before afterwards."""
+        """Train. Afterwards the training flag of every module is as before."""
         arrange(model)
         flags = [(module, module.training) for module in model.modules()]
         model.train()
@@ -101,7 +101,7 @@ class Trainer:
 
 @dataclass
 class HeadTrainer:
-    """Trains only `head`, on what the frozen `body` makes of random crops; the body runs in large batches."""
+    """Trains only `head`. Its inputs are the outputs of the frozen `body`, which runs in larger batches."""
 
     images: Images
     schedule: Schedule
@@ -127,7 +127,7 @@ class Replay(Protocol):
     """A recorded step."""
 
     def replay(self) -> None:
-        """Do it again, with what the recorded tensors hold now."""
+        """Run the step with the current content of the recorded tensors."""
 
 
 class Steps:
@@ -154,17 +154,17 @@ class Steps:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # The recording owns the gradients: both go.
+        # The gradients are in the memory of the recording.
         self.graph = None
         self.optimizer.zero_grad(set_to_none=True)
 
     def begin_epoch(self) -> None:
-        """Forget the loss so far."""
+        """Set the loss to 0."""
         self.sum.zero_()
         self.count = 0
 
     def loss(self) -> float:
-        """The mean cross-entropy over the batches of this epoch, as they were when they were trained on."""
+        """The mean cross-entropy over the batches of this epoch, each computed before its step."""
         return float(self.sum) / max(self.count, 1)
 
     def take(self, inputs: Tensor, labels: Tensor) -> None:
@@ -196,7 +196,7 @@ class Steps:
 
     @contextmanager
     def _aside(self) -> Iterator[None]:
-        """On a stream of its own, as is asked of what runs before a recording."""
+        """A context on a separate stream, which CUDA requires of the steps before a recording."""
         assert self.stream is not None
         here = torch.cuda.current_stream()
         self.stream.wait_stream(here)
@@ -205,10 +205,10 @@ class Steps:
         here.wait_stream(self.stream)
 
     def _recorded(self) -> Replay:
-        """One step as a graph. Recording computes nothing."""
+        """One step as a graph. Recording does not run it."""
         assert self.inputs is not None
         assert self.labels is not None
-        self.optimizer.zero_grad(set_to_none=True)  # gradients then live in the graph's own memory
+        self.optimizer.zero_grad(set_to_none=True)  # gradients are then allocated in the graph's memory
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             self._compute(self.inputs, self.labels)
@@ -226,7 +226,7 @@ class Steps:
 
 
 def crops(images: Images, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """One epoch: all images in random order, a random crop of each, mirrored or not, in chunks of whole batches."""
+    """One epoch: a random crop of every image, mirrored at random, in random order, in chunks of whole batches."""
     count = len(images)
     batch_size = min(batch_size, count)
     order = torch.randperm(count)[: count - count % batch_size].to(images.labels.device)
@@ -251,18 +251,18 @@ def correct(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]]) -> float
 
 
 def half(device: torch.device) -> AbstractContextManager[object]:
-    """Mixed precision where the device has it. No cache: a recorded step must hold its own conversions."""
+    """Mixed precision on CUDA. Without autocast's cache, because a recorded step must contain its conversions."""
     if device.type != "cuda":
         return nullcontext()
     return torch.autocast("cuda", torch.bfloat16, cache_enabled=False)
 
 
 def arranged(inputs: Tensor) -> Tensor:
-    """Images in the order of memory that the device computes fastest with."""
+    """Images in the memory format that is fastest on the device."""
     return inputs.contiguous(memory_format=torch.channels_last) if inputs.is_cuda and inputs.ndim == 4 else inputs
 
 
 def arrange(model: nn.Module) -> None:
-    """A network's weights in the same order, in place."""
+    """Put a network's weights into the same memory format, in place."""
     if any(p.is_cuda for p in model.parameters()):
         model.to(memory_format=torch.channels_last)

@@ -171,7 +171,7 @@ def test_what_is_not_there_is_named(tmp_path):
     assert set(names()) == {
         "scene15", "event8", "catsdogs", "flowers102", "cifar10", "aircraft", "birds", "cars", "ilsvrc",
     }  # fmt: skip
-    with pytest.raises(DataError, match="no data set 'mnist'"):
+    with pytest.raises(DataError, match="the data set 'mnist' is not known"):
         published("mnist", tmp_path)
     with pytest.raises(DataError, match="not a folder"):
         published("scene15", tmp_path / "absent")

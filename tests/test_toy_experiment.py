@@ -219,5 +219,5 @@ def test_interruption_says_how_to_go_on(monkeypatch, tmp_path):
 def test_unknown_networks_are_refused():
     done = CliRunner().invoke(commands, ["toy", "--net", "resnet"])
     assert done.exit_code == 2
-    with pytest.raises(SecateurError, match="there are paper, script"):
+    with pytest.raises(SecateurError, match="use paper or script"):
         readings(["resnet"])

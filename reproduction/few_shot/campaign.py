@@ -94,7 +94,7 @@ def whole(settings: Settings, folder: Path, device: str) -> tuple[nn.Module, boo
     if complete or settings.weights is None:
         return model.to(device).eval(), False, source
     if len(source.found) != 1:
-        raise SecateurError(f"{settings.weights} has no classifier, and {settings.data} cannot train one.")
+        raise SecateurError(f"{settings.weights} has no classifier, and a pair of data sets cannot train one.")
     (found,) = source.found
     view = settings.view
     images = {

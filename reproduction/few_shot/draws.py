@@ -1,4 +1,4 @@
-"""What each repetition sees: classes, reference images, test images. The same for every criterion and mode."""
+"""The classes, reference images and test images of each repetition. They are the same for every criterion and mode."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from reproduction.published import Published, Samples, published
 from secateur.data.outputs import match
 from secateur.errors import DataError
 
-#: ImageNet outputs that mean a thing, after WordNet: cats 281-285, dogs 151-268, all birds, planes, cars and pickups.
+#: The ImageNet outputs of a class, by WordNet: cats 281-285, dogs 151-268, all birds, planes, cars and pickups.
 GROUPS: Mapping[str, tuple[int, ...]] = {
     "cat": tuple(range(281, 286)),
     "dog": tuple(range(151, 269)),
@@ -27,7 +27,7 @@ _PAIR_TESTS = 2048
 
 @dataclass(frozen=True)
 class Draw:
-    """One repetition. `outputs` says for each class, in order, which outputs of the network mean it."""
+    """One repetition. `outputs` maps each class, in order, to the outputs of the network that belong to it."""
 
     number: int
     outputs: Mapping[str, tuple[int, ...]]
@@ -36,7 +36,7 @@ class Draw:
 
     @property
     def merged(self) -> bool:
-        """Whether some class is several outputs."""
+        """Whether some class has several outputs."""
         return any(len(members) > 1 for members in self.outputs.values())
 
 
@@ -53,14 +53,16 @@ class Source:
         if "+" in data:
             names = data.split("+")
             if len(names) != 2 or not all(name in ("aircraft", "birds", "cars") for name in names):
-                raise DataError(f"{data!r} is no pair of aircraft, birds and cars.")
+                raise DataError(
+                    f"{data!r} is no pair of aircraft, birds and cars.", fix="use aircraft+birds or similar"
+                )
             return cls(data, tuple(published(name, images / name) for name in names))
         if data not in ("ilsvrc", "catsdogs"):
-            raise DataError(f"few-shot runs on ilsvrc, catsdogs, or a pair such as aircraft+birds, not on {data!r}.")
+            raise DataError(f"few-shot cannot use {data!r}.", fix="use ilsvrc, catsdogs or, say, aircraft+birds")
         return cls(data, (published(data, images),))
 
     def draw(self, number: int, classes: int, per_class: int, outputs: int, own: bool) -> Draw:
-        """Repetition `number`. `own` says that the network was trained on these very classes, in their order."""
+        """Repetition `number`. `own`: the outputs of the network are the classes of this data set, in their order."""
         rng = np.random.default_rng(number)
         if self.data == "ilsvrc":
             return self._some_classes(rng, number, classes, per_class, outputs, own)

@@ -1,1 +1,1 @@
-"""The paper's toy experiments: every table and figure, beside the paper's numbers."""
+"""The paper's toy experiments, with every table and figure."""

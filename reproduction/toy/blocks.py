@@ -1,7 +1,7 @@
 """One block of the grid: a network, some seeds, all sizes of reference set, all criteria.
 
-Scores, plans and removals are those of the public API. Only the counting of right answers is done in bulk, and every
-block compares some of its prunings with networks that really lost their units.
+Scores, plans and removals come from the public API. Only the accuracies are computed in bulk. Every block compares some
+of these with networks whose units were really removed.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ from secateur.errors import VerificationError
 from secateur.plans.scores import Scores
 from secateur.structure.graph import Graph
 
-# Logits of a pruned network and of its bulk evaluation may differ by rounding, relative to the largest.
+# The largest allowed difference between the logits of a pruned network and of the bulk evaluation, relative to the
+# largest logit.
 _ROUNDING = 1e-4
 
 
 @dataclass(frozen=True)
 class Task:
-    """What a block is about; small enough to send to another process. `code` names the code that computes it."""
+    """The inputs of a block. It is sent to another process. `code` identifies the code that computes it."""
 
     name: str
     reading: Reading
@@ -44,13 +45,13 @@ class Task:
     code: str
 
     def path(self, weights: str) -> Path:
-        """Where the result lies: by everything that it depends on."""
+        """The file of the result. Its name depends on everything that the result depends on."""
         about = [self.name, self.reading.name, self.recipe.as_dict(), self.seeds, weights, self.code]
         return self.cache / "toy" / f"block-{digest('block 1', about)}.safetensors"
 
 
 def block(task: Task) -> tuple[Arrays, bool]:
-    """The block's arrays, and whether they were computed now rather than found.
+    """The block's arrays, and whether they were computed now (True) or found in the cache (False).
 
     - `accuracy` [sizes, seeds, criteria, views] in percent, `unpruned` [seeds, views]
     - `ranks` [sizes, seeds, criteria, units]: doubled ranks of the scores
@@ -77,14 +78,14 @@ def _compute(task: Task, subject: Trained) -> Arrays:
     ranks = np.zeros((*shape, graph.total_units), np.uint16)
     removed = np.zeros((*shape, 3), np.int32)
     ways = np.zeros((len(recipe.variant_sizes), len(task.seeds), len(task.reading.variants)), np.float32)
-    checked = task.seeds[0] % len(recipe.sizes)  # another size in each block
+    checked = task.seeds[0] % len(recipe.sizes)  # a different size in each block
     gap = 0.0
     layers = Layers(net)
     training = _Views(layers, [recipe.training(task.name).tensors()])
     for j, seed in enumerate(task.seeds):
         tests = _Views(layers, [recipe.test(task.name, noise, seed).tensors() for noise in recipe.noises])
         unpruned[j] = training.accuracy(((), (), ())) + tests.accuracy(((), (), ()))
-        for i, size in sorted(enumerate(recipe.sizes), reverse=True):  # small sets choose nearly what large ones do
+        for i, size in sorted(enumerate(recipe.sizes), reverse=True):  # large sets first, as a start
             scores = reference_scores(task, subject, size, seed, graph)
             for c, criterion in enumerate(CRITERIA):
                 plan = sc.plan(graph, scores[criterion], remove=REMOVED)
@@ -123,7 +124,7 @@ def reference_scores(task: Task, subject: Trained, size: int, seed: int, graph: 
 
 
 class _Views:
-    """Several sets of points, evaluated together and counted apart."""
+    """Several sets of points that are evaluated together and counted separately."""
 
     def __init__(self, layers: Layers, parts: list[tuple[Tensor, Tensor]]) -> None:
         self.x, self.y = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
@@ -133,7 +134,7 @@ class _Views:
         self._counted: dict[tuple[tuple[int, ...], ...], list[float]] = {}
 
     def accuracy(self, removed: Removed) -> list[float]:
-        """Percent right in each set; a pruning that comes up again is not evaluated again."""
+        """The accuracy in percent on each set. Results are cached by pruning."""
         key = tuple(removed)
         if key not in self._counted:
             right = (self.evaluator.classes(removed) == self.y).double()
@@ -142,7 +143,7 @@ class _Views:
 
     @torch.no_grad()
     def check(self, small: torch.nn.Module, removed: Removed) -> float:
-        """How far bulk logits are from those of the smaller network; more than rounding is an error, in classes too."""
+        """The difference between bulk logits and those of the smaller network. More than rounding is an error."""
         exact, bulk = small(self.x), self.evaluator.logits(removed)
         largest = exact.abs().max()
         gap = float((exact - bulk).abs().max() / largest)

@@ -1,4 +1,4 @@
-"""The whole grid over all cores: train what is missing, compute what is missing, gather. May be stopped at any time."""
+"""The whole grid on all cores: train missing networks, compute missing blocks, collect. It can be stopped."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from reproduction.toy.recipe import SETS, Reading, Recipe
 from reproduction.toy.store import Arrays, source_digest
 from secateur.report.environment import available_cores
 
-# Seeds in a block: enough to share the work on the training set, few enough that a stop loses little.
+# Seeds in a block. The seeds share the work on the training set; with few of them, a stop loses little.
 _SEEDS = 5
 
-# Called with what was just finished, and how many of `size` parts are done.
+# Called with the part that was just finished, and the number of finished parts of all `size`.
 Progress = Callable[[str, int], None]
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """All that was measured for one set under one reading. Arrays as in `blocks.block`, with all seeds."""
+    """All measurements of one set and one reading. Arrays as in `blocks.block`, with all seeds."""
 
     name: str
     reading: Reading
@@ -60,7 +60,7 @@ class _Job:
 def run(
     recipe: Recipe, chosen: list[Reading], cache: Path, workers: int | None = None, progress: Progress | None = None
 ) -> list[Outcome]:
-    """Everything the tables and figures are made from. What the cache holds is not computed again."""
+    """The data of all tables and figures. Parts in the cache are not computed again."""
     with Pool(workers or available_cores()) as pool:
         return gathered(pool, recipe, chosen, cache, progress)
 
@@ -68,8 +68,8 @@ def run(
 def gathered(
     pool: Pool, recipe: Recipe, chosen: list[Reading], cache: Path, progress: Progress | None = None
 ) -> list[Outcome]:
-    """The same in processes that have more to do afterwards."""
-    jobs = [(name, reading) for name in reversed(SETS) for reading in chosen]  # the spirals take longest: first
+    """The same, in a pool that the caller goes on using."""
+    jobs = [(name, reading) for name in reversed(SETS) for reading in chosen]  # spirals take longest: first
     blocks = _blocks(recipe)
     tasks = {job: [Task(*job, recipe, seeds, cache, source_digest()) for seeds in blocks] for job in jobs}
     networks: dict[tuple[str, str], tuple[float, float]] = {}

@@ -1,4 +1,4 @@
-"""Cells: neighbouring points of the plane. What a network does changes little within one, so polynomials come close."""
+"""Cells: groups of neighbouring points. Within a cell, activations are close to polynomials."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# Points in a cell, at most: few enough for polynomials to fit, enough for products of matrices to be worth while.
+# The largest number of points in a cell. Polynomials fit better with fewer, matrix products are faster with more.
 _POINTS = 256
 
 # Exponents of the terms of a polynomial of degree 4: 1, x, y, x², xy, …
@@ -36,17 +36,17 @@ class Cell:
         return cls(points, middle.float(), size.float(), terms.float(), torch.linalg.pinv(terms.T).float())
 
     def fit(self, values: Tensor) -> Tensor:
-        """The best coefficients, terms by rows of values at the points."""
+        """The least-squares coefficients (terms by rows) for rows of values at the points."""
         return self._solution @ values.T
 
 
 def cells(x: Tensor) -> list[Cell]:
-    """Every point in one cell."""
+    """Divide the points into cells."""
     return [Cell.of(x, points) for points in _halves(x, torch.arange(len(x)))]
 
 
 def _halves(x: Tensor, points: Tensor) -> Iterator[Tensor]:
-    """Halves of halves along the longer side, until they are small."""
+    """Halve along the longer side again and again until the parts are small."""
     if len(points) <= _POINTS:
         yield points
         return

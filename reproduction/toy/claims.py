@@ -11,12 +11,12 @@ from reproduction.toy.tables import Index
 _UNPRUNED_POINTS = 1.0
 _LRP_POINTS = 1.5
 _PRINTED = (1, 5, 20, 100)
-_ENOUGH = 5  # reference points per class from which LRP is said to be reliable
+_ENOUGH = 5  # LRP is said to be reliable from this number of reference points per class
 
 
 @dataclass(frozen=True)
 class Claim:
-    """One statement about one network, how many cases were looked at, and those that contradict it."""
+    """One statement about one network, the number of cases that were checked, and the exceptions."""
 
     net: str
     text: str

@@ -1,14 +1,14 @@
 """Many prunings of one network on one set of points, without building the pruned networks.
 
-Points are worked on in cells of neighbours, where every layer can be cut short:
+Points are evaluated in cells of neighbours, where every layer can be simplified:
 
-- Most units of the first layer are off everywhere in a cell, or on everywhere. What the latter give together is affine,
-  three numbers however many they are. Only units whose kink crosses the cell have to be summed up one by one.
-- The sums of the second layer are kept for some prunings; another adds or subtracts what the units contribute in which
-  it differs from the nearest of these.
-- The third layer reads polynomials instead of the activations of the second. How much that can change a difference of
-  logits has a bound; points that are nearer to a decision are computed as they are. So the classes are exact. (Without
-  a third ReLU all behind the second layer is one matrix, and this is not needed.)
+- Most units of the first layer are off everywhere in a cell, or on everywhere. The sum of the latter is an affine
+  function, so three numbers are enough. Only units that switch within the cell are added one by one.
+- The sums of the second layer are kept for some prunings. For another pruning, the nearest of these is corrected by the
+  units in which the two differ.
+- The third layer reads polynomials instead of the activations of the second. The change in any difference of logits has
+  a bound. Points that are nearer to a decision boundary than this bound are computed exactly, so the classes are exact.
+  (Without a third ReLU, the layers behind the second are one matrix, and polynomials are not needed.)
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from reproduction.toy.cells import Cell, cells
 from reproduction.toy.nets import HIDDEN, ToyNet
 from secateur.plans.plan import Plan
 
-# What rounding may do to a difference of logits, relative to the largest logit, with a wide margin.
+# A generous bound for the effect of rounding on a difference of logits, relative to the largest logit.
 _ROUNDING = 1e-4
 
-# Per hidden layer, the units that leave.
+# The removed units of each hidden layer.
 Removed = Sequence[tuple[int, ...]]
 
 
 def removed_by(plan: Plan) -> list[tuple[int, ...]]:
-    """The hidden units that a plan takes away, layer by layer."""
+    """The hidden units that a plan removes, layer by layer."""
     return [tuple(plan.cuts.get(f"{name}.weight", {}).get(0, ())) for name in HIDDEN]
 
 
 class Layers:
-    """The layers of a network: weights with a row for what each input gives, biases as columns."""
+    """The layers of a network: weights with a row for each input, biases as columns."""
 
     def __init__(self, net: ToyNet) -> None:
         layers = [net.get_submodule(name) for name in (*HIDDEN, "output")]
@@ -46,10 +46,10 @@ class Layers:
 
     @cached_property
     def reach(self) -> float:
-        """When the activations of the second layer move by a vector of length 1, no difference of logits moves by more.
+        """A Lipschitz constant: from the activations of the second layer to any difference of two logits.
 
-        That holds whichever units are gone: ReLU brings no two numbers further apart, and no part of a matrix is larger
-        than the whole.
+        It holds for all prunings, because ReLU does not increase distances, and the norm of a part of a matrix is not
+        larger than that of the whole.
         """
         apart = torch.cdist(self.weight[3].T, self.weight[3].T).max()
         return float(torch.linalg.matrix_norm(self.weight[2], 2) * apart)
@@ -70,7 +70,7 @@ class Evaluator:
         self.remember(((), (), ()))
 
     def _first(self, x: Tensor, cell: Cell) -> tuple[tuple[Tensor, Tensor], Tensor]:
-        """Units of the first layer with a kink in a cell, and their activations; what those that are always on give."""
+        """First-layer units that switch within a cell, their activations, and affine functions of units that are on."""
         weight, bias = self._layers.weight[0], self._layers.bias[0]
         sums = torch.addmm(bias, weight.T, x.T)
         on, off = sums.amin(1) >= 0, sums.amax(1) <= 0
@@ -80,7 +80,7 @@ class Evaluator:
 
     @torch.no_grad()
     def remember(self, removed: Removed) -> None:
-        """Keep what the second layer sums up when these units are gone from the first: for prunings that are alike."""
+        """Keep the sums of the second layer for this pruning, as a start for similar ones."""
         present = _present(removed[0], len(self._layers.bias[0]))
         self._known.append((present, list(self._sums(present, torch.arange(len(self._layers.bias[1]))))))
 
@@ -99,7 +99,7 @@ class Evaluator:
 
     @torch.no_grad()
     def decisions(self, removed: Removed) -> tuple[Tensor, Tensor]:
-        """The class of each point, and whether polynomials were enough to tell. For networks with a third ReLU."""
+        """The class of each point, and whether polynomials were enough. For networks with a third ReLU."""
         end = _End(self._layers, removed)
         one = torch.ones(1, len(end.weight))
         hidden, fits, moves = [], [], []
@@ -129,7 +129,7 @@ class Evaluator:
             yield sums.relu_()
 
     def _sums(self, present: Tensor, units: Tensor) -> Iterator[Tensor]:
-        """What some units of the second layer sum up, by cells, where 1 marks the units present in the first."""
+        """The sums of some second-layer units, by cells. In `present`, 1 marks the units left in the first layer."""
         start, known = min(self._known, key=lambda known: int((known[0] != present).sum()))
         changed = (start != present).nonzero()[:, 0]
         weight = _part(self._layers.weight[1], changed, units) * (present - start)[changed, None]
@@ -143,7 +143,7 @@ class Evaluator:
 
 
 class _End:
-    """What stands behind the second layer of a pruning: the third layer and the output, or one matrix for both."""
+    """The layers behind the second, for one pruning: the third layer and the output, or one matrix for both."""
 
     def __init__(self, layers: Layers, removed: Removed) -> None:
         second, third = (_kept(removed[i], len(layers.bias[i])) for i in (1, 2))

@@ -1,4 +1,4 @@
-"""The networks of the toy experiment: three hidden layers, trained once and kept by content."""
+"""The networks of the toy experiment: three hidden layers, trained once and kept in the cache."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HIDDEN = ("first", "second", "third")
 
 
 class ToyNet(nn.Sequential):
-    """Dense-ReLU-dropout-dense-ReLU-dense(-ReLU)-dense. The last ReLU is what the published script lacks."""
+    """Dense-ReLU-dropout-dense-ReLU-dense(-ReLU)-dense. The published script lacks the last ReLU."""
 
     def __init__(self, width: int, classes: int, third_relu: bool, dropout: float) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class ToyNet(nn.Sequential):
 
 @dataclass(frozen=True)
 class Trained:
-    """A trained network in evaluation mode, how well it does on its training set, and a name for its weights."""
+    """A trained network in evaluation mode, its accuracy on the training set, and a name for its weights."""
 
     net: ToyNet
     accuracy: float
@@ -45,7 +45,7 @@ class Trained:
 
 
 def trained(name: str, reading: Reading, recipe: Recipe, cache: Path) -> Trained:
-    """The network for a set: from the cache if the same recipe and data were trained before."""
+    """The network for a set. It is read from the cache if it was trained before by the same recipe on the same data."""
     data = recipe.training(name)
     steps = recipe.steps_for(name)
     settings = [recipe.width, reading.third_relu, recipe.batches, recipe.rate, recipe.momentum, recipe.dropout, steps]
@@ -71,7 +71,7 @@ def trained(name: str, reading: Reading, recipe: Recipe, cache: Path) -> Trained
 
 
 def _train(name: str, reading: Reading, recipe: Recipe) -> ToyNet:
-    """Mini-batches at a larger rate: rate times steps as in 10 000 full-batch steps at 0.001, for 1/400 of the cost."""
+    """Train with mini-batches. Rate times steps is that of 10 000 full-batch steps at 0.001, at 1/400 of the cost."""
     x, y = recipe.training(name).tensors()
     size = len(x) // recipe.batches
     with torch.random.fork_rng(devices=[]):

@@ -1,7 +1,7 @@
 """Three sets of points in the plane: two moons, two circles, four spirals.
 
-Points lie evenly along each class's curve and are then disturbed, as scikit-learn's generators do it. So a set is more
-regular than a random draw: one point per class is always the start of the curve; for the spirals that is the origin.
+Points lie at equal distances along each class's curve and then get noise, as in scikit-learn's generators. So a set is
+more regular than a random draw. A set of one point per class is the start of the curve; for the spirals, the origin.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Points:
 
 
 def points(name: str, per_class: int, rng: np.random.Generator, noise: float = 0.0) -> Points:
-    """Draw `per_class` points of each class; `noise` is a further Gaussian disturbance of the finished points.
+    """Draw `per_class` points of each class. `noise` is the size of additional Gaussian noise.
 
     >>> points("circle", 3, np.random.default_rng(0)).y.tolist()
     [0, 0, 0, 1, 1, 1]
@@ -59,7 +59,7 @@ def points(name: str, per_class: int, rng: np.random.Generator, noise: float = 0
 
 
 def _moons(count: int, rng: np.random.Generator) -> Floats:
-    """Two half circles, the second upside down and moved into the first."""
+    """Two half circles. The second is turned upside down and moved into the first."""
     angle = np.linspace(0, np.pi, count)
     upper = np.stack([np.cos(angle), np.sin(angle)], 1)
     lower = np.stack([1 - np.cos(angle), 0.5 - np.sin(angle)], 1)
@@ -74,7 +74,7 @@ def _circles(count: int, rng: np.random.Generator) -> Floats:
 
 
 def _spirals(count: int, rng: np.random.Generator) -> Floats:
-    """Four arms that leave the origin; only the angle is disturbed."""
+    """Four arms that start at the origin. Only the angle gets noise."""
     radius = np.linspace(0, 1, count)
     arms = []
     for arm in range(CLASSES["multi"]):

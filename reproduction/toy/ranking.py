@@ -1,4 +1,4 @@
-"""How alike two rankings are: shared first or last k, and the correlation of ranks."""
+"""How similar two rankings are: the share of common first or last k units, and the correlation of ranks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Spread:
 
 
 def doubled_ranks(scores: Floats) -> Ranks:
-    """Twice the rank of each score, the lowest first; equal scores share the mean of their ranks. Whole numbers."""
+    """Twice the rank of each score, lowest first. Equal scores share the mean of their ranks, so doubled: integers."""
     ordered = np.sort(scores)
     below = np.searchsorted(ordered, scores, "left")
     upto = np.searchsorted(ordered, scores, "right")
@@ -34,7 +34,7 @@ def doubled_ranks(scores: Floats) -> Ranks:
 
 
 def chosen(ranks: Ranks, k: int, end: End) -> Floats:
-    """Rows of 0 and 1: the k units that would leave first, or last. Ties fall as in `plan`: by place."""
+    """Rows in which 1 marks the k units that would be removed first, or last. Ties are ordered by index."""
     order = np.argsort(ranks, axis=-1, kind="stable")
     picked = order[..., :k] if end == "first" else order[..., ranks.shape[-1] - k :]
     marks = np.zeros(ranks.shape)
@@ -49,7 +49,7 @@ def overlap(a: Floats, b: Floats, k: int) -> Floats:
 
 
 def centred(ranks: Ranks) -> Floats:
-    """Ranks as rows of length 1 about 0, so that their products are rank correlations. Constant rows become 0."""
+    """Ranks as rows of mean 0 and length 1. Their products are rank correlations. Constant rows become 0."""
     rows = ranks.astype(np.float64)
     rows -= rows.mean(-1, keepdims=True)
     length = np.linalg.norm(rows, axis=-1, keepdims=True)

@@ -1,4 +1,4 @@
-"""What is run: how the networks are read, how they are trained, and the grid of reference sets."""
+"""What is run: the two readings of the paper's network, how they are trained, and the grid of reference sets."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from secateur.errors import SecateurError
 
 SETS = tuple(CLASSES)
 
-# First and last k of 3000 units; smaller networks take the same shares.
+# The first and last k of 3000 units are compared. In smaller networks k has the same share.
 DEPTHS = (125, 250, 500, 1000)
 PAPER_WIDTH = 1000
 
-# The share of hidden units that leaves.
+# The share of hidden units that is removed.
 REMOVED = 1 / 3
 
-# Streams of random numbers that must not meet.
+# Independent streams of random numbers.
 _TRAINING, _REFERENCE, _TEST = 1, 2, 3
 
 
@@ -64,7 +64,7 @@ VARIANT_SIZES = (5, 20, 100)
 
 @dataclass(frozen=True)
 class Recipe:
-    """Every number the experiment depends on. Two runs with equal recipes give equal results."""
+    """Every number that the results depend on. Two runs with equal recipes give equal results."""
 
     name: str
     width: int
@@ -83,7 +83,7 @@ class Recipe:
 
     @property
     def views(self) -> tuple[str, ...]:
-        """What accuracy is measured on: the training set, and a test set for each level of noise."""
+        """The sets on which accuracy is measured: the training set, and a test set for each level of noise."""
         return ("train", *(str(noise) for noise in self.noises))
 
     def steps_for(self, name: str) -> int:
@@ -96,7 +96,7 @@ class Recipe:
         return tuple(size for size in self.sizes if size in VARIANT_SIZES)
 
     def depth(self, k: int) -> int:
-        """How many units stand for k of the paper's 3000."""
+        """The number of units that corresponds to k of the paper's 3000."""
         return k * self.width // PAPER_WIDTH
 
     def training(self, name: str) -> Points:
@@ -104,7 +104,7 @@ class Recipe:
         return points(name, self.training_points, self._rng(_TRAINING, name))
 
     def reference(self, name: str, size: int, seed: int) -> Points:
-        """Unseen points that the criteria are computed on, the same for all criteria and networks."""
+        """Unseen points for the criteria. They are the same for all criteria and networks."""
         return points(name, size, self._rng(_REFERENCE, name, size, seed))
 
     def test(self, name: str, noise: float, seed: int) -> Points:
@@ -122,7 +122,7 @@ class Recipe:
 
 FULL = Recipe("full", width=PAPER_WIDTH, sizes=(1, 2, 5, 10, 20, 50, 100, 200), seeds=50)
 
-# The same experiment with narrower networks and fewer repetitions: for a first look, and for continuous integration.
+# The same experiment with narrower networks and fewer repetitions, for a first look and for the tests.
 QUICK = Recipe("quick", width=256, sizes=(1, 5, 20, 100), seeds=5)
 
 
@@ -130,5 +130,5 @@ def readings(names: list[str] | None) -> list[Reading]:
     """The readings asked for; all by default."""
     unknown = [name for name in names or [] if name not in READINGS]
     if unknown:
-        raise SecateurError(f"there is no network {unknown[0]!r}; there are {', '.join(READINGS)}.")
+        raise SecateurError(f"the network {unknown[0]!r} is not known.", fix=f"use {' or '.join(READINGS)}")
     return [READINGS[name] for name in names or READINGS]

@@ -1,4 +1,4 @@
-"""The paper's numbers, those of the authors' logs, and what is known to be wrong with them."""
+"""The paper's numbers, those of the authors' logs, and their known errors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MISPRINTED = {("moon", 5, "taylor"), ("moon", 5, "gradient"), ("circle", 5, "lr
 
 @dataclass(frozen=True)
 class Target:
-    """What a number is compared with. `printed` is in the paper, `logged` in the logs; `erratum` says what is wrong."""
+    """The reference for a number. `printed` is in the paper, `logged` in the logs; `erratum` describes an error."""
 
     printed: float | None = None
     logged: Spread | None = None
@@ -24,7 +24,7 @@ class Target:
 
     @property
     def value(self) -> float | None:
-        """The number to compare with: as printed, unless that is known to be wrong."""
+        """The number to compare with: the printed one, unless it is known to be wrong."""
         if self.printed is not None and not (self.erratum and self.logged):
             return self.printed
         return self.logged.mean if self.logged else None
@@ -32,7 +32,7 @@ class Target:
 
 @cache
 def numbers() -> dict[str, Any]:
-    """Everything, as stored."""
+    """The whole file."""
     text = resources.files("reproduction.toy").joinpath("reference.json").read_text("utf-8")
     loaded: dict[str, Any] = json.loads(text)
     return loaded
@@ -58,7 +58,7 @@ def accuracy(name: str, view: str, n: int, criterion: str) -> Target:
 
 
 def with_lrp(name: str, n: int, measure: str, criterion: str) -> Target:
-    """Table 1: units that a criterion chooses like LRP."""
+    """Table 1: the share of units that a criterion and LRP both choose."""
     printed = numbers()["paper"]["with_lrp"][name].get(measure, {}).get(criterion) if n == 10 else None
     wrong = printed is not None and measure.endswith("-1000") and name in ("moon", "multi") and criterion != "lrp"
     erratum = "prints the values of n=1" if wrong else None
@@ -66,7 +66,7 @@ def with_lrp(name: str, n: int, measure: str, criterion: str) -> Target:
 
 
 def self_similarity(name: str, n: int, measure: str, criterion: str) -> Target:
-    """Table 2: units that a criterion chooses again with other reference points."""
+    """Table 2: the share of units that a criterion chooses again with other reference points."""
     printed = numbers()["paper"]["self"][name].get(measure, {}).get(criterion) if n == 10 else None
     return Target(printed, _spread("self", name, str(n), measure, criterion))
 
@@ -78,7 +78,7 @@ def across(name: str, n: int, m: int, measure: str) -> Target:
 
 
 def misprinted_correlation(name: str, criterion: str) -> float:
-    """Table 2's "Spearman": a correlation of lists of ids. Shown, never compared with."""
+    """Table 2's "Spearman", which is a correlation of lists of ids. It is shown, but nothing is compared with it."""
     value: float = numbers()["paper"]["self"][name]["id-spearman"][criterion]
     return value
 

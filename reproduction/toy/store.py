@@ -1,4 +1,4 @@
-"""Files by content: whatever is computed from the same inputs by the same code is found again, whole or not at all."""
+"""The cache: files whose names depend on the inputs and the code that their content is computed from."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from secateur.report.document import write
 
 Arrays = dict[str, np.ndarray[Any, Any]]
 
-# Scores and prunings depend on these parts of the package; a change there makes stored results stale. (How networks are
-# built and trained is not among them: results are stored under the weights.)
+# Scores and prunings depend on these parts of the package. A change in one of them makes stored results invalid. Code
+# that builds and trains networks is not among them: the names of stored results already depend on the weights.
 _SOURCES = ("running", "ops", "structure", "plans", "surgery", "analysis", "relevance", "criteria")
 _OWN = (
     "../criteria.py",
@@ -42,7 +42,7 @@ def default_cache() -> Path:
 
 
 def digest(*parts: Any) -> str:
-    """A name for a content: bytes, arrays or anything JSON can say."""
+    """A short name for some content: bytes, arrays or anything that JSON can hold."""
     state = hashlib.sha256()
     for part in parts:
         if isinstance(part, np.ndarray):
@@ -54,7 +54,7 @@ def digest(*parts: Any) -> str:
 
 @cache
 def source_digest() -> str:
-    """A name for the code that scores and prunes."""
+    """A short name for the code that scores and prunes."""
     package = Path(secateur.__file__).parent
     files: list[Path] = []
     for name in _SOURCES:
@@ -65,13 +65,13 @@ def source_digest() -> str:
 
 
 def put(path: Path, arrays: Arrays, about: dict[str, Any]) -> Path:
-    """Store arrays and what they are."""
+    """Store arrays, with a description."""
     whole = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
     return write(path, save(whole, {"about": json.dumps(about)}))
 
 
 def get(path: Path) -> tuple[Arrays, dict[str, Any]] | None:
-    """What was stored, or None if it is not there or was damaged."""
+    """Stored arrays and their description, or None if the file is missing or damaged."""
     try:
         content = path.read_bytes()
         length = int.from_bytes(content[:8], "little")

@@ -121,7 +121,7 @@ def _similarities(outcome: Outcome, recipe: Recipe) -> Iterator[Row]:
 
 
 class Index:
-    """Rows by place, for those who lay out tables and figures."""
+    """Finds rows for tables and figures."""
 
     def __init__(self, made: list[Row]) -> None:
         self._rows = {(r.table, r.net, r.set, r.view, r.n, r.m, r.measure, r.criterion): r for r in made}
@@ -154,7 +154,7 @@ def as_csv(made: list[Row]) -> str:
 
 
 def short(value: Any) -> Any:
-    """Five digits after the point are plenty."""
+    """Round to five digits. NaN becomes None."""
     if isinstance(value, float):
         return round(value, 5) if value == value else None  # JSON knows no NaN
     return value

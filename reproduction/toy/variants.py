@@ -1,9 +1,9 @@
-"""Ways to compute LRP on the toy networks: from where it starts, and what it does where inputs are negative.
+"""Ways to compute LRP on the toy networks: where it starts, and how it treats negative inputs.
 
-Without the third ReLU the output layer reads numbers of both signs. α1β0 by its definition then counts every positive
-product, a negative input with a negative weight too. The published logs are met only by a simpler reading that takes
-the positive weights whatever the sign of the input; there units of negative output get negative relevance, and leave
-first. With the third ReLU both are the same.
+Without the third ReLU, inputs of the output layer have both signs. By its definition, α1β0 then counts every positive
+product, also that of a negative input and a negative weight. The numbers in the published logs need a simpler reading:
+it takes the positive weights and ignores the sign of the input. Units with negative output then get negative relevance
+and are removed first. With the third ReLU both readings are the same.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from secateur.relevance.rules import AlphaBeta, Rule
 
 @dataclass(frozen=True)
 class PositiveWeights(Rule):
-    """R_i = Σ_j a_i w⁺_ij / Σ_i a_i w⁺_ij r_j for inputs a of either sign."""
+    """R_i = Σ_j a_i w⁺_ij / Σ_i a_i w⁺_ij r_j for inputs a of both signs."""
 
     def __call__(self, layer: LinearMap, a: Tensor, r: Tensor) -> Tensor:
         """See the class."""
@@ -34,19 +34,19 @@ _POSITIVE_OUTPUT = Composite(On(PositiveWeights(), modules="output"), On(AlphaBe
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to compute LRP. `signed`: positive weights with inputs of either sign, instead of positive products."""
+    """One way to compute LRP. `signed`: positive weights with inputs of both signs, instead of positive products."""
 
     start: Literal["one", "logit"]
     signed: bool
 
     @property
     def name(self) -> str:
-        """A short name that no other variant has."""
+        """A short, unique name."""
         return f"lrp:{'positive-weights' if self.signed else 'alpha1beta0'}:{self.start}"
 
     @property
     def text(self) -> str:
-        """For readers."""
+        """The name in tables."""
         return f"{'positive weights' if self.signed else 'α1β0'}, from {'1' if self.start == 'one' else 'the logit'}"
 
     def criterion(self, name: str | None = None) -> LRP:
