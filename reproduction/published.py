@@ -75,7 +75,7 @@ def published(name: str, folder: Path, seed: int = 0) -> Published:
     if name not in _READERS:
         raise DataError(f"the data set {name!r} is not known.", fix=f"use one of {', '.join(_READERS)}")
     if not folder.is_dir():
-        raise DataError(f"{folder}, the folder of {name}, does not exist.")
+        raise DataError(f"{folder} is not a folder.", fix=f"give the folder of {name}")
     found = replace(_READERS[name](folder, np.random.default_rng([seed, 6])), name=name)
     for part, samples in (("training", found.train), ("test", found.test)):
         if not len(samples):
