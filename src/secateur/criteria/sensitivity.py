@@ -24,7 +24,6 @@ from secateur.running.devices import precise
 from secateur.running.logits import answer_of, logits_of
 from secateur.running.observer import Observer
 from secateur.running.sandbox import refusal, run
-from secateur.running.tensor_facts import writes
 
 
 @dataclass(frozen=True)
@@ -171,7 +170,7 @@ class Taps(Observer):
         """Tap the calls that make units. What a later call overwrites is saved first."""
         index = self.owner.subject.place.get(call.site)
         if index is None:
-            if self._open and writes(call):
+            if self._open and call.writes:
                 self._rescue(call)
             return call.run()
         z: Tensor = call.run()

@@ -10,26 +10,53 @@ from torch import Tensor
 
 from secateur.ops.layers import spread, varying
 from secateur.ops.protocols import LabelVerbs, RelevanceVerbs
-from secateur.ops.table import Call, Composite, Operation, register
+from secateur.ops.table import Call, Decomposed, Operation, named, register
 
 
 class Activation(Operation):
-    """A nonlinearity, number by number."""
+    """A nonlinearity, number by number.
+
+    `nonnegative`: its output is ≥ 0. `gate`: it lies between 0 and 1 and acts as a gate where it multiplies a signal.
+    `rectifies`: it is the ReLU.
+    """
 
     name = "activation"
+
+    def __init__(self, nonnegative: bool = False, gate: bool = False, rectifies: bool = False) -> None:
+        self.nonnegative = nonnegative
+        self.gate = gate
+        self.rectifies = rectifies
 
     def channels(self, labels: LabelVerbs, call: Call, output: Any) -> None:
         """Channels pass. (What a removed channel would have turned into is discarded with its consumers' weights.)"""
         labels.keep(call.tensors()[0], output)
 
     def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
-        """Passes unchanged. Some are known to be ≥ 0, some act as gates when they multiply."""
-        x = call.tensors()[0]
-        name = call.function.__name__.strip("_")
-        if name == "logical_not":
-            return relevance.stops(call)
-        nonneg = name in _NONNEG or (name in _CLAMPS and _least(call) >= 0)
-        return relevance.passes(call, x, nonneg=nonneg, gate=name in _GATES)
+        """Passes unchanged."""
+        return relevance.passes(call, call.tensors()[0], nonneg=self.nonnegative, gate=self.gate)
+
+
+class Clamp(Activation):
+    """Limits numbers: its output is ≥ 0 if the lower bound is."""
+
+    name = "clamp"
+
+    def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
+        """Passes unchanged."""
+        keywords = [call.kwargs[key] for key in ("min", "min_val") if key in call.kwargs]
+        bound = keywords[0] if keywords else next(iter(call.args[1:]), None)
+        nonneg = bound is not None and not isinstance(bound, Tensor) and float(bound) >= 0
+        return relevance.passes(call, call.tensors()[0], nonneg=nonneg)
+
+
+class Negation(Activation):
+    """Logical not: a fact about a number."""
+
+    name = "negation"
+
+    def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
+        """Facts carry none."""
+        return relevance.stops(call)
 
 
 class Identity(Operation):
@@ -75,6 +102,9 @@ class Softmax(Operation):
 
     name = "softmax"
 
+    def __init__(self, log: bool = False) -> None:
+        self.log = log
+
     def channels(self, labels: LabelVerbs, call: Call, output: Any) -> None:
         """Freeze what varies along the dimension."""
         x = call["input"]
@@ -88,22 +118,9 @@ class Softmax(Operation):
         labels.keep(x, output)
 
     def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
-        """Passes; as a factor it is a gate."""
-        if "log" in call.function.__name__:
-            return relevance.passes(call, call["input"])
-        return relevance.softmaxes(call, call["input"])
-
-
-_NONNEG = {"relu", "relu6", "sigmoid", "hardsigmoid", "softplus", "exp", "abs", "square", "sqrt"}
-_CLAMPS = {"hardtanh", "clamp", "clip", "clamp_min"}
-_GATES = {"sigmoid", "hardsigmoid"}
-
-
-def _least(call: Call) -> float:
-    """The lower bound of a clamp, or -1 if there is none."""
-    keywords = [call.kwargs[key] for key in ("min", "min_val") if key in call.kwargs]
-    bound = keywords[0] if keywords else next(iter(call.args[1:]), None)
-    return -1.0 if bound is None or isinstance(bound, Tensor) else float(bound)
+        """Passes. A softmax is a gate where it multiplies; its logarithm is not."""
+        x = call["input"]
+        return relevance.passes(call, x) if self.log else relevance.softmaxes(call, x)
 
 
 def _glu(input: Tensor, dim: int = -1) -> Tensor:
@@ -112,42 +129,27 @@ def _glu(input: Tensor, dim: int = -1) -> Tensor:
     return value * gate.sigmoid()
 
 
-def _names(owner: Any, names: str) -> list[Any]:
-    return [getattr(owner, name, None) for name in names.split()]
-
-
-_ACTIVATIONS = """relu relu_ relu6 gelu silu mish sigmoid tanh hardtanh hardtanh_ hardswish hardsigmoid elu elu_ selu
-    selu_ celu celu_ leaky_relu leaky_relu_ rrelu softplus softsign logsigmoid tanhshrink softshrink hardshrink
-    threshold threshold_"""
-_MATH = """relu relu_ sigmoid sigmoid_ tanh tanh_ exp exp_ expm1 log log1p log2 sqrt sqrt_ rsqrt square square_ abs
-    abs_ sign reciprocal clamp clamp_ clip clip_ clamp_min clamp_max round floor ceil erf sin cos neg neg_ negative
-    nan_to_num selu celu rrelu pow pow_ __pow__ logical_not softplus"""
-_COPIES = """clone contiguous detach detach_ float half double bfloat16 to type_as type int long bool cpu cuda
-    requires_grad_ positive"""
-
-register("input *rest", *_names(F, _ACTIVATIONS), operation=Activation())
-register("input *rest", *_names(torch, _MATH), *_names(Tensor, _MATH), operation=Activation())
-register(
-    "input *rest",
-    *_names(torch, _COPIES),
-    *_names(Tensor, _COPIES),
-    Tensor.data.__get__,  # type: ignore[attr-defined]
-    operation=Identity(),
-)
-register(
-    "input *rest",
-    *_names(torch, "dropout dropout_ alpha_dropout feature_dropout"),
-    *_names(F, "dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout"),
-    operation=Identity(scales=True),
-)
+for _operation, _plain, _in_place in (
+    (Activation(nonnegative=True, rectifies=True), "relu", "relu_"),
+    (Activation(nonnegative=True, gate=True), "sigmoid hardsigmoid", "sigmoid_"),
+    (Activation(nonnegative=True), "relu6 softplus exp abs square sqrt", "exp_ abs_ square_ sqrt_"),
+    (Clamp(), "hardtanh clamp clip clamp_min", "hardtanh_ clamp_ clip_"),
+    (Activation(), "gelu silu mish tanh hardswish elu selu celu leaky_relu rrelu threshold", "tanh_ elu_ selu_ celu_"),
+    (Activation(), "softsign logsigmoid tanhshrink softshrink hardshrink", "leaky_relu_ threshold_"),
+    (Activation(), "expm1 log log1p log2 rsqrt sign reciprocal clamp_max round floor ceil erf sin cos", "neg_ pow_"),
+    (Activation(), "neg negative nan_to_num pow __pow__", ""),
+    (Negation(), "logical_not", ""),
+    (Identity(), "clone contiguous detach float half double bfloat16 to type_as type int long bool", "detach_"),
+    (Identity(), "cpu cuda positive", "requires_grad_"),
+    (Identity(scales=True), "dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout", "dropout_"),
+    (Identity(scales=True), "feature_dropout", ""),
+):
+    register("input *rest", *named(_plain, F, torch, Tensor), operation=_operation)
+    register("input *rest", *named(_in_place, F, torch, Tensor), operation=_operation, writes=True)
+register("input *rest", Tensor.data.__get__, operation=Identity())  # type: ignore[attr-defined]
 register("input weight", F.prelu, torch.prelu, Tensor.prelu, operation=PReLU())
-register("input dim=None _stacklevel=3 dtype=None", F.softmax, F.log_softmax, F.softmin, operation=Softmax())
-register(
-    "input dim dtype=None",
-    torch.softmax,
-    torch.log_softmax,
-    Tensor.softmax,
-    Tensor.log_softmax,
-    operation=Softmax(),
-)
-register("input dim=-1", F.glu, operation=Composite(_glu))
+register("input dim=None _stacklevel=3 dtype=None", F.softmax, F.softmin, operation=Softmax())
+register("input dim=None _stacklevel=3 dtype=None", F.log_softmax, operation=Softmax(log=True))
+register("input dim dtype=None", *named("softmax"), operation=Softmax())
+register("input dim dtype=None", *named("log_softmax"), operation=Softmax(log=True))
+register("input dim=-1", F.glu, operation=Decomposed(_glu))

@@ -13,7 +13,7 @@ from torch import Tensor
 from secateur.errors import UnsupportedModelError
 from secateur.ops.layers import narrow, varying
 from secateur.ops.protocols import LabelVerbs, RelevanceVerbs
-from secateur.ops.table import Call, Composite, Operation, register
+from secateur.ops.table import Call, Decomposed, Operation, named, register
 
 
 class Contraction(Operation):
@@ -66,13 +66,20 @@ class Contraction(Operation):
 
 
 class MatMul(Contraction):
-    """`a @ b` with broadcasting of leading dimensions."""
+    """`a @ b` with broadcasting of leading dimensions. `reflected`: the second argument is the left factor."""
 
     name = "matmul"
 
+    def __init__(self, reflected: bool = False) -> None:
+        self.reflected = reflected
+
+    def _factors(self, call: Call) -> tuple[Tensor, Tensor]:
+        a, b = call["input"], call["other"]
+        return (b, a) if self.reflected else (a, b)
+
     def equation(self, call: Call) -> tuple[list[Tensor], list[str], str]:
         """Leading dimensions are numbered from the right."""
-        a, b = call["input"], call["other"]
+        a, b = self._factors(call)
         batch = max(a.ndim, b.ndim) - 2
         lead = "abcdefgh"[: max(batch, 0)]
 
@@ -88,10 +95,7 @@ class MatMul(Contraction):
 
     def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
         """Shared by both factors; attention weights act as a gate or share as the composite says."""
-        a, b = call["input"], call["other"]
-        if call.function.__name__ == "__rmatmul__":
-            a, b = b, a
-        return relevance.multiplies(call, a, b, torch.matmul)
+        return relevance.multiplies(call, *self._factors(call), torch.matmul)
 
 
 class AddMatMul(MatMul):
@@ -208,7 +212,7 @@ class Attention(Contraction):
         """To the values, and to queries and keys if the composite says so."""
         query, key, mask = call["query"], call["key"], call["attn_mask"]
         scale = call["scale"] or 1 / math.sqrt(query.shape[-1])
-        return relevance.attends(call, scale, lambda: _additive(mask, bool(call["is_causal"]), query, key))
+        return relevance.attends(call, scale, lambda: _logit_mask(mask, bool(call["is_causal"]), query, key))
 
 
 def _multi_head_attention(
@@ -240,8 +244,6 @@ def _multi_head_attention(
 ) -> tuple[Tensor, Tensor | None]:
     """`F.multi_head_attention_forward` spelt out; tensors are (length, batch, width), or (length, width)."""
     if bias_k is not None or bias_v is not None or add_zero_attn or static_k is not None or static_v is not None:
-        from secateur.errors import UnsupportedModelError
-
         raise UnsupportedModelError(
             "nn.MultiheadAttention with bias_k/bias_v, add_zero_attn or static keys is not supported.",
             fix="build the module without them",
@@ -262,62 +264,65 @@ def _multi_head_attention(
         length, batch, width = projected.shape
         heads.append(projected.view(length, batch, num_heads, width // num_heads).permute(1, 2, 0, 3))
     q, k, v = heads
-    mask = _combined_mask(attn_mask, key_padding_mask, q, k)
-    if need_weights:
-        scores = q.mul(1 / math.sqrt(q.shape[-1])).matmul(k.transpose(-2, -1))
-        if mask is not None:
-            scores = scores + mask
-        weights_out = scores.softmax(-1)
-        mixed = weights_out.matmul(v)
-    else:
-        mixed = F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal and mask is None)
+    mask = combined_mask(attn_mask, key_padding_mask, q, k)
+    mixed, shown = attend(q, k, v, mask, need_weights, dropout_p if training else 0.0, is_causal)
     batch, _, length, width = mixed.shape
     joined = mixed.permute(2, 0, 1, 3).reshape(length, batch, num_heads * width)
     out = F.linear(joined, out_proj_weight, out_proj_bias)
-    if unbatched:
-        out = out.squeeze(1)
+    if shown is not None:
+        shown = shown.mean(1) if average_attn_weights else shown
+        shown = shown.squeeze(0) if unbatched else shown
+    return out.squeeze(1) if unbatched else out, shown
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, need_weights: bool, dropout: float, causal: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Attention of heads (batch, heads, length, width), and its weights if they are needed."""
     if not need_weights:
-        return out, None
-    shown = weights_out.mean(1) if average_attn_weights else weights_out
-    return out, shown.squeeze(0) if unbatched else shown
+        return F.scaled_dot_product_attention(q, k, v, mask, dropout, causal and mask is None), None
+    scores = q.mul(1 / math.sqrt(q.shape[-1])).matmul(k.transpose(-2, -1))
+    if mask is not None:
+        scores = scores + mask
+    weights = scores.softmax(-1)
+    return (F.dropout(weights, dropout) if dropout else weights).matmul(v), weights
 
 
-def _combined_mask(attn_mask: Tensor | None, padding: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
+def combined_mask(attn_mask: Tensor | None, padding: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
     """Both masks as one additive one, shaped (batch, heads, queries, keys) or broadcastable to it."""
-
-    def additive(mask: Tensor) -> Tensor:
-        if mask.dtype != torch.bool:
-            return mask
-        return torch.zeros(mask.shape, dtype=q.dtype, device=mask.device).masked_fill(mask, -math.inf)
-
-    mask = None if attn_mask is None else additive(attn_mask)
-    if mask is not None and mask.dim() == 3:
+    mask = None if attn_mask is None else _additive(attn_mask, q)
+    if mask is not None and mask.dim() == 3 and mask.shape[0] > 1:
+        # Masks of single heads cannot be told apart once heads are removed.
+        if mask.shape[0] != q.shape[0] * q.shape[1]:
+            raise ValueError(f"attn_mask of shape {tuple(mask.shape)} does not fit {q.shape[1]} heads")
         mask = mask.view(q.shape[0], -1, q.shape[2], k.shape[2])
     if padding is not None:
-        extra = additive(padding)[:, None, None, :]
+        extra = _additive(padding, q)[:, None, None, :]
         mask = extra if mask is None else mask + extra
     return mask
 
 
-def _additive(mask: Tensor | None, causal: bool, query: Tensor, key: Tensor) -> Tensor | None:
+def _logit_mask(mask: Tensor | None, causal: bool, query: Tensor, key: Tensor) -> Tensor | None:
     """The mask of `scaled_dot_product_attention` as a term to add to the logits."""
     if causal:
         mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
-    if mask is None or mask.dtype != torch.bool:
-        return mask
-    return torch.zeros(mask.shape, dtype=query.dtype, device=query.device).masked_fill(~mask, -math.inf)
+    return mask if mask is None or mask.dtype != torch.bool else _additive(~mask, query)
 
 
-def _both(names: str) -> list[Any]:
-    return [getattr(owner, name, None) for owner in (torch, Tensor) for name in names.split()]
+def _additive(hidden: Tensor, like: Tensor) -> Tensor:
+    """A mask as a term to add: minus infinity where a Boolean one is true."""
+    if hidden.dtype != torch.bool:
+        return hidden.to(like.dtype)
+    return torch.zeros(hidden.shape, dtype=like.dtype, device=like.device).masked_fill(hidden, -math.inf)
 
 
-register("input other", *_both("matmul bmm mm mv dot __matmul__ __rmatmul__"), operation=MatMul())
-register("input batch1 batch2 beta=1 alpha=1", *_both("baddbmm addmm addbmm addmv"), operation=AddMatMul())
+register("input other", *named("matmul bmm mm mv dot __matmul__"), operation=MatMul())
+register("input other", *named("__rmatmul__"), operation=MatMul(reflected=True))
+register("input batch1 batch2 beta=1 alpha=1", *named("baddbmm addmm addbmm addmv"), operation=AddMatMul())
 register("equation *operands", torch.einsum, torch.functional.einsum, operation=Einsum())
 register(
     "query key value attn_mask=None dropout_p=0 is_causal=False scale=None enable_gqa=False",
     F.scaled_dot_product_attention,
     operation=Attention(),
 )
-register("query *rest", F.multi_head_attention_forward, operation=Composite(_multi_head_attention))
+register("query *rest", F.multi_head_attention_forward, operation=Decomposed(_multi_head_attention))

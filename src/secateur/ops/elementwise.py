@@ -1,4 +1,4 @@
-"""Arithmetic between tensors: sums, products, choices."""
+"""Arithmetic between tensors: sums, products, comparisons."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from secateur.nest import tensors_in
 from secateur.ops.protocols import LabelVerbs, RelevanceVerbs
-from secateur.ops.table import Call, Operation, register
+from secateur.ops.table import Call, Operation, named, register
 
 
 class Elementwise(Operation):
@@ -24,61 +24,106 @@ class Elementwise(Operation):
             labels.merge(tensor, operands, call.site)
 
     def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
-        """As the data move (masks)."""
+        """As the data move: a maximum, or a mask."""
         return relevance.moves(call)
 
 
 class Sum(Elementwise):
-    """Addition and subtraction."""
+    """Addition, or subtraction with `sign=-1`. `reflected`: the second argument comes first, as in `rsub`."""
 
     name = "sum"
 
+    def __init__(self, sign: int = 1, reflected: bool = False) -> None:
+        self.sign = sign
+        self.reflected = reflected
+
     def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
         """Shared by the rule of the composite; constants take none."""
-        name, a, b = call.function.__name__.strip("_"), call["input"], call.get("other")
-        if name == "lerp":
-            with relevance.again():
-                return a * (1 - call["weight"]) + call["end"] * call["weight"]
-        alpha = float(call.get("alpha", 1))
-        if name == "rsub":
-            return relevance.adds(call, b, a, -alpha)
-        return relevance.adds(call, a, b, -alpha if name in ("sub", "isub", "subtract") else alpha)
+        a, b = call["input"], call.get("other")
+        first, second = (b, a) if self.reflected else (a, b)
+        return relevance.adds(call, first, second, self.sign * float(call.get("alpha", 1)))
+
+
+class Lerp(Elementwise):
+    """A weighted mean of two tensors."""
+
+    name = "lerp"
+
+    def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
+        """As the products and the sum that it is."""
+        with relevance.again():
+            return call["input"] * (1 - call["weight"]) + call["end"] * call["weight"]
 
 
 class Product(Elementwise):
-    """Multiplication and division: gates, scales, masks."""
+    """Multiplication: gates, scales, masks."""
 
     name = "product"
 
     def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
-        """To the signal; gates, scales and divisors take none."""
-        name, a, b = call.function.__name__.strip("_"), call["input"], call.get("other")
-        if name.startswith("addc"):
-            with relevance.again():
-                factor = call["tensor1"] * call["tensor2"] if "mul" in name else call["tensor1"] / call["tensor2"]
-                return a + call["value"] * factor
-        if name in ("mul", "rmul", "imul", "multiply"):
-            return relevance.gates(call, [a, b])
-        upper, lower = (b, a) if name in ("rtruediv", "rdiv") else (a, b)
+        """To the signal; gates and scales take none."""
+        return relevance.gates(call, [call["input"], call.get("other")])
+
+
+class Quotient(Elementwise):
+    """Division and its remainders. `reflected`: the second argument is divided by the first."""
+
+    name = "quotient"
+
+    def __init__(self, reflected: bool = False) -> None:
+        self.reflected = reflected
+
+    def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
+        """To what is divided; a divisor takes none unless it alone carries any."""
+        a, b = call["input"], call.get("other")
+        upper, lower = (b, a) if self.reflected else (a, b)
         return relevance.passes(call, upper if isinstance(upper, Tensor) and upper.requires_grad else lower)
 
 
-class Choice(Elementwise):
-    """Maximum, minimum, where, comparison: one of the operands, or a fact about them."""
+class AddedProduct(Elementwise):
+    """`addcmul`, or `addcdiv` with `divides`: a tensor plus a scaled product or quotient of two others."""
 
-    name = "choice"
+    name = "added product"
+
+    def __init__(self, divides: bool = False) -> None:
+        self.divides = divides
 
     def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
-        """To whichever operand was chosen; comparisons carry none."""
-        if call.function.__name__ == "where":
-            chosen = [
-                relevance.constant(t, call) if isinstance(t, Tensor) else t for t in (call["input"], call["other"])
-            ]
-            return torch.where(call["condition"], *chosen)
-        if call.function.__name__ in ("maximum", "minimum"):
-            return relevance.moves(call)
-        if call.function.__name__ in ("__rpow__", "float_power", "atan2"):
-            return relevance.passes(call, call["input"])
+        """As the product and the sum that it is."""
+        first, second = call["tensor1"], call["tensor2"]
+        with relevance.again():
+            return call["input"] + call["value"] * (first / second if self.divides else first * second)
+
+
+class Where(Elementwise):
+    """One of two tensors, position by position."""
+
+    name = "where"
+
+    def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
+        """To whichever operand was chosen, constants included."""
+        operands = (call["input"], call["other"])
+        chosen = [relevance.constant(t, call) if isinstance(t, Tensor) else t for t in operands]
+        return torch.where(call["condition"], *chosen)
+
+
+class Power(Elementwise):
+    """A nonlinear function of two tensors."""
+
+    name = "power"
+
+    def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
+        """Passes unchanged to the first."""
+        return relevance.passes(call, call["input"])
+
+
+class Comparison(Elementwise):
+    """A fact about numbers."""
+
+    name = "comparison"
+
+    def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
+        """Facts carry none."""
         return relevance.stops(call)
 
 
@@ -98,36 +143,41 @@ class Fill(Operation):
         return relevance.stops(call)
 
 
-def _both(names: str) -> list[Any]:
-    return [getattr(owner, name, None) for owner in (torch, Tensor) for name in names.split()]
-
-
-register("input other alpha=1 out=None", *_both("add add_ sub sub_ subtract rsub"), operation=Sum())
-register(
-    "input other", *_both("__add__ __radd__ __iadd__ __sub__ __rsub__ __isub__"), operation=Sum()
-)  # fmt: skip
+register("input other alpha=1 out=None", *named("add __add__ __radd__"), operation=Sum())
+register("input other alpha=1 out=None", *named("add_ __iadd__"), operation=Sum(), writes=True)
+register("input other alpha=1 out=None", *named("sub subtract __sub__"), operation=Sum(sign=-1))
+register("input other alpha=1 out=None", *named("sub_ __isub__"), operation=Sum(sign=-1), writes=True)
+register("input other alpha=1", *named("rsub __rsub__"), operation=Sum(sign=-1, reflected=True))
+register("input end weight", *named("lerp"), operation=Lerp())
+register("input end weight", *named("lerp_"), operation=Lerp(), writes=True)
+register("input other", *named("mul multiply __mul__ __rmul__"), operation=Product())
+register("input other", *named("mul_ __imul__"), operation=Product(), writes=True)
 register(
     "input other rounding_mode=None",
-    *_both("mul mul_ multiply div div_ divide true_divide __mul__ __rmul__ __imul__ __truediv__ __rtruediv__ __rdiv__"),
-    *_both("__itruediv__ floor_divide __floordiv__ remainder __mod__ fmod"),
-    operation=Product(),
+    *named("div divide true_divide __truediv__ floor_divide __floordiv__ remainder __mod__ fmod"),
+    operation=Quotient(),
 )
-register("input tensor1 tensor2 value=1", *_both("addcmul addcmul_ addcdiv addcdiv_"), operation=Product())
-register("input end weight", *_both("lerp lerp_"), operation=Sum())
+register("input other rounding_mode=None", *named("div_ __itruediv__"), operation=Quotient(), writes=True)
+register("input other", *named("__rtruediv__ __rdiv__"), operation=Quotient(reflected=True))
+register("input tensor1 tensor2 value=1", *named("addcmul"), operation=AddedProduct())
+register("input tensor1 tensor2 value=1", *named("addcmul_"), operation=AddedProduct(), writes=True)
+register("input tensor1 tensor2 value=1", *named("addcdiv"), operation=AddedProduct(divides=True))
+register("input tensor1 tensor2 value=1", *named("addcdiv_"), operation=AddedProduct(divides=True), writes=True)
+register("input other", *named("maximum minimum"), operation=Elementwise())
+register("input other", *named("atan2 __rpow__ float_power"), operation=Power())
 register(
     "input other",
-    *_both(
-        "maximum minimum max_other eq ne gt lt ge le __eq__ __ne__ __gt__ __lt__ __ge__ __le__ logical_and logical_or"
-    ),
-    *_both("__and__ __or__ __xor__ bitwise_and bitwise_or atan2 __rpow__ float_power isnan isinf isfinite"),
-    operation=Choice(),
+    *named("eq ne gt lt ge le __eq__ __ne__ __gt__ __lt__ __ge__ __le__ logical_and logical_or isnan isinf isfinite"),
+    *named("__and__ __or__ __xor__ bitwise_and bitwise_or"),
+    operation=Comparison(),
 )
-register("condition input other", torch.where, operation=Choice())
-register("input condition other", Tensor.where, operation=Choice())
-register("input mask value", *_both("masked_fill masked_fill_"), operation=Elementwise())
+register("condition input other", torch.where, operation=Where())
+register("input condition other", Tensor.where, operation=Where())
+register("input mask value", *named("masked_fill"), operation=Elementwise())
+register("input mask value", *named("masked_fill_"), operation=Elementwise(), writes=True)
 register(
     "input *rest",
-    *_both("zeros_like ones_like empty_like full_like rand_like randn_like zero_ fill_ fill bernoulli normal_"),
-    *[getattr(torch.Tensor, name, None) for name in ("uniform_", "bernoulli_", "exponential_")],
+    *named("zeros_like ones_like empty_like full_like rand_like randn_like fill bernoulli"),
     operation=Fill(),
 )
+register("input *rest", *named("zero_ fill_ normal_ uniform_ bernoulli_ exponential_"), operation=Fill(), writes=True)

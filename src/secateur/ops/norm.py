@@ -13,15 +13,24 @@ from secateur.ops.protocols import LabelVerbs, RelevanceVerbs
 from secateur.ops.table import Call, Operation, register
 
 
-def _per_channel(
-    labels: LabelVerbs, parameter: Tensor | None, axis: int, shape: torch.Size
-) -> list[tuple[Layers, list[int]]]:
-    """A vector with one number per channel, laid along `axis`: an operand for `LabelVerbs.merge`."""
-    if parameter is None:
-        return []
-    own = [size if d == axis else 1 for d, size in enumerate(shape)]
-    held = labels.along(parameter, 0)
-    return [([] if held is None else [spread(held, axis, own)], own)]
+def _merge_per_channel(labels: LabelVerbs, call: Call, output: Any, *names: str) -> None:
+    """The input meets vectors with one number per channel, which leave with their channels."""
+    x = call["input"]
+    own = [size if dim == 1 else 1 for dim, size in enumerate(x.shape)]
+    operands: list[tuple[Layers, list[int]]] = [(labels.layers(x), list(x.shape))]
+    for name in names:
+        if call[name] is not None:
+            held = labels.along(call[name], 0)
+            operands.append(([] if held is None else [spread(held, 1, own)], own))
+    labels.merge(output, operands, call.site)
+
+
+class _Scale(Operation):
+    """A norm as relevance sees it."""
+
+    def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
+        """Passes: the norm acts as a scale that is given."""
+        return relevance.passes(call, call["input"])
 
 
 class BatchNorm(Operation):
@@ -33,15 +42,10 @@ class BatchNorm(Operation):
 
     def channels(self, labels: LabelVerbs, call: Call, output: Any) -> None:
         """Everything that has one number per channel leaves with it."""
-        x = call["input"]
         if call["training"]:
-            for layer in labels.others(x, [1]):
+            for layer in labels.others(call["input"], [1]):
                 labels.freeze(layer, f"{call.site} takes statistics over it")
-        vectors = [call[name] for name in ("running_mean", "running_var", "weight", "bias")]
-        operands = [(labels.layers(x), list(x.shape))]
-        for vector in vectors:
-            operands += _per_channel(labels, vector, 1, x.shape)
-        labels.merge(output, operands, call.site)
+        _merge_per_channel(labels, call, output, "running_mean", "running_var", "weight", "bias")
 
     def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
         """Folded into the layer before it, or passes."""
@@ -59,30 +63,18 @@ class BatchNorm(Operation):
         return torch.empty_like(x)
 
 
-class InstanceNorm(BatchNorm):
+class InstanceNorm(_Scale):
     """Per channel and sample."""
 
     name = "instance norm"
-    settles = True
-
-    def rehearse(self, call: Call) -> Any:
-        """As it is."""
-        return call.run()
+    differentiates = False
 
     def channels(self, labels: LabelVerbs, call: Call, output: Any) -> None:
         """As batch norm."""
-        x = call["input"]
-        operands = [(labels.layers(x), list(x.shape))]
-        for name in ("running_mean", "running_var", "weight", "bias"):
-            operands += _per_channel(labels, call[name], 1, x.shape)
-        labels.merge(output, operands, call.site)
-
-    def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
-        """Passes: the norm acts as a scale that is given."""
-        return relevance.passes(call, call["input"])
+        _merge_per_channel(labels, call, output, "running_mean", "running_var", "weight", "bias")
 
 
-class LayerNorm(Operation):
+class LayerNorm(_Scale):
     """Over the last dimensions, all channels together. Removal leaves the norm over the kept channels."""
 
     name = "layer norm"
@@ -109,10 +101,6 @@ class LayerNorm(Operation):
         )
         return torch.empty_like(x) if x.is_meta and fits else call.run()
 
-    def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
-        """Passes: the norm acts as a scale that is given."""
-        return relevance.passes(call, call["input"])
-
 
 class RMSNorm(LayerNorm):
     """Layer norm without the mean."""
@@ -120,7 +108,7 @@ class RMSNorm(LayerNorm):
     name = "RMS norm"
 
 
-class GroupNorm(Operation):
+class GroupNorm(_Scale):
     """Over groups of neighbouring channels: a group of channels leaves at once. One group is a layer norm."""
 
     name = "group norm"
@@ -136,17 +124,10 @@ class GroupNorm(Operation):
         else:
             for layer in labels.others(x, [0, 1]):
                 labels.freeze(layer, f"{call.site} takes statistics over it")
-        operands = [(labels.layers(x), list(x.shape))]
-        for name in ("weight", "bias"):
-            operands += _per_channel(labels, call[name], 1, x.shape)
-        labels.merge(output, operands, call.site)
-
-    def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
-        """Passes: the norm acts as a scale that is given."""
-        return relevance.passes(call, call["input"])
+        _merge_per_channel(labels, call, output, "weight", "bias")
 
 
-class Normalize(Operation):
+class Normalize(_Scale):
     """Division by a norm along one dimension: zeros do not change a p-norm, so removal equals masking."""
 
     name = "normalize"
@@ -155,12 +136,8 @@ class Normalize(Operation):
         """Channels pass."""
         labels.keep(call["input"], output)
 
-    def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
-        """Passes: the norm acts as a scale that is given."""
-        return relevance.passes(call, call["input"])
 
-
-class LocalResponseNorm(Operation):
+class LocalResponseNorm(_Scale):
     """Over a window of neighbouring channels: neighbours would move, so nothing may leave."""
 
     name = "local response norm"
@@ -169,10 +146,6 @@ class LocalResponseNorm(Operation):
         """Freeze the channels."""
         labels.freeze_tensor(call["input"], f"{call.site} depends on neighbouring channels")
         labels.keep(call["input"], output)
-
-    def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
-        """Passes: the norm acts as a scale that is given."""
-        return relevance.passes(call, call["input"])
 
 
 register(

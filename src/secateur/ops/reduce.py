@@ -11,7 +11,7 @@ from torch import Tensor
 from secateur.nest import tensors_in
 from secateur.ops.layers import varying
 from secateur.ops.protocols import LabelVerbs, RelevanceVerbs
-from secateur.ops.table import Call, Operation, register
+from secateur.ops.table import Call, Operation, named, register
 
 
 class Reduction(Operation):
@@ -66,10 +66,19 @@ class Total(Reduction):
     zero_is_neutral = True
 
     def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
-        """Shared among the summands; a norm is a statistic and carries none."""
-        if "norm" in call.function.__name__:
-            return relevance.stops(call)
+        """Shared among the summands."""
         return relevance.averages(call, call["input"], call.on(call["input"]))
+
+
+class Magnitude(Reduction):
+    """A p-norm: what is zero does not count."""
+
+    name = "magnitude"
+    zero_is_neutral = True
+
+    def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
+        """A statistic carries none."""
+        return relevance.stops(call)
 
 
 class Mean(Reduction):
@@ -83,12 +92,12 @@ class Mean(Reduction):
 
 
 class Extremum(Reduction):
-    """Maximum or minimum: a zero may win."""
+    """Maximum or minimum, hard or soft (`logsumexp`): a zero may win."""
 
     name = "extremum"
 
     def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
-        """To the winner."""
+        """To the winner; a soft maximum shares by its weights."""
         return relevance.moves(call)
 
 
@@ -98,12 +107,12 @@ class Spread(Reduction):
     name = "spread"
 
     def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
-        """A statistic carries none; a soft maximum shares by its weights."""
-        return relevance.moves(call) if call.function.__name__ == "logsumexp" else relevance.stops(call)
+        """A statistic carries none."""
+        return relevance.stops(call)
 
 
 class Cumulative(Operation):
-    """Running sums and sorts: order and count along the dimension matter."""
+    """Running products and sums, sorts: order and count along the dimension matter."""
 
     name = "cumulative"
 
@@ -119,26 +128,42 @@ class Cumulative(Operation):
                 labels.keep(x, tensor)
 
     def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
-        """Running sums share, sorting moves."""
-        if call.function.__name__ == "cumsum":
-            return relevance.averages(call, call["input"], call.on(call["input"]))
-        return relevance.stops(call) if call.function.__name__ == "cumprod" else relevance.moves(call)
+        """A running product carries none."""
+        return relevance.stops(call)
 
 
-def _both(names: str) -> list[Any]:
-    return [getattr(owner, name, None) for owner in (torch, Tensor) for name in names.split()]
+class RunningSum(Cumulative):
+    """Sums of everything so far."""
+
+    name = "running sum"
+
+    def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
+        """Shared among the summands."""
+        return relevance.averages(call, call["input"], call.on(call["input"]))
 
 
-register("input dim=None keepdim=False dtype=None", *_both("sum nansum"), operation=Total())
-register("input p=2 dim=None keepdim=False", *_both("norm"), operation=Total())
-register("input dim=None keepdim=False dtype=None", *_both("mean nanmean"), operation=Mean())
+class Sort(Cumulative):
+    """Puts numbers in order."""
+
+    name = "sort"
+
+    def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
+        """Moves the way the data did."""
+        return relevance.moves(call)
+
+
+register("input dim=None keepdim=False dtype=None", *named("sum nansum"), operation=Total())
+register("input p=2 dim=None keepdim=False", *named("norm"), operation=Magnitude())
+register("x ord=None dim=None keepdim=False", torch.linalg.vector_norm, operation=Magnitude())
+register("input dim=None keepdim=False dtype=None", *named("mean nanmean"), operation=Mean())
 register(
     "input dim=None keepdim=False",
-    *_both("max min amax amin argmax argmin median mode any all"),
+    *named("max min amax amin argmax argmin median mode any all logsumexp"),
     operation=Extremum(),
 )
-register("input dim=None correction=1 keepdim=False", *_both("var std var_mean std_mean"), operation=Spread())
-register("input dim=None keepdim=False dtype=None", *_both("prod logsumexp"), operation=Spread())
-register("input dim=-1", *_both("cumsum cumprod sort argsort"), operation=Cumulative())
-register("input k dim=-1", *_both("topk"), operation=Cumulative())
-register("x ord=None dim=None keepdim=False", torch.linalg.vector_norm, operation=Total())
+register("input dim=None correction=1 keepdim=False", *named("var std var_mean std_mean"), operation=Spread())
+register("input dim=None keepdim=False dtype=None", *named("prod"), operation=Spread())
+register("input dim=-1", *named("cumprod"), operation=Cumulative())
+register("input dim=-1", *named("cumsum"), operation=RunningSum())
+register("input dim=-1", *named("sort argsort"), operation=Sort())
+register("input k dim=-1", *named("topk"), operation=Sort())

@@ -13,7 +13,7 @@ from torch import Tensor
 from secateur.nest import tensors_in
 from secateur.ops.layers import narrow, spread, varying
 from secateur.ops.protocols import LabelVerbs, RelevanceVerbs
-from secateur.ops.table import Call, Operation, Query, Readout, register
+from secateur.ops.table import Call, Operation, Query, Readout, named, register
 
 
 class Move(Operation):
@@ -43,7 +43,7 @@ class Reshape(Move):
                 labels.grid(layer, f"{call.site} lays units out over several dimensions")
 
 
-class Slice(Operation):
+class Slice(Move):
     """Indexing. Positions written into the code do not move when a unit before them leaves, so those are frozen."""
 
     name = "slice"
@@ -59,12 +59,8 @@ class Slice(Operation):
                     _pin(labels, layer, dim, item, call)
         labels.move(call, output)
 
-    def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
-        """Moves the way the data did."""
-        return relevance.moves(call)
 
-
-class Narrow(Operation):
+class Narrow(Move):
     """`narrow`, `select`, `index_select`: slices by another name."""
 
     name = "narrow"
@@ -82,12 +78,8 @@ class Narrow(Operation):
                 _pin(labels, layer, dim, item, call)
         labels.move(call, output)
 
-    def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
-        """Moves the way the data did."""
-        return relevance.moves(call)
 
-
-class Split(Operation):
+class Split(Move):
     """Chunk, split, unbind: equal parts lose the same places; unequal ones are pinned."""
 
     name = "split"
@@ -109,12 +101,17 @@ class Split(Operation):
                 labels.freeze(layer, f"{call.site} cuts it at fixed places")
         labels.move(call, output)
 
+
+class _Joined(Operation):
+    """Several tensors become one."""
+
     def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
-        """Moves the way the data did."""
-        return relevance.moves(call)
+        """Each part gets what falls on it, constants (class tokens) included."""
+        tensors = [relevance.constant(t, call) for t in tensors_in(call["tensors"])]
+        return relevance.moves(call.given(tensors, int(call.get("dim", 0) or 0)))
 
 
-class Concat(Operation):
+class Concat(_Joined):
     """Along a dimension of units, units queue up; along another, those in the same place leave together."""
 
     name = "concat"
@@ -166,13 +163,8 @@ class Concat(Operation):
             return call.run()
         return first.new_empty(shape)
 
-    def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
-        """Each part gets what falls on it, constants (class tokens) included."""
-        tensors = [relevance.constant(t, call) for t in tensors_in(call["tensors"])]
-        return relevance.moves(call.given(tensors, int(call.get("dim", 0) or 0)))
 
-
-class Stack(Operation):
+class Stack(_Joined):
     """A new dimension: units in the same place of each tensor leave together."""
 
     name = "stack"
@@ -185,11 +177,6 @@ class Stack(Operation):
             ([layer.unsqueeze(dim) for layer in labels.layers(t)], list(t.unsqueeze(dim).shape)) for t in tensors
         ]
         labels.merge(output, operands, call.site)
-
-    def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
-        """Each part gets what falls on it, constants (class tokens) included."""
-        tensors = [relevance.constant(t, call) for t in tensors_in(call["tensors"])]
-        return relevance.moves(call.given(tensors, int(call.get("dim", 0) or 0)))
 
 
 class Pad(Operation):
@@ -223,7 +210,7 @@ class Pad(Operation):
         return relevance.pads(call, call["input"], list(call["pad"]), (call.get("mode") or "constant") == "constant")
 
 
-class Repeat(Operation):
+class Repeat(Move):
     """Expand, repeat, tile: copies of a unit are the unit."""
 
     name = "repeat"
@@ -235,12 +222,8 @@ class Repeat(Operation):
             if len(varying(layer)) > 1:
                 labels.grid(layer, f"{call.site} lays units out over several dimensions")
 
-    def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
-        """Moves the way the data did."""
-        return relevance.moves(call)
 
-
-class PixelShuffle(Operation):
+class PixelShuffle(Move):
     """Channels become positions, or positions channels, in blocks of r x r."""
 
     name = "pixel shuffle"
@@ -261,12 +244,8 @@ class PixelShuffle(Operation):
             made = np.repeat(read, round(1 / factor))
         labels.set(output, [spread(made, axis, output.shape)])
 
-    def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
-        """Moves the way the data did."""
-        return relevance.moves(call)
 
-
-class Unfold(Operation):
+class Unfold(Move):
     """Patches as columns (im2col): each channel becomes kernel-size many rows."""
 
     name = "unfold"
@@ -278,10 +257,6 @@ class Unfold(Operation):
         if read is not None:
             made = np.repeat(read, output.shape[-2] // len(read))
             labels.set(output, [spread(made, output.ndim - 2, output.shape)])
-
-    def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
-        """Moves the way the data did."""
-        return relevance.moves(call)
 
 
 class Fold(Operation):
@@ -303,8 +278,9 @@ class Fold(Operation):
         return relevance.averages(call, call["input"], call.on(call["input"]))
 
 
-class Write(Operation):
-    """Assignment by index. What is written into a tensor of fixed places cannot leave."""
+class Write(Move):
+    """Assignment by index. What is written into a tensor of fixed places cannot leave. What is overwritten gets no
+    relevance."""
 
     name = "write"
 
@@ -313,15 +289,18 @@ class Write(Operation):
         for tensor in call.tensors():
             labels.freeze_tensor(tensor, f"{call.site} writes it into fixed places")
 
+
+class Assign(Write):
+    """`x[index] = value`, a statement: it returns nothing."""
+
+    name = "assign"
+
     def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
         """What was written over gets none, what was written gets its own."""
-        if call.function.__name__ == "__setitem__":
-            relevance.moves(call)
-            return None
-        return relevance.moves(call)
+        relevance.moves(call)
 
 
-class Roll(Operation):
+class Roll(Move):
     """Rolling space is harmless; rolling units is not."""
 
     name = "roll"
@@ -335,12 +314,8 @@ class Roll(Operation):
                 labels.freeze(layer, f"{call.site} moves units by a fixed amount")
         labels.move(call, output)
 
-    def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
-        """Moves the way the data did."""
-        return relevance.moves(call)
 
-
-class Gather(Operation):
+class Gather(Move):
     """Look-ups by computed positions: units along the dimension cannot leave."""
 
     name = "gather"
@@ -350,11 +325,15 @@ class Gather(Operation):
         for tensor in call.tensors():
             labels.freeze_tensor(tensor, f"{call.site} looks it up by computed positions")
 
+
+class Sample(Gather):
+    """Look-ups between pixels."""
+
+    name = "sample"
+
     def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
-        """To the places looked up; sampling between pixels shares among them."""
-        if call.function is F.grid_sample:
-            return relevance.averages(call, call["input"], call.on(call["input"]))
-        return relevance.moves(call)
+        """Shared among the pixels looked up."""
+        return relevance.averages(call, call["input"], call.on(call["input"]))
 
 
 def _by_dimension(index: Any, ndim: int) -> list[tuple[int, Any]]:
@@ -413,44 +392,43 @@ def _thin(layer: Tensor, dim: int) -> Tensor:
     return layer[tuple(slice(None) if d == dim else slice(0, 1) for d in range(layer.ndim))]
 
 
-def _both(names: str) -> list[Any]:
-    return [getattr(owner, name, None) for owner in (torch, Tensor) for name in names.split()]
-
-
-register("input *shape", *_both("view reshape"), operation=Reshape())
-register("input other", *_both("view_as reshape_as"), operation=Reshape())
-register("input *rest", *_both("flatten unflatten ravel"), operation=Reshape())
+register("input *shape", *named("view reshape"), operation=Reshape())
+register("input other", *named("view_as reshape_as"), operation=Reshape())
+register("input *rest", *named("flatten unflatten ravel"), operation=Reshape())
 register(
     "input *rest",
-    *_both("permute transpose transpose_ swapaxes swapdims movedim moveaxis t adjoint unsqueeze unsqueeze_ squeeze"),
-    *_both("squeeze_ rot90 fliplr flipud diagonal tril triu"),
+    *named("permute transpose swapaxes swapdims movedim moveaxis t adjoint unsqueeze squeeze rot90 fliplr flipud"),
+    *named("diagonal tril triu"),
     *[getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH")],
     operation=Move(),
 )
+register("input *rest", *named("transpose_ unsqueeze_ squeeze_"), operation=Move(), writes=True)
 register("input index", Tensor.__getitem__, operation=Slice())
-register("input dim start length", *_both("narrow"), operation=Narrow())
-register("input dim index", *_both("select index_select take_along_dim"), operation=Narrow())
-register("input index value", Tensor.__setitem__, operation=Write())
+register("input dim start length", *named("narrow"), operation=Narrow())
+register("input dim index", *named("select index_select take_along_dim"), operation=Narrow())
+register("input index value", Tensor.__setitem__, operation=Assign(), writes=True)
 register(
     "input *rest",
-    *_both("copy_ index_put index_put_ index_copy index_copy_ scatter scatter_ scatter_add masked_scatter index_add"),
+    *named("index_put index_copy scatter scatter_add masked_scatter index_add"),
     operation=Write(),
 )
-register("input chunks dim=0", *_both("chunk tensor_split"), operation=Split())
-register("input split_size_or_sections dim=0", *_both("split split_with_sizes"), operation=Split())
-register("input dim=0", *_both("unbind"), operation=Split())
-register("tensors dim=0 out=None", *_both("cat concat concatenate"), operation=Concat())
+register("input *rest", *named("copy_ index_put_ index_copy_ scatter_"), operation=Write(), writes=True)
+register("input chunks dim=0", *named("chunk tensor_split"), operation=Split())
+register("input split_size_or_sections dim=0", *named("split split_with_sizes"), operation=Split())
+register("input dim=0", *named("unbind"), operation=Split())
+register("tensors dim=0 out=None", *named("cat concat concatenate"), operation=Concat())
 register("tensors dim=0 out=None", torch.stack, operation=Stack())
 register("input pad mode=None value=None", F.pad, operation=Pad())
-register("input *sizes", *_both("expand repeat tile broadcast_to expand_as"), operation=Repeat())
-register("input repeats dim=None output_size=None", *_both("repeat_interleave"), operation=Repeat())
+register("input *sizes", *named("expand repeat tile broadcast_to expand_as"), operation=Repeat())
+register("input repeats dim=None output_size=None", *named("repeat_interleave"), operation=Repeat())
 register("input factor", F.pixel_shuffle, F.pixel_unshuffle, operation=PixelShuffle())
 register("input kernel_size dilation=1 padding=0 stride=1", F.unfold, operation=Unfold())
 register("input output_size kernel_size dilation=1 padding=0 stride=1", F.fold, operation=Fold())
-register("input shifts dims=None", *_both("roll"), operation=Roll())
-register("input dims", *_both("flip"), operation=Roll())
-register("input dim index sparse_grad=False", *_both("gather"), operation=Gather())
-register("input *rest", F.grid_sample, F.affine_grid, *_both("masked_select nonzero"), operation=Gather())
+register("input shifts dims=None", *named("roll"), operation=Roll())
+register("input dims", *named("flip"), operation=Roll())
+register("input dim index sparse_grad=False", *named("gather"), operation=Gather())
+register("input *rest", F.grid_sample, operation=Sample())
+register("input *rest", F.affine_grid, *named("masked_select nonzero"), operation=Gather())
 
 _PROPERTIES = (
     "shape device dtype ndim is_cuda layout requires_grad is_leaf is_nested is_sparse is_quantized grad_fn grad"
@@ -458,16 +436,16 @@ _PROPERTIES = (
 register(
     "input *rest",
     *[getattr(Tensor, name).__get__ for name in _PROPERTIES.split() if hasattr(getattr(Tensor, name), "__get__")],
-    *_both("size dim numel stride is_floating_point is_complex is_contiguous element_size storage_offset data_ptr"),
-    *_both("get_device nelement ndimension is_same_size is_signed __len__ __hash__"),
-    *_both("new_zeros new_ones new_empty new_full new_tensor"),
-    *_both("register_hook retain_grad backward untyped_storage is_inference is_conj is_neg is_pinned has_names"),
+    *named("size dim numel stride is_floating_point is_complex is_contiguous element_size storage_offset data_ptr"),
+    *named("get_device nelement ndimension is_same_size is_signed __len__ __hash__"),
+    *named("new_zeros new_ones new_empty new_full new_tensor"),
+    *named("register_hook retain_grad backward untyped_storage is_inference is_conj is_neg is_pinned has_names"),
     torch._assert,
     torch.get_default_dtype,
     operation=Query(),
 )
 register(
     "input *rest",
-    *_both("item tolist numpy is_nonzero __bool__ __int__ __float__ __index__ __repr__ __format__ __array__"),
+    *named("item tolist numpy is_nonzero __bool__ __int__ __float__ __index__ __repr__ __format__ __array__"),
     operation=Readout(),
 )

@@ -1,12 +1,13 @@
 """The table of operations: every function a network may call, and what secateur knows about it.
 
-An entry answers three questions side by side: which channels go in and out together (`channels`), how relevance passes
-back (`relevance`), and how many multiply-accumulates it costs (part of `channels`, which sees the shapes).
+An entry answers three questions: which channels go in and out together (`channels`), how many multiply-accumulates the
+call costs (part of `channels`, which sees the shapes), and how relevance passes back (`relevance`).
 A function without an entry is refused by name, never guessed.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache, cached_property
@@ -73,7 +74,7 @@ _LITERALS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Site:
-    """Where a call happens: the path of the innermost module, the function, and the how-manieth such call in it."""
+    """Where a call happens: the path of the innermost module, the function, and the index of this call there."""
 
     path: str
     function: str
@@ -108,6 +109,21 @@ class Call:
         except KeyError:
             return default
         return default if value is _REQUIRED else value
+
+    @property
+    def writes(self) -> bool:
+        """Whether the call overwrites its first tensor."""
+        if self.function in _WRITERS:
+            return True
+        position = _inplace_position(self.function)
+        if position is None:
+            return False
+        return bool(self.kwargs.get("inplace", self.args[position] if len(self.args) > position else False))
+
+    @property
+    def rectifies(self) -> bool:
+        """Whether the call is a ReLU."""
+        return self.operation.rectifies
 
     def run(self) -> Any:
         """The call as the user wrote it."""
@@ -149,12 +165,14 @@ class Operation:
 
     #: Shown to people.
     name: str = "operation"
-    #: Whether relevance begins here although no argument carries any: discrete inputs.
+    #: Whether relevance ends here although no argument carries any: discrete inputs.
     enters: bool = False
     #: Whether a relevance pass lets torch differentiate the call, so that parameters must not look like activations.
     differentiates: bool = True
-    #: Whether a layer whose output is read here has no batch norm to wait for any more.
+    #: Whether a layer whose output is read here needs no longer wait for a batch norm.
     settles: bool = True
+    #: Whether it is a ReLU, which a layer can be computed together with.
+    rectifies: bool = False
 
     def channels(self, labels: LabelVerbs, call: Call, output: Any) -> None:
         """Which channels go in and out together, and the cost: tell `labels`."""
@@ -186,10 +204,10 @@ class Readout(Query):
     settles = True
 
 
-class Composite(Operation):
-    """A function that is best understood as the smaller ones it is made of: `body` is run under observation."""
+class Decomposed(Operation):
+    """A function that is understood as the smaller ones it is made of: `body` is run under observation instead."""
 
-    name = "composite"
+    name = "decomposed"
 
     def __init__(self, body: Function) -> None:
         self.body = body
@@ -197,15 +215,25 @@ class Composite(Operation):
 
 _TABLE: dict[Function, Operation] = {}
 _SIGNATURES: dict[Function, Signature] = {}
+_WRITERS: set[Function] = set()
 
 
-def register(signature: str, *functions: Function | None, operation: Operation) -> None:
-    """Add an entry for one or more functions that share a signature. Absent functions (`None`) are skipped."""
+def register(signature: str, *functions: Function | None, operation: Operation, writes: bool = False) -> None:
+    """Add an entry for one or more functions that share a signature. Absent functions (`None`) are skipped.
+
+    `writes`: they overwrite their first tensor. An argument called `inplace` needs no such mark.
+    """
     parsed = Signature.parse(signature)
     for function in functions:
         if function is not None:
             _TABLE[function] = operation
             _SIGNATURES[function] = parsed
+            (_WRITERS.add if writes else _WRITERS.discard)(function)
+
+
+def named(names: str, *owners: Any) -> list[Function | None]:
+    """The functions of these names, of each owner; by default of `torch` and of `torch.Tensor`."""
+    return [getattr(owner, name, None) for owner in owners or (torch, Tensor) for name in names.split()]
 
 
 def lookup(function: Function) -> Operation | None:
@@ -221,6 +249,16 @@ def signature_of(function: Function) -> Signature:
 def known_functions() -> list[Function]:
     """Every function that has an entry."""
     return list(_TABLE)
+
+
+@cache
+def _inplace_position(function: Function) -> int | None:
+    """The position of the argument `inplace`, if there is one."""
+    try:
+        names = list(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        return None
+    return names.index("inplace") if "inplace" in names else None
 
 
 @cache

@@ -25,7 +25,6 @@ from secateur.relevance.layers import Layers
 from secateur.relevance.recording import Recorder
 from secateur.relevance.rules import Rule
 from secateur.relevance.steps import total
-from secateur.relevance.verbs import rectifies
 from secateur.relevance.weights import Weights
 from secateur.running.copies import unwrap
 from secateur.running.devices import precise
@@ -344,7 +343,7 @@ class RelevancePass(Layers):
 
     def _overtaken(self, call: Call, x: Tensor) -> Tensor:
         """The ReLU that has already been computed. Anything else must not see its result."""
-        if not rectifies(call) or call.tensors()[0] is not x:
+        if not (call.rectifies and call.writes) or call.tensors()[0] is not x:
             self.deviates()
         self.facts.ahead.forget(x)
         self.facts.overwritten(x)

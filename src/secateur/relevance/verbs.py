@@ -31,7 +31,6 @@ from secateur.relevance.steps import (
     take,
 )
 from secateur.relevance.weights import SumSite
-from secateur.running.tensor_facts import writes
 
 #: Numbers with so many digits that folding a batch norm into the weights of the forward pass does no harm.
 FULL = (torch.float32, torch.float64)
@@ -43,7 +42,7 @@ class Verbs(Books):
     def moves(self, call: Call) -> Any:
         """Data movement: autograd moves relevance back the same way. Facts about the numbers move along."""
         source = next((t for t in call.tensors() if t.requires_grad), None)
-        output = self._run_on_copy(call) if writes(call) else call.run()
+        output = self._run_on_copy(call) if call.writes else call.run()
         moved = [t for t in call.tensors() if t.is_floating_point()]
         if moved and all(t in self.facts.nonneg for t in moved):
             self.nonneg(output)
@@ -63,10 +62,10 @@ class Verbs(Books):
         """Relevance passes unchanged to `x`: activations, dropout, norms, scaling, products with `gates`."""
         if not x.requires_grad:
             return self.stops(call)
-        written = writes(call)
+        written = call.writes
         mine = self._writable is not None and self._writable() is x and call.tensors()[0] is x
         if written and mine and not gates:
-            if rectifies(call) and (made := self.facts.made.get(x)) is not None:
+            if call.rectifies and (made := self.facts.made.get(x)) is not None:
                 made.rectified = True
             self.facts.overwritten(x)
             with torch.no_grad():  # nobody has kept the old numbers, and the way of relevance stays the same
@@ -86,7 +85,7 @@ class Verbs(Books):
     def stops(self, call: Call) -> Any:
         """Relevance ends here: comparisons, indices, statistics."""
         with torch.no_grad():
-            return self._run_on_copy(call) if writes(call) else call.run()
+            return self._run_on_copy(call) if call.writes else call.run()
 
     def averages(self, call: Call, x: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
         """A linear function of x with weights ≥ 0: pools, means, sums, interpolation."""
@@ -111,7 +110,7 @@ class Verbs(Books):
                 before = self.facts.offset.get(x)
                 self.facts.offset[output] = constant if before is None else before + constant
             return output
-        written, same = writes(call), a.dtype == b.dtype
+        written, same = call.writes, a.dtype == b.dtype
         run = call.run
         if written:
             run = (lambda: torch.add(a, b, alpha=sign)) if same else (lambda: self._run_on_copy(call, alias=False))
@@ -147,9 +146,9 @@ class Verbs(Books):
         if len(signals) == 1:
             gates = [t for t in factors if _carries(t) and t is not signals[0]]
             return self.passes(call, signals[0], nonneg=nonneg, gates=gates)  # type: ignore[no-any-return]
-        run = (lambda: self._run_on_copy(call, alias=False)) if writes(call) else call.run
+        run = (lambda: self._run_on_copy(call, alias=False)) if call.writes else call.run
         output: Tensor = take(Halving(self, run), *signals)
-        if writes(call):
+        if call.writes:
             self._alias(call, output)
         return output
 
@@ -289,11 +288,6 @@ class Verbs(Books):
 
 def _carries(value: Any) -> bool:
     return isinstance(value, Tensor) and value.requires_grad
-
-
-def rectifies(call: Call) -> bool:
-    """Whether a call is a ReLU that overwrites its input."""
-    return call.function.__name__ in ("relu", "relu_") and writes(call)
 
 
 def _flipped(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:

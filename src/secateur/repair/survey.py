@@ -21,7 +21,7 @@ from secateur.repair.layers import INPUT, LAYERS, FollowingNorm, RepairableLayer
 from secateur.running.copies import shared_copy
 from secateur.running.observer import Observer
 from secateur.running.sandbox import Example, quiet, run_or_explain
-from secateur.running.tensor_facts import TensorFacts, writes
+from secateur.running.tensor_facts import TensorFacts
 
 _RELUS = {F.relu, torch.relu, torch.relu_, Tensor.relu, Tensor.relu_}
 _ADDITIONS = {torch.add, Tensor.add, Tensor.add_, Tensor.__add__, Tensor.__radd__, Tensor.__iadd__}
@@ -105,7 +105,7 @@ class _Survey(Observer):
         if not isinstance(output, Tensor):
             return output
         self.largest = max(self.largest, output.numel())
-        if writes(call):
+        if call.writes:
             self._source.forget(output)
             self._raw.forget(output)
         if isinstance(operation, LAYERS):

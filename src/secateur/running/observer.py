@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from secateur.errors import UnknownOperationError
 from secateur.nest import tensors_in
-from secateur.ops.table import Call, Composite, Function, Operation, Query, Site, function_name, lookup
+from secateur.ops.table import Call, Decomposed, Function, Operation, Query, Site, function_name, lookup
 from secateur.running.copies import named_modules
 
 
@@ -77,7 +77,7 @@ class Observer(TorchFunctionMode):
             return self.unknown(func, args, kwargs)
         if isinstance(operation, Query):
             return func(*args, **kwargs)
-        if isinstance(operation, Composite):
+        if isinstance(operation, Decomposed):
             with self.again():
                 return operation.body(*args, **kwargs)
         return self.observe(Call(operation, func, args, kwargs, self.site(func), None, tensors))

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 import weakref
-from functools import cache
 from typing import Generic, TypeVar
 
 from torch import Tensor
-
-from secateur.ops.table import Call, Function
 
 Fact = TypeVar("Fact")
 
@@ -45,26 +41,3 @@ class TensorFacts(Generic[Fact]):
     def forget(self, tensor: Tensor) -> None:
         """No longer true."""
         self._entries.pop(id(tensor), None)
-
-
-_WRITERS = {"__iadd__", "__isub__", "__imul__", "__itruediv__", "__setitem__", "__ior__", "__iand__"}
-
-
-def writes(call: Call) -> bool:
-    """Whether a call overwrites its first tensor."""
-    name = getattr(call.function, "__name__", "")
-    if name in _WRITERS or (name.endswith("_") and not name.endswith("__")):
-        return True
-    position = _inplace_position(call.function)
-    if position is None:
-        return False
-    return bool(call.kwargs.get("inplace", call.args[position] if len(call.args) > position else False))
-
-
-@cache
-def _inplace_position(function: Function) -> int | None:
-    try:
-        names = list(inspect.signature(function).parameters)
-    except (TypeError, ValueError):
-        return None
-    return names.index("inplace") if "inplace" in names else None

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from secateur.ops.attention import attend, combined_mask
 from secateur.plans.plan import Plan
 
 
@@ -48,39 +48,15 @@ class NarrowAttention(nn.MultiheadAttention):
             torch.unflatten(F.linear(t, w, b), -1, (self.num_heads, self.head_dim)).transpose(1, 2)
             for t, w, b in zip((query, key, value), weights, biases, strict=True)
         )
-        mask = self._mask(attn_mask, key_padding_mask, q, k)
-        shown = None
-        if need_weights:
-            scores = (q / math.sqrt(self.head_dim)) @ k.transpose(-2, -1)
-            attention = (scores if mask is None else scores + mask).softmax(-1)
-            shown = attention.mean(1) if average_attn_weights else attention
-            mixed = F.dropout(attention, self.dropout, self.training) @ v
-        else:
-            rate = self.dropout if self.training else 0.0
-            mixed = F.scaled_dot_product_attention(q, k, v, mask, rate, is_causal and mask is None)
+        mask = combined_mask(attn_mask, key_padding_mask, q, k)
+        mixed, shown = attend(q, k, v, mask, need_weights, self.dropout if self.training else 0.0, is_causal)
+        if shown is not None and average_attn_weights:
+            shown = shown.mean(1)
         # As in PyTorch's own module, the last layer is called as a function: its units keep their place in scores.
         out = F.linear(mixed.transpose(1, 2).flatten(2), self.out_proj.weight, self.out_proj.bias)
         if unbatched:
             return out.squeeze(0), None if shown is None else shown.squeeze(0)
         return (out if self.batch_first else out.transpose(0, 1)), shown
-
-    @staticmethod
-    def _mask(attn_mask: Tensor | None, padding: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
-        def additive(mask: Tensor) -> Tensor:
-            if mask.dtype != torch.bool:
-                return mask.to(q.dtype)
-            return torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill(mask, -math.inf)
-
-        mask = None if attn_mask is None else additive(attn_mask)
-        if mask is not None and mask.dim() == 3:
-            # One mask per sample and head of the original module cannot be told apart once heads are gone.
-            if mask.shape[0] not in (1, q.shape[0] * q.shape[1]):
-                raise ValueError(f"attn_mask of shape {tuple(mask.shape)} does not fit {q.shape[1]} heads")
-            mask = mask.view(-1, q.shape[1], q.shape[2], k.shape[2]) if mask.shape[0] > 1 else mask
-        if padding is not None:
-            extra = additive(padding)[:, None, None, :]
-            mask = extra if mask is None else mask + extra
-        return mask
 
 
 def narrow_attention(small: nn.Module, path: str, old: nn.MultiheadAttention, plan: Plan) -> None:

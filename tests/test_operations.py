@@ -1,0 +1,79 @@
+"""What the table of operations says of a call: whether it overwrites its input, whether it is a ReLU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import secateur as sc
+from secateur.ops import Call, Site, lookup
+from secateur.ops.table import known_functions
+
+
+def call_of(function: Any, *args: Any, **kwargs: Any) -> Call:
+    operation = lookup(function)
+    assert operation is not None
+    return Call(operation, function, args, kwargs, Site("", "", 0))
+
+
+@pytest.mark.parametrize(
+    ("function", "args", "options"),
+    [
+        (F.relu, (), {}), (F.relu, (True,), {}), (F.relu, (), {"inplace": True}), (F.relu, (False,), {}),
+        (F.relu_, (), {}), (Tensor.relu_, (), {}), (torch.relu, (), {}),
+        (F.hardtanh, (-1.0, 1.0, True), {}), (F.hardtanh, (-1.0, 1.0), {}), (F.leaky_relu, (0.1,), {"inplace": True}),
+        (F.dropout, (0.5, False, True), {}), (F.dropout, (0.5, True, True), {}), (F.dropout, (0.5, True, False), {}),
+        (Tensor.add, (1,), {}), (Tensor.add_, (1,), {}), (Tensor.__iadd__, (1,), {}), (Tensor.__isub__, (1,), {}),
+        (Tensor.__imul__, (2,), {}), (Tensor.__itruediv__, (2,), {}), (Tensor.__truediv__, (2,), {}),
+        (Tensor.__setitem__, (0, 1.0), {}), (Tensor.__getitem__, (0,), {}), (Tensor.clamp_, (0,), {}),
+        (Tensor.copy_, (torch.ones(4),), {}), (Tensor.zero_, (), {}), (Tensor.sub, (1,), {}),
+    ],
+)  # fmt: skip
+def test_whether_a_call_overwrites_is_what_torch_does(
+    function: Any, args: tuple[Any, ...], options: dict[str, Any]
+) -> None:
+    x = torch.tensor([-3.0, -2.0, 2.0, 3.0])
+    call = call_of(function, x, *args, **options)
+    before, version = x.clone(), x._version
+    function(x, *args, **options)
+    # Dropout in evaluation mode writes nothing, even where it may.
+    assert call.writes is (x._version > version or (function is F.dropout and args[2]))
+    assert call.writes or torch.equal(x, before)
+
+
+def test_marks_agree_with_the_naming_of_torch() -> None:
+    for function in known_functions():
+        name = getattr(function, "__name__", "")
+        if name.endswith("_") and not name.endswith("__"):
+            assert call_of(function, torch.ones(2)).writes, function
+
+
+def test_only_a_relu_rectifies() -> None:
+    rectifiers = {function for function in known_functions() if call_of(function, torch.ones(1)).rectifies}
+    assert {F.relu, F.relu_, torch.relu, torch.relu_, Tensor.relu, Tensor.relu_} == rectifiers
+
+
+class Scaled(nn.Module):
+    def __init__(self, scale: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last, self.scale = nn.Linear(4, 6), nn.Linear(6, 3), scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.scale(self.first(x))
+        return self.last(hidden + hidden.relu())
+
+
+def test_division_in_place_is_division() -> None:
+    def divided(x: Tensor) -> Tensor:
+        x /= 2
+        return x
+
+    x, y = torch.rand(5, 4, generator=torch.Generator().manual_seed(1)), torch.arange(5) % 3
+    plain = sc.explain(Scaled(lambda t: t / 2), x, y).input
+    assert torch.equal(sc.explain(Scaled(divided), x, y).input, plain)
