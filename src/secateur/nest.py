@@ -1,39 +1,116 @@
-"""Nested inputs and outputs: tensors inside tuples, lists, mappings and objects."""
+"""Nested inputs and outputs: tensors inside tuples, lists, mappings and dataclasses, as models take and return them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from dataclasses import fields
+from types import EllipsisType
 from typing import Any
 
+import torch
 from torch import Tensor
+
+#: Types of arguments in which no tensor can be.
+SCALARS = frozenset({int, float, bool, str, torch.dtype, torch.device, slice, EllipsisType})
+_PLAIN = frozenset({tuple, list, dict})
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """All tensors inside nested tuples, lists and dicts, in order."""
+    """All tensors inside nested tuples, lists, mappings and dataclasses, in order."""
     found: list[Tensor] = []
     _collect(value, found)
     return found
 
 
 def _collect(value: Any, found: list[Tensor]) -> None:
+    # Every observed call comes through here, so the usual types are told apart first.
     if isinstance(value, Tensor):
         found.append(value)
     elif isinstance(value, (tuple, list, dict)):
         for item in value.values() if isinstance(value, dict) else value:
             if item is not None and type(item) not in SCALARS:
                 _collect(item, found)
+    else:
+        for _, item in entries(value) or ():
+            _collect(item, found)
 
 
-#: Types of arguments in which no tensor can be.
-SCALARS = frozenset({int, float, bool, str})
+def tensors_of_output(output: Any) -> list[Tensor]:
+    """All tensors that a model returns; those of an object of an unknown type are its attributes."""
+    return tensors_in(output) or tensors_in(getattr(output, "__dict__", None))
+
+
+def entries(value: Any) -> list[tuple[Any, Any]] | None:
+    """The keys and items of a container: a mapping, a sequence or a dataclass. None for anything else."""
+    if isinstance(value, Mapping):
+        return list(value.items())
+    if isinstance(value, tuple | list):
+        return list(enumerate(value))
+    if hasattr(type(value), "__dataclass_fields__"):
+        return [(field.name, getattr(value, field.name)) for field in fields(value)]
+    return None
+
+
+def leaves(value: Any) -> Iterator[Any]:
+    """Everything in a nest that is not itself a container, in order."""
+    inside = entries(value)
+    if inside is None:
+        yield value
+    for _, item in inside or ():
+        yield from leaves(item)
+
+
+def map_leaves(function: Callable[..., Any], value: Any, *others: Any) -> Any:
+    """The same nest with `function` of each leaf. `others`: nests of the same form, whose leaves it gets as well."""
+    inside = None if isinstance(value, Tensor) else entries(value)
+    if inside is None:
+        return function(value, *others)
+    beside = [[item for _, item in entries(other) or ()] for other in others]
+    made = [map_leaves(function, item, *rest) for (_, item), *rest in zip(inside, *beside, strict=True)]
+    if type(value) not in _PLAIN and all(new is old for new, (_, old) in zip(made, inside, strict=True)):
+        return value
+    return _rebuilt(value, [key for key, _ in inside], made)
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """The same nest of tuples, lists and dicts with `function` of each tensor."""
-    if isinstance(value, Tensor):
-        return function(value)
-    if isinstance(value, dict):
-        return {key: map_tensors(function, item) for key, item in value.items()}
+    """The same nest with `function` of each tensor."""
+    return map_leaves(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, value)
+
+
+def _rebuilt(value: Any, keys: Iterable[Any], items: list[Any]) -> Any:
+    """A container like `value` with other items."""
     if isinstance(value, tuple | list):
-        return type(value)(map_tensors(function, item) for item in value)
-    return value
+        make = getattr(value, "_make", type(value))  # a NamedTuple takes its items one by one
+        return make(items)
+    if type(value) is dict or (isinstance(value, Mapping) and not isinstance(value, MutableMapping)):
+        kind: Any = type(value)
+        return kind(dict(zip(keys, items, strict=True)))
+    made = copy.copy(value)  # keeps what else the object holds
+    for key, item in zip(keys, items, strict=True):
+        if isinstance(value, Mapping):
+            made[key] = item
+        else:
+            object.__setattr__(made, key, item)  # frozen or not
+    return made
+
+
+def select_samples(value: Any, index: Tensor | slice) -> Any:
+    """Some samples of a nest of tensors."""
+    return map_tensors(lambda t: t[index.to(t.device) if isinstance(index, Tensor) else index], value)
+
+
+def describe(value: Any) -> str:
+    """Shapes and dtypes of a nest of tensors, for messages.
+
+    >>> describe({"x": torch.zeros(1, 3), "y": (torch.tensor([1]), 2)})
+    '{x: (1, 3) float32, y: ((1,) int64, 2)}'
+    """
+    if isinstance(value, Tensor):
+        return f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
+    inside = entries(value)
+    if inside is None:
+        return repr(value)
+    if isinstance(value, tuple | list):
+        return "(" + ", ".join(describe(item) for _, item in inside) + ")"
+    return "{" + ", ".join(f"{key}: {describe(item)}" for key, item in inside) + "}"

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from secateur.errors import SecateurError, UnsupportedModelError
-from secateur.nest import tensors_in
+from secateur.nest import tensors_of_output
 from secateur.plans.plan import plan_for
 from secateur.running.copies import meta_copy, shared_copy, unwrap
 from secateur.running.observer import Rehearsal
@@ -87,17 +87,9 @@ def _watch(shadow: nn.Module, inputs: Example, axes: AxisTable) -> LabelPass:
     labels = LabelPass(shadow, axes)
     with quiet(), labels:
         output = run(shadow, inputs)
-    for tensor in outputs_of(output):
+    for tensor in tensors_of_output(output):
         labels.freeze_tensor(tensor, "model output")
     return labels
-
-
-def outputs_of(output: object) -> list[object]:
-    """All tensors a model returns, also inside dataclass-like objects."""
-    found: list[object] = list(tensors_in(output))
-    if not found and hasattr(output, "__dict__"):
-        found = list(tensors_in(vars(output)))
-    return found
 
 
 def _watch_training(shadow: nn.Module, inputs: Example, axes: AxisTable) -> LabelPass | None:

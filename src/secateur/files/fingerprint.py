@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from secateur.nest import tensors_in
+from secateur.nest import tensors_of_output
 from secateur.running.copies import named_modules, shared_copy
 from secateur.running.sandbox import Example, quiet, run
 
@@ -199,7 +199,7 @@ def _outputs(model: nn.Module, form: Mapping[str, Any], samples: int, nudge: flo
         torch.manual_seed(1 if nudge else 0)  # a forward that draws random numbers must give itself away
         inputs = _made(form, samples, nudge, _like(model), np.random.RandomState(0))  # numpy never changes this stream
         found = run(shared_copy(model).eval(), inputs)
-    tensors = tensors_in(found) or tensors_in(getattr(found, "__dict__", None))
+    tensors = tensors_of_output(found)
     kept = []
     for tensor in [t for t in tensors if t.is_floating_point() and t.numel()][:_OUTPUTS]:
         flat = tensor.detach().flatten()

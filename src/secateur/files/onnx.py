@@ -17,7 +17,7 @@ from secateur.errors import SecateurError, SecateurWarning, VerificationError
 from secateur.latency.timing import Timing, medians, repeated
 from secateur.nest import tensors_in
 from secateur.running.copies import shared_copy, unwrap
-from secateur.running.sandbox import Example, quiet, run_or_explain
+from secateur.running.sandbox import Example, arguments, quiet, run_or_explain
 
 
 def export(model: nn.Module, path: str | os.PathLike[str], example: Example, *, dynamic_batch: bool = True) -> Path:
@@ -27,7 +27,7 @@ def export(model: nn.Module, path: str | os.PathLike[str], example: Example, *, 
     """
     target = Path(path)
     model = shared_copy(unwrap(model)).eval()
-    args, kwargs = _call(example)
+    args, kwargs = arguments(example)
     with quiet():
         expected = tensors_in(run_or_explain(model, example))
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -84,12 +84,6 @@ def _session(path: Path) -> Any:
     settings.log_severity_level = 3
     settings.intra_op_num_threads = torch.get_num_threads()
     return onnxruntime.InferenceSession(str(path), settings, providers=["CPUExecutionProvider"])
-
-
-def _call(example: Example) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if isinstance(example, dict):
-        return (), dict(example)
-    return (tuple(example), {}) if isinstance(example, tuple | list) else ((example,), {})
 
 
 def _gap(a: Tensor, b: Tensor) -> float:

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from secateur.errors import DataError
-from secateur.running.batches import Data, as_batch, as_data, default_loss, is_pair, size_of, take
+from secateur.nest import select_samples
+from secateur.running.batches import Data, as_batch, as_data, default_loss, is_pair, size_of
 from secateur.running.devices import device_of, to_device
 from secateur.running.logits import logits_of
 from secateur.running.processes import active, share, synchronise
@@ -101,7 +102,7 @@ class FineTune:
             if len(chunk) < 2 * world and begin:
                 continue  # batch norm cannot train on a single sample
             mine = chunk[rank::world]
-            yield take(inputs, mine), take(targets, mine)
+            yield select_samples(inputs, mine), select_samples(targets, mine)
 
 
 def _half(device: torch.device | None) -> torch.dtype | None:

@@ -20,6 +20,7 @@ from secateur.errors import (
     UnsupportedModelError,
 )
 from secateur.latency.timing import Timing, batch_of, time_batches
+from secateur.nest import describe
 from secateur.relevance.composites import PRESETS, Composite
 from secateur.relevance.conservation import Conservation
 from secateur.relevance.rules import Rule
@@ -34,7 +35,7 @@ from secateur.running.batches import Data, batches, check_targets, is_binary
 from secateur.running.copies import unwrap
 from secateur.running.devices import device_of
 from secateur.running.logits import logits_of, one_output
-from secateur.running.sandbox import describe, evaluating, run
+from secateur.running.sandbox import evaluating, run
 from secateur.structure.cost import human
 
 _SAMPLES = 4  # shown as heat maps when they are taken from the data

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from secateur.errors import DataError
-from secateur.nest import tensors_in
+from secateur.nest import leaves, map_leaves, select_samples, tensors_in
 from secateur.running.copies import unwrap
 from secateur.running.devices import device_of, to_device
 from secateur.running.logits import one_output
@@ -53,14 +53,14 @@ def as_data(data: Data) -> Data:
 def as_batch(batch: Any) -> Batch:
     """Inputs and targets with arrays and lists of numbers as tensors."""
     inputs, targets = batch
-    return _tensors(inputs), torch.tensor(targets) if _are_numbers(targets) else _tensors(targets)
+    known = torch.tensor(targets) if _are_numbers(targets) else map_leaves(_tensor, targets)
+    return map_leaves(_tensor, inputs), known
 
 
 def _are_arrays(value: Any) -> bool:
     """Whether a value is what a model is called on: an array, or a nest of them."""
-    if isinstance(value, dict | tuple | list):
-        return bool(value) and all(map(_are_arrays, value.values() if isinstance(value, dict) else value))
-    return isinstance(value, _ARRAYS)
+    kinds = (isinstance(leaf, _ARRAYS) for leaf in leaves(value))
+    return next(kinds, False) and all(kinds)
 
 
 def _are_numbers(value: Any) -> bool:
@@ -70,22 +70,14 @@ def _are_numbers(value: Any) -> bool:
     return all(isinstance(item, int | float | np.number | np.bool_) or _are_numbers(item) for item in value)
 
 
-def _tensors(value: Any) -> Any:
-    if isinstance(value, np.ndarray):
-        try:
-            # torch neither reads backwards nor takes what it must not write to.
-            return torch.as_tensor(value if value.flags.writeable and value.flags.c_contiguous else value.copy())
-        except (TypeError, ValueError) as error:
-            raise DataError(f"an array of {value.dtype} cannot become a tensor: {error}") from error
-    if isinstance(value, dict):
-        return {key: _tensors(item) for key, item in value.items()} if _has_arrays(value.values()) else value
-    if type(value) in (tuple, list):
-        return type(value)(map(_tensors, value)) if _has_arrays(value) else value
-    return value
-
-
-def _has_arrays(values: Iterable[Any]) -> bool:
-    return any(isinstance(value, np.ndarray | dict | tuple | list) for value in values)
+def _tensor(value: Any) -> Any:
+    if not isinstance(value, np.ndarray):
+        return value
+    try:
+        # torch neither reads backwards nor takes what it must not write to.
+        return torch.as_tensor(value if value.flags.writeable and value.flags.c_contiguous else value.copy())
+    except (TypeError, ValueError) as error:
+        raise DataError(f"an array of {value.dtype} cannot become a tensor: {error}") from error
 
 
 def batches(
@@ -112,7 +104,7 @@ def _plain(data: Data, batch_size: int, share: tuple[int, int]) -> Iterator[Batc
         order = torch.arange(count)[rank::world]
         for begin in range(0, len(order), batch_size):
             chunk = order[begin : begin + batch_size]
-            yield take(inputs, chunk), take(targets, chunk)
+            yield select_samples(inputs, chunk), select_samples(targets, chunk)
         return
     if isinstance(data, Tensor) or not isinstance(data, Iterable):
         raise DataError(
@@ -141,7 +133,7 @@ def first_example(data: Data) -> Any:
     for inputs, _ in _plain(data, 1, (0, 1)):
         if size_of(inputs) < 1:
             raise DataError("the first batch is empty.")
-        return _one(inputs)
+        return select_samples(inputs, slice(1))
     raise DataError("the data are empty: there is no batch in them.")
 
 
@@ -230,27 +222,6 @@ def check_inputs(inputs: Any) -> None:
     for tensor in tensors_in(inputs):
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             raise DataError(f"an input of shape {tuple(tensor.shape)} has NaN or infinite values.")
-
-
-def take(value: Any, index: Tensor) -> Any:
-    """Some samples of a nest of tensors; of None, None."""
-    if value is None:
-        return None
-    if isinstance(value, dict):
-        return {key: take(item, index) for key, item in value.items()}
-    if isinstance(value, tuple | list):
-        return tuple(take(item, index) for item in value)
-    return value[index.to(value.device)]
-
-
-def _one(inputs: Any) -> Any:
-    if isinstance(inputs, Tensor):
-        return inputs[:1]
-    if isinstance(inputs, dict):
-        return {key: _one(value) for key, value in inputs.items()}
-    if isinstance(inputs, tuple | list):
-        return tuple(_one(value) for value in inputs)
-    return inputs
 
 
 def example_of(model: nn.Module, data: Data) -> Any:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
+
+from secateur.nest import map_tensors
 
 
 def device_of(model: nn.Module) -> torch.device | None:
@@ -17,13 +19,7 @@ def device_of(model: nn.Module) -> torch.device | None:
 
 def to_device(value: Any, device: torch.device | None) -> Any:
     """The same nest with its tensors on `device`."""
-    if isinstance(value, Tensor):
-        return value if device is None or value.device == device else value.to(device)
-    if isinstance(value, dict):
-        return {key: to_device(item, device) for key, item in value.items()}
-    if type(value) in (tuple, list):
-        return type(value)(to_device(item, device) for item in value)
-    return value
+    return map_tensors(lambda t: t if device is None or t.device == device else t.to(device), value)
 
 
 def precise(device: torch.device) -> torch.dtype:

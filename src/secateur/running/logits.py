@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from secateur.errors import RelevanceError, SecateurWarning
-from secateur.nest import tensors_in
+from secateur.nest import entries, tensors_of_output
 
 
 class Answer(NamedTuple):
@@ -35,7 +35,7 @@ def answer_of(output: Any) -> Answer:
             return Answer(parts[entry], entry)
     real = {entry: part for entry, part in parts.items() if isinstance(part, Tensor) and _may_answer(part)}
     if not real:
-        deep = tensors_in(output if isinstance(output, dict | tuple | list) else vars(output))
+        deep = tensors_of_output(output)
         if not deep:
             raise RelevanceError(f"the model returns {type(output).__name__}, in which there is no tensor to explain.")
         named = {f"tensor {i} of the output": tensor for i, tensor in enumerate(deep)}
@@ -59,14 +59,13 @@ def logits_of(output: Any, *, warn: bool = True) -> Tensor:
 
 def _parts(output: Any) -> Iterator[tuple[str, Any]]:
     """The entries of an output, as they would be written."""
-    if isinstance(output, dict):
-        yield from ((f"output[{key!r}]", part) for key, part in output.items())
-    elif isinstance(output, tuple | list):
-        names = getattr(output, "_fields", None)
-        for i, part in enumerate(output):
-            yield f"output.{names[i]}" if names else f"output[{i}]", part
-    else:
-        yield from ((f"output.{name}", part) for name, part in vars(output).items())
+    names = getattr(output, "_fields", None)  # of a NamedTuple
+    inside = entries(output)
+    for key, part in vars(output).items() if inside is None else inside:
+        if names or not isinstance(output, Mapping | tuple | list):
+            yield f"output.{names[key] if names else key}", part
+        else:
+            yield f"output[{key!r}]", part
 
 
 def _may_answer(tensor: Tensor) -> bool:

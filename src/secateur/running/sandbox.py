@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from secateur.errors import ForwardError, NotFiniteError, UnsupportedModelError
-from secateur.nest import tensors_in
+from secateur.nest import describe, map_tensors, tensors_in
 from secateur.running.copies import unwrap
 
 
@@ -57,13 +57,17 @@ def _forked(entries: Sequence[Tensor]) -> Iterator[None]:
 Example = Any
 
 
+def arguments(example: Example) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """How a model is called on an example: a tensor, a tuple of positional inputs, or a mapping of named inputs."""
+    if isinstance(example, Mapping):
+        return (), dict(example)
+    return (tuple(example), {}) if isinstance(example, tuple | list) else ((example,), {})
+
+
 def run(model: nn.Module, example: Example) -> Any:
-    """Call the model on a tensor, a tuple of positional inputs, or a dict of named inputs."""
-    if isinstance(example, dict):
-        return model(**example)
-    if isinstance(example, tuple | list):
-        return model(*example)
-    return model(example)
+    """Call the model on an example."""
+    args, kwargs = arguments(example)
+    return model(*args, **kwargs)
 
 
 # How torch complains of number formats, and what converts to which.
@@ -101,17 +105,6 @@ def _way_out(model: nn.Module, inputs: Example, error: str) -> str:
     return f"{ways}, or model.{_CASTS[other]}()" if other in _CASTS else ways
 
 
-def describe(example: Example) -> str:
-    """Shapes and dtypes of an example, for messages."""
-    if isinstance(example, Tensor):
-        return f"{tuple(example.shape)} {str(example.dtype).removeprefix('torch.')}"
-    if isinstance(example, dict):
-        return "{" + ", ".join(f"{key}: {describe(value)}" for key, value in example.items()) + "}"
-    if isinstance(example, tuple | list):
-        return "(" + ", ".join(describe(value) for value in example) + ")"
-    return repr(example)
-
-
 @contextmanager
 def quiet() -> Iterator[None]:
     """No gradients, and the random number generators of CPU and GPU as they were before."""
@@ -123,13 +116,7 @@ def quiet() -> Iterator[None]:
 
 def to_meta(example: Example) -> Example:
     """The example without numbers. Integer tensors keep theirs."""
-    if isinstance(example, Tensor):
-        return example.to("meta") if example.is_floating_point() else example
-    if isinstance(example, dict):
-        return type(example)({key: to_meta(value) for key, value in example.items()})
-    if isinstance(example, tuple | list):
-        return type(example)(to_meta(value) for value in example)
-    return example
+    return map_tensors(lambda t: t.to("meta") if t.is_floating_point() else t, example)
 
 
 def check_weights(model: nn.Module) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from secateur.nest import tensors_in
+from secateur.nest import map_leaves, tensors_in
 from secateur.ops.layers import Labels, Layers, compact, narrow, spread, varying
 from secateur.ops.table import Call, Site
 from secateur.running.copies import named_tensors
@@ -286,7 +286,7 @@ class LabelPass(Observer):
         source = call.tensors()[0]
         if any(t.is_meta and not t.is_floating_point() for t in call.tensors()[1:]):
             raise NeedsNumbers(str(call.site))
-        act = function or (lambda layer: call.function(*_replace(call.args, source, layer), **call.kwargs))
+        act = function or (lambda layer: call.function(*_with(call.args, source, layer), **call.kwargs))
         results = [act(layer) for layer in self.layers(source)]
         outputs = tensors_in(output)
         for i, tensor in enumerate(outputs):
@@ -382,12 +382,6 @@ def _present(own: Sequence[int], shape: tuple[int, ...]) -> frozenset[int]:
     return frozenset(d for d in range(len(shape)) if d >= offset and own[d - offset] == shape[d] and shape[d] > 1)
 
 
-def _replace(args: Any, source: Tensor, layer: Tensor) -> Any:
+def _with(args: tuple[Any, ...], source: Tensor, layer: Tensor) -> Any:
     """The arguments with `source` replaced by its labels."""
-    if args is source:
-        return layer
-    if isinstance(args, tuple):
-        return tuple(_replace(item, source, layer) for item in args)
-    if isinstance(args, list):
-        return [_replace(item, source, layer) for item in args]
-    return args
+    return map_leaves(lambda leaf: layer if leaf is source else leaf, args)

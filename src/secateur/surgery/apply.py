@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from secateur.errors import SecateurError, VerificationError
-from secateur.nest import tensors_in
+from secateur.nest import map_tensors, tensors_of_output
 from secateur.plans.plan import Plan
 from secateur.running.copies import copy_with, unwrap
 from secateur.running.sandbox import Example, quiet, run
@@ -71,7 +71,7 @@ def verify(model: nn.Module, small: nn.Module, plan: Plan, example: Example) -> 
 def _gap(small: nn.Module, model: nn.Module, plan: Plan, example: Example, double: bool = False) -> tuple[float, str]:
     """The largest difference between small and masked outputs relative to the largest output, and where it is."""
     if double:
-        example = _double(example)
+        example = map_tensors(lambda t: t.double() if t.is_floating_point() else t, example)
     outputs = [_outputs("smaller", _doubled(small) if double else small, example)]
     masked = reference(model, plan)  # made only now, so that not all three models and a pass need memory at once
     outputs.append(_outputs("masked", masked.double() if double else masked, example))
@@ -97,7 +97,7 @@ def _outputs(what: str, net: nn.Module, example: Example) -> list[Tensor]:
     net.eval()
     with quiet():
         try:
-            found = tensors_in(_plain(run(net, example)))
+            found = tensors_of_output(run(net, example))
         except Exception as error:
             raise VerificationError(
                 f"the {what} model does not run on the example: {type(error).__name__}: {error}. A size is "
@@ -113,19 +113,5 @@ def _doubled(net: nn.Module) -> nn.Module:
     return copy_with(net, lambda name, old: old.detach().double() if old.is_floating_point() else old.detach())
 
 
-def _double(example: Example) -> Example:
-    if isinstance(example, Tensor):
-        return example.double() if example.is_floating_point() else example
-    if isinstance(example, dict):
-        return type(example)({k: _double(v) for k, v in example.items()})
-    if isinstance(example, tuple | list):
-        return type(example)(_double(v) for v in example)
-    return example
-
-
 def _dtype(model: nn.Module) -> torch.dtype:
     return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-
-
-def _plain(output: Any) -> Any:
-    return vars(output) if not tensors_in(output) and hasattr(output, "__dict__") else output

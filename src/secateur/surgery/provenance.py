@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from secateur.nest import entries
 from secateur.plans.plan import Plan
 from secateur.running.copies import unwrap
 from secateur.running.sandbox import Example
@@ -47,10 +48,11 @@ def _form(value: Any) -> dict[str, Any]:
             raise ValueError("not finite")
         kind = "real" if value.is_floating_point() else str(value.dtype).removeprefix("torch.")
         return {"shape": list(value.shape), "kind": kind, "low": low, "high": high}
-    if isinstance(value, dict):
-        return {"named": {str(key): _form(item) for key, item in value.items()}}
-    if isinstance(value, tuple | list):
-        return {"items": [_form(item) for item in value]}
+    inside = entries(value)
+    if inside is not None and not isinstance(value, tuple | list):
+        return {"named": {str(key): _form(item) for key, item in inside}}
+    if inside is not None:
+        return {"items": [_form(item) for _, item in inside]}
     if value is None or isinstance(value, bool | int | float | str):
         return {"value": value}
     raise TypeError("no plain value")
