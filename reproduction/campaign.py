@@ -19,7 +19,7 @@ from reproduction.uncoupled import prune_uncoupled
 from secateur.data.views import View
 from secateur.errors import SecateurError
 from secateur.loop.prune import prune
-from secateur.report.document import write
+from secateur.atomic import write
 from secateur.results.history import History
 
 #: `paper` masks every filter on its own, `physical` removes coupled filters together.

@@ -12,7 +12,7 @@ import safetensors.torch
 from torch import Tensor
 
 from secateur.errors import FileFormatError
-from secateur.report.document import write
+from secateur.atomic import write
 
 
 def save(file: Path, kind: str, settings: Mapping[str, Any], notes: Any, tensors: Mapping[str, Tensor]) -> None:

@@ -57,7 +57,7 @@ def demo(
     with talk.stage("timing both networks and drawing the page"):
         timings = time_batches(shown.network, result.model, reference[0][:1])
         save(out / "model", result)
-        (out / "comparison.json").write_text(shown.comparison.to_json(), encoding="utf-8")
+        shown.comparison.to_json(out / "comparison.json")
         result.history.to_csv(out / "history.csv")
         page = result.report(
             out / "report.html", data=test, comparison=shown.comparison, classes=names, latency=timings,

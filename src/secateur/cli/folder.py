@@ -16,6 +16,7 @@ from typing import Any
 import typer
 from torch import nn
 
+from secateur import atomic
 from secateur.cli.output import Talk
 from secateur.cli.subject import Task
 from secateur.data.images import Photographs
@@ -132,7 +133,7 @@ def begin_run(out: Path, asked: dict[str, Any], fresh: bool, talk: Talk) -> str 
         out.mkdir(parents=True, exist_ok=True)
         # What lies there until it is replaced stays listed, so that nothing of it is left over in the end.
         text = json.dumps({"asked": asked, "finished": False, "files": files}, indent=1)
-        note.write_text(text, encoding="utf-8")
+        atomic.write(note, text)
     except OSError as error:
         raise SecateurError(f"--out {out} cannot be written: {error.strerror}.", fix="another --out") from error
     return earlier
@@ -150,14 +151,14 @@ def undone_if_impossible(out: Path, earlier: str | None) -> Iterator[None]:
             if earlier is None:
                 (out / RUN).unlink(missing_ok=True)
             else:
-                (out / RUN).write_text(earlier, encoding="utf-8")
+                atomic.write(out / RUN, earlier)
         raise
 
 
 def end_run(out: Path, asked: Mapping[str, Any], summary: Mapping[str, Any]) -> None:
     """Note that a run is finished, and drop what it needed to go on."""
     text = json.dumps({"asked": asked, "finished": True, **summary}, indent=1)
-    (out / RUN).write_text(text, encoding="utf-8")
+    atomic.write(out / RUN, text)
     _forget(out)
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
+from secateur import atomic
 from secateur.errors import FileFormatError, PlanError, SecateurError
 from secateur.files.fingerprint import answer, answer_gap, own_differences, setting_differences, settings
 from secateur.plans.plan import Plan
@@ -49,18 +48,10 @@ def save(path: str | os.PathLike[str], result: Any, *, about: Mapping[str, Any] 
     text = json.dumps(
         {"format": FORMAT, **note, "fingerprint": known, "plans": [json.loads(plan.to_json()) for plan in plans]}
     )
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
-    try:
-        _write(staging / PLANS, text.encode())
+    with atomic.replacing_folder(path) as folder:
+        (folder / PLANS).write_bytes(text.encode())
         metadata = {"format": FORMAT, "plan": hashlib.sha256(text.encode()).hexdigest()}
-        safetensors.torch.save_file(_state(model), staging / WEIGHTS, metadata)
-        _sync(staging / WEIGHTS)
-        _sync(staging)
-        _swap(staging, target)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
+        safetensors.torch.save_file(_state(model), folder / WEIGHTS, metadata)
 
 
 def load(path: str | os.PathLike[str], model: nn.Module) -> nn.Module:
@@ -191,31 +182,3 @@ def _read_weights(folder: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
             return {key: file.get_tensor(key) for key in file.keys()}, file.metadata() or {}  # noqa: SIM118
     except (safetensors.SafetensorError, ValueError, RuntimeError) as error:
         raise FileFormatError(f"{path} is damaged or not a safetensors file: {error}") from error
-
-
-def _write(path: Path, content: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _swap(staging: Path, target: Path) -> None:
-    """Move a finished folder into place, the old one out of the way first."""
-    os.chmod(staging, 0o755)
-    if target.exists():
-        old = Path(tempfile.mkdtemp(prefix=f".{target.name}.old.", dir=target.parent))
-        os.rename(target, old / "was")
-        os.rename(staging, target)
-        shutil.rmtree(old, ignore_errors=True)
-    else:
-        os.rename(staging, target)
-    _sync(target.parent)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from secateur import atomic
 from secateur.errors import SecateurError, SecateurWarning, VerificationError
 from secateur.latency.timing import Timing, medians, repeated
 from secateur.nest import tensors_in
@@ -101,13 +102,12 @@ def _to_onnx(
         import onnxscript  # noqa: F401
     except ImportError as error:
         raise SecateurError("exporting to ONNX needs the extra: pip install 'secateur[export]'") from error
-    staged = target.with_name(f".{target.name}.part")
     options: dict[str, Any] = {"dynamo": True, "external_data": False, "verbose": False}
     free = dynamic_batch and not kwargs and all(isinstance(a, Tensor) and a.ndim and a.shape[0] > 1 for a in args)
     if free:
         batch = torch.export.Dim("batch", min=1)
         options["dynamic_shapes"] = _in_place(model, tuple({0: batch} for _ in args))
-    try:
+    with atomic.replacing(target) as staged:
         try:
             torch.onnx.export(model, args, staged, kwargs=kwargs or None, **options)
         except Exception:
@@ -131,10 +131,7 @@ def _to_onnx(
             outputs = [torch.from_numpy(item) for item in session.run(None, feeds)]
         except Exception as error:  # numpy has no bfloat16; ONNX Runtime has errors of its own for what it lacks
             raise _unable(model, error) from error
-        os.replace(staged, target)
-        return outputs
-    finally:
-        staged.unlink(missing_ok=True)
+    return outputs
 
 
 def _opened(path: Path, model: nn.Module) -> Any:
@@ -174,10 +171,6 @@ def _to_pt2(model: nn.Module, target: Path, args: tuple[Any, ...], kwargs: dict[
     with quiet():
         program = torch.export.export(model, args, kwargs, strict=False)
         outputs = tensors_in(program.module()(*args, **kwargs))
-    staged = target.with_name(f".{target.stem}.part.pt2")
-    try:
+    with atomic.replacing(target) as staged:
         torch.export.save(program, staged)
-        os.replace(staged, target)
-    finally:
-        staged.unlink(missing_ok=True)
     return outputs

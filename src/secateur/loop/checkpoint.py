@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
+from secateur import atomic
 from secateur.errors import CheckpointError, FileFormatError
 from secateur.relevance.conservation import Conservation, Flow
 from secateur.results.history import History
@@ -38,7 +38,7 @@ class State:
 
 
 def write(path: Path, state: State) -> None:
-    """Replace the checkpoint: a temporary file is flushed to disk, then renamed; a kill leaves the old or the new."""
+    """Replace the checkpoint; a kill leaves the old one or the new one."""
     header = {
         "format": FORMAT,
         "settings": state.settings,
@@ -49,19 +49,10 @@ def write(path: Path, state: State) -> None:
         "carried": state.carried,
         "books": asdict(state.books) if state.books is not None else None,
     }
-    staging = path.with_name(f".{path.name}.tmp")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         tensors = {name: tensor.detach().contiguous().cpu().clone() for name, tensor in state.tensors.items()}
-        content = safetensors.torch.save(tensors, {"secateur": json.dumps(header)})
-        with staging.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(staging, path)
-        _sync_folder(path.parent)
+        atomic.write(path, safetensors.torch.save(tensors, {"secateur": json.dumps(header)}))
     except OSError as error:
-        staging.unlink(missing_ok=True)
         raise CheckpointError(
             f"the checkpoint {path} could not be written ({error}); the one before it, if any, is intact.",
             fix="make room and call prune again with the same arguments, it goes on from there",
@@ -101,14 +92,6 @@ def _books(found: Any) -> Conservation | None:
     if found is None:
         return None
     return Conservation(float(found["start"]), float(found["input"]), tuple(Flow(**flow) for flow in found["flows"]))
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 # -- a model's numbers -------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from secateur import atomic
 from secateur.plans.scores import Scores, Values
 from secateur.results.history import History
 
@@ -98,7 +99,7 @@ class Comparison:
             indent=1,
         )  # fmt: skip
         if path is not None:
-            Path(path).write_text(text, encoding="utf-8")
+            atomic.write(path, text)
         return text
 
 

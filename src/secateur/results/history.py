@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from secateur import atomic
 from secateur.errors import FileFormatError
 
 
@@ -106,5 +107,5 @@ def _row(item: Any) -> Row:
 
 def _out(text: str, path: str | Path | None) -> str:
     if path is not None:
-        Path(path).write_text(text, encoding="utf-8")
+        atomic.write(path, text)
     return text
