@@ -13,6 +13,7 @@ from secateur.analysis.analyze import analyze
 from secateur.analysis.specialize import specialize
 from secateur.loop.compare import compare
 from secateur.results.comparison import Comparison
+from secateur.running.accuracy import accuracy
 
 CRITERIA = ("lrp", "taylor", "gradient", "weight")
 REFERENCE = 10  # images per class, as in the paper
@@ -96,19 +97,6 @@ def train(digits: Digits, epochs: int = 15, seed: int = 0, show: Callable[[int, 
     return net.eval()
 
 
-def accuracy(net: nn.Module, data: tuple[Tensor, Tensor]) -> float:
-    """The share of images whose highest score is the right class."""
-    with torch.no_grad():
-        return float((net(data[0]).argmax(1) == data[1]).float().mean())
-
-
-def accuracies(net: nn.Module, data: tuple[Tensor, Tensor], names: list[str]) -> dict[str, float]:
-    """`accuracy` overall, and for each class by its name."""
-    with torch.no_grad():
-        right = (net(data[0]).argmax(1) == data[1]).float()
-    return {"overall": float(right.mean())} | {n: float(right[data[1] == i].mean()) for i, n in enumerate(names)}
-
-
 @dataclass(frozen=True)
 class Demonstration:
     """The specialised network before pruning, and how the criteria compare."""
@@ -129,10 +117,10 @@ def demonstrate(
         narrow,
         reference,
         CRITERIA,
-        evaluate=lambda model: accuracy(model, test),
+        evaluate=lambda model: accuracy(model, test).overall,
         remove=remove,
         step=step,
         graph=analyze(narrow, reference[0][:2]),
         progress=False,
     )
-    return Demonstration(narrow, accuracy(net, digits.test), accuracy(narrow, test), comparison)
+    return Demonstration(narrow, accuracy(net, digits.test).overall, accuracy(narrow, test).overall, comparison)

@@ -25,17 +25,18 @@ def demo(
 
     Example: secateur demo --out my-demo
     """
-    from secateur.demo import REFERENCE, Digits, accuracies, demonstrate, train
+    from secateur.demo import REFERENCE, Digits, demonstrate, train
     from secateur.files.folder import save
     from secateur.latency.timing import time_batches
     from secateur.loop.prune import prune
+    from secateur.running.accuracy import accuracy
 
     talk, begin = Talk(as_json=False), time.perf_counter()
     digits, classes = Digits.load(), [0, 1, 4, 7]
     reference, test, names = digits.of(classes, REFERENCE), digits.of(classes), [f"digit {c}" for c in classes]
 
     def held_out_accuracy(model: nn.Module) -> dict[str, float]:
-        return accuracies(model, test, names)
+        return accuracy(model, test).named(lambda number: names[number])
 
     with talk.stage(f"training a residual network on {len(digits.train[0])} hand-written digits"):
         net = train(digits, epochs)

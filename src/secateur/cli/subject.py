@@ -21,6 +21,7 @@ from secateur.data.views import View
 from secateur.errors import DataError, SecateurWarning
 from secateur.models import Opened, open_model
 from secateur.models.zoo import runs_code
+from secateur.running.accuracy import accuracy
 from secateur.running.batches import Data
 from secateur.running.copies import shared_copy
 from secateur.running.logits import logits_of
@@ -154,20 +155,9 @@ class Task:
     def accuracy(self, model: nn.Module) -> dict[str, float]:
         """The share of test images that are classified right, overall and by class."""
         assert self.test is not None
-        right = torch.zeros(len(self.classes), dtype=torch.long)
-        seen = torch.zeros(len(self.classes), dtype=torch.long)
-        labels = {target: label for label, target in enumerate(self.test.targets)}
-        with torch.no_grad():
-            for inputs, targets in self.test.batches(32, device_of(model)):
-                hits = (logits_of(model(inputs)).argmax(1) == targets).cpu()
-                own = torch.tensor([labels[t] for t in targets.tolist()])
-                right += torch.bincount(own[hits], minlength=len(right))
-                seen += torch.bincount(own, minlength=len(seen))
-        shares = (right.double() / seen.clamp(min=1)).tolist()
-        return {
-            "overall": int(right.sum()) / int(seen.sum()),
-            **dict(zip(metric_names(self.classes), shares, strict=True)),
-        }
+        found = accuracy(model, self.test.batches(32, device_of(model)))
+        shares = [found.classes.get(target, 0.0) for target in self.test.targets]
+        return {"overall": found.overall, **dict(zip(metric_names(self.classes), shares, strict=True))}
 
 
 def metric_names(classes: Sequence[str]) -> list[str]:

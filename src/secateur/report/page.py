@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from secateur import atomic
@@ -32,11 +31,9 @@ from secateur.report.environment import environment
 from secateur.report.run import Run
 from secateur.report.tables import Table
 from secateur.results.comparison import Comparison
-from secateur.running.batches import Data, batches, check_targets, is_binary
+from secateur.running.accuracy import Accuracy, accuracy
+from secateur.running.batches import Data
 from secateur.running.copies import unwrap
-from secateur.running.devices import device_of
-from secateur.running.logits import logits_of, one_output
-from secateur.running.sandbox import evaluating, run
 from secateur.structure.cost import human
 
 _SAMPLES = 4  # shown as heat maps when they are taken from the data
@@ -72,15 +69,6 @@ class LayerRow:
         return self.after / max(self.before, 1)
 
 
-@dataclass(frozen=True)
-class Accuracy:
-    """The share of right answers on some samples, overall and by class."""
-
-    overall: float
-    classes: Mapping[str, float]
-    samples: int
-
-
 def write_report(
     path: str | Path,
     result: Run,
@@ -105,7 +93,7 @@ def write_report(
         raise SecateurError("heat maps and accuracies before pruning need the unpruned model: give original=model.")
     scores: list[Accuracy] | None = None
     if source is not None and test is not None:
-        scores = [_accuracy(model, test, classes) for model in (source, result.model)]
+        scores = [accuracy(model, test) for model in (source, result.model)]
     first, last = _ends(result)
     metric = Metric.of([row.overall for row in result.history if row.overall is not None])
     criterion = str(result.settings.get("criterion") or (result.scores.criterion if result.scores else "no criterion"))
@@ -130,7 +118,7 @@ def write_report(
         charts=run_charts(result.history, metric),
         metric=metric,
         measured=scores is not None or "overall" in first,
-        classes=_class_table(scores, first, last, metric),
+        classes=_class_table(scores, classes, first, last, metric),
         contest=contest(comparison) if comparison is not None else None,
         layers=layers,
         layer_table=_layer_table(layers),
@@ -243,32 +231,18 @@ def _latency_note(result: Run, timings: Sequence[Timing], when: str) -> str:
     return f"Latency is the median of up to {_REPEATS} forward passes on {sample}{turns}, measured {when}."
 
 
-def _accuracy(model: nn.Module, data: Data, names: Names) -> Accuracy:
-    right: dict[int, int] = {}
-    total: dict[int, int] = {}
-    with evaluating(model), torch.no_grad():
-        for inputs, targets in batches(data, device=device_of(model)):
-            output = logits_of(run(model, inputs))
-            wanted = check_targets(targets, output)
-            if one_output(output, wanted.numel()) and not is_binary(wanted):
-                raise DataError("accuracy needs targets that are 0 or 1 if the model has one output.")
-            said = (output > 0).to(wanted.dtype) if one_output(output, wanted.numel()) else output.argmax(1)
-            hits = (said == wanted).reshape(-1).tolist()
-            for target, hit in zip(wanted.long().reshape(-1).tolist(), hits, strict=True):
-                right[target] = right.get(target, 0) + hit
-                total[target] = total.get(target, 0) + 1
-    if not total:
-        raise SecateurError("the test data are empty: there is no batch in them.")
-    by_class = {name_of(c, names): right[c] / total[c] for c in sorted(total)}
-    return Accuracy(sum(right.values()) / sum(total.values()), by_class, sum(total.values()))
-
-
 # -- tables ------------------------------------------------------------------------------------------------------------
 def _class_table(
-    scores: Sequence[Accuracy] | None, first: Mapping[str, float], last: Mapping[str, float], metric: Metric
+    scores: Sequence[Accuracy] | None,
+    classes: Names,
+    first: Mapping[str, float],
+    last: Mapping[str, float],
+    metric: Metric,
 ) -> Table | None:
     """The largest loss first."""
-    before, after = (scores[0].classes, scores[1].classes) if scores is not None else (first, last)
+    before, after = first, last
+    if scores is not None:
+        before, after = ({name_of(c, classes): share for c, share in s.classes.items()} for s in scores)
     kind = Metric(percent=True) if scores is not None else metric
     names = [name for name in before if name in after and (scores is not None or name != "overall")]
     if not names:

@@ -1,0 +1,57 @@
+"""How often a classifier is right."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from secateur.errors import DataError
+from secateur.running.batches import Data, batches, check_targets, is_binary
+from secateur.running.devices import device_of
+from secateur.running.logits import logits_of, one_output
+from secateur.running.sandbox import evaluating, run
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """The share of right answers on some samples, overall and by class number. `float(…)` is the overall one."""
+
+    overall: float
+    classes: Mapping[int, float]
+    samples: int
+
+    def __float__(self) -> float:
+        return self.overall
+
+    def named(self, name: Callable[[int], str] = str) -> dict[str, float]:
+        """The shares as `prune(evaluate=…)` and a history hold them: "overall", and each class by its name."""
+        return {"overall": self.overall} | {name(number): share for number, share in self.classes.items()}
+
+
+def accuracy(model: nn.Module, data: Data, batch_size: int = 32) -> Accuracy:
+    """The accuracy of a model in evaluation mode on a pair (X, y) or on batches of inputs and targets.
+
+    A model with a single output answers 1 where that is positive, else 0.
+
+    >>> accuracy(nn.Identity(), (torch.eye(3), torch.tensor([0, 1, 1])))
+    Accuracy(overall=0.6666666666666666, classes={0: 1.0, 1: 0.5}, samples=3)
+    """
+    right: Counter[int] = Counter()
+    seen: Counter[int] = Counter()
+    with evaluating(model), torch.no_grad():
+        for inputs, targets in batches(data, batch_size, device_of(model)):
+            output = logits_of(run(model, inputs))
+            wanted = check_targets(targets, output)
+            single = one_output(output, wanted.numel())
+            if wanted.is_floating_point() and not (single and is_binary(wanted)):
+                raise DataError("accuracy needs class numbers as targets; each is 0 or 1 if the model has one output.")
+            hits = (output > 0).to(wanted.dtype) == wanted if single else output.argmax(1) == wanted
+            right.update(wanted[hits].long().tolist())
+            seen.update(wanted.long().reshape(-1).tolist())
+    if not seen:
+        raise DataError("the test data are empty: there is no batch in them.")
+    return Accuracy(right.total() / seen.total(), {c: right[c] / seen[c] for c in sorted(seen)}, seen.total())
