@@ -13,7 +13,7 @@ import torchvision
 import constructs
 import secateur as sc
 from secateur.analysis import analyze as analysis
-from secateur.structure.coupling import Classes
+from secateur.structure.coupling import Coupling
 from secateur.structure.graph import Graph
 
 BUILD = analysis.build
@@ -22,7 +22,7 @@ MODELS = ["resnet18", "mobilenet_v2", "shufflenet_v2_x1_0", "googlenet", "regnet
 
 def expected(axes: Any, passes: Any, blocked: dict[str, str]) -> tuple[list[Any], dict[int, int], set[int], list[Any]]:
     """Layers as tuples, units of each group, the groups that may leave, and the producers."""
-    classes = Classes(axes.total, passes)
+    classes = Coupling(axes.total, passes)
     root = classes.root.tolist()
     reasons: dict[int, str] = {}
     for labels, reason in classes._frozen:

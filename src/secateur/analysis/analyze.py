@@ -18,7 +18,7 @@ from secateur.running.copies import meta_copy, shared_copy, unwrap
 from secateur.running.observer import Rehearsal
 from secateur.running.sandbox import Example, quiet, run, run_or_explain, to_meta
 from secateur.structure.axes import AxisTable
-from secateur.structure.graph import Graph, Layer, Remembered, build
+from secateur.structure.graph import Graph, Layer, RepeatedSize, build
 from secateur.structure.labels import LabelPass
 from secateur.surgery.cut import cut
 
@@ -121,24 +121,23 @@ class Trial:
         self._known = (model, example, axes, passes)
         self.shadow, self.inputs = shadow, inputs
         self.blocked: dict[str, str] = {}
-        self.remembered: tuple[Remembered, ...] = ()
+        self.repeated: tuple[RepeatedSize, ...] = ()
         self.graph: Graph = self._graph()
 
     def _graph(self) -> Graph:
-        return build(*self._known, self.blocked, self.remembered)
+        return build(*self._known, self.blocked, self.repeated)
 
     def settled(self) -> bool:
         """Try one unit of every layer at once. Layers that break the forward are blocked, and the rest tried again."""
-        known = len(self.blocked) + len(self.remembered)
+        known = len(self.blocked) + len(self.repeated)
         self._search([layer for layer in self.graph.layers if layer.prunable])
-        if len(self.blocked) + len(self.remembered) == known:
+        if len(self.blocked) + len(self.repeated) == known:
             return True
         self.graph = self._graph()
         return False
 
     def _breaks(self, layers: list[Layer]) -> str | None:
-        self.graph.remembered = self.remembered
-        plan = plan_for(self.graph, _one_of_each(self.graph, layers))
+        plan = plan_for(self.graph, _one_of_each(self.graph, layers), self.repeated)
         small = cut(self.shadow, plan)
         with quiet():
             try:
@@ -155,16 +154,16 @@ class Trial:
             return
         kinds = _alike(layers)
         if len(kinds) == 1:
-            if self._remembers(layers):
+            if self._repeats(layers):
                 return
             alone = error if len(layers) == 1 else self._breaks(layers[:1])
             if alone is not None:
                 return self._block(layers, alone)
             kinds = [layers[: len(layers) // 2], layers[len(layers) // 2 :]]
-        before = len(self.blocked) + len(self.remembered)
+        before = len(self.blocked) + len(self.repeated)
         for kind in kinds:
             self._search(kind)
-        if len(self.blocked) + len(self.remembered) == before:
+        if len(self.blocked) + len(self.repeated) == before:
             # Each is fine alone, together they are not: only the first kind may shrink.
             for kind in kinds[1:]:
                 self._block(kind, error)
@@ -172,19 +171,19 @@ class Trial:
     def _block(self, layers: list[Layer], error: str) -> None:
         self.blocked.update({layer.name: f"a size is written into the forward ({error})" for layer in layers})
 
-    def _remembers(self, layers: list[Layer]) -> bool:
+    def _repeats(self, layers: list[Layer]) -> bool:
         """Whether the forward runs once attributes that repeat the layers' sizes shrink too."""
-        before = self.remembered
+        before = self.repeated
         found = {(item.path, item.name): item for item in _attributes(self.graph, self.shadow, layers)}
         found |= {(item.path, item.name): item for item in before}
-        self.remembered = tuple(found.values())
-        if len(self.remembered) > len(before) and self._breaks(layers) is None:
+        self.repeated = tuple(found.values())
+        if len(self.repeated) > len(before) and self._breaks(layers) is None:
             return True
-        self.remembered = before
+        self.repeated = before
         return False
 
 
-def _attributes(graph: Graph, model: nn.Module, layers: list[Layer]) -> Iterator[Remembered]:
+def _attributes(graph: Graph, model: nn.Module, layers: list[Layer]) -> Iterator[RepeatedSize]:
     """Numbers kept by the user's own modules, around the layers, that equal a size that shrinks."""
     for layer in layers:
         touched = np.unique(graph.axis_of[np.concatenate([graph.labels_of(g) for g in layer.groups[:1].tolist()])])
@@ -198,7 +197,7 @@ def _attributes(graph: Graph, model: nn.Module, layers: list[Layer]) -> Iterator
                     continue
                 for name, value in vars(module).items():
                     if type(value) is int and value == axis.size:
-                        yield Remembered(path, name, position)
+                        yield RepeatedSize(path, name, position)
 
 
 def _alike(layers: list[Layer]) -> list[list[Layer]]:

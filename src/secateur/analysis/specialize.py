@@ -84,32 +84,32 @@ def specialize(
         raise TargetError(f"merge={merge!r} is not known; outputs are merged by their sum or their mean.")
     model = unwrap(model)
     graph = graph if graph is not None else analyze(model, example)
-    classes = _output_classes(model, graph, example)
+    rows = _output_rows(model, graph, example)
     groups: Mapping[str, Sequence[int]] | None = None
     if isinstance(outputs, Mapping):
         groups = outputs
         wanted = [int(i) for members in groups.values() for i in members]
     else:
         wanted = [int(i) for i in outputs]
-    _check(wanted, len(classes), groups)
-    plan = _plan(model, graph, classes, wanted)
+    _check(wanted, len(rows), groups)
+    plan = _plan(model, graph, rows, wanted)
     if groups is not None:
-        whole = MergedOutputs(model, groups, len(classes), merge)
-        plan = _prefixed(plan, len(classes), wanted, len(groups))
+        whole = MergedOutputs(model, groups, len(rows), merge)
+        plan = _prefixed(plan, len(rows), wanted, len(groups))
         narrow = cut(whole, plan)
         remember(narrow, whole, plan)
         return narrow
     narrow = cut(model, plan)
-    _reorder(narrow, graph, plan, classes, wanted)
+    _reorder(narrow, graph, rows, wanted)
     _verify(model, narrow, example, wanted)
     remember(narrow, model, plan)
     return narrow
 
 
-def _output_classes(model: nn.Module, graph: Graph, example: Example) -> Labels:
-    """The class of each output, in order."""
+def _output_rows(model: nn.Module, graph: Graph, example: Example) -> Labels:
+    """The group that makes each output, in order."""
     shadow = shared_copy(model).eval()
-    labels = LabelPass(shadow, graph.axes)
+    labels = LabelPass(shadow, graph.axes.copy())
     with quiet(), labels:
         output = logits_of(run(shadow, example))
     found = labels.along(output, 1) if output.ndim > 1 else None
@@ -133,12 +133,12 @@ def _check(wanted: Sequence[int], count: int, groups: Mapping[str, Sequence[int]
         raise TargetError(f"outputs {twice[:5]} are named more than once.")
 
 
-def _plan(model: nn.Module, graph: Graph, classes: Labels, wanted: Sequence[int]) -> Plan:
-    kept = classes[list(wanted)]
+def _plan(model: nn.Module, graph: Graph, rows: Labels, wanted: Sequence[int]) -> Plan:
+    kept = rows[list(wanted)]
     removed = np.zeros(len(graph.root), np.bool_)
-    removed[classes] = True
+    removed[rows] = True
     removed[kept] = False
-    if np.count_nonzero(removed) != len(classes) - len(wanted):
+    if np.count_nonzero(removed) != len(rows) - len(wanted):
         raise UnsupportedModelError("several outputs come from the same row of weights, so they cannot be kept apart.")
     plan = plan_for(graph, removed)
     tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
@@ -174,12 +174,12 @@ def _prefixed(plan: Plan, count: int, wanted: Sequence[int], groups: int) -> Pla
     )
 
 
-def _reorder(narrow: nn.Module, graph: Graph, plan: Plan, classes: Labels, wanted: Sequence[int]) -> None:
+def _reorder(narrow: nn.Module, graph: Graph, rows: Labels, wanted: Sequence[int]) -> None:
     """Put the rows into the order that was asked for."""
     if list(wanted) == sorted(wanted):
         return
     rank = np.full(len(graph.root), -1, np.int64)
-    rank[classes[list(wanted)]] = np.arange(len(wanted))
+    rank[rows[list(wanted)]] = np.arange(len(wanted))
     tensors = {**dict(narrow.named_parameters()), **dict(narrow.named_buffers())}
     for axis in graph.axes.axes:
         if axis.parameter not in tensors:

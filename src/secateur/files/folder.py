@@ -20,7 +20,7 @@ from secateur.files.fingerprint import answer, answer_gap, own_differences, sett
 from secateur.plans.plan import Plan
 from secateur.running.copies import unwrap
 from secateur.surgery.cut import cut
-from secateur.surgery.provenance import _INPUTS, plans_of, remember
+from secateur.surgery.provenance import provenance_of, remember, remember_inputs
 
 WEIGHTS, PLANS = "model.safetensors", "plan.json"
 FORMAT = "secateur-model-1"
@@ -37,14 +37,15 @@ def save(path: str | os.PathLike[str], result: Any, *, about: Mapping[str, Any] 
     if not isinstance(model, nn.Module):
         raise SecateurError(f"cannot save a {type(result).__name__}; give a pruned module or a Result")
     model = unwrap(model)
-    plans = plans_of(model)
+    origin = provenance_of(model)
+    plans = origin.plans
     if not plans:
         raise SecateurError(
             f"this {type(model).__name__} carries no plan: it was not made by secateur.apply, prune or load. "
             f"For an unpruned model, torch's state_dict and safetensors suffice."
         )
     note = {"about": dict(about)} if about is not None else {}
-    known = {"settings": settings(model), "answer": answer(model, vars(model).get(_INPUTS, ""), plans[-1].after.macs)}
+    known = {"settings": settings(model), "answer": answer(model, origin.inputs, plans[-1].after.macs)}
     text = json.dumps(
         {"format": FORMAT, **note, "fingerprint": known, "plans": [json.loads(plan.to_json()) for plan in plans]}
     )
@@ -147,7 +148,7 @@ def _recognise(model: nn.Module, known: Any, folder: Path) -> None:
         if gap is not None:
             other = [f"its output on fixed inputs differs by {gap:.2g} of the largest", *own_differences(noted, model)]
         else:
-            vars(model)[_INPUTS] = json.dumps(said.get("inputs"))
+            remember_inputs(model, json.dumps(said.get("inputs")))
     if other:
         more = f" (and {len(other) - 3} more)" if len(other) > 3 else ""
         raise FileFormatError(

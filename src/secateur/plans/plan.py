@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,7 @@ from secateur.errors import FileFormatError
 from secateur.ops.layers import Labels
 from secateur.running.sandbox import Example
 from secateur.structure.cost import Cost, human
-from secateur.structure.graph import Graph
+from secateur.structure.graph import Graph, RepeatedSize
 
 FORMAT = "secateur-plan-1"
 Mask = np.ndarray[tuple[int], np.dtype[np.bool_]]
@@ -53,7 +53,8 @@ class AttributeCut:
 class Plan:
     """Which groups leave: for each parameter and dimension the indices that are cut.
 
-    Plans compare by what they cut, print as a table, and round-trip through `to_json` / `from_json`.
+    Plans compare by what they cut, print as a table, and round-trip through `to_json` / `from_json`. `example` is the
+    input that the model was analysed with, on which `apply` verifies the removal; a plan from a file has none.
     """
 
     groups: tuple[int, ...]
@@ -69,7 +70,7 @@ class Plan:
     example: Example = field(default=None, compare=False, repr=False)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Plan:
-        return self  # a record that nobody changes; a smaller model carries it into each of its many copies
+        return self  # nobody changes it
 
     @property
     def units(self) -> tuple[int, int]:
@@ -166,8 +167,8 @@ def _indices(value: Any) -> tuple[int, ...]:
     return tuple(_count(item) for item in value)
 
 
-def plan_for(graph: Graph, removed: Mask) -> Plan:
-    """The plan that removes exactly the classes marked in `removed`."""
+def plan_for(graph: Graph, removed: Mask, repeated: Sequence[RepeatedSize] | None = None) -> Plan:
+    """The plan that removes exactly the groups marked in `removed`. `repeated`: other such sizes than the graph's."""
     gone = removed[graph.root]
     gone[0] = False
     cuts: dict[str, dict[int, tuple[int, ...]]] = {}
@@ -189,7 +190,7 @@ def plan_for(graph: Graph, removed: Mask) -> Plan:
         shapes={name: graph.shapes[name] for name in cuts},
         heads=_head_cuts(graph, removed),
         norms=tuple(norms),
-        attributes=_attribute_cuts(graph, gone),
+        attributes=_attribute_cuts(graph, gone, graph.repeated if repeated is None else repeated),
         layers=_unit_counts(graph, removed),
         model=graph.model_name,
         before=graph.cost,
@@ -201,15 +202,15 @@ def plan_for(graph: Graph, removed: Mask) -> Plan:
 def _head_cuts(graph: Graph, removed: Mask) -> tuple[HeadCut, ...]:
     made: dict[str, HeadCut] = {}
     for heads in graph.heads:
-        gone = np.flatnonzero(removed[heads.classes])
+        gone = np.flatnonzero(removed[heads.groups])
         if len(gone):
-            made[heads.path] = HeadCut(heads.path, len(heads.classes), tuple(gone.tolist()))
+            made[heads.path] = HeadCut(heads.path, len(heads.groups), tuple(gone.tolist()))
     return tuple(made.values())
 
 
-def _attribute_cuts(graph: Graph, gone: Mask) -> tuple[AttributeCut, ...]:
+def _attribute_cuts(graph: Graph, gone: Mask, repeated: Sequence[RepeatedSize]) -> tuple[AttributeCut, ...]:
     made = []
-    for item in graph.remembered:
+    for item in repeated:
         axis = graph.axes.axes[item.axis]
         lost = int(np.count_nonzero(gone[axis.base : axis.base + axis.size]))
         if lost:

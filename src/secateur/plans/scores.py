@@ -30,7 +30,7 @@ class Scores:
     conservation: Conservation | None = field(default=None, compare=False, repr=False)
 
     def of(self, graph: Graph) -> Values:
-        """The score of every class of a graph; NaN where the criterion has nothing to say."""
+        """The score of every group of a graph; NaN where the criterion has nothing to say."""
         sizes = {site: len(producer.labels) for producer in graph.producers for site in producer.sites}
         for site, values in self.units.items():
             if len(values) != sizes.get(site, -1):

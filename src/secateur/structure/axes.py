@@ -1,7 +1,7 @@
 """Label numbers for the axes of parameters, and which of them belong together.
 
 Every index along every axis of every parameter has a label: one integer, never 0 (0 means "no label"). Labels that must
-leave together are joined by edges; `components` finds the classes, vectorised, without a Python loop over labels.
+leave together are joined by edges; `components` finds the groups, vectorised, without a Python loop over labels.
 """
 
 from __future__ import annotations
@@ -55,6 +55,12 @@ class AxisTable:
         self._next += size
         return axis
 
+    def copy(self) -> AxisTable:
+        """The same axes, to add others to."""
+        other = AxisTable()
+        other.axes, other._by_key, other._next = list(self.axes), dict(self._by_key), self._next
+        return other
+
     @property
     def total(self) -> int:
         """One more than the largest label."""
@@ -62,7 +68,7 @@ class AxisTable:
 
 
 def components(total: int, left: Labels, right: Labels) -> Labels:
-    """The smallest label of each label's class, given edges `left[i]` – `right[i]`.
+    """The smallest label of each label's group, given edges `left[i]` – `right[i]`.
 
     >>> components(5, np.array([1, 3]), np.array([2, 4])).tolist()
     [0, 1, 1, 3, 3]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Literal
 
@@ -72,12 +72,12 @@ def count_macs(model: nn.Module, example: Example) -> list[CostTerm]:
 
 
 class CostModel:
-    """Cost as a function of which classes are removed; evaluated many times while a plan is sought."""
+    """Cost as a function of which groups are removed; evaluated many times while a plan is sought."""
 
     def __init__(
         self,
         shapes: Mapping[str, Sequence[int]],
-        parameters: set[str],
+        parameters: Set[str],
         axes: AxisTable,
         root: Labels,
         terms: list[CostTerm],
@@ -97,12 +97,12 @@ class CostModel:
             self._params.append((rest, [v for _, v in vectors]))
 
     def __call__(self, removed: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> Cost:
-        """`removed[root]` says whether a class leaves."""
+        """`removed[root]` says whether a group leaves."""
         keep = ~removed
         return Cost(round(_total(self._params, keep)), round(_total(self._terms, keep)))
 
     def savings(self, removed: np.ndarray[tuple[int], np.dtype[np.bool_]], what: Price = "macs") -> Savings:
-        """What each class costs as things stand, to first order: what leaves with it when it leaves alone.
+        """What each group costs as things stand, to first order: what leaves with it when it leaves alone.
 
         "time" is in MACs, too: those that are computed, and those that could be while numbers are read and written.
         """

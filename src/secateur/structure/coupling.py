@@ -1,4 +1,4 @@
-"""From edges, grids and frozen labels to classes of labels that leave together."""
+"""Which channels leave together: from edges, grids and frozen labels to groups of labels."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from secateur.structure.axes import components
 from secateur.structure.labels import Grid, LabelPass
 
 
-class Classes:
-    """Every label's class (its smallest member), and why frozen classes are frozen.
+class Coupling:
+    """The group of every label (its smallest member), and why frozen groups are frozen.
 
-    `why` is indexed by class: the number of the reason in `reasons`, or -1 for a class that is not frozen.
+    `why` is indexed by group: the number of the reason in `reasons`, or -1 for a group that is not frozen.
     """
 
     def __init__(self, total: int, passes: Sequence[LabelPass]) -> None:
@@ -77,7 +77,7 @@ class Classes:
 
 
 def _live_axes(view: Labels) -> list[int]:
-    """The axes whose index alone decides the class."""
+    """The axes whose index alone decides the group."""
     found = []
     for axis in range(view.ndim):
         rows = np.moveaxis(view, axis, 0).reshape(view.shape[axis], -1)

@@ -16,7 +16,7 @@ from secateur.running.copies import named_tensors
 from secateur.running.sandbox import Example
 from secateur.structure.axes import AxisTable
 from secateur.structure.cost import Cost, CostModel, human
-from secateur.structure.coupling import Classes
+from secateur.structure.coupling import Coupling
 from secateur.structure.labels import LabelPass, NormSite, Producer
 
 
@@ -64,14 +64,14 @@ class Layer:
 
 @dataclass(frozen=True)
 class Heads:
-    """An attention product inside a module, one class per head."""
+    """An attention product inside a module, one group per head."""
 
     path: str
-    classes: Labels
+    groups: Labels
 
 
 @dataclass(frozen=True)
-class Remembered:
+class RepeatedSize:
     """An attribute of the user's own module that repeats the size of an axis and must shrink with it."""
 
     path: str
@@ -79,28 +79,28 @@ class Remembered:
     axis: int
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class Graph:
     """The groups of a model. `print(graph)` shows them as a table; `graph.groups` lists them."""
 
     axes: AxisTable
     root: Labels
-    layers: list[Layer]
+    layers: tuple[Layer, ...]
     units: Labels
     prunable: np.ndarray[tuple[int], np.dtype[np.bool_]]
-    heads: list[Heads]
-    norms: list[NormSite]
+    heads: tuple[Heads, ...]
+    norms: tuple[NormSite, ...]
     shapes: dict[str, tuple[int, ...]]
-    parameters: set[str]
-    producers: list[Producer]
+    parameters: frozenset[str]
+    producers: tuple[Producer, ...]
     module_macs: dict[str, int]
-    unused: list[str]
-    remembered: tuple[Remembered, ...]
+    unused: tuple[str, ...]
+    repeated: tuple[RepeatedSize, ...]
     example: Example
     model_name: str
     cost_of: CostModel = field(repr=False)
 
-    # `root` maps each label to its class, a label itself; `units` and `prunable` are indexed by class.
+    # `root` maps each label to its group, a label itself; `units` and `prunable` are indexed by group.
 
     @cached_property
     def cost(self) -> Cost:
@@ -109,7 +109,7 @@ class Graph:
 
     @cached_property
     def candidates(self) -> Labels:
-        """The classes that may leave, in order of the layers that make them."""
+        """The groups that may leave, in order of the layers that make them."""
         ids = [layer.groups[self.prunable[layer.groups]] for layer in self.layers]
         return np.concatenate(ids) if ids else np.zeros(0, np.int64)
 
@@ -119,7 +119,7 @@ class Graph:
         return int(self.units[self.candidates].sum())
 
     @cached_property
-    def _by_class(self) -> tuple[Labels, Labels]:
+    def _by_group(self) -> tuple[Labels, Labels]:
         order = np.argsort(self.root, kind="stable")
         return order, self.root[order]
 
@@ -132,8 +132,8 @@ class Graph:
         return owner
 
     def labels_of(self, group: int) -> Labels:
-        """The labels in a class."""
-        order, roots = self._by_class
+        """The labels in a group."""
+        order, roots = self._by_group
         return order[np.searchsorted(roots, group) : np.searchsorted(roots, group, "right")]
 
     def members(self, group: int) -> tuple[Member, ...]:
@@ -198,47 +198,49 @@ def build(
     axes: AxisTable,
     passes: Sequence[LabelPass],
     blocked: dict[str, str],
-    remembered: Sequence[Remembered] = (),
+    repeated: Sequence[RepeatedSize] = (),
 ) -> Graph:
     """Put together what the label passes found. `blocked` names layers that trial removals showed to be rigid."""
-    classes = Classes(axes.total, passes)
-    root = classes.root
+    coupling = Coupling(axes.total, passes)
+    root = coupling.root
     main = passes[0]
     shapes = {n: tuple(t.shape) for n, t in named_tensors(model)}
     producers = _distinct(passes)
     makers = Makers(producers, root)
     units = np.zeros(len(root), np.int64)
-    np.add.at(units, makers.classes, makers.counts)
+    np.add.at(units, makers.groups, makers.counts)
     heads = [Heads(site.site.path, root[site.labels]) for site in main.heads]
     places = {group: where for group, where in _head_groups(heads).items() if makers.first[group] >= 0}
     for group, where in places.items():
         units[group] = len(where)
-    prunable = (makers.first >= 0) & (classes.why < 0)
+    prunable = (makers.first >= 0) & (coupling.why < 0)
     filling = _filling(axes, root)
     filling = filling[prunable[filling]]
     prunable[filling] = False
-    classes.why[filling] = classes.reason("the only unit of its layer, or all its units are coupled")
-    layers = _layers(axes, classes, makers, set(places), prunable, blocked)
+    coupling.why[filling] = coupling.reason("the only unit of its layer, or all its units are coupled")
+    layers = _layers(axes, coupling, makers, set(places), prunable, blocked)
     terms = main.macs
     module_macs: dict[str, float] = defaultdict(float)
     for term in terms:
         module_macs[term.site.path] += term.coefficient * float(np.prod([len(a) for a in term.axes]))
-    parameters = {name for name, _ in model.named_parameters()}
+    parameters = frozenset(name for name, _ in model.named_parameters())
     reached = set().union(*(p.seen for p in passes))
+    for array in (root, units, prunable):
+        array.flags.writeable = False
     return Graph(
         axes=axes,
         root=root,
-        layers=layers,
+        layers=tuple(layers),
         units=units,
         prunable=prunable,
-        heads=heads,
-        norms=[norm for p in passes for norm in p.norms],
+        heads=tuple(heads),
+        norms=tuple(norm for p in passes for norm in p.norms),
         shapes=shapes,
         parameters=parameters,
-        producers=producers,
+        producers=tuple(producers),
         module_macs={path: round(m) for path, m in module_macs.items()},
-        unused=sorted(parameters - reached),
-        remembered=tuple(remembered),
+        unused=tuple(sorted(parameters - reached)),
+        repeated=tuple(repeated),
         example=example,
         model_name=type(model).__name__,
         cost_of=CostModel(shapes, parameters, axes, root, terms, main.written),
@@ -255,27 +257,27 @@ def _distinct(passes: Sequence[LabelPass]) -> list[Producer]:
 
 
 class Makers:
-    """Which producers make each class, with how many units, without a Python loop over classes.
+    """Which producers make each group, with how many units, without a Python loop over groups.
 
-    `classes` and `counts` are parallel, producer after producer; `first` is indexed by class: its first producer's
-    number, or -1 for a class that nothing makes.
+    `groups` and `counts` are parallel, producer after producer; `first` is indexed by group: its first producer's
+    number, or -1 for a group that nothing makes.
     """
 
     def __init__(self, producers: Sequence[Producer], root: Labels) -> None:
         self._producers = producers
         found = [np.unique(root[producer.labels], return_counts=True) for producer in producers]
         empty = np.zeros(0, np.int64)
-        self.classes = np.concatenate([empty, *(ids for ids, _ in found)])
+        self.groups = np.concatenate([empty, *(ids for ids, _ in found)])
         self.counts = np.concatenate([empty, *(counts for _, counts in found)])
         numbers = np.repeat(np.arange(len(found)), [len(ids) for ids, _ in found])
-        order = np.argsort(self.classes, kind="stable")
-        self._sorted, self._numbers = self.classes[order], numbers[order]
+        order = np.argsort(self.groups, kind="stable")
+        self._sorted, self._numbers = self.groups[order], numbers[order]
         begins = np.flatnonzero(np.diff(self._sorted, prepend=-1))
         self.first = np.full(len(root), -1, np.int64)
         self.first[self._sorted[begins]] = self._numbers[begins]
 
     def of(self, group: int) -> list[Producer]:
-        """The producers of a class, in order of execution."""
+        """The producers of a group, in order of execution."""
         begin, end = np.searchsorted(self._sorted, group), np.searchsorted(self._sorted, group, "right")
         return [self._producers[i] for i in self._numbers[begin:end].tolist()]
 
@@ -283,13 +285,13 @@ class Makers:
 def _head_groups(heads: Sequence[Heads]) -> dict[int, set[str]]:
     places: dict[int, set[str]] = defaultdict(set)
     for site in heads:
-        for group in site.classes.tolist():
+        for group in site.groups.tolist():
             places[group].add(site.path)
     return places
 
 
 def _filling(axes: AxisTable, root: Labels) -> Labels:
-    """Classes that occupy every index of some axis: removing one would leave nothing there."""
+    """Groups that occupy every index of some axis: removing one would leave nothing there."""
     found = []
     for axis in axes.axes:
         ids = root[axis.base : axis.base + axis.size]
@@ -300,7 +302,7 @@ def _filling(axes: AxisTable, root: Labels) -> Labels:
 
 def _layers(
     axes: AxisTable,
-    classes: Classes,
+    coupling: Coupling,
     makers: Makers,
     heads: set[int],
     prunable: np.ndarray[tuple[int], np.dtype[np.bool_]],
@@ -309,8 +311,8 @@ def _layers(
     """Groups that touch the same axes, in order of execution; frozen and free ones apart."""
     groups = np.flatnonzero(makers.first >= 0)
     groups = groups[np.argsort(makers.first[groups], kind="stable")]
-    # A class is frozen for one reason, so this number tells free from frozen too.
-    families = _touched(axes, classes.root)[groups] * (len(classes.reasons) + 1) + classes.why[groups] + 1
+    # A group is frozen for one reason, so this number tells free from frozen too.
+    families = _touched(axes, coupling.root)[groups] * (len(coupling.reasons) + 1) + coupling.why[groups] + 1
     _, begins, family = np.unique(families, return_index=True, return_inverse=True)
     members = np.split(groups[np.argsort(family, kind="stable")], np.cumsum(np.bincount(family))[:-1])
     layers = []
@@ -320,7 +322,7 @@ def _layers(
         own = tuple(dict.fromkeys(site.path for maker in makers.of(first) for site in maker.sites))
         kind = "head" if first in heads else makers.of(first)[0].kind
         free = bool(prunable[first])
-        reason = None if free else classes.reasons[classes.why[first]]
+        reason = None if free else coupling.reasons[coupling.why[first]]
         name = own[0] or "(forward)"
         names[name] += 1
         if names[name] > 1:
@@ -333,7 +335,7 @@ def _layers(
 
 
 def _touched(axes: AxisTable, root: Labels) -> Labels:
-    """A number for each class: the same for two of them just if they touch the same axes."""
+    """A number for each group: the same for two of them if and only if they touch the same axes."""
     count = len(axes.axes)
     owner = np.repeat(np.arange(count), [axis.size for axis in axes.axes])
     # Pairs as single numbers sort many times faster than rows.

@@ -25,7 +25,7 @@ from secateur.running.observer import Observer
 from secateur.structure.axes import AxisTable
 
 
-@dataclass
+@dataclass(frozen=True)
 class Grid:
     """Labels that vary over several axes: a unit must fill whole slices of one of them, or the tensor is no rectangle.
 
@@ -38,7 +38,7 @@ class Grid:
     reason: str
 
 
-@dataclass
+@dataclass(frozen=True)
 class CostTerm:
     """What one call computes or writes: `coefficient` times the number of kept labels along each axis."""
 
@@ -47,7 +47,7 @@ class CostTerm:
     axes: list[Labels]
 
 
-@dataclass
+@dataclass(frozen=True)
 class NormSite:
     """A norm that mixes channels: which labels it mixes, laid out over the dimensions that it normalises."""
 
@@ -64,7 +64,7 @@ class Producer:
     labels: Labels
 
 
-@dataclass
+@dataclass(frozen=True)
 class HeadSite:
     """An attention product: one label per head."""
 

@@ -12,7 +12,7 @@ from secateur.errors import SecateurError, VerificationError
 from secateur.nest import map_tensors, tensors_of_output
 from secateur.plans.plan import Plan
 from secateur.running.copies import copy_with, unwrap
-from secateur.running.sandbox import Example, quiet, run
+from secateur.running.sandbox import Example, evaluating, quiet, run
 from secateur.surgery.cut import cut
 from secateur.surgery.mask import mask, reference
 from secateur.surgery.provenance import remember
@@ -93,20 +93,15 @@ def _gap(small: nn.Module, model: nn.Module, plan: Plan, example: Example, doubl
 
 def _outputs(what: str, net: nn.Module, example: Example) -> list[Tensor]:
     """What a model returns on the example in evaluation mode."""
-    flags = [(module, module.training) for module in net.modules()]
-    net.eval()
-    with quiet():
+    with quiet(), evaluating(net):
         try:
-            found = tensors_of_output(run(net, example))
+            return tensors_of_output(run(net, example))
         except Exception as error:
             raise VerificationError(
                 f"the {what} model does not run on the example: {type(error).__name__}: {error}. A size is "
                 "probably written into the forward.",
                 fix="leave the layer out with ignore=[...]",
             ) from error
-    for module, flag in flags:
-        module.training = flag
-    return found
 
 
 def _doubled(net: nn.Module) -> nn.Module:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 from torch import Tensor, nn
 
@@ -14,23 +14,43 @@ from secateur.plans.plan import Plan
 from secateur.running.copies import unwrap
 from secateur.running.sandbox import Example
 
-_ATTRIBUTE, _INPUTS = "_secateur_plans", "_secateur_inputs"
+_ATTRIBUTE = "_secateur_provenance"
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """The plans that led from the user's model to this one, in order, and the form of its inputs as JSON, if known."""
+
+    plans: tuple[Plan, ...] = ()
+    inputs: str = ""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self  # nobody changes it, and every copy of the model carries it
+
+
+def provenance_of(model: nn.Module) -> Provenance:
+    """Where a model comes from. That of a model that secateur did not make is empty."""
+    found: Provenance = vars(unwrap(model)).get(_ATTRIBUTE, Provenance())
+    return found
 
 
 def plans_of(model: nn.Module) -> tuple[Plan, ...]:
     """The plans that led from the user's model to this one, in order."""
-    found = vars(unwrap(model)).get(_ATTRIBUTE, ())
-    return tuple(found)
+    return provenance_of(model).plans
 
 
 def remember(small: nn.Module, original: nn.Module, plan: Plan) -> None:
-    """Note on a smaller model how it came about, so that it can be saved."""
-    form = inputs_like(plan.example) if plan.example is not None else vars(unwrap(original)).get(_INPUTS, "")
-    vars(small)[_ATTRIBUTE] = (*plans_of(original), replace(plan, example=None))
-    vars(small)[_INPUTS] = form
+    """Note on a smaller model that `plan` made it of `original`, so that it can be saved."""
+    before = provenance_of(original)
+    form = before.inputs if plan.example is None else inputs_like(plan.example)
+    vars(small)[_ATTRIBUTE] = Provenance((*before.plans, replace(plan, example=None)), form)
 
 
-# -- output ------------------------------------------------------------------------------------------------------------
+def remember_inputs(model: nn.Module, form: str) -> None:
+    """Note on a smaller model what its inputs look like."""
+    vars(model)[_ATTRIBUTE] = replace(provenance_of(model), inputs=form)
+
+
 def inputs_like(example: Example) -> str:
     """What inputs look like, as JSON: shapes, types and ranges, no content. Empty if that cannot be told."""
     try:
