@@ -1,8 +1,14 @@
-"""An independent reference for removal: hooks that zero channels, written without secateur's masking."""
+"""An independent reference for removal, written without secateur's masking and cutting.
+
+Weights of removed groups are zero. Norms that mix channels get a hook that computes them from their formula, over the
+channels that are kept.
+"""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,7 +25,8 @@ def random_scores(graph: sc.Graph, seed: int = 0) -> Scores:
 
 
 def zeroed(model: nn.Module, graph: sc.Graph, plan: sc.Plan) -> nn.Module:
-    """A copy with every slice that the removed groups list set to zero, straight from `graph.groups`."""
+    """A copy with every slice that the removed groups list set to zero, straight from `graph.groups`, and with norms
+    over the kept channels only."""
     masked = copy.deepcopy(model)
     tensors = dict([*masked.named_parameters(), *masked.named_buffers()])
     slices: dict[tuple[str, int], list[int]] = {}
@@ -29,7 +36,42 @@ def zeroed(model: nn.Module, graph: sc.Graph, plan: sc.Plan) -> nn.Module:
     with torch.no_grad():
         for (parameter, dim), indices in slices.items():
             tensors[parameter].index_fill_(dim, torch.tensor(indices), 0)
+    for path, module in masked.named_modules():
+        if isinstance(module, nn.LayerNorm | nn.RMSNorm) or (
+            isinstance(module, nn.GroupNorm) and module.num_groups == 1
+        ):
+            removed = slices.get((f"{path}.weight" if path else "weight", 0), [])
+            if removed:
+                module.register_forward_hook(partial(_over_kept, removed))
     return masked
+
+
+def _over_kept(removed: list[int], module: nn.Module, args: tuple[Tensor], output: Tensor) -> Tensor:
+    """The output of a norm over vectors of channels, with only the kept ones in them; 0 for the others."""
+    x = args[0]
+    first = isinstance(module, nn.GroupNorm) or type(module).__name__ == "LayerNorm2d"
+    last = x.movedim(1, -1) if first else x
+    kept = sorted(set(range(last.shape[-1])) - set(removed))
+    made = torch.zeros_like(last)
+    made[..., kept] = norm_by_formula(module, last[..., kept], kept)
+    return made.movedim(-1, 1) if first else made
+
+
+def norm_by_formula(module: nn.Module, x: Tensor, kept: Sequence[int]) -> Tensor:
+    """y = (x - E[x]) / sqrt(E[(x - E[x])²] + ε) · weight + bias, with channels last; RMS norm has no E[x] and no bias.
+
+    The mean is over the channels of one position, for a group norm also over all positions of a sample.
+    """
+    assert isinstance(module, nn.LayerNorm | nn.RMSNorm | nn.GroupNorm)
+    dims = list(range(1, x.ndim)) if isinstance(module, nn.GroupNorm) else [-1]
+    eps = torch.finfo(x.dtype).eps if module.eps is None else module.eps
+    if not isinstance(module, nn.RMSNorm):
+        x = x - x.mean(dims, keepdim=True)
+    y = x / (x * x).mean(dims, keepdim=True).add(eps).sqrt()
+    if module.weight is not None:
+        y = y * module.weight[list(kept)]
+    bias = getattr(module, "bias", None)
+    return y if bias is None else y + bias[list(kept)]
 
 
 def outputs(model: nn.Module, example: Any) -> list[Tensor]:

@@ -7,14 +7,9 @@ import torch
 from torch import nn
 
 import secateur as sc
-from constructs import CONSTRUCTS, build
-from oracle import fingerprint, outputs, random_scores, relative_gap, same, zeroed
+from constructs import CONSTRUCTS, build, randomise
+from oracle import fingerprint, norm_by_formula, outputs, random_scores, relative_gap, same, zeroed
 from secateur.errors import NothingToPruneError
-
-# Norms that mix channels have no plain zero-masked equivalent: there the reference is `how="mask"`.
-MIXING = {
-    "group norm, one group", "transformer", "transformer, RMS norm", "grouped queries", "encoder layer", "mixer",
-}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CONSTRUCTS)
@@ -29,8 +24,8 @@ def test_removal_equals_masking(name: str, share: float) -> None:
         small = sc.apply(model, plan)
         assert type(small) is type(model)
         assert sum(p.numel() for p in small.parameters()) < sum(p.numel() for p in model.parameters())
-        reference = sc.apply(model, plan, how="mask") if name in MIXING else zeroed(model, graph, plan)
-        assert relative_gap(outputs(small, example), outputs(reference, example)) < 1e-4
+        for reference in (zeroed(model, graph, plan), sc.apply(model, plan, how="mask")):
+            assert relative_gap(outputs(small, example), outputs(reference, example)) < 1e-4
         assert sc.measure(small, example, latency=False) == plan.after
     assert same(before, fingerprint(model))
 
@@ -57,6 +52,38 @@ def test_removal_equals_masking(name: str, share: float) -> None:
 def test_units_that_may_leave(name: str, prunable: int) -> None:
     model, example = build(name)
     assert sc.analyze(model, example).total_units == prunable
+
+
+NORMS = {
+    "layer norm": lambda affine: (nn.Linear(5, 12), nn.LayerNorm(12, elementwise_affine=affine)),
+    "RMS norm": lambda affine: (nn.Linear(5, 12), nn.RMSNorm(12, elementwise_affine=affine)),
+    "RMS norm, large ε": lambda affine: (nn.Linear(5, 12), nn.RMSNorm(12, eps=0.3, elementwise_affine=affine)),
+    "group norm": lambda affine: (nn.Linear(5, 12), nn.GroupNorm(1, 12, affine=affine)),
+    "group norm of images": lambda affine: (nn.Conv2d(5, 12, 3), nn.GroupNorm(1, 12, affine=affine)),
+}
+
+
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("name", NORMS)
+def test_norms_that_mix_channels_equal_their_formula(name: str, affine: bool) -> None:
+    """Removal and masking against the norm's formula over the kept channels, for one layer and by hand."""
+    torch.manual_seed(0)
+    first, norm = NORMS[name](affine)
+    image = isinstance(first, nn.Conv2d)
+    last = nn.Conv2d(12, 3, 1) if image else nn.Linear(12, 3)
+    model = randomise(nn.Sequential(first, norm, last)).double().eval()
+    example = torch.randn(4, 5, 6, 6) if image else torch.randn(4, 5)
+    example = example.double()
+    graph = sc.analyze(model, example)
+    plan = sc.plan(graph, random_scores(graph, 1), remove=0.4)
+    kept = sorted(set(range(12)) - set(plan.cuts["0.weight"][0]))
+    assert 0 < len(kept) < 12
+    with torch.no_grad():
+        hidden = first(example).movedim(1, -1)[..., kept]
+        expected = norm_by_formula(norm, hidden, kept) @ last.weight.flatten(1)[:, kept].T + last.bias
+        for how in ("remove", "mask"):
+            found = sc.apply(model, plan, how=how)(example).movedim(1, -1)
+            assert relative_gap([found], [expected]) < 1e-12
 
 
 def test_frozen_parameters_are_pruned_and_stay_frozen() -> None:

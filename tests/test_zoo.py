@@ -41,8 +41,6 @@ FAMILIES: dict[str, tuple[int, dict[str, object]]] = {
     "vgg11_bn": (32, {}),
     "vit_b_16": (32, {"image_size": 32}),
 }
-# Layer norm, and with it the masked reference, is where zeroed weights alone do not suffice.
-MIXING = {"convnext_tiny", "maxvit_t", "swin_t", "swin_v2_t", "vit_b_16"}
 
 
 def make(name: str, seed: int = 0) -> tuple[nn.Module, Tensor]:
@@ -61,9 +59,8 @@ def test_family(name: str, tmp_path: Path) -> None:
     for share in (0.3, 0.7):
         plan = sc.plan(graph, random_scores(graph), remove=share, scope="global" if share < 0.5 else "layer")
         small = sc.apply(model, plan)
-        reference = sc.apply(model, plan, how="mask") if name in MIXING else zeroed(model, graph, plan)
-        with torch.no_grad():
-            assert relative_gap(outputs(small, example), outputs(reference, example)) < 1e-4
+        reference = zeroed(model, graph, plan)
+        assert relative_gap(outputs(small, example), outputs(reference, example)) < 1e-4
         assert sc.measure(small, example, latency=False) == plan.after
     assert same(before, fingerprint(model))
     sc.save(tmp_path / "m", small)
