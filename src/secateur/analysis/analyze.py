@@ -18,6 +18,7 @@ from secateur.running.copies import meta_copy, shared_copy, unwrap
 from secateur.running.observer import Rehearsal
 from secateur.running.sandbox import Example, quiet, run, run_or_explain, to_meta
 from secateur.structure.axes import AxisTable
+from secateur.structure.findings import Findings
 from secateur.structure.graph import Graph, Layer, RepeatedSize, build
 from secateur.structure.labels import LabelPass
 from secateur.surgery.cut import cut
@@ -68,7 +69,7 @@ def _refuse_parametrized(model: nn.Module) -> None:
             )
 
 
-def _first_watch(model: nn.Module, example: Example) -> tuple[nn.Module, Example, AxisTable, LabelPass]:
+def _first_watch(model: nn.Module, example: Example) -> tuple[nn.Module, Example, AxisTable, Findings]:
     """Watch a copy without numbers if the forward runs without them, else one that shares the parameters' memory."""
     shadow, inputs, axes = meta_copy(model).eval(), to_meta(example), AxisTable()
     try:
@@ -83,16 +84,16 @@ def _first_watch(model: nn.Module, example: Example) -> tuple[nn.Module, Example
     return shadow, example, axes, _watch(shadow, example, axes)
 
 
-def _watch(shadow: nn.Module, inputs: Example, axes: AxisTable) -> LabelPass:
-    labels = LabelPass(shadow, axes)
-    with quiet(), labels:
+def _watch(shadow: nn.Module, inputs: Example, axes: AxisTable) -> Findings:
+    watched = LabelPass(shadow, axes)
+    with quiet(), watched:
         output = run(shadow, inputs)
     for tensor in tensors_of_output(output):
-        labels.freeze_tensor(tensor, "model output")
-    return labels
+        watched.labels.freeze_tensor(tensor, "model output")
+    return watched.found
 
 
-def _watch_training(shadow: nn.Module, inputs: Example, axes: AxisTable) -> LabelPass | None:
+def _watch_training(shadow: nn.Module, inputs: Example, axes: AxisTable) -> Findings | None:
     """Auxiliary heads run only in training; what they read must shrink with the rest."""
     shadow.train()
     try:
@@ -114,7 +115,7 @@ class Trial:
         model: nn.Module,
         example: Example,
         axes: AxisTable,
-        passes: list[LabelPass],
+        passes: list[Findings],
         shadow: nn.Module,
         inputs: Example,
     ) -> None:

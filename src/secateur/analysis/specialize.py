@@ -109,10 +109,10 @@ def specialize(
 def _output_rows(model: nn.Module, graph: Graph, example: Example) -> Labels:
     """The group that makes each output, in order."""
     shadow = shared_copy(model).eval()
-    labels = LabelPass(shadow, graph.axes.copy())
-    with quiet(), labels:
+    watched = LabelPass(shadow, graph.axes.copy())
+    with quiet(), watched:
         output = logits_of(run(shadow, example))
-    found = labels.along(output, 1) if output.ndim > 1 else None
+    found = watched.labels.along(output, 1) if output.ndim > 1 else None
     if found is None or not found.all() or found.max() >= len(graph.root):
         raise UnsupportedModelError(
             f"{type(model).__name__} returns a tensor of shape {tuple(output.shape)} whose dimension 1 is not "

@@ -17,8 +17,8 @@ from secateur.plans.scores import Values
 from secateur.relevance.conservation import Conservation
 from secateur.running.copies import shared_copy, unwrap
 from secateur.running.devices import precise
+from secateur.structure.findings import Producer
 from secateur.structure.graph import Graph
-from secateur.structure.labels import Producer
 
 Norm = Literal[1, 2] | None
 Absolute = Literal["after", "sample"] | None

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from secateur.ops.layers import spread, varying
 from secateur.ops.protocols import LabelVerbs, RelevanceVerbs
-from secateur.ops.table import Call, Decomposed, Operation, named, register
+from secateur.ops.table import Call, Decomposed, Operation, Ruled, named, passes, register, stops
 
 
 class Activation(Operation):
@@ -49,14 +49,14 @@ class Clamp(Activation):
         return relevance.passes(call, call.tensors()[0], nonneg=nonneg)
 
 
-class Negation(Activation):
-    """Logical not: a fact about a number."""
+class Negation(Ruled):
+    """Logical not: a fact about numbers."""
 
     name = "negation"
 
-    def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
-        """Facts carry none."""
-        return relevance.stops(call)
+    def channels(self, labels: LabelVerbs, call: Call, output: Any) -> None:
+        """Channels pass."""
+        labels.keep(call.tensors()[0], output)
 
 
 class Identity(Operation):
@@ -76,7 +76,7 @@ class Identity(Operation):
         return relevance.copies(call, call.tensors()[0], self.scales)
 
 
-class PReLU(Operation):
+class PReLU(Ruled):
     """Leaky ReLU with one slope per channel, or one for all."""
 
     name = "PReLU"
@@ -91,10 +91,6 @@ class PReLU(Operation):
             held = labels.along(weight, 0)
             operands.append(([] if held is None else [spread(held, axis, own)], own))
         labels.merge(output, operands, call.site)
-
-    def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
-        """Passes unchanged."""
-        return relevance.passes(call, call["input"])
 
 
 class Softmax(Operation):
@@ -138,7 +134,7 @@ for _operation, _plain, _in_place in (
     (Activation(), "softsign logsigmoid tanhshrink softshrink hardshrink", "leaky_relu_ threshold_"),
     (Activation(), "expm1 log log1p log2 rsqrt sign reciprocal clamp_max round floor ceil erf sin cos", "neg_ pow_"),
     (Activation(), "neg negative nan_to_num pow __pow__", ""),
-    (Negation(), "logical_not", ""),
+    (Negation(stops), "logical_not", ""),
     (Identity(), "clone contiguous detach float half double bfloat16 to type_as type int long bool", "detach_"),
     (Identity(), "cpu cuda positive", "requires_grad_"),
     (Identity(scales=True), "dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout", "dropout_"),
@@ -147,7 +143,7 @@ for _operation, _plain, _in_place in (
     register("input *rest", *named(_plain, F, torch, Tensor), operation=_operation)
     register("input *rest", *named(_in_place, F, torch, Tensor), operation=_operation, writes=True)
 register("input *rest", Tensor.data.__get__, operation=Identity())  # type: ignore[attr-defined]
-register("input weight", F.prelu, torch.prelu, Tensor.prelu, operation=PReLU())
+register("input weight", F.prelu, torch.prelu, Tensor.prelu, operation=PReLU(passes))
 register("input dim=None _stacklevel=3 dtype=None", F.softmax, F.softmin, operation=Softmax())
 register("input dim=None _stacklevel=3 dtype=None", F.log_softmax, operation=Softmax(log=True))
 register("input dim dtype=None", *named("softmax"), operation=Softmax())

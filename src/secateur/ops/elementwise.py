@@ -9,10 +9,10 @@ from torch import Tensor
 
 from secateur.nest import tensors_in
 from secateur.ops.protocols import LabelVerbs, RelevanceVerbs
-from secateur.ops.table import Call, Operation, named, register
+from secateur.ops.table import Call, Ruled, named, passes, register, stops
 
 
-class Elementwise(Operation):
+class Elementwise(Ruled):
     """Numbers meet position by position, with broadcasting: what they belong to must leave together."""
 
     name = "elementwise"
@@ -23,10 +23,6 @@ class Elementwise(Operation):
         for tensor in tensors_in(output):
             labels.merge(tensor, operands, call.site)
 
-    def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
-        """As the data move: a maximum, or a mask."""
-        return relevance.moves(call)
-
 
 class Sum(Elementwise):
     """Addition, or subtraction with `sign=-1`. `reflected`: the second argument comes first, as in `rsub`."""
@@ -34,6 +30,7 @@ class Sum(Elementwise):
     name = "sum"
 
     def __init__(self, sign: int = 1, reflected: bool = False) -> None:
+        super().__init__()
         self.sign = sign
         self.reflected = reflected
 
@@ -71,6 +68,7 @@ class Quotient(Elementwise):
     name = "quotient"
 
     def __init__(self, reflected: bool = False) -> None:
+        super().__init__()
         self.reflected = reflected
 
     def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
@@ -86,6 +84,7 @@ class AddedProduct(Elementwise):
     name = "added product"
 
     def __init__(self, divides: bool = False) -> None:
+        super().__init__()
         self.divides = divides
 
     def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
@@ -107,27 +106,7 @@ class Where(Elementwise):
         return torch.where(call["condition"], *chosen)
 
 
-class Power(Elementwise):
-    """A nonlinear function of two tensors."""
-
-    name = "power"
-
-    def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
-        """Passes unchanged to the first."""
-        return relevance.passes(call, call["input"])
-
-
-class Comparison(Elementwise):
-    """A fact about numbers."""
-
-    name = "comparison"
-
-    def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
-        """Facts carry none."""
-        return relevance.stops(call)
-
-
-class Fill(Operation):
+class Fill(Ruled):
     """A tensor like another, filled with a constant; masks that overwrite."""
 
     name = "fill"
@@ -137,10 +116,6 @@ class Fill(Operation):
         source = call.tensors()[0]
         if tuple(source.shape) == tuple(output.shape):
             labels.keep(source, output)
-
-    def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
-        """A constant carries none."""
-        return relevance.stops(call)
 
 
 register("input other alpha=1 out=None", *named("add __add__ __radd__"), operation=Sum())
@@ -164,12 +139,12 @@ register("input tensor1 tensor2 value=1", *named("addcmul_"), operation=AddedPro
 register("input tensor1 tensor2 value=1", *named("addcdiv"), operation=AddedProduct(divides=True))
 register("input tensor1 tensor2 value=1", *named("addcdiv_"), operation=AddedProduct(divides=True), writes=True)
 register("input other", *named("maximum minimum"), operation=Elementwise())
-register("input other", *named("atan2 __rpow__ float_power"), operation=Power())
+register("input other", *named("atan2 __rpow__ float_power"), operation=Elementwise(passes))
 register(
     "input other",
     *named("eq ne gt lt ge le __eq__ __ne__ __gt__ __lt__ __ge__ __le__ logical_and logical_or isnan isinf isfinite"),
     *named("__and__ __or__ __xor__ bitwise_and bitwise_or"),
-    operation=Comparison(),
+    operation=Elementwise(stops),
 )
 register("condition input other", torch.where, operation=Where())
 register("input condition other", Tensor.where, operation=Where())
@@ -178,6 +153,8 @@ register("input mask value", *named("masked_fill_"), operation=Elementwise(), wr
 register(
     "input *rest",
     *named("zeros_like ones_like empty_like full_like rand_like randn_like fill bernoulli"),
-    operation=Fill(),
+    operation=Fill(stops),
 )
-register("input *rest", *named("zero_ fill_ normal_ uniform_ bernoulli_ exponential_"), operation=Fill(), writes=True)
+register(
+    "input *rest", *named("zero_ fill_ normal_ uniform_ bernoulli_ exponential_"), operation=Fill(stops), writes=True
+)

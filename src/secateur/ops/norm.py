@@ -10,7 +10,7 @@ from torch import Tensor
 
 from secateur.ops.layers import Layers, spread
 from secateur.ops.protocols import LabelVerbs, RelevanceVerbs
-from secateur.ops.table import Call, Operation, register
+from secateur.ops.table import Call, Operation, Ruled, passes, register
 
 
 def _merge_per_channel(labels: LabelVerbs, call: Call, output: Any, *names: str) -> None:
@@ -23,14 +23,6 @@ def _merge_per_channel(labels: LabelVerbs, call: Call, output: Any, *names: str)
             held = labels.along(call[name], 0)
             operands.append(([] if held is None else [spread(held, 1, own)], own))
     labels.merge(output, operands, call.site)
-
-
-class _Scale(Operation):
-    """A norm as relevance sees it."""
-
-    def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
-        """Passes: the norm acts as a scale that is given."""
-        return relevance.passes(call, call["input"])
 
 
 class BatchNorm(Operation):
@@ -63,7 +55,7 @@ class BatchNorm(Operation):
         return torch.empty_like(x)
 
 
-class InstanceNorm(_Scale):
+class InstanceNorm(Ruled):
     """Per channel and sample."""
 
     name = "instance norm"
@@ -74,7 +66,7 @@ class InstanceNorm(_Scale):
         _merge_per_channel(labels, call, output, "running_mean", "running_var", "weight", "bias")
 
 
-class LayerNorm(_Scale):
+class LayerNorm(Ruled):
     """Over the last dimensions, all channels together. Removal leaves the norm over the kept channels."""
 
     name = "layer norm"
@@ -108,7 +100,7 @@ class RMSNorm(LayerNorm):
     name = "RMS norm"
 
 
-class GroupNorm(_Scale):
+class GroupNorm(Ruled):
     """Over groups of neighbouring channels: a group of channels leaves at once. One group is a layer norm."""
 
     name = "group norm"
@@ -127,7 +119,7 @@ class GroupNorm(_Scale):
         _merge_per_channel(labels, call, output, "weight", "bias")
 
 
-class Normalize(_Scale):
+class Normalize(Ruled):
     """Division by a norm along one dimension: zeros do not change a p-norm, so removal equals masking."""
 
     name = "normalize"
@@ -137,7 +129,7 @@ class Normalize(_Scale):
         labels.keep(call["input"], output)
 
 
-class LocalResponseNorm(_Scale):
+class LocalResponseNorm(Ruled):
     """Over a window of neighbouring channels: neighbours would move, so nothing may leave."""
 
     name = "local response norm"
@@ -161,15 +153,17 @@ register(
 register(
     "input running_mean=None running_var=None weight=None bias=None use_input_stats=True momentum=0.1 eps=1e-5",
     F.instance_norm,
-    operation=InstanceNorm(),
+    operation=InstanceNorm(passes),
 )
-register("input normalized_shape weight=None bias=None eps=1e-5", F.layer_norm, torch.layer_norm, operation=LayerNorm())
+register(
+    "input normalized_shape weight=None bias=None eps=1e-5", F.layer_norm, torch.layer_norm, operation=LayerNorm(passes)
+)
 register(
     "input normalized_shape weight=None eps=None",
     getattr(F, "rms_norm", None),
     getattr(torch, "rms_norm", None),
-    operation=RMSNorm(),
+    operation=RMSNorm(passes),
 )
-register("input num_groups weight=None bias=None eps=1e-5", F.group_norm, torch.group_norm, operation=GroupNorm())
-register("input p=2 dim=1 eps=1e-12 out=None", F.normalize, operation=Normalize())
-register("input size alpha=1e-4 beta=0.75 k=1", F.local_response_norm, operation=LocalResponseNorm())
+register("input num_groups weight=None bias=None eps=1e-5", F.group_norm, torch.group_norm, operation=GroupNorm(passes))
+register("input p=2 dim=1 eps=1e-12 out=None", F.normalize, operation=Normalize(passes))
+register("input size alpha=1e-4 beta=0.75 k=1", F.local_response_norm, operation=LocalResponseNorm(passes))

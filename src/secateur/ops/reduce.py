@@ -10,16 +10,18 @@ from torch import Tensor
 
 from secateur.nest import tensors_in
 from secateur.ops.layers import varying
-from secateur.ops.protocols import LabelVerbs, RelevanceVerbs
-from secateur.ops.table import Call, Operation, named, register
+from secateur.ops.protocols import LabelVerbs
+from secateur.ops.table import Call, Rule, Ruled, averages, moves, named, register, stops
 
 
-class Reduction(Operation):
-    """Folds dimensions away. Zeros change the result unless it is a sum, so units along them are frozen."""
+class Reduction(Ruled):
+    """Folds dimensions away. Units along them are frozen, unless `zero_is_neutral`: zeros do not count, as in a sum."""
 
     name = "reduction"
-    #: Whether a zero contributes nothing.
-    zero_is_neutral = False
+
+    def __init__(self, rule: Rule, zero_is_neutral: bool = False) -> None:
+        super().__init__(rule)
+        self.zero_is_neutral = zero_is_neutral
 
     def channels(self, labels: LabelVerbs, call: Call, output: Any) -> None:
         """Units across the reduced dimensions pass, units along them are consumed by a sum and frozen otherwise."""
@@ -59,59 +61,7 @@ class Reduction(Operation):
         return [int(dim) % x.ndim]
 
 
-class Total(Reduction):
-    """A sum: what is zero does not count."""
-
-    name = "total"
-    zero_is_neutral = True
-
-    def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
-        """Shared among the summands."""
-        return relevance.averages(call, call["input"], call.on(call["input"]))
-
-
-class Magnitude(Reduction):
-    """A p-norm: what is zero does not count."""
-
-    name = "magnitude"
-    zero_is_neutral = True
-
-    def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
-        """A statistic carries none."""
-        return relevance.stops(call)
-
-
-class Mean(Reduction):
-    """A mean: its divisor counts channels."""
-
-    name = "mean"
-
-    def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
-        """Shared among the numbers averaged."""
-        return relevance.averages(call, call["input"], call.on(call["input"]))
-
-
-class Extremum(Reduction):
-    """Maximum or minimum, hard or soft (`logsumexp`): a zero may win."""
-
-    name = "extremum"
-
-    def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
-        """To the winner; a soft maximum shares by its weights."""
-        return relevance.moves(call)
-
-
-class Spread(Reduction):
-    """Variance, deviation, product: depends on the count or on zeros."""
-
-    name = "spread"
-
-    def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
-        """A statistic carries none."""
-        return relevance.stops(call)
-
-
-class Cumulative(Operation):
+class Cumulative(Ruled):
     """Running products and sums, sorts: order and count along the dimension matter."""
 
     name = "cumulative"
@@ -127,43 +77,24 @@ class Cumulative(Operation):
             if tensor.shape == x.shape:
                 labels.keep(x, tensor)
 
-    def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
-        """A running product carries none."""
-        return relevance.stops(call)
 
-
-class RunningSum(Cumulative):
-    """Sums of everything so far."""
-
-    name = "running sum"
-
-    def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
-        """Shared among the summands."""
-        return relevance.averages(call, call["input"], call.on(call["input"]))
-
-
-class Sort(Cumulative):
-    """Puts numbers in order."""
-
-    name = "sort"
-
-    def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
-        """Moves the way the data did."""
-        return relevance.moves(call)
-
-
-register("input dim=None keepdim=False dtype=None", *named("sum nansum"), operation=Total())
-register("input p=2 dim=None keepdim=False", *named("norm"), operation=Magnitude())
-register("x ord=None dim=None keepdim=False", torch.linalg.vector_norm, operation=Magnitude())
-register("input dim=None keepdim=False dtype=None", *named("mean nanmean"), operation=Mean())
+register(
+    "input dim=None keepdim=False dtype=None", *named("sum nansum"), operation=Reduction(averages, zero_is_neutral=True)
+)
+register("input p=2 dim=None keepdim=False", *named("norm"), operation=Reduction(stops, zero_is_neutral=True))
+register(
+    "x ord=None dim=None keepdim=False", torch.linalg.vector_norm, operation=Reduction(stops, zero_is_neutral=True)
+)
+register("input dim=None keepdim=False dtype=None", *named("mean nanmean"), operation=Reduction(averages))
+# Maximum and minimum, hard or soft: relevance goes to the winner, a zero may win.
 register(
     "input dim=None keepdim=False",
     *named("max min amax amin argmax argmin median mode any all logsumexp"),
-    operation=Extremum(),
+    operation=Reduction(moves),
 )
-register("input dim=None correction=1 keepdim=False", *named("var std var_mean std_mean"), operation=Spread())
-register("input dim=None keepdim=False dtype=None", *named("prod"), operation=Spread())
-register("input dim=-1", *named("cumprod"), operation=Cumulative())
-register("input dim=-1", *named("cumsum"), operation=RunningSum())
-register("input dim=-1", *named("sort argsort"), operation=Sort())
-register("input k dim=-1", *named("topk"), operation=Sort())
+register("input dim=None correction=1 keepdim=False", *named("var std var_mean std_mean"), operation=Reduction(stops))
+register("input dim=None keepdim=False dtype=None", *named("prod"), operation=Reduction(stops))
+register("input dim=-1", *named("cumprod"), operation=Cumulative(stops))
+register("input dim=-1", *named("cumsum"), operation=Cumulative(averages))
+register("input dim=-1", *named("sort argsort"), operation=Cumulative(moves))
+register("input k dim=-1", *named("topk"), operation=Cumulative(moves))

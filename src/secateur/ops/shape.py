@@ -13,10 +13,10 @@ from torch import Tensor
 from secateur.nest import tensors_in
 from secateur.ops.layers import narrow, spread, varying
 from secateur.ops.protocols import LabelVerbs, RelevanceVerbs
-from secateur.ops.table import Call, Operation, Query, Readout, named, register
+from secateur.ops.table import Call, Operation, Query, Readout, Ruled, averages, named, register
 
 
-class Move(Operation):
+class Move(Ruled):
     """Every number keeps its meaning and only changes its place."""
 
     name = "move"
@@ -24,10 +24,6 @@ class Move(Operation):
     def channels(self, labels: LabelVerbs, call: Call, output: Any) -> None:
         """Do the same to the labels."""
         labels.move(call, output)
-
-    def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
-        """Moves the way the data did."""
-        return relevance.moves(call)
 
 
 class Reshape(Move):
@@ -259,7 +255,7 @@ class Unfold(Move):
             labels.set(output, [spread(made, output.ndim - 2, output.shape)])
 
 
-class Fold(Operation):
+class Fold(Ruled):
     """Patches put back into an image (col2im): kernel-size many rows become one channel."""
 
     name = "fold"
@@ -272,10 +268,6 @@ class Fold(Operation):
             rows = read.reshape(output.shape[axis], -1)
             labels.tie_rows(rows)
             labels.set(output, [spread(rows[:, 0], axis, output.shape)])
-
-    def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
-        """Shared where patches overlap."""
-        return relevance.averages(call, call["input"], call.on(call["input"]))
 
 
 class Write(Move):
@@ -324,16 +316,6 @@ class Gather(Move):
         """Freeze everything that takes part, since positions are data."""
         for tensor in call.tensors():
             labels.freeze_tensor(tensor, f"{call.site} looks it up by computed positions")
-
-
-class Sample(Gather):
-    """Look-ups between pixels."""
-
-    name = "sample"
-
-    def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
-        """Shared among the pixels looked up."""
-        return relevance.averages(call, call["input"], call.on(call["input"]))
 
 
 def _by_dimension(index: Any, ndim: int) -> list[tuple[int, Any]]:
@@ -423,11 +405,11 @@ register("input *sizes", *named("expand repeat tile broadcast_to expand_as"), op
 register("input repeats dim=None output_size=None", *named("repeat_interleave"), operation=Repeat())
 register("input factor", F.pixel_shuffle, F.pixel_unshuffle, operation=PixelShuffle())
 register("input kernel_size dilation=1 padding=0 stride=1", F.unfold, operation=Unfold())
-register("input output_size kernel_size dilation=1 padding=0 stride=1", F.fold, operation=Fold())
+register("input output_size kernel_size dilation=1 padding=0 stride=1", F.fold, operation=Fold(averages))
 register("input shifts dims=None", *named("roll"), operation=Roll())
 register("input dims", *named("flip"), operation=Roll())
 register("input dim index sparse_grad=False", *named("gather"), operation=Gather())
-register("input *rest", F.grid_sample, operation=Sample())
+register("input *rest", F.grid_sample, operation=Gather(averages))  # shares among pixels
 register("input *rest", F.affine_grid, *named("masked_select nonzero"), operation=Gather())
 
 _PROPERTIES = (

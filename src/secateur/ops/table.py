@@ -187,6 +187,41 @@ class Operation:
         return call.run()
 
 
+#: How relevance passes back through a call, where a single verb says it.
+Rule = Callable[[RelevanceVerbs, Call], Any]
+
+
+def moves(relevance: RelevanceVerbs, call: Call) -> Any:
+    """The way the data did."""
+    return relevance.moves(call)
+
+
+def passes(relevance: RelevanceVerbs, call: Call) -> Any:
+    """Unchanged to the first argument: the call is a function, or a scale that is given."""
+    return relevance.passes(call, call["input"])
+
+
+def stops(relevance: RelevanceVerbs, call: Call) -> Any:
+    """Not at all: the result is a fact or a statistic."""
+    return relevance.stops(call)
+
+
+def averages(relevance: RelevanceVerbs, call: Call) -> Any:
+    """Shared among the numbers that are summed or averaged."""
+    return relevance.averages(call, call["input"], call.on(call["input"]))
+
+
+class Ruled(Operation):
+    """An operation for which a single verb says how relevance passes."""
+
+    def __init__(self, rule: Rule = moves) -> None:
+        self.rule = rule
+
+    def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
+        """By the verb."""
+        return self.rule(relevance, call)
+
+
 class Query(Operation):
     """Asks about a tensor (shape, dtype, …) and computes nothing."""
 

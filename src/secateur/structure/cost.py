@@ -13,7 +13,8 @@ from secateur.ops.layers import Labels
 from secateur.running.copies import meta_copy, shared_copy
 from secateur.running.sandbox import Example, quiet, run, run_or_explain, to_meta
 from secateur.structure.axes import AxisTable
-from secateur.structure.labels import CostTerm, LabelPass, NeedsNumbers
+from secateur.structure.findings import CostTerm
+from secateur.structure.labels import LabelPass, NeedsNumbers
 
 #: What reading and writing one number is worth, in MACs: from 100 (two cores) to 300 (large GPUs). The larger figure
 #: made the faster models on two cores as well.
@@ -62,7 +63,7 @@ def count_macs(model: nn.Module, example: Example) -> list[CostTerm]:
         try:
             with quiet(), labels:
                 run(watched, inputs)
-            return labels.macs
+            return labels.found.macs
         except (RuntimeError, NotImplementedError, TypeError, ValueError, NeedsNumbers):
             if shadow is shared_copy:
                 with quiet():

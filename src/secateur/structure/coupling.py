@@ -8,7 +8,7 @@ import numpy as np
 
 from secateur.ops.layers import Labels
 from secateur.structure.axes import components
-from secateur.structure.labels import Grid, LabelPass
+from secateur.structure.findings import Findings, Grid
 
 
 class Coupling:
@@ -17,7 +17,7 @@ class Coupling:
     `why` is indexed by group: the number of the reason in `reasons`, or -1 for a group that is not frozen.
     """
 
-    def __init__(self, total: int, passes: Sequence[LabelPass]) -> None:
+    def __init__(self, total: int, passes: Sequence[Findings]) -> None:
         empty = [np.zeros(0, np.int64)]
         self._left = np.concatenate([a for p in passes for a in p.left] or empty)
         self._right = np.concatenate([a for p in passes for a in p.right] or empty)

@@ -17,7 +17,7 @@ from secateur.running.sandbox import Example
 from secateur.structure.axes import AxisTable
 from secateur.structure.cost import Cost, CostModel, human
 from secateur.structure.coupling import Coupling
-from secateur.structure.labels import LabelPass, NormSite, Producer
+from secateur.structure.findings import Findings, NormSite, Producer
 
 
 @dataclass(frozen=True)
@@ -196,7 +196,7 @@ def build(
     model: nn.Module,
     example: Example,
     axes: AxisTable,
-    passes: Sequence[LabelPass],
+    passes: Sequence[Findings],
     blocked: dict[str, str],
     repeated: Sequence[RepeatedSize] = (),
 ) -> Graph:
@@ -247,7 +247,7 @@ def build(
     )
 
 
-def _distinct(passes: Sequence[LabelPass]) -> list[Producer]:
+def _distinct(passes: Sequence[Findings]) -> list[Producer]:
     """The producers of all passes; what two passes saw counts once."""
     found: dict[int, Producer] = {}
     for watched in passes:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,85 +22,26 @@ from secateur.ops.table import Call, Site
 from secateur.running.copies import named_tensors
 from secateur.running.observer import Observer
 from secateur.structure.axes import AxisTable
-
-
-@dataclass(frozen=True)
-class Grid:
-    """Labels that vary over several axes: a unit must fill whole slices of one of them, or the tensor is no rectangle.
-
-    `rigid` axes cannot shrink. `joins` are labels along one axis that leave with its slices, should that axis shrink.
-    """
-
-    labels: Labels
-    rigid: frozenset[int]
-    joins: tuple[tuple[int, Labels], ...]
-    reason: str
-
-
-@dataclass(frozen=True)
-class CostTerm:
-    """What one call computes or writes: `coefficient` times the number of kept labels along each axis."""
-
-    site: Site
-    coefficient: float
-    axes: list[Labels]
-
-
-@dataclass(frozen=True)
-class NormSite:
-    """A norm that mixes channels: which labels it mixes, laid out over the dimensions that it normalises."""
-
-    site: Site
-    labels: Tensor
-
-
-@dataclass(frozen=True)
-class Producer:
-    """Where units are made: the labels number the output channels. Reused weights are called at several sites."""
-
-    sites: tuple[Site, ...]
-    kind: str
-    labels: Labels
-
-
-@dataclass(frozen=True)
-class HeadSite:
-    """An attention product: one label per head."""
-
-    site: Site
-    labels: Labels
+from secateur.structure.findings import CostTerm, Findings, NormSite
 
 
 class NeedsNumbers(Exception):
-    """Labels are moved by computed positions, which a shadow without numbers does not have."""
+    """Labels are moved by computed positions, which a copy without numbers does not have."""
 
 
 class LabelPass(Observer):
-    """Watches one forward pass and collects edges, frozen labels, grids and costs. `ops/` tells it what calls do."""
+    """Watches one forward pass: `labels` is what operations speak to, `found` what they said."""
 
     def __init__(self, model: nn.Module, axes: AxisTable) -> None:
         super().__init__(model)
-        self.axes = axes
-        self.left: list[Labels] = []
-        self.right: list[Labels] = []
-        self.frozen: list[tuple[Labels, str]] = []
-        self.grids: list[Grid] = []
-        self.macs: list[CostTerm] = []
-        self.written: list[CostTerm] = []
-        self.norms: list[NormSite] = []
-        self.heads: list[HeadSite] = []
-        self.producers: dict[int, Producer] = {}
-        self.seen: set[str] = set()
-        self._layers: Any = WeakIdKeyDictionary()
-        self._names: dict[int, str] = {}
-        for name, tensor in named_tensors(model):
-            self._names.setdefault(id(tensor), name)
+        where = lambda: self.path or "the forward"  # noqa: E731
+        self.found = Findings(axes, where)
+        self.labels = TensorLabels(model, axes, self.found, where)
 
-    # -- the observer ----------------------------------------------------------------------------------------------
     def observe(self, call: Call) -> Any:
         """Run the call, then let its entry in the table say what it does to channels."""
         output = call.operation.rehearse(call)
-        call.operation.channels(self, call, output)
+        call.operation.channels(self.labels, call, output)
         self._count_written(call, output)
         return output
 
@@ -112,16 +52,29 @@ class LabelPass(Observer):
         for tensor in tensors_in(output):
             if tensor.untyped_storage()._cdata in memories and not any(tensor is source for source in sources):
                 continue
-            axes = {over[0]: narrow(layer) for layer in self.layers(tensor) if len(over := varying(layer)) == 1}
+            axes = {over[0]: narrow(layer) for layer in self.labels.layers(tensor) if len(over := varying(layer)) == 1}
             if axes:
                 share = tensor.numel() / math.prod(tensor.shape[dim] for dim in axes)
-                self.written.append(CostTerm(call.site, share, [a.reshape(-1).numpy() for a in axes.values()]))
+                self.found.written.append(CostTerm(call.site, share, [a.reshape(-1).numpy() for a in axes.values()]))
 
     def concerns(self, value: Any) -> bool:
         """Only tensors with labels matter."""
-        return bool(self.layers(value))
+        return bool(self.labels.layers(value))
 
-    # -- layers ----------------------------------------------------------------------------------------------------
+
+class TensorLabels:
+    """The labels of each tensor of a forward pass, and the words in which operations say what becomes of them."""
+
+    def __init__(self, model: nn.Module, axes: AxisTable, found: Findings, where: Callable[[], str]) -> None:
+        self.axes, self.found, self._where = axes, found, where
+        self._layers: Any = WeakIdKeyDictionary()
+        self._names: dict[int, str] = {}
+        for name, tensor in named_tensors(model):
+            self._names.setdefault(id(tensor), name)
+        # What needs no tensors, operations tell the findings at once.
+        self.join, self.tie_rows, self.freeze, self.grid = found.join, found.tie_rows, found.freeze, found.grid
+        self.cost, self.produce, self.attend = found.cost, found.produce, found.attend
+
     def layers(self, tensor: Any) -> Layers:
         """The layers of a tensor; those of a parameter have one label per index of each dimension."""
         if not isinstance(tensor, Tensor):
@@ -132,7 +85,7 @@ class LabelPass(Observer):
         name = self._names.get(id(tensor))
         if name is None:
             return []
-        self.seen.add(name)
+        self.found.seen.add(name)
         made = []
         for dim, size in enumerate(tensor.shape):
             if size > 1:
@@ -150,7 +103,7 @@ class LabelPass(Observer):
             if varying(layer):
                 kept.append(layer)
             else:
-                self.freeze(layer, f"a single unit is taken out by position in {self.path or 'the forward'}")
+                self.freeze(layer, f"a single unit is taken out by position in {self._where()}")
         self._layers[tensor] = kept
 
     def parameter(self, tensor: Any) -> str | None:
@@ -180,36 +133,6 @@ class LabelPass(Observer):
         """Labels for channels that no parameter axis numbers one by one."""
         return self.axes.virtual(size).labels.numpy()
 
-    # -- what calls say --------------------------------------------------------------------------------------------
-    def join(self, a: Labels, b: Labels) -> None:
-        """These labels, pair by pair, leave together. A label paired with 0 cannot leave."""
-        pairs = np.stack([np.ravel(a), np.ravel(b)], 1)
-        pairs = pairs[pairs[:, 0] != pairs[:, 1]]
-        if not len(pairs):
-            return
-        if len(pairs) > 4096:
-            # Pairs as single numbers sort many times faster than rows.
-            keys = np.sort(pairs[:, 0] * self.axes.total + pairs[:, 1])
-            pairs = np.stack(np.divmod(keys[np.flatnonzero(np.diff(keys, prepend=-1))], self.axes.total), 1)
-        blank = (pairs == 0).any(1)
-        if blank.any():
-            self.freeze(pairs[blank].max(1), f"meets channels that cannot be removed in {self.path or 'the forward'}")
-            pairs = pairs[~blank]
-        self.left.append(pairs[:, 0])
-        self.right.append(pairs[:, 1])
-
-    def tie(self, labels: Labels) -> None:
-        """All these labels leave together."""
-        flat = np.unique(labels)
-        flat = flat[flat != 0]
-        if len(flat) > 1:
-            self.join(np.full(len(flat) - 1, flat[0]), flat[1:])
-
-    def tie_rows(self, labels: Labels) -> None:
-        """In a 2-d array, the labels of each row leave together."""
-        if labels.shape[1] > 1:
-            self.join(np.repeat(labels[:, :1], labels.shape[1] - 1, 1), labels[:, 1:])
-
     def tied(self, layer: Tensor, dims: Sequence[int]) -> Tensor:
         """The layer after tying its labels along `dims`, which it then no longer varies over."""
         small = narrow(layer)
@@ -219,38 +142,10 @@ class LabelPass(Observer):
         head = small[tuple(slice(0, 1) if d in dims else slice(None) for d in range(small.ndim))]
         return head.expand(layer.shape)
 
-    def freeze(self, labels: Labels | Tensor | None, reason: str) -> None:
-        """These labels can never leave."""
-        if labels is None:
-            return
-        if isinstance(labels, Tensor):
-            labels = narrow(labels).reshape(-1).numpy()
-        ids = np.unique(labels)
-        ids = ids[ids != 0]
-        if len(ids):
-            self.frozen.append((ids, reason))
-
     def freeze_tensor(self, tensor: Any, reason: str) -> None:
         """Everything a tensor carries can never leave."""
         for layer in self.layers(tensor):
             self.freeze(layer, reason)
-
-    def cost(self, site: Site, total: float, *axes: Labels | None) -> None:
-        """`total` multiply-accumulates now, proportional to what is kept along each of `axes`."""
-        known = [axis for axis in axes if axis is not None]
-        for axis in known:
-            total /= len(axis)
-        self.macs.append(CostTerm(site, total, known))
-
-    def produce(self, labels: Labels, site: Site, kind: str) -> None:
-        """These labels number units that are made here: filters, neurons."""
-        known = self.producers.get(int(labels[0]))
-        sites = (*known.sites, site) if known is not None else (site,)
-        self.producers[int(labels[0])] = Producer(sites, kind, labels)
-
-    def attend(self, labels: Labels, site: Site) -> None:
-        """An attention product with one label per head."""
-        self.heads.append(HeadSite(site, labels))
 
     def mixes(self, tensor: Tensor, dims: Sequence[int], site: Site) -> None:
         """A norm over `dims` in which units take part: the masked reference must leave out what was removed."""
@@ -258,29 +153,10 @@ class LabelPass(Observer):
             over = varying(layer)
             if set(over) <= set(dims):
                 index = tuple(slice(None) if d in dims else slice(0, 1) for d in range(layer.ndim))
-                self.norms.append(NormSite(site, layer[index]))
+                self.found.norms.append(NormSite(site, layer[index]))
             elif set(over) & set(dims):
                 self.grid(layer, f"{site} mixes a part of it", rigid=[d for d in over if d in dims])
 
-    def grid(
-        self, layer: Tensor, reason: str, rigid: Sequence[int] = (), joins: Sequence[tuple[int, Labels]] = ()
-    ) -> None:
-        """A layer over several axes, with what is known about them. `rigid` and `joins` name dims of the tensor."""
-        dims = varying(layer)
-        if not dims:
-            return
-        labels = narrow(layer).reshape([layer.shape[d] for d in dims]).numpy()
-        where = {d: i for i, d in enumerate(dims)}
-        self.grids.append(
-            Grid(
-                labels,
-                frozenset(where[d] for d in rigid if d in where),
-                tuple((where[d], np.asarray(j)) for d, j in joins if d in where),
-                reason,
-            )
-        )
-
-    # -- patterns that many operations share -------------------------------------------------------------------------
     def move(self, call: Call, output: Any, function: Callable[[Tensor], Any] | None = None) -> None:
         """Data movement: do to the labels what the call does to the numbers. The first tensor is what moves."""
         source = call.tensors()[0]
@@ -324,7 +200,7 @@ class LabelPass(Observer):
                 if i == j:
                     continue
                 for layer in layers:
-                    self._meet(layer, rivals, present, site, first=i < j)
+                    _meet(self.found, layer, rivals, present, site, first=i < j)
         kept: Layers = []
         for layers, _ in prepared:
             for layer in layers:
@@ -339,38 +215,40 @@ class LabelPass(Observer):
         partners = [r for r in self.others(rival, [dim]) if set(varying(r)) & set(varying(layer))]
         for partner in partners:
             short = partner[tuple(slice(0, 1) if d == dim else slice(None) for d in range(layer.ndim))]
-            self._pair(head, short)
+            _pair(self.found, head, short)
         if not partners:
             self.grid(layer, f"joined by {site} to a tensor whose size is fixed", rigid=varying(layer))
 
-    def _meet(self, layer: Tensor, rivals: Layers, present: frozenset[int], site: Site, first: bool) -> None:
-        """One layer of one operand against everything another operand carries."""
-        dims = set(varying(layer))
-        shared = dims & present
-        if not shared:
-            return
-        partners = [rival for rival in rivals if set(varying(rival)) & dims]
-        if shared == dims:
-            if not partners:
-                self.grid(layer, f"combined by {site} with a tensor whose size is fixed", rigid=sorted(dims))
-            elif first:
-                for rival in partners:
-                    self._pair(layer, rival)
-            return
-        joins = []
-        for rival in partners:
-            over = varying(rival)
-            if len(over) == 1:
-                joins.append((over[0], narrow(rival).reshape(-1).numpy()))
-        joined = {d for d, _ in joins}
-        self.grid(layer, f"combined by {site} with a tensor whose size is fixed", sorted(shared - joined), joins)
 
-    def _pair(self, a: Tensor, b: Tensor) -> None:
-        index = tuple(
-            slice(0, 1) if (sa == 0 and sb == 0) or size == 1 else slice(None)
-            for sa, sb, size in zip(a.stride(), b.stride(), a.shape, strict=True)
-        )
-        self.join(a[index].reshape(-1).numpy(), b[index].reshape(-1).numpy())
+def _meet(found: Findings, layer: Tensor, rivals: Layers, present: frozenset[int], site: Site, first: bool) -> None:
+    """One layer of one operand against everything another operand carries."""
+    dims = set(varying(layer))
+    shared = dims & present
+    if not shared:
+        return
+    partners = [rival for rival in rivals if set(varying(rival)) & dims]
+    if shared == dims:
+        if not partners:
+            found.grid(layer, f"combined by {site} with a tensor whose size is fixed", rigid=sorted(dims))
+        elif first:
+            for rival in partners:
+                _pair(found, layer, rival)
+        return
+    joins = []
+    for rival in partners:
+        over = varying(rival)
+        if len(over) == 1:
+            joins.append((over[0], narrow(rival).reshape(-1).numpy()))
+    joined = {d for d, _ in joins}
+    found.grid(layer, f"combined by {site} with a tensor whose size is fixed", sorted(shared - joined), joins)
+
+
+def _pair(found: Findings, a: Tensor, b: Tensor) -> None:
+    index = tuple(
+        slice(0, 1) if (sa == 0 and sb == 0) or size == 1 else slice(None)
+        for sa, sb, size in zip(a.stride(), b.stride(), a.shape, strict=True)
+    )
+    found.join(a[index].reshape(-1).numpy(), b[index].reshape(-1).numpy())
 
 
 def _align(layer: Tensor, shape: tuple[int, ...]) -> Tensor:

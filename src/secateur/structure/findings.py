@@ -1,0 +1,147 @@
+"""What a label pass finds out: labels that leave together, frozen ones, grids, costs, norms, heads and producers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from secateur.ops.layers import Labels, narrow, varying
+from secateur.ops.table import Site
+from secateur.structure.axes import AxisTable
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Labels that vary over several axes: a unit must fill whole slices of one of them, or the tensor is no rectangle.
+
+    `rigid` axes cannot shrink. `joins` are labels along one axis that leave with its slices, should that axis shrink.
+    """
+
+    labels: Labels
+    rigid: frozenset[int]
+    joins: tuple[tuple[int, Labels], ...]
+    reason: str
+
+
+@dataclass(frozen=True)
+class CostTerm:
+    """What one call computes or writes: `coefficient` times the number of kept labels along each axis."""
+
+    site: Site
+    coefficient: float
+    axes: list[Labels]
+
+
+@dataclass(frozen=True)
+class NormSite:
+    """A norm that mixes channels: which labels it mixes, laid out over the dimensions that it normalises."""
+
+    site: Site
+    labels: Tensor
+
+
+@dataclass(frozen=True)
+class Producer:
+    """Where units are made: the labels number the output channels. Reused weights are called at several sites."""
+
+    sites: tuple[Site, ...]
+    kind: str
+    labels: Labels
+
+
+@dataclass(frozen=True)
+class HeadSite:
+    """An attention product: one label per head."""
+
+    site: Site
+    labels: Labels
+
+
+class Findings:
+    """Collects what operations say about labels. `where` names the module that is running, for reasons."""
+
+    def __init__(self, axes: AxisTable, where: Callable[[], str]) -> None:
+        self._axes = axes
+        self._where = where
+        self.left: list[Labels] = []
+        self.right: list[Labels] = []
+        self.frozen: list[tuple[Labels, str]] = []
+        self.grids: list[Grid] = []
+        self.macs: list[CostTerm] = []
+        self.written: list[CostTerm] = []
+        self.norms: list[NormSite] = []
+        self.heads: list[HeadSite] = []
+        self.producers: dict[int, Producer] = {}
+        #: Names of parameters and buffers that took part.
+        self.seen: set[str] = set()
+
+    def join(self, a: Labels, b: Labels) -> None:
+        """These labels, pair by pair, leave together. A label paired with 0 cannot leave."""
+        pairs = np.stack([np.ravel(a), np.ravel(b)], 1)
+        pairs = pairs[pairs[:, 0] != pairs[:, 1]]
+        if not len(pairs):
+            return
+        if len(pairs) > 4096:
+            # Pairs as single numbers sort many times faster than rows.
+            keys = np.sort(pairs[:, 0] * self._axes.total + pairs[:, 1])
+            pairs = np.stack(np.divmod(keys[np.flatnonzero(np.diff(keys, prepend=-1))], self._axes.total), 1)
+        blank = (pairs == 0).any(1)
+        if blank.any():
+            self.freeze(pairs[blank].max(1), f"meets channels that cannot be removed in {self._where()}")
+            pairs = pairs[~blank]
+        self.left.append(pairs[:, 0])
+        self.right.append(pairs[:, 1])
+
+    def tie_rows(self, labels: Labels) -> None:
+        """In a 2-d array, the labels of each row leave together."""
+        if labels.shape[1] > 1:
+            self.join(np.repeat(labels[:, :1], labels.shape[1] - 1, 1), labels[:, 1:])
+
+    def freeze(self, labels: Labels | Tensor | None, reason: str) -> None:
+        """These labels can never leave."""
+        if labels is None:
+            return
+        if isinstance(labels, Tensor):
+            labels = narrow(labels).reshape(-1).numpy()
+        ids = np.unique(labels)
+        ids = ids[ids != 0]
+        if len(ids):
+            self.frozen.append((ids, reason))
+
+    def cost(self, site: Site, total: float, *axes: Labels | None) -> None:
+        """`total` multiply-accumulates now, proportional to what is kept along each of `axes`."""
+        known = [axis for axis in axes if axis is not None]
+        for axis in known:
+            total /= len(axis)
+        self.macs.append(CostTerm(site, total, known))
+
+    def produce(self, labels: Labels, site: Site, kind: str) -> None:
+        """These labels number units that are made here: filters, neurons."""
+        known = self.producers.get(int(labels[0]))
+        sites = (*known.sites, site) if known is not None else (site,)
+        self.producers[int(labels[0])] = Producer(sites, kind, labels)
+
+    def attend(self, labels: Labels, site: Site) -> None:
+        """An attention product with one label per head."""
+        self.heads.append(HeadSite(site, labels))
+
+    def grid(
+        self, layer: Tensor, reason: str, rigid: Sequence[int] = (), joins: Sequence[tuple[int, Labels]] = ()
+    ) -> None:
+        """A layer over several axes, with what is known about them. `rigid` and `joins` name dims of the tensor."""
+        dims = varying(layer)
+        if not dims:
+            return
+        labels = narrow(layer).reshape([layer.shape[d] for d in dims]).numpy()
+        where = {d: i for i, d in enumerate(dims)}
+        self.grids.append(
+            Grid(
+                labels,
+                frozenset(where[d] for d in rigid if d in where),
+                tuple((where[d], np.asarray(j)) for d, j in joins if d in where),
+                reason,
+            )
+        )
