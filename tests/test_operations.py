@@ -77,3 +77,20 @@ def test_division_in_place_is_division() -> None:
     x, y = torch.rand(5, 4, generator=torch.Generator().manual_seed(1)), torch.arange(5) % 3
     plain = sc.explain(Scaled(lambda t: t / 2), x, y).input
     assert torch.equal(sc.explain(Scaled(divided), x, y).input, plain)
+
+
+def test_a_vector_norm_is_a_scale() -> None:
+    class Unit(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(4, 6), nn.Linear(6, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.first(x)
+            return self.last(hidden / torch.linalg.vector_norm(hidden, dim=1, keepdim=True))
+
+    net, x = Unit(), torch.rand(5, 4)
+    graph = sc.analyze(net, x)
+    assert graph.total_units == 6
+    plan = sc.plan(graph, sc.score(net, (x, torch.arange(5) % 3), "lrp", graph=graph), remove=0.5)
+    assert sc.apply(net, plan).first.out_features == 3

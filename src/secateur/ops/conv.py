@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from secateur.ops.layers import spread
+from secateur.ops.linear import produce_with_bias
 from secateur.ops.protocols import LabelVerbs, RelevanceVerbs
 from secateur.ops.table import Call, Operation, register
 
@@ -23,7 +24,7 @@ class Convolution(Operation):
 
     def channels(self, labels: LabelVerbs, call: Call, output: Any) -> None:
         """Output channels are fresh; input channels are read. With groups, a whole group leaves at once."""
-        x, weight, bias, groups = call["input"], call["weight"], call["bias"], int(call["groups"])
+        x, weight, groups = call["input"], call["weight"], int(call["groups"])
         axis = x.ndim - self.spatial - 1
         read, made, taken = labels.along(x, axis), labels.along(weight, 0), labels.along(weight, 1)
         for layer in labels.others(x, [axis]):
@@ -46,11 +47,7 @@ class Convolution(Operation):
             labels.cost(call.site, macs, made)
         if made is None:
             return
-        labels.produce(made, call.site, "filter")
-        if bias is not None:
-            held = labels.along(bias, 0)
-            if held is not None:
-                labels.join(made, held)
+        produce_with_bias(labels, made, call, "filter")
         labels.set(output, [spread(made, axis, output.shape)])
 
     def rehearse(self, call: Call) -> Any:
@@ -88,7 +85,7 @@ class TransposedConvolution(Operation):
 
     def channels(self, labels: LabelVerbs, call: Call, output: Any) -> None:
         """As for a convolution, with the two sides of the weight swapped."""
-        x, weight, bias, groups = call["input"], call["weight"], call["bias"], int(call["groups"])
+        x, weight, groups = call["input"], call["weight"], int(call["groups"])
         axis = x.ndim - self.spatial - 1
         read, taken, made = labels.along(x, axis), labels.along(weight, 0), labels.along(weight, 1)
         for layer in labels.others(x, [axis]):
@@ -110,11 +107,7 @@ class TransposedConvolution(Operation):
             labels.cost(call.site, macs, made, taken)
         if made is None:
             return
-        labels.produce(made, call.site, "filter")
-        if bias is not None:
-            held = labels.along(bias, 0)
-            if held is not None:
-                labels.join(made, held)
+        produce_with_bias(labels, made, call, "filter")
         labels.set(output, [spread(made, axis, output.shape)])
 
     def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:

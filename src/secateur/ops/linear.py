@@ -7,9 +7,17 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from secateur.ops.layers import narrow, spread, varying
+from secateur.ops.layers import Labels, narrow, spread, varying
 from secateur.ops.protocols import LabelVerbs, RelevanceVerbs
 from secateur.ops.table import Call, Operation, register
+
+
+def produce_with_bias(labels: LabelVerbs, made: Labels, call: Call, kind: str) -> None:
+    """These labels number the units of a layer, whose biases leave with them."""
+    labels.produce(made, call.site, kind)
+    held = None if call["bias"] is None else labels.along(call["bias"], 0)
+    if held is not None:
+        labels.join(made, held)
 
 
 class Linear(Operation):
@@ -20,7 +28,7 @@ class Linear(Operation):
 
     def channels(self, labels: LabelVerbs, call: Call, output: Any) -> None:
         """Output neurons are fresh, the last dimension is read, units along the other dimensions go on."""
-        x, weight, bias = call["input"], call["weight"], call["bias"]
+        x, weight = call["input"], call["weight"]
         read, made, taken = labels.along(x, -1), labels.along(weight, 0), labels.along(weight, 1)
         if read is not None and taken is not None:
             labels.join(taken, read)
@@ -32,11 +40,7 @@ class Linear(Operation):
         labels.cost(call.site, output.numel() * weight.shape[-1], made, taken, *crossing)
         layers = [layer[..., :1].expand(output.shape) for layer in passing]
         if made is not None:
-            labels.produce(made, call.site, "neuron")
-            if bias is not None:
-                held = labels.along(bias, 0)
-                if held is not None:
-                    labels.join(made, held)
+            produce_with_bias(labels, made, call, "neuron")
             layers.insert(0, spread(made, output.ndim - 1, output.shape))
         labels.set(output, layers)
 

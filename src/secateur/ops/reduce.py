@@ -83,7 +83,7 @@ register(
 )
 register("input p=2 dim=None keepdim=False", *named("norm"), operation=Reduction(stops, zero_is_neutral=True))
 register(
-    "x ord=None dim=None keepdim=False", torch.linalg.vector_norm, operation=Reduction(stops, zero_is_neutral=True)
+    "input ord=None dim=None keepdim=False", torch.linalg.vector_norm, operation=Reduction(stops, zero_is_neutral=True)
 )
 register("input dim=None keepdim=False dtype=None", *named("mean nanmean"), operation=Reduction(averages))
 # Maximum and minimum, hard or soft: relevance goes to the winner, a zero may win.
