@@ -1,4 +1,4 @@
-"""`analyze`: run the label passes, then try the removals that the labels allow, on copies without numbers."""
+"""`analyze`: run the label passes, then try out removals that the labels allow, on copies without numbers."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ def analyze(model: nn.Module, example: Example) -> Graph:
             fix="the Python module that it was made from",
         )
     _refuse_parametrized(model)
-    shadow, inputs, axes, main = _first_watch(model, example)
+    copy, inputs, axes, main = _first_watch(model, example)
     passes = [main]
     missing = {name for name, _ in model.named_parameters()} - main.seen
     if missing:
-        extra = _watch_training(shadow, inputs, axes)
+        extra = _watch_training(copy, inputs, axes)
         if extra is not None:
             passes.append(extra)
-    trial = Trial(model, example, axes, passes, shadow, inputs)
+    trial = Trial(model, example, axes, passes, copy, inputs)
     while not trial.settled():
         pass
     return trial.graph
@@ -71,44 +71,44 @@ def _refuse_parametrized(model: nn.Module) -> None:
 
 def _first_watch(model: nn.Module, example: Example) -> tuple[nn.Module, Example, AxisTable, Findings]:
     """Watch a copy without numbers if the forward runs without them, else one that shares the parameters' memory."""
-    shadow, inputs, axes = meta_copy(model).eval(), to_meta(example), AxisTable()
+    copy, inputs, axes = meta_copy(model).eval(), to_meta(example), AxisTable()
     try:
-        return shadow, inputs, axes, _watch(shadow, inputs, axes)
+        return copy, inputs, axes, _watch(copy, inputs, axes)
     except SecateurError:
         raise
     except Exception as error:  # numbers steer the forward, or tensors are made on a device of their own
         log.debug("no forward without numbers for %s: %s", type(model).__name__, error)
-    shadow, axes = shared_copy(model).eval(), AxisTable()
+    copy, axes = shared_copy(model).eval(), AxisTable()
     with quiet():
-        run_or_explain(shadow, example)
-    return shadow, example, axes, _watch(shadow, example, axes)
+        run_or_explain(copy, example)
+    return copy, example, axes, _watch(copy, example, axes)
 
 
-def _watch(shadow: nn.Module, inputs: Example, axes: AxisTable) -> Findings:
-    watched = LabelPass(shadow, axes)
+def _watch(copy: nn.Module, inputs: Example, axes: AxisTable) -> Findings:
+    watched = LabelPass(copy, axes)
     with quiet(), watched:
-        output = run(shadow, inputs)
+        output = run(copy, inputs)
     for tensor in tensors_of_output(output):
         watched.labels.freeze_tensor(tensor, "model output")
     return watched.found
 
 
-def _watch_training(shadow: nn.Module, inputs: Example, axes: AxisTable) -> Findings | None:
+def _watch_training(copy: nn.Module, inputs: Example, axes: AxisTable) -> Findings | None:
     """Auxiliary heads run only in training; what they read must shrink with the rest."""
-    shadow.train()
+    copy.train()
     try:
-        return _watch(shadow, inputs, axes)
+        return _watch(copy, inputs, axes)
     except SecateurError:
         raise
     except Exception as error:  # e.g. batch norm refuses a single value per channel
         log.debug("no forward in training mode: %s", error)
         return None
     finally:
-        shadow.eval()
+        copy.eval()
 
 
 class Trial:
-    """Takes units out of a shadow and runs it, to find sizes that are written into the forward."""
+    """Removes units from a copy and runs it, to find sizes that are written into the forward."""
 
     def __init__(
         self,
@@ -116,11 +116,11 @@ class Trial:
         example: Example,
         axes: AxisTable,
         passes: list[Findings],
-        shadow: nn.Module,
+        copy: nn.Module,
         inputs: Example,
     ) -> None:
         self._known = (model, example, axes, passes)
-        self.shadow, self.inputs = shadow, inputs
+        self.copy, self.inputs = copy, inputs
         self.blocked: dict[str, str] = {}
         self.repeated: tuple[RepeatedSize, ...] = ()
         self.graph: Graph = self._graph()
@@ -139,7 +139,7 @@ class Trial:
 
     def _breaks(self, layers: list[Layer]) -> str | None:
         plan = plan_for(self.graph, _one_of_each(self.graph, layers), self.repeated)
-        small = cut(self.shadow, plan)
+        small = cut(self.copy, plan)
         with quiet():
             try:
                 with Rehearsal(small):
@@ -175,7 +175,7 @@ class Trial:
     def _repeats(self, layers: list[Layer]) -> bool:
         """Whether the forward runs once attributes that repeat the layers' sizes shrink too."""
         before = self.repeated
-        found = {(item.path, item.name): item for item in _attributes(self.graph, self.shadow, layers)}
+        found = {(item.path, item.name): item for item in _attributes(self.graph, self.copy, layers)}
         found |= {(item.path, item.name): item for item in before}
         self.repeated = tuple(found.values())
         if len(self.repeated) > len(before) and self._breaks(layers) is None:

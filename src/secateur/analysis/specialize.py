@@ -108,10 +108,10 @@ def specialize(
 
 def _output_rows(model: nn.Module, graph: Graph, example: Example) -> Labels:
     """The group that makes each output, in order."""
-    shadow = shared_copy(model).eval()
-    watched = LabelPass(shadow, graph.axes.copy())
+    copy = shared_copy(model).eval()
+    watched = LabelPass(copy, graph.axes.copy())
     with quiet(), watched:
-        output = logits_of(run(shadow, example))
+        output = logits_of(run(copy, example))
     found = watched.labels.along(output, 1) if output.ndim > 1 else None
     if found is None or not found.all() or found.max() >= len(graph.root):
         raise UnsupportedModelError(

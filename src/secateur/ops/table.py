@@ -183,8 +183,8 @@ class Operation:
         return call.run()
 
     def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
-        """Run the call so that its backward pass is the relevance rule; by default relevance follows the gradient."""
-        return call.run()
+        """Run the call so that its backward pass is the relevance rule. An operation without a rule is refused."""
+        raise NotImplementedError
 
 
 #: How relevance passes back through a call, where a single verb says it.

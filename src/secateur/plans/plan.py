@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from secateur.structure.cost import Cost, human
 from secateur.structure.graph import Graph, RepeatedSize
 
 FORMAT = "secateur-plan-1"
+Record = TypeVar("Record", "NormCut", "HeadCut", "AttributeCut")
 Mask = np.ndarray[tuple[int], np.dtype[np.bool_]]
 
 
@@ -70,7 +71,7 @@ class Plan:
     example: Example = field(default=None, compare=False, repr=False)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Plan:
-        return self  # nobody changes it
+        return self  # it is frozen
 
     @property
     def units(self) -> tuple[int, int]:
@@ -110,21 +111,9 @@ class Plan:
                 groups=_indices(data["groups"]),
                 cuts={str(n): {int(d): _indices(i) for d, i in dims.items()} for n, dims in data["cuts"].items()},
                 shapes={str(n): _indices(s) for n, s in data["shapes"].items()},
-                heads=tuple(HeadCut(str(h["path"]), _count(h["heads"]), _indices(h["removed"])) for h in data["heads"]),
-                norms=tuple(
-                    NormCut(
-                        str(n["path"]),
-                        str(n["function"]),
-                        _count(n["visit"]),
-                        _indices(n["shape"]),
-                        _indices(n["removed"]),
-                    )
-                    for n in data["norms"]
-                ),
-                attributes=tuple(
-                    AttributeCut(str(a["path"]), str(a["name"]), _count(a["before"]), _count(a["after"]))
-                    for a in data["attributes"]
-                ),
+                heads=tuple(_read(HeadCut, item) for item in data["heads"]),
+                norms=tuple(_read(NormCut, item) for item in data["norms"]),
+                attributes=tuple(_read(AttributeCut, item) for item in data["attributes"]),
                 layers={str(n): (_count(b), _count(a)) for n, (b, a) in data["layers"].items()},
                 model=str(data["model"]),
                 before=Cost(_count(data["before"]["params"]), _count(data["before"]["macs"])),
@@ -165,6 +154,12 @@ def _indices(value: Any) -> tuple[int, ...]:
     if not isinstance(value, list):
         raise ValueError(f"expected a list of indices, found {value!r}")
     return tuple(_count(item) for item in value)
+
+
+def _read(kind: type[Record], item: Mapping[str, Any]) -> Record:
+    """A record whose fields are texts, counts and lists of indices."""
+    readers: dict[str, Callable[[Any], Any]] = {"str": str, "int": _count, "tuple[int, ...]": _indices}
+    return kind(**{field.name: readers[str(field.type)](item[field.name]) for field in fields(kind)})
 
 
 def plan_for(graph: Graph, removed: Mask, repeated: Sequence[RepeatedSize] | None = None) -> Plan:

@@ -1,4 +1,4 @@
-"""Shadows: copies of a model that share nothing the user can notice, some of them without any numbers."""
+"""Copies of a model: independent ones, ones that share parameters, and ones without numbers (on the meta device)."""
 
 from __future__ import annotations
 

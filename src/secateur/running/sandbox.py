@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from secateur.running.copies import unwrap
 @contextmanager
 def isolated(model: nn.Module, entries: Sequence[Tensor]) -> Iterator[None]:
     """Evaluation mode, gradients on, nothing compiled, random numbers given back."""
-    with evaluating(model), torch.inference_mode(False), torch.enable_grad(), _eager(), _forked(entries):
+    with evaluating(model), torch.inference_mode(False), torch.enable_grad(), _eager(), forked(entries):
         yield
 
 
@@ -46,12 +46,9 @@ def _eager() -> Iterator[None]:
             yield
 
 
-@contextmanager
-def _forked(entries: Sequence[Tensor]) -> Iterator[None]:
-    """Random numbers that the forward draws are given back."""
-    devices = sorted({t.device.index for t in entries if t.is_cuda})
-    with torch.random.fork_rng(devices=devices):
-        yield
+def forked(tensors: Iterable[Tensor]) -> AbstractContextManager[None]:
+    """The random number generators, of the CPU and of the tensors' GPUs, are set back afterwards."""
+    return torch.random.fork_rng(sorted({t.device.index or 0 for t in tensors if t.is_cuda}))
 
 
 Example = Any

@@ -57,15 +57,15 @@ def size_of(model: nn.Module) -> int:
 
 def count_macs(model: nn.Module, example: Example) -> list[CostTerm]:
     """The cost of every call in one forward pass in evaluation mode."""
-    for shadow, inputs in ((meta_copy, to_meta(example)), (shared_copy, example)):
-        watched = shadow(model).eval()
+    for copied, inputs in ((meta_copy, to_meta(example)), (shared_copy, example)):
+        watched = copied(model).eval()
         labels = LabelPass(watched, AxisTable())
         try:
             with quiet(), labels:
                 run(watched, inputs)
             return labels.found.macs
         except (RuntimeError, NotImplementedError, TypeError, ValueError, NeedsNumbers):
-            if shadow is shared_copy:
+            if copied is shared_copy:
                 with quiet():
                     run_or_explain(watched, inputs)
                 raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -46,7 +47,7 @@ def cut(model: nn.Module, plan: Plan) -> nn.Module:
     """A copy of the model without what the plan removes. Not verified; `apply` does that."""
     model = unwrap(model)
     check_fits(model, plan)
-    small = copy_with(model, lambda name, old: _sliced(old.detach(), plan.cuts.get(name)))
+    small = copy_with(model, lambda name, old: sliced(old.detach(), plan.cuts.get(name, {})))
     before = dict(named_modules(model))
     names = _first_names(model)
     for path, module in named_modules(small):
@@ -63,13 +64,12 @@ def cut(model: nn.Module, plan: Plan) -> nn.Module:
     return small
 
 
-def _sliced(tensor: Tensor, dims: Any) -> Tensor:
-    if not dims:
-        return tensor.clone()
+def sliced(tensor: Tensor, dims: Mapping[int, tuple[int, ...]]) -> Tensor:
+    """A copy of a tensor without the given indices of each dimension."""
     for dim, indices in dims.items():
         kept = np.delete(np.arange(tensor.shape[dim]), np.fromiter(indices, np.int64, len(indices)))
         tensor = tensor.index_select(dim, torch.from_numpy(kept).to(tensor.device))
-    return tensor
+    return tensor if dims else tensor.clone()
 
 
 def _first_names(model: nn.Module) -> dict[int, str]:

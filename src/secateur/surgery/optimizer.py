@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -14,7 +13,7 @@ from torch.optim.swa_utils import AveragedModel
 from secateur.errors import PlanError, SecateurError
 from secateur.plans.plan import Plan
 from secateur.running.copies import unwrap
-from secateur.surgery.cut import cut
+from secateur.surgery.cut import cut, sliced
 
 
 def carry(state: Any, before: nn.Module, after: nn.Module, plan: Plan | None) -> None:
@@ -80,11 +79,3 @@ def _sliced_state(
         else:
             made[key] = value
     return made
-
-
-def sliced(tensor: Tensor, dims: Mapping[int, tuple[int, ...]]) -> Tensor:
-    """The tensor without the given indices of each dimension."""
-    for dim, indices in dims.items():
-        keep = np.setdiff1d(np.arange(tensor.shape[dim]), np.asarray(indices))
-        tensor = tensor.index_select(dim, torch.from_numpy(keep).to(tensor.device))
-    return tensor.clone()

@@ -25,7 +25,7 @@ class Provenance:
     inputs: str = ""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        return self  # nobody changes it, and every copy of the model carries it
+        return self  # it is frozen, and every copy of the model carries it
 
 
 def provenance_of(model: nn.Module) -> Provenance:
