@@ -16,10 +16,10 @@ from torch import nn
 from reproduction.pool import Pool
 from reproduction.runs import Folder, Run
 from reproduction.uncoupled import prune_uncoupled
+from secateur.atomic import write
 from secateur.data.views import View
 from secateur.errors import SecateurError
 from secateur.loop.prune import prune
-from secateur.atomic import write
 from secateur.results.history import History
 
 #: `paper` masks every filter on its own, `physical` removes coupled filters together.

@@ -6,7 +6,7 @@ same shapes, so one step is recorded (`torch.cuda.CUDAGraph`) and replayed. On a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from secateur.data.views import View
 from secateur.errors import DataError
+from secateur.running import accuracy as measured
 
 # Steps before the recording. In these, libraries choose their algorithms.
 _WARM_UP = 3
@@ -237,17 +238,7 @@ def crops(images: Images, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
 def accuracy(model: nn.Module, images: Images, batch_size: int = 500) -> float:
     """The share of images whose class has the largest output. On CUDA in half precision."""
     with half(images.labels.device):
-        return correct(model, images.batches(batch_size))
-
-
-def correct(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]]) -> float:
-    """The share of samples whose class has the largest output. The device is waited for once, at the end."""
-    right, count = torch.zeros(()), 0
-    with torch.no_grad():
-        for inputs, labels in batches:
-            right = right.to(labels.device) + (model(inputs).argmax(1) == labels).sum()
-            count += len(labels)
-    return float(right) / count
+        return measured.accuracy(model, images.batches(batch_size)).overall
 
 
 def half(device: torch.device) -> AbstractContextManager[object]:

@@ -20,11 +20,12 @@ from reproduction.few_shot.draws import Source
 from reproduction.networks import Features, is_split, kept, network, parts
 from reproduction.preparation import prepare
 from reproduction.runs import Folder, Run, noted
-from reproduction.training import Images, Schedule, correct
+from reproduction.training import Images, Schedule
 from secateur.analysis.analyze import analyze
 from secateur.analysis.specialize import Merge, specialize
 from secateur.errors import SecateurError
 from secateur.loop.prune import prune, seeded
+from secateur.running.accuracy import accuracy
 from secateur.structure.graph import Graph
 
 _GRID = "fc "
@@ -180,4 +181,4 @@ def grid(run: Run, step: float) -> dict[tuple[float, float], float]:
 
 def right(model: nn.Module, inputs: Tensor, labels: Tensor, batch_size: int) -> float:
     """The share of samples whose class has the largest output."""
-    return correct(model, zip(torch.split(inputs, batch_size), torch.split(labels, batch_size), strict=True))
+    return accuracy(model, (inputs, labels), batch_size).overall

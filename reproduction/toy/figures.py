@@ -21,7 +21,7 @@ from PIL import Image
 import secateur as sc
 from reproduction.criteria import COLOURS, CRITERIA, DARK_COLOURS, MARKERS, NAMES
 from reproduction.toy.blocks import Task, reference_scores
-from reproduction.toy.nets import trained
+from reproduction.toy.nets import percent_right, trained
 from reproduction.toy.recipe import REMOVED, SETS, Reading, Recipe
 from reproduction.toy.store import source_digest
 from reproduction.toy.tables import Index
@@ -124,7 +124,7 @@ def _panels(name: str, reading: Reading, recipe: Recipe, size: int, cache: Path)
     maps = []
     with torch.no_grad():
         for title, net in nets:
-            right = 100 * float((net(x).argmax(1) == y).double().mean())
+            right = percent_right(net, x, y)
             maps.append((title, net(where).argmax(1).reshape(_RESOLUTION, _RESOLUTION).numpy(), right))
     extent = (low[0], high[0], low[1], high[1])
     return {"training": training, "chosen": chosen, "maps": maps, "extent": extent}

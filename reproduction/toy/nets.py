@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from reproduction.toy.points import CLASSES
 from reproduction.toy.recipe import Reading, Recipe
 from reproduction.toy.store import digest, get, put
+from secateur.running.accuracy import accuracy
 
 # Names of the hidden layers inside the network, in order.
 HIDDEN = ("first", "second", "third")
@@ -59,7 +60,7 @@ def trained(name: str, reading: Reading, recipe: Recipe, cache: Path) -> Trained
             "set": name,
             "reading": reading.name,
             "seconds": time.perf_counter() - began,
-            "accuracy": accuracy(net, *data.tensors()),
+            "accuracy": percent_right(net, *data.tensors()),
             "weights": digest(*arrays.values()),
         }
         put(path, arrays, about)
@@ -90,7 +91,6 @@ def _train(name: str, reading: Reading, recipe: Recipe) -> ToyNet:
     return net
 
 
-@torch.no_grad()
-def accuracy(net: nn.Module, x: Tensor, y: Tensor) -> float:
+def percent_right(net: nn.Module, x: Tensor, y: Tensor) -> float:
     """Percent of points that the network puts into their class."""
-    return 100 * float((net(x).argmax(1) == y).double().mean())
+    return 100 * accuracy(net, (x, y), len(x)).overall
