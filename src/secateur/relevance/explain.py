@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from secateur.errors import DataError
 from secateur.nest import tensors_in
-from secateur.relevance.books import Absolute
 from secateur.relevance.composites import Composite
 from secateur.relevance.conservation import Conservation
 from secateur.relevance.engine import RelevancePass, Start
+from secateur.relevance.ledger import Absolute
 from secateur.relevance.rules import Rule
 from secateur.relevance.weights import path_of
 from secateur.running.logits import one_output
@@ -76,11 +76,11 @@ def explain(
     """
     engine = RelevancePass(model, composite, absolute=absolute)
     output, heat = engine.run(inputs, starter(target, start, samples_in(inputs)))
-    books = engine.conservation()
-    books.warn()
+    conservation = engine.conservation()
+    conservation.warn()
     first = heat[0] if len(heat) == 1 and heat[0] is not None else heat
     units = {name: sums.to(output.dtype) for name, sums in engine.units.items()}
-    return Explanation(first, {path_of(n): u for n, u in units.items()}, units, output, books, _picture(inputs))
+    return Explanation(first, {path_of(n): u for n, u in units.items()}, units, output, conservation, _picture(inputs))
 
 
 def unit_relevance(
@@ -91,15 +91,15 @@ def unit_relevance(
     start: Literal["one", "logit"] = "one",
     absolute: Absolute = False,
 ) -> tuple[dict[str, Tensor], Conservation]:
-    """Relevance per unit by parameter name, summed over batches of (inputs, targets), and the books. No heat map."""
+    """Relevance per unit by parameter name, summed over batches of (inputs, targets), and conservation. No heat map."""
     engine = RelevancePass(model, composite, absolute=absolute, heat_map=False)
     for inputs, targets in data:
         engine.run(inputs, starter(targets, start, samples_in(inputs)))
     if not engine.samples:
         raise DataError("there is no batch in the data.")
-    books = engine.conservation()
-    books.warn()
-    return engine.units, books
+    conservation = engine.conservation()
+    conservation.warn()
+    return engine.units, conservation
 
 
 def samples_in(inputs: Any) -> int | None:

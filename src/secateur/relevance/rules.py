@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from secateur.relevance.maps import LinearMap
+from secateur.relevance.linear_maps import LinearMap
 from secateur.relevance.pointwise import by_positive_parts, floor, over, over_positive
 
 Bias = Literal["spread", "absorb", "ignore"]

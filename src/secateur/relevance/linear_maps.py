@@ -16,8 +16,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from secateur.relevance.pointwise import rectified
-
 _convolution_backward = torch.ops.aten.convolution_backward.default
 
 
@@ -126,17 +124,6 @@ class ConvMap(LinearMap):
     def __call__(self, a: Tensor, weight: Tensor) -> Tensor:
         """The convolution of `a` with the weight."""
         return self._convolve(a, weight, self.geometry.groups)
-
-    def forward(self, a: Tensor, rectify: bool) -> Tensor:
-        """The layer itself, bias included, and a ReLU if asked for."""
-        g = self.geometry
-        if rectify and self.bias is not None and a.is_cuda:  # torch would add the bias in a kernel of its own
-            return rectified(self._convolve(a, self.weight, g.groups), self.bias)
-        bias = None if self.bias is None else self.bias.view(-1)
-        z = torch.convolution(
-            a, self.weight, bias, g.stride, g.padding, g.dilation, g.transposed, g.output_padding, g.groups
-        )
-        return z.relu_() if rectify else z
 
     def adjoint(self, s: Tensor, weight: Tensor, a: Tensor) -> Tensor:
         """The transpose."""
