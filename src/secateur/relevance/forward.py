@@ -110,8 +110,7 @@ class ForwardPass(Observer):
     ) -> tuple[tuple[Any, ...], dict[str, Any], list[Tensor] | None]:
         """Parameters without their gradient flag, and the replacements of tensors that were overwritten."""
         tensors: list[Tensor] = []
-        self._carrying, self._differentiates = False, operation is None or operation.differentiates
-        self._ahead = None
+        self._begin_call(operation)
         settles = operation is None or operation.settles
         args = tuple([v if v is None or type(v) in SCALARS else self._present(v, tensors, settles) for v in args])
         if kwargs:
@@ -119,6 +118,10 @@ class ForwardPass(Observer):
         if self._ahead is not None and isinstance(operation, Query):
             self._attempt.deviates()
         return args, kwargs, tensors
+
+    def _begin_call(self, operation: Operation | None) -> None:
+        self._carrying, self._ahead = False, None
+        self._differentiates = operation is None or operation.differentiates
 
     def _present(self, value: Any, tensors: list[Tensor], settles: bool) -> Any:
         kind = type(value)
