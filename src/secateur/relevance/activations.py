@@ -13,7 +13,8 @@ from torch import Tensor
 from secateur.nest import tensors_in
 from secateur.ops.table import Call
 from secateur.relevance.weights import LinearCall
-from secateur.running.tensor_facts import TensorFacts, writes
+from secateur.running.tensor_facts import TensorFacts
+from secateur.running.tensor_facts import writes as writes
 
 
 class Activations:

@@ -76,6 +76,20 @@ def attend(rule: Attention, logits: Tensor, weights: Tensor, values: Tensor, r: 
     return pulled, values * (_t(keep) @ g)
 
 
+def gate_scores(rule: Rule, q: Tensor, k: Tensor, v: Tensor, weights: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
+    """The scores of queries and keys as gates: what the attention weights let pass."""
+    logits, _ = product(rule, torch.matmul, weights, v, r)
+    for_q, for_k = product(rule, lambda a, b: a @ _t(b), q, k, 2 * logits)
+    return 2 * for_q, 2 * for_k
+
+
+def regroup(r: Tensor, groups: int) -> Tensor:
+    """Relevance of heads that repeat one head `groups` times, summed for that head."""
+    if groups == 1:
+        return r
+    return r.reshape(*r.shape[:-3], r.shape[-3] // groups, groups, *r.shape[-2:]).sum(-3)
+
+
 def stabilised(z: Tensor, epsilon: float = 1e-6) -> Tensor:
     """z + ε sign z, with sign 0 = 1."""
     return torch.where(z >= 0, z + epsilon, z - epsilon)

@@ -13,7 +13,7 @@ from secateur.ops.table import Call
 from secateur.relevance._fusion import Fusion
 from secateur.relevance.accelerators import Attempt
 from secateur.relevance.activations import Activations
-from secateur.relevance.backward import Backward, Layer, Passing, apply
+from secateur.relevance.backward import Backward
 from secateur.relevance.ledger import Ledger
 from secateur.relevance.linear_maps import DenseMap, Geometry, LinearMap
 from secateur.relevance.weights import Build, LayerUse, LinearCall, Weights
@@ -110,11 +110,25 @@ class Layers:
 
     def _step(self, run: Callable[[], Tensor], record: LinearCall, build: Callable[[Tensor], LinearMap]) -> Tensor:
         """A layer as part of the graph: `run` gives its output, `build` the linear map that its rule looks at."""
-        x, use, index = record.x, record.use, record.index
-        first = any(x is entry for entry in self._backward.leaves.inputs)
-        place = self._backward.place(use.kind, use.path, index, first or index == 0)
-        stop = first and not self._heat_map
-        output: Tensor = apply(Layer(self._backward, run, build, place, use, x in self._activations.nonneg, stop), x)
+        backward, journal, use, index = self._backward, self._backward.journal, record.use, record.index
+        first = any(record.x is entry for entry in backward.leaves.inputs)
+        place = backward.place(use.kind, use.path, index, first or index == 0)
+        nonneg, stop = record.x in self._activations.nonneg, first and not self._heat_map
+        units: Tensor | None = None
+
+        def back(r: Tensor, a: Tensor) -> tuple[Tensor | None]:
+            nonlocal units
+            units, arrived = journal.unit_sums(use, r)
+            if stop:
+                backward.flow(use.path, "stop", arrived, 0.0)
+                backward.flow(use.path, use.kind, arrived, arrived)
+                return (None,)
+            return backward.share(r, a, build(a), place, use.path, nonneg, arrived, use.channel)
+
+        def gate(r: Tensor) -> None:  # units that got nothing: queries and keys, if this layer makes the values too
+            journal.unit_sums(use, r, besides=units)
+
+        output: Tensor = backward.step(run, back, record.x, gate=gate)
         return output
 
     def _scale(self, call: Call, x: Tensor) -> Tensor:
@@ -129,7 +143,7 @@ class Layers:
         if not x.requires_grad:
             with torch.no_grad():
                 return call.run()  # type: ignore[no-any-return]
-        output: Tensor = apply(Passing(self._backward, call.run), x)
+        output: Tensor = self._backward.step(call.run, lambda r: (r,), x, saves=False)
         self._activations.note_fresh(output)
         return output
 
