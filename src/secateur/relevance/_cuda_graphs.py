@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from secateur.errors import SecateurError
-from secateur.nest import tensors_in
+from secateur.nest import map_tensors, tensors_in
 from secateur.relevance.accelerators import Attempt, Deviation
 from secateur.relevance.forward import check_input
 from secateur.relevance.ledger import Batch
@@ -85,7 +85,8 @@ class Recording:
         self._forward, self._backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         with torch.cuda.device(device), torch.inference_mode(False), isolated(engine.model, [batch.output]):
             self._inputs = [tensor.detach().clone() for tensor in tensors_in(inputs)]
-            nest, attempt = _with(inputs, iter(self._inputs)), Attempt(expected=True)
+            mine = iter(self._inputs)
+            nest, attempt = map_tensors(lambda _: next(mine), inputs), Attempt(expected=True)
             propagation, entries = engine.begin(nest, attempt)
             with _never_waiting():
                 propagation.backward.run(engine.forward.run(propagation, attempt, entries), self._seed)
@@ -163,22 +164,11 @@ def _shape_of(inputs: Any) -> Any:
     """What two batches must have in common; None for what is not made of tensors alone."""
     if isinstance(inputs, Tensor):
         return inputs.shape, inputs.dtype, inputs.device
-    if isinstance(inputs, dict):
-        parts = [(key, _shape_of(value)) for key, value in inputs.items()]
-        return None if any(part is None for _, part in parts) else tuple(parts)
-    if isinstance(inputs, tuple | list):
-        shapes = [_shape_of(value) for value in inputs]
-        return None if any(shape is None for shape in shapes) else tuple(shapes)
-    return None
-
-
-def _with(inputs: Any, tensors: Iterator[Tensor]) -> Any:
-    """The same nest of other tensors."""
-    if isinstance(inputs, Tensor):
-        return next(tensors)
-    if isinstance(inputs, dict):
-        return {key: _with(value, tensors) for key, value in inputs.items()}
-    return type(inputs)(_with(value, tensors) for value in inputs)
+    if not isinstance(inputs, dict | tuple | list):
+        return None
+    items = inputs.items() if isinstance(inputs, dict) else enumerate(inputs)
+    shapes = tuple((key, _shape_of(value)) for key, value in items)
+    return None if any(shape is None for _, shape in shapes) else shapes
 
 
 def _members(model: nn.Module) -> Iterator[tuple[dict[str, Any], str, Any, Any]]:

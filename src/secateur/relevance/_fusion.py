@@ -101,11 +101,6 @@ class Fusion:
             self._made[output] = Made(followed, normed=layer)
         return output
 
-    def layered(self, record: LinearCall, output: Tensor) -> None:
-        """A layer made `output` by itself."""
-        if isinstance(record.use.build, Geometry):
-            self._made[output] = Made(self._followed.setdefault(record.use.site, Followed()), raw=True)
-
     def norm(self, x: Tensor, record: LinearCall, norm: BatchNorm, step: Step) -> Tensor | None:
         """The output of a batch norm that was computed with its layer; None if it was not."""
         made = self._made.get(x)
@@ -142,9 +137,9 @@ class Fusion:
         self.count += 1
         return lambda: rectified(a, b)
 
-    def added(self, site: Site, output: Tensor, ahead: bool) -> None:
-        """A sum made `output`, together with its ReLU if it is `ahead`."""
-        self._made[output] = Made(self._followed.setdefault(site, Followed()), ahead=ahead)
+    def made(self, site: Site, output: Tensor, raw: bool = False, ahead: bool = False) -> None:
+        """A convolution or a sum made `output`. If it is `ahead`, the ReLU is part of it already."""
+        self._made[output] = Made(self._followed.setdefault(site, Followed()), raw=raw, ahead=ahead)
 
     def is_pending(self, value: Tensor) -> bool:
         """Whether a tensor is the output of a layer that was computed with its batch norm."""

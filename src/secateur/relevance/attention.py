@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from secateur.relevance.pointwise import over
+from secateur.relevance.pointwise import over, stabilised
 from secateur.relevance.rules import AlphaBeta, Rule, split
 
 
@@ -88,11 +88,6 @@ def regroup(r: Tensor, groups: int) -> Tensor:
     if groups == 1:
         return r
     return r.reshape(*r.shape[:-3], r.shape[-3] // groups, groups, *r.shape[-2:]).sum(-3)
-
-
-def stabilised(z: Tensor, epsilon: float = 1e-6) -> Tensor:
-    """z + ε sign z, with sign 0 = 1."""
-    return torch.where(z >= 0, z + epsilon, z - epsilon)
 
 
 def _t(x: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from secateur.relevance.attention import Attention
-from secateur.relevance.composites import Place, Rules
+from secateur.relevance.composites import Composite, Place
 from secateur.relevance.conservation import slack
 from secateur.relevance.ledger import Journal, Page, Sum, total
 from secateur.relevance.linear_maps import LinearMap
@@ -59,13 +59,15 @@ class Backward:
     `attentive` are the layers which once could not pass on all relevance. They check this in every batch.
     """
 
-    def __init__(self, rules: Rules, journal: Journal, attentive: set[str]) -> None:
+    def __init__(
+        self, composite: Composite, rules: dict[tuple[Place, int], Rule], journal: Journal, attentive: set[str]
+    ) -> None:
         self.journal, self.attentive = journal, attentive
         self.leaves = Leaves()
         self.layers = 0  # conv and linear layers in this forward pass
         self.gated = False  # whether a gate takes part
         self.gating = False  # whether gates are being scored
-        self._rules = rules
+        self._composite, self._rules = composite, rules
         self._gates: list[tuple[GradientEdge, Tensor]] = []
 
     def place(self, kind: str, path: str, index: int | None = None, first: bool = False) -> Place:
@@ -73,12 +75,16 @@ class Backward:
         return Place(kind, path, float(self.layers if index is None else index), first)
 
     def rule(self, place: Place) -> Rule:
-        """The composite's rule."""
-        return self._rules.rule(place, self.layers)
+        """The composite's rule, remembered from batch to batch. Only now is the number of layers known."""
+        key = (place, self.layers)
+        if key not in self._rules:
+            depth = min(place.depth / max(self.layers - 1, 1), 1.0)
+            self._rules[key] = self._composite.rule(Place(place.kind, place.path, depth, place.first))
+        return self._rules[key]
 
     def attention(self, place: Place) -> Attention:
         """How the composite passes relevance through attention."""
-        return self._rules.composite.attention(place)
+        return self._composite.attention(place)
 
     def step(
         self, run: Callable[[], Any], back: Back, *inputs: Tensor, saves: bool = True, gate: Gate | None = None

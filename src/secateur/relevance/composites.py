@@ -13,7 +13,7 @@ The first line that fits decides.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Literal
 
@@ -82,22 +82,6 @@ class Composite:
 
     def __repr__(self) -> str:
         return f"Composite({', '.join(map(repr, self.lines))}, name={self.name!r})"
-
-
-class Rules:
-    """A composite that remembers its answers. Depths are given as indices among `layers` weight layers."""
-
-    def __init__(self, composite: Composite) -> None:
-        self.composite = composite
-        self._known: dict[tuple[Place, int], Rule] = {}
-
-    def rule(self, place: Place, layers: int) -> Rule:
-        """The composite's rule for this place."""
-        key = (place, layers)
-        if key not in self._known:
-            depth = min(place.depth / max(layers - 1, 1), 1.0)
-            self._known[key] = self.composite.rule(replace(place, depth=depth))
-        return self._known[key]
 
 
 _DEFAULT = AlphaBeta(1, 0)

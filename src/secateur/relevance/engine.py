@@ -19,7 +19,7 @@ from secateur.relevance._script import Script
 from secateur.relevance.accelerators import Accelerators, Attempt, Deviation
 from secateur.relevance.activations import Activations
 from secateur.relevance.backward import Backward
-from secateur.relevance.composites import Composite, Rules, composite_named
+from secateur.relevance.composites import Composite, Place, composite_named
 from secateur.relevance.conservation import Conservation, slack
 from secateur.relevance.forward import ForwardPass, check_input
 from secateur.relevance.layers import Layers
@@ -60,7 +60,7 @@ class RelevancePass:
         self.absolute, self.heat_map, self.watch, self.accelerators = absolute, heat_map, watch, accelerators
         #: Layers that once could not pass on all relevance.
         self.attentive: set[str] = set()
-        self._rules = Rules(self.composite)
+        self._rules: dict[tuple[Place, int], Rule] = {}
         self.weights = Weights(self.model)
         self.forward = ForwardPass(self.model, self.weights, Script() if accelerators.script else None)
         self._habits = Habits()
@@ -114,7 +114,7 @@ class RelevancePass:
     def begin(self, inputs: Any, attempt: Attempt) -> tuple[Propagation, Any]:
         """A new propagation, and the inputs as tensors that carry relevance."""
         known, journal = Activations(), Journal(self.absolute, self.watch)
-        backward = Backward(self._rules, journal, self.attentive)
+        backward = Backward(self.composite, self._rules, journal, self.attentive)
         fusion = Fusion(self._habits, self.weights, known, attempt) if self.accelerators.fusion else None
         layers = Layers(self.weights, self._ledger, known, backward, fusion, attempt, self.heat_map)
 

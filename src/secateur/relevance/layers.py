@@ -102,8 +102,8 @@ class Layers:
         output = None if self._fusion is None else self._fusion.layer(record, self._step)
         if output is None:
             output = self._step(run, record, lambda a: self._weights.prepared(record))
-            if self._fusion is not None:
-                self._fusion.layered(record, output)
+            if self._fusion is not None and use.kind == "conv":
+                self._fusion.made(call.site, output, raw=True)
         self._activations.linear[output] = record
         self._activations.note_fresh(output)
         return output

@@ -15,6 +15,11 @@ def over(r: Tensor, z: Tensor) -> Tensor:
     return torch.div(r, z.masked_fill_(dead, 1), out=z).masked_fill_(dead, 0)
 
 
+def stabilised(z: Tensor, epsilon: float = 1e-6) -> Tensor:
+    """z + ε sign z, with sign 0 = 1."""
+    return torch.where(z >= 0, z + epsilon, z - epsilon)
+
+
 def floor(z: Tensor) -> float:
     """Sums below this (masked attention has exp(-100) = 4e-44) count as 0."""
     return 1e-6 if z.dtype == torch.float16 else 1e-25

@@ -161,7 +161,7 @@ class Propagation:
 
         output = self._step(call, back, a, b, run=sum_)
         if self.fusion is not None:
-            self.fusion.added(call.site, output, ahead)
+            self.fusion.made(call.site, output, ahead=ahead)
         if sign > 0 and a in known.nonneg and b in known.nonneg:
             known.note_nonneg(output)
         known.note_fresh(output)
