@@ -1,4 +1,4 @@
-"""`explain`: which inputs and which units made the model say what it said."""
+"""`explain`: which inputs and which units made the model give its answer."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from secateur.nest import tensors_in
 from secateur.relevance.composites import Composite
 from secateur.relevance.conservation import Conservation
 from secateur.relevance.engine import RelevancePass, Start
+from secateur.relevance.heatmaps import draw
 from secateur.relevance.ledger import Absolute
 from secateur.relevance.rules import Rule
 from secateur.relevance.weights import path_of
@@ -25,12 +26,12 @@ Target = int | Sequence[int] | Tensor | Callable[[Tensor], Tensor] | None
 
 @dataclass(frozen=True)
 class Explanation:
-    """What a model saw. All relevance is that of `target`.
+    """Relevance of inputs and units for `target`.
 
     `input` is shaped like the inputs (a list if there were several). `units` has one number per output channel or
     neuron of each conv and linear layer (per column of an embedding), summed over samples and space, by module path;
     `weights` has the same by parameter name. Layers that only make gates (squeeze-and-excitation, queries and keys)
-    take no relevance: they have that of what the gate lets pass, besides the total, which stays what it is.
+    take no relevance. They are scored by what the gate lets pass. These scores are not part of the total.
     """
 
     input: Tensor | list[Tensor | None]
@@ -47,12 +48,10 @@ class Explanation:
         return first.sum(1) if first.dim() == 4 else first.sum(-1) if first.dim() == 3 else first
 
     def plot(self, path: str | Path, *, clip: float = 0.995) -> Path:
-        """A PNG: each image beside its heat map, red for and blue against, symmetric about 0.
+        """A PNG: each image beside its heat map. Red speaks for the target, blue against it, white is 0.
 
         Colours saturate at the `clip` quantile of the absolute values, so that one pixel does not hide the rest.
         """
-        from secateur.relevance.heatmaps import draw
-
         return draw(self.images, self.heat, Path(path), clip)
 
 
@@ -66,8 +65,8 @@ def explain(
     absolute: Absolute = False,
 ) -> Explanation:
     """Relevance of inputs and units for `target`: a class, one per sample, None for the predicted class, or a function
-    from the output to the relevance it starts with. Each sample starts with 1, or with its logit. The only output of a
-    model speaks for both of its classes, so that relevance starts there whether a target is 0 or 1.
+    from the output to the relevance it starts with. Each sample starts with 1, or with its logit. If a model has one
+    output for two classes, relevance starts there whether a target is 0 or 1.
 
     >>> net = nn.Sequential(nn.Flatten(), nn.Linear(12, 4), nn.ReLU(), nn.Linear(4, 3))
     >>> seen = explain(net, torch.rand(2, 3, 2, 2), target=1)

@@ -29,7 +29,7 @@ class Rule:
 
     #: Whether part of the relevance may stay in the layer by definition (biases), so that this is no leak.
     absorbs = False
-    #: Whether it divides by sums of both signs, so that it must not be computed with few digits.
+    #: Whether it divides by sums in which terms can cancel, so that it needs float32 at least.
     cancels = True
 
     def __call__(self, layer: LinearMap, a: Tensor, r: Tensor) -> Tensor:
@@ -37,7 +37,7 @@ class Rule:
         raise NotImplementedError
 
     def rescue(self, layer: LinearMap, a: Tensor, r: Tensor) -> Tensor | None:
-        """What `__call__` could not pass on, shared in another way; None if the rule means it to be lost."""
+        """What `__call__` could not pass on, shared in another way; None if the rule lets it be lost."""
         return None
 
     def add(self, a: Tensor, b: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
@@ -132,9 +132,9 @@ class AlphaBeta(Contributions):
         return torch.where(no_negative, u, self.alpha * u), torch.where(no_positive, v, (1 - self.alpha) * v)
 
     def rescue(self, layer: LinearMap, a: Tensor, r: Tensor) -> Tensor | None:
-        """A second way for what has no first one."""
-        # An output that is positive through its bias alone has no positive contribution. Its relevance goes to its
-        # (then all negative) contributions in proportion to their size, and evenly if there are none at all.
+        """The relevance of outputs without positive contributions."""
+        # Such an output is positive through its bias alone. Its relevance goes to its negative contributions in
+        # proportion to their size, and to all inputs evenly if there are none.
         positive = contributions(layer, a, 1)
         if self.beta != 0:
             stuck = (positive == 0) & (contributions(layer, a, -1) == 0)
@@ -167,7 +167,7 @@ class WithBias(Rule):
         return self.bias == "absorb"
 
     def rescue(self, layer: LinearMap, a: Tensor, r: Tensor) -> Tensor | None:
-        """Outputs that are exactly 0 have nothing to share by: evenly."""
+        """Outputs that are exactly 0: evenly."""
         z = layer(a, layer.weight)
         z = z if layer.bias is None or self.bias == "ignore" else z + layer.bias
         return layer.spread(torch.where(z == 0, r, 0), a)
@@ -200,7 +200,7 @@ class Epsilon(WithBias):
 
 @dataclass(frozen=True)
 class Norm(Epsilon):
-    """R_i = Σ_j z_ij / Σ_i z_ij r_j: shares in proportion to the signed contributions; the bias does not exist."""
+    """R_i = Σ_j z_ij / Σ_i z_ij r_j: shares in proportion to the signed contributions, without the bias."""
 
     bias: Bias = "ignore"
 
@@ -273,7 +273,7 @@ class ValueFree(Rule):
 
 @dataclass(frozen=True)
 class WSquare(ValueFree):
-    """R_i = Σ_j w²_ij / Σ_i w²_ij r_j, whatever the inputs are."""
+    """R_i = Σ_j w²_ij / Σ_i w²_ij r_j, for any inputs."""
 
     def __call__(self, layer: LinearMap, a: Tensor, r: Tensor) -> Tensor:
         """See the class."""
@@ -281,7 +281,7 @@ class WSquare(ValueFree):
         return layer.adjoint(over(r, layer(torch.ones_like(a), square).expand_as(r).clone()), square, a)
 
     def rescue(self, layer: LinearMap, a: Tensor, r: Tensor) -> Tensor | None:
-        """A second way for what has no first one."""
+        """Outputs whose weights are all 0: evenly."""
         dead = layer(torch.ones_like(a), layer.weight.square()) == 0
         return layer.spread(torch.where(dead, r, 0), a)
 
