@@ -2,7 +2,7 @@
 
 Attention is O = A V with A = softmax(L + C), where L = s Q Kᵀ carries relevance and C (masks, position biases) is
 constant. Linearised at L, A ≈ J L + A₀: the logits' part J L, and the part A₀ that would be there without them.
-The values get the relevance of A₀ V. That of (J L) V goes half to the values and half to the logits, which pass it on to
+The values get the relevance of A₀ V. That of (J L) V goes half to the values and half to the logits, which pass it to
 queries and keys. This is AttnLRP (arXiv 2402.05602), except that in the paper A₀ keeps its relevance, which is lost.
 """
 
