@@ -25,9 +25,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from secateur.relevance import RelevancePass, pointwise
-from secateur.relevance.conservation import Page
+from secateur.relevance import RelevancePass, _kernels
 from secateur.relevance.explain import starter
+from secateur.relevance.ledger import Page
 
 Contestant = Callable[[], object]
 OURS = ("secateur, units", "secateur, units and heat map")
@@ -229,11 +229,6 @@ def kernels(run: Contestant) -> tuple[float, int, list[tuple[str, int, float]]]:
     return sum(busy.values()), sum(count.values()), longest
 
 
-def compiled(device: torch.device) -> list[str]:
-    """The formulas that are one kernel here."""
-    return [name for name in pointwise._CUDA if pointwise._compiled(name, torch.float32, device)] or ["none"]
-
-
 def split(name: str, times: dict[str, list[float] | str], runs: dict[str, Contestant], units: RelevancePass) -> None:
     for who in ("gradient pass", *OURS):
         wall = 1e3 * statistics.median(times[who])  # type: ignore[type-var]
@@ -245,7 +240,8 @@ def split(name: str, times: dict[str, list[float] | str], runs: dict[str, Contes
     books = units.conservation()
     lost = sorted((abs(flow.lost / flow.arrived) for flow in books.flows if flow.arrived), reverse=True)
     print(f"\n{name}: relevance got stuck in {len(units.attentive)} layers; at most {lost[0]:.1e} goes astray in one")
-    print(f"{name}: compiled kernels: {', '.join(compiled(torch.device('cuda', torch.cuda.current_device())))}")
+    device = torch.device("cuda", torch.cuda.current_device())
+    print(f"{name}: compiled kernels: {', '.join(_kernels.available(device)) or 'none'}")
 
 
 def report(name: str, args: argparse.Namespace) -> None:

@@ -2,8 +2,8 @@
 
 Attention is O = A V with A = softmax(L + C), where L = s Q Kᵀ carries relevance and C (masks, position biases) is
 constant. Linearised at L, A ≈ J L + A₀: the logits' part J L, and the part A₀ that would be there without them.
-The values get all of what A₀ V makes, and share with the logits what (J L) V makes; the logits' half is shared by
-queries and keys. This is AttnLRP (arXiv 2402.05602), except that there A₀ keeps its relevance, which then is lost.
+The values get the relevance of A₀ V. That of (J L) V goes half to the values and half to the logits, which pass it to
+queries and keys. This is AttnLRP (arXiv 2402.05602), except that in the paper A₀ keeps its relevance, which is lost.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from secateur.relevance.pointwise import over
+from secateur.relevance.pointwise import over, stabilised
 from secateur.relevance.rules import AlphaBeta, Rule, split
 
 
@@ -76,9 +76,18 @@ def attend(rule: Attention, logits: Tensor, weights: Tensor, values: Tensor, r: 
     return pulled, values * (_t(keep) @ g)
 
 
-def stabilised(z: Tensor, epsilon: float = 1e-6) -> Tensor:
-    """z + ε sign z, with sign 0 = 1."""
-    return torch.where(z >= 0, z + epsilon, z - epsilon)
+def gate_scores(rule: Rule, q: Tensor, k: Tensor, v: Tensor, weights: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
+    """The scores of queries and keys as gates: what the attention weights let pass."""
+    logits, _ = product(rule, torch.matmul, weights, v, r)
+    for_q, for_k = product(rule, lambda a, b: a @ _t(b), q, k, 2 * logits)
+    return 2 * for_q, 2 * for_k
+
+
+def regroup(r: Tensor, groups: int) -> Tensor:
+    """Relevance of heads that repeat one head `groups` times, summed for that head."""
+    if groups == 1:
+        return r
+    return r.reshape(*r.shape[:-3], r.shape[-3] // groups, groups, *r.shape[-2:]).sum(-3)
 
 
 def _t(x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Composites: which rule applies where, by kind of operation, by depth, by module path.
+"""Composites: which rule applies where, by kind of operation, depth or module path.
 
     mine = Composite(
         On(Box(), first=True),
@@ -60,7 +60,7 @@ class On:
 
 
 class Composite:
-    """Lines of rules; the first that fits a place decides. Without any, α1β0, and attention weights act as gates."""
+    """Lines of rules. The first that fits a place decides. The default is α1β0, with attention weights as gates."""
 
     def __init__(self, *lines: On, name: str = "custom") -> None:
         self.lines = lines
@@ -92,8 +92,8 @@ PRESETS: dict[str, Composite] = {
     "alpha1beta0": Composite(On(AlphaBeta(1, 0)), name="alpha1beta0"),
     # ε where outputs are few and signed, positive contributions everywhere else.
     "epsilon_plus": Composite(On(Epsilon(1e-6), kind="linear"), On(AlphaBeta(1, 0)), name="epsilon_plus"),
-    # For heat maps: bounded pixels at the bottom, γ in the middle, ε on top. Sums share by γ too: signed shares
-    # explode where the summands cancel, and paint blots.
+    # For heat maps: bounded pixels in the first layer, γ in the middle, ε in the last layers. Sums use γ too, because
+    # signed shares explode where the summands cancel, which shows as blots.
     "epsilon_gamma_box": Composite(
         On(Box(), first=True, kind="conv"), On(Epsilon(1e-6), kind="linear"), On(Gamma(0.25)), name="epsilon_gamma_box"
     ),
@@ -107,7 +107,7 @@ PRESETS: dict[str, Composite] = {
         On(AlphaBeta(1, 0)),
         name="script-resnet",
     ),
-    # Ignores values: shows what the architecture alone would do. A baseline for the others.
+    # Ignores values, and so shows the effect of the architecture alone. A baseline for the others.
     "flat": Composite(On(Flat()), name="flat"),
 }
 

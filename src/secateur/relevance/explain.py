@@ -1,4 +1,4 @@
-"""`explain`: which inputs and which units made the model say what it said."""
+"""`explain`: which inputs and which units made the model give its answer."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from torch import Tensor, nn
 
 from secateur.errors import DataError
 from secateur.nest import tensors_in
-from secateur.relevance.books import Absolute
 from secateur.relevance.composites import Composite
 from secateur.relevance.conservation import Conservation
 from secateur.relevance.engine import RelevancePass, Start
+from secateur.relevance.heatmaps import draw
+from secateur.relevance.ledger import Absolute
 from secateur.relevance.rules import Rule
 from secateur.relevance.weights import path_of
 from secateur.running.logits import one_output
@@ -25,12 +26,12 @@ Target = int | Sequence[int] | Tensor | Callable[[Tensor], Tensor] | None
 
 @dataclass(frozen=True)
 class Explanation:
-    """What a model saw. All relevance is that of `target`.
+    """Relevance of inputs and units for `target`.
 
     `input` is shaped like the inputs (a list if there were several). `units` has one number per output channel or
     neuron of each conv and linear layer (per column of an embedding), summed over samples and space, by module path;
     `weights` has the same by parameter name. Layers that only make gates (squeeze-and-excitation, queries and keys)
-    take no relevance: they have that of what the gate lets pass, besides the total, which stays what it is.
+    take no relevance. They are scored by what the gate lets pass. These scores are not part of the total.
     """
 
     input: Tensor | list[Tensor | None]
@@ -47,12 +48,10 @@ class Explanation:
         return first.sum(1) if first.dim() == 4 else first.sum(-1) if first.dim() == 3 else first
 
     def plot(self, path: str | Path, *, clip: float = 0.995) -> Path:
-        """A PNG: each image beside its heat map, red for and blue against, symmetric about 0.
+        """A PNG: each image beside its heat map. Red speaks for the target, blue against it, white is 0.
 
         Colours saturate at the `clip` quantile of the absolute values, so that one pixel does not hide the rest.
         """
-        from secateur.relevance.heatmaps import draw
-
         return draw(self.images, self.heat, Path(path), clip)
 
 
@@ -66,8 +65,8 @@ def explain(
     absolute: Absolute = False,
 ) -> Explanation:
     """Relevance of inputs and units for `target`: a class, one per sample, None for the predicted class, or a function
-    from the output to the relevance it starts with. Each sample starts with 1, or with its logit. The only output of a
-    model speaks for both of its classes, so that relevance starts there whether a target is 0 or 1.
+    from the output to the relevance it starts with. Each sample starts with 1, or with its logit. If a model has one
+    output for two classes, relevance starts there whether a target is 0 or 1.
 
     >>> net = nn.Sequential(nn.Flatten(), nn.Linear(12, 4), nn.ReLU(), nn.Linear(4, 3))
     >>> seen = explain(net, torch.rand(2, 3, 2, 2), target=1)
@@ -76,11 +75,11 @@ def explain(
     """
     engine = RelevancePass(model, composite, absolute=absolute)
     output, heat = engine.run(inputs, starter(target, start, samples_in(inputs)))
-    books = engine.conservation()
-    books.warn()
+    conservation = engine.conservation()
+    conservation.warn()
     first = heat[0] if len(heat) == 1 and heat[0] is not None else heat
     units = {name: sums.to(output.dtype) for name, sums in engine.units.items()}
-    return Explanation(first, {path_of(n): u for n, u in units.items()}, units, output, books, _picture(inputs))
+    return Explanation(first, {path_of(n): u for n, u in units.items()}, units, output, conservation, _picture(inputs))
 
 
 def unit_relevance(
@@ -91,15 +90,15 @@ def unit_relevance(
     start: Literal["one", "logit"] = "one",
     absolute: Absolute = False,
 ) -> tuple[dict[str, Tensor], Conservation]:
-    """Relevance per unit by parameter name, summed over batches of (inputs, targets), and the books. No heat map."""
+    """Relevance per unit by parameter name, summed over batches of (inputs, targets), and conservation. No heat map."""
     engine = RelevancePass(model, composite, absolute=absolute, heat_map=False)
     for inputs, targets in data:
         engine.run(inputs, starter(targets, start, samples_in(inputs)))
     if not engine.samples:
         raise DataError("there is no batch in the data.")
-    books = engine.conservation()
-    books.warn()
-    return engine.units, books
+    conservation = engine.conservation()
+    conservation.warn()
+    return engine.units, conservation
 
 
 def samples_in(inputs: Any) -> int | None:

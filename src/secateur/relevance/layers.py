@@ -1,9 +1,8 @@
-"""Conv and linear layers in a relevance pass, with the batch norms and ReLUs that belong to them."""
+"""The verbs of layers that have a weight: linear layers, convolutions with their batch norms, and embeddings."""
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,164 +10,142 @@ from torch import Tensor, nn
 
 from secateur.errors import UnsupportedModelError
 from secateur.ops.table import Call
-from secateur.relevance.maps import ConvMap, DenseMap, Geometry, LinearMap
-from secateur.relevance.steps import Layer, take
-from secateur.relevance.verbs import FULL, Verbs
-from secateur.relevance.weights import Build, LayerSite, LinearCall, path_of
+from secateur.relevance._fusion import Fusion
+from secateur.relevance.accelerators import Attempt
+from secateur.relevance.activations import Activations
+from secateur.relevance.backward import Backward
+from secateur.relevance.ledger import Ledger
+from secateur.relevance.linear_maps import DenseMap, Geometry, LinearMap
+from secateur.relevance.weights import Build, LayerUse, LinearCall, Weights
 
 
-class Layers(Verbs):
-    """The verbs of layers.
+class Layers:
+    """The layers of one batch.
 
-    A convolution that has always met a batch norm waits for it before it becomes part of the graph. From the second
-    batch on it is computed together with the batch norm and the ReLU that followed it in the batch before; if anything
-    else asks for the numbers in between, the batch begins again.
+    A batch norm that reads the output of a layer is folded into it: the two are one step whose input is the layer's.
     """
+
+    def __init__(
+        self, weights: Weights, ledger: Ledger, activations: Activations, backward: Backward, fusion: Fusion | None,
+        attempt: Attempt, heat_map: bool,
+    ) -> None:  # fmt: skip
+        self._weights, self._ledger, self._activations, self._backward = weights, ledger, activations, backward
+        self._fusion, self._attempt, self._heat_map = fusion, attempt, heat_map
 
     def dense(self, call: Call) -> Tensor:
         """A linear layer."""
-        x, known = call["input"], self._layers.get(call.site)
-        if known is None or known.source is not self._weights.source(call["weight"]):
-            known = self._layer_site(call, DenseMap, call["weight"].shape[0], "linear", -1)
-        return self._layer_of(call, call.run, x, known)
+        use = self._weights.uses.get(call.site)
+        if use is None or use.source is not self._weights.source(call["weight"]):
+            use = self._use(call, DenseMap, call["weight"].shape[0], "linear", -1)
+        return self._layer(call, call.run, call["input"], use)
 
     def convolves(self, call: Call, spatial: int, transposed: bool = False) -> Tensor:
         """A convolution. Input without a batch dimension gets one."""
-        x, weight, known = call["input"], call["weight"], self._layers.get(call.site)
+        x, weight, use = call["input"], call["weight"], self._weights.uses.get(call.site)
         options = (call["stride"], call["padding"], call["dilation"], call["groups"])
-        if known is None or known.source is not self._weights.source(weight) or known.options != options:
+        if use is None or use.source is not self._weights.source(weight) or use.options != options:
             further = call["output_padding"] if transposed else 0
             geometry = Geometry.of(tuple(weight.shape[2:]), *map(_hashable, options), transposed, _hashable(further))
             outputs = weight.shape[1] * geometry.groups if transposed else weight.shape[0]
-            known = self._layer_site(call, geometry, outputs, "conv", 1, options)
+            use = self._use(call, geometry, outputs, "conv", 1, options)
         if x.dim() > spatial + 1 or not x.requires_grad:
-            return self._layer_of(call, call.run, x, known)
-        known.waits = False  # batch norms do not read what has no batch
+            return self._layer(call, call.run, x, use)
         single, run = x.unsqueeze(0), call.on(x)
-        return self._layer_of(call, lambda: run(single), single, known)[0]
+        return self._layer(call, lambda: run(single), single, use)[0]
 
     def batch_norm(self, call: Call, x: Tensor) -> Tensor:
-        """Folded into the layer whose output it reads, if there is one; else it is a scale that passes relevance."""
-        record: LinearCall | None = self.facts.linear.get(x)
-        if x in self.facts.ahead:
-            self.deviates()
-        if record is None:
-            return self._normed(call, x)
-        if call["training"] or call["running_mean"] is None or (record.site.kind == "linear" and x.dim() > 2):
-            return self._normed(call, self._awaken(x, record) if record.waiting else x)
-        stats, eps = (call["running_mean"], call["running_var"], call["weight"], call["bias"]), float(call["eps"])
-        site, layer = record.site, record.ahead
-        if layer is not None:
-            if (
-                site.norm is None
-                or site.norm[1] != eps
-                or any(a is not b for a, b in zip(site.norm[0], stats, strict=True))
-            ):
-                self.deviates()
-            output = self._layer(x.detach, record, lambda a: layer)
-            if site.rectified:
-                self.facts.ahead[output] = True
-        else:
-            output = self._layer(call.run, record, lambda a: self._weights.prepared(record, stats, eps))
-        site.reread = site.reread or record.normed or not record.waiting
-        site.norm, record.normed = (stats, eps), True
-        self.facts.made[output] = site
-        self._fresh = weakref.ref(output)
+        """Folded into the layer whose output it reads, if there is one. Else it is a scale that passes relevance."""
+        record, fusion = self._activations.linear.get(x), self._fusion
+        per_unit = record is not None and not (record.use.kind == "linear" and x.dim() > 2)
+        if record is None or not per_unit or call["training"] or call["running_mean"] is None:
+            return self._scale(call, x)
+        norm = (call["running_mean"], call["running_var"], call["weight"], call["bias"]), float(call["eps"])
+        fused = None if fusion is None else fusion.norm(x, record, norm, self._step)
+        output = fused
+        if output is None:
+            output = self._step(call.run, record, lambda a: self._weights.prepared(record, *norm))
+        if fusion is not None:
+            fusion.normed(record, output, norm, fused is not None)
+        self._activations.note_fresh(output)
         return output
 
-    def _layer_site(
+    def enters_here(self, call: Call, weight: Tensor) -> Tensor:
+        """An embedding: the first tensor that can carry relevance on the way from a discrete input. Its units are the
+        columns of the weight, and what reaches them is their score."""
+        width = weight.shape[1]
+        name, _ = self._weights.name(weight, call, width)
+        self._ledger.open(call.site, name, slice(0, width), width, weight.device)
+        return self._backward.leaves.add_input(call.run().detach(), embedding=name)
+
+    def _use(
         self, call: Call, build: Build, outputs: int, kind: str, channel: int, options: tuple[Any, ...] = ()
-    ) -> LayerSite:
-        """What there is to know about a layer before it runs; true of the next batch too, if the weight is the same."""
+    ) -> LayerUse:
+        """What there is to know about a layer before it runs. It stays true as long as the weight is the same."""
+        if call.site in self._weights.uses:
+            self._attempt.deviates()
         weight, transposed = call["weight"], isinstance(build, Geometry) and build.transposed
-        if call.site in self._layers:
-            self.deviates()
         name, rows = self._weights.name(weight, call, outputs)
-        self.places[call.site] = (name, rows.start, rows.stop)
         height = rows.stop if transposed else self._weights.height(name, rows.stop)
-        self._heights[name] = (max(height, self._heights.get(name, (0, None))[0]), weight.device)
-        waits = kind == "conv"
-        known = LayerSite(self._weights.source(weight), options, build, name, rows, kind, channel, path_of(name), waits)
-        if isinstance(known.source, nn.Parameter):
-            self._layers[call.site] = known
-        return known
+        self._ledger.open(call.site, name, rows, height, weight.device)
+        use = LayerUse(call.site, self._weights.source(weight), options, build, name, rows, kind, channel)
+        if isinstance(use.source, nn.Parameter):
+            self._weights.uses[call.site] = use
+        return use
 
-    def _layer_of(self, call: Call, run: Callable[[], Tensor], x: Tensor, site: LayerSite) -> Tensor:
-        """A conv or linear layer. Its output remembers how it came about, in case a batch norm follows."""
-        index, self._count = self._count, self._count + 1
+    def _layer(self, call: Call, run: Callable[[], Tensor], x: Tensor, use: LayerUse) -> Tensor:
+        """A conv or linear layer. Its output remembers how it was made, in case a batch norm follows."""
+        index, self._backward.layers = self._backward.layers, self._backward.layers + 1
         if not x.requires_grad:
-            return self.stops(call)  # type: ignore[no-any-return]
-        record = LinearCall(x, call["weight"], call["bias"], site, index)
-        layer = self._in_one_go(record)
-        if layer is not None and site.norm is not None:
             with torch.no_grad():
-                output = layer.forward(x, site.rectified).requires_grad_(True)
-            record.waiting, record.ahead = True, layer
-        elif layer is not None:
-            output = self._layer(lambda: layer.forward(x, site.rectified), record, lambda a: layer)
-            self.facts.made[output] = site
-            self.facts.ahead[output] = True
-        elif site.waits:  # a batch norm may replace this output at once, so it is not yet made part of the graph
-            with torch.no_grad():
-                output = run()
-            record.waiting = True
-            output.requires_grad_(True)
-        else:
-            output = self._layer(run, record, lambda a: self._weights.prepared(record))
-            self.facts.made[output] = site
-        self.facts.linear[output] = record
-        self._fresh = weakref.ref(output)
+                return self._activations.run(call)  # type: ignore[no-any-return]
+        record = LinearCall(x, call["weight"], call["bias"], use, index)
+        output = None if self._fusion is None else self._fusion.layer(record, self._step)
+        if output is None:
+            output = self._step(run, record, lambda a: self._weights.prepared(record))
+            if self._fusion is not None and use.kind == "conv":
+                self._fusion.made(call.site, output, raw=True)
+        self._activations.linear[output] = record
+        self._activations.note_fresh(output)
         return output
 
-    def _in_one_go(self, record: LinearCall) -> ConvMap | None:
-        """A convolution together with the batch norm and the ReLU that followed it in the batch before."""
-        site = record.site
-        if not self._fusing or site.reread or not (site.norm is not None or site.rectified):
-            return None
-        if not isinstance(site.build, Geometry) or site.build.border or record.x.dtype not in FULL:
-            return None
-        self._fused += 1
-        with torch.no_grad():
-            layer = self._weights.prepared(record, *(site.norm or ()))
-        assert isinstance(layer, ConvMap)
-        return layer
+    def _step(self, run: Callable[[], Tensor], record: LinearCall, build: Callable[[Tensor], LinearMap]) -> Tensor:
+        """A layer as part of the graph: `run` gives its output, `build` the linear map that its rule looks at."""
+        backward, journal, use, index = self._backward, self._backward.journal, record.use, record.index
+        first = any(record.x is entry for entry in backward.leaves.inputs)
+        place = backward.place(use.kind, use.path, index, first or index == 0)
+        nonneg, stop = record.x in self._activations.nonneg, first and not self._heat_map
+        units: Tensor | None = None
 
-    def _awaken(self, output: Tensor, record: LinearCall) -> Tensor:
-        """The output of a layer that waited for a batch norm in vain, as part of the graph."""
-        if record.ahead is not None:
-            self.deviates()
-        record.site.waits = False
-        record.site.reread = record.site.reread or record.normed
-        record.waiting = False
-        awake = self._layer(output.detach, record, lambda a: self._weights.prepared(record))
-        self.facts.newer[output] = awake
-        self.facts.linear[awake] = record
-        self.facts.made[awake] = record.site
-        if self._fresh is not None and self._fresh() is output:
-            self._fresh = weakref.ref(awake)
-        return awake
+        def back(r: Tensor, a: Tensor) -> tuple[Tensor | None]:
+            nonlocal units
+            units, arrived = journal.unit_sums(use, r)
+            if stop:
+                backward.flow(use.path, "stop", arrived, 0.0)
+                backward.flow(use.path, use.kind, arrived, arrived)
+                return (None,)
+            return backward.share(r, a, build(a), place, use.path, nonneg, arrived, use.channel)
 
-    def _layer(self, run: Callable[[], Tensor], record: LinearCall, prepare: Callable[[Tensor], LinearMap]) -> Tensor:
-        x, site = record.x, record.site
-        first = any(x is entry for entry in self._entries)
-        place = self.place(site.kind, site.path, record.index, first or record.index == 0)
-        stop = first and not self.heat_map
-        output: Tensor = take(Layer(self, run, prepare, place, record, x in self.facts.nonneg, stop), x)
+        def gate(r: Tensor) -> None:  # units that got nothing: queries and keys, if this layer makes the values too
+            journal.unit_sums(use, r, besides=units)
+
+        output: Tensor = backward.step(run, back, record.x, gate=gate)
         return output
 
-    def _normed(self, call: Call, x: Tensor) -> Tensor:
+    def _scale(self, call: Call, x: Tensor) -> Tensor:
+        """A batch norm that belongs to no layer."""
+        if self._fusion is not None and self._fusion.reads(x):
+            self._attempt.deviates()
         if call["training"] and call.get("running_mean") is not None:
             raise UnsupportedModelError(
                 f"{call.site} updates its running statistics although the model is in evaluation mode.",
                 fix="call batch_norm with training=False",
             )
-        output: Tensor = self.passes(call, x)
-        self._fresh = weakref.ref(output)
+        if not x.requires_grad:
+            with torch.no_grad():
+                return call.run()  # type: ignore[no-any-return]
+        output: Tensor = self._backward.step(call.run, lambda r: (r,), x, saves=False)
+        self._activations.note_fresh(output)
         return output
-
-
-def _identical(some: Sequence[Any], others: Sequence[Any]) -> bool:
-    return all(a is b for a, b in zip(some, others, strict=True))
 
 
 def _hashable(option: Any) -> Any:

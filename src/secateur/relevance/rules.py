@@ -13,8 +13,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from secateur.relevance.maps import LinearMap
-from secateur.relevance.pointwise import by_positive_parts, floor, over, over_positive
+from secateur.relevance.linear_maps import LinearMap
+from secateur.relevance.pointwise import by_positive_parts, floor, over, over_positive, stabilised
 
 Bias = Literal["spread", "absorb", "ignore"]
 
@@ -29,7 +29,7 @@ class Rule:
 
     #: Whether part of the relevance may stay in the layer by definition (biases), so that this is no leak.
     absorbs = False
-    #: Whether it divides by sums of both signs, so that it must not be computed with few digits.
+    #: Whether it divides by sums in which terms can cancel, so that it needs float32 at least.
     cancels = True
 
     def __call__(self, layer: LinearMap, a: Tensor, r: Tensor) -> Tensor:
@@ -37,12 +37,12 @@ class Rule:
         raise NotImplementedError
 
     def rescue(self, layer: LinearMap, a: Tensor, r: Tensor) -> Tensor | None:
-        """What `__call__` could not pass on, shared in another way; None if the rule means it to be lost."""
+        """What `__call__` could not pass on, shared in another way; None if the rule lets it be lost."""
         return None
 
     def add(self, a: Tensor, b: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
         """The shares of two summands: here by their signed part of the sum. What a does not get, b gets."""
-        part = r * a / _stabilised(a + b, 1e-6)
+        part = r * a / stabilised(a + b, 1e-6)
         return part, r - part
 
 
@@ -132,9 +132,9 @@ class AlphaBeta(Contributions):
         return torch.where(no_negative, u, self.alpha * u), torch.where(no_positive, v, (1 - self.alpha) * v)
 
     def rescue(self, layer: LinearMap, a: Tensor, r: Tensor) -> Tensor | None:
-        """A second way for what has no first one."""
-        # An output that is positive through its bias alone has no positive contribution. Its relevance goes to its
-        # (then all negative) contributions in proportion to their size, and evenly if there are none at all.
+        """The relevance of outputs without positive contributions."""
+        # Such an output is positive through its bias alone. Its relevance goes to its negative contributions in
+        # proportion to their size, and to all inputs evenly if there are none.
         positive = contributions(layer, a, 1)
         if self.beta != 0:
             stuck = (positive == 0) & (contributions(layer, a, -1) == 0)
@@ -156,8 +156,25 @@ class ZPlus(AlphaBeta):
     """R_i = Σ_j z⁺_ij / Σz⁺ r_j: another name of α1β0."""
 
 
+class WithBias(Rule):
+    """A rule by which the bias takes part. Its share is spread, absorbed, or it is ignored as if it were 0."""
+
+    bias: Bias
+
+    @property
+    def absorbs(self) -> bool:  # type: ignore[override]
+        """Whether the bias keeps its share."""
+        return self.bias == "absorb"
+
+    def rescue(self, layer: LinearMap, a: Tensor, r: Tensor) -> Tensor | None:
+        """Outputs that are exactly 0: evenly."""
+        z = layer(a, layer.weight)
+        z = z if layer.bias is None or self.bias == "ignore" else z + layer.bias
+        return layer.spread(torch.where(z == 0, r, 0), a)
+
+
 @dataclass(frozen=True)
-class Epsilon(Rule):
+class Epsilon(WithBias):
     """R_i = Σ_j z_ij / (z_j + ε sign z_j) r_j, where z_j is the layer's output.
 
     The bias's share of z_j is spread evenly over the inputs (default: relevance is conserved), absorbed, or the bias
@@ -167,49 +184,33 @@ class Epsilon(Rule):
     epsilon: float = 1e-6
     bias: Bias = "spread"
 
-    @property
-    def absorbs(self) -> bool:  # type: ignore[override]
-        """Whether the bias keeps its share."""
-        return self.bias == "absorb"
-
     def __call__(self, layer: LinearMap, a: Tensor, r: Tensor) -> Tensor:
         """See the class."""
         bias = None if self.bias == "ignore" else layer.bias
         z = layer(a, layer.weight)
-        s = r / _stabilised(z if bias is None else z + bias, self.epsilon)
+        s = r / stabilised(z if bias is None else z + bias, self.epsilon)
         shared = layer.adjoint(s, layer.weight, a).mul_(a)
         return shared + layer.spread(s * bias, a) if bias is not None and self.bias == "spread" else shared
 
-    def rescue(self, layer: LinearMap, a: Tensor, r: Tensor) -> Tensor | None:
-        """Outputs that are exactly 0 have nothing to share by: evenly."""
-        z = layer(a, layer.weight)
-        z = z if layer.bias is None or self.bias == "ignore" else z + layer.bias
-        return layer.spread(torch.where(z == 0, r, 0), a)
-
     def add(self, a: Tensor, b: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
         """The shares of two summands."""
-        part = r * a / _stabilised(a + b, self.epsilon)
+        part = r * a / stabilised(a + b, self.epsilon)
         return part, r - part
 
 
 @dataclass(frozen=True)
 class Norm(Epsilon):
-    """R_i = Σ_j z_ij / Σ_i z_ij r_j: shares in proportion to the signed contributions; the bias does not exist."""
+    """R_i = Σ_j z_ij / Σ_i z_ij r_j: shares in proportion to the signed contributions, without the bias."""
 
     bias: Bias = "ignore"
 
 
 @dataclass(frozen=True)
-class Gamma(Contributions):
+class Gamma(WithBias, Contributions):
     """R_i = Σ_j (z_ij + γ z^±_ij) / (z_j + γ z^±_j) r_j, with z⁺ where the output z_j is positive and z⁻ elsewhere."""
 
     gamma: float = 0.25
     bias: Bias = "spread"
-
-    @property
-    def absorbs(self) -> bool:  # type: ignore[override]
-        """Whether the bias keeps its share."""
-        return self.bias == "absorb"
 
     def factors(self, positive: Tensor, negative: Tensor, bias: Tensor | None, r: Tensor) -> tuple[Tensor, Tensor]:
         """See the class."""
@@ -227,12 +228,6 @@ class Gamma(Contributions):
         if layer.bias is None or self.bias != "spread":
             return shared
         return shared + layer.spread(layer.bias.clamp(min=0) * u + layer.bias.clamp(max=0) * v, a)
-
-    def rescue(self, layer: LinearMap, a: Tensor, r: Tensor) -> Tensor | None:
-        """Outputs that are exactly 0 have nothing to share by: evenly."""
-        z = layer(a, layer.weight)
-        z = z if layer.bias is None or self.bias == "ignore" else z + layer.bias
-        return layer.spread(torch.where(z == 0, r, 0), a)
 
 
 @dataclass(frozen=True)
@@ -266,11 +261,19 @@ class Box(Rule):
         return bound.expand_as(a).contiguous()
 
 
-@dataclass(frozen=True)
-class WSquare(Rule):
-    """R_i = Σ_j w²_ij / Σ_i w²_ij r_j, whatever the inputs are."""
+class ValueFree(Rule):
+    """A rule that does not look at the values of the inputs. Two summands share evenly."""
 
     cancels = False
+
+    def add(self, a: Tensor, b: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
+        """The shares of two summands."""
+        return r / 2, r / 2
+
+
+@dataclass(frozen=True)
+class WSquare(ValueFree):
+    """R_i = Σ_j w²_ij / Σ_i w²_ij r_j, for any inputs."""
 
     def __call__(self, layer: LinearMap, a: Tensor, r: Tensor) -> Tensor:
         """See the class."""
@@ -278,47 +281,26 @@ class WSquare(Rule):
         return layer.adjoint(over(r, layer(torch.ones_like(a), square).expand_as(r).clone()), square, a)
 
     def rescue(self, layer: LinearMap, a: Tensor, r: Tensor) -> Tensor | None:
-        """A second way for what has no first one."""
+        """Outputs whose weights are all 0: evenly."""
         dead = layer(torch.ones_like(a), layer.weight.square()) == 0
         return layer.spread(torch.where(dead, r, 0), a)
 
-    def add(self, a: Tensor, b: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
-        """The shares of two summands."""
-        return r / 2, r / 2
-
 
 @dataclass(frozen=True)
-class Flat(Rule):
+class Flat(ValueFree):
     """R_i = Σ_j r_j / (number of inputs of j)."""
-
-    cancels = False
 
     def __call__(self, layer: LinearMap, a: Tensor, r: Tensor) -> Tensor:
         """See the class."""
         return layer.spread(r, a)
 
-    def add(self, a: Tensor, b: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
-        """The shares of two summands."""
-        return r / 2, r / 2
-
 
 @dataclass(frozen=True)
-class Pass(Rule):
+class Pass(ValueFree):
     """R_i = r_i, for layers whose output has the shape of the input."""
-
-    cancels = False
 
     def __call__(self, layer: LinearMap, a: Tensor, r: Tensor) -> Tensor:
         """See the class."""
         if a.shape != r.shape:
             raise ValueError(f"relevance cannot pass unchanged from shape {tuple(r.shape)} to {tuple(a.shape)}.")
         return r
-
-    def add(self, a: Tensor, b: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
-        """The shares of two summands."""
-        return r / 2, r / 2
-
-
-def _stabilised(z: Tensor, epsilon: float) -> Tensor:
-    """z + ε sign z, with sign 0 = 1."""
-    return torch.where(z >= 0, z + epsilon, z - epsilon)

@@ -1,4 +1,4 @@
-"""The weights of layers: whose they are, batch norms folded in, positive parts kept for the next batch."""
+"""The weights of layers: their names, the batch norms folded into them, and linear maps kept for the next batch."""
 
 from __future__ import annotations
 
@@ -9,58 +9,51 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from secateur.ops.table import Call
-from secateur.relevance.maps import Geometry, LinearMap
+from secateur.ops.table import Call, Site
+from secateur.relevance.linear_maps import Geometry, LinearMap
 
 #: Makes the linear map of a layer from its weight and bias; equal ones make equal maps.
 Build = Callable[[Tensor, Tensor | None], LinearMap]
 
 
-@dataclass(slots=True, eq=False)
-class LayerSite:
-    """What is known about a conv or linear call before it runs."""
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerUse:
+    """A conv or linear call at one place in the forward pass: what is known before it runs, in every batch."""
 
-    source: Tensor  # the parameter, or whatever else its weight is
+    site: Site
+    source: Tensor  # the parameter that is its weight, or the tensor itself where that is no parameter
     options: tuple[Any, ...]
     build: Build
-    name: str
-    rows: slice
+    name: str  # of the weight
+    rows: slice  # of the weight that make the outputs
     kind: str
-    channel: int
-    path: str
-    waits: bool  # whether a batch norm has always followed
-    # What became of the output in the batch before, so that it can be computed in one go in this one:
-    norm: tuple[tuple[Tensor | None, ...], float] | None = None  # statistics of the batch norm that read it
-    rectified: bool = False  # a ReLU overwrote it at once
-    reread: bool = False  # somebody read it after its batch norm had
+    channel: int  # the dimension of the units in the output
 
-
-@dataclass(slots=True, eq=False)
-class SumSite:
-    """What became of a sum in the batch before."""
-
-    rectified: bool = False  # a ReLU overwrote it at once
+    @property
+    def path(self) -> str:
+        """The module path."""
+        return path_of(self.name)
 
 
 @dataclass(slots=True, eq=False)
 class LinearCall:
-    """A conv or linear call whose output may yet meet a batch norm."""
+    """A conv or linear call of this batch, whose output may yet meet a batch norm."""
 
     x: Tensor
     weight: Tensor
     bias: Tensor | None
-    site: LayerSite
-    index: int
-    waiting: bool = False  # for a batch norm; its output is not yet part of the graph
+    use: LayerUse
+    index: int  # among the weight layers of this forward pass
     normed: bool = False  # a batch norm has read the output
-    ahead: LinearMap | None = None  # the output is already what the batch norm will make of it, by this map
 
 
 class Weights:
-    """Names, folded weights and positive parts. Nothing is written to the model."""
+    """Names, and linear maps with folded weights and their positive parts. Nothing is written to the model."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
+        #: The layers of the batch before, by the place of the call.
+        self.uses: dict[Site, LayerUse] = {}
         self._maps: dict[Hashable, tuple[Any, LinearMap]] = {}
         self._plain: dict[int, tuple[Tensor, Tensor]] = {}  # by the identity of the parameter
         self._parameters: dict[int, Tensor] = {}  # by the identity of what stands for it
@@ -69,10 +62,15 @@ class Weights:
         self._heights: dict[str, int] = {}
 
     def begin(self) -> None:
-        """A new pass: parameters may have been moved or replaced."""
+        """A batch begins. Parameters may have been moved or replaced since the last one."""
         self._plain.clear()
         self._parameters.clear()
         self._owners = None
+
+    def forget(self) -> None:
+        """Drop the linear maps."""
+        self._maps.clear()
+        self.begin()
 
     def plain(self, parameter: Tensor) -> Tensor:
         """A parameter without its gradient flag."""
@@ -87,22 +85,22 @@ class Weights:
         return self._parameters.get(id(weight), weight)
 
     def prepared(self, record: LinearCall, stats: tuple[Tensor | None, ...] = (), eps: float = 0.0) -> LinearMap:
-        """The linear map of a layer, with its batch norm folded in; it is kept for the next batch, with W⁺ and W⁻."""
+        """The linear map of a layer with its batch norm folded in. It is kept for the next batch, with W⁺ and W⁻."""
         sources = (record.weight, record.bias, *stats)
-        build = record.site.build
+        build = record.use.build
         key = (build, *[part for t in sources if t is not None for part in (t.data_ptr(), t._version)])
         if key not in self._maps:
             weight, bias = folded(record, stats, eps) if stats else (record.weight, record.bias)
-            # holding the sources, so that their addresses stay theirs
+            # The sources are held so that nothing else can get their addresses.
             self._maps[key] = (sources, build(weight, bias))
         return self._maps[key][1]
 
     def height(self, name: str, least: int) -> int:
-        """Number of units of a parameter of which only some rows may have been seen."""
+        """The number of units of a parameter, of which a call may use only some rows."""
         return max(least, self._heights.get(name, 0))
 
     def name(self, weight: Tensor, call: Call, outputs: int) -> tuple[str, slice]:
-        """The parameter a weight is, or is some rows of, and which; computed weights go by their module."""
+        """The parameter that a weight is part of, and its rows. A computed weight is named by its module."""
         source = self.source(weight)
         known = self._names.get(id(source))
         if known is not None and known[0] is source:
@@ -132,7 +130,7 @@ class Weights:
 
 
 def folded(record: LinearCall, stats: Sequence[Tensor | None], eps: float) -> tuple[Tensor, Tensor]:
-    """Weight and bias of the layer that does what the layer and its batch norm do one after the other."""
+    """Weight and bias of the one layer that equals the layer followed by its batch norm."""
     mean, variance, gamma, beta = stats
     assert mean is not None
     assert variance is not None
@@ -142,7 +140,7 @@ def folded(record: LinearCall, stats: Sequence[Tensor | None], eps: float) -> tu
     shift = -mean.double() * scale + (0 if beta is None else beta.double())
     if record.bias is not None:
         shift = shift + record.bias.double() * scale
-    weight, geometry = record.weight, record.site.build
+    weight, geometry = record.weight, record.use.build
     if isinstance(geometry, Geometry) and geometry.transposed:  # (in, out / groups, ...)
         rows = weight.shape[0] // geometry.groups
         per = scale.view(geometry.groups, 1, -1).expand(-1, rows, -1).reshape(weight.shape[0], -1)

@@ -9,30 +9,13 @@ from torch import Tensor, nn
 
 from secateur.relevance.engine import RelevancePass
 from secateur.relevance.explain import starter
-from secateur.relevance.weights import LayerSite
+from secateur.relevance.weights import LayerUse
 from secateur.repair.layers import Layers
 from secateur.repair.rows import Positions
 from secateur.repair.samples import Samples
 
 # Relevance needs what a gradient needs, so fewer samples are in flight than in a forward pass.
 _AT_ONCE = 32
-
-
-class _Places(RelevancePass):
-    """Notes how much relevance lies at each position of each layer's output, over all channels, for each sample."""
-
-    def __init__(self, model: nn.Module, batch: Mapping[str, int]) -> None:
-        super().__init__(model, heat_map=False)
-        self._batch = batch
-        #: By weight: (samples, positions).
-        self.found: dict[str, Tensor] = {}
-
-    def unit_sums(self, site: LayerSite, r: Tensor, besides: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Note it on the way."""
-        batch = self._batch.get(site.name)
-        if batch is not None and besides is None:
-            self.found[site.name] = r.abs().movedim(site.channel, -1).sum(-1).movedim(batch, 0)
-        return super().unit_sums(site, r, besides)
 
 
 def relevance_weights(
@@ -43,12 +26,20 @@ def relevance_weights(
     `share` of a weight is the relevance for the class that the original predicts; the rest is the same everywhere, so
     that every position counts. Layers that no relevance reaches are left out.
     """
-    engine = _Places(model, {name: layer.batch for name, layer in layers.items()})
+    seen: dict[str, Tensor] = {}  # by weight: (samples, positions)
+
+    def watch(use: LayerUse, relevance: Tensor) -> None:
+        """Note how much relevance lies at each position of a layer's output, over all channels, for each sample."""
+        if use.name in layers:
+            batch = layers[use.name].batch
+            seen[use.name] = relevance.abs().movedim(use.channel, -1).sum(-1).movedim(batch, 0)
+
+    engine = RelevancePass(model, heat_map=False, watch=watch)
     made: dict[str, Tensor] = {}
     for place, x in samples.chunks(min(at_once, _AT_ONCE)):
-        engine.found.clear()
+        seen.clear()
         engine.run(x, starter(None, samples=place.stop - place.start))
-        for name, found in engine.found.items():
+        for name, found in seen.items():
             flat = found.reshape(place.stop - place.start, -1, 1)
             rows = positions[name].take(flat, place)[..., 0]
             if name not in made:

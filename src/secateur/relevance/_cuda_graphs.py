@@ -1,8 +1,8 @@
-"""Recordings: on a GPU, batches of the same shape are the same kernels on other numbers, so these are recorded once.
+"""An accelerator: on a GPU, batches of the same shape are the same kernels on other numbers, so these are recorded.
 
-Between kernels that take microseconds, Python takes longer than the kernels. A recording (a CUDA graph) leaves Python
-out. It is made only where that is safe: the model's own code does not run in a replay, so models with hooks are left
-alone, and changed weights or modules end a recording. The first replay must give what the batch gave that was recorded.
+Python takes longer to launch a small kernel than the kernel takes. A recording (a CUDA graph) leaves Python out. It is
+made only where that is safe: the model's own code does not run in a replay, so models with hooks are not recorded, and
+changed weights or modules end a recording. The first replay must give the same numbers as the batch that was recorded.
 """
 
 from __future__ import annotations
@@ -15,14 +15,16 @@ import torch
 from torch import Tensor, nn
 
 from secateur.errors import SecateurError
-from secateur.nest import tensors_in
-from secateur.relevance.books import Deviation
+from secateur.nest import map_tensors, tensors_in
+from secateur.relevance.accelerators import Attempt, Deviation
+from secateur.relevance.forward import check_input
+from secateur.relevance.ledger import Batch
 from secateur.running.sandbox import isolated
 
 if TYPE_CHECKING:
-    from secateur.relevance.engine import Batch, RelevancePass, Start
+    from secateur.relevance.engine import RelevancePass, Start
 
-# So many batches of the same shape come first: a recording takes as long as a few of them.
+# Batches of the same shape before a recording is made. It takes as long as a few of them.
 _PATIENCE = 4
 
 
@@ -31,8 +33,8 @@ class Recorder:
 
     def __init__(self, allowed: bool = True) -> None:
         self.recording: Recording | None = None
-        # A subclass may look on as relevance passes, and a replay would not show it anything.
-        self.refusal = "" if allowed and torch.cuda.is_available() else "there is no GPU, or somebody looks on"
+        #: Why nothing is recorded; empty if it may be.
+        self.refusal = "" if allowed and torch.cuda.is_available() else "there is no GPU, or recording is switched off"
         self._shape: Any = None
         self._seen = 0
 
@@ -40,16 +42,16 @@ class Recorder:
         """No recording, now or later."""
         self.recording, self.refusal = None, reason
 
-    def play(self, books: RelevancePass, inputs: Any, start: Start) -> Batch | None:
+    def play(self, engine: RelevancePass, inputs: Any, start: Start) -> Batch | None:
         """A batch from the recording, None if there is none that fits."""
         if self.recording is None or _shape_of(inputs) != self._shape:
             return None
         if not self.recording.still_true():
             self.recording, self._seen = None, 0
             return None
-        return self.recording.play(books, inputs, start)
+        return self.recording.play(engine, inputs, start)
 
-    def consider(self, books: RelevancePass, inputs: Any, start: Start, batch: Batch) -> None:
+    def consider(self, engine: RelevancePass, inputs: Any, start: Start, batch: Batch) -> None:
         """Record, if batches like this one have come often enough."""
         if self.refusal or self.recording is not None:
             return
@@ -58,62 +60,63 @@ class Recorder:
         self._shape = shape
         if self._seen < _PATIENCE:
             return
-        if shape is None or not _records(books.model, inputs):
+        if shape is None or not _records(engine.model, inputs):
             self.refuse("recordings are for models on one GPU, without hooks and autocast, that read tensors alone")
             return
         try:
-            recording = Recording(books, inputs, batch)
-            if recording.agrees(books, inputs, start, batch):
+            recording = Recording(engine, inputs, batch)
+            if recording.agrees(engine, inputs, start, batch):
                 self.recording = recording
                 return
             self.refuse("a replay did not give what the pass itself gave")
-        except (RuntimeError, SecateurError, Deviation) as error:  # the forward waits for the device, memory is short
+        except (RuntimeError, SecateurError, Deviation) as error:  # e.g. the forward waits for the device
             self.refuse(f"{type(error).__name__}: {error}")
-        books.forget_weights()
+        engine.weights.forget()
         torch.cuda.empty_cache()
 
 
 class Recording:
     """The kernels of one relevance pass: forward until the output is known, and backward from the seed on."""
 
-    def __init__(self, books: RelevancePass, inputs: Any, batch: Batch) -> None:
+    def __init__(self, engine: RelevancePass, inputs: Any, batch: Batch) -> None:
         device = batch.output.device
-        self._members = list(_members(books.model))
+        self._members = list(_members(engine.model))
         self._seed = torch.zeros_like(batch.output)
         self._forward, self._backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        with torch.cuda.device(device), torch.inference_mode(False), isolated(books.model, [batch.output]):
+        with torch.cuda.device(device), torch.inference_mode(False), isolated(engine.model, [batch.output]):
             self._inputs = [tensor.detach().clone() for tensor in tensors_in(inputs)]
-            entries = books.enter_inputs(_with(inputs, iter(self._inputs)))
+            mine = iter(self._inputs)
+            nest, attempt = map_tensors(lambda _: next(mine), inputs), Attempt(expected=True)
+            propagation, entries = engine.begin(nest, attempt)
             with _never_waiting():
-                books.backward(books.forward(entries), self._seed)
-            entries = books.enter_inputs(_with(inputs, iter(self._inputs)))
+                propagation.backward.run(engine.forward.run(propagation, attempt, entries), self._seed)
+            propagation, entries = engine.begin(nest, attempt)
             stream, pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()  # type: ignore[no-untyped-call]
             with _own_random_numbers(device):
-                # Other threads, such as one that pins the next batch, may do as they like in the meantime.
+                # Other threads, such as one that pins the next batch, may go on meanwhile.
                 how: Any = {"pool": pool, "stream": stream, "capture_error_mode": "thread_local"}
                 with torch.cuda.graph(self._forward, **how):
-                    output = books.forward(entries)
+                    output = engine.forward.run(propagation, attempt, entries)
                 with torch.cuda.graph(self._backward, **how):
-                    self._heat, self._page = books.backward(output, self._seed)
+                    self._heat, self._page = propagation.backward.run(output, self._seed)
         self._output = output.detach()
-        books.forget()
 
-    def play(self, books: RelevancePass, inputs: Any, start: Start) -> Batch:
+    def play(self, engine: RelevancePass, inputs: Any, start: Start) -> Batch:
         """The batch of these inputs."""
         with torch.inference_mode(False), torch.no_grad():
             for mine, given in zip(self._inputs, tensors_in(inputs), strict=True):
-                books.check_input(given)
+                check_input(given)
                 mine.copy_(given)
             self._forward.replay()
             value = self._output.clone()
             self._seed.copy_(start(value))
             self._backward.replay()
             heat = [None if relevance is None else relevance.clone() for relevance in self._heat]
-            return books.batch(value, heat, self._page)
+            return engine.finish(value, heat, self._page)
 
-    def agrees(self, books: RelevancePass, inputs: Any, start: Start, batch: Batch) -> bool:
+    def agrees(self, engine: RelevancePass, inputs: Any, start: Start, batch: Batch) -> bool:
         """Whether a replay gives what the batch gave."""
-        again = self.play(books, inputs, start)
+        again = self.play(engine, inputs, start)
         if again.layout != batch.layout or [f.name for f in again.flows] != [f.name for f in batch.flows]:
             return False
         pairs = [(again.output, batch.output), (again.row, batch.row), *zip(again.heat, batch.heat, strict=True)]
@@ -128,7 +131,7 @@ class Recording:
 
 @contextmanager
 def _never_waiting() -> Iterator[None]:
-    """An error where something waits for the device. A recording must not be begun then: torch does not end it well."""
+    """An error where something waits for the device. Torch does not recover well if that happens in a recording."""
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -161,22 +164,11 @@ def _shape_of(inputs: Any) -> Any:
     """What two batches must have in common; None for what is not made of tensors alone."""
     if isinstance(inputs, Tensor):
         return inputs.shape, inputs.dtype, inputs.device
-    if isinstance(inputs, dict):
-        parts = [(key, _shape_of(value)) for key, value in inputs.items()]
-        return None if any(part is None for _, part in parts) else tuple(parts)
-    if isinstance(inputs, tuple | list):
-        shapes = [_shape_of(value) for value in inputs]
-        return None if any(shape is None for shape in shapes) else tuple(shapes)
-    return None
-
-
-def _with(inputs: Any, tensors: Iterator[Tensor]) -> Any:
-    """The same nest of other tensors."""
-    if isinstance(inputs, Tensor):
-        return next(tensors)
-    if isinstance(inputs, dict):
-        return {key: _with(value, tensors) for key, value in inputs.items()}
-    return type(inputs)(_with(value, tensors) for value in inputs)
+    if not isinstance(inputs, dict | tuple | list):
+        return None
+    items = inputs.items() if isinstance(inputs, dict) else enumerate(inputs)
+    shapes = tuple((key, _shape_of(value)) for key, value in items)
+    return None if any(shape is None for _, shape in shapes) else shapes
 
 
 def _members(model: nn.Module) -> Iterator[tuple[dict[str, Any], str, Any, Any]]:

@@ -16,8 +16,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from secateur.relevance.pointwise import rectified
-
 _convolution_backward = torch.ops.aten.convolution_backward.default
 
 
@@ -84,7 +82,7 @@ class DenseMap(LinearMap):
 
 @dataclass(frozen=True)
 class Geometry:
-    """Everything about a convolution but its weight: makes the linear map from that."""
+    """Everything about a convolution except its weight. Called with a weight, it makes the linear map."""
 
     stride: tuple[int, ...]
     padding: tuple[int, ...]
@@ -92,7 +90,7 @@ class Geometry:
     groups: int = 1
     transposed: bool = False
     output_padding: tuple[int, ...] = ()
-    border: tuple[int, ...] = ()  # further zeros around the input, as `pad` takes them, where sides differ
+    border: tuple[int, ...] = ()  # further zeros around the input, in the format of `pad`, where sides differ
 
     def __call__(self, weight: Tensor, bias: Tensor | None) -> LinearMap:
         """A convolution with this weight."""
@@ -103,7 +101,7 @@ class Geometry:
     def of(
         kernel: tuple[int, ...], stride: Any, padding: Any, dilation: Any, groups: int, transposed: bool, further: Any
     ) -> Geometry:
-        """From the arguments of a call, in which one number may stand for all and "same" for a border."""
+        """From the arguments of a call: numbers or tuples, and a padding that may be "same" or "valid"."""
         count = len(kernel)
         border: tuple[int, ...] = ()
         if isinstance(padding, str):
@@ -126,17 +124,6 @@ class ConvMap(LinearMap):
     def __call__(self, a: Tensor, weight: Tensor) -> Tensor:
         """The convolution of `a` with the weight."""
         return self._convolve(a, weight, self.geometry.groups)
-
-    def forward(self, a: Tensor, rectify: bool) -> Tensor:
-        """The layer itself, bias included, and a ReLU if asked for."""
-        g = self.geometry
-        if rectify and self.bias is not None and a.is_cuda:  # torch would add the bias in a kernel of its own
-            return rectified(self._convolve(a, self.weight, g.groups), self.bias)
-        bias = None if self.bias is None else self.bias.view(-1)
-        z = torch.convolution(
-            a, self.weight, bias, g.stride, g.padding, g.dilation, g.transposed, g.output_padding, g.groups
-        )
-        return z.relu_() if rectify else z
 
     def adjoint(self, s: Tensor, weight: Tensor, a: Tensor) -> Tensor:
         """The transpose."""
@@ -197,7 +184,7 @@ class FunctionMap(LinearMap):
         return pulled
 
     def spread(self, r: Tensor, a: Tensor) -> Tensor:
-        """In proportion to the weights of a function that has fixed ones, else evenly."""
+        """Evenly, or in proportion to fixed weights of the function."""
         ones, weight = torch.ones_like(a), torch.ones_like(self.weight)
         seen = self(ones, weight)
         return self.adjoint(torch.where(seen > 0, r / seen.clamp(min=1e-12), 0), weight, ones)

@@ -1,0 +1,98 @@
+"""What is known about the activations of one forward pass, and which of them a call may overwrite.
+
+Nothing here keeps a tensor alive, apart from replacements of tensors that are still in use.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from torch import Tensor
+
+from secateur.nest import tensors_in
+from secateur.ops.table import Call
+from secateur.relevance.weights import LinearCall
+from secateur.running.tensor_facts import TensorFacts
+
+
+class Activations:
+    """Facts about tensors. In-place calls run on copies, unless nobody else can see the old numbers."""
+
+    def __init__(self) -> None:
+        #: The tensor that replaces one that was overwritten.
+        self.newer: TensorFacts[Tensor] = TensorFacts()
+        #: Tensors that are ≥ 0 everywhere.
+        self.nonneg: TensorFacts[bool] = TensorFacts()
+        #: Tensors that act as a gate when they multiply.
+        self.gate: TensorFacts[bool] = TensorFacts()
+        #: Unchanged outputs of conv and linear layers, which may meet a batch norm.
+        self.linear: TensorFacts[LinearCall] = TensorFacts()
+        #: The logits behind the output of a softmax.
+        self.logits: TensorFacts[Tensor] = TensorFacts()
+        #: The constant part of a sum.
+        self.offset: TensorFacts[Tensor] = TensorFacts()
+        #: The first call that wrote in place through a view, which cannot be followed.
+        self.doubtful = ""
+        self._fresh: weakref.ref[Tensor] | None = None  # the output of the last call, if only the user has it
+        self._writable: weakref.ref[Tensor] | None = None  # the same for the call before
+
+    def next_call(self) -> None:
+        """A call begins."""
+        self._fresh, self._writable = None, self._fresh
+
+    def note_fresh(self, output: Tensor) -> None:
+        """This call made `output`, and nothing but the user's code has it. The next call may overwrite it."""
+        self._fresh = weakref.ref(output)
+
+    def may_overwrite(self, call: Call, x: Tensor) -> bool:
+        """Whether `x` is what the call overwrites, and its old numbers are needed by nobody."""
+        return self._writable is not None and self._writable() is x and call.tensors()[0] is x
+
+    def run(self, call: Call) -> Any:
+        """The output of a call. An in-place call runs on a copy, which replaces what it would overwrite."""
+        if not call.writes:
+            return call.run()
+        output = self.run_on_copy(call)
+        self.replace(call, output)
+        return output
+
+    def run_on_copy(self, call: Call) -> Any:
+        """The output of an in-place call, run on a copy of what it would overwrite."""
+        target = call.tensors()[0]
+        copy = target.clone()
+        args = tuple(copy if arg is target else arg for arg in call.args)
+        kwargs = {key: copy if arg is target else arg for key, arg in call.kwargs.items()}
+        output = call.function(*args, **kwargs)
+        return copy if output is None else output  # `__setitem__` returns None
+
+    def replace(self, call: Call, output: Tensor) -> None:
+        """From now on, the tensor that an in-place call would overwrite means `output`."""
+        target = call.tensors()[0]
+        if output is target:
+            return
+        if target._is_view():
+            self.doubtful = self.doubtful or str(call.site)
+        self.linear.forget(target)
+        self.newer[target] = output
+
+    def overwritten(self, tensor: Tensor) -> None:
+        """The tensor has other numbers now, so nothing is known about it."""
+        known: tuple[TensorFacts[Any], ...] = (self.nonneg, self.gate, self.linear, self.logits, self.offset)
+        for facts in known:
+            facts.forget(tensor)
+
+    def copied(self, source: Tensor, output: Any) -> None:
+        """What is known about `source` holds for `output`, which has the same numbers."""
+        if not isinstance(output, Tensor) or output is source:
+            return
+        known: tuple[TensorFacts[Any], ...] = (self.nonneg, self.gate, self.logits, self.offset)
+        for facts in known:
+            fact = facts.get(source)
+            if fact is not None:
+                facts[output] = fact
+
+    def note_nonneg(self, output: Any) -> None:
+        """The tensors in `output` are ≥ 0 everywhere, so that layers reading them need only their positive weights."""
+        for tensor in tensors_in(output):
+            self.nonneg[tensor] = True

@@ -1,0 +1,165 @@
+"""The forward pass: the user's model runs, and each operation it calls says how relevance passes.
+
+Relevance comes back along the autograd graph. So a tensor carries relevance if it requires grad, and parameters are
+shown to operations without their gradient flag.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from secateur.errors import DataError, RelevanceError, UnknownOperationError
+from secateur.nest import SCALARS
+from secateur.ops.table import Call, Function, Operation, Query, Site
+from secateur.relevance._script import Script
+from secateur.relevance.accelerators import Attempt, Deviation
+from secateur.relevance.propagation import Propagation
+from secateur.relevance.weights import Weights
+from secateur.running.logits import answer_of, logits_of
+from secateur.running.observer import Observer
+from secateur.running.sandbox import run
+
+
+class ForwardPass(Observer):
+    """Watches the model run, batch after batch. With a `script`, it knows where each call is without looking."""
+
+    shortcuts = True
+
+    _propagation: Propagation  # of the batch that is running
+    _attempt: Attempt
+
+    def __init__(self, model: nn.Module, weights: Weights, script: Script | None) -> None:
+        super().__init__(model)
+        self._model, self._weights, self._script = model, weights, script
+        #: Which entry of the model's output is explained, as it would be written; empty if that is a tensor.
+        self.entry = ""
+        self._following = False  # whether the script gives the places of calls
+        self._carrying = False  # whether an argument of this call carries relevance
+        self._differentiates = True  # whether torch differentiates this call
+        self._ahead: Tensor | None = None  # an argument of this call that is already the output of its ReLU
+
+    def run(self, propagation: Propagation, attempt: Attempt, inputs: Any) -> Tensor:
+        """The model's output, with the way back for relevance."""
+        self._visits.clear()
+        self._weights.begin()
+        self._propagation, self._attempt, self._ahead = propagation, attempt, None
+        self._following = self._script is not None and attempt.expected
+        if self._script is not None:
+            self._script.begin(attempt.expected)
+        try:
+            with self:
+                made = run(self._model, inputs)
+                self.entry = answer_of(made).entry
+                output: Tensor = self._present(logits_of(made), [], True)
+        finally:
+            del self._propagation
+        if attempt.failed or self._ahead is not None:
+            raise Deviation
+        if not output.requires_grad:
+            raise RelevanceError(
+                "the output does not depend on the input through operations that carry relevance.",
+                fix=(
+                    "check that the forward does not detach, and that the input is a floating-point tensor or token ids"
+                ),
+            )
+        return output
+
+    # -- what the observer asks ------------------------------------------------------------------------------------
+    def observe(self, call: Call) -> Any:
+        """Let the operation decide, if a tensor that carries relevance takes part."""
+        operation, propagation = call.operation, self._propagation
+        if self._ahead is not None and propagation.fusion is not None:
+            return propagation.fusion.overtaken(call, self._ahead)
+        if not self._carrying and not operation.enters:
+            with torch.no_grad():  # parameters may still have their gradient flag
+                return call.run()
+        if type(operation).relevance is Operation.relevance:
+            raise UnknownOperationError(
+                f"the entry for {call.site} ({operation.name}) does not say how relevance passes.",
+                fix="give the operation a `relevance` method, or replace the call in the model",
+            )
+        propagation.activations.next_call()
+        return operation.relevance(propagation, call)
+
+    def enter(self, module: nn.Module) -> None:
+        """A module begins to run. The script knows this."""
+        if not self._following:
+            super().enter(module)
+
+    def site(self, function: Function) -> Site:
+        """The place of the next call."""
+        if self._script is None:
+            return super().site(function)
+        if not self._following:
+            return self._script.note(function, super().site(function))
+        site = self._script.follow(function)
+        if site is None:
+            self._attempt.deviates()
+            raise Deviation
+        return site
+
+    def concerns(self, value: Any) -> bool:
+        """Tensors that require grad carry relevance."""
+        return isinstance(value, Tensor) and value.requires_grad
+
+    def present(
+        self, operation: Operation | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any], list[Tensor] | None]:
+        """Parameters without their gradient flag, and the replacements of tensors that were overwritten."""
+        tensors: list[Tensor] = []
+        self._begin_call(operation)
+        settles = operation is None or operation.settles
+        args = tuple([v if v is None or type(v) in SCALARS else self._present(v, tensors, settles) for v in args])
+        if kwargs:
+            kwargs = {key: self._present(value, tensors, settles) for key, value in kwargs.items()}
+        if self._ahead is not None and isinstance(operation, Query):
+            self._attempt.deviates()
+        return args, kwargs, tensors
+
+    def _begin_call(self, operation: Operation | None) -> None:
+        self._carrying, self._ahead = False, None
+        self._differentiates = operation is None or operation.differentiates
+
+    def _present(self, value: Any, tensors: list[Tensor], settles: bool) -> Any:
+        kind = type(value)
+        if kind is tuple or kind is list:
+            if all([type(v) in SCALARS for v in value]):  # noqa: C419 (half the time: this runs at every call)
+                return value
+            return kind([self._present(v, tensors, settles) for v in value])
+        if isinstance(value, Tensor):
+            value = self._present_tensor(value, settles)
+            tensors.append(value)
+            return value
+        if kind is dict:
+            return {key: self._present(item, tensors, settles) for key, item in value.items()}
+        return value
+
+    def _present_tensor(self, value: Tensor, settles: bool) -> Tensor:
+        propagation = self._propagation
+        replaced, fusion = propagation.activations.newer, propagation.fusion
+        if replaced:
+            newer = replaced.get(value)
+            while newer is not None:
+                value, newer = newer, replaced.get(newer)
+        if not value.requires_grad:
+            return value
+        if value.grad_fn is not None or value in propagation.backward.leaves:
+            self._carrying = True
+            if fusion is not None and settles and fusion.reads(value):
+                self._ahead = value
+        elif fusion is not None and type(value) is not nn.Parameter and fusion.is_pending(value):
+            self._carrying = True
+            if settles:
+                fusion.reads(value)
+        elif self._differentiates:
+            return self._weights.plain(value)
+        return value
+
+
+def check_input(tensor: Tensor) -> None:
+    """Refuse inputs that are not finite."""
+    if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+        raise DataError(f"the input of shape {tuple(tensor.shape)} has NaN or infinite values.")

@@ -1,0 +1,211 @@
+"""Sums of relevance: one number per unit of each layer, and what each operation received and passed on.
+
+A `Journal` collects the sums of one batch on the device. A `Page` reads them all at once. The `Ledger` adds up batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from secateur.ops.table import Site
+from secateur.relevance.conservation import Conservation, Flow
+from secateur.relevance.weights import LayerUse
+from secateur.running.devices import precise
+from secateur.running.tensor_facts import TensorFacts
+
+#: Absolute values before summing: not at all, of each sample's sum over space, or of each element.
+Absolute = Literal[False, "sample", "element"]
+#: Is shown the relevance of each layer's outputs.
+Watch = Callable[[LayerUse, Tensor], None]
+#: A sum that is not yet known: a number, or a tensor whose entries add up to it.
+Sum = Tensor | float
+#: For each vector of unit sums the name of the weight, and the first and last of its rows.
+Layout = tuple[tuple[str, int, int], ...]
+
+
+class Journal:
+    """The sums of one batch. They stay on the device until they are gathered."""
+
+    def __init__(self, absolute: Absolute = False, watch: Watch | None = None) -> None:
+        self._absolute, self._watch = absolute, watch
+        self._layout: list[tuple[str, int, int]] = []
+        self._vectors: list[Tensor] = []
+        self._flows: list[tuple[object, str, Sum, Sum, bool]] = []
+        # Sums by channel of relevance on its way to a layer, with the dimension and the version of the tensor.
+        self._summed: TensorFacts[tuple[int, int, Tensor]] = TensorFacts()
+
+    def flow(self, name: object, kind: str, arrived: Sum, passed: Sum, absorbs: bool = False) -> None:
+        """Record what arrived at an operation and what it passed on."""
+        self._flows.append((name, kind, arrived, passed, absorbs))
+
+    def sums(self, r: Tensor, channel: int | None) -> Tensor:
+        """Sums of relevance that is about to be passed on: by channel where the layer before will need them."""
+        if channel is None or self._absolute:
+            return total(r)
+        summed = self._by_channel(r, channel)
+        self._summed[r] = (channel % r.dim(), r._version, summed)
+        return summed
+
+    def unit_sums(self, use: LayerUse, r: Tensor, besides: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Record one number per unit of a layer. Returns these, and sums that add up to all that arrived.
+
+        With `besides`, only units that are 0 there count.
+        """
+        if self._watch is not None and besides is None:
+            self._watch(use, r)
+        known = None if self._absolute else self._summed.get(r)
+        if known is not None and known[:2] == (use.channel % r.dim(), r._version):
+            summed = known[2]
+        else:
+            summed = self._by_channel(r, use.channel)
+        if besides is not None:
+            summed = torch.where(besides == 0, summed, 0)
+        self._units(use.name, use.rows.start, summed)
+        return summed, total(r) if self._absolute else summed
+
+    def columns(self, name: str, r: Tensor) -> None:
+        """Record one number per column of an embedding."""
+        self._units(name, 0, self._by_channel(r, -1))
+
+    def gather(self, *more: Sum) -> Page:
+        """All sums in one row, still on the device. `more` are further sums to be read with them."""
+        sums = [*more, *(s for _, _, arrived, passed, _ in self._flows for s in (arrived, passed))]
+        seen = {id(t) for t in self._vectors}  # the same vector may belong to several layers, so all are kept
+        others = {id(s): s for s in sums if isinstance(s, Tensor) and id(s) not in seen}
+        tensors = [*self._vectors, *others.values()]
+        places = {id(t): place for place, t in enumerate(tensors)}
+        row = None
+        if tensors:
+            device = tensors[0].device
+            row = torch.cat([t.reshape(-1).to(device) for t in tensors]).to(precise(device))
+        return Page(
+            tuple(self._layout),
+            [(str(name), kind, absorbs) for name, kind, _, _, absorbs in self._flows],
+            row,
+            np.cumsum([0, *(t.numel() for t in tensors[:-1])]),
+            np.array([places[id(s)] if isinstance(s, Tensor) else -1 for s in sums], dtype=np.int64),
+            np.array([0.0 if isinstance(s, Tensor) else s for s in sums]),
+        )
+
+    def _units(self, name: str, first: int, sums: Tensor) -> None:
+        self._layout.append((name, first, first + len(sums)))
+        self._vectors.append(sums)
+
+    def _by_channel(self, r: Tensor, channel: int) -> Tensor:
+        """One number per unit."""
+        channel %= r.dim()
+        if self._absolute == "element":
+            r = r.abs()
+        wide = torch.float32 if r.dtype in (torch.float16, torch.bfloat16) else r.dtype
+        others = [d for d in range(r.dim()) if d != channel]
+        if self._absolute == "sample" and others and others[0] == 0:
+            r = r.sum(others[1:], dtype=wide).abs() if others[1:] else r.abs()
+            others = [0]
+        return r.sum(others, dtype=wide) if others else r
+
+
+@dataclass(frozen=True, eq=False)
+class Page:
+    """What a journal gathered: all unit sums as `layout` lists them, then other sums, in one row on the device."""
+
+    layout: Layout
+    _flows: list[tuple[str, str, bool]]
+    _row: Tensor | None
+    _starts: npt.NDArray[np.int64]  # of each tensor in the row
+    _places: npt.NDArray[np.int64]  # for each sum the tensor that adds up to it, -1 where it is a number
+    _numbers: npt.NDArray[np.float64]
+
+    @property
+    def units(self) -> Tensor | None:
+        """The unit sums, on the device."""
+        count = sum(stop - start for _, start, stop in self.layout)
+        return None if self._row is None or not count else self._row[:count]
+
+    def read(self) -> tuple[list[Flow], list[float]]:
+        """The flows from the output to the input, and the further sums. Waits for the device."""
+        found = self._numbers
+        if self._row is not None:
+            sums = np.add.reduceat(self._row.cpu().double().numpy(), self._starts)
+            found = np.where(self._places >= 0, sums[self._places], found)
+        values = found.tolist()
+        own = len(values) - 2 * len(self._flows)
+        rest = iter(values[own:])
+        return [Flow(name, kind, next(rest), next(rest), absorbs) for name, kind, absorbs in self._flows], values[:own]
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """The results of one batch. `row` holds all unit sums as `layout` lists them."""
+
+    output: Tensor
+    heat: list[Tensor | None]
+    layout: Layout
+    row: Tensor | None
+    flows: list[Flow]
+    start: float
+    input: float
+
+
+class Ledger:
+    """The sums of all batches."""
+
+    def __init__(self) -> None:
+        self.samples = 0
+        #: For each call of a layer: the name of its weight, and the first and last of the rows that it uses.
+        self.places: dict[Site, tuple[str, int, int]] = {}
+        self._heights: dict[str, tuple[int, torch.device]] = {}
+        self._rows: dict[Layout, Tensor] = {}
+        self._flows: dict[tuple[str, str], list[Any]] = {}
+        self._start = 0.0
+        self._input = 0.0
+
+    def open(self, site: Site, name: str, rows: slice, height: int, device: torch.device) -> None:
+        """Units of a weight, some rows of which a call uses."""
+        self.places[site] = (name, rows.start, rows.stop)
+        self._heights[name] = (max(height, self._heights.get(name, (0, device))[0]), device)
+
+    def add(self, batch: Batch) -> None:
+        """Add the sums of one batch."""
+        self.samples += batch.output.shape[0] if batch.output.dim() > 1 else 1
+        self._start += batch.start
+        self._input += batch.input
+        for flow in batch.flows:
+            entry = self._flows.setdefault((flow.name, flow.kind), [0.0, 0.0, flow.absorbs])
+            entry[0], entry[1] = entry[0] + flow.arrived, entry[1] + flow.passed
+            self._input += flow.arrived if flow.kind == "stop" else 0.0
+        if batch.row is not None:
+            known = self._rows.get(batch.layout)
+            self._rows[batch.layout] = batch.row.clone() if known is None else known + batch.row
+
+    @property
+    def units(self) -> dict[str, Tensor]:
+        """One number per unit, by the name of the weight."""
+        sums = {
+            name: torch.zeros(height, dtype=precise(device), device=device)
+            for name, (height, device) in self._heights.items()
+        }
+        for layout, row in self._rows.items():
+            parts = torch.split_with_sizes(row, [stop - start for _, start, stop in layout])
+            for (name, start, stop), part in zip(layout, parts, strict=True):
+                sums[name][start:stop] += part.to(sums[name].device)
+        return sums
+
+    def conservation(self) -> Conservation:
+        """Start, input and every operation between them."""
+        order = reversed(list(self._flows.items()))
+        return Conservation(
+            self._start, self._input,
+            tuple(Flow(name, kind, a, p, absorbs) for (name, kind), (a, p, absorbs) in order if kind != "stop"),
+        )  # fmt: skip
+
+
+def total(r: Tensor) -> Tensor:
+    """The sum, in float32 at least."""
+    return r.sum(dtype=torch.float32 if r.dtype in (torch.float16, torch.bfloat16) else r.dtype)

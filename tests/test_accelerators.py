@@ -1,0 +1,118 @@
+"""Each accelerator of a relevance pass can be switched off, and the numbers stay the same."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from secateur.relevance import Accelerators, RelevancePass
+from secateur.relevance.explain import starter
+
+NONE = {"fusion": False, "script": False, "cuda_graphs": False, "kernels": False}
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]
+
+
+class Block(nn.Module):
+    """Residual sum, squeeze-and-excitation, in-place ReLUs, a strided and a grouped convolution."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(width, width, 3, padding=1, groups=2), nn.BatchNorm2d(width)
+        self.squeeze, self.plain = nn.Conv2d(width, width, 1), nn.Conv2d(width, width, 3, padding="same")
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.relu(self.norm(self.conv(x)), inplace=True)
+        y = y * torch.sigmoid(self.squeeze(F.adaptive_avg_pool2d(y, 1)))
+        y = self.plain(y).relu_()
+        y += x
+        return y.relu_()
+
+
+class Tokens(nn.Module):
+    """A picture as tokens: attention, layer norm, a batch norm after a linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(12, 2, batch_first=True)
+        self.norm, self.inner, self.scale = nn.LayerNorm(12), nn.Linear(12, 8), nn.BatchNorm1d(8)
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.flatten(2).transpose(1, 2).reshape(len(x), -1, 12)
+        x = x + self.attention(x, x, x, need_weights=False)[0]
+        return self.head(self.scale(self.inner(self.norm(x).mean(1))).relu())
+
+
+def convolutional() -> nn.Module:
+    stem = [nn.Conv2d(3, 8, 3, stride=2), nn.BatchNorm2d(8), nn.ReLU(inplace=True)]
+    return nn.Sequential(*stem, Block(8), nn.ReLU(), Block(8), nn.Flatten(), nn.Linear(8 * 49, 5))
+
+
+def run(make, device: str, accelerators: Accelerators, composite: str):
+    """Batches of the same size, then one of another, then the first size again."""
+    torch.manual_seed(0)
+    net = make().eval().double().to(device)
+    for module in net.modules():
+        if isinstance(module, nn.BatchNorm2d | nn.BatchNorm1d):
+            nn.init.normal_(module.running_mean, 0, 0.3)
+            nn.init.uniform_(module.running_var, 0.5, 2)
+            nn.init.normal_(module.bias, 0, 0.2)
+    engine, found = RelevancePass(net, composite, accelerators=accelerators), []
+    for number, size in enumerate((4, 4, 4, 4, 4, 4, 4, 3, 4)):
+        generator = torch.Generator().manual_seed(number)
+        x = torch.randn(size, 3, 16, 16, generator=generator, dtype=torch.float64).to(device)
+        output, heat = engine.run(x, starter(torch.arange(size, device=device) % 5))
+        found += [output, *heat]
+    books = engine.conservation()
+    sums = torch.tensor([[flow.arrived, flow.passed] for flow in books.flows], dtype=torch.float64)
+    names = [(flow.name, flow.kind, flow.absorbs) for flow in books.flows]
+    return engine, [*found, *engine.units.values(), sums], [names, list(engine.units), engine.places, engine.samples]
+
+
+@pytest.mark.parametrize("composite", ["alpha1beta0", "epsilon_gamma_box"])
+@pytest.mark.parametrize("make", [convolutional, Tokens])
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_numbers_are_the_same_without(make, device, composite):
+    full, wanted, names = run(make, device, Accelerators(), composite)
+    for off in [{name: False} for name in NONE] + [NONE]:
+        _, found, same = run(make, device, Accelerators(**off), composite)
+        assert same == names
+        # Fused layers, kernels and replays round differently; a script does not compute anything.
+        exact = device == "cpu" and off != NONE and "fusion" not in off
+        for mine, theirs in zip(found, wanted, strict=True):
+            if exact:
+                assert torch.equal(mine, theirs), off
+            else:
+                torch.testing.assert_close(mine, theirs, rtol=1e-8, atol=1e-10, msg=lambda m, off=off: f"{off}: {m}")
+    if make is convolutional:
+        assert full._habits.trusted is True
+        assert (full._recorder.recording is None) == (device == "cpu"), full._recorder.refusal
+
+
+def test_they_are_at_work_only_where_they_are_allowed():
+    engine, _, _ = run(convolutional, "cpu", Accelerators(), "alpha1beta0")
+    layers = engine._habits.followed.values()
+    assert sum(f.norm is not None and f.rectified and not f.reread for f in layers) == 3, "conv, batch norm and ReLU"
+    assert sum(f.norm is None and f.rectified for f in layers) == 4, "two convolutions and two sums with a ReLU"
+    assert engine._regular
+    engine, _, _ = run(convolutional, "cpu", Accelerators(**NONE), "alpha1beta0")
+    assert not engine._habits.followed
+    assert engine.forward._script is None
+    assert engine._recorder.refusal
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_kernels_are_compiled_and_left_alone_on_request():
+    from secateur.relevance import _kernels, pointwise
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    assert _kernels.available(device) == ["over_positive", "by_positive_parts", "rectified"]
+    z, r = torch.rand(9, device=device), torch.rand(9, device=device)
+    before = z.clone()
+    torch.testing.assert_close(pointwise.over_positive(r, z), r / before)
+    assert torch.equal(z, before), "the kernel does not overwrite"
+    with _kernels.allowed(False):
+        torch.testing.assert_close(pointwise.over_positive(r, z), r / before)
+    assert not torch.equal(z, before), "the formula does"
