@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import doctest
 import importlib
 import re
@@ -262,3 +263,82 @@ def test_pages_fit_every_width(site: Path, browser: Any) -> None:
     assert not wrong
     assert asked
     assert not [url for url in asked if not url.startswith(("file:", "data:", "blob:"))]
+
+
+# -- documented names exist --------------------------------------------------------------------------------------------
+def found_at(name: str) -> bool:
+    """Whether a dotted name is a module, or an attribute or field of one."""
+    parts = name.split(".")
+    for end in range(len(parts), 0, -1):
+        try:
+            item: Any = importlib.import_module(".".join(parts[:end]))
+        except ImportError:
+            continue
+        for part in parts[end:]:
+            fields = {f for kind in getattr(item, "__mro__", ()) for f in getattr(kind, "__annotations__", {})}
+            if not hasattr(item, part) and part not in fields:
+                break
+            item = getattr(item, part, None)  # of a field only the name is known
+        else:
+            return True
+    return False
+
+
+def documented(text: str) -> set[str]:
+    """The names of ours that a text mentions, in full."""
+    text = re.sub(r"https?://\S+", "", text)
+    names = {match[0] for match in re.finditer(r"(?<![\w./-])(?:secateur|reproduction|benchmarks)(?:\.\w+)+", text)}
+    names |= {f"secateur.{match[1]}" for match in re.finditer(r"(?<![\w.])sc\.(\w+(?:\.\w+)*)", text)}
+    for match in re.finditer(r"from ((?:secateur|reproduction|benchmarks)[\w.]*) import (\([^)]*\)|[^\n]*)", text):
+        listed = re.sub(r"#.*|[()]", "", match[2]).split(",")
+        names |= {f"{match[1]}.{item.split()[0]}" for item in listed if item.strip()}
+    return {name for name in names if not re.search(r"\.(py|md|json|html|safetensors|toml|svg|png)$", name)}
+
+
+def docstrings(path: Path) -> str:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    return "\n".join(ast.get_docstring(node) or "" for node in ast.walk(tree) if isinstance(node, kinds))
+
+
+WRITTEN = [*PAGES, ROOT / "CONTRIBUTING.md"]
+CODE = [
+    path for folder in (PACKAGE, ROOT / "reproduction", ROOT / "benchmarks") for path in sorted(folder.rglob("*.py"))
+]
+
+
+def test_documented_names_exist() -> None:
+    """Every module, function, class and attribute of ours that a page or a docstring names."""
+    texts = {path: path.read_text(encoding="utf-8") for path in WRITTEN} | {path: docstrings(path) for path in CODE}
+    where: dict[str, list[str]] = {}
+    for path, text in texts.items():
+        for name in documented(text):
+            where.setdefault(name, []).append(str(path.relative_to(ROOT)))
+    assert len(where) > 100
+    wrong = {name: places for name, places in where.items() if not found_at(name)}
+    assert not wrong
+
+
+def test_documented_files_exist() -> None:
+    """Every path of the repository that a page or a docstring names."""
+    pattern = re.compile(r"(?<![\w./<-])(?:src|tests|benchmarks|reproduction|docs|examples)/[\w./-]*\w")
+    texts = {path: path.read_text(encoding="utf-8") for path in WRITTEN} | {path: docstrings(path) for path in CODE}
+    wrong = {
+        f"{path.relative_to(ROOT)}: {match[0]}"
+        for path, text in texts.items()
+        for match in pattern.finditer(re.sub(r"https?://\S+", "", text))
+        if not (ROOT / match[0]).exists()
+    }
+    assert not wrong
+
+
+def test_names_are_found_in_texts() -> None:
+    text = "`sc.prune(x).model` of secateur.plans.plan.Plan\n    from secateur.relevance import (On,\n  Rule)  # both\n"
+    assert documented(text) == {
+        "secateur.prune", "secateur.plans.plan.Plan",
+        "secateur.relevance", "secateur.relevance.On", "secateur.relevance.Rule",
+    }  # fmt: skip
+    assert found_at("secateur.Plan.cuts")
+    assert found_at("secateur.repair.Repair.method")
+    assert not found_at("secateur.Plan.curts")
+    assert not found_at("secateur.plans.plan.Plane")
