@@ -302,9 +302,7 @@ def docstrings(path: Path) -> str:
 
 
 WRITTEN = [*PAGES, ROOT / "CONTRIBUTING.md"]
-CODE = [
-    path for folder in (PACKAGE, ROOT / "reproduction", ROOT / "benchmarks") for path in sorted(folder.rglob("*.py"))
-]
+CODE = [path for folder in ("src", "reproduction", "benchmarks") for path in sorted((ROOT / folder).rglob("*.py"))]
 
 
 def test_documented_names_exist() -> None:
