@@ -72,13 +72,17 @@ def pruned(run: str, checkpoint: Path | None, stop: int | None = None) -> tuple[
             F.cross_entropy(model(inputs), targets).backward()
             optimizer.step()
 
-    asked: dict[str, dict[str, Any]] = {
-        "tuned": {"remove": 0.5, "step": 0.125, "finetune": tune, "carry": [optimizer]},
-        "repaired": {"criterion": "taylor", "keep": {"macs": 0.4}, "step": 0.125, "repair": "ridge"},
-    }
-    result = sc.prune(
-        net, (inputs, targets), **asked[run], evaluate=evaluation, checkpoint=checkpoint, progress=False, seed=3
-    )
+    schedule: dict[str, Any] = {"step": 0.125, "seed": 3}
+    asked: dict[str, Any] = {"criterion": "taylor", "keep": {"macs": 0.4}, "repair": "ridge"}
+    if run == "tuned":
+        asked = {"remove": 0.5}
+        schedule |= {"finetune": tune, "carry": [optimizer]}
+    asked |= {"evaluate": evaluation, "checkpoint": checkpoint, "progress": False}
+    try:
+        from secateur.loop import Schedule
+    except ImportError:  # the version that wrote the files takes each setting by itself
+        return sc.prune(net, (inputs, targets), **asked, **schedule), evaluation.asked
+    result = sc.prune(net, (inputs, targets), **asked, schedule=Schedule(**schedule))
     return result, evaluation.asked
 
 
