@@ -24,7 +24,7 @@ types: $(STAMP)
 
 unit: $(STAMP)
 	# One thread per process: more threads than cores make torch many times slower.
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto -m "not slow" --durations 10
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal -m "not slow" --durations 10
 
 # `make test` builds the pages too: tests/test_docs.py.
 docs: $(STAMP)

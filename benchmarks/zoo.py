@@ -24,7 +24,6 @@ import torch
 from torch import Tensor, nn
 
 import secateur as sc
-from secateur.plans.scores import Scores
 
 TORCHVISION_SMALLEST = [
     "alexnet",
@@ -185,7 +184,7 @@ def mill(zoo: str, name: str, size: int | None, onnx: bool) -> dict[str, Any]:
     row["units"], row["prunable"] = int(graph.units.sum()), graph.total_units
     row["frozen"] = sorted({layer.reason for layer in graph.layers if layer.reason and layer.reason != "model output"})
     rng = np.random.default_rng(0)
-    scores = Scores("random", {p.sites[0]: rng.random(len(p.labels)) for p in graph.producers})
+    scores = sc.Scores("random", {p.sites[0]: rng.random(len(p.labels)) for p in graph.producers})
     begin = time.perf_counter()
     small = None
     for share in (0.3, 0.7):

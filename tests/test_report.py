@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import functools
 import io
 import itertools
 import re
@@ -411,11 +412,15 @@ def test_latencies_of_the_run_are_not_measured_again(run: Run, tmp_path: Path) -
     assert "atency" not in page.text
 
 
-def test_the_demonstration_writes_its_page_and_says_where(tmp_path: Path) -> None:
+def test_the_demonstration_writes_its_page_and_says_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from typer.testing import CliRunner
 
+    from secateur import demo
     from secateur.cli import app
 
+    fewer = functools.partial(demo.demonstrate, remove=0.4, step=0.1)  # four steps by each criterion instead of 16
+    monkeypatch.setattr(demo, "demonstrate", fewer)
+    monkeypatch.setattr(demo, "REFERENCE", 5)
     done = CliRunner().invoke(app, ["demo", "--epochs", "1", "--out", str(tmp_path / "out")])
     assert done.exit_code == 0, done.output
     path = tmp_path / "out" / "report.html"

@@ -24,7 +24,7 @@ FAMILIES: dict[str, tuple[int, dict[str, object]]] = {
     "efficientnet_v2_s": (32, {}),
     "googlenet": (64, {"init_weights": False}),
     "inception_v3": (96, {"init_weights": False}),
-    "maxvit_t": (224, {}),
+    "maxvit_t": (64, {}),
     "mnasnet0_5": (32, {}),
     "mobilenet_v2": (32, {}),
     "mobilenet_v3_small": (32, {}),
@@ -32,21 +32,39 @@ FAMILIES: dict[str, tuple[int, dict[str, object]]] = {
     "regnet_y_400mf": (32, {}),
     "resnet18": (32, {}),
     "resnext50_32x4d": (32, {}),
-    "wide_resnet50_2": (32, {}),
     "shufflenet_v2_x0_5": (32, {}),
     "squeezenet1_1": (32, {}),
     "swin_t": (32, {}),
     "swin_v2_t": (32, {}),
     "vgg11": (32, {}),
     "vgg11_bn": (32, {}),
-    "vit_b_16": (32, {"image_size": 32}),
+    "vit_b_16": (32, {}),
 }
 
 
 def make(name: str, seed: int = 0) -> tuple[nn.Module, Tensor]:
+    """A member of the family. The largest are built narrower or for smaller windows: the same layers, fewer numbers."""
     size, extra = FAMILIES[name]
     torch.manual_seed(seed)
-    model = torchvision.models.get_model(name, num_classes=10, **extra)
+    model: nn.Module
+    if name == "maxvit_t":
+        model = torchvision.models.MaxVit((size, size), 32, 2, [32, 64, 128, 256], [1, 2, 2, 1], 32, 0, num_classes=10)
+    elif name == "vit_b_16":
+        model = torchvision.models.VisionTransformer(size, 16, 12, 12, 192, 768, num_classes=10)
+    elif name in ("alexnet", "vgg11", "vgg11_bn"):
+        with torch.device("meta"):  # three quarters of their numbers are in layers that are replaced
+            model = torchvision.models.get_model(name, num_classes=10)
+        fewer = {4096: 128}
+        for i, layer in enumerate(model.classifier):
+            if isinstance(layer, nn.Linear):
+                inputs, out = layer.in_features, layer.out_features
+                model.classifier[i] = nn.Linear(fewer.get(inputs, inputs), fewer.get(out, out), device="meta")
+        model.to_empty(device="cpu")
+        for module in model.modules():
+            if hasattr(module, "reset_parameters"):
+                module.reset_parameters()
+    else:
+        model = torchvision.models.get_model(name, num_classes=10, **extra)
     return randomise(model).eval(), torch.randn(1, 3, size, size)
 
 
