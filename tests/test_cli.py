@@ -381,7 +381,7 @@ def test_compare(place: Place, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "comparison.json").read_text())["best"] == found["best"]
     direct = sc.compare(
         build(place.net, place.weights), read(place.train, size=16).draw(10, at_most=True).tensors(), ["weight"],
-        evaluate=lambda m: 1.0, remove=0.5, step=0.25, progress=False,
+        evaluate=lambda m: 1.0, remove=0.5, schedule=0.25, progress=False,
     )  # fmt: skip
     assert found["criteria"]["weight"]["macs"] == direct.curves["weight"].macs.tolist()
 

@@ -14,6 +14,7 @@ from secateur.cli.output import Talk, curves_table, reported
 from secateur.cli.subject import Look, opened, task
 from secateur.errors import SecateurError
 from secateur.loop.compare import compare as run_compare
+from secateur.loop.schedule import Schedule
 from secateur.results.comparison import Comparison
 
 
@@ -76,7 +77,7 @@ def compare(
     with undone_if_impossible(out, earlier):
         found = run_compare(
             job.model, job.data(), chosen,
-            evaluate=reported(talk, job.accuracy), remove=remove, step=step, seed=seed,
+            evaluate=reported(talk, job.accuracy), remove=remove, schedule=Schedule(step=step, seed=seed),
             checkpoint=out / CHECKPOINT,
         )  # fmt: skip
     found.to_json(out / "comparison.json")

@@ -29,6 +29,7 @@ def demo(
     from secateur.files.folder import save
     from secateur.latency.timing import time_batches
     from secateur.loop.prune import prune
+    from secateur.report.page import Page
 
     talk, begin = Talk(as_json=False), time.perf_counter()
     digits, classes = Digits.load(), [0, 1, 4, 7]
@@ -56,12 +57,13 @@ def demo(
     )
     with talk.stage("timing both networks and drawing the page"):
         timings = time_batches(shown.network, result.model, reference[0][:1])
-        save(out / "model", result)
+        save(result, out / "model")
         (out / "comparison.json").write_text(shown.comparison.to_json(), encoding="utf-8")
         result.history.to_csv(out / "history.csv")
         page = result.report(
-            out / "report.html", data=test, comparison=shown.comparison, classes=names, latency=timings,
-            title=f"A digits network, specialised to {', '.join(map(str, classes))} and pruned by explaining",
+            out / "report.html", data=test, comparison=shown.comparison, classes=names,
+            page=Page(f"A digits network, specialised to {', '.join(map(str, classes))} and pruned by explaining",
+                      latency=timings),
         )  # fmt: skip
     metrics = [row.metrics for row in result.history if row.held]
     talk.result("the last network that lost at most 2 points, by lrp, repaired:")

@@ -37,6 +37,9 @@ from secateur.latency.timing import Timing, time_batches
 from secateur.loop.finetune import FineTune
 from secateur.loop.prune import prune as run_prune
 from secateur.loop.result import Result
+from secateur.loop.schedule import Schedule
+from secateur.plans.limits import Limits
+from secateur.report.page import Page
 from secateur.structure.cost import human, size_of
 from secateur.surgery.provenance import plans_of
 
@@ -215,17 +218,14 @@ def prune(
     if finetune_epochs:
         tuner = FineTune(job.training().training(20, where), epochs=finetune_epochs, lr=learning_rate)
     # What the user leaves open is for `prune` to choose.
-    said = {"step": step, "rescore": rescore, "scope": scope.value if scope is not None else None}
-    method: dict[str, Any] = {name: value for name, value in said.items() if value is not None}
-    if repair is not Repair.auto:
-        method["repair"] = None if repair is Repair.none else repair.value
+    schedule = Schedule(step=step, rescore=rescore, finetune=tuner, seed=seed)
+    limits = Limits(scope=scope.value if scope is not None else None, round_to=round_to, ignore=tuple(ignore or ()))
     talk.note(f"pruning by {criterion}; this can be interrupted, and the same command goes on")
     with undone_if_impossible(out, earlier):
         result = run_prune(
-            job.model, job.data(), criterion, remove, keep or None, finetune=tuner,
-            evaluate=_watchful(job) if job.test is not None else None, max_drop=max_drop, round_to=round_to,
-            ignore=tuple(ignore or ()), checkpoint=out / CHECKPOINT, seed=seed,
-            progress=talk.err.is_terminal or Lines(talk), **method,
+            job.model, job.data(), criterion, remove, keep or None, schedule, limits=limits, repair=repair.value,
+            evaluate=_watchful(job) if job.test is not None else None, max_drop=max_drop,
+            checkpoint=out / CHECKPOINT, progress=talk.err.is_terminal or Lines(talk),
         )  # fmt: skip
     if not plans_of(result.model):
         raise SecateurError(
@@ -233,7 +233,7 @@ def prune(
             fix="a larger --max-drop, more images, or smaller steps with repair (--step 0.01 --repair best)",
         )
     files = {"model": out / "model", "history": out / "history.csv"}
-    save(files["model"], result, about={"origin": job.subject.origin.to_dict()})
+    save(result, files["model"], about={"origin": job.subject.origin.to_dict()})
     result.history.to_csv(files["history"])
     if onnx:
         with talk.stage("writing ONNX and checking it with ONNX Runtime"):
@@ -316,12 +316,12 @@ def _timed(talk: Talk, job: Task, result: Result, onnx: Path | None) -> list[Tim
 
 def _report(path: Path, job: Task, result: Result, timings: Sequence[Timing]) -> Path:
     view = job.reference.view
-    return result.report(
-        path, inputs=_a_few(job), original=job.model, mean=view.mean, std=view.std, latency=timings or False,
-        title=f"{job.subject.origin.model} pruned by {result.settings['criterion']}",
-        classes={number: title(name) for number, name in zip(job.reference.targets, job.classes, strict=True)},
-        about=_about(job),
+    page = Page(
+        title=f"{job.subject.origin.model} pruned by {result.settings['criterion']}", about=_about(job),
+        latency=timings or False, mean=view.mean, std=view.std,
     )  # fmt: skip
+    classes = {number: title(name) for number, name in zip(job.reference.targets, job.classes, strict=True)}
+    return result.report(path, inputs=_a_few(job), original=job.model, classes=classes, page=page)
 
 
 def _about(job: Task) -> dict[str, str]:

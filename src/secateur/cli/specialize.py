@@ -59,7 +59,7 @@ def specialize(
         narrow = narrowed(subject, chosen, count, merge.value)
     if not plans_of(narrow.model):
         raise DataError(f"these are all {count} outputs, in order: there is nothing to remove.")
-    save(out / "model", narrow.model, about={"origin": narrow.origin.to_dict()})
+    save(narrow.model, out / "model", about={"origin": narrow.origin.to_dict()})
     files = {"model": str(out / "model")}
     if onnx:
         with talk.stage("writing ONNX and checking it with ONNX Runtime"):

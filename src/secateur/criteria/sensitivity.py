@@ -1,20 +1,20 @@
-"""Gradient, Taylor and activation: what a unit's output z and the loss gradient g there say, in one pass for all.
+"""Gradient, Taylor and activation: functions of a unit's output z and of the loss gradient g there.
 
-z is the output of the conv or linear call, before batch norm and nonlinearity; g = dL/dz, L the mean loss over all
-samples: your own, or cross-entropy of the logits (binary cross-entropy if there is one).
+z is the output of the conv or linear call, before batch norm and nonlinearity. g = dL/dz, where L is the mean loss over
+all samples: the criterion's own, or cross-entropy of the logits (binary cross-entropy if there is one). One pass serves
+all of these criteria.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from secateur.criteria.criterion import Absolute, Accumulator, Criterion, Loss, Norm, Subject, Sums
+from secateur.criteria.criterion import Absolute, Accumulator, Criterion, Norm, Subject, Sums
 from secateur.errors import CriterionError, SecateurError
 from secateur.ops.conv import Convolution, TransposedConvolution
 from secateur.ops.table import Call
@@ -31,8 +31,9 @@ from secateur.running.tensor_facts import writes
 class Sensitivity(Criterion):
     """A criterion that is a sum, over samples and positions, of a function of z and g."""
 
-    #: Whether g is needed; without it there is no backward pass.
-    backward = True
+    unseen_is_zero: ClassVar[bool] = True
+    #: Whether g is needed. If not, there is no backward pass.
+    backward: ClassVar[bool] = True
 
     def measure(self, z: Tensor, g: Tensor | None) -> Tensor:
         """The number at each position."""
@@ -47,9 +48,9 @@ class Sensitivity(Criterion):
         values = values.flatten(1, -2).mean(1, dtype=wide) if values.ndim > 2 else values.to(wide)
         return values.abs() if self.absolute == "sample" else values
 
-    def accumulate(self, subject: Subject, loss: Loss | None) -> SensitivityPass:
-        """A pass for this criterion alone; `score` shares one among several."""
-        return SensitivityPass(subject, [self], loss)
+    def accumulate(self, subject: Subject) -> SensitivityPass:
+        """A pass that criteria with the same loss may join."""
+        return SensitivityPass(subject, self)
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ class Taylor(Gradient):
 class Activation(Sensitivity):
     """Mean |z|, per layer divided by its l2 norm."""
 
-    backward = False
+    backward: ClassVar[bool] = False
 
     name: str = "activation"
     norm: Norm = 2
@@ -105,13 +106,20 @@ class Activation(Sensitivity):
 class SensitivityPass(Accumulator):
     """One forward and at most one backward pass per batch for any number of these criteria."""
 
-    def __init__(self, subject: Subject, criteria: Sequence[Sensitivity], loss: Loss | None = None) -> None:
+    def __init__(self, subject: Subject, criterion: Sensitivity) -> None:
         super().__init__(subject)
-        self.criteria = list(criteria)
-        self.loss = loss
-        self.backward = any(criterion.backward for criterion in criteria)
-        self.all_sums = [Sums([None] * len(subject.producers)) for _ in criteria]
-        self.sums = self.all_sums[0]
+        self.loss = criterion.loss
+        self.backward = criterion.backward
+        self.entries: list[tuple[Sensitivity, Sums]] = [(criterion, self.sums)]
+
+    def join(self, criterion: Criterion) -> Accumulator | None:
+        """Serve another criterion of z and g by the same pass, if its loss is the same."""
+        if not isinstance(criterion, Sensitivity) or criterion.loss is not self.loss:
+            return None
+        joined = _Joined(self.subject)
+        self.entries.append((criterion, joined.sums))
+        self.backward |= criterion.backward
+        return joined
 
     def update(self, inputs: Any, targets: Any) -> None:
         """Run one batch. Parameters get no gradient: only what units need is computed."""
@@ -134,7 +142,7 @@ class SensitivityPass(Accumulator):
                     )
                 loss = self._loss(output, targets, answer_of(made).entry)
                 torch.autograd.grad(loss * count, taps.anchor, allow_unused=True)
-        for sums in self.all_sums:
+        for _, sums in self.entries:
             sums.samples += count
 
     def _loss(self, output: Tensor, targets: Any, entry: str) -> Tensor:
@@ -147,10 +155,17 @@ class SensitivityPass(Accumulator):
 
     def take(self, index: int, channel: int, z: Tensor, g: Tensor | None) -> None:
         """Add what one call says about its units."""
-        for criterion, sums in zip(self.criteria, self.all_sums, strict=True):
+        for criterion, sums in self.entries:
             if criterion.backward == (g is not None):
                 values = criterion.per_sample(z.detach(), g, channel)
                 sums.add(index, values.to(precise(values.device)).sum(0))
+
+
+class _Joined(Accumulator):
+    """The sums of a criterion that joined another one's pass."""
+
+    def update(self, inputs: Any, targets: Any) -> None:
+        """The pass that it joined does the work."""
 
 
 class Taps(Observer):

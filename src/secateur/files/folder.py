@@ -28,12 +28,17 @@ FORMAT = "secateur-model-1"
 _LARGEST_PLAN = 256 * 2**20
 
 
-def save(path: str | os.PathLike[str], result: Any, *, about: Mapping[str, Any] | None = None) -> None:
+def save(result: Any, path: str | os.PathLike[str], *, about: Mapping[str, Any] | None = None) -> None:
     """Write a pruned model (or a `Result`) to a folder: `model.safetensors` and `plan.json`.
 
     The folder appears whole or not at all; an older one of the same name is replaced. `about` is a note that `about`
     reads back, of what JSON can hold: the command line notes there what the model was cut from.
     """
+    if isinstance(result, str | os.PathLike):
+        raise SecateurError(
+            f"save takes the model first, like torch.save, but got the path {os.fspath(result)!r}.",
+            fix="sc.save(result, path)",
+        )
     model = result if isinstance(result, nn.Module) else getattr(result, "model", None)
     if not isinstance(model, nn.Module):
         raise SecateurError(f"cannot save a {type(result).__name__}; give a pruned module or a Result")
@@ -75,7 +80,7 @@ def load(path: str | os.PathLike[str], model: nn.Module) -> nn.Module:
     >>> graph = sc.analyze(net, torch.zeros(1, 4))
     >>> small = sc.apply(net, sc.plan(graph, sc.score(net, None, "weight", graph=graph), remove=0.5))
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     sc.save(folder + "/small", small)
+    ...     sc.save(small, folder + "/small")
     ...     again = sc.load(folder + "/small", build())
     >>> bool((small(torch.ones(1, 4)) == again(torch.ones(1, 4))).all())
     True

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,10 @@ from secateur.relevance.conservation import Conservation, Flow
 from secateur.results.history import History
 
 FORMAT = "secateur-loop-1"
+#: Settings that older files do not have.
+_ADDED = frozenset({"data", "loss", "finetune", "batch_size"})
+#: Settings that are too long to be shown.
+_DIGESTS = frozenset({"weights", "data", "finetune"})
 
 
 @dataclass(frozen=True)
@@ -64,7 +68,8 @@ def write(path: Path, state: State) -> None:
         staging.unlink(missing_ok=True)
         raise CheckpointError(
             f"the checkpoint {path} could not be written ({error}); the one before it, if any, is intact.",
-            fix="make room and call prune again with the same arguments, it goes on from there",
+            where=path,
+            fix="make room and start the same run again: it goes on from there",
         ) from error
 
 
@@ -83,11 +88,14 @@ def read(path: Path, settings: Mapping[str, Any]) -> State | None:
     try:
         found = header["settings"]
         wanted = json.loads(json.dumps(settings))
-        other = [key for key in wanted if found.get(key) != wanted[key]]
+        other = [key for key in wanted if found.get(key) != wanted[key] and (key in found or key not in _ADDED)]
         if other:
-            what = "; ".join(f"{key} was {found.get(key)!r}, is now {wanted[key]!r}" for key in other[:4])
+            what = "; ".join(
+                f"other {key}" if key in _DIGESTS else f"{key} was {found.get(key)!r}, is now {wanted[key]!r}"
+                for key in other[:4]
+            )
             raise FileFormatError(
-                f"{path} belongs to another run: {what}.", fix="another checkpoint path, or remove the file"
+                f"{path} belongs to another run: {what}.", where=path, fix="another checkpoint path, or remove the file"
             )
         history = History.from_json(json.dumps(header["history"]))
         plan = header["plan"]
@@ -130,8 +138,13 @@ def fill(model: nn.Module, tensors: Mapping[str, Tensor], path: Path) -> None:
 
 def digest(model: nn.Module) -> str:
     """A fingerprint of a model's numbers: a checkpoint made from other weights must not be mixed with these."""
+    return digest_tensors(numbers(model).items())
+
+
+def digest_tensors(named: Iterable[tuple[str, Tensor]]) -> str:
+    """A fingerprint of tensors and their names."""
     found = hashlib.sha256()
-    for name, tensor in numbers(model).items():
+    for name, tensor in named:
         found.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
         flat = tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8)
         found.update(np.ascontiguousarray(flat.numpy()).data)

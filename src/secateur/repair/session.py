@@ -191,7 +191,7 @@ def repair(
     >>> import torch, secateur as sc
     >>> net = nn.Sequential(nn.Linear(4, 32), nn.ReLU(), nn.Linear(32, 3))
     >>> data = (torch.rand(64, 4), torch.arange(64) % 3)
-    >>> result = sc.prune(net, data, remove=0.5, step=0.25)
+    >>> result = sc.prune(net, data, remove=0.5, schedule=0.25)
     >>> sc.repair(result.model, net, data)[0]
     Linear(in_features=4, out_features=16, bias=True)
     """
