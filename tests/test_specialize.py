@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from reproduction.uncoupled import paper_cost, prune_uncoupled
 from secateur.analysis.specialize import MergedOutputs, specialize
-from secateur.criteria import Weight
 from secateur.criteria.scoring import score
 from secateur.criteria.weight import Weight
 from secateur.errors import NothingToPruneError, TargetError, UnsupportedModelError

@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from secateur.errors import CheckpointError, FileFormatError
-from secateur.relevance.conservation import Conservation, Flow
-from secateur.results.history import History
 
 FORMAT = "secateur-loop-1"
 #: Settings that older files do not have.
@@ -27,37 +25,14 @@ _ADDED = frozenset({"data", "loss", "finetune", "batch_size"})
 _DIGESTS = frozenset({"weights", "data", "finetune"})
 
 
-@dataclass(frozen=True)
-class State:
-    """Everything a run needs to go on: what was asked for, the plan and rows so far, and tensors by name."""
-
-    settings: Mapping[str, Any]
-    step: int
-    plan: str | None
-    history: History
-    done: str
-    carried: Any
-    tensors: Mapping[str, Tensor]
-    books: Conservation | None = None
-
-
-def write(path: Path, state: State) -> None:
+def write(path: Path, header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
     """Replace the checkpoint: a temporary file is flushed to disk, then renamed; a kill leaves the old or the new."""
-    header = {
-        "format": FORMAT,
-        "settings": state.settings,
-        "step": state.step,
-        "plan": state.plan,
-        "history": json.loads(state.history.to_json()),
-        "done": state.done,
-        "carried": state.carried,
-        "books": asdict(state.books) if state.books is not None else None,
-    }
+    text = json.dumps({"format": FORMAT, **header})
     staging = path.with_name(f".{path.name}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        tensors = {name: tensor.detach().contiguous().cpu().clone() for name, tensor in state.tensors.items()}
-        content = safetensors.torch.save(tensors, {"secateur": json.dumps(header)})
+        saved = {name: tensor.detach().contiguous().cpu().clone() for name, tensor in tensors.items()}
+        content = safetensors.torch.save(saved, {"secateur": text})
         with staging.open("wb") as file:
             file.write(content)
             file.flush()
@@ -73,8 +48,8 @@ def write(path: Path, state: State) -> None:
         ) from error
 
 
-def read(path: Path, settings: Mapping[str, Any]) -> State | None:
-    """The state in a checkpoint, or None if there is none yet. One of another run is refused with what differs."""
+def read(path: Path, settings: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
+    """What a checkpoint holds, or None if there is none yet. One of another run is refused with what differs."""
     if not path.exists():
         return None
     try:
@@ -85,9 +60,8 @@ def read(path: Path, settings: Mapping[str, Any]) -> State | None:
         raise FileFormatError(f"{path} is not a checkpoint, or is damaged: {error}") from error
     if not isinstance(header, dict) or header.get("format") != FORMAT:
         raise FileFormatError(f"{path} is not a checkpoint of this version of secateur (expected format {FORMAT!r})")
-    try:
-        found = header["settings"]
-        wanted = json.loads(json.dumps(settings))
+    with whole(path):
+        found, wanted = header["settings"], json.loads(json.dumps(settings))
         other = [key for key in wanted if found.get(key) != wanted[key] and (key in found or key not in _ADDED)]
         if other:
             what = "; ".join(
@@ -97,18 +71,16 @@ def read(path: Path, settings: Mapping[str, Any]) -> State | None:
             raise FileFormatError(
                 f"{path} belongs to another run: {what}.", where=path, fix="another checkpoint path, or remove the file"
             )
-        history = History.from_json(json.dumps(header["history"]))
-        plan = header["plan"]
-        done, carried, books = str(header["done"]), header["carried"], _books(header.get("books"))
-        return State(found, int(header["step"]), plan, history, done, carried, tensors, books)
+    return header, tensors
+
+
+@contextmanager
+def whole(path: Path) -> Iterator[None]:
+    """Say that a file is damaged if something is missing in it."""
+    try:
+        yield
     except (KeyError, TypeError, AttributeError) as error:
         raise FileFormatError(f"{path} is damaged: {type(error).__name__}: {error}") from error
-
-
-def _books(found: Any) -> Conservation | None:
-    if found is None:
-        return None
-    return Conservation(float(found["start"]), float(found["input"]), tuple(Flow(**flow) for flow in found["flows"]))
 
 
 def _sync_folder(folder: Path) -> None:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from secateur.loop.checkpoint import State, decode, digest, encode, fill, numbers, read, write
+from secateur.loop.checkpoint import decode, digest, encode, fill, numbers, read, whole, write
 from secateur.loop.settings import Settings
 from secateur.loop.steps import RunState
 from secateur.plans.plan import Plan
 from secateur.plans.scores import Scores
+from secateur.relevance.conservation import Conservation, Flow
+from secateur.results.history import History
 from secateur.running.batches import Data
 from secateur.running.processes import is_first, wait
 from secateur.structure.graph import Graph
@@ -48,10 +51,13 @@ class Resumable:
                 for i, producer in enumerate(self.graph.producers):
                     if producer.sites[0] in state.scores.units:
                         tensors[f"score/{i}"] = torch.from_numpy(state.scores.units[producer.sites[0]])
-            plan = state.plan.to_json() if state.plan is not None else None
             books = state.scores.conservation if state.scores is not None else None
-            content = State(self.identity, state.step, plan, state.history, state.done, carried, tensors, books)
-            write(self.path, content)
+            header = {
+                "settings": self.identity, "step": state.step, "done": state.done, "carried": carried,
+                "plan": state.plan.to_json() if state.plan is not None else None,
+                "history": json.loads(state.history.to_json()), "books": asdict(books) if books is not None else None,
+            }  # fmt: skip
+            write(self.path, header, tensors)
         wait()
 
     def restore(self, state: RunState) -> bool:
@@ -59,23 +65,29 @@ class Resumable:
         found = read(self.path, self.identity)
         if found is None:
             return False
-        state.step, state.history, state.done = found.step, found.history, found.done
-        if found.plan is not None:
-            state.plan = replace(Plan.from_json(found.plan), example=self.graph.example)
+        header, tensors = found
+        criterion, carry = self.settings.criterion, self.settings.schedule.carry
+        with whole(self.path):
+            state.step, state.done = int(header["step"]), str(header["done"])
+            state.history = History.from_json(json.dumps(header["history"]))
+            plan, carried, books = header["plan"], header["carried"], header.get("books")
+            flows = tuple(Flow(**flow) for flow in books["flows"]) if books is not None else ()
+            known = Conservation(books["start"], books["input"], flows) if books is not None else None
+        if plan is not None:
+            state.plan = replace(Plan.from_json(plan), example=self.graph.example)
             small = cut(self.original, state.plan)
-            for item in self.settings.schedule.carry:
+            for item in carry:
                 carry_over(item, state.model, small, state.plan)
             remember(small, self.original, state.plan)
             state.model = small
-        fill(state.model, _under("model/", found.tensors), self.path)
-        for item, saved in zip(self._stateful(), found.carried, strict=True):
-            item.load_state_dict(decode(saved, found.tensors))
+        fill(state.model, _under("model/", tensors), self.path)
+        for item, saved in zip(self._stateful(), carried, strict=True):
+            item.load_state_dict(decode(saved, tensors))
         units = {
             self.graph.producers[int(index)].sites[0]: values.numpy()
-            for index, values in _under("score/", found.tensors).items()
+            for index, values in _under("score/", tensors).items()
         }
-        criterion = self.settings.criterion
-        state.scores = Scores(criterion.name, units, criterion.aggregate, found.books) if units else None
+        state.scores = Scores(criterion.name, units, criterion.aggregate, known) if units else None
         return True
 
     def _stateful(self) -> list[Any]:
