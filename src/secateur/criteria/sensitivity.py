@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from secateur.criteria.criterion import Absolute, Accumulator, Criterion, Norm, Subject, Sums
@@ -25,6 +26,8 @@ from secateur.running.logits import answer_of, logits_of
 from secateur.running.observer import Observer
 from secateur.running.sandbox import refusal, run
 from secateur.running.tensor_facts import writes
+
+_RELUS = (torch.relu, torch.relu_, F.relu, F.relu_, Tensor.relu, Tensor.relu_)
 
 
 @dataclass(frozen=True)
@@ -174,16 +177,16 @@ class Taps(Observer):
     def __init__(self, owner: SensitivityPass) -> None:
         super().__init__(owner.subject.model)
         self.owner = owner
-        # All taps hang on this: asking for its gradient runs the backward pass and touches nothing else.
+        # Every tap depends on this tensor: asking for its gradient runs the backward pass and changes nothing else.
         self.anchor = torch.zeros((), requires_grad=True)
         self._open: dict[int, weakref.ref[_Tap]] = {}
 
     def unknown(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Autograd knows what to do."""
+        """Call it as it is: autograd knows its gradient."""
         return func(*args, **kwargs)
 
     def observe(self, call: Call) -> Any:
-        """Tap the calls that make units. What a later call overwrites is saved first."""
+        """Tap the calls that make units. If a later call writes over such an output, it is copied first."""
         index = self.owner.subject.place.get(call.site)
         if index is None:
             if self._open and writes(call):
@@ -203,7 +206,7 @@ class Taps(Observer):
 
     def _rescue(self, call: Call) -> None:
         tensors = call.tensors()
-        if not tensors or call.function.__name__ in ("relu", "relu_"):
+        if not tensors or call.function in _RELUS:
             return  # z·g is the same before and after: where ReLU changes z, g is 0
         known = self._open.pop(tensors[0].untyped_storage().data_ptr(), None)
         tap = known() if known is not None else None
@@ -212,7 +215,7 @@ class Taps(Observer):
 
 
 class _Tap:
-    """One call's output, waiting for its gradient."""
+    """The output of one call. It is called with the gradient there."""
 
     def __init__(self, owner: SensitivityPass, index: int, channel: int, z: Tensor) -> None:
         self.owner, self.index, self.channel, self.z = owner, index, channel, z
@@ -222,7 +225,7 @@ class _Tap:
 
 
 class _Watch(torch.autograd.Function):
-    """The identity, in place, so that nothing is copied and later in-place calls are fine; watches the gradient."""
+    """The identity, which hands the gradient to a tap. It works in place: nothing is copied, in-place calls may follow."""
 
     @staticmethod
     def forward(ctx: Any, z: Tensor, anchor: Tensor, tap: _Tap) -> Tensor:
