@@ -225,7 +225,7 @@ class _Tap:
 
 
 class _Watch(torch.autograd.Function):
-    """The identity, which hands the gradient to a tap. It works in place: nothing is copied, in-place calls may follow."""
+    """The identity, which hands the gradient to a tap. It works in place, so that nothing is copied."""
 
     @staticmethod
     def forward(ctx: Any, z: Tensor, anchor: Tensor, tap: _Tap) -> Tensor:
