@@ -16,6 +16,7 @@ from torch import nn
 from reproduction.pool import Pool
 from reproduction.runs import Folder, Run
 from reproduction.uncoupled import prune_uncoupled
+from secateur.atomic import write
 from secateur.criteria.registry import criterion_named
 from secateur.data.views import View
 from secateur.errors import SecateurError
@@ -24,7 +25,6 @@ from secateur.loop.prune import run_loop
 from secateur.loop.schedule import Schedule
 from secateur.loop.settings import Settings as LoopSettings
 from secateur.plans.targets import Target
-from secateur.report.document import write
 from secateur.results.history import History
 
 #: `paper` masks every filter on its own, `physical` removes coupled filters together.

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from reproduction.campaign import Settings
 from reproduction.runs import Folder, areas, at
+from secateur.atomic import write
 from secateur.errors import SecateurError
-from secateur.report.document import write
 from secateur.results.comparison import Curve
 
 Curves = Mapping[str, Sequence[Curve]]

@@ -13,9 +13,9 @@ import numpy as np
 from reproduction.criteria import CRITERIA
 from reproduction.tensor_files import refuse_others
 from reproduction.uncoupled import paper_cost, with_paper_costs
+from secateur.atomic import write
 from secateur.errors import FileFormatError
 from secateur.plans.scores import Values
-from secateur.report.document import write
 from secateur.results.comparison import Curve
 from secateur.results.history import History, Row
 

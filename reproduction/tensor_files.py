@@ -11,8 +11,8 @@ import safetensors
 import safetensors.torch
 from torch import Tensor
 
+from secateur.atomic import write
 from secateur.errors import FileFormatError
-from secateur.report.document import write
 
 
 def save(file: Path, kind: str, settings: Mapping[str, Any], notes: Any, tensors: Mapping[str, Tensor]) -> None:

@@ -40,13 +40,14 @@ from secateur.loop import Schedule
 from secateur.loop import checkpoint as checkpoints
 from secateur.loop.finetune import FineTune
 from secateur.loop.identity import data_identity
-from secateur.loop.progress import Progress, describe
+from secateur.loop.progress import Progress, StepDone
 from secateur.loop.prune import prune
 from secateur.loop.result import Result
 from secateur.plans import Limits
 from secateur.plans.difference import difference, renumbered
 from secateur.plans.ranking import plan
 from secateur.results.history import History
+from secateur.running.progress import Event
 from secateur.surgery.apply import apply
 from secateur.surgery.optimizer import carry
 
@@ -712,20 +713,21 @@ def test_progress_only_on_a_terminal(rich: bool, monkeypatch: pytest.MonkeyPatch
     row = prune(net(), data(), "weight", remove=0.2, schedule=0.2).history[-1]
     for stream, shown in ((Terminal(), True), (io.StringIO(), False)):
         with Progress(True, 2, stream) as progress:
-            progress(row)
+            progress(StepDone(row))
         assert ("units left" in stream.getvalue()) == shown or (rich and shown)
     silent = Terminal()
     with Progress(False, 2, silent) as progress:
-        progress(row)
+        progress(StepDone(row))
     assert silent.getvalue() == ""
 
 
 def test_progress_in_words() -> None:
-    said: list[str] = []
-    result = prune(net(), data(), "weight", remove=0.2, schedule=0.1, evaluate=lambda _: 0.5, progress=said.append)
-    rows = [describe(row) for row in result.history]
-    assert [text for text in said if text in rows] == rows
-    assert said[:3] == ["measuring accuracy", rows[0], "scoring units by weight"]
+    events: list[Event] = []
+    result = prune(net(), data(), "weight", remove=0.2, schedule=0.1, evaluate=lambda _: 0.5, progress=events.append)
+    rows = [StepDone(row) for row in result.history]
+    assert [event for event in events if isinstance(event, StepDone)] == rows
+    said = [str(event) for event in events]
+    assert said[:3] == ["measuring accuracy", str(rows[0]), "scoring units by weight"]
 
 
 def test_signals_are_left_alone() -> None:

@@ -39,7 +39,7 @@ from secateur.repair import (
 from secateur.repair.reference import Reference
 from secateur.repair.samples import Samples
 from secateur.repair.survey import survey
-from secateur.running.progress import Line
+from secateur.running.progress import Event, Line, Repairing
 
 
 def without(model: nn.Module, example: Any, layer: str, units: list[int]) -> nn.Module:
@@ -565,12 +565,12 @@ def test_progress_is_shown_to_terminals_only() -> None:
 
     for stream, shown in ((Terminal(), True), (io.StringIO(), False)):
         with Line(True, stream) as line:
-            line("repair: ridge, layer 3/9")
+            line(Repairing("ridge", 3, 9))
         assert ("layer 3/9" in stream.getvalue()) == shown
-    told: list[str] = []
+    told: list[Event] = []
     model, small, data, _ = repaired("conv chain")
     Repair("ridge", copies=0).examine(small, model, (data, None), told.append)
-    assert any("layer 3/3" in text for text in told)
+    assert any("layer 3/3" in str(event) for event in told)
 
 
 # -- ranking by cost -----------------------------------------------------------------------------------------------

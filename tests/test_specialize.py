@@ -15,7 +15,7 @@ from secateur.analysis.specialize import MergedOutputs, specialize
 from secateur.criteria.scoring import score
 from secateur.criteria.weight import Weight
 from secateur.errors import NothingToPruneError, TargetError, UnsupportedModelError
-from secateur.files.folder import load, save
+from secateur.files.saved import load, save
 from secateur.loop.prune import prune
 
 

@@ -12,7 +12,7 @@ from reproduction.toy import campaign, claims, summary, tables
 from reproduction.toy.recipe import Reading, Recipe
 from reproduction.toy.result import Reproduction, as_json, run_record
 from reproduction.toy.tables import Index, Row
-from secateur.report.document import write
+from secateur.atomic import write
 from secateur.report.environment import available_cores
 
 _CSV = {

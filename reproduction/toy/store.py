@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 import secateur
-from secateur.report.document import write
+from secateur.atomic import write
 
 Arrays = dict[str, np.ndarray[Any, Any]]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +15,7 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
+from secateur import atomic
 from secateur.errors import CheckpointError, FileFormatError
 
 FORMAT = "secateur-loop-1"
@@ -26,21 +26,12 @@ _DIGESTS = frozenset({"weights", "data", "finetune"})
 
 
 def write(path: Path, header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Replace the checkpoint: a temporary file is flushed to disk, then renamed; a kill leaves the old or the new."""
+    """Replace the checkpoint; a kill leaves the old or the new."""
     text = json.dumps({"format": FORMAT, **header})
-    staging = path.with_name(f".{path.name}.tmp")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         saved = {name: tensor.detach().contiguous().cpu().clone() for name, tensor in tensors.items()}
-        content = safetensors.torch.save(saved, {"secateur": text})
-        with staging.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(staging, path)
-        _sync_folder(path.parent)
+        atomic.write(path, safetensors.torch.save(saved, {"secateur": text}))
     except OSError as error:
-        staging.unlink(missing_ok=True)
         raise CheckpointError(
             f"the checkpoint {path} could not be written ({error}); the one before it, if any, is intact.",
             where=path,
@@ -57,9 +48,11 @@ def read(path: Path, settings: Mapping[str, Any]) -> tuple[dict[str, Any], dict[
             header = json.loads((file.metadata() or {}).get("secateur", "null"))
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
     except (safetensors.SafetensorError, ValueError, RuntimeError, OSError) as error:
-        raise FileFormatError(f"{path} is not a checkpoint, or is damaged: {error}") from error
+        raise FileFormatError(f"{path} is not a checkpoint, or is damaged: {error}", where=path) from error
     if not isinstance(header, dict) or header.get("format") != FORMAT:
-        raise FileFormatError(f"{path} is not a checkpoint of this version of secateur (expected format {FORMAT!r})")
+        raise FileFormatError(
+            f"{path} is not a checkpoint of this version of secateur (expected format {FORMAT!r})", where=path
+        )
     with whole(path):
         found, wanted = header["settings"], json.loads(json.dumps(settings))
         other = [key for key in wanted if found.get(key) != wanted[key] and (key in found or key not in _ADDED)]
@@ -80,15 +73,7 @@ def whole(path: Path) -> Iterator[None]:
     try:
         yield
     except (KeyError, TypeError, AttributeError) as error:
-        raise FileFormatError(f"{path} is damaged: {type(error).__name__}: {error}") from error
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        raise FileFormatError(f"{path} is damaged: {type(error).__name__}: {error}", where=path) from error
 
 
 # -- a model's numbers -------------------------------------------------------------------------------------------------

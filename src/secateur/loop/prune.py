@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from secateur.criteria.registry import Choice, criterion_named
 from secateur.errors import SecateurError
 from secateur.loop.callbacks import Evaluate, Repairer
 from secateur.loop.planner import Planner
-from secateur.loop.progress import Progress
+from secateur.loop.progress import Progress, StepDone
 from secateur.loop.result import Result
 from secateur.loop.resume import Resumable
 from secateur.loop.schedule import Schedule
@@ -23,6 +23,7 @@ from secateur.plans.limits import Limits
 from secateur.plans.targets import Target
 from secateur.running.batches import Data, example_of, repeatable
 from secateur.running.copies import copy_with, unwrap
+from secateur.running.progress import Listener
 from secateur.running.sandbox import check_weights
 from secateur.structure.graph import Graph
 from secateur.surgery.optimizer import carry as carry_over
@@ -41,7 +42,7 @@ def prune(
     evaluate: Evaluate | None = None,
     max_drop: float | Mapping[str, float] | None = None,
     checkpoint: str | Path | None = None,
-    progress: bool | Callable[[str], None] = True,
+    progress: bool | Listener = True,
 ) -> Result:
     """Remove the units that matter least until the target is met, and repair what remains. The model is not changed.
 
@@ -71,8 +72,8 @@ def prune(
 
     With `checkpoint`, a file is replaced atomically after each step. The same call made again goes on from there and
     ends the same; a call with another model, data or settings is refused. In several processes (`torchrun`) each scores
-    its share and all end with the same model. `progress` draws a bar on a terminal; a function is told how the run gets
-    on.
+    its share and all end with the same model. `progress` draws a bar on a terminal; a function receives
+    events, of which `str(event)` is text.
 
     >>> import torch
     >>> net = nn.Sequential(nn.Linear(4, 20), nn.ReLU(), nn.Linear(20, 3))
@@ -93,7 +94,7 @@ def run_loop(
     data: Data,
     settings: Settings,
     checkpoint: str | Path | None = None,
-    progress: bool | Callable[[str], None] = True,
+    progress: bool | Listener = True,
     graph: Graph | None = None,
 ) -> Result:
     """`prune`; `graph` is for a model that was checked and analysed already."""
@@ -106,7 +107,7 @@ def run_loop(
     saved = Resumable.of(Path(checkpoint), original, graph, settings, data) if checkpoint is not None else None
     state = RunState(original)
     with Progress(progress, planner.steps) as shown:
-        steps = Steps(original, data, graph, settings, planner, shown.note)
+        steps = Steps(original, data, graph, settings, planner, shown)
         try:
             state.model = copy_with(original, lambda name, old: old.detach().clone())
             for item in settings.schedule.carry:
@@ -115,12 +116,12 @@ def run_loop(
                 steps.unpruned(state)
                 if saved is not None:
                     saved.save(state)
-            shown(state.history[-1])
+            shown(StepDone(state.history[-1]))
             while not state.done:
                 steps.next(state)
                 if saved is not None:
                     saved.save(state)
-                shown(state.history[-1])
+                shown(StepDone(state.history[-1]))
         except SecateurError as error:
             error.result = _result(state, original, graph, settings)
             raise

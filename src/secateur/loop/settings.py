@@ -18,6 +18,7 @@ from secateur.plans.targets import Target
 from secateur.repair import Repair
 from secateur.running.batches import Data
 from secateur.running.processes import same_everywhere
+from secateur.running.progress import Listener
 
 #: Takes a smaller model and returns it repaired.
 Corrector = Callable[[nn.Module], nn.Module]
@@ -68,7 +69,7 @@ class Settings:
         """The share of the units that leaves per step."""
         return _STEP if self.schedule.step is None else self.schedule.step
 
-    def repairer(self, original: nn.Module, data: Data, tell: Callable[[str], None]) -> Corrector | None:
+    def repairer(self, original: nn.Module, data: Data, tell: Listener) -> Corrector | None:
         """A function that repairs smaller models of the original; None if there is no repair."""
         repair = self.repair
         assert not isinstance(repair, str)

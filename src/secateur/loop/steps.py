@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from torch import nn
@@ -20,6 +19,7 @@ from secateur.plans.scores import Scores
 from secateur.results.history import History, Row
 from secateur.running.batches import Data
 from secateur.running.processes import same_everywhere
+from secateur.running.progress import Evaluating, Listener, Scoring
 from secateur.running.sandbox import check_weights
 from secateur.structure.graph import Graph
 from secateur.surgery.apply import apply
@@ -41,14 +41,14 @@ class RunState:
 
 @dataclass
 class Steps:
-    """Takes the steps of one run. `tell` is told what a long step is about."""
+    """Takes the steps of one run. `tell` receives events."""
 
     original: nn.Module
     data: Data
     graph: Graph
     settings: Settings
     planner: Planner
-    tell: Callable[[str], None]
+    tell: Listener
     _first: Scores | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
@@ -119,7 +119,7 @@ class Steps:
 
     def _score(self, model: nn.Module, plan: Plan | None, number: int) -> Scores:
         criterion, schedule = self.settings.criterion, self.settings.schedule
-        self.tell(f"scoring units by {criterion.name}")
+        self.tell(Scoring(criterion.name))
         with seeded(schedule.seed, number):
             return scores_of(model, self.data, [criterion], self.graph, plan, schedule.batch_size)[0]
 
@@ -147,7 +147,7 @@ class Steps:
     def _evaluated(self, model: nn.Module, number: int) -> dict[str, float]:
         if self.settings.evaluate is None:
             return {}
-        self.tell("measuring accuracy")
+        self.tell(Evaluating())
         return evaluated(self.settings.evaluate, model, number, self.settings.schedule.seed)
 
     # -- latency ---------------------------------------------------------------------------------------------------

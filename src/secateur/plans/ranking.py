@@ -251,7 +251,8 @@ class _Chooser:
 
 def _nothing_may_leave(graph: Graph, limits: Limits) -> NothingToPruneError:
     reasons = sorted({layer.reason for layer in graph.layers if layer.reason})
-    named = {name: getattr(limits, name) for name in ("ignore", "only") if getattr(limits, name) not in ((), ("*",))}
+    named = {"ignore": limits.ignore} if limits.ignore else {}
+    named |= {"only": limits.only} if limits.only != ("*",) else {}
     return NothingToPruneError(
         "{model} has no unit that may leave"
         + (f" with {' and '.join(f'{{{name}}}' for name in named)}." if named else ".")

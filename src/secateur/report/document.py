@@ -1,10 +1,8 @@
-"""How every page is made: templates that escape what they are given, pictures inside the page, whole files or none."""
+"""How every page is made: templates that escape what they are given, pictures inside the page."""
 
 from __future__ import annotations
 
 import base64
-import os
-from pathlib import Path
 from typing import Any
 
 from secateur.errors import SecateurError
@@ -25,19 +23,3 @@ def fill(template: str, package: str = "secateur", **content: Any) -> str:
     )
     environment.filters["uri"] = lambda png: "data:image/png;base64," + base64.b64encode(png).decode()
     return environment.get_template(template).render(**content)
-
-
-def write(path: Path, content: bytes) -> Path:
-    """Write a file so that a reader, or a run after a crash, sees all of it or none."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with partial.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
-    return path

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from secateur.atomic import write
 from secateur.errors import (
     DataError,
     RelevanceError,
@@ -26,7 +27,7 @@ from secateur.relevance.conservation import Conservation
 from secateur.relevance.rules import Rule
 from secateur.report.changes import Changes, Names, changes, check_scale, name_of, some_of
 from secateur.report.curves import Metric, contest, percent, run_charts
-from secateur.report.document import fill, write
+from secateur.report.document import fill
 from secateur.report.environment import environment
 from secateur.report.tables import Table
 from secateur.results.comparison import Comparison

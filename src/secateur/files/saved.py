@@ -16,6 +16,7 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
+from secateur.atomic import sync
 from secateur.errors import FileFormatError, PlanError, SecateurError
 from secateur.files.fingerprint import answer, answer_gap, own_differences, setting_differences, settings
 from secateur.plans.plan import Plan
@@ -31,8 +32,8 @@ _LARGEST_PLAN = 256 * 2**20
 def save(result: Any, path: str | os.PathLike[str], *, about: Mapping[str, Any] | None = None) -> None:
     """Write a pruned model (or a `Result`) to a folder: `model.safetensors` and `plan.json`.
 
-    The folder appears whole or not at all; an older one of the same name is replaced. `about` is a note that `about`
-    reads back, of what JSON can hold: the command line notes there what the model was cut from.
+    The folder appears whole or not at all. An older one of the same name is replaced. `about` is a note in JSON types,
+    read back by the function `about`. The command line uses it for where the model came from.
     """
     if isinstance(result, str | os.PathLike):
         raise SecateurError(
@@ -41,13 +42,13 @@ def save(result: Any, path: str | os.PathLike[str], *, about: Mapping[str, Any] 
         )
     model = result if isinstance(result, nn.Module) else getattr(result, "model", None)
     if not isinstance(model, nn.Module):
-        raise SecateurError(f"cannot save a {type(result).__name__}; give a pruned module or a Result")
+        raise SecateurError(f"cannot save a {type(result).__name__}.", fix="give a pruned module or a Result")
     model = unwrap(model)
     plans = plans_of(model)
     if not plans:
         raise SecateurError(
-            f"this {type(model).__name__} carries no plan: it was not made by secateur.apply, prune or load. "
-            f"For an unpruned model, torch's state_dict and safetensors suffice."
+            f"this {type(model).__name__} carries no plan: it was not made by secateur.apply, prune or load.",
+            fix="for an unpruned model, use torch's state_dict and safetensors",
         )
     note = {"about": dict(about)} if about is not None else {}
     known = {"settings": settings(model), "answer": answer(model, vars(model).get(_INPUTS, ""), plans[-1].after.macs)}
@@ -58,11 +59,11 @@ def save(result: Any, path: str | os.PathLike[str], *, about: Mapping[str, Any] 
     target.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
-        _write(staging / PLANS, text.encode())
+        (staging / PLANS).write_bytes(text.encode())
         metadata = {"format": FORMAT, "plan": hashlib.sha256(text.encode()).hexdigest()}
         safetensors.torch.save_file(_state(model), staging / WEIGHTS, metadata)
-        _sync(staging / WEIGHTS)
-        _sync(staging)
+        for written in (staging / PLANS, staging / WEIGHTS, staging):
+            sync(written)
         _swap(staging, target)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
@@ -71,7 +72,7 @@ def save(result: Any, path: str | os.PathLike[str], *, about: Mapping[str, Any] 
 def load(path: str | os.PathLike[str], model: nn.Module) -> nn.Module:
     """Rebuild a saved model from a freshly built original (its weights do not matter).
 
-    An original that is built otherwise (a stride moved, another activation) is refused, even where all shapes fit: the
+    An original that is built differently (another stride or activation) is refused, even if all shapes fit: the
     settings of torch's modules and the output on fixed inputs are compared with what was saved.
 
     >>> import tempfile, secateur as sc
@@ -149,12 +150,12 @@ def _fill(model: nn.Module, state: dict[str, Tensor], folder: Path) -> None:
 
 
 def _recognise(model: nn.Module, known: Any, folder: Path) -> None:
-    """Raise unless the rebuilt model is set up and answers like the saved one. Older files say nothing about that."""
+    """Raise unless the rebuilt model has the settings and outputs of the saved one. Older files hold neither."""
     if known is None:
         return
     noted, said = (known.get("settings"), known.get("answer")) if isinstance(known, Mapping) else (None, None)
     if not isinstance(noted, Mapping) or not isinstance(said, Mapping | None):
-        raise FileFormatError(f"{folder / PLANS} is damaged: its fingerprint is none")
+        raise FileFormatError(f"{folder / PLANS} is damaged: its fingerprint cannot be read.", where=folder / PLANS)
     other = list(setting_differences(noted, model))
     if not other and said is not None:
         gap = answer_gap(said, model)
@@ -167,6 +168,7 @@ def _recognise(model: nn.Module, known: Any, folder: Path) -> None:
         raise FileFormatError(
             f"{folder} was saved from a model that computes something else than this {type(model).__name__}, "
             f"although all shapes fit: {'; '.join(other[:3])}{more}.",
+            where=folder,
             fix="build the model that was pruned, by the same code with the same settings",
         )
 
@@ -198,21 +200,6 @@ def _read_weights(folder: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         raise FileFormatError(f"{path} is damaged or not a safetensors file: {error}") from error
 
 
-def _write(path: Path, content: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 def _swap(staging: Path, target: Path) -> None:
     """Move a finished folder into place, the old one out of the way first."""
     os.chmod(staging, 0o755)
@@ -223,4 +210,4 @@ def _swap(staging: Path, target: Path) -> None:
         shutil.rmtree(old, ignore_errors=True)
     else:
         os.rename(staging, target)
-    _sync(target.parent)
+    sync(target.parent)
