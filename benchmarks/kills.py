@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from secateur.loop.checkpoint import digest
 from secateur.loop.finetune import FineTune
 from secateur.loop.prune import prune
+from secateur.loop.schedule import Schedule
 
 
 class Net(nn.Module):
@@ -56,7 +57,8 @@ def work(checkpoint: Path) -> None:
             optimizer.step()
         model.eval()
 
-    result = prune(net, data, remove=0.7, step=0.07, finetune=tune, carry=[optimizer], checkpoint=checkpoint)
+    schedule = Schedule(step=0.07, finetune=tune, carry=[optimizer])
+    result = prune(net, data, remove=0.7, schedule=schedule, checkpoint=checkpoint)
     assert result.plan is not None
     plan = hashlib.sha256(result.plan.to_json().encode()).hexdigest()
     checkpoint.with_suffix(".txt").write_text(f"{plan} {digest(result.model)}")

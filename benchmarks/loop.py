@@ -12,6 +12,7 @@ import time
 import torch
 
 from secateur.loop.prune import prune
+from secateur.loop.schedule import Schedule
 
 
 def main() -> None:
@@ -27,8 +28,9 @@ def main() -> None:
     net = getattr(torchvision.models, options.model)(num_classes=3).eval().to(options.device)
     data = torch.rand(options.images, 3, 224, 224, device=options.device), torch.arange(options.images) % 3
     prune(net, (data[0][:2], data[1][:2]), options.criterion, remove=0.05)  # what is slow only once
+    schedule = Schedule(step=0.05, batch_size=options.images)
     begin = time.perf_counter()
-    result = prune(net, data, options.criterion, remove=0.9, step=0.05, batch_size=options.images)
+    result = prune(net, data, options.criterion, remove=0.9, schedule=schedule)
     whole = time.perf_counter() - begin
     scoring = sum(row.score_seconds for row in result.history)
     print(json.dumps({

@@ -27,6 +27,7 @@ def one(number: int) -> str:
     from oracle import outputs, random_scores, relative_gap, zeroed
     from random_nets import BLOCKS, RandomNet
     from secateur.errors import NothingToPruneError, TargetError
+    from secateur.plans import Limits
 
     torch.set_num_threads(1)
     rng = np.random.default_rng(number)
@@ -37,7 +38,7 @@ def one(number: int) -> str:
     try:
         graph = sc.analyze(net, example)
         scope = "global" if rng.random() < 0.5 else "layer"
-        plan = sc.plan(graph, random_scores(graph, number), remove=float(rng.uniform(0.05, 0.9)), scope=scope)
+        plan = sc.plan(graph, random_scores(graph, number), remove=float(rng.uniform(0.05, 0.9)), limits=Limits(scope))
         small = sc.apply(net, plan)
     except (NothingToPruneError, TargetError):
         return "nothing"

@@ -34,7 +34,8 @@ from benchmarks.repair_tables import figure, table
 from reproduction.few_shot.campaign import Scene, Settings, scene
 from secateur import apply, plan, score
 from secateur.latency.timing import time_batches
-from secateur.loop.prune import seeded
+from secateur.loop.callbacks import seeded
+from secateur.plans import Limits
 from secateur.repair import Repair, Session, crop_and_flip
 
 
@@ -90,7 +91,7 @@ def once(stage: Scene, cells: list[Cell], repairs: list[str]) -> Iterator[tuple[
                 samples = reference(stage, cell.copies)
                 scores = {key: score(stage.model, samples, cell.criterion, graph=stage.graph, batch_size=50)}
         goal: dict[str, Any] = {"keep": {"macs": cell.macs}} if cell.macs is not None else {"remove": cell.remove}
-        chosen = plan(stage.graph, scores[key], scope=cell.allocation, **goal)
+        chosen = plan(stage.graph, scores[key], limits=Limits(cell.allocation), **goal)
         small = apply(stage.model, chosen)
         row: dict[str, Any] = {
             "units": chosen.units[1] / chosen.units[0],
@@ -122,7 +123,7 @@ def timed(stage: Scene, cells: list[Cell]) -> Iterator[tuple[Cell, dict[str, Any
     """How many times as fast each smaller model is, for batches of 1 and 32."""
     found = score(stage.model, stage.reference, cells[0].criterion, graph=stage.graph, batch_size=50)
     for cell in cells:
-        chosen = plan(stage.graph, found, keep={"macs": cell.macs or 1.0}, scope=cell.allocation)
+        chosen = plan(stage.graph, found, keep={"macs": cell.macs or 1.0}, limits=Limits(cell.allocation))
         timings = time_batches(stage.model, apply(stage.model, chosen), stage.reference[0][:1])
         yield cell, {"gains": {str(timing.batch): timing.gain for timing in timings}}
 
@@ -135,7 +136,7 @@ def stepped(stage: Scene, cell: Cell, goals: list[float], name: str) -> Iterator
     for number, goal in enumerate(goals, 1):
         with seeded(cell.draw, number):
             found = score(model, samples, cell.criterion, graph=stage.graph, batch_size=50, start=so_far)
-        so_far = plan(stage.graph, found, keep={"macs": goal}, scope=cell.allocation, start=so_far)
+        so_far = plan(stage.graph, found, keep={"macs": goal}, limits=Limits(cell.allocation), start=so_far)
         model = apply(stage.model, so_far)
         if session is not None:
             outcome = session.examine(model)

@@ -201,7 +201,7 @@ def mill(zoo: str, name: str, size: int | None, onnx: bool) -> dict[str, Any]:
     row["apply_s"] = round(time.perf_counter() - begin, 2)
     assert small is not None
     with tempfile.TemporaryDirectory() as folder, torch.no_grad():
-        sc.save(Path(folder, "m"), small)
+        sc.save(small, Path(folder, "m"))
         again = sc.load(Path(folder, "m"), make(zoo, name, size)[0]).eval()
         row["reload_equal"] = all(
             torch.equal(a, b) for a, b in zip(_out(small, example), _out(again, example), strict=True)

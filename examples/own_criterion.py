@@ -65,7 +65,7 @@ def main() -> None:
 
     table = sc.compare(
         net, training.draw(10).tensors(), [telling, "lrp", "taylor", "weight", "random"], evaluate=accuracy,
-        remove=0.6, step=0.1, progress=False,
+        remove=0.6, schedule=0.1, progress=False,
     )  # fmt: skip
     print(f"unpruned: {accuracy(net):.3f}\n{table}")
     table.to_json(options.out / "comparison.json")

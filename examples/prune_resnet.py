@@ -19,6 +19,7 @@ from torch import nn
 import secateur as sc
 import shapes
 from secateur.data.images import Photographs, read
+from secateur.report import Page
 
 
 def prepared(options: argparse.Namespace) -> tuple[nn.Module, Photographs, Photographs]:
@@ -56,8 +57,10 @@ def main() -> None:
 
     result = sc.prune(net, reference.tensors(), keep={"macs": options.keep}, evaluate=accuracy, progress=False)
     print(result)
-    sc.save(options.out / "model", result)
-    page = result.report(options.out / "report.html", data=(x[:6], y[:6]), classes=reference.classes, latency=False)
+    sc.save(result, options.out / "model")
+    page = result.report(
+        options.out / "report.html", data=(x[:6], y[:6]), classes=reference.classes, page=Page(latency=False)
+    )
     print(f"saved: {options.out / 'model'}; report: {page}")
 
 

@@ -20,9 +20,9 @@ from reproduction.fine_tune import page as fine_page
 from reproduction.toy import experiment
 from reproduction.toy.recipe import FULL, QUICK, readings
 from reproduction.toy.store import default_cache
+from secateur.analysis.specialize import Merge
 from secateur.cli.app import Commands
-from secateur.cli.folder import check_folder
-from secateur.cli.options import Merging
+from secateur.cli.run_folder import check_folder
 from secateur.errors import SecateurError
 
 T = TypeVar("T")
@@ -129,8 +129,8 @@ def few_shot(
     ] = 200,
     size: _Size = 224,
     merge: Annotated[
-        Merging, typer.Option(help="How the probabilities of the outputs of one class are combined (catsdogs, pairs).")
-    ] = Merging.sum,
+        Merge, typer.Option(help="How the probabilities of the outputs of one class are combined (catsdogs, pairs).")
+    ] = "sum",
     batch_size: Annotated[int, typer.Option(min=1, help="Images at a time.")] = 50,
     device: _Device = "cpu",
     jobs: _Jobs = 1,
@@ -146,7 +146,7 @@ def few_shot(
         settings = few.Settings(
             _given("--model", model), data, str(_given("--images", images)), weights, early_strides, step=step,
             steps=steps, prepare_epochs=prepare_epochs, score_batch=batch_size, size=size, classes=classes,
-            per_class=per_class, grid=grid, merge=merge.value,
+            per_class=per_class, grid=grid, merge=merge,
         )  # fmt: skip
         few.few_shot(settings, out, _names("--criteria", criteria), _names("--mode", mode), draws, device, jobs, _line)
 

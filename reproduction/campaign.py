@@ -17,9 +17,14 @@ from reproduction.pool import Pool
 from reproduction.runs import Folder, Run
 from reproduction.uncoupled import prune_uncoupled
 from secateur.atomic import write
+from secateur.criteria.registry import criterion_named
 from secateur.data.views import View
 from secateur.errors import SecateurError
-from secateur.loop.prune import prune
+from secateur.loop.finetune import Tuner
+from secateur.loop.prune import run_loop
+from secateur.loop.schedule import Schedule
+from secateur.loop.settings import Settings as LoopSettings
+from secateur.plans.targets import Target
 from secateur.results.history import History
 
 #: `paper` masks every filter on its own, `physical` removes coupled filters together.
@@ -82,15 +87,20 @@ class Task(Generic[S]):
         return Folder(self.folder).checkpoint(self.draw, self.mode, self.criterion)
 
     def prune(
-        self, model: nn.Module, data: Any, evaluate: Any, parts: Mapping[str, Sequence[str]] | None, **options: Any
-    ) -> History:
+        self, model: nn.Module, data: Any, evaluate: Any, parts: Mapping[str, Sequence[str]] | None,
+        finetune: Tuner | None = None, **options: Any,
+    ) -> History:  # fmt: skip
         """Mask or remove filters in steps, by the criterion and in the mode of the task."""
         settings = self.settings
         goal, step = settings.steps * settings.step, settings.step
-        options |= {"evaluate": evaluate, "batch_size": settings.score_batch, "seed": self.draw}
+        steps: dict[str, Any] = {"finetune": finetune, "batch_size": settings.score_batch, "seed": self.draw}
         if self.mode == "paper":
+            options |= {"evaluate": evaluate, **steps}
             return prune_uncoupled(model, data, self.criterion, goal, step, **options).history
-        return prune(model, data, self.criterion, goal, step=step, parts=parts, progress=False, **options).history
+        asked = LoopSettings(
+            criterion_named(self.criterion), Target(goal), Schedule(step, parts=parts, **steps), evaluate=evaluate
+        )
+        return run_loop(model, data, asked, progress=False, **options).history
 
     def finish(self, history: History, seconds: float, outcome: str) -> str:
         """Write the finished run. Returns a line about it."""

@@ -13,7 +13,9 @@ from typer.testing import CliRunner, Result
 from photos import write_photos
 from secateur.cli.app import app
 from secateur.data.images import read
+from secateur.loop.progress import StepDone
 from secateur.models import build
+from secateur.results.history import Row
 
 NET = """
 from torch import nn
@@ -69,3 +71,7 @@ def fail(*args: object, code: int = 1) -> str:
     result = invoke(*args)
     assert result.exit_code == code, result.output + result.stderr
     return result.stderr
+
+
+def step_done(units: int) -> StepDone:
+    return StepDone(Row(1, units, 0.0, 100, 1000, {}))

@@ -15,12 +15,13 @@ import torch
 from PIL import Image
 
 import secateur as sc
-from command import Place, fail, furnished, invoke, succeed
+from command import Place, fail, furnished, invoke, step_done, succeed
 from photos import write_photos
-from secateur.cli import subject
-from secateur.cli.output import Lines, Talk
+from secateur.cli import task
+from secateur.cli.output import Printer, ProgressLines
 from secateur.data.images import read
 from secateur.models import build, open_model
+from secateur.running.progress import Evaluating, Repairing
 
 
 @pytest.fixture(scope="module")
@@ -110,15 +111,18 @@ def test_logs_say_how_a_run_gets_on(place: Place, tmp_path: Path) -> None:
 
 def test_lines_that_differ_in_numbers_only_wait(monkeypatch) -> None:
     said: list[str] = []
-    talk = Talk(False)
-    talk.note = said.append  # type: ignore[method-assign]
-    lines = Lines(talk, seconds=20)
-    told = [(0, "layer 1/9"), (1, "layer 2/9"), (2, "accuracy"), (3, "8 units left (1 %)"), (4, "layer 3/9"),
-            (5, "6 units left (2 %)"), (24, "layer 4/9"), (25, "layer 5/9"), (44, "layer 6/9")]  # fmt: skip
-    for now, text in told:
+    printer = Printer(False)
+    printer.note = said.append  # type: ignore[method-assign]
+    lines = ProgressLines(printer, seconds=20)
+    layer = [Repairing("ridge", number, 9) for number in range(10)]
+    first, second = step_done(8), step_done(6)
+    told = [(0, layer[1]), (1, layer[2]), (2, Evaluating()), (3, first), (4, layer[3]), (5, second), (24, layer[4]),
+            (25, layer[5]), (44, layer[6]), (44, Repairing("norm", 1, 9))]  # fmt: skip
+    for now, event in told:
         monkeypatch.setattr("secateur.cli.output.time.monotonic", lambda now=now: float(now))
-        lines(text)
-    assert said == ["layer 1/9", "accuracy", "8 units left (1 %)", "6 units left (2 %)", "layer 5/9"]
+        lines(event)
+    known = ["repair: ridge, layer 1/9", "measuring accuracy", str(first), str(second), "repair: ridge, layer 5/9"]
+    assert said == [*known, "repair: norm, layer 1/9"]
 
 
 def test_images_are_held_out_where_there_is_no_test_folder(place: Place, tmp_path: Path) -> None:
@@ -134,7 +138,7 @@ def test_images_are_held_out_where_there_is_no_test_folder(place: Place, tmp_pat
 def test_many_images_are_read_in_batches_to_the_same_effect(place: Place, tmp_path: Path, monkeypatch) -> None:
     states = []
     for name, few in (("pair", 1024), ("batches", 2)):
-        monkeypatch.setattr(subject, "_FEW", few)
+        monkeypatch.setattr(task, "_FEW", few)
         succeed("prune", *place.job, "--out", tmp_path / name, "--remove", 0.4, "--step", 0.2, "--repair", "none")
         states.append(safetensors.torch.load_file(tmp_path / name / "model" / "model.safetensors"))
     assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
@@ -251,7 +255,7 @@ def test_an_interrupted_run_goes_on_and_ends_the_same(place: Place, tmp_path: Pa
     args = ["prune", *place.job, "--remove", 0.5, "--step", 0.1, "--finetune-epochs", 1]
     succeed(*args, "--out", tmp_path / "whole")
     calls = []
-    usual = subject.Task.accuracy
+    usual = task.Task.accuracy
 
     def impatient(self, model):
         calls.append(1)
@@ -259,12 +263,12 @@ def test_an_interrupted_run_goes_on_and_ends_the_same(place: Place, tmp_path: Pa
             raise KeyboardInterrupt
         return usual(self, model)
 
-    monkeypatch.setattr(subject.Task, "accuracy", impatient)
+    monkeypatch.setattr(task.Task, "accuracy", impatient)
     stopped = invoke(*args, "--out", tmp_path / "parts")
     assert stopped.exit_code == 130
     assert "the same command goes on" in stopped.stderr
     assert not (tmp_path / "parts" / "model").exists()
-    monkeypatch.setattr(subject.Task, "accuracy", usual)
+    monkeypatch.setattr(task.Task, "accuracy", usual)
     said = fail(*args, "--out", tmp_path / "parts", "--per-class", 3)
     assert "unfinished run that differs: reference was 18 images" in said
     resumed = invoke(*args, "--out", tmp_path / "parts")
@@ -381,7 +385,7 @@ def test_compare(place: Place, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "comparison.json").read_text())["best"] == found["best"]
     direct = sc.compare(
         build(place.net, place.weights), read(place.train, size=16).draw(10, at_most=True).tensors(), ["weight"],
-        evaluate=lambda m: 1.0, remove=0.5, step=0.25, progress=False,
+        evaluate=lambda m: 1.0, remove=0.5, schedule=0.25, progress=False,
     )  # fmt: skip
     assert found["criteria"]["weight"]["macs"] == direct.curves["weight"].macs.tolist()
 
@@ -420,4 +424,4 @@ def test_export(place: Place, tmp_path: Path, fixed: int | None) -> None:
     with torch.no_grad():
         expected = build(place.net, place.weights)(x)[:, [2, 0]]
     assert np.abs(exported - expected.numpy()).max() < 1e-4
-    assert "must end in .onnx or .pt2" in fail("export", *place.model, "--out", tmp_path / "net.txt")
+    assert "a name that ends in .onnx or .pt2" in fail("export", *place.model, "--out", tmp_path / "net.txt")

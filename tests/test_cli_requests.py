@@ -13,12 +13,15 @@ import pytest
 import safetensors.torch
 import torch
 
-from command import Place, fail, furnished, invoke, succeed
+from command import Place, fail, furnished, invoke, step_done, succeed
 from photos import write_photos
-from secateur.cli import subject
-from secateur.cli.output import Lines, Talk, warnings_as_lines
-from secateur.cli.wording import spoken
+from secateur.cli import task
+from secateur.cli.options import message_of
+from secateur.cli.output import Printer, ProgressLines, warnings_as_lines
+from secateur.cli.run_folder import Run
+from secateur.errors import Argument, SecateurError
 from secateur.models import build
+from secateur.running.progress import Scoring
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +78,7 @@ def test_an_unwritable_place_is_named_before_the_work(place: Place, tmp_path: Pa
 def stop_at(call: int, monkeypatch) -> None:
     """Interrupt a run when accuracy is measured for the n-th time."""
     calls: list[int] = []
-    usual = subject.Task.accuracy
+    usual = task.Task.accuracy
 
     def impatient(self, model):
         calls.append(1)
@@ -83,7 +86,7 @@ def stop_at(call: int, monkeypatch) -> None:
             raise KeyboardInterrupt
         return usual(self, model)
 
-    monkeypatch.setattr(subject.Task, "accuracy", impatient)
+    monkeypatch.setattr(task.Task, "accuracy", impatient)
 
 
 def test_an_unfinished_run_of_another_request_says_what_differs(place: Place, tmp_path: Path, monkeypatch) -> None:
@@ -259,48 +262,60 @@ def test_errors_of_the_functions_speak_of_options(place: Place, tmp_path: Path) 
     assert "Fix: a larger target, a smaller --round-to, or fewer ignored layers." in said
     said += fail(*args, "--remove", 0.95)
     assert re.search(r"--remove 0\.9\d+ asks for 15 of 16 units", said)
-    assert "every layer keeps one unit at least" in said
-    assert "Fix: a smaller --remove, or fewer --ignore." in said
+    assert "every layer keeps at least 1, and ignored layers keep all" in said
+    assert "Fix: a smaller share, or fewer ignored layers." in said
     said += fail(*args, "--remove", 0.01)
     assert "--remove 0.01 of 16 units is less than the smallest group" in said
     said += fail(*args, "--remove", 0.5, "--ignore", "*")
     assert "--ignore '*'" in said
-    assert "`secateur inspect` shows every layer" in said
+    assert "see `secateur inspect`, which shows every layer" in said
     torn = write_photos(tmp_path / "set", per_class=3, size=(16, 16))
     (torn / "red" / "torn.jpg").write_bytes(b"\xff\xd8")
     said += fail("prune", *place.model, "--images", torn, "--remove", 0.3, "--strict", "--out", tmp_path / "s")
     assert "or leave out --strict to skip them" in said
     drop = invoke(*args, "--max-drop", 0.0, "--step", 0.3, "--criterion", "random", "--seed", 2)
     said += drop.stdout + drop.stderr
-    assert "would have lost more than --max-drop allows" in said
+    assert "would have lost more accuracy than allowed" in said
     said += fail(*args, "--keep-latency", 1e-6, "--round-to", 2, "--fresh")
-    assert "nothing more may leave: every layer is as narrow as --round-to and --ignore allow. Fix: a larger" in said
+    assert "nothing more may leave: every layer is ignored or as narrow as it may be. Fix: a larger --keep" in said
     assert not re.search(r"min_units|round_to|max_drop|\b(keep|remove|ignore|only)=|print\(graph\)", said)
 
 
-def test_what_is_not_an_argument_keeps_its_name() -> None:
-    for text in (
-        "net.py:make?step=2",
-        "`block.round_to` has 3 units",
-        "/data/max_drop/a.png",
-        "--round-to 8",
-        "remove",
-    ):
-        assert spoken(text) == text
-    old, new = "0" * 64, "f" * 64
-    text = f"c.safetensors belongs to another run: weights was {old!r}, is now {new!r}. Fix: another checkpoint path, "
-    said = spoken(f"{text}or remove the file.")
-    assert said == "c.safetensors belongs to another run: other weights. Fix: --fresh, or another --out."
+def test_texts_are_never_searched_for_arguments() -> None:
+    for text in ("net.py:make?step=2", "`block.round_to` has 3 {units}", "/data/max_drop/a.png", "remove=0.9"):
+        assert message_of(SecateurError(text)) == text
+        named = SecateurError("{text} and {remove}.", fix="a smaller {remove}", text=text, remove=Argument("remove"))
+        assert message_of(named) == f"{text} and --remove. Fix: a smaller --remove."
+        assert str(named) == f"{text} and remove. Fix: a smaller remove."
+
+
+def test_a_checkpoint_of_another_run_is_refused_in_terms_of_options(place: Place, tmp_path: Path) -> None:
+    args = ["prune", *place.job, "--remove", 0.3, "--step", 0.1, "--out", tmp_path / "s"]
+    (tmp_path / "s").mkdir()
+    for settings, what in ((None, "is not a checkpoint of this version"), ({"weights": "0" * 64}, "other weights")):
+        header = {"format": "secateur-loop-1", "settings": settings} if settings else {}
+        metadata = {"secateur": json.dumps(header)}
+
+        def instead(out: Path, asked, fresh, printer, metadata=metadata) -> Run:
+            safetensors.torch.save_file({"a": torch.zeros(1)}, out / "checkpoint.safetensors", metadata)
+            return Run(out, asked, None)
+
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(Run, "begin", instead)
+            said = fail(*args)
+        assert what in said
+        assert said.rstrip().endswith("Fix: --fresh, or another --out.")
 
 
 def test_a_state_is_said_once() -> None:
     said: list[str] = []
-    talk = Talk(False)
-    talk.note = said.append  # type: ignore[method-assign]
-    lines = Lines(talk, seconds=0)  # even where everything may be said
-    for text in ("8 units left (0 %)", "scoring", "8 units left (0 %)", "8 units left (0 %)", "6 units left (25 %)"):
-        lines(text)
-    assert said == ["8 units left (0 %)", "scoring", "6 units left (25 %)"]
+    printer = Printer(False)
+    printer.note = said.append  # type: ignore[method-assign]
+    lines = ProgressLines(printer, seconds=0)  # even where everything may be said
+    full, less = step_done(8), step_done(6)
+    for event in (full, Scoring("lrp"), full, full, less):
+        lines(event)
+    assert said == [str(full), "scoring units by lrp", str(less)]
 
 
 def test_small_steps_do_not_repeat_themselves(place: Place, tmp_path: Path) -> None:

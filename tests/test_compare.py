@@ -72,7 +72,7 @@ def test_compare_in_one_call(tmp_path: Path) -> None:
         return float((model(x).argmax(1) == y).float().mean())
 
     names = ["lrp", "taylor", "weight", "random"]
-    table = compare(net, (x, y), names, evaluate=accuracy, remove=0.75, step=0.25)
+    table = compare(net, (x, y), names, evaluate=accuracy, remove=0.75, schedule=0.25)
     assert list(table.curves) == names
     assert all(c.overall[0] == accuracy(net) for c in table.curves.values())
     assert table.best != "random"
@@ -83,7 +83,7 @@ def test_compare_in_one_call(tmp_path: Path) -> None:
     saved = json.loads(table.to_json(tmp_path / "table.json"))
     assert saved["best"] == table.best
     assert saved["criteria"]["lrp"]["removed"] == table.curves["lrp"].removed.tolist()
-    short = {"evaluate": accuracy, "remove": 0.5, "step": 0.25, "checkpoint": tmp_path / "run.safetensors"}
+    short = {"evaluate": accuracy, "remove": 0.5, "schedule": 0.25, "checkpoint": tmp_path / "run.safetensors"}
     once, again = (compare(net, (x, y), ["lrp", "weight"], **short) for _ in range(2))
     assert once.curves["lrp"].overall.tolist() == again.curves["lrp"].overall.tolist()
     assert {p.name for p in tmp_path.glob("run*")} == {"run-lrp.safetensors", "run-weight.safetensors"}

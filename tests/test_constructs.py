@@ -10,6 +10,7 @@ import secateur as sc
 from constructs import CONSTRUCTS, build, randomise
 from oracle import fingerprint, norm_by_formula, outputs, random_scores, relative_gap, same, zeroed
 from secateur.errors import NothingToPruneError
+from secateur.plans import Limits
 
 
 @pytest.mark.parametrize("name", CONSTRUCTS)
@@ -126,7 +127,7 @@ def test_tied_weights_stay_tied() -> None:
 def test_attributes_follow() -> None:
     model, example = build("depthwise")
     graph = sc.analyze(model, example)
-    small = sc.apply(model, sc.plan(graph, random_scores(graph), remove=0.5, scope="layer"))
+    small = sc.apply(model, sc.plan(graph, random_scores(graph), remove=0.5, limits=Limits(scope="layer")))
     first, depth, norm = small[0], small[1], small[2]
     assert first.out_channels == depth.in_channels == depth.out_channels == depth.groups == norm.num_features == 6
 

@@ -6,6 +6,7 @@ import copy
 import math
 import re
 from collections import namedtuple
+from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -18,13 +19,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from secateur.analysis.analyze import analyze
-from secateur.criteria.attribution import Captum, Custom
-from secateur.criteria.registry import criterion_named, register_criterion
-from secateur.criteria.relevance import LRP
+from secateur.criteria import LRP, Activation, Captum, Custom, Gradient, Random, Taylor, Weight, register_criterion
+from secateur.criteria.registry import criterion_named
 from secateur.criteria.scoring import score
-from secateur.criteria.sensitivity import Gradient, Taylor
-from secateur.criteria.weight import Random
 from secateur.errors import CriterionError, DataError, ForwardError, NotFiniteError, PlanError, SecateurWarning
+from secateur.loop import Schedule
 from secateur.loop.finetune import FineTune
 from secateur.loop.prune import prune
 from secateur.plans.ranking import plan
@@ -53,17 +52,17 @@ Q = 1 / (1 + math.e)  # probability of the wrong class; dL/dlogits = (-Q, Q)
 
 def test_weight_by_hand() -> None:
     graph = analyze(hand_net(), HAND[0])
-    found = by_path(score(hand_net(), None, "weight", graph=graph, norm=None))
+    found = by_path(score(hand_net(), None, Weight(norm=None), graph=graph))
     np.testing.assert_allclose(found["0"], [1, 2, 2])
     found = by_path(score(hand_net(), None, "weight", graph=graph))
     np.testing.assert_allclose(found["0"], np.array([1, 2, 2]) / 3)
-    found = by_path(score(hand_net(), None, "weight", graph=graph, norm=1))
+    found = by_path(score(hand_net(), None, Weight(norm=1), graph=graph))
     np.testing.assert_allclose(found["0"], np.array([1, 2, 2]) / 5)
 
 
 def test_gradient_and_taylor_by_hand() -> None:
     # dL/da = W2^T (-Q, Q) = (-Q, 0, 3Q); the third neuron is at 0, where ReLU has gradient 0.
-    found = score(hand_net(), HAND, ["gradient", "taylor"], norm=None)
+    found = score(hand_net(), HAND, [Gradient(norm=None), Taylor(norm=None)])
     np.testing.assert_allclose(by_path(found["gradient"])["0"], [Q, 0, 0], atol=1e-7)
     np.testing.assert_allclose(by_path(found["taylor"])["0"], [Q, 0, 0], atol=1e-7)
     np.testing.assert_allclose(by_path(found["taylor"])["2"], [3 * Q, 2 * Q], atol=1e-7)
@@ -78,7 +77,7 @@ def test_lrp_by_hand() -> None:
 
 
 def test_activation_by_hand() -> None:
-    found = by_path(score(hand_net(), (torch.tensor([[1.0, 1.0], [-2.0, 0.0]]), None), "activation", norm=None))
+    found = by_path(score(hand_net(), (torch.tensor([[1.0, 1.0], [-2.0, 0.0]]), None), Activation(norm=None)))
     np.testing.assert_allclose(found["0"], [1.5, 1, 1])  # |z| = (1, 2, 0) and (2, 0, 2)
 
 
@@ -148,12 +147,12 @@ def slow(net: Small, data: tuple[Tensor, Tensor], taylor: bool, per_sample: bool
 def test_formulas_on_a_net_with_everything(taylor: bool, per_sample: bool) -> None:
     net, data = small(), samples()
     expected = slow(small(), data, taylor, per_sample)
-    name = "taylor" if taylor else "gradient"
-    found = by_path(score(net, data, name, norm=None, absolute="sample" if per_sample else "after"))
+    kind = Taylor if taylor else Gradient
+    found = by_path(score(net, data, kind(norm=None, absolute="sample" if per_sample else "after")))
     for path, values in expected.items():
         np.testing.assert_allclose(found[path], values, rtol=2e-4, atol=1e-9)
         norm = np.linalg.norm(values)
-        normed = by_path(score(net, data, name, absolute="sample" if per_sample else "after"))
+        normed = by_path(score(net, data, kind(absolute="sample" if per_sample else "after")))
         np.testing.assert_allclose(normed[path], values / norm, rtol=2e-4, atol=1e-7)
 
 
@@ -239,7 +238,7 @@ def test_frozen_and_bfloat16_models() -> None:
 
 def test_a_loss_of_ones_own() -> None:
     net, (x, y) = small(), samples()
-    mine = score(net, (x, y), "taylor", loss=lambda out, t: F.cross_entropy(out, t), batch_size=3)
+    mine = score(net, (x, y), Taylor(loss=lambda out, t: F.cross_entropy(out, t)), batch_size=3)
     default = score(net, (x, y), "taylor")
     for site, values in default.units.items():
         np.testing.assert_allclose(mine.units[site], values, rtol=1e-4, atol=1e-6)
@@ -277,8 +276,9 @@ def test_scores_of_a_pruned_model_keep_their_places() -> None:
     first = plan(graph, score(net, data, "lrp", graph=graph), remove=0.3)
     smaller = apply(net, first)
     for name in ["lrp", "taylor", "gradient", "weight", "activation", "random"]:
-        on_small = score(smaller, data, name, graph=graph, start=first, norm=None).of(graph)
-        on_mask = score(apply(net, first, how="mask"), data, name, graph=graph, norm=None).of(graph)
+        plain = replace(criterion_named(name), norm=None)
+        on_small = score(smaller, data, plain, graph=graph, start=first).of(graph)
+        on_mask = score(apply(net, first, how="mask"), data, plain, graph=graph).of(graph)
         left = np.setdiff1d(graph.candidates, first.groups)
         np.testing.assert_allclose(on_small[left], on_mask[left], rtol=1e-3, atol=1e-7)
     with pytest.raises(PlanError, match="start"):
@@ -293,7 +293,7 @@ def test_query_key_and_value_rows_are_told_apart() -> None:
     graph = analyze(net, data[0][:1])
     found = score(net, data, ["lrp", "taylor", "weight"], graph=graph)
     rows = layer.self_attn.in_proj_weight.abs().sum(1).detach().double().numpy()
-    wide = [v for s, v in score(net, None, "weight", graph=graph, norm=None).units.items() if "attn" in s.path]
+    wide = [v for s, v in score(net, None, Weight(norm=None), graph=graph).units.items() if "attn" in s.path]
     np.testing.assert_allclose(np.concatenate(wide)[:24], rows, rtol=1e-6)
     for scores in found.values():
         assert np.isfinite(scores.of(graph)[graph.candidates]).all()
@@ -360,10 +360,9 @@ def test_names_options_and_registry() -> None:
     for wrong in ("lpr", "lrp:nothing", 3):
         with pytest.raises(CriterionError):
             criterion_named(wrong)
-    with pytest.raises(CriterionError):
-        criterion_named("lrp", norm=3)
-    with pytest.raises(CriterionError):
-        criterion_named("lrp", absolute="never")
+    for setting in ({"norm": 3}, {"absolute": "never"}, {"aggregate": "median"}, {"composite": "nothing"}):
+        with pytest.raises(CriterionError):
+            LRP(**setting)
 
 
 def test_random_is_fixed_by_its_seed() -> None:
@@ -451,11 +450,11 @@ def test_one_output_has_binary_cross_entropy(shape: str, real: bool) -> None:
         y = torch.tensor([target])
         data = (HAND[0], y.float() if real else y)
         graph = analyze(net, HAND[0])
-        found = score(net, data, ["taylor", "gradient"], graph=graph, norm=None, absolute=None)
+        found = score(net, data, [Taylor(norm=None, absolute=None), Gradient(norm=None, absolute=None)], graph=graph)
         np.testing.assert_allclose(by_path(found["taylor"])["hidden"], slope * np.array([1, 2, 0]), rtol=1e-6)
         np.testing.assert_allclose(by_path(found["gradient"])["hidden"], slope * np.array([1, 1, 0]), rtol=1e-6)
     wide = net(HAND[0]).detach()
-    shaped = score(net, (HAND[0], torch.ones_like(wide)), "taylor", norm=None, absolute=None)
+    shaped = score(net, (HAND[0], torch.ones_like(wide)), Taylor(norm=None, absolute=None))
     np.testing.assert_allclose(by_path(shaped)["hidden"], slope * np.array([1, 2, 0]), rtol=1e-6)
 
 
@@ -480,7 +479,7 @@ def test_one_output_and_targets_that_do_not_fit() -> None:
     with pytest.raises(DataError, match=r"not all 0 or 1.*loss=f"):
         score(OneLogit("column"), (x, torch.rand(4)), "taylor")
     quantity = (x, torch.rand(4, 1) + 2)
-    assert by_path(score(OneLogit("column"), quantity, "taylor", loss=F.mse_loss))["hidden"].any()
+    assert by_path(score(OneLogit("column"), quantity, Taylor(loss=F.mse_loss)))["hidden"].any()
     assert math.isclose(by_path(score(OneLogit("column"), quantity, "lrp"))["hidden"].sum(), 4, rel_tol=1e-6)
 
 
@@ -503,9 +502,9 @@ def test_scores_that_are_all_zero_are_refused() -> None:
         score(Small(), data, nothing, graph=graph)
     with pytest.raises(CriterionError, match="'empty' gave no unit a score"):
         score(Small(), data, Custom(name="empty", function=lambda model, batches: {}), graph=graph)
-    for criterion in ("taylor", "gradient"):
-        with pytest.raises(CriterionError, match=f"{criterion!r} gave every unit the score 0.*loss=f"):
-            score(Small(), data, criterion, graph=graph, loss=lambda output, targets: 0 * output.sum())
+    for kind in (Taylor, Gradient):
+        with pytest.raises(CriterionError, match=f"{kind().name!r} gave every unit the score 0.*loss=f"):
+            score(Small(), data, kind(loss=lambda output, targets: 0 * output.sum()), graph=graph)
 
 
 # -- several outputs ---------------------------------------------------------------------------------------------------
@@ -645,7 +644,7 @@ def test_two_inputs_as_arrays_through_the_whole_run() -> None:
     data = ((left.astype(np.float32), right.astype(np.float32)), y)
     tensors = tuple(map(torch.from_numpy, data[0]))
     tune = FineTune(data, epochs=2)
-    for options in ({}, {"finetune": tune, "step": 0.2}, {"repair": "best"}):
+    for options in ({}, {"schedule": Schedule(step=0.2, finetune=tune)}, {"repair": "best"}):
         small = prune(Both(), data, remove=0.4, progress=False, **options).model
         assert small(*tensors).shape == (20, 3)
         assert small.c.in_features < 12

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from secateur.criteria.scoring import score
+from secateur.loop import Schedule
 from secateur.loop.checkpoint import digest
 from secateur.loop.finetune import FineTune
 from secateur.loop.prune import prune
@@ -52,14 +53,14 @@ def work(rank: int, folder: str) -> None:
     own = score(net(), mine, NAMES)  # or brings its own, here of unequal size
     empty = score(net(), [(x, y)] if rank == 0 else [], "taylor", graph=None if rank == 0 else _graph())
     tuned = prune(
-        net(), (x, y), remove=0.5, step=0.25, finetune=FineTune((x, y), epochs=2, lr=0.05),
+        net(), (x, y), remove=0.5, schedule=Schedule(step=0.25, finetune=FineTune((x, y), epochs=2, lr=0.05)),
         evaluate=lambda m: float(rank), checkpoint=f"{folder}/run.safetensors", max_drop=2.0,
     )  # fmt: skip
     again = prune(
-        net(), (x, y), remove=0.5, step=0.25, finetune=FineTune((x, y), epochs=2, lr=0.05),
+        net(), (x, y), remove=0.5, schedule=Schedule(step=0.25, finetune=FineTune((x, y), epochs=2, lr=0.05)),
         evaluate=lambda m: float(rank), checkpoint=f"{folder}/run.safetensors", max_drop=2.0,
     )  # fmt: skip
-    plain = prune(net(), (x, y), "taylor", remove=0.5, step=0.25)
+    plain = prune(net(), (x, y), "taylor", remove=0.5, schedule=0.25)
     mended = prune(net(), (x, y), remove=0.5)  # repaired, from the same samples
     apart = prune(net(), mine, remove=0.5)  # or from each process's own
     torch.save(
@@ -113,6 +114,6 @@ def test_every_process_ends_with_the_same_model(found: list[dict]) -> None:
     assert found[0]["tuned"] == found[0]["again"]  # resumed from the checkpoint of the first process
     assert found[0]["moved"]
     assert found[0]["metrics"] == found[1]["metrics"] == [0.0, 0.0, 0.0]  # the first process's evaluation counts
-    alone = prune(net(), data(), "taylor", remove=0.5, step=0.25)
+    alone = prune(net(), data(), "taylor", remove=0.5, schedule=0.25)
     assert found[0]["plain"] == digest(alone.model)
     assert found[0]["mended"] == digest(prune(net(), data(), remove=0.5).model)

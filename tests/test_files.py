@@ -33,7 +33,7 @@ def pruned(name: str, share: float = 0.5) -> tuple[nn.Module, object, nn.Module,
 @pytest.mark.parametrize("name", CONSTRUCTS)
 def test_round_trip(name: str, tmp_path: Path) -> None:
     _, example, small, _ = pruned(name)
-    sc.save(tmp_path / "small", small)
+    sc.save(small, tmp_path / "small")
     assert sorted(p.name for p in tmp_path.rglob("*")) == ["model.safetensors", "plan.json", "small"]
     fresh, _ = build(name, seed=1)
     again = sc.load(tmp_path / "small", fresh)
@@ -43,10 +43,10 @@ def test_round_trip(name: str, tmp_path: Path) -> None:
 
 def test_saving_replaces_and_twice_pruned_models_replay_both_plans(tmp_path: Path) -> None:
     _, example, small, _ = pruned("residual", 0.3)
-    sc.save(tmp_path / "m", small)
+    sc.save(small, tmp_path / "m")
     graph = sc.analyze(small, example)
     smaller = sc.apply(small, sc.plan(graph, random_scores(graph, 5), remove=0.4))
-    sc.save(tmp_path / "m", smaller)
+    sc.save(smaller, tmp_path / "m")
     again = sc.load(tmp_path / "m", build("residual")[0])
     assert relative_gap(outputs(again, example), outputs(smaller, example)) == 0
     assert [p.name for p in tmp_path.iterdir()] == ["m"]
@@ -56,7 +56,7 @@ def test_bfloat16_comes_back_as_bfloat16(tmp_path: Path) -> None:
     model, example = build("residual")
     graph = sc.analyze(model, example)
     small = sc.apply(model, sc.plan(graph, random_scores(graph), remove=0.5)).to(torch.bfloat16)
-    sc.save(tmp_path / "m", small)
+    sc.save(small, tmp_path / "m")
     again = sc.load(tmp_path / "m", build("residual")[0])
     assert {p.dtype for p in again.parameters()} == {torch.bfloat16}
 
@@ -71,13 +71,15 @@ def test_plans_round_trip_and_compare() -> None:
 
 def test_an_unpruned_model_is_not_saved(tmp_path: Path) -> None:
     with pytest.raises(sc.SecateurError, match="carries no plan"):
+        sc.save(nn.Linear(2, 2), tmp_path / "m")
+    with pytest.raises(sc.SecateurError, match=r"model first.*Fix: sc\.save\(result, path\)"):
         sc.save(tmp_path / "m", nn.Linear(2, 2))
     assert list(tmp_path.iterdir()) == []
 
 
 def test_the_wrong_model_is_named(tmp_path: Path) -> None:
     *_, small, _ = pruned("residual")
-    sc.save(tmp_path / "m", small)
+    sc.save(small, tmp_path / "m")
     with pytest.raises(FileFormatError, match="does not have"):
         sc.load(tmp_path / "m", nn.Sequential(nn.Linear(2, 2)))
     wide, _ = build("residual")
@@ -96,7 +98,7 @@ def test_a_plan_for_another_model_is_refused() -> None:
 @pytest.mark.parametrize("keep", [0.0, 0.3, 0.99])
 def test_truncated_files(victim: str, keep: float, tmp_path: Path) -> None:
     *_, small, _ = pruned("residual")
-    sc.save(tmp_path / "m", small)
+    sc.save(small, tmp_path / "m")
     content = (tmp_path / "m" / victim).read_bytes()
     (tmp_path / "m" / victim).write_bytes(content[: int(keep * len(content))])
     with pytest.raises(FileFormatError, match=victim):
@@ -110,7 +112,7 @@ def test_missing_files(tmp_path: Path) -> None:
 
 def test_an_edited_plan_is_noticed(tmp_path: Path) -> None:
     *_, small, _ = pruned("residual")
-    sc.save(tmp_path / "m", small)
+    sc.save(small, tmp_path / "m")
     path = tmp_path / "m" / "plan.json"
     data = json.loads(path.read_text())
     data["plans"][0]["cuts"]["c.weight"]["0"] = [0]
@@ -236,7 +238,7 @@ def layered(strides: tuple[int, int] = (2, 1), act: nn.Module | None = None, eps
 def halved(model: nn.Module, example: object, folder: Path) -> nn.Module:
     graph = sc.analyze(model, example)
     small = sc.apply(model, sc.plan(graph, random_scores(graph), remove=0.5))
-    sc.save(folder, small)
+    sc.save(small, folder)
     return small.eval()
 
 
@@ -305,7 +307,7 @@ def test_several_inputs_are_compared_too(tmp_path: Path) -> None:
 def test_wrapped_models_are_known_by_what_they_wrap(wrap: object, tmp_path: Path) -> None:
     x = torch.rand(2, 3, 8, 8)
     small = halved(layered(), x, tmp_path / "m")
-    sc.save(tmp_path / "w", wrap(small))  # type: ignore[operator]
+    sc.save(wrap(small), tmp_path / "w")  # type: ignore[operator]
     for folder in ("m", "w"):
         assert torch.equal(sc.load(tmp_path / folder, wrap(layered())).eval()(x), small(x))  # type: ignore[operator]
     with pytest.raises(FileFormatError, match="was ReLU and is GELU"):
@@ -321,7 +323,7 @@ def test_heads_are_settings_too(tmp_path: Path) -> None:
     graph = sc.analyze(make(2), torch.rand(1, 5, 8))
     net = make(2)
     small = sc.apply(net, sc.plan(graph, random_scores(graph), remove=0.3))
-    sc.save(tmp_path / "m", small)
+    sc.save(small, tmp_path / "m")
     sc.load(tmp_path / "m", make(2))
     with pytest.raises(FileFormatError):
         sc.load(tmp_path / "m", make(4))
@@ -329,7 +331,7 @@ def test_heads_are_settings_too(tmp_path: Path) -> None:
 
 def test_a_model_loaded_and_saved_again_is_still_known(tmp_path: Path) -> None:
     halved(Functional(), torch.rand(2, 3, 8, 8), tmp_path / "m")
-    sc.save(tmp_path / "again", sc.load(tmp_path / "m", Functional()))
+    sc.save(sc.load(tmp_path / "m", Functional()), tmp_path / "again")
     with pytest.raises(FileFormatError, match="output on fixed inputs"):
         sc.load(tmp_path / "again", Functional("gelu"))
 
@@ -343,7 +345,7 @@ def test_a_random_forward_is_let_through(tmp_path: Path) -> None:
     plan = sc.plan(graph, random_scores(graph), remove=0.5)
     small = sc.apply(Functional(), plan)
     small.__class__ = Noisy
-    sc.save(tmp_path / "m", small)
+    sc.save(small, tmp_path / "m")
     sc.load(tmp_path / "m", Noisy())
 
 

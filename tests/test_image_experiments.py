@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from typer.testing import CliRunner
 
+import secateur.loop
 from image_sets import classes, nets
 from reproduction import campaign, networks, training
 from reproduction.__main__ import commands
@@ -25,7 +26,8 @@ from reproduction.training import HeadTrainer, Images, Schedule, Trainer, crops
 from reproduction.uncoupled import paper_cost, prune_uncoupled
 from secateur.data.views import View
 from secateur.errors import DataError, FileFormatError, UnsupportedModelError
-from secateur.loop.prune import prune
+from secateur.loop.prune import prune, run_loop
+from secateur.loop.settings import Settings as LoopSettings
 from secateur.models.zoo import fresh
 from secateur.results.comparison import Curve
 from secateur.results.history import History, Row
@@ -138,7 +140,7 @@ def test_finished_runs_are_not_repeated_and_other_settings_are_refused(tuned, ma
     def never(*_, **__):
         raise AssertionError("computed again")
 
-    monkeypatch.setattr(campaign, "prune", never)
+    monkeypatch.setattr(campaign, "run_loop", never)
     monkeypatch.setattr(fine, "prepare", never)
     settings = tuning(made, "Split")
     fine.fine_tune(settings, tuned, ("lrp", "weight"), ("physical",))
@@ -364,13 +366,13 @@ def test_all_criteria_and_modes_see_the_same_samples(made, tmp_path, monkeypatch
 
     def spy(real):
         def watched(model, data, criterion, *args, **kwargs):
-            key = kwargs["seed"]
+            key = criterion.schedule.seed if isinstance(criterion, LoopSettings) else kwargs["seed"]
             seen.setdefault(key, []).append((data[0].clone(), data[1].clone()))
             return real(model, data, criterion, *args, **kwargs)
 
         return watched
 
-    monkeypatch.setattr(campaign, "prune", spy(prune))
+    monkeypatch.setattr(campaign, "run_loop", spy(run_loop))
     monkeypatch.setattr(campaign, "prune_uncoupled", spy(prune_uncoupled))
     few.few_shot(shooting(made, "Residual", steps=1), tmp_path, ("lrp", "weight"), ("paper", "physical"), draws=3)
     assert [len(found) for found in seen.values()] == [4, 4, 4]
@@ -424,8 +426,8 @@ def test_the_grid_is_what_pruning_the_fully_connected_layers_gives(shot, made):
     settings = shooting(made, "Split", grid=3)
     stage = few.scene(settings, shot / "Split-ilsvrc", 1, "cpu")
     history = prune(
-        stage.model, stage.reference, "lrp", 0.3, step=0.1, parts={"fc": ["classifier.*"]}, progress=False, seed=1,
-        evaluate=lambda net: few.right(net, *stage.test, 50),
+        stage.model, stage.reference, "lrp", 0.3, progress=False, evaluate=lambda net: few.right(net, *stage.test, 50),
+        schedule=secateur.loop.Schedule(step=0.1, parts={"fc": ["classifier.*"]}, seed=1),
     ).history  # fmt: skip
     run = next(r for r in Folder(shot / "Split-ilsvrc").runs() if (r.draw, r.criterion) == (1, "lrp"))
     cells = few.grid(run, 0.1)

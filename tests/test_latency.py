@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import secateur as sc
 from secateur.files.onnx import time_onnx
 from secateur.latency.timing import Timing, medians, time_batches, time_in_turn
+from secateur.plans import Limits
 from secateur.plans.scores import Scores
 
 
@@ -124,10 +125,12 @@ def test_scope_time_takes_what_takes_time() -> None:
     """Equal scores: by MACs an inner channel is dearer, by time one of the stream is."""
     graph = sc.analyze(Residual().eval(), torch.zeros(1, 3, 5, 5))
     scores = Scores("even", {p.sites[0]: np.ones(len(p.labels)) for p in graph.producers})
-    first = {scope: sc.plan(graph, scores, keep={"macs": 0.95}, scope=scope) for scope in ("cost", "time")}
+    first = {
+        scope: sc.plan(graph, scores, keep={"macs": 0.95}, limits=Limits(scope=scope)) for scope in ("cost", "time")
+    }
     assert {name for name, (had, has) in first["cost"].layers.items() if has < had} == {"inner"}
     assert {name for name, (had, has) in first["time"].layers.items() if has < had} == {"stem"}
-    by_params = [sc.plan(graph, scores, keep={"params": 0.8}, scope=scope) for scope in ("cost", "time")]
+    by_params = [sc.plan(graph, scores, keep={"params": 0.8}, limits=Limits(scope=scope)) for scope in ("cost", "time")]
     assert by_params[0].groups == by_params[1].groups
 
 

@@ -11,6 +11,7 @@ import random
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from secateur.analysis.analyze import analyze
+from secateur.criteria import Taylor
 from secateur.criteria.scoring import score
 from secateur.errors import (
     CheckpointError,
@@ -34,13 +36,18 @@ from secateur.errors import (
     SecateurError,
     TargetError,
 )
+from secateur.loop import Schedule
 from secateur.loop import checkpoint as checkpoints
 from secateur.loop.finetune import FineTune
-from secateur.loop.progress import Progress, describe
+from secateur.loop.identity import data_identity
+from secateur.loop.progress import Progress, StepDone
 from secateur.loop.prune import prune
+from secateur.loop.result import Result
+from secateur.plans import Limits
 from secateur.plans.difference import difference, renumbered
 from secateur.plans.ranking import plan
 from secateur.results.history import History
+from secateur.running.progress import Event
 from secateur.surgery.apply import apply
 from secateur.surgery.optimizer import carry
 
@@ -88,7 +95,7 @@ def accuracy(model: nn.Module) -> float:
 def test_it_is_algorithm_1() -> None:
     """Scores on what is left, the least important 10 % of the original units leave, again: written out by hand."""
     model, samples = net(), data()
-    result = prune(model, samples, "taylor", remove=0.5, step=0.1)
+    result = prune(model, samples, "taylor", remove=0.5, schedule=0.1)
     graph = analyze(model, samples[0][:1])
     current, so_far = model, None
     for number in range(1, 6):
@@ -106,7 +113,9 @@ def test_the_users_model_is_not_changed() -> None:
     model = net().train()
     before, rng = copy.deepcopy(model), torch.get_rng_state()
     python, numpy = random.getstate(), np.random.get_state()[1].tolist()
-    result = prune(model, data(), remove=0.3, step=0.1, finetune=FineTune(data(), epochs=1), evaluate=accuracy)
+    result = prune(
+        model, data(), remove=0.3, schedule=Schedule(step=0.1, finetune=FineTune(data(), epochs=1)), evaluate=accuracy
+    )
     assert same(model, before)
     assert all([model.training, result.model.training, result.model.drop.training])
     assert torch.equal(rng, torch.get_rng_state())
@@ -117,7 +126,7 @@ def test_the_users_model_is_not_changed() -> None:
 @pytest.mark.parametrize("name", ["lrp", "weight", "random"])
 @pytest.mark.parametrize("scope", ["global", "layer"])
 def test_criteria_and_scopes(name: str, scope: str) -> None:
-    result = prune(net(), data(), name, remove=0.6, step=0.2, scope=scope, min_units=2)
+    result = prune(net(), data(), name, remove=0.6, schedule=0.2, limits=Limits(scope=scope, min_units=2))
     assert abs(result.history[-1].removed - 0.6) < 0.05
     assert all(after >= 2 for _, after in result.plan.layers.values())
     assert result.model(data()[0]).shape == (12, 4)
@@ -130,14 +139,14 @@ def test_layers_are_never_emptied() -> None:
         paths = {"stem": 1, "conv1": 0, "conv2": 1, "hidden": 1}
         return {path: np.full(len(m.get_submodule(path).weight), value) for path, value in paths.items()}
 
-    result = prune(model, data(), conv1_last, remove=0.4, step=0.05)
+    result = prune(model, data(), conv1_last, remove=0.4, schedule=0.05)
     assert result.plan.layers["conv1"] == (16, 1)
     assert result.history[-1].at_minimum == 1
 
 
 def test_keep_macs_and_params() -> None:
     for name in ("macs", "params"):
-        result = prune(net(), data(), keep={name: 0.5}, step=0.1)
+        result = prune(net(), data(), keep={name: 0.5}, schedule=0.1)
         graph = result.graph
         got = getattr(result.cost_after, name)
         assert got <= 0.5 * getattr(graph.cost, name)
@@ -145,23 +154,23 @@ def test_keep_macs_and_params() -> None:
         # no step was longer than asked for
         units = [row.removed for row in result.history]
         assert max(b - a for a, b in pairwise(units)) < 0.1 + 1e-6
-    one = prune(net(), data(), keep={"macs": 0.5}, one_shot=True)
+    one = prune(net(), data(), keep={"macs": 0.5}, schedule=Schedule(one_shot=True))
     assert len(one.history) == 2
 
 
 def test_keep_latency(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a stopwatch that cannot be disturbed: half a millisecond per hidden unit."""
-    monkeypatch.setattr("secateur.loop.prune.time_forward", lambda m, example: 0.0005 * m[0].out_features)
+    monkeypatch.setattr("secateur.loop.steps.time_forward", lambda m, example: 0.0005 * m[0].out_features)
     model = nn.Sequential(nn.Linear(4, 40), nn.ReLU(), nn.Linear(40, 3))
     samples = (torch.rand(8, 4), torch.arange(8) % 3)
-    result = prune(model, samples, "weight", keep={"latency": 0.5}, step=0.2)
+    result = prune(model, samples, "weight", keep={"latency": 0.5}, schedule=0.2)
     assert result.plan.layers["0"] == (40, 20)
     assert (result.cost_before.latency, result.cost_after.latency) == (0.02, 0.01)
     assert [row.latency for row in result.history] == [0.02, 0.016, 0.012, 0.01]
-    result = prune(model, samples, "weight", keep={"seconds": 0.0125}, step=0.2)
+    result = prune(model, samples, "weight", keep={"seconds": 0.0125}, schedule=0.2)
     assert result.plan.layers["0"] in [(40, 24), (40, 25)]
     with pytest.raises(TargetError, match="cannot be reached") as caught:
-        prune(model, samples, "weight", keep={"seconds": 1e-5}, step=0.3)
+        prune(model, samples, "weight", keep={"seconds": 1e-5}, schedule=0.3)
     assert caught.value.result.plan is not None
     for wrong in ({"latency": 2.0}, {"latency": 0.5, "macs": 0.5}, {"seconds": 0}, {"latency": 0.5, "seconds": 1}):
         with pytest.raises(TargetError):
@@ -169,21 +178,21 @@ def test_keep_latency(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_latency_is_measured() -> None:
-    result = prune(net(), data(), "weight", keep={"seconds": 10.0}, step=0.1)
+    result = prune(net(), data(), "weight", keep={"seconds": 10.0}, schedule=0.1)
     assert result.cost_before.latency > 0
     assert result.cost_after.latency > 0
 
 
 def test_parts_take_turns() -> None:
     parts = {"conv": ["stem", "conv*"], "fc": ["hidden"]}
-    result = prune(net(), data(), remove=0.5, step=0.25, parts=parts)
+    result = prune(net(), data(), remove=0.5, schedule=Schedule(step=0.25, parts=parts))
     assert [row.part for row in result.history] == ["", "conv", "fc", "conv", "fc"]
     assert result.plan.layers["hidden"] == (20, 10)
     units = [row.units for row in result.history]
     assert units[0] - units[1] <= 10
     assert units[1] - units[2] == 5  # a quarter of 40 conv units, then of 20 neurons
     with pytest.raises(TargetError, match="matches no layer"):
-        prune(net(), data(), remove=0.5, parts={"conv": ["nothing*"]})
+        prune(net(), data(), remove=0.5, schedule=Schedule(parts={"conv": ["nothing*"]}))
 
 
 def test_max_drop_goes_back_to_the_last_step_that_held() -> None:
@@ -191,11 +200,12 @@ def test_max_drop_goes_back_to_the_last_step_that_held() -> None:
         left = model.hidden.out_features / 20
         return {"overall": 0.5 + left / 2, "cat": 1.0, "dog": left}
 
-    options = {"criterion": "random", "parts": {"fc": ["hidden"]}, "step": 0.1, "evaluate": by_size}
+    options = {"criterion": "random", "evaluate": by_size}
+    options["schedule"] = Schedule(parts={"fc": ["hidden"]}, step=0.1)
     result = prune(net(), data(), remove=0.9, max_drop=0.16, **options)
     assert result.model.hidden.out_features == 14  # 0.35 lost would be too much at 12
     assert [row.held for row in result.history] == [True] * 4 + [False]
-    assert "max_drop" in result.stopped
+    assert "lost more accuracy than allowed" in result.stopped
     result = prune(net(), data(), max_drop={"overall": 0.9, "worst": 0.25}, **options)
     assert result.model.hidden.out_features == 16
     result = prune(net(), data(), max_drop={"dog": 0.45}, **options)
@@ -208,7 +218,7 @@ def test_max_drop_goes_back_to_the_last_step_that_held() -> None:
 
 
 def test_round_to_and_ignore() -> None:
-    result = prune(net(), data(), remove=0.5, step=0.1, round_to=4, ignore=["hidden"])
+    result = prune(net(), data(), remove=0.5, schedule=0.1, limits=Limits(ignore=["hidden"], round_to=4))
     assert all(after % 4 == 0 for _, after in result.plan.layers.values())
     assert result.plan.layers["hidden"] == (20, 20)
 
@@ -216,13 +226,13 @@ def test_round_to_and_ignore() -> None:
 def test_one_pass_data_is_read_once_and_kept() -> None:
     x, y = data()
     batches = ((x[i : i + 4], y[i : i + 4]) for i in range(0, 12, 4))
-    a = prune(net(), batches, remove=0.4, step=0.2)
-    b = prune(net(), [(x[i : i + 4], y[i : i + 4]) for i in range(0, 12, 4)], remove=0.4, step=0.2)
+    a = prune(net(), batches, remove=0.4, schedule=0.2)
+    b = prune(net(), [(x[i : i + 4], y[i : i + 4]) for i in range(0, 12, 4)], remove=0.4, schedule=0.2)
     assert a.plan == b.plan
 
 
 def test_steps_smaller_than_any_group_wait() -> None:
-    result = prune(net(), data(), remove=0.3, step=0.001)
+    result = prune(net(), data(), remove=0.3, schedule=0.001)
     assert abs(result.history[-1].removed - 0.3) < 0.05
 
 
@@ -235,7 +245,7 @@ def test_repair_hook_and_carried_plan() -> None:
             small.fc.bias.zero_()
         return small
 
-    result = prune(net(), data(), remove=0.4, step=0.2, repair=repair)
+    result = prune(net(), data(), remove=0.4, schedule=0.2, repair=repair)
     assert [o for _, o in seen] == [20, 20]
     assert not result.model.fc.bias.any()
 
@@ -301,17 +311,25 @@ def test_finetune_improves_and_repeats() -> None:
     def loss(model: nn.Module) -> float:
         return -float(F.cross_entropy(model(samples[0]), samples[1]))
 
-    tuned = prune(net(), samples, remove=0.4, step=0.2, finetune=FineTune(samples, epochs=8, lr=0.05), evaluate=loss)
-    plain = prune(net(), samples, remove=0.4, step=0.2, evaluate=loss)
+    tuned = prune(
+        net(),
+        samples,
+        remove=0.4,
+        schedule=Schedule(step=0.2, finetune=FineTune(samples, epochs=8, lr=0.05)),
+        evaluate=loss,
+    )
+    plain = prune(net(), samples, remove=0.4, schedule=0.2, evaluate=loss)
     assert tuned.history[-1].overall > plain.history[-1].overall
-    again = prune(net(), samples, remove=0.4, step=0.2, finetune=FineTune(samples, epochs=8, lr=0.05))
+    again = prune(
+        net(), samples, remove=0.4, schedule=Schedule(step=0.2, finetune=FineTune(samples, epochs=8, lr=0.05))
+    )
     assert same(tuned.model, again.model)
 
 
 def test_frozen_parameters_stay_frozen() -> None:
     model = net()
     model.stem.requires_grad_(False)
-    result = prune(model, data(), remove=0.3, step=0.3, finetune=FineTune(data(), epochs=2))
+    result = prune(model, data(), remove=0.3, schedule=Schedule(step=0.3, finetune=FineTune(data(), epochs=2)))
     kept = np.setdiff1d(np.arange(12), result.plan.cuts.get("stem.weight", {}).get(0, ()))
     assert torch.equal(result.model.stem.weight, model.stem.weight[kept])
     assert not result.model.stem.weight.requires_grad
@@ -380,14 +398,16 @@ def test_optimizer_scheduler_and_average_through_the_loop() -> None:
             average.update_parameters(small)
         scheduler.step()
 
-    result = prune(model, (x, y), remove=0.4, step=0.2, finetune=tune, carry=[optimizer, average, scheduler])
+    result = prune(
+        model, (x, y), remove=0.4, schedule=Schedule(step=0.2, finetune=tune, carry=[optimizer, average, scheduler])
+    )
     mine = {id(p) for p in result.model.parameters()}
     assert {id(p) for group in optimizer.param_groups for p in group["params"]} == mine
     assert optimizer.param_groups[0]["lr"] == 0.0025
     assert average.module.hidden.weight.shape == result.model.hidden.weight.shape
     assert average.module(x).shape == (12, 4)
     with pytest.raises(SecateurError, match="carry"):
-        prune(model, (x, y), remove=0.4, carry=[object()])
+        prune(model, (x, y), remove=0.4, schedule=Schedule(carry=[object()]))
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------
@@ -398,7 +418,7 @@ class Killed(BaseException):
 @pytest.mark.parametrize("after", [1, 2, 3])
 def test_resume_ends_the_same(tmp_path: Path, after: int) -> None:
     path, samples = tmp_path / "run.safetensors", data(20)
-    options = {"remove": 0.5, "step": 0.1, "evaluate": accuracy}
+    options = {"remove": 0.5, "evaluate": accuracy}
 
     def run(tuner: object, checkpoint: Path | None = None):
         model = net()
@@ -416,7 +436,8 @@ def test_resume_ends_the_same(tmp_path: Path, after: int) -> None:
             if callable(tuner):
                 tuner(step)
 
-        return prune(model, samples, finetune=both, carry=[optimizer], checkpoint=checkpoint, **options)
+        schedule = Schedule(step=0.1, finetune=both, carry=[optimizer])
+        return prune(model, samples, schedule=schedule, checkpoint=checkpoint, **options)
 
     whole = run(None)
 
@@ -439,20 +460,104 @@ def test_resume_ends_the_same(tmp_path: Path, after: int) -> None:
 
 def test_checkpoints_of_other_runs_and_damaged_ones_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "run.safetensors"
-    prune(net(), data(), remove=0.2, step=0.1, checkpoint=path)
+    prune(net(), data(), remove=0.2, schedule=0.1, checkpoint=path)
     with pytest.raises(FileFormatError, match=r"remove was 0\.2, is now 0\.3"):
-        prune(net(), data(), remove=0.3, step=0.1, checkpoint=path)
+        prune(net(), data(), remove=0.3, schedule=0.1, checkpoint=path)
     with pytest.raises(FileFormatError, match="weights"):
-        prune(net(1), data(), remove=0.2, step=0.1, checkpoint=path)
+        prune(net(1), data(), remove=0.2, schedule=0.1, checkpoint=path)
     content = path.read_bytes()
     for wrong in (b"", b"nonsense" * 10, content[: len(content) // 2]):
         path.write_bytes(wrong)
         with pytest.raises(FileFormatError):
-            prune(net(), data(), remove=0.2, step=0.1, checkpoint=path)
+            prune(net(), data(), remove=0.2, schedule=0.1, checkpoint=path)
     state = {"a": torch.zeros(1)}
     checkpoints.safetensors.torch.save_file(state, path)
     with pytest.raises(FileFormatError, match="not a checkpoint of this version"):
-        prune(net(), data(), remove=0.2, step=0.1, checkpoint=path)
+        prune(net(), data(), remove=0.2, schedule=0.1, checkpoint=path)
+
+
+def other_loss(output: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(output, targets, label_smoothing=0.1)
+
+
+def test_a_resumed_run_has_the_same_data_loss_batches_and_training(tmp_path: Path) -> None:
+    path, (x, y) = tmp_path / "run.safetensors", data()
+    tune = FineTune((x, y), epochs=1, lr=0.01)
+    settings = {"criterion": Taylor(), "remove": 0.2, "schedule": Schedule(step=0.1, finetune=tune, batch_size=5)}
+
+    def run(samples: object = (x, y), **changes: object) -> Result:
+        return prune(net(), samples, checkpoint=path, **{**settings, **changes})
+
+    once = run()
+    assert same(once.model, run((x.clone(), y.tolist())).model)
+    changed = x.clone()
+    changed[3, 0, 0, 0] += 1
+    again = {"step": 0.1, "finetune": tune, "batch_size": 5}
+    for what, made in {
+        "other data": lambda: run((changed, y)),
+        "other data$": lambda: run((x, y.flip(0))),
+        "loss was 'None', is now 'test_loop.other_loss'": lambda: run(criterion=Taylor(loss=other_loss)),
+        "batch_size was 5, is now 6": lambda: run(schedule=Schedule(**{**again, "batch_size": 6})),
+        "other finetune": lambda: run(schedule=Schedule(**{**again, "finetune": FineTune((x, y), epochs=2, lr=0.01)})),
+    }.items():
+        with pytest.raises(FileFormatError, match=what.removesuffix("$")):
+            made()
+    with pytest.raises(FileFormatError, match="other finetune"):
+        run(schedule=Schedule(**{**again, "finetune": FineTune((changed, y), epochs=1, lr=0.01)}))
+
+
+def test_checkpoints_of_older_versions_know_less_and_go_on(tmp_path: Path) -> None:
+    """Those have no digests of data, loss, batch size and training, but two columns more in every row."""
+    path = tmp_path / "run.safetensors"
+    whole = prune(net(), data(), remove=0.3, schedule=0.1, checkpoint=path)
+    with checkpoints.safetensors.safe_open(path, framework="pt") as file:
+        header = json.loads(file.metadata()["secateur"])
+        tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    for key in ("data", "loss", "batch_size", "finetune"):
+        del header["settings"][key]
+    for row in header["history"]:
+        row |= {"macs_alone": None, "params_alone": None}
+    checkpoints.safetensors.torch.save_file(tensors, path, {"secateur": json.dumps(header)})
+    again = prune(net(), data(), remove=0.3, schedule=0.1, checkpoint=path)
+    assert same(whole.model, again.model)
+    assert list(again.history) == list(whole.history)
+
+
+class Noisy(torch.utils.data.Dataset):
+    """Samples that are altered at random whenever they are read."""
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        x, y = data()
+        return x[index] + 0.01 * torch.randn(3, 6, 6), int(y[index])
+
+
+def test_loaders_are_known_by_their_first_sample_and_are_not_disturbed() -> None:
+    x, y = data()
+    plain, longer = (torch.utils.data.TensorDataset(x[:n], y[:n]) for n in (8, 12))
+    other = torch.utils.data.TensorDataset(x + 1, y)
+    made = {
+        name: data_identity(torch.utils.data.DataLoader(dataset, batch_size=size, shuffle=True))
+        for name, (dataset, size) in {
+            "a": (longer, 4), "b": (plain, 4), "c": (other, 4), "d": (longer, 3), "e": (Noisy(), 4)
+        }.items()
+    }  # fmt: skip
+    assert len(set(made.values())) == 5
+    before, python = torch.get_rng_state(), random.getstate()
+    assert data_identity(torch.utils.data.DataLoader(longer, batch_size=4, shuffle=True)) == made["a"]
+    assert data_identity(torch.utils.data.DataLoader(Noisy(), batch_size=4)) == made["e"]
+    assert torch.equal(before, torch.get_rng_state())
+    assert python == random.getstate()
+    assert data_identity(Stream()) == "Stream None None"
+
+
+class Stream:
+    """Batches without a length."""
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        raise AssertionError("looking at the data must not run them")
 
 
 def test_a_full_disk_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -467,12 +572,12 @@ def test_a_full_disk_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(CheckpointError, match="No space left") as caught:
-        prune(net(), data(), remove=0.5, step=0.1, checkpoint=path)
+        prune(net(), data(), remove=0.5, schedule=0.1, checkpoint=path)
     monkeypatch.undo()
     assert caught.value.result.model(data()[0]).shape == (12, 4)
     assert not list(tmp_path.glob(".*"))
-    resumed = prune(net(), data(), remove=0.5, step=0.1, checkpoint=path)
-    assert same(resumed.model, prune(net(), data(), remove=0.5, step=0.1).model)
+    resumed = prune(net(), data(), remove=0.5, schedule=0.1, checkpoint=path)
+    assert same(resumed.model, prune(net(), data(), remove=0.5, schedule=0.1).model)
 
 
 def test_nested_state_round_trips() -> None:
@@ -513,9 +618,14 @@ def test_bad_input_is_named() -> None:
         prune(broken, samples, remove=0.5)
     with pytest.raises(CriterionError, match="NaN"):
         prune(model, samples, lambda m, b: {"conv1": np.full(16, np.nan)}, remove=0.5)
-    for target in ({}, {"remove": 0.5, "keep": {"macs": 0.5}}, {"remove": 1.5}, {"remove": 0.5, "step": 0}):
+    for target in ({}, {"remove": 0.5, "keep": {"macs": 0.5}}, {"remove": 1.5}, {"remove": 0.5, "keep": {}}):
         with pytest.raises(TargetError):
             prune(model, samples, **target)
+    for step in (0, 1, -0.1):
+        with pytest.raises(TargetError, match="step"):
+            prune(model, samples, remove=0.5, schedule=step)
+    with pytest.raises(TargetError, match="schedule"):
+        prune(model, samples, remove=0.5, schedule="fast")
     with pytest.raises(TargetError, match="cannot reach"):
         prune(model, samples, keep={"macs": 1e-9})
     with pytest.raises(TargetError, match="at most"):
@@ -534,8 +644,9 @@ def test_what_the_users_functions_raise_is_named_and_nothing_is_lost(what: str) 
             raise RuntimeError("the cat sat on the keyboard")
         return model if what == "repair" else 0.5
 
+    options = {"schedule": Schedule(step=0.1, finetune=fails)} if what == "finetune" else {"schedule": 0.1, what: fails}
     with pytest.raises(EvaluationError, match=f"{what} raised RuntimeError.*keyboard") as caught:
-        prune(net(), data(), remove=0.5, step=0.1, **{what: fails})
+        prune(net(), data(), remove=0.5, **options)
     result = caught.value.result
     assert len(result.history) == (2 if what == "evaluate" else 3)
     assert result.plan is not None
@@ -555,7 +666,7 @@ def test_evaluate_sees_evaluation_mode() -> None:
         return 1.0
 
     model = net().train()
-    result = prune(model, data(), "weight", remove=0.2, step=0.1, evaluate=watch)
+    result = prune(model, data(), "weight", remove=0.2, schedule=0.1, evaluate=watch)
     assert modes == [(False, False)] * 3
     assert result.model.training
     kept = np.setdiff1d(np.arange(12), result.plan.cuts.get("bn.running_mean", {}).get(0, ()))
@@ -564,15 +675,17 @@ def test_evaluate_sees_evaluation_mode() -> None:
 
 def test_without_data() -> None:
     example = data()[0][:1]
-    result = prune(net(), None, "weight", remove=0.4, step=0.2, example=example)
+    result = prune(net(), [(example, None)], "weight", remove=0.4, schedule=0.2)
     assert result.history[-1].removed > 0.35
+    at_once = prune(net(), [(example, None)], "weight", remove=0.4)  # one input is nothing to repair with
+    assert "repair" not in at_once.settings
     with pytest.raises(DataError, match="example"):
         prune(net(), None, "weight", remove=0.4)
 
 
 # -- history and progress ----------------------------------------------------------------------------------------------
 def test_history_as_rows(tmp_path: Path) -> None:
-    result = prune(net(), data(), remove=0.2, step=0.1, evaluate=lambda m: {"overall": 0.5, "cat": 0.25})
+    result = prune(net(), data(), remove=0.2, schedule=0.1, evaluate=lambda m: {"overall": 0.5, "cat": 0.25})
     text = result.history.to_csv(tmp_path / "rows.csv")
     lines = text.splitlines()
     assert lines[0].endswith("overall,cat")
@@ -597,28 +710,29 @@ class Terminal(io.StringIO):
 def test_progress_only_on_a_terminal(rich: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not rich:
         monkeypatch.setitem(sys.modules, "rich.console", None)
-    row = prune(net(), data(), "weight", remove=0.2, step=0.2).history[-1]
+    row = prune(net(), data(), "weight", remove=0.2, schedule=0.2).history[-1]
     for stream, shown in ((Terminal(), True), (io.StringIO(), False)):
         with Progress(True, 2, stream) as progress:
-            progress(row)
+            progress(StepDone(row))
         assert ("units left" in stream.getvalue()) == shown or (rich and shown)
     silent = Terminal()
     with Progress(False, 2, silent) as progress:
-        progress(row)
+        progress(StepDone(row))
     assert silent.getvalue() == ""
 
 
 def test_progress_in_words() -> None:
-    said: list[str] = []
-    result = prune(net(), data(), "weight", remove=0.2, step=0.1, evaluate=lambda _: 0.5, progress=said.append)
-    rows = [describe(row) for row in result.history]
-    assert [text for text in said if text in rows] == rows
-    assert said[:3] == ["measuring accuracy", rows[0], "scoring units by weight"]
+    events: list[Event] = []
+    result = prune(net(), data(), "weight", remove=0.2, schedule=0.1, evaluate=lambda _: 0.5, progress=events.append)
+    rows = [StepDone(row) for row in result.history]
+    assert [event for event in events if isinstance(event, StepDone)] == rows
+    said = [str(event) for event in events]
+    assert said[:3] == ["measuring accuracy", str(rows[0]), "scoring units by weight"]
 
 
 def test_signals_are_left_alone() -> None:
     before = signal.getsignal(signal.SIGINT)
-    prune(net(), data(), "weight", remove=0.2, step=0.2)
+    prune(net(), data(), "weight", remove=0.2, schedule=0.2)
     assert signal.getsignal(signal.SIGINT) is before
 
 
@@ -630,7 +744,7 @@ def test_on_a_gpu(tmp_path: Path) -> None:
     for name, scores in on_cpu.items():
         for site, values in scores.units.items():
             np.testing.assert_allclose(on_gpu[name].units[site], values, rtol=2e-2, atol=2e-2 * np.abs(values).max())
-    options = {"remove": 0.4, "step": 0.2, "finetune": FineTune(samples, epochs=2)}
+    options = {"remove": 0.4, "schedule": Schedule(step=0.2, finetune=FineTune(samples, epochs=2))}
     result = prune(net().cuda(), samples, checkpoint=tmp_path / "run.safetensors", **options)
     assert all(p.is_cuda for p in result.model.parameters())
     again = prune(net().cuda(), samples, checkpoint=tmp_path / "run.safetensors", **options)

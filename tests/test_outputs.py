@@ -54,7 +54,12 @@ def test_matches(classes, count, given, found) -> None:
 @pytest.mark.parametrize(
     ("classes", "count", "given", "says"),
     [
-        (["cat", "dog"], 1000, [], "no ImageNet name.*cat, dog.*Fix: say which outputs mean them, such as cat="),
+        (
+            ["cat", "dog"],
+            1000,
+            [],
+            "no ImageNet name.*cat, dog.*Fix: say which outputs mean them, such as outputs=.'cat=",
+        ),
         (["springer"], 1000, [], "English springer"),
         (["crane"], 1000, [], r"134 \(n02012849.*517 \(n03126707"),
         (["a", "b"], 3, [], "2 class folders .* 3 outputs"),

@@ -13,6 +13,7 @@ from constructs import randomise
 from oracle import outputs, random_scores, relative_gap, zeroed
 from random_nets import RandomNet, networks
 from secateur.errors import NothingToPruneError, TargetError
+from secateur.plans import Limits
 
 EXAMPLES = int(os.environ.get("SECATEUR_EXAMPLES", "200"))
 
@@ -23,7 +24,7 @@ def test_removal_equals_masking(net: RandomNet, share: float, seed: int, scope: 
     example = torch.randn(2, 3, 4, 4)
     graph = sc.analyze(net, example)
     try:
-        plan = sc.plan(graph, random_scores(graph, seed), remove=share, scope=scope)
+        plan = sc.plan(graph, random_scores(graph, seed), remove=share, limits=Limits(scope=scope))
     except (NothingToPruneError, TargetError):
         event("nothing or too little may leave")
         return
@@ -44,7 +45,7 @@ def test_rounding_keeps_multiples(net: RandomNet, seed: int, round_to: int) -> N
     example = torch.randn(1, 3, 4, 4)
     graph = sc.analyze(randomise(net), example)
     try:
-        plan = sc.plan(graph, random_scores(graph, seed), remove=0.5, round_to=round_to)
+        plan = sc.plan(graph, random_scores(graph, seed), remove=0.5, limits=Limits(round_to=round_to))
     except (NothingToPruneError, TargetError):
         return
     small = dict(sc.apply(net, plan).named_parameters())

@@ -18,7 +18,9 @@ import secateur as sc
 from constructs import CONSTRUCTS, build
 from oracle import fingerprint, outputs, random_scores, relative_gap, same
 from secateur.errors import DataError, RepairError, SecateurWarning
+from secateur.loop import Schedule
 from secateur.loop.checkpoint import digest
+from secateur.plans import Limits
 from secateur.plans.plan import plan_for
 from secateur.repair import (
     NOTHING,
@@ -37,7 +39,7 @@ from secateur.repair import (
 from secateur.repair.reference import Reference
 from secateur.repair.samples import Samples
 from secateur.repair.survey import survey
-from secateur.running.progress import Line
+from secateur.running.progress import Event, Line, Repairing
 
 
 def without(model: nn.Module, example: Any, layer: str, units: list[int]) -> nn.Module:
@@ -283,7 +285,7 @@ def test_flags_are_kept() -> None:
 
 def test_the_repaired_model_can_be_saved(tmp_path: Any) -> None:
     model, _, _, found = repaired("conv chain")
-    sc.save(tmp_path / "small", found.model)
+    sc.save(found.model, tmp_path / "small")
     assert digest(sc.load(tmp_path / "small", model)) == digest(found.model)
 
 
@@ -563,12 +565,12 @@ def test_progress_is_shown_to_terminals_only() -> None:
 
     for stream, shown in ((Terminal(), True), (io.StringIO(), False)):
         with Line(True, stream) as line:
-            line("repair: ridge, layer 3/9")
+            line(Repairing("ridge", 3, 9))
         assert ("layer 3/9" in stream.getvalue()) == shown
-    told: list[str] = []
+    told: list[Event] = []
     model, small, data, _ = repaired("conv chain")
     Repair("ridge", copies=0).examine(small, model, (data, None), told.append)
-    assert any("layer 3/3" in text for text in told)
+    assert any("layer 3/3" in str(event) for event in told)
 
 
 # -- ranking by cost -----------------------------------------------------------------------------------------------
@@ -596,7 +598,7 @@ def test_scope_cost_takes_the_least_score_per_operation_first(name: str, keep: d
     model, example = build(name)
     graph = sc.analyze(model, example)
     scores = random_scores(graph, 5)
-    chosen = sc.plan(graph, scores, keep=keep, scope="cost")
+    chosen = sc.plan(graph, scores, keep=keep, limits=Limits(scope="cost"))
     (spared,) = keep
     whole, value = getattr(graph.cost, spared), scores.of(graph)
     ratio: dict[int, float] = {}
@@ -634,7 +636,8 @@ def kl(small: nn.Module, model: nn.Module, x: Tensor) -> float:
 def test_pruning_repairs_unless_told_otherwise(digits: Any) -> None:
     model, data, fresh = digits
     default = sc.prune(model, data, keep={"macs": 0.5}, progress=False)
-    bare = sc.prune(model, data, keep={"macs": 0.5}, repair=None, scope="cost", one_shot=True, progress=False)
+    at_once = {"limits": Limits(scope="cost"), "schedule": Schedule(one_shot=True)}
+    bare = sc.prune(model, data, keep={"macs": 0.5}, repair=None, **at_once, progress=False)
     assert default.plan.groups == bare.plan.groups
     assert kl(default.model, model, fresh) < 0.5 * kl(bare.model, model, fresh)
     assert [row.step for row in default.history] == [0, 1]
@@ -651,7 +654,8 @@ def test_only_relevance_is_compared_across_layers_by_default(digits: Any, criter
     model, (x, y), _ = digits
     data, asked = (x[::5], y[::5]), {"keep": {"macs": 0.5}, "repair": "mean", "progress": False}
     plans = {
-        name: sc.prune(model, data, criterion, scope=name, **asked).plan.groups for name in (None, "cost", "layer")
+        name: sc.prune(model, data, criterion, limits=Limits(scope=name), **asked).plan.groups
+        for name in (None, "cost", "layer")
     }
     assert plans[None] == plans[scope]
     assert plans["cost"] != plans["layer"]
@@ -664,7 +668,7 @@ def test_never_far_behind_on_fresh_samples(digits: Any) -> None:
         for seed in range(3):
             order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))[:50]
             data = (x[order], y[order])
-            result = sc.prune(model, data, remove=share, repair=None, one_shot=True, progress=False)
+            result = sc.prune(model, data, remove=share, repair=None, schedule=Schedule(one_shot=True), progress=False)
             plain += kl(result.model, model, fresh)
             mended += kl(sc.repair(result.model, model, data, copies=2, seed=seed), model, fresh)
         assert mended <= plain
@@ -681,7 +685,8 @@ def test_stepwise_repairs_start_from_the_original_and_resume(digits: Any, tmp_pa
         return 1.0
 
     data = (data[0][::4], data[1][::4])
-    asked = {"remove": 0.4, "step": 0.1, "repair": Repair("ridge", copies=1), "rescore": False, "progress": False}
+    asked = {"remove": 0.4, "repair": Repair("ridge", copies=1), "progress": False}
+    asked["schedule"] = Schedule(step=0.1, rescore=False)
     whole = sc.prune(model, data, **asked, evaluate=lambda net: 1.0, checkpoint=tmp_path / "a.safetensors")
     with pytest.raises(KeyboardInterrupt):
         sc.prune(model, data, **asked, evaluate=stop, checkpoint=tmp_path / "b.safetensors")
@@ -695,8 +700,8 @@ def test_stepwise_repairs_start_from_the_original_and_resume(digits: Any, tmp_pa
 
 def test_rescoring_with_repair(digits: Any) -> None:
     model, data, _ = digits
-    once = sc.prune(model, data, remove=0.3, step=0.1, repair="mean", rescore=False, progress=False)
-    anew = sc.prune(model, data, remove=0.3, step=0.1, repair="mean", rescore=True, progress=False)
+    once = sc.prune(model, data, remove=0.3, schedule=Schedule(step=0.1, rescore=False), repair="mean", progress=False)
+    anew = sc.prune(model, data, remove=0.3, schedule=Schedule(step=0.1, rescore=True), repair="mean", progress=False)
     assert once.plan.groups != anew.plan.groups
     assert len(once.history) == len(anew.history) == 4
 
@@ -707,7 +712,7 @@ def test_max_drop_and_latency_with_repair(digits: Any) -> None:
     def agreement(net: nn.Module) -> float:
         return float((net(fresh).argmax(1) == model(fresh).argmax(1)).float().mean())
 
-    result = sc.prune(model, data, max_drop=0.1, evaluate=agreement, step=0.2, repair="mean", progress=False)
+    result = sc.prune(model, data, max_drop=0.1, evaluate=agreement, schedule=0.2, repair="mean", progress=False)
     assert agreement(result.model) >= 0.9
     assert not result.history[-1].held or result.stopped != ""
     timed = sc.prune(model, data, keep={"latency": 0.999}, progress=False, repair="mean")
@@ -733,7 +738,7 @@ def test_a_user_s_own_repair_and_settings(digits: Any) -> None:
 
 def test_no_data_no_repair() -> None:
     net = nn.Sequential(nn.Linear(4, 20), nn.ReLU(), nn.Linear(20, 3))
-    result = sc.prune(net, None, "weight", remove=0.5, example=torch.zeros(1, 4), progress=False)
+    result = sc.prune(net, [(torch.zeros(1, 4), None)], "weight", remove=0.5, progress=False)
     assert "repair" not in result.settings
 
 

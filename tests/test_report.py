@@ -22,6 +22,8 @@ import secateur as sc
 from html_page import Element, parse
 from secateur.errors import DataError, SecateurError, SecateurWarning
 from secateur.latency.timing import Timing
+from secateur.loop import Schedule
+from secateur.report import Page
 from secateur.report.changes import agreement, kept, regions, some_of
 from secateur.report.charts import spread, ticks
 from secateur.report.page import ranges
@@ -29,6 +31,7 @@ from secateur.results.comparison import Comparison
 
 NASTY = "<script>alert(1)</script>"
 CLASSES = [NASTY, 'b "quoted" & co', "c"]
+QUIET = Page(latency=False)
 MEAN, STD = [0.4, 0.5, 0.6], [0.2, 0.25, 0.3]
 
 
@@ -60,11 +63,12 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
         right = (model(data[0]).argmax(1) == data[1]).float()
         return {"overall": float(right.mean()), **{name: float(right[i::3].mean()) for i, name in enumerate(CLASSES)}}
 
-    result = sc.prune(net, data, remove=0.6, step=0.1, evaluate=evaluate, progress=False, seed=7)
-    comparison = sc.compare(net, data, ["lrp", "weight"], evaluate=evaluate, remove=0.6, step=0.2, progress=False)
+    result = sc.prune(net, data, remove=0.6, schedule=Schedule(step=0.1, seed=7), evaluate=evaluate, progress=False)
+    comparison = sc.compare(net, data, ["lrp", "weight"], evaluate=evaluate, remove=0.6, schedule=0.2, progress=False)
     path = result.report(
         tmp_path_factory.mktemp("report") / "deep" / "report.html", inputs=(data[0][:4], data[1][:4]),
-        comparison=comparison, classes=CLASSES, mean=MEAN, std=STD, title=f"A {NASTY} & more",
+        comparison=comparison, classes=CLASSES,
+        page=Page(f"A {NASTY} & more", mean=MEAN, std=STD),
     )  # fmt: skip
     return Run(net, data, result, comparison, path, parse(path.read_text(encoding="utf-8")))
 
@@ -120,7 +124,7 @@ def test_the_comparison_shows_every_curve(run: Run) -> None:
 
 
 def test_results_by_name_are_compared_too(run: Run, tmp_path: Path) -> None:
-    path = run.result.report(tmp_path / "r.html", comparison={"one": run.result, "two": run.result}, latency=False)
+    path = run.result.report(tmp_path / "r.html", comparison={"one": run.result, "two": run.result}, page=QUIET)
     rows = parse(path.read_text("utf-8")).by_id("compare-units").rows
     assert [row[0] for row in rows] == ["one"] * len(run.result.history) + ["two"] * len(run.result.history)
 
@@ -205,7 +209,7 @@ def _expanded(text: str) -> list[int]:
 
 
 def test_books_survive_a_checkpoint(run: Run, tmp_path: Path) -> None:
-    options = {"remove": 0.3, "step": 0.1, "progress": False, "checkpoint": tmp_path / "run.safetensors"}
+    options = {"remove": 0.3, "schedule": 0.1, "progress": False, "checkpoint": tmp_path / "run.safetensors"}
     once = sc.prune(run.net, run.data, **options)
     again = sc.prune(run.net, run.data, **options)  # all steps are in the checkpoint: nothing is scored
     assert once.scores.conservation is not None
@@ -213,7 +217,7 @@ def test_books_survive_a_checkpoint(run: Run, tmp_path: Path) -> None:
     assert again.settings == once.settings
     texts = []
     for result in (once, again):
-        page = parse(result.report(tmp_path / "r.html", latency=False).read_text("utf-8"))
+        page = parse(result.report(tmp_path / "r.html", page=QUIET).read_text("utf-8"))
         texts.append(page.by_id("conservation").text)
         assert [row[0] for row in page.by_id("conservation").rows] == [f.name for f in once.scores.conservation.flows]
     assert texts[0] == texts[1]
@@ -351,7 +355,7 @@ def test_the_page_can_be_read_without_seeing_it(run: Run) -> None:
 
 def test_a_run_without_accuracy_says_so(run: Run, tmp_path: Path) -> None:
     result = sc.prune(run.net, run.data, "weight", remove=0.3, progress=False)
-    page = parse(result.report(tmp_path / "r.html", latency=False).read_text("utf-8"))
+    page = parse(result.report(tmp_path / "r.html", page=QUIET).read_text("utf-8"))
     assert "No accuracy was measured" in page.text
     assert not page.find("figure", class_="chart")
     assert not any(e.attributes.get("id") == "conservation" for e in page.walk())
@@ -360,7 +364,8 @@ def test_a_run_without_accuracy_says_so(run: Run, tmp_path: Path) -> None:
 
 def test_a_single_step_is_no_curve(run: Run, tmp_path: Path) -> None:
     result = sc.prune(run.net, run.data, keep={"macs": 0.5}, evaluate=lambda _: 0.75, progress=False)
-    page = parse(result.report(tmp_path / "r.html", latency=False, about={"weather": "fine & dry"}).read_text("utf-8"))
+    told = Page(latency=False, about={"weather": "fine & dry"})
+    page = parse(result.report(tmp_path / "r.html", page=told).read_text("utf-8"))
     assert not page.find("figure", class_="chart")
     assert "in 1 step by lrp, with repair after it" in page.text
     assert "75.0 % was 75.0 %" in page.find("dl", class_="tiles")[0].text
@@ -371,8 +376,8 @@ def test_a_single_step_is_no_curve(run: Run, tmp_path: Path) -> None:
 
 def test_a_step_that_was_taken_back_is_marked(run: Run, tmp_path: Path) -> None:
     falling = iter([0.9, 0.89, 0.5])
-    result = sc.prune(run.net, run.data, max_drop=0.1, step=0.1, evaluate=lambda _: next(falling), progress=False)
-    page = parse(result.report(tmp_path / "r.html", latency=False).read_text("utf-8"))
+    result = sc.prune(run.net, run.data, max_drop=0.1, schedule=0.1, evaluate=lambda _: next(falling), progress=False)
+    page = parse(result.report(tmp_path / "r.html", page=QUIET).read_text("utf-8"))
     rows = page.by_id("units").rows
     assert [row[3] for row in rows] == ["", "", "taken back"]
     assert [float(row[2]) for row in rows] == [90, 89, 50]
@@ -388,8 +393,8 @@ def test_many_classes_are_folded(run: Run, tmp_path: Path) -> None:
         step = next(steps)
         return {"overall": 0.5, **{name: 0.9 - step * (i % 7) / 10 for i, name in enumerate(names)}}
 
-    result = sc.prune(run.net, run.data, remove=0.2, step=0.2, evaluate=evaluate, progress=False)
-    page = parse(result.report(tmp_path / "r.html", latency=False).read_text("utf-8"))
+    result = sc.prune(run.net, run.data, remove=0.2, schedule=0.2, evaluate=evaluate, progress=False)
+    page = parse(result.report(tmp_path / "r.html", page=QUIET).read_text("utf-8"))
     first, folded = page.by_id("accuracy").find("div", class_="small")[0].find("table")
     worst = [row.children[0].text for row in first.find("tbody")[0].children]
     assert len(worst) == 10
@@ -404,11 +409,11 @@ def test_latencies_of_the_run_are_not_measured_again(run: Run, tmp_path: Path) -
     assert "4.10 ms was 12.3 ms 3.00 times as fast" in page.find("dl", class_="tiles")[1].text
     assert "during the run" in page.text
     given = [Timing(1, 0.020, 0.010), Timing(32, 0.4, 0.1, "ONNX Runtime")]
-    page = parse(timed.report(tmp_path / "r.html", latency=given).read_text("utf-8"))
+    page = parse(timed.report(tmp_path / "r.html", page=Page(latency=given)).read_text("utf-8"))
     tiles = {tile.find("dt")[0].text: tile.text for tile in page.find("div", class_="tile")}
     assert "10.0 ms was 20.0 ms 2.00 times as fast" in tiles["PyTorch, batch of 1"]
     assert "100 ms was 400 ms 4.00 times as fast" in tiles["ONNX Runtime, batch of 32"]
-    page = parse(run.result.report(tmp_path / "r.html", latency=False).read_text("utf-8"))
+    page = parse(run.result.report(tmp_path / "r.html", page=QUIET).read_text("utf-8"))
     assert "atency" not in page.text
 
 
@@ -433,8 +438,8 @@ def test_the_demonstration_writes_its_page_and_says_where(tmp_path: Path, monkey
 
 def test_a_metric_that_is_no_share_is_written_as_it_is(run: Run, tmp_path: Path) -> None:
     losses = iter([-1.5, -2.25, -3.125])
-    result = sc.prune(run.net, run.data, remove=0.2, step=0.1, evaluate=lambda _: next(losses), progress=False)
-    page = parse(result.report(tmp_path / "r.html", latency=False).read_text("utf-8"))
+    result = sc.prune(run.net, run.data, remove=0.2, schedule=0.1, evaluate=lambda _: next(losses), progress=False)
+    page = parse(result.report(tmp_path / "r.html", page=QUIET).read_text("utf-8"))
     assert [row[2] for row in page.by_id("units").rows] == ["−1.5", "−2.25", "−3.125"]
     assert "%" not in page.by_id("units").heads[2]
 
@@ -456,13 +461,13 @@ def test_what_is_missing_is_named(run: Run, tmp_path: Path) -> None:
     assert alone.report(tmp_path / "r.html", test=run.data, original=run.net).exists()
     silent = sc.prune(run.net, run.data, "weight", remove=0.3, progress=False)
     with pytest.raises(SecateurError, match=r"comparison\['x'\]"):
-        run.result.report(tmp_path / "q.html", comparison={"x": silent}, latency=False)
+        run.result.report(tmp_path / "q.html", comparison={"x": silent}, page=QUIET)
     with pytest.raises(DataError, match="no input"):
-        run.result.report(tmp_path / "q.html", inputs=(run.data[0][:0], None), latency=False)
+        run.result.report(tmp_path / "q.html", inputs=(run.data[0][:0], None), page=QUIET)
     with pytest.raises(DataError, match="std has 2 numbers"):
-        run.result.report(tmp_path / "q.html", inputs=run.data, std=[0.5, 0.5], latency=False)
+        run.result.report(tmp_path / "q.html", inputs=run.data, page=Page(std=[0.5, 0.5], latency=False))
     with pytest.raises(SecateurError, match="test data are empty"):
-        run.result.report(tmp_path / "q.html", test=[], latency=False)
+        run.result.report(tmp_path / "q.html", test=[], page=QUIET)
     assert not (tmp_path / "q.html").exists()
 
 
@@ -483,34 +488,34 @@ def test_without_heat_maps_the_page_says_why(named: bool, tmp_path: Path) -> Non
     data = ({"pictures": x, "table": table}, y) if named else [((x, table), y)]
     result = sc.prune(Two().eval(), data, remove=0.3, progress=False)
     with pytest.warns(SecateurWarning, match="no heat maps"):
-        path = result.report(tmp_path / "r.html", data=data, test=data, latency=False)
+        path = result.report(tmp_path / "r.html", data=data, test=data, page=QUIET)
     page = parse(path.read_text(encoding="utf-8"))
     assert f"heat maps need a tensor of inputs, not {'dict' if named else 'tuple'}" in page.by_id("seen").text
     assert not page.find("img")
     with pytest.raises(DataError, match="no input"):  # asked for by name, they are not left out
-        result.report(tmp_path / "q.html", inputs=((x, table), y), latency=False)  # type: ignore[arg-type]
+        result.report(tmp_path / "q.html", inputs=((x, table), y), page=QUIET)  # type: ignore[arg-type]
 
 
 def test_segmentation_has_heat_maps_of_as_many_samples_as_others(tmp_path: Path) -> None:
     net = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 1), nn.ReLU(), nn.Conv2d(8, 4, 1))
     data = torch.rand(12, 3, 8, 8), torch.randint(0, 4, (12, 8, 8))
     result = sc.prune(net.eval(), data, remove=0.3, progress=False)
-    page = parse(result.report(tmp_path / "r.html", data=data, latency=False).read_text(encoding="utf-8"))
+    page = parse(result.report(tmp_path / "r.html", data=data, page=QUIET).read_text(encoding="utf-8"))
     assert len(page.find("figure", class_="sample")) == 4
     unknown = data[0], data[1].clone()
     unknown[1][:, 0] = 255  # the usual mark of pixels that do not count
     with pytest.warns(SecateurWarning, match="no heat maps"):
-        path = result.report(tmp_path / "u.html", data=unknown, latency=False)
+        path = result.report(tmp_path / "u.html", data=unknown, page=QUIET)
     assert "255" in parse(path.read_text(encoding="utf-8")).by_id("seen").text
     with pytest.raises(DataError, match="std has 2 numbers"):
-        result.report(tmp_path / "q.html", data=data, std=[0.5, 0.5], latency=False)
+        result.report(tmp_path / "q.html", data=data, page=Page(std=[0.5, 0.5], latency=False))
 
 
 def test_a_run_that_removed_nothing(run: Run, tmp_path: Path) -> None:
     falling = iter([0.9, 0.1])
-    result = sc.prune(run.net, run.data, max_drop=0.1, step=0.2, evaluate=lambda _: next(falling), progress=False)
+    result = sc.prune(run.net, run.data, max_drop=0.1, schedule=0.2, evaluate=lambda _: next(falling), progress=False)
     assert result.plan is None
-    page = parse(result.report(tmp_path / "r.html", data=run.data, latency=False).read_text("utf-8"))
+    page = parse(result.report(tmp_path / "r.html", data=run.data, page=QUIET).read_text("utf-8"))
     assert "None of 38 units was removed" in page.text
     assert "Nothing was removed" in page.by_id("plan").text
     assert all(row[2] == row[3] for row in page.by_id("layers").rows)

@@ -12,6 +12,7 @@ from torch import nn
 
 import secateur as sc
 from browser import A4, SCHEMES, WIDTHS, check, opened, reached_by_keyboard
+from secateur.report import Page
 
 LONG = "a.class.whose.name.has.no.space.in.it.and.goes.on.and.on.until.nobody.reads.it.any.more"
 
@@ -43,15 +44,15 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         nn.Flatten(), nn.Linear(8, 3),
     )  # fmt: skip
     data = torch.rand(12, 1, 8, 8), torch.arange(12) % 3
-    options = {"remove": 0.5, "step": 0.1, "evaluate": lambda m: float(m(data[0]).std()), "progress": False}
+    options = {"remove": 0.5, "schedule": 0.1, "evaluate": lambda m: float(m(data[0]).std()), "progress": False}
     table = sc.compare(small, data, ["lrp", "taylor", "gradient", "weight"], **options)
     result = sc.prune(small, data, **options)
     full = result.report(
         folder / "full.html", data=data, test=data, comparison=table, classes=["0", LONG, "<b>two</b>"]
     )  # fmt: skip
     vectors = torch.rand(6, 8), torch.arange(6) % 3
-    found = sc.prune(Deep(), vectors, "weight", remove=0.4, step=0.2, evaluate=lambda _: 0.5, progress=False)
-    return {"full": full, "deep": found.report(folder / "deep.html", title=LONG)}
+    found = sc.prune(Deep(), vectors, "weight", remove=0.4, schedule=0.2, evaluate=lambda _: 0.5, progress=False)
+    return {"full": full, "deep": found.report(folder / "deep.html", page=Page(title=LONG))}
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

@@ -15,7 +15,7 @@ from secateur.analysis.specialize import MergedOutputs, specialize
 from secateur.criteria.scoring import score
 from secateur.criteria.weight import Weight
 from secateur.errors import NothingToPruneError, TargetError, UnsupportedModelError
-from secateur.files.folder import load, save
+from secateur.files.saved import load, save
 from secateur.loop.prune import prune
 
 
@@ -35,7 +35,7 @@ def test_kept_outputs_in_the_order_given(outputs: list[int], tmp_path: Path) -> 
     assert narrow[5].out_features == len(outputs) == len(narrow[5].weight)
     torch.testing.assert_close(narrow(X), net(X)[:, outputs])
     assert net[5].out_features == 10
-    save(tmp_path / "narrow", narrow)
+    save(narrow, tmp_path / "narrow")
     torch.testing.assert_close(load(tmp_path / "narrow", conv_net())(X), narrow(X))
 
 
@@ -62,7 +62,7 @@ def test_merged_outputs_sum_probabilities(tmp_path: Path) -> None:
     expected = torch.stack([p[:, :3].sum(1), p[:, 3:].sum(1)], 1)
     torch.testing.assert_close(merged(X).exp(), expected)
     assert merged.names == ("cat", "dog")
-    save(tmp_path / "merged", merged)
+    save(merged, tmp_path / "merged")
     again = load(tmp_path / "merged", MergedOutputs(conv_net(), groups, 10))
     torch.testing.assert_close(again(X), merged(X))
     exported = torch.export.export(merged, (X,))
@@ -73,11 +73,11 @@ def test_specialised_models_can_be_scored_and_pruned(tmp_path: Path) -> None:
     for outputs in ([4, 2, 7], {"a": [1, 2], "b": [3, 4, 5]}):
         narrow = specialize(conv_net(), outputs, X)
         y = torch.arange(5) % len(outputs)
-        result = prune(narrow, (X, y), "lrp", remove=0.5, step=0.25)
+        result = prune(narrow, (X, y), "lrp", remove=0.5, schedule=0.25)
         assert result.model(X).shape == (5, len(outputs))
         for name in ("taylor", "gradient"):
             score(narrow, (X, y), name)
-        save(tmp_path / "small", result)
+        save(result, tmp_path / "small")
         built = conv_net() if isinstance(outputs, list) else MergedOutputs(conv_net(), outputs, 10)
         torch.testing.assert_close(load(tmp_path / "small", built)(X), result.model(X))
 

@@ -13,6 +13,8 @@ from torch import nn
 
 import secateur as sc
 from secateur.errors import NothingToPruneError, PlanError, SecateurError, TargetError, UnsupportedModelError
+from secateur.loop import Schedule
+from secateur.plans import Limits, Target
 from secateur.plans.scores import Scores
 
 
@@ -49,7 +51,7 @@ def test_rounding_never_takes_more_and_comes_as_close_as_one_block(
     graph = graph_of(chain(*widths))
     total = sum(widths)
     try:
-        found = sc.plan(graph, scores_of(graph, seed), remove=remove, scope=scope, round_to=8)
+        found = sc.plan(graph, scores_of(graph, seed), remove=remove, limits=Limits(scope=scope, round_to=8))
     except NothingToPruneError:
         assert remove * total < 8 * len(widths) + len(widths)  # less than a block of each layer
         return
@@ -65,7 +67,7 @@ def test_rounding_never_takes_more_and_comes_as_close_as_one_block(
 
 def test_what_rounding_brings_back_makes_room_for_others() -> None:
     graph = graph_of(chain(16, 32, 32))
-    found = sc.plan(graph, scores_of(graph), remove=0.3, round_to=8)
+    found = sc.plan(graph, scores_of(graph), remove=0.3, limits=Limits(round_to=8))
     assert found.units == (80, 56)  # 24 of 80, in blocks of 8
 
 
@@ -73,13 +75,15 @@ def test_a_share_that_rounding_undoes_is_refused() -> None:
     net = chain(16, 32, 32)
     graph = graph_of(net)
     with pytest.raises(NothingToPruneError, match="round_to=64"):
-        sc.plan(graph, scores_of(graph), remove=0.3, round_to=64)
+        sc.plan(graph, scores_of(graph), remove=0.3, limits=Limits(round_to=64))
     with pytest.raises(NothingToPruneError, match="round_to=64"):
-        sc.prune(net, (X, Y), remove=0.3, round_to=64, progress=False)
+        sc.prune(net, (X, Y), remove=0.3, limits=Limits(round_to=64), progress=False)
 
 
 def test_a_run_says_how_far_rounding_let_it_go() -> None:
-    coarse = sc.prune(chain(16, 32, 32), (X, Y), "weight", remove=0.5, round_to=16, progress=False, repair=None)
+    coarse = sc.prune(
+        chain(16, 32, 32), (X, Y), "weight", remove=0.5, limits=Limits(round_to=16), progress=False, repair=None
+    )
     share = 100 * (1 - coarse.plan.units[1] / 80) if coarse.plan is not None else 0.0
     assert share < 50
     assert coarse.stopped == f"{share:.0f} % of the units are gone instead of 50 %, since widths are multiples of 16"
@@ -89,7 +93,7 @@ def test_a_run_says_how_far_rounding_let_it_go() -> None:
 
 @pytest.mark.parametrize("ignore", ["0", ["0"], ("0", "2")])
 def test_ignored_layers_keep_their_units(ignore: Any) -> None:
-    result = sc.prune(chain(16, 32, 32), (X, Y), "weight", remove=0.3, ignore=ignore, progress=False)
+    result = sc.prune(chain(16, 32, 32), (X, Y), "weight", remove=0.3, limits=Limits(ignore=ignore), progress=False)
     assert result.plan is not None
     names = [ignore] if isinstance(ignore, str) else list(ignore)
     assert all(result.plan.layers[name][0] == result.plan.layers[name][1] for name in names)
@@ -98,9 +102,9 @@ def test_ignored_layers_keep_their_units(ignore: Any) -> None:
 
 def test_the_name_of_a_module_stands_for_what_is_in_it() -> None:
     graph = graph_of(nn.Sequential(chain(16, 8)[:4], nn.Sequential(nn.Conv2d(8, 8, 3), *chain(8)[1:])).eval())
-    kept = sc.plan(graph, scores_of(graph), remove=0.2, ignore="0")
+    kept = sc.plan(graph, scores_of(graph), remove=0.2, limits=Limits(ignore="0"))
     assert {name for name, (had, has) in kept.layers.items() if has < had} == {"1.0"}
-    only = sc.plan(graph, scores_of(graph), remove=0.2, only="0")
+    only = sc.plan(graph, scores_of(graph), remove=0.2, limits=Limits(only="0"))
     assert all(name.startswith("0.") for name, (had, has) in only.layers.items() if has < had)
 
 
@@ -108,9 +112,9 @@ def test_the_name_of_a_module_stands_for_what_is_in_it() -> None:
 def test_a_name_that_no_layer_has_is_refused(option: str) -> None:
     graph = graph_of(chain(16, 32))
     with pytest.raises(TargetError, match=rf"{option}='feature.4' fits no layer of Sequential"):
-        sc.plan(graph, scores_of(graph), remove=0.3, **{option: ["feature.4"]})
+        sc.plan(graph, scores_of(graph), remove=0.3, limits=Limits(**{option: ["feature.4"]}))
     with pytest.raises(TargetError, match="fits no layer"):
-        sc.prune(chain(16, 32), (X, Y), remove=0.3, ignore=["0", "layer4.*"], progress=False)
+        sc.prune(chain(16, 32), (X, Y), remove=0.3, limits=Limits(ignore=["0", "layer4.*"]), progress=False)
 
 
 def test_scores_of_another_model_are_refused() -> None:
@@ -127,7 +131,7 @@ def test_scores_of_another_model_are_refused() -> None:
         ({"keep": 0.5}, r"keep=0.5 does not say of what"),
         ({"keep": {"macs": "half"}}, r"must be a number, not str"),
         ({"remove": "0.3"}, r"remove='0.3' must be a number"),
-        ({"remove": 0.3, "min_units": 100}, r"min_units=100"),
+        ({"remove": 0.3, "limits": Limits(min_units=100)}, r"min_units=100"),
     ],
 )
 def test_plain_mistakes_are_named(asked: dict[str, Any], said: str) -> None:
@@ -145,3 +149,29 @@ def test_what_is_no_model_is_refused() -> None:
     ):
         with pytest.raises(UnsupportedModelError, match=said):
             sc.prune(wrong, (X, Y), remove=0.3, progress=False)  # type: ignore[arg-type]
+
+
+def test_settings_print_what_was_given() -> None:
+    assert repr(Limits()) == "Limits()"
+    assert repr(Limits("layer", ignore="head", round_to=8)) == "Limits(scope='layer', ignore=('head',), round_to=8)"
+    assert repr(Schedule(0.1, rescore=False)) == "Schedule(step=0.1, rescore=False)"
+    assert repr(Target(keep={"macs": 0.5})) == "Target(keep={'macs': 0.5})"
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: Limits("everywhere"), "scope='everywhere' is not known"),
+        (lambda: Limits(round_to=0), "round_to=0 must be at least 1"),
+        (lambda: Schedule(30), "step=30 must lie strictly between 0 and 1.*Fix: step=0.3 for 30 per cent"),
+        (lambda: Schedule(one_shot=True, parts={"a": ["0"], "b": ["2"]}), "parts take turns"),
+        (lambda: Target(keep={"flops": 0.5}), "'flops': 0.5.* is not known"),
+        (lambda: Target(keep={"latency": 2}), "share of what is measured"),
+        (lambda: Target(keep={"latency": 0.5, "macs": 0.5}), "approached alone"),
+        (lambda: Target(max_drop="a little"), "must be a number"),
+        (lambda: sc.plan(graph_of(chain(16)), scores_of(graph_of(chain(16))), keep={"latency": 0.5}), "cannot aim at"),
+    ],
+)
+def test_settings_check_themselves(make: Any, said: str) -> None:
+    with pytest.raises(TargetError, match=said):
+        make()

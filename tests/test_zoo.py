@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import secateur as sc
 from constructs import randomise
 from oracle import fingerprint, outputs, random_scores, relative_gap, same, zeroed
+from secateur.plans import Limits
 
 torchvision = pytest.importorskip("torchvision")
 
@@ -75,13 +76,15 @@ def test_family(name: str, tmp_path: Path) -> None:
     graph = sc.analyze(model, example)
     assert graph.total_units > 0.4 * graph.units.sum()
     for share in (0.3, 0.7):
-        plan = sc.plan(graph, random_scores(graph), remove=share, scope="global" if share < 0.5 else "layer")
+        plan = sc.plan(
+            graph, random_scores(graph), remove=share, limits=Limits(scope="global" if share < 0.5 else "layer")
+        )
         small = sc.apply(model, plan)
         reference = zeroed(model, graph, plan)
         assert relative_gap(outputs(small, example), outputs(reference, example)) < 1e-4
         assert sc.measure(small, example, latency=False) == plan.after
     assert same(before, fingerprint(model))
-    sc.save(tmp_path / "m", small)
+    sc.save(small, tmp_path / "m")
     again = sc.load(tmp_path / "m", make(name, seed=1)[0])
     assert relative_gap(outputs(again, example), outputs(small, example)) == 0
 
@@ -115,12 +118,12 @@ def test_plans_reach_their_targets() -> None:
     scores = random_scores(graph)
     for keep in ({"macs": 0.5}, {"params": 0.3}, {"macs": 2e7}, {"params": 0.6, "macs": 0.6}):
         for round_to in (1, 8):
-            plan = sc.plan(graph, scores, keep=keep, round_to=round_to)
+            plan = sc.plan(graph, scores, keep=keep, limits=Limits(round_to=round_to))
             cost = sc.measure(sc.apply(model, plan), example, latency=False)
             for name, value in keep.items():
                 limit = value * getattr(graph.cost, name) if value <= 1 else value
                 assert 0.85 * limit < getattr(cost, name) <= limit
-    plan = sc.plan(graph, scores, remove=0.5, round_to=8)
+    plan = sc.plan(graph, scores, remove=0.5, limits=Limits(round_to=8))
     small = sc.apply(model, plan)
     assert all(m.out_channels % 8 == 0 for m in small.modules() if isinstance(m, nn.Conv2d))
 
@@ -130,9 +133,9 @@ def test_targets_out_of_reach_say_how_far_one_can_go() -> None:
     graph = sc.analyze(model, example)
     scores = random_scores(graph)
     with pytest.raises(sc.SecateurError, match=r"at most \d+\.\d % can leave"):
-        sc.plan(graph, scores, remove=0.9, min_units=32)
+        sc.plan(graph, scores, remove=0.9, limits=Limits(min_units=32))
     with pytest.raises(sc.SecateurError, match=r"cannot reach .* remain"):
-        sc.plan(graph, scores, keep={"macs": 0.05}, ignore=["layer[34]*"])
+        sc.plan(graph, scores, keep={"macs": 0.05}, limits=Limits(ignore=["layer[34]*"]))
     with pytest.raises(sc.SecateurError, match="exactly one target"):
         sc.plan(graph, scores)
 
@@ -140,7 +143,7 @@ def test_targets_out_of_reach_say_how_far_one_can_go() -> None:
 def test_min_units_and_ignore_hold() -> None:
     model, example = make("resnet18")
     graph = sc.analyze(model, example)
-    plan = sc.plan(graph, random_scores(graph), remove=0.8, min_units=20, ignore=["layer1.*"])
+    plan = sc.plan(graph, random_scores(graph), remove=0.8, limits=Limits(ignore=["layer1.*"], min_units=20))
     small = sc.apply(model, plan)
     convs = {n: m for n, m in small.named_modules() if isinstance(m, nn.Conv2d)}
     assert min(m.out_channels for m in convs.values()) >= 20
@@ -150,7 +153,7 @@ def test_min_units_and_ignore_hold() -> None:
 def test_scope_layer_takes_the_same_share_everywhere() -> None:
     model, example = make("vgg11")
     graph = sc.analyze(model, example)
-    plan = sc.plan(graph, random_scores(graph), remove=0.5, scope="layer")
+    plan = sc.plan(graph, random_scores(graph), remove=0.5, limits=Limits(scope="layer"))
     assert np.allclose([after / before for before, after in plan.layers.values()], 0.5, atol=0.02)
 
 

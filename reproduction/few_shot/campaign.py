@@ -24,7 +24,9 @@ from reproduction.training import Images, Schedule
 from secateur.analysis.analyze import analyze
 from secateur.analysis.specialize import Merge, specialize
 from secateur.errors import SecateurError
-from secateur.loop.prune import prune, seeded
+from secateur.loop.callbacks import seeded
+from secateur.loop.prune import prune
+from secateur.loop.schedule import Schedule as Steps
 from secateur.running.accuracy import accuracy
 from secateur.structure.graph import Graph
 
@@ -163,8 +165,8 @@ def columns(model: nn.Module, stage: Scene, task: Task) -> dict[str, float]:
         return right(small, inputs[1], stage.test[1], len(inputs[1]))
 
     history = prune(
-        head, (inputs[0], stage.reference[1]), task.criterion, settings.grid * settings.step, step=settings.step,
-        evaluate=measured, progress=False, seed=task.draw,
+        head, (inputs[0], stage.reference[1]), task.criterion, settings.grid * settings.step,
+        schedule=Steps(step=settings.step, seed=task.draw), evaluate=measured, progress=False,
     ).history  # fmt: skip
     return {f"{_GRID}{row.step * settings.step:.4f}": row.overall or 0.0 for row in history}
 

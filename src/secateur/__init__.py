@@ -10,8 +10,8 @@ from secateur.analysis.analyze import analyze
 from secateur.analysis.specialize import specialize
 from secateur.criteria.scoring import score
 from secateur.errors import SecateurError
-from secateur.files.folder import load, save
 from secateur.files.onnx import export
+from secateur.files.saved import load, save
 from secateur.latency.measure import measure
 from secateur.loop.compare import compare
 from secateur.loop.prune import prune

@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from secateur.analysis.analyze import analyze
 from secateur.analysis.specialize import specialize
 from secateur.loop.compare import compare
 from secateur.results.comparison import Comparison
@@ -119,8 +118,7 @@ def demonstrate(
         CRITERIA,
         evaluate=lambda model: accuracy(model, test).overall,
         remove=remove,
-        step=step,
-        graph=analyze(narrow, reference[0][:2]),
+        schedule=step,
         progress=False,
     )
     return Demonstration(narrow, accuracy(net, digits.test).overall, accuracy(narrow, test).overall, comparison)

@@ -15,10 +15,10 @@ from secateur.cli.demo import demo
 from secateur.cli.explain import explain
 from secateur.cli.export import export
 from secateur.cli.inspect import inspect
+from secateur.cli.options import message_of
 from secateur.cli.output import warnings_as_lines
 from secateur.cli.prune import prune
 from secateur.cli.specialize import specialize
-from secateur.cli.wording import spoken
 from secateur.errors import SecateurError
 
 # What to install when an optional package is missing.
@@ -32,7 +32,7 @@ _EXTRAS = {
     "sklearn": "demo",
 }
 
-# Shells report an interrupted program so.
+# The exit status that shells use for an interrupted program.
 _INTERRUPTED = 130
 
 
@@ -56,7 +56,7 @@ class Commands(TyperGroup):
             raise typer.Exit(_INTERRUPTED) from None
         except (SecateurError, OSError) as error:
             _raise_if_debugging()
-            _say(f"error: {spoken(str(error))}")
+            _say(f"error: {message_of(error)}")
         except ModuleNotFoundError as error:
             extra = _EXTRAS.get((error.name or "").partition(".")[0])
             if extra is None:
@@ -72,7 +72,7 @@ def _raise_if_debugging() -> None:
 
 
 def _say(text: str) -> None:
-    print(f"secateur: {' '.join(text.split())}", file=sys.stderr)
+    print(f"secateur: {text}", file=sys.stderr)
 
 
 app = typer.Typer(

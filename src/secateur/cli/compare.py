@@ -9,11 +9,12 @@ from typing import Annotated
 import typer
 
 from secateur.cli import options as o
-from secateur.cli.folder import CHECKPOINT, begin_run, check_folder, end_run, request, undone_if_impossible
-from secateur.cli.output import Talk, curves_table, reported
-from secateur.cli.subject import Look, opened, task
+from secateur.cli.output import Printer, curves_table
+from secateur.cli.run_folder import Run, check_folder, request
+from secateur.cli.task import ViewOptions, read_model, read_task
 from secateur.errors import SecateurError
 from secateur.loop.compare import compare as run_compare
+from secateur.loop.schedule import Schedule
 from secateur.results.comparison import Comparison
 
 
@@ -33,7 +34,7 @@ def compare(
     test: o.Test = None,
     per_class: o.PerClass = None,
     test_per_class: o.TestPerClass = None,
-    merge: o.MergeByData = o.MergingByData.auto,
+    merge: o.MergeByData = "auto",
     strict: o.Strict = False,
     specialize: Annotated[bool, typer.Option(help="Keep only the outputs that the class folders mean.")] = True,
     remove: Annotated[float, typer.Option(help="Share of the units to remove in the end.")] = 0.5,
@@ -57,36 +58,35 @@ def compare(
     --out which
     """
     chosen = criteria or ["lrp", "taylor", "gradient", "weight"]
-    o.check_target({}, remove, step)
+    o.check_target(remove, step=step)
     o.check_criteria(chosen)
-    talk = Talk(as_json)
+    printer = Printer(as_json)
     check_folder(out, images=images, test=test)
-    with talk.stage("building the model and reading images"):
-        subject = opened(model, weights, original, device, Look(size, fit, mean, std))
-        job = task(
-            subject, images, outputs=outputs or (), narrow=specialize, merge=merge.value, test=test,
+    with printer.stage("building the model and reading images"):
+        opened = read_model(model, weights, original, device, ViewOptions(size, fit, mean, std))
+        task = read_task(
+            opened, images, outputs=outputs or (), narrow=specialize, merge=merge, test=test,
             per_class=per_class, test_per_class=test_per_class, seed=seed, strict=strict,
         )  # fmt: skip
-    if job.test is None:
+    if task.test is None:
         raise SecateurError(
             "a comparison needs images that are not used for scoring.", fix="--test, or a smaller --per-class"
         )
-    asked = request(ctx, job, criteria=chosen)
-    earlier = begin_run(out, asked, fresh, talk)
-    with undone_if_impossible(out, earlier):
+    run = Run.begin(out, request(ctx, task, criteria=chosen), fresh, printer)
+    with run.working():
         found = run_compare(
-            job.model, job.data(), chosen,
-            evaluate=reported(talk, job.accuracy), remove=remove, step=step, seed=seed,
-            checkpoint=out / CHECKPOINT,
+            task.model, task.data(), chosen,
+            evaluate=task.accuracy, remove=remove, schedule=Schedule(step=step, seed=seed), checkpoint=run.checkpoint,
+            progress=printer.progress(),
         )  # fmt: skip
     found.to_json(out / "comparison.json")
     picture = draw(found, out / "comparison.png")
-    end_run(out, asked, {"best": found.best})
-    talk.json({**json.loads(found.to_json()), "files": [str(out / "comparison.json"), str(picture)]})
+    run.end({"best": found.best})
+    printer.json({**json.loads(found.to_json()), "files": [str(out / "comparison.json"), str(picture)]})
     longest = max(found.curves.values(), key=lambda curve: float(curve.removed[-1])).removed
-    talk.result(curves_table(found.curves, longest[:: max(1, (len(longest) - 1) // 6)].tolist(), "units"))
-    talk.result(str(found))
-    talk.result(f"\n{len(job.reference)} images to score on, {len(job.test)} to test on. Written to {out}: "
+    printer.result(curves_table(found.curves, longest[:: max(1, (len(longest) - 1) // 6)].tolist(), "units"))
+    printer.result(str(found))
+    printer.result(f"\n{len(task.reference)} images to score on, {len(task.test)} to test on. Written to {out}: "
                 f"comparison.json, comparison.png")  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from torch import nn
 
-from secateur.cli.output import Lines, Talk, curves_table, headline
+from secateur.cli.output import Printer, curves_table, headline
 from secateur.results.comparison import curve
 
 _BUDGETS = (0.8, 0.6, 0.4, 0.3, 0.2, 0.1)
@@ -26,47 +26,48 @@ def demo(
     Example: secateur demo --out my-demo
     """
     from secateur.demo import REFERENCE, Digits, demonstrate, train
-    from secateur.files.folder import save
+    from secateur.files.saved import save
     from secateur.latency.timing import time_batches
     from secateur.loop.prune import prune
+    from secateur.report.page import Page
     from secateur.running.accuracy import accuracy
 
-    talk, begin = Talk(as_json=False), time.perf_counter()
+    printer, begin = Printer(as_json=False), time.perf_counter()
     digits, classes = Digits.load(), [0, 1, 4, 7]
     reference, test, names = digits.of(classes, REFERENCE), digits.of(classes), [f"digit {c}" for c in classes]
 
     def held_out_accuracy(model: nn.Module) -> dict[str, float]:
         return accuracy(model, test).named(lambda number: names[number])
 
-    with talk.stage(f"training a residual network on {len(digits.train[0])} hand-written digits"):
+    with printer.stage(f"training a residual network on {len(digits.train[0])} hand-written digits"):
         net = train(digits, epochs)
-    with talk.stage("pruning by four criteria, re-scored every 5 %, from ten images per class"):
+    with printer.stage("pruning by four criteria, re-scored every 5 %, from ten images per class"):
         shown = demonstrate(digits, net, classes)
-    talk.result(f"right on held-out digits: {100 * shown.whole:.1f} % among ten classes, {100 * shown.narrow:.1f} % "
+    printer.result(f"right on held-out digits: {100 * shown.whole:.1f} % among ten classes, {100 * shown.narrow:.1f} % "
                 f"among {', '.join(map(str, classes))} after cutting off the other outputs\n")  # fmt: skip
-    talk.note("removing 5 % at a time by lrp, repaired after each step, until more than 2 points are lost")
+    printer.note("removing 5 % at a time by lrp, repaired after each step, until more than 2 points are lost")
     result = prune(
-        shown.network, reference, "lrp", max_drop=0.02, evaluate=held_out_accuracy,
-        progress=talk.err.is_terminal or Lines(talk),
+        shown.network, reference, "lrp", max_drop=0.02, evaluate=held_out_accuracy, progress=printer.progress(),
     )  # fmt: skip
     repaired = curve("lrp", result.history, every=True)
-    talk.result(curves_table({"lrp, repaired": repaired, **shown.comparison.curves}, _BUDGETS, "macs"))
-    talk.result(
+    printer.result(curves_table({"lrp, repaired": repaired, **shown.comparison.curves}, _BUDGETS, "macs"))
+    printer.result(
         "Ten images per class, nothing trained. Repaired is what `secateur prune` does, until 2 points are lost; the "
         "others are the\npaper's method. One network and one draw of images: see docs/results for means over many.\n"
     )
-    with talk.stage("timing both networks and drawing the page"):
+    with printer.stage("timing both networks and drawing the page"):
         timings = time_batches(shown.network, result.model, reference[0][:1])
-        save(out / "model", result)
+        save(result, out / "model")
         shown.comparison.to_json(out / "comparison.json")
         result.history.to_csv(out / "history.csv")
         page = result.report(
-            out / "report.html", data=test, comparison=shown.comparison, classes=names, latency=timings,
-            title=f"A digits network, specialised to {', '.join(map(str, classes))} and pruned by explaining",
+            out / "report.html", data=test, comparison=shown.comparison, classes=names,
+            page=Page(f"A digits network, specialised to {', '.join(map(str, classes))} and pruned by explaining",
+                      latency=timings),
         )  # fmt: skip
     metrics = [row.metrics for row in result.history if row.held]
-    talk.result("the last network that lost at most 2 points, by lrp, repaired:")
-    talk.result(headline(result.cost_before, result.cost_after, timings, metrics))
-    talk.result(f"written: {out / 'model'} (safetensors and plan), {out / 'history.csv'}, {out / 'comparison.json'}")
-    talk.result(f"report page: {page.resolve().as_uri()}")
-    talk.result(f"{time.perf_counter() - begin:.0f} s")
+    printer.result("the last network that lost at most 2 points, by lrp, repaired:")
+    printer.result(headline(result.cost_before, result.cost_after, timings, metrics))
+    printer.result(f"written: {out / 'model'} (safetensors and plan), {out / 'history.csv'}, {out / 'comparison.json'}")
+    printer.result(f"report page: {page.resolve().as_uri()}")
+    printer.result(f"{time.perf_counter() - begin:.0f} s")

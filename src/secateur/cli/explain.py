@@ -1,4 +1,4 @@
-"""`secateur explain`: which pixels and which units made a model say what it said."""
+"""`secateur explain`: which pixels and which units decided a model's output."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 import typer
-from rich.table import Table
 from torch import Tensor
 
 from secateur.cli import options as o
-from secateur.cli.folder import check_folder, keep_apart
-from secateur.cli.output import Talk
-from secateur.cli.subject import Look, count_outputs, device_of, names_of, opened
+from secateur.cli.output import Printer, table
+from secateur.cli.run_folder import check_folder, keep_apart
+from secateur.cli.task import ViewOptions, count_outputs, output_names, read_model
 from secateur.data.images import images_in, load
 from secateur.data.outputs import parse
 from secateur.errors import DataError, SecateurError
@@ -24,6 +23,7 @@ from secateur.relevance.composites import PRESETS
 from secateur.relevance.explain import Explanation
 from secateur.relevance.explain import explain as run_explain
 from secateur.relevance.heatmaps import draw
+from secateur.running.devices import device_of
 
 _BATCH = 8
 
@@ -68,60 +68,52 @@ def explain(
     for folder in images:
         if folder.is_dir():
             keep_apart(out, folder, "images", above=False)  # or the next call would explain heat maps
-    talk = Talk(as_json)
-    with talk.stage("building the model and reading images"):
-        subject = opened(model, weights, original, device, Look(size, fit, mean, std))
-        count = count_outputs(subject)
-        names = names_of(subject, count)
+    printer = Printer(as_json)
+    with printer.stage("building the model and reading images"):
+        opened = read_model(model, weights, original, device, ViewOptions(size, fit, mean, std))
+        count = count_outputs(opened)
+        names = output_names(opened, count)
         wanted = _target(target, names)
         paths = _in_turn([path for item in images for path in (images_in(item) if item.is_dir() else [item])])
         if not paths:
             raise DataError(f"there are no images in {', '.join(map(str, images))}.")
         if len(paths) > limit:
-            talk.note(f"{limit} of {len(paths)} images, in turn from every folder; --limit for more")
-        inputs, kept = load(paths[:limit], subject.origin.view, strict=strict)
+            printer.note(f"{limit} of {len(paths)} images, in turn from every folder; --limit for more")
+        inputs, kept = load(paths[:limit], opened.origin.view, strict=strict)
     out.mkdir(parents=True, exist_ok=True)
     pictures: list[dict[str, Any]] = []
     seen: list[Explanation] = []
-    with talk.stage(f"explaining {len(kept)} images"):
+    with printer.stage(f"explaining {len(kept)} images"):
         for begin in range(0, len(kept), _BATCH):
-            batch = inputs[begin : begin + _BATCH].to(device_of(subject.model))
-            found = run_explain(subject.model, batch, wanted, composite=composite)
+            batch = inputs[begin : begin + _BATCH].to(device_of(opened.model))
+            found = run_explain(opened.model, batch, wanted, composite=composite)
             seen.append(found)
-            colours = subject.origin.view.picture(batch)
+            colours = opened.origin.view.picture(batch)
             for i, path in enumerate(kept[begin : begin + _BATCH]):
                 file = out / f"{begin + i:03d}-{re.sub(r'[^A-Za-z0-9_.-]+', '_', path.stem)}.png"
                 draw(colours[i : i + 1], found.heat[i : i + 1], file)
                 pictures.append(_entry(path, file, found.output[i], names, wanted))
     rows = _layers(seen)
     worst = max((item.conservation.worst for item in seen), default=0.0)
-    talk.json({"images": pictures, "layers": rows, "conservation": worst, "composite": composite})
-    shown = Table()
-    for name in ("image", "says", "explained", "heat map"):
-        shown.add_column(name, overflow="fold")
-    for item in pictures:
-        shown.add_row(
-            Path(item["image"]).name, f"{item['predicted']} ({100 * item['probability']:.1f} %)", item["explained"],
-            item["heat_map"],
-        )  # fmt: skip
-    talk.result(shown)
-    layers = Table()
-    for name in ("layer", "relevance that arrives", "units", "hold 90 % of it"):
-        layers.add_column(name, justify="left" if name == "layer" else "right", overflow="fold")
-    for row in rows:
-        layers.add_row(row["layer"], f"{100 * row['arrives']:.1f} %", str(row["units"]), str(row["hold_90"]))
-    talk.result(layers)
-    talk.result(f"conservation: at most {worst:.2%} of the relevance goes astray (composite {composite})")
+    printer.json({"images": pictures, "layers": rows, "conservation": worst, "composite": composite})
+    shown = [
+        (Path(i["image"]).name, f"{i['predicted']} ({100 * i['probability']:.1f} %)", i["explained"], i["heat_map"])
+        for i in pictures
+    ]
+    printer.result(table(("image", "says", "explained", "heat map"), (), shown))
+    layers = [(r["layer"], f"{100 * r['arrives']:.1f} %", str(r["units"]), str(r["hold_90"])) for r in rows]
+    printer.result(table(("layer",), ("relevance that arrives", "units", "hold 90 % of it"), layers))
+    printer.result(f"conservation: at most {worst:.2%} of the relevance is lost or created (composite {composite})")
 
 
 def _in_turn(paths: list[Path]) -> list[Path]:
     """One of each folder, then the next of each: a few images should not all be of the first class."""
-    seen: Counter[Path] = Counter()
-    ranked = []
+    count: Counter[Path] = Counter()
+    place = []
     for path in paths:
-        seen[path.parent] += 1
-        ranked.append((seen[path.parent], path))
-    return [path for _, path in sorted(ranked, key=lambda item: item[0])]
+        count[path.parent] += 1
+        place.append(count[path.parent])
+    return [path for _, path in sorted(zip(place, paths, strict=True), key=lambda item: item[0])]
 
 
 def _target(text: str | None, names: list[str]) -> int | None:

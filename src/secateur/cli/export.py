@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from secateur.cli import options as o
-from secateur.cli.output import Talk, expects
-from secateur.cli.subject import Look, blank, opened
+from secateur.cli.output import Printer, expects
+from secateur.cli.task import ViewOptions, noise, read_model
 from secateur.data.imagenet import title
 from secateur.files.onnx import export as run_export
 from secateur.structure.cost import human
@@ -38,20 +38,20 @@ def export(
 
     Example: secateur export torchvision:resnet18 --weights default --out resnet18.onnx --fixed-batch 1
     """
-    talk = Talk(as_json)
-    with talk.stage(f"writing {file.name} and checking it"):
-        subject = opened(model, weights, original, "cpu", Look(size, None, mean, std))
+    printer = Printer(as_json)
+    with printer.stage(f"writing {file.name} and checking it"):
+        opened = read_model(model, weights, original, "cpu", ViewOptions(size, None, mean, std))
         path = run_export(
-            subject.model, file, blank(subject, fixed_batch or 2), dynamic_batch=fixed_batch is None
+            opened.model, file, noise(opened, fixed_batch or 2), dynamic_batch=fixed_batch is None
         )  # fmt: skip
-    view = subject.origin.view
-    talk.json(
+    view = opened.origin.view
+    printer.json(
         {
             "file": str(path), "bytes": path.stat().st_size,
             "input": [fixed_batch, view.channels, view.size, view.size],
-            "mean": view.mean, "std": view.std, "classes": list(subject.origin.classes),
+            "mean": view.mean, "std": view.std, "classes": list(opened.origin.classes),
         }
     )  # fmt: skip
-    talk.result(f"{path}: {human(path.stat().st_size)}B, same output as PyTorch; {expects(view, fixed_batch)}")
-    if subject.origin.classes:
-        talk.result(f"outputs: {', '.join(map(title, subject.origin.classes))}")
+    printer.result(f"{path}: {human(path.stat().st_size)}B, same output as PyTorch; {expects(view, fixed_batch)}")
+    if opened.origin.classes:
+        printer.result(f"outputs: {', '.join(map(title, opened.origin.classes))}")

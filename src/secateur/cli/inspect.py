@@ -6,12 +6,11 @@ from collections import defaultdict
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 
 from secateur.analysis.analyze import analyze
 from secateur.cli import options as o
-from secateur.cli.output import Talk
-from secateur.cli.subject import Look, blank, opened
+from secateur.cli.output import Printer, table
+from secateur.cli.task import ViewOptions, noise, read_model
 from secateur.latency.measure import measure
 from secateur.latency.timing import time_forward
 from secateur.structure.cost import human
@@ -37,42 +36,34 @@ def inspect(
 
     Example: secateur inspect net.py:make --input-size 64 --json
     """
-    talk = Talk(as_json)
-    with talk.stage("analysing"):
-        subject = opened(model, weights, original, device, Look(size, None, mean, std), trained=False)
-        graph = analyze(subject.model, blank(subject))
-        cost = measure(subject.model, blank(subject), latency=False)
-        one, many = (time_forward(subject.model, blank(subject, batch)) if latency else None for batch in (1, 32))
+    printer = Printer(as_json)
+    with printer.stage("analysing"):
+        opened = read_model(model, weights, original, device, ViewOptions(size, None, mean, std), trained=False)
+        graph = analyze(opened.model, noise(opened))
+        cost = measure(opened.model, noise(opened), latency=False)
+        one, many = (time_forward(opened.model, noise(opened, batch)) if latency else None for batch in (1, 32))
     rows = _rows(graph)
-    talk.json(
+    printer.json(
         {
             "model": graph.model_name, "params": cost.params, "macs": cost.macs, "latency_1": one,
             "latency_32": many, "units": int(graph.units.sum()), "removable_units": graph.total_units,
             "groups": len(graph), "removable_groups": len(graph.candidates), "layers": rows, "unused": graph.unused,
-            "input": list(blank(subject).shape), "classes": list(subject.origin.classes),
+            "input": list(noise(opened).shape), "classes": list(opened.origin.classes),
         }
     )  # fmt: skip
-    table = Table()
-    for name in ("layer", "kind", "groups", "units", "MACs", "may leave"):
-        table.add_column(name, justify="right" if name in ("groups", "units", "MACs") else "left", overflow="fold")
-    for row in rows:
-        more = f" (+{len(row['paths']) - 1})" if len(row["paths"]) > 1 else ""
-        free = row["removable_groups"]
-        verdict = "yes" if free == row["groups"] else "no" if not free else f"{free} of {row['groups']}"
-        table.add_row(
-            row["layer"] + more, row["kind"], str(row["groups"]), str(row["units"]), human(row["macs"]), verdict
-        )  # fmt: skip
-    talk.result(table)
-    talk.result(f"{graph.model_name}: {human(cost.params)} parameters, {human(cost.macs)} MACs per image of "
-                f"{subject.origin.view.size} x {subject.origin.view.size}")  # fmt: skip
+    printer.result(table(("layer", "kind"), ("groups", "units", "MACs"), map(_cells, rows), ("may leave",)))
+    printer.result(f"{graph.model_name}: {human(cost.params)} parameters, {human(cost.macs)} MACs per image of "
+                f"{opened.origin.view.size} x {opened.origin.view.size}")  # fmt: skip
     if one is not None and many is not None:
-        talk.result(f"{1000 * one:.1f} ms for one image, {1000 * many:.1f} ms for 32")
-    talk.result(f"{graph.total_units} of {int(graph.units.sum())} units may leave, in {len(graph.candidates)} groups")
+        printer.result(f"{1000 * one:.1f} ms for one image, {1000 * many:.1f} ms for 32")
+    printer.result(
+        f"{graph.total_units} of {int(graph.units.sum())} units may leave, in {len(graph.candidates)} groups"
+    )
     for reason, layers in _reasons(rows).items():
         shown = ", ".join(layers[:6]) + (f" and {len(layers) - 6} more" if len(layers) > 6 else "")
-        talk.result(f"must stay: {shown}: {reason}")
+        printer.result(f"must stay: {shown}: {reason}")
     if graph.unused:
-        talk.result(f"not used by this input: {', '.join(graph.unused[:6])}{' …' if len(graph.unused) > 6 else ''}")
+        printer.result(f"not used by this input: {', '.join(graph.unused[:6])}{' …' if len(graph.unused) > 6 else ''}")
 
 
 def _rows(graph: Graph) -> list[dict[str, Any]]:
@@ -89,6 +80,13 @@ def _rows(graph: Graph) -> list[dict[str, Any]]:
         }
         for layer in graph.layers
     ]
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    more = f" (+{len(row['paths']) - 1})" if len(row["paths"]) > 1 else ""
+    free, groups = row["removable_groups"], row["groups"]
+    may_leave = "yes" if free == groups else "no" if not free else f"{free} of {groups}"
+    return [row["layer"] + more, row["kind"], str(groups), str(row["units"]), human(row["macs"]), may_leave]
 
 
 def _reasons(rows: list[dict[str, Any]]) -> dict[str, list[str]]:

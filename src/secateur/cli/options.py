@@ -1,148 +1,72 @@
-"""Options that several commands share, spelt the same everywhere."""
+"""Options that several commands share, checks of them, and messages in terms of options."""
 
 from __future__ import annotations
 
 import difflib
+import shlex
 from collections.abc import Mapping, Sequence
-from enum import StrEnum
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import torch
 import typer
 
+from secateur.analysis.specialize import Merge
 from secateur.criteria.registry import criterion_named, known_criteria
-from secateur.errors import CriterionError, DataError, SecateurError, TargetError
+from secateur.data.views import Fit
+from secateur.errors import Argument, CriterionError, DataError, Message, SecateurError, TargetError
+from secateur.plans.targets import Target, check_share
 from secateur.relevance.composites import PRESETS
 
-_MODEL, _IMAGES, _PICTURES = "Model", "Images", "How images are seen"
+_model = partial(typer.Option, rich_help_panel="Model")
+_image = partial(typer.Option, rich_help_panel="Images")
+_view = partial(typer.Option, rich_help_panel="How images are seen")
 
+_FORMS = (
+    "torchvision:NAME, timm:NAME, FILE.py:FACTORY (runs that file), or a folder that secateur wrote. Options follow a "
+    "question mark: torchvision:resnet50?num_classes=10"
+)
+_WEIGHTS = (
+    "File with the weights (.safetensors, or a state dict), or 'default' to download the zoo's own. Without it they "
+    "are what the model was built with: random, for a zoo."
+)
+_OUTPUTS = (
+    "Which outputs mean a class folder: cat=281-285 or dog=207,208; once per folder. Without it folders are named by "
+    "output number, or by ImageNet name or wnid, or there is one per output."
+)
+_TEST = "Folder of held-out images, the same class folders. Without it some of --images are held out."
+_TEST_COUNT = "Images of each class that accuracy is measured on. Default: up to 50 without --test, all with it."
+_MERGE = "How the probabilities of outputs that mean the same become one"
+_FAIR = "The mean is fairer to small groups"
+_FIT = "Take the centre (crop, the default) or squeeze the whole image into the square."
+_MEAN = "Mean of the training pixels, 0 to 1: three numbers, or one for grey. Default: ImageNet's."
 
-class Fit(StrEnum):
-    """How a photograph is made square."""
-
-    crop = "crop"
-    squash = "squash"
-
-
-class Merging(StrEnum):
-    """How the probabilities of several outputs become one."""
-
-    sum = "sum"
-    mean = "mean"
-
-
-class MergingByData(StrEnum):
-    """The same, or what suits the images."""
-
-    auto = "auto"
-    sum = "sum"
-    mean = "mean"
-
-
-Model = Annotated[
-    str,
-    typer.Argument(
-        metavar="MODEL",
-        help="torchvision:NAME, timm:NAME, FILE.py:FACTORY (runs that file), or a folder that secateur wrote. Options "
-        "follow a question mark: torchvision:resnet50?num_classes=10",
-        show_default=False,
-    ),
-]
-Weights = Annotated[
-    str | None,
-    typer.Option(
-        help="File with the weights (.safetensors, or a state dict), or 'default' to download the zoo's own. Without "
-        "it they are what the model was built with: random, for a zoo.",
-        metavar="FILE|default",
-        rich_help_panel=_MODEL,
-    ),
-]
+Model = Annotated[str, typer.Argument(metavar="MODEL", help=_FORMS, show_default=False)]
+Weights = Annotated[str | None, _model(help=_WEIGHTS, metavar="FILE|default")]
 Original = Annotated[
-    str | None,
-    typer.Option(
-        help="What a saved folder was cut from, if rebuilding that runs a FILE.py.",
-        metavar="MODEL",
-        rich_help_panel=_MODEL,
-    ),
+    str | None, _model(help="What a saved folder was cut from, if rebuilding that runs a FILE.py.", metavar="MODEL")
 ]
-Device = Annotated[
-    str, typer.Option(help="'cpu', 'cuda', 'cuda:1', …, or 'auto': a GPU if there is one.", rich_help_panel=_MODEL)
-]
-Outputs = Annotated[
-    list[str] | None,
-    typer.Option(
-        help="Which outputs mean a class folder: cat=281-285 or dog=207,208; once per folder. Without it folders are "
-        "named by output number, or by ImageNet name or wnid, or there is one per output.",
-        metavar="FOLDER=OUTPUTS",
-        rich_help_panel=_IMAGES,
-    ),
-]
-Merge = Annotated[
-    Merging,
-    typer.Option(
-        help="How the probabilities of outputs that mean the same become one. The mean is fairer to small groups where "
-        "a network spreads some probability over all outputs.",
-        rich_help_panel=_IMAGES,
-    ),
-]
+Device = Annotated[str, _model(help="'cpu', 'cuda', 'cuda:1', …, or 'auto': a GPU if there is one.")]
+Images = Annotated[Path, _image(help="Folder with one folder of images per class.", show_default=False)]
+Outputs = Annotated[list[str] | None, _image(help=_OUTPUTS, metavar="FOLDER=OUTPUTS")]
+MergeBy = Annotated[Merge, _image(help=f"{_MERGE}. {_FAIR} where a network spreads some probability over all outputs.")]
 MergeByData = Annotated[
-    MergingByData,
-    typer.Option(
-        help="How the probabilities of outputs that mean the same become one; 'auto' takes what suits the images that "
-        "units are scored on. The mean is fairer to small groups.",
-        rich_help_panel=_IMAGES,
-    ),
+    Literal["auto", Merge],
+    _image(help=f"{_MERGE}; 'auto' takes what suits the images that units are scored on. {_FAIR}."),
 ]
-Images = Annotated[
-    Path,
-    typer.Option(help="Folder with one folder of images per class.", rich_help_panel=_IMAGES, show_default=False),
-]
-Test = Annotated[
-    Path | None,
-    typer.Option(
-        help="Folder of held-out images, the same class folders. Without it some of --images are held out.",
-        rich_help_panel=_IMAGES,
-    ),
-]
+Test = Annotated[Path | None, _image(help=_TEST)]
 PerClass = Annotated[
-    int | None,
-    typer.Option(
-        min=1,
-        help="Images of each class that units are scored on, drawn by --seed. Default: up to 10.",
-        rich_help_panel=_IMAGES,
-    ),
+    int | None, _image(min=1, help="Images of each class that units are scored on, drawn by --seed. Default: up to 10.")
 ]
-TestPerClass = Annotated[
-    int | None,
-    typer.Option(
-        min=1,
-        help="Images of each class that accuracy is measured on. Default: up to 50 without --test, all with it.",
-        rich_help_panel=_IMAGES,
-    ),
-]
-Strict = Annotated[
-    bool, typer.Option("--strict", help="Refuse broken images instead of skipping them.", rich_help_panel=_IMAGES)
-]
+TestPerClass = Annotated[int | None, _image(min=1, help=_TEST_COUNT)]
+Strict = Annotated[bool, _image("--strict", help="Refuse broken images instead of skipping them.")]
 Size = Annotated[
-    int | None,
-    typer.Option("--input-size", min=1, help="Side of the network's input. Default: 224, or what timm says.",
-                 rich_help_panel=_PICTURES),
-]  # fmt: skip
-Fitting = Annotated[
-    Fit | None,
-    typer.Option("--fit", help="Take the centre (crop, the default) or squeeze the whole image into the square.",
-                 rich_help_panel=_PICTURES),
-]  # fmt: skip
-Mean = Annotated[
-    str | None,
-    typer.Option(help="Mean of the training pixels, 0 to 1: three numbers, or one for grey. Default: ImageNet's.",
-                 metavar="R,G,B", rich_help_panel=_PICTURES),
-]  # fmt: skip
-Std = Annotated[
-    str | None,
-    typer.Option(help="Their standard deviation.", metavar="R,G,B", rich_help_panel=_PICTURES),
+    int | None, _view("--input-size", min=1, help="Side of the network's input. Default: 224, or what timm says.")
 ]
+Fitting = Annotated[Fit | None, _view("--fit", help=_FIT)]
+Mean = Annotated[str | None, _view(help=_MEAN, metavar="R,G,B")]
+Std = Annotated[str | None, _view(help="Their standard deviation.", metavar="R,G,B")]
 Seed = Annotated[int, typer.Option(help="Decides every random choice.")]
 Out = Annotated[Path, typer.Option(help="Folder for everything that is written.", show_default=False)]
 Fresh = Annotated[bool, typer.Option("--fresh", help="Forget an unfinished run in --out.")]
@@ -206,24 +130,44 @@ def check_criteria(names: Sequence[str]) -> None:
             raise CriterionError(f"--criterion {name} is given {names.count(name)} times.", fix="each one once")
 
 
-def check_target(keep: Mapping[str, float], remove: float | None, step: float | None) -> None:
-    """Refuse targets that exclude each other or make no sense, before anything is read. `keep` says what of which."""
-    given = [f"--keep-{name}" for name in keep] + (["--remove"] if remove is not None else [])
-    if remove is not None and keep:
-        raise TargetError(f"{' and '.join(given)} are different targets.", fix="give one of them")
-    if "latency" in keep and len(keep) > 1:
-        raise TargetError(f"{' and '.join(given)}: a latency is approached alone.", fix="give one of them")
-    for name, value in keep.items():
-        if not value > 0:
-            raise TargetError(f"--keep-{name} {value:g} must be above 0.", fix=f"a share such as --keep-{name} 0.5")
+def check_target(
+    remove: float | None,
+    keep: Mapping[str, float] | None = None,
+    max_drop: float | None = None,
+    step: float | None = None,
+) -> None:
+    """Refuse targets that make no sense before anything is read. A share above 1 is probably a percentage."""
+    for name, value in (keep or {}).items():
         if 1 < value <= 100:
             raise TargetError(
-                f"--keep-{name} {value:g} is no share, which lies between 0 and 1.",
-                fix=f"--keep-{name} {value / 100:g} for {value:g} per cent",
-            )
-    if keep.get("latency", 0) > 1:
-        raise TargetError(f"--keep-latency {keep['latency']:g} must be a share of what is measured, up to 1.")
-    for option, share in (("--remove", remove), ("--step", step)):
-        if share is not None and not 0 < share < 1:
-            hint = f" Fix: {option} {share / 100:g} for {share:g} per cent." if 1 <= share < 100 else ""
-            raise TargetError(f"{option} {share:g} must lie strictly between 0 and 1: a share of the units.{hint}")
+                "{given} is no share, which lies between 0 and 1.", fix="{share} for {percent:g} per cent",
+                given=Argument("keep", value, key=name), share=Argument("keep", value / 100, key=name), percent=value,
+            )  # fmt: skip
+    Target(remove, keep or None, max_drop)
+    if step is not None:
+        check_share("step", step)
+
+
+# -- messages ----------------------------------------------------------------------------------------------------------
+# What the command line calls by another name than Python.
+_NAMES = {"print(graph)": "`secateur inspect`", "size": "--input-size"}
+
+
+def as_option(argument: Argument) -> str:
+    """An argument of a Python function as the option of the same purpose.
+
+    >>> as_option(Argument("keep", 0.5, key="macs")), as_option(Argument("ignore", ["fc", "layer4.*"]))
+    ('--keep-macs 0.5', "--ignore fc --ignore 'layer4.*'")
+    """
+    usual = f"--{argument.name}{'-' if argument.key else ''}{argument.key}".replace("_", "-")
+    option = _NAMES.get(argument.name, usual)
+    if not argument.given or argument.value is True:
+        return option
+    values = argument.value if isinstance(argument.value, list) else [argument.value]
+    texts = (f"{value:g}" if isinstance(value, float) else shlex.quote(str(value)) for value in values)
+    return " ".join(f"{option} {text}" for text in texts)
+
+
+def message_of(error: BaseException) -> str:
+    """An error or warning as the command line prints it: in one line, about options."""
+    return " ".join((error.render(as_option) if isinstance(error, Message) else str(error)).split())

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, TextIO
 
 from rich.console import Console
 from rich.table import Table
-from torch import nn
 
-from secateur.cli.wording import spoken
+from secateur.cli.options import message_of
 from secateur.data.views import View
 from secateur.errors import SecateurWarning
 from secateur.latency.timing import Timing
+from secateur.loop.progress import StepDone
 from secateur.results.comparison import Curve
-from secateur.structure.cost import Cost, human, size_of
+from secateur.running.progress import Event, Listener
+from secateur.structure.cost import Cost, human
 
 # More classes than this are not all listed.
 _CLASSES = 12
@@ -33,6 +33,16 @@ def sides(before: Cost, after: Cost, timings: Sequence[Timing] = ()) -> tuple[di
         {"params": before.params, "macs": before.macs, **dict(zip(names, (t.before for t in timings), strict=True))},
         {"params": after.params, "macs": after.macs, **dict(zip(names, (t.after for t in timings), strict=True))},
     )
+
+
+def table(left: Sequence[str], right: Sequence[str], rows: Iterable[Sequence[str]], last: Sequence[str] = ()) -> Table:
+    """Columns aligned to the left, then columns of numbers aligned to the right, then others to the left."""
+    made = Table()
+    for name in (*left, *right, *last):
+        made.add_column(name, justify="right" if name in right else "left", overflow="fold")
+    for row in rows:
+        made.add_row(*row)
+    return made
 
 
 def headline(
@@ -92,12 +102,12 @@ def expects(view: View, batch: int | None = None) -> str:
     return f"input {shape}, pixels from 0 to 1, less {mean}, divided by {std}"
 
 
-class Talk:
-    """Speaks to the user: `result` and `json` on standard output, `stage` on standard error."""
+class Printer:
+    """Prints results (`result`, `json`) on standard output, and notes and stages on standard error."""
 
     def __init__(self, as_json: bool) -> None:
         self.as_json = as_json
-        # Wide when it is piped: nobody wraps for a file.
+        # Wide if it is piped: a file has no width.
         self.out = Console(width=None if Console().is_terminal else 160, highlight=False, soft_wrap=False)
         self.err = Console(stderr=True, highlight=False)
 
@@ -115,6 +125,10 @@ class Talk:
         """Something worth knowing."""
         self.err.print(text, markup=False, soft_wrap=True)
 
+    def progress(self) -> bool | Listener:
+        """How a pruning loop shows its progress: as a bar on a terminal, else in lines."""
+        return True if self.err.is_terminal else ProgressLines(self)
+
     def result(self, value: Any) -> None:
         """Print, unless only JSON is wanted."""
         if not self.as_json:
@@ -127,46 +141,36 @@ class Talk:
             print(json.dumps(value, indent=1))
 
 
-class Lines:
-    """How a run gets on, line by line, where there is no terminal to draw a bar on: logs must not fall silent.
+class ProgressLines:
+    """Events of a run, line by line, where there is no terminal to draw a bar on.
 
-    Finished steps and what has not been said before are said at once; what differs from an earlier line only in its
-    numbers waits until nothing was said for some seconds.
+    Finished steps and new kinds of work are printed at once. An event that differs from an earlier one only in its
+    counts is printed if nothing was for some seconds.
     """
 
-    def __init__(self, talk: Talk, seconds: float = 20) -> None:
-        self._note, self._seconds = talk.note, seconds
-        self._last, self._said, self._state = 0.0, set[str](), ""
+    def __init__(self, printer: Printer, seconds: float = 20) -> None:
+        self._note, self._seconds = printer.note, seconds
+        self._last, self._seen = 0.0, set[Event]()
+        self._step: StepDone | None = None
 
-    def __call__(self, text: str) -> None:
-        """Say it, unless nearly the same was said."""
-        now, kind = time.monotonic(), re.sub(r"[\d.]+", "", text)
-        state = " units left " in text
-        if state and text == self._state:  # a step too small for any group changes nothing
+    def __call__(self, event: Event) -> None:
+        """Print the event, unless it says nothing new."""
+        now = time.monotonic()
+        if isinstance(event, StepDone):
+            if event == self._step:  # a step too small for any group changes nothing
+                return
+            self._step = event
+        elif event in self._seen and now - self._last < self._seconds:
             return
-        if kind not in self._said or state or now - self._last >= self._seconds:
-            self._state = text if state else self._state
-            self._last = now
-            self._said.add(kind)
-            self._note(text)
-
-
-def reported(talk: Talk, evaluate: Callable[[nn.Module], dict[str, float]]) -> Callable[[nn.Module], dict[str, float]]:
-    """`evaluate`, with a line for each step where there is no terminal to draw a bar on: logs must not fall silent."""
-    if talk.err.is_terminal:
-        return evaluate
-
-    def evaluated(model: nn.Module) -> dict[str, float]:
-        metrics = evaluate(model)
-        talk.note(f"{human(size_of(model))} parameters: accuracy {100 * metrics['overall']:.1f} %")
-        return metrics
-
-    return evaluated
+        else:
+            self._seen.add(event)
+        self._last = now
+        self._note(str(event))
 
 
 @contextmanager
 def _exporters(level: int) -> Iterator[None]:
-    """What the exporters to ONNX log from this level on: they remark on every node they leave as it is."""
+    """Hide what the ONNX exporters log below this level: they comment on every node that they do not change."""
     loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir")]
     before = [logger.level for logger in loggers]
     for logger in loggers:
@@ -189,7 +193,7 @@ def warnings_as_lines(stream: TextIO, everything: bool) -> Iterator[None]:
 
         def show(message: Any, category: Any, filename: str, lineno: int, file: Any = None, line: Any = None) -> None:
             if issubclass(category, SecateurWarning):
-                print(f"secateur: warning: {spoken(str(message))}", file=stream)
+                print(f"secateur: warning: {message_of(message)}", file=stream)
             else:
                 usual(message, category, filename, lineno, file, line)
 

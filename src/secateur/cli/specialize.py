@@ -7,13 +7,13 @@ from typing import Annotated
 import typer
 
 from secateur.cli import options as o
-from secateur.cli.folder import check_folder, check_model
-from secateur.cli.output import Talk, headline, sides
-from secateur.cli.subject import Look, blank, count_outputs, names_of, narrowed, opened
+from secateur.cli.output import Printer, headline, sides
+from secateur.cli.run_folder import check_folder, check_model
+from secateur.cli.task import ViewOptions, count_outputs, keep_outputs, noise, output_names, read_model
 from secateur.data.outputs import Outputs, assignments, parse
 from secateur.errors import DataError
-from secateur.files.folder import save
 from secateur.files.onnx import export
+from secateur.files.saved import save
 from secateur.latency.measure import measure
 from secateur.surgery.provenance import plans_of
 
@@ -30,7 +30,7 @@ def specialize(
             show_default=False,
         ),
     ],
-    merge: o.Merge = o.Merging.sum,
+    merge: o.MergeBy = "sum",
     weights: o.Weights = None,
     original: o.Original = None,
     device: o.Device = "auto",
@@ -49,29 +49,31 @@ def specialize(
     Example: secateur specialize torchvision:resnet50 --weights default --outputs cat=281-285 --outputs dog=151-268
     --out pets
     """
-    talk = Talk(as_json)
+    printer = Printer(as_json)
     check_folder(out)
     check_model(out)
-    with talk.stage("removing outputs"):
-        subject = opened(model, weights, original, device, Look(size, None, mean, std))
-        count = count_outputs(subject)
-        chosen = _chosen(outputs, count, names_of(subject, count))
-        narrow = narrowed(subject, chosen, count, merge.value)
+    with printer.stage("removing outputs"):
+        opened = read_model(model, weights, original, device, ViewOptions(size, None, mean, std))
+        count = count_outputs(opened)
+        chosen = _chosen(outputs, count, output_names(opened, count))
+        narrow = keep_outputs(opened, chosen, count, merge)
     if not plans_of(narrow.model):
         raise DataError(f"these are all {count} outputs, in order: there is nothing to remove.")
-    save(out / "model", narrow.model, about={"origin": narrow.origin.to_dict()})
+    save(narrow.model, out / "model", about={"origin": narrow.origin.to_dict()})
     files = {"model": str(out / "model")}
     if onnx:
-        with talk.stage("writing ONNX and checking it with ONNX Runtime"):
-            files["onnx"] = str(export(narrow.model, out / "model.onnx", blank(narrow, 2)))
-    had, has = (measure(model, blank(subject), latency=False) for model in (subject.model, narrow.model))
+        with printer.stage("writing ONNX and checking it with ONNX Runtime"):
+            files["onnx"] = str(export(narrow.model, out / "model.onnx", noise(narrow, 2)))
+    had, has = (measure(model, noise(opened), latency=False) for model in (opened.model, narrow.model))
     before, after = sides(had, has)
     kept = {name: list(members) for name, members in chosen.items()}
-    talk.json({"outputs": kept, "before": before, "after": after, "files": files})
+    printer.json({"outputs": kept, "before": before, "after": after, "files": files})
     for place, (name, members) in enumerate(chosen.items()):
-        talk.result(f"output {place}: {name}, was {', '.join(map(str, members[:8]))}{' …' if len(members) > 8 else ''}")
-    talk.result(headline(had, has))
-    talk.result(f"written: {', '.join(files.values())}")
+        printer.result(
+            f"output {place}: {name}, was {', '.join(map(str, members[:8]))}{' …' if len(members) > 8 else ''}"
+        )
+    printer.result(headline(had, has))
+    printer.result(f"written: {', '.join(files.values())}")
 
 
 def _chosen(texts: list[str], count: int, names: list[str]) -> Outputs:

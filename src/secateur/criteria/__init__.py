@@ -1,1 +1,24 @@
-"""Criteria: ways to score units, by name or as objects."""
+"""Criteria: ways to score units, by name or as objects with settings."""
+
+from secateur.criteria.attribution import Captum, Custom
+from secateur.criteria.criterion import Accumulator, Criterion, Subject
+from secateur.criteria.registry import known_criteria, register_criterion
+from secateur.criteria.relevance import LRP
+from secateur.criteria.sensitivity import Activation, Gradient, Taylor
+from secateur.criteria.weight import Random, Weight
+
+__all__ = [
+    "LRP",
+    "Accumulator",
+    "Activation",
+    "Captum",
+    "Criterion",
+    "Custom",
+    "Gradient",
+    "Random",
+    "Subject",
+    "Taylor",
+    "Weight",
+    "known_criteria",
+    "register_criterion",
+]

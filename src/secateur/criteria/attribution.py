@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from secateur.criteria.criterion import Absolute, Accumulator, Criterion, Loss, Norm, Subject, Sums
+from secateur.criteria.criterion import Absolute, Accumulator, Criterion, Norm, Subject, Sums
 from secateur.errors import CriterionError, SecateurError
 from secateur.ops.table import Site
 from secateur.running.batches import Batch, check_targets, size_of
@@ -24,8 +24,8 @@ _LAYERS = nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.ConvTranspose1d | nn.ConvTransp
 class Captum(Criterion):
     """Any layer attribution of captum for the true class: "IntegratedGradients", "DeepLift", "GradientXActivation"…
 
-    Scores are |Σ attribution| over samples and positions. `options` go to captum's `attribute`.
-    Only layers that are modules of their own are scored, and captum goes through the network once per layer.
+    Scores are |Σ attribution| over samples and positions. `options` go to captum's `attribute`. Only layers that are
+    modules are scored. captum runs the network once per layer.
     """
 
     name: str = "captum"
@@ -34,7 +34,7 @@ class Captum(Criterion):
     method: str = "GradientXActivation"
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
-    def accumulate(self, subject: Subject, loss: Loss | None = None) -> Accumulator:
+    def accumulate(self, subject: Subject) -> Accumulator:
         """One attribution object per layer."""
         return _CaptumSums(subject, self)
 
@@ -44,7 +44,7 @@ class _CaptumSums(Accumulator):
         super().__init__(subject)
         self.criterion = criterion
         make = _captum_class(criterion.method)
-        for module in subject.model.modules():  # captum reads outputs by hooks, which in-place functions then overwrite
+        for module in subject.model.modules():  # captum's hooks would see what in-place functions overwrite
             if getattr(module, "inplace", False) is True:
                 module.inplace = False  # type: ignore[assignment]
         modules = dict(subject.model.named_modules())
@@ -66,7 +66,7 @@ class _CaptumSums(Accumulator):
             output = logits_of(made)
         classes: Tensor | int | None = check_targets(targets, output, answer_of(made).entry)
         if one_output(output, size_of(inputs)):
-            classes = 0 if output.ndim > 1 else None  # captum's words for the only output
+            classes = 0 if output.ndim > 1 else None  # how captum names the only output
         for index, layer, method in self.layers:
             try:
                 found = method.attribute(_fresh(inputs), target=classes, **self.criterion.options)
@@ -113,10 +113,12 @@ class Custom(Criterion):
     `model` is a copy in evaluation mode that shares the weights. In several processes the numbers are added up.
     """
 
+    data: ClassVar[bool | None] = None
+
     name: str = "custom"
     function: Scorer | None = None
 
-    def accumulate(self, subject: Subject, loss: Loss | None = None) -> Accumulator:
+    def accumulate(self, subject: Subject) -> Accumulator:
         """Batches are kept until the function is called at the end."""
         return _CustomSums(subject, self)
 

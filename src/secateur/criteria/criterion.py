@@ -1,19 +1,19 @@
-"""What a criterion is: a way to score units that adds up over batches, and over processes."""
+"""What a criterion is: a way to score units. Its sums add up over batches and over processes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 import numpy as np
 from torch import Tensor, nn
 
-from secateur.errors import CriterionError, PlanError
+from secateur.errors import Argument, CriterionError, PlanError
 from secateur.ops.table import Site
 from secateur.plans.plan import Mask, Plan
-from secateur.plans.scores import Values
+from secateur.plans.scores import Aggregation, Values
 from secateur.relevance.conservation import Conservation
 from secateur.running.copies import shared_copy, unwrap
 from secateur.running.devices import precise
@@ -23,14 +23,15 @@ from secateur.structure.graph import Graph
 Norm = Literal[1, 2] | None
 Absolute = Literal["after", "sample"] | None
 Loss = Callable[[Tensor, Any], Tensor]
+_WAYS = get_args(Aggregation)
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What is scored: a copy of the model in evaluation mode, the graph of the unpruned model, and who is still there.
+    """What is scored: a copy of the model in evaluation mode, and the graph of the unpruned model.
 
-    `kept[i]` says which output channels of `graph.producers[i]` the model still has; `place` finds a producer by any of
-    the calls that make its units.
+    `kept[i]` says which output channels of `graph.producers[i]` the model still has. `place` gives the index of a
+    producer by any of the calls that make its units.
     """
 
     model: nn.Module
@@ -60,7 +61,7 @@ class Subject:
         return self.graph.producers
 
     def lifted(self, sums: Sequence[Values | None]) -> dict[Site, Values]:
-        """Numbers for the units that are there, at the places they had in the unpruned model."""
+        """Scores of the units that are left, at the indices that they have in the unpruned model."""
         units: dict[Site, Values] = {}
         for producer, kept, values in zip(self.producers, self.kept, sums, strict=True):
             if values is None:
@@ -78,9 +79,9 @@ class Subject:
 
 @dataclass
 class Sums:
-    """Running sums over samples, one vector per producer (None where nothing was seen), and how many samples.
+    """Running sums over samples, one vector per producer (None where nothing was seen), and the number of samples.
 
-    A relevance pass adds its books.
+    A relevance pass adds its record of conservation as `books`.
     """
 
     units: list[Tensor | None]
@@ -96,18 +97,37 @@ class Sums:
 
 @dataclass(frozen=True)
 class Criterion:
-    """A way to score units. `norm` divides each layer's scores by their l1 or l2 norm; `absolute` is taken of the sum
-    of all samples ("after"), of each sample's sum ("sample"), or not at all.
+    """A way to score units.
+
+    `norm` divides each layer's scores by their l1 or l2 norm. `absolute` is taken of the sum over all samples
+    ("after"), of each sample's sum ("sample"), or not at all (None). `aggregate` makes the score of a group from those
+    of its coupled units: "mean", "sum" or "max". `loss(output, targets)`, a mean over samples, replaces the default
+    loss of criteria that use gradients.
     """
 
-    #: Whether scores depend on data.
-    data: ClassVar[bool] = True
+    #: True: the criterion needs data. False: it looks at none. None: it takes data if there are any.
+    data: ClassVar[bool | None] = True
+    #: Whether scores of different layers have a common scale.
+    comparable: ClassVar[bool] = False
+    #: Whether a layer that evaluation never runs scores 0 (an auxiliary head adds nothing to the output).
+    unseen_is_zero: ClassVar[bool] = False
 
     name: str = "criterion"
     norm: Norm = None
     absolute: Absolute = None
+    aggregate: Aggregation = "mean"
+    loss: Loss | None = None
 
-    def accumulate(self, subject: Subject, loss: Loss | None) -> Accumulator:
+    def __post_init__(self) -> None:
+        for name, known in (("norm", (None, 1, 2)), ("absolute", (None, "after", "sample")), ("aggregate", _WAYS)):
+            if getattr(self, name) not in known:
+                raise CriterionError(
+                    "{given} is not known.",
+                    fix=f"one of {', '.join(map(repr, known))}",
+                    given=Argument(name, getattr(self, name)),
+                )
+
+    def accumulate(self, subject: Subject) -> Accumulator:
         """An object that takes in batches."""
         raise NotImplementedError
 
@@ -136,6 +156,10 @@ class Accumulator:
     def update(self, inputs: Any, targets: Any) -> None:
         """Take in one batch."""
         raise NotImplementedError
+
+    def join(self, criterion: Criterion) -> Accumulator | None:
+        """An accumulator for another criterion that is fed by this one's pass; None if it needs a pass of its own."""
+        return None
 
     def close(self) -> Sums:
         """The sums of all batches."""

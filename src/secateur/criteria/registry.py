@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
-from typing import Any
 
 from secateur.criteria.attribution import Captum, Custom, Scorer
-from secateur.criteria.criterion import Absolute, Criterion, Norm
+from secateur.criteria.criterion import Criterion
 from secateur.criteria.relevance import LRP
 from secateur.criteria.sensitivity import Activation, Gradient, Taylor
 from secateur.criteria.weight import Random, Weight
 from secateur.errors import CriterionError
-from secateur.relevance.composites import PRESETS
 
 _KNOWN: dict[str, Callable[[], Criterion]] = {
     "lrp": LRP,
@@ -21,6 +18,12 @@ _KNOWN: dict[str, Callable[[], Criterion]] = {
     "weight": Weight,
     "activation": Activation,
     "random": Random,
+}
+
+#: What follows a colon in the name, e.g. "lrp:epsilon".
+_FAMILIES: dict[str, Callable[[str, str], Criterion]] = {
+    "lrp": lambda name, composite: LRP(name=name, composite=composite),
+    "captum": lambda name, method: Captum(name=name, method=method),
 }
 
 Choice = str | Criterion | Scorer
@@ -41,41 +44,24 @@ def known_criteria() -> list[str]:
     return list(_KNOWN)
 
 
-def criterion_named(choice: Choice, norm: Norm | str = "default", absolute: Absolute | str = "default") -> Criterion:
-    """A criterion from its name, itself, or a user's function; `norm` and `absolute` replace its own unless "default".
+def criterion_named(choice: Choice) -> Criterion:
+    """A criterion from its name, itself, or a user's function.
 
-    >>> criterion_named("lrp:epsilon_plus").name, criterion_named("weight", norm=1).norm
-    ('lrp:epsilon_plus', 1)
+    >>> criterion_named("lrp:epsilon_plus").name, criterion_named("weight").norm
+    ('lrp:epsilon_plus', 2)
     """
-    made = _made(choice)
-    changes: dict[str, Any] = {}
-    if norm != "default":
-        if norm not in (None, 1, 2):
-            raise CriterionError(f"norm={norm!r} is not known; use None, 1 or 2.")
-        changes["norm"] = norm
-    if absolute != "default":
-        if absolute not in (None, "after", "sample"):
-            raise CriterionError(f"absolute={absolute!r} is not known; use 'after', 'sample' or None.")
-        changes["absolute"] = absolute
-    return replace(made, **changes) if changes else made
-
-
-def _made(choice: Choice) -> Criterion:
     if isinstance(choice, Criterion):
         return choice
     if isinstance(choice, str):
         family, _, rest = choice.partition(":")
         if choice in _KNOWN:
             return _KNOWN[choice]()
-        if family == "captum" and rest:
-            return Captum(name=choice, method=rest)
-        if family == "lrp" and rest:
-            if rest not in PRESETS:
-                raise CriterionError(f"there is no composite {rest!r}; the presets are {', '.join(PRESETS)}.")
-            return LRP(name=choice, composite=rest)
+        if rest and family in _FAMILIES:
+            return _FAMILIES[family](choice, rest)
         raise CriterionError(
-            f"criterion {choice!r} is not known; use {', '.join(_KNOWN)}, 'lrp:<composite>', 'captum:<Method>', "
-            f"a Criterion, or a function f(model, batches) -> {{module path: one number per unit}}."
+            f"criterion {choice!r} is not known.",
+            fix=f"{', '.join(_KNOWN)}, 'lrp:<composite>', 'captum:<Method>', a Criterion, or a function "
+            "f(model, batches) -> {module path: one number per unit}",
         )
     if callable(choice):
         return Custom(name=getattr(choice, "__name__", type(choice).__name__), function=choice)

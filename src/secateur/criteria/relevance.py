@@ -1,19 +1,19 @@
 """LRP: the relevance that passes through each unit, Σ R over samples and positions. Layers are not normalised.
 
-Units that only make a gate (squeeze-and-excitation, queries, keys) take no relevance. They are scored by what the gate
-lets pass, so that they compete with other layers instead of leaving first.
+Units that only make a gate (squeeze-and-excitation, queries, keys) get no relevance. They are scored by the relevance
+that the gate lets pass. Without that their score would be 0, and they would always leave first.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
-from secateur.criteria.criterion import Accumulator, Criterion, Loss, Subject, Sums
-from secateur.errors import SecateurError, SecateurWarning
-from secateur.relevance.composites import Composite
+from secateur.criteria.criterion import Accumulator, Criterion, Subject, Sums
+from secateur.errors import CriterionError, SecateurError, SecateurWarning
+from secateur.relevance.composites import PRESETS, Composite
 from secateur.relevance.engine import RelevancePass
 from secateur.relevance.explain import starter
 from secateur.relevance.rules import Rule
@@ -24,22 +24,31 @@ from secateur.running.sandbox import refusal
 
 @dataclass(frozen=True)
 class LRP(Criterion):
-    """Relevance by any composite. Every sample starts with 1 at its true class (at the predicted one if not known).
+    """Relevance by any composite. Every sample starts with 1 at its true class, or the predicted one without targets.
 
-    The only output of a model speaks for both of its classes: every sample starts with 1 there, whatever its target.
+    A model with one output has no output for class 0, so every sample starts with 1 there, whatever its target.
     """
+
+    #: Relevance is conserved: the scores of each layer are shares of one sum.
+    comparable: ClassVar[bool] = True
+    unseen_is_zero: ClassVar[bool] = True
 
     name: str = "lrp"
     composite: str | Composite | Rule = "alpha1beta0"
     start: Literal["one", "logit"] = "one"
 
-    def accumulate(self, subject: Subject, loss: Loss | None = None) -> RelevanceSums:
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.composite, str) and self.composite not in PRESETS:
+            raise CriterionError(f"there is no composite {self.composite!r}.", fix=f"a preset, of {', '.join(PRESETS)}")
+
+    def accumulate(self, subject: Subject) -> RelevanceSums:
         """One relevance pass for all batches."""
         return RelevanceSums(subject, self)
 
 
 class RelevanceSums(Accumulator):
-    """Adds up relevance in the relevance pass itself, and keeps its books."""
+    """Adds up relevance in the relevance pass itself, and keeps its record of conservation."""
 
     def __init__(self, subject: Subject, criterion: LRP) -> None:
         super().__init__(subject)
@@ -53,7 +62,7 @@ class RelevanceSums(Accumulator):
 
         def begin(output: Tensor) -> Tensor:
             known = None if targets is None else check_targets(targets, output, self.engine.entry)
-            # Started with the targets of its only output, samples of class 0 would say nothing.
+            # If the only output started with its targets, samples of class 0 would add nothing.
             wanted = None if one_output(output, count) else known
             return starter(wanted, self.criterion.start, count)(output)
 
@@ -70,7 +79,7 @@ class RelevanceSums(Accumulator):
         units = self.engine.units
         for i, producer in enumerate(self.subject.producers):
             places = {self.engine.places[site] for site in producer.sites if site in self.engine.places}
-            for name, first, last in places:  # a reused weight is one place: the pass has added up its uses
+            for name, first, last in places:  # a reused weight is one place, since the pass has added up its uses
                 self.sums.add(i, units[name][first:last])
         if self.sums.samples:
             self.sums.books = self.engine.conservation()

@@ -11,15 +11,12 @@ import torch
 from torch import nn
 
 from secateur.analysis.analyze import analyze
-from secateur.criteria.attribution import Custom
-from secateur.criteria.criterion import Absolute, Accumulator, Criterion, Loss, Norm, Subject, Sums, check_scores
+from secateur.criteria.criterion import Accumulator, Criterion, Subject, Sums, check_scores
 from secateur.criteria.registry import Choice, criterion_named
-from secateur.criteria.relevance import LRP
-from secateur.criteria.sensitivity import Sensitivity, SensitivityPass
 from secateur.errors import CriterionError, DataError
 from secateur.ops.table import Site
 from secateur.plans.plan import Plan
-from secateur.plans.scores import Aggregation, Scores, Values
+from secateur.plans.scores import Scores, Values
 from secateur.running.batches import Data, batches, check_inputs, example_of
 from secateur.running.devices import device_of
 from secateur.running.processes import share, sum_over_processes
@@ -29,15 +26,13 @@ from secateur.structure.graph import Graph
 
 @overload
 def score(
-    model: nn.Module, data: Data, criterion: Choice = ..., *, graph: Graph | None = ..., norm: Norm | str = ...,
-    absolute: Absolute | str = ..., aggregate: Aggregation = ..., loss: Loss | None = ..., batch_size: int = ...,
-    start: Plan | None = ...,
+    model: nn.Module, data: Data, criterion: Choice = ..., *, graph: Graph | None = ..., start: Plan | None = ...,
+    batch_size: int = ...,
 ) -> Scores: ...  # fmt: skip
 @overload
 def score(
-    model: nn.Module, data: Data, criterion: Sequence[Choice], *, graph: Graph | None = ..., norm: Norm | str = ...,
-    absolute: Absolute | str = ..., aggregate: Aggregation = ..., loss: Loss | None = ..., batch_size: int = ...,
-    start: Plan | None = ...,
+    model: nn.Module, data: Data, criterion: Sequence[Choice], *, graph: Graph | None = ..., start: Plan | None = ...,
+    batch_size: int = ...,
 ) -> dict[str, Scores]: ...  # fmt: skip
 def score(
     model: nn.Module,
@@ -45,25 +40,19 @@ def score(
     criterion: Choice | Sequence[Choice] = "lrp",
     *,
     graph: Graph | None = None,
-    norm: Norm | str = "default",
-    absolute: Absolute | str = "default",
-    aggregate: Aggregation = "mean",
-    loss: Loss | None = None,
-    batch_size: int = 32,
     start: Plan | None = None,
+    batch_size: int = 32,
 ) -> Scores | dict[str, Scores]:
     """How much the model needs each of its units, according to a criterion; with a list of criteria, a dict of scores.
 
     `data` is an iterable of (inputs, targets), a pair (X, y) of tensors or NumPy arrays, or None where no criterion
     needs any. Several inputs are a tuple or a dict: ((X1, X2), y).
     `criterion` is "lrp" (or "lrp:<composite>"), "taylor", "gradient", "weight", "activation", "random",
-    "captum:<Method>", a `Criterion`, or a function. `norm` divides each layer's scores by their norm (None, 1 or 2);
-    `absolute` is taken "after" the sum over samples or per "sample"; the defaults are those of the paper. `aggregate`
-    makes the score of a group from those of its coupled units: "mean", "sum" or "max". `loss(output, targets)`, a mean
-    over samples, replaces cross-entropy (for a model with one output, and targets 0 and 1, binary cross-entropy).
+    "captum:<Method>", a function, or an object of `secateur.criteria` with settings of its own, such as
+    `Taylor(norm=None, loss=f)`. The default settings are those of the paper.
     For a model that was already pruned, give the graph of the unpruned one and the plan as `start`.
 
-    The model is not changed; it runs in evaluation mode. In several processes each scores its share.
+    The model is not changed. It runs in evaluation mode. In several processes each scores its share.
 
     >>> net = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3))
     >>> scores = score(net, (torch.rand(8, 4), torch.arange(8) % 3), "taylor")
@@ -72,33 +61,35 @@ def score(
     """
     several = isinstance(criterion, Sequence) and not isinstance(criterion, str)
     choices: Sequence[Any] = criterion if several else [criterion]  # type: ignore[assignment]
-    wanted = [criterion_named(choice, norm, absolute) for choice in choices]
+    wanted = [criterion_named(choice) for choice in choices]
     if not wanted:
         raise CriterionError("there is no criterion in the list.")
     if graph is None:
         graph = analyze(model, example_of(model, data))
     check_weights(model)
+    found = scores_of(model, data, wanted, graph, start, batch_size)
+    return {scores.criterion: scores for scores in found} if several else found[0]
+
+
+def scores_of(
+    model: nn.Module, data: Data, criteria: Sequence[Criterion], graph: Graph, start: Plan | None, batch_size: int
+) -> list[Scores]:
+    """`score` for a model whose weights were checked already."""
     subject = Subject.of(model, graph, start)
-    sums = collect(subject, wanted, data, loss, batch_size)
-    made = {
-        c.name: Scores(c.name, _units(subject, c, s), aggregate, s.books) for c, s in zip(wanted, sums, strict=True)
-    }
-    return made if several else made[wanted[0].name]
+    return [
+        Scores(c.name, _units(subject, c, sums), c.aggregate, sums.books)
+        for c, sums in zip(criteria, _collected(subject, criteria, data, batch_size), strict=True)
+    ]
 
 
-def collect(
-    subject: Subject, criteria: Sequence[Criterion], data: Data, loss: Loss | None, batch_size: int
-) -> list[Sums]:
+def _collected(subject: Subject, criteria: Sequence[Criterion], data: Data, batch_size: int) -> list[Sums]:
     """Go through the data once, for all criteria, and add up over processes."""
-    shared = [c for c in criteria if isinstance(c, Sensitivity)]
-    together = SensitivityPass(subject, shared, loss) if shared else None
-    alone: dict[int, Accumulator] = {
-        i: c.accumulate(subject, loss) for i, c in enumerate(criteria) if not isinstance(c, Sensitivity)
-    }
-    fed = [a for i, a in alone.items() if criteria[i].data]
-    if together is not None:
-        fed.append(together)
-    if fed and not (data is None and all(isinstance(c, Custom) for c in criteria)):
+    passes: list[Accumulator] = []
+    for criterion in criteria:
+        joined = next(filter(None, (known.join(criterion) for known in passes)), None)
+        passes.append(joined if joined is not None else criterion.accumulate(subject))
+    fed = [made for made, criterion in zip(passes, criteria, strict=True) if criterion.data is not False]
+    if fed and not (data is None and all(criterion.data is not True for criterion in criteria)):
         seen = 0
         with _forked(subject.model):
             for inputs, targets in batches(data, batch_size, device_of(subject.model), share()):
@@ -108,25 +99,22 @@ def collect(
                 seen += 1
         if not seen and share()[1] == 1:
             raise DataError("the data are empty: there is no batch in them.")
-    found: list[Sums] = []
-    for i, criterion in enumerate(criteria):
-        if isinstance(criterion, Sensitivity):
-            assert together is not None
-            sums = together.all_sums[shared.index(criterion)]
-        else:
-            sums = alone[i].close()
-        if criterion.data:
-            sizes = [int(kept.sum()) for kept in subject.kept]
-            units, samples = sum_over_processes(sums.units, sizes, sums.samples, device_of(subject.model))
-            sums = Sums(units, samples, sums.books)
-            if not sums.samples:
-                raise DataError("the data are empty in every process.")
-        found.append(sums)
-    return found
+    return [_everywhere(subject, c, made.close()) for c, made in zip(criteria, passes, strict=True)]
+
+
+def _everywhere(subject: Subject, criterion: Criterion, sums: Sums) -> Sums:
+    """The sums of all processes."""
+    if criterion.data is False:
+        return sums
+    sizes = [int(kept.sum()) for kept in subject.kept]
+    units, samples = sum_over_processes(sums.units, sizes, sums.samples, device_of(subject.model))
+    if not samples:
+        raise DataError("the data are empty in every process.")
+    return Sums(units, samples, sums.books)
 
 
 def _forked(model: nn.Module) -> AbstractContextManager[None]:
-    """Random numbers that a forward draws are given back."""
+    """Restore the random state that a forward pass advances."""
     devices = sorted({t.device.index or 0 for t in model.parameters() if t.is_cuda})
     return torch.random.fork_rng(devices)
 
@@ -135,10 +123,9 @@ def _units(subject: Subject, criterion: Criterion, sums: Sums) -> dict[Site, Val
     values: list[Values | None] = []
     for producer, total, kept in zip(subject.producers, sums.units, subject.kept, strict=True):
         if total is None:
-            # What evaluation never runs (auxiliary heads) adds nothing to the output. Embeddings share a stream with
-            # layers that have a score.
-            unseen = isinstance(criterion, Sensitivity | LRP) and "embedding" not in producer.sites[0].function
-            values.append(np.zeros(int(kept.sum())) if unseen else None)
+            # Embeddings are coupled with layers that have a score.
+            zero = criterion.unseen_is_zero and "embedding" not in producer.sites[0].function
+            values.append(np.zeros(int(kept.sum())) if zero else None)
             continue
         made = criterion.normalised(total.cpu().double().numpy(), sums.samples)
         check_scores(criterion.name, made, producer)
@@ -148,13 +135,13 @@ def _units(subject: Subject, criterion: Criterion, sums: Sums) -> dict[Site, Val
 
 
 def _check_some(criterion: Criterion, values: Sequence[Values | None]) -> None:
-    """Refuse scores that tell no unit from another: units would leave in the order in which they are numbered."""
+    """Refuse scores that are all zero or missing: units would leave in the order of their indices."""
     if values and not any(part is not None and part.any() for part in values):
         what = "every unit the score 0" if any(part is not None for part in values) else "no unit a score"
         raise CriterionError(
-            f"the criterion {criterion.name!r} gave {what}, so nothing says which matter.",
+            f"the criterion {criterion.name!r} gave {what}, so they cannot be ranked.",
             fix=(
                 "check that data and targets belong to this model and that its output depends on its input; for "
-                "criteria by gradients give loss=f(output, targets); or use another criterion"
+                "criteria by gradients give loss=f(output, targets), as in Taylor(loss=f); or use another criterion"
             ),
         )

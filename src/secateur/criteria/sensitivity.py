@@ -1,20 +1,21 @@
-"""Gradient, Taylor and activation: what a unit's output z and the loss gradient g there say, in one pass for all.
+"""Gradient, Taylor and activation: functions of a unit's output z and of the loss gradient g there.
 
-z is the output of the conv or linear call, before batch norm and nonlinearity; g = dL/dz, L the mean loss over all
-samples: your own, or cross-entropy of the logits (binary cross-entropy if there is one).
+z is the output of the conv or linear call, before batch norm and nonlinearity. g = dL/dz, where L is the mean loss over
+all samples: the criterion's own, or cross-entropy of the logits (binary cross-entropy if there is one). One pass serves
+all of these criteria.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from secateur.criteria.criterion import Absolute, Accumulator, Criterion, Loss, Norm, Subject, Sums
+from secateur.criteria.criterion import Absolute, Accumulator, Criterion, Norm, Subject, Sums
 from secateur.errors import CriterionError, SecateurError
 from secateur.ops.conv import Convolution, TransposedConvolution
 from secateur.ops.table import Call
@@ -25,13 +26,16 @@ from secateur.running.logits import answer_of, logits_of
 from secateur.running.observer import Observer
 from secateur.running.sandbox import refusal, run
 
+_RELUS = (torch.relu, torch.relu_, F.relu, F.relu_, Tensor.relu, Tensor.relu_)
+
 
 @dataclass(frozen=True)
 class Sensitivity(Criterion):
     """A criterion that is a sum, over samples and positions, of a function of z and g."""
 
-    #: Whether g is needed; without it there is no backward pass.
-    backward = True
+    unseen_is_zero: ClassVar[bool] = True
+    #: Whether g is needed. If not, there is no backward pass.
+    backward: ClassVar[bool] = True
 
     def measure(self, z: Tensor, g: Tensor | None) -> Tensor:
         """The number at each position."""
@@ -46,9 +50,9 @@ class Sensitivity(Criterion):
         values = values.flatten(1, -2).mean(1, dtype=wide) if values.ndim > 2 else values.to(wide)
         return values.abs() if self.absolute == "sample" else values
 
-    def accumulate(self, subject: Subject, loss: Loss | None) -> SensitivityPass:
-        """A pass for this criterion alone; `score` shares one among several."""
-        return SensitivityPass(subject, [self], loss)
+    def accumulate(self, subject: Subject) -> SensitivityPass:
+        """A pass that criteria with the same loss may join."""
+        return SensitivityPass(subject, self)
 
 
 @dataclass(frozen=True)
@@ -87,7 +91,7 @@ class Taylor(Gradient):
 class Activation(Sensitivity):
     """Mean |z|, per layer divided by its l2 norm."""
 
-    backward = False
+    backward: ClassVar[bool] = False
 
     name: str = "activation"
     norm: Norm = 2
@@ -104,13 +108,20 @@ class Activation(Sensitivity):
 class SensitivityPass(Accumulator):
     """One forward and at most one backward pass per batch for any number of these criteria."""
 
-    def __init__(self, subject: Subject, criteria: Sequence[Sensitivity], loss: Loss | None = None) -> None:
+    def __init__(self, subject: Subject, criterion: Sensitivity) -> None:
         super().__init__(subject)
-        self.criteria = list(criteria)
-        self.loss = loss
-        self.backward = any(criterion.backward for criterion in criteria)
-        self.all_sums = [Sums([None] * len(subject.producers)) for _ in criteria]
-        self.sums = self.all_sums[0]
+        self.loss = criterion.loss
+        self.backward = criterion.backward
+        self.entries: list[tuple[Sensitivity, Sums]] = [(criterion, self.sums)]
+
+    def join(self, criterion: Criterion) -> Accumulator | None:
+        """Serve another criterion of z and g by the same pass, if its loss is the same."""
+        if not isinstance(criterion, Sensitivity) or criterion.loss is not self.loss:
+            return None
+        joined = _Joined(self.subject)
+        self.entries.append((criterion, joined.sums))
+        self.backward |= criterion.backward
+        return joined
 
     def update(self, inputs: Any, targets: Any) -> None:
         """Run one batch. Parameters get no gradient: only what units need is computed."""
@@ -133,7 +144,7 @@ class SensitivityPass(Accumulator):
                     )
                 loss = self._loss(output, targets, answer_of(made).entry)
                 torch.autograd.grad(loss * count, taps.anchor, allow_unused=True)
-        for sums in self.all_sums:
+        for _, sums in self.entries:
             sums.samples += count
 
     def _loss(self, output: Tensor, targets: Any, entry: str) -> Tensor:
@@ -146,10 +157,17 @@ class SensitivityPass(Accumulator):
 
     def take(self, index: int, channel: int, z: Tensor, g: Tensor | None) -> None:
         """Add what one call says about its units."""
-        for criterion, sums in zip(self.criteria, self.all_sums, strict=True):
+        for criterion, sums in self.entries:
             if criterion.backward == (g is not None):
                 values = criterion.per_sample(z.detach(), g, channel)
                 sums.add(index, values.to(precise(values.device)).sum(0))
+
+
+class _Joined(Accumulator):
+    """The sums of a criterion that joined another one's pass."""
+
+    def update(self, inputs: Any, targets: Any) -> None:
+        """The pass that it joined does the work."""
 
 
 class Taps(Observer):
@@ -158,16 +176,16 @@ class Taps(Observer):
     def __init__(self, owner: SensitivityPass) -> None:
         super().__init__(owner.subject.model)
         self.owner = owner
-        # All taps hang on this: asking for its gradient runs the backward pass and touches nothing else.
+        # Every tap depends on this tensor: asking for its gradient runs the backward pass and changes nothing else.
         self.anchor = torch.zeros((), requires_grad=True)
         self._open: dict[int, weakref.ref[_Tap]] = {}
 
     def unknown(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Autograd knows what to do."""
+        """Call it as it is: autograd knows its gradient."""
         return func(*args, **kwargs)
 
     def observe(self, call: Call) -> Any:
-        """Tap the calls that make units. What a later call overwrites is saved first."""
+        """Tap the calls that make units. If a later call writes over such an output, it is copied first."""
         index = self.owner.subject.place.get(call.site)
         if index is None:
             if self._open and call.writes:
@@ -187,7 +205,7 @@ class Taps(Observer):
 
     def _rescue(self, call: Call) -> None:
         tensors = call.tensors()
-        if not tensors or call.function.__name__ in ("relu", "relu_"):
+        if not tensors or call.function in _RELUS:
             return  # z·g is the same before and after: where ReLU changes z, g is 0
         known = self._open.pop(tensors[0].untyped_storage().data_ptr(), None)
         tap = known() if known is not None else None
@@ -196,7 +214,7 @@ class Taps(Observer):
 
 
 class _Tap:
-    """One call's output, waiting for its gradient."""
+    """The output of one call. It is called with the gradient there."""
 
     def __init__(self, owner: SensitivityPass, index: int, channel: int, z: Tensor) -> None:
         self.owner, self.index, self.channel, self.z = owner, index, channel, z
@@ -206,7 +224,7 @@ class _Tap:
 
 
 class _Watch(torch.autograd.Function):
-    """The identity, in place, so that nothing is copied and later in-place calls are fine; watches the gradient."""
+    """The identity, which hands the gradient to a tap. It works in place, so that nothing is copied."""
 
     @staticmethod
     def forward(ctx: Any, z: Tensor, anchor: Tensor, tap: _Tap) -> Tensor:

@@ -1,15 +1,15 @@
-"""Criteria that look at no data: the size of the weights, and chance."""
+"""Criteria that look at no data: the size of the weights, and random numbers."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from secateur.criteria.criterion import Accumulator, Criterion, Loss, Norm, Subject, Sums
+from secateur.criteria.criterion import Accumulator, Criterion, Norm, Subject, Sums
 from secateur.running.devices import precise
 
 
@@ -17,12 +17,12 @@ from secateur.running.devices import precise
 class Weight(Criterion):
     """Σ|W| of a filter or neuron (Li 2016), per layer divided by its norm: 2 as in the paper, 1 as in its script."""
 
-    data: ClassVar[bool] = False
+    data: ClassVar[bool | None] = False
     name: str = "weight"
     norm: Norm = 2
 
-    def accumulate(self, subject: Subject, loss: Loss | None = None) -> Accumulator:
-        """Known at once."""
+    def accumulate(self, subject: Subject) -> Accumulator:
+        """All sums are known without data."""
         known = Accumulator(subject)
         sizes: dict[int, Tensor] = {}
         known.sums = Sums([unit_weights(subject, i, sizes) for i in range(len(subject.producers))], 1)
@@ -30,9 +30,9 @@ class Weight(Criterion):
 
 
 def unit_weights(subject: Subject, index: int, known: dict[int, Tensor]) -> Tensor | None:
-    """Σ|W| of the units that a producer still has; None where no parameter numbers them one by one.
+    """Σ|W| of the units that a producer still has; None if no dimension of a parameter stands for its units.
 
-    `known` remembers the sums along each axis, since query, key and value rows share one.
+    `known` caches the sums along each axis, since query, key and value rows share one.
     """
     graph, producer, kept = subject.graph, subject.producers[index], subject.kept[index]
     number = int(graph.axis_of[producer.labels[0]])
@@ -47,7 +47,7 @@ def unit_weights(subject: Subject, index: int, known: dict[int, Tensor]) -> Tens
         wide = torch.float32 if weight.dtype in (torch.float16, torch.bfloat16) else weight.dtype
         known[number] = torch.linalg.vector_norm(weight.detach(), 1, others, dtype=wide).to(precise(weight.device))
     sizes = known[number]
-    # A parameter may hold the units of several calls (query, key and value rows): find ours among those that are left.
+    # A parameter may hold the units of several calls (query, key and value rows). Find ours among those that are left.
     here = np.zeros(axis.size, np.bool_)
     here[producer.labels - axis.base] = kept
     gone = np.zeros(axis.size, np.bool_)
@@ -62,12 +62,12 @@ def unit_weights(subject: Subject, index: int, known: dict[int, Tensor]) -> Tens
 class Random(Criterion):
     """Uniform random numbers. The same seed gives every unit the same number at every step."""
 
-    data: ClassVar[bool] = False
+    data: ClassVar[bool | None] = False
     name: str = "random"
     seed: int = 0
 
-    def accumulate(self, subject: Subject, loss: Any = None) -> Accumulator:
-        """Drawn for the unpruned layers, so that removals do not shift them."""
+    def accumulate(self, subject: Subject) -> Accumulator:
+        """Drawn for the unpruned layers, so that a removal does not change the numbers of what is left."""
         generator = np.random.default_rng(self.seed)
         drawn: list[Tensor | None] = []
         for kept in subject.kept:

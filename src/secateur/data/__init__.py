@@ -1,1 +1,1 @@
-"""Data sets: generated ones here, images and folders beside them."""
+"""Photographs: reading them, and matching their classes with the outputs of a model."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from secateur.data.views import View
-from secateur.errors import DataError, SecateurWarning
+from secateur.errors import Argument, DataError, SecateurWarning
 
 SUFFIXES = (".jpg", ".jpeg", ".jfif", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
 _CACHE_BYTES = 2 * 2**30
@@ -24,7 +24,7 @@ _AHEAD = 2  # batches that are decoded while the network computes
 
 
 class Decoder:
-    """Reads photographs in threads, remembers them while there is room, and keeps account of broken ones."""
+    """Reads photographs in threads, caches them while there is room, and records broken ones."""
 
     def __init__(self, strict: bool = False, room: int = _CACHE_BYTES) -> None:
         self.strict = strict
@@ -45,7 +45,7 @@ class Decoder:
             pixels = view.decode(path, training)
         except (MemoryError, ModuleNotFoundError):
             raise
-        except Exception as error:  # decoders raise all sorts of things on damaged files
+        except Exception as error:  # decoders raise many kinds of errors on damaged files
             self.broken[path] = f"{type(error).__name__}: {error}"
             return None
         with self._lock:
@@ -55,7 +55,7 @@ class Decoder:
         return pixels
 
     def complain(self, paths: Sequence[Path]) -> None:
-        """Name what could not be read: a warning, once for each file, or an error if strict."""
+        """Report what could not be read: a warning, once for each file, or an error if strict."""
         if not self.strict:
             paths = [path for path in paths if path not in self._named]
             self._named.update(paths)
@@ -65,13 +65,16 @@ class Decoder:
         more = f"; and {len(paths) - 5} more" if len(paths) > 5 else ""
         fact = f"{len(paths)} broken {'image' if len(paths) == 1 else 'images'}: {named}{more}"
         if self.strict:
-            raise DataError(f"{fact}.", fix="repair or remove them, or leave strict off to skip them")
+            raise DataError(
+                "{fact}.", fix="repair or remove them, or leave out {strict} to skip them", where=paths[0],
+                fact=fact, strict=Argument("strict", True),
+            )  # fmt: skip
         warnings.warn(f"{fact}. Skipped.", SecateurWarning, stacklevel=3)
 
 
 @dataclass(frozen=True)
 class Batches:
-    """Batches of (inputs, targets) that can be gone through again and again."""
+    """Batches of (inputs, targets) that can be iterated over several times."""
 
     make: Callable[[], Iterator[tuple[Tensor, Tensor]]] = field(repr=False)
     samples: int
@@ -130,12 +133,12 @@ class Photographs:
     ) -> Photographs:
         """`per_class` images of each class, chosen at random by seed; `at_most` takes what there is of smaller classes.
 
-        Broken ones are passed over. A class's images depend on seed and file names only, not on what other classes are
+        Broken ones are skipped. A class's images depend on seed and file names only, not on what other classes are
         drawn with it.
         """
         whole = self.of(classes) if classes is not None else self
         if per_class < 1:
-            raise DataError(f"{per_class} images per class make no sense.")
+            raise DataError("{per_class} must be at least 1.", per_class=Argument("per_class", per_class))
         chosen: list[int] = []
         for label, name in enumerate(whole.classes):
             order = whole._shuffled(label, seed)
@@ -154,7 +157,7 @@ class Photographs:
     def split(self, share: float, seed: int = 0) -> tuple[Photographs, Photographs]:
         """Two sets: `share` of each class (at least one image) at random by seed, and the rest."""
         if not 0 < share < 1:
-            raise DataError(f"share={share} must lie strictly between 0 and 1.")
+            raise DataError("{share} must lie strictly between 0 and 1.", share=Argument("share", share))
         first: list[int] = []
         rest: list[int] = []
         for label, name in enumerate(self.classes):
@@ -167,7 +170,7 @@ class Photographs:
         return self._subset(sorted(first)), self._subset(sorted(rest))
 
     def without(self, others: Photographs) -> Photographs:
-        """Those that are not among the others."""
+        """The images that are not among the others."""
         gone = set(others.paths)
         return self._subset([i for i, path in enumerate(self.paths) if path not in gone])
 
@@ -176,10 +179,6 @@ class Photographs:
         if len(targets) != len(self.classes):
             raise DataError(f"{len(targets)} target numbers for {len(self.classes)} classes.")
         return replace(self, targets=tuple(targets))
-
-    def seen(self, view: View) -> Photographs:
-        """The same through another view."""
-        return replace(self, view=view)
 
     def _subset(self, chosen: Sequence[int]) -> Photographs:
         paths, labels = tuple(self.paths[i] for i in chosen), tuple(self.labels[i] for i in chosen)
@@ -239,7 +238,7 @@ class Photographs:
 
     def _decoded(self, order: Sequence[int], batch_size: int, training: bool) -> Iterator[tuple[Tensor, Tensor]]:
         if batch_size < 1:
-            raise DataError(f"a batch size of {batch_size} makes no sense.")
+            raise DataError("{size} must be at least 1.", size=Argument("batch_size", batch_size))
         chunks = deque(order[begin : begin + batch_size] for begin in range(0, len(order), batch_size))
         pool = self._pool()
         try:
@@ -270,20 +269,20 @@ def read(
 ) -> Photographs:
     """The photographs in a folder of class folders; classes are the folders' names, sorted.
 
-    `view` says what a network sees of them (default: the centre, ImageNet's mean and deviation). Every file's head is
-    looked at: what is no image is named and skipped, or refused with `strict`. A class with fewer than `least` images
-    is an error.
+    `view` says what a network sees of them (default: the centre, ImageNet's mean and deviation). The first bytes of
+    every file are checked: what is no image is reported and skipped, or refused with `strict`. A class with fewer than
+    `least` images is an error.
     """
     root = Path(folder)
     if not root.is_dir():
-        raise DataError(f"{root} is not a folder. Give a folder with one folder of images per class.")
+        raise DataError(f"{root} is not a folder.", where=root, fix="a folder with one folder of images per class")
     names = sorted(item.name for item in root.iterdir() if item.is_dir() and not item.name.startswith("."))
     if not names:
         loose = sum(_is_image(item) for item in root.iterdir())
         raise DataError(
-            f"{root} has no class folders"
-            + (f", but {loose} images" if loose else "")
-            + f". Fix: put the images of each class into a folder of its own, such as {root / 'cat'}."
+            f"{root} has no class folders{f', but {loose} images' if loose else ''}.",
+            where=root,
+            fix=f"put the images of each class into a folder of its own, such as {root / 'cat'}",
         )
     decoder = Decoder(strict)
     listed = [(path, label) for label, name in enumerate(names) for path in images_in(root / name)]
@@ -304,7 +303,9 @@ def read(
     if few:
         which = ", ".join(f"{name!r} has {count}" for name, count in list(few.items())[:5])
         raise DataError(
-            f"too few images in {root}: {which}, at least {max(least, 1)} needed. Images end in {', '.join(SUFFIXES)}."
+            f"too few images in {root}: {which}, at least {max(least, 1)} needed.",
+            where=root,
+            fix=f"add images; their names end in {', '.join(SUFFIXES)}",
         )
     return found
 
@@ -331,7 +332,7 @@ def _is_image(path: Path) -> bool:
 
 
 def images_in(folder: Path) -> list[Path]:
-    """Every image in a folder and the folders inside it, by name."""
+    """Every image in a folder and its subfolders, sorted by path."""
     return sorted(path for path in folder.rglob("*") if _is_image(path))
 
 
@@ -344,5 +345,5 @@ def _head(path: Path) -> str:
             return ""
     except MemoryError:
         raise
-    except Exception as error:  # decoders raise all sorts of things on damaged files
+    except Exception as error:  # decoders raise many kinds of errors on damaged files
         return f"{type(error).__name__}: {error}"

@@ -7,19 +7,19 @@ import re
 from collections.abc import Sequence
 
 from secateur.data import imagenet
-from secateur.errors import DataError
+from secateur.errors import Argument, DataError
 
 #: For each class, the outputs that mean it.
 Outputs = dict[str, tuple[int, ...]]
 
 
-def match(classes: Sequence[str], count: int, given: Sequence[str] = (), names: Sequence[str] = ()) -> Outputs:
+def match(classes: Sequence[str], count: int, outputs: Sequence[str] = (), names: Sequence[str] = ()) -> Outputs:
     """The outputs for each class folder of a model with `count` outputs.
 
-    `given` are texts such as `cat=281-285` or `dog=151-268,273`, one per folder. Without them, folders must be called
-    as the outputs are if those have `names`. If they have none, folders named by numbers are those outputs; a model
-    with 1000 outputs is taken to be ImageNet's, and its folders are named by WordNet id or name; otherwise there must
-    be one folder per output, in order. Nothing is guessed.
+    `outputs` are texts such as `cat=281-285` or `dog=151-268,273`, one per folder. Without them the folders' names
+    decide. If the outputs have `names`, folders must have the same. If not, a number means that output; a model with
+    1000 outputs is ImageNet's, and a folder is a WordNet id or name; any other model needs one folder per output, in
+    order. Nothing is guessed.
 
     >>> match(["cat", "dog"], 1000, ["cat=281-285", "dog=207,208"])
     {'cat': (281, 282, 283, 284, 285), 'dog': (207, 208)}
@@ -28,8 +28,8 @@ def match(classes: Sequence[str], count: int, given: Sequence[str] = (), names: 
     >>> match(["golf_ball", "n01440764"], 1000), match(["no", "yes"], 2)
     ({'golf_ball': (574,), 'n01440764': (0,)}, {'no': (0,), 'yes': (1,)})
     """
-    if given:
-        found = _given(classes, count, given)
+    if outputs:
+        found = _given(classes, count, outputs)
     else:
         found = _called(classes, names) if len(names) == count else _by_name(classes, count)
     owners: dict[int, str] = {}
@@ -73,7 +73,7 @@ def assignments(texts: Sequence[str]) -> dict[str, str]:
         if not equals or not name or not numbers.strip():
             raise DataError(f"{text!r} is not of the form FOLDER=OUTPUTS, such as cat=281-285.")
         if name in found:
-            raise DataError(f"{name!r} is named twice. Several outputs: {name}=1,5,7-9.")
+            raise DataError(f"{name!r} is named twice.", fix=f"list several outputs after one name: {name}=1,5,7-9")
         found[name] = numbers
     return found
 
@@ -85,7 +85,7 @@ def _named(word: str, count: int) -> int:
         if count == imagenet.COUNT:
             near = imagenet.nearest(word)
             ways += ", an ImageNet name or wnid" + (f". Did you mean {', '.join(near)}?" if near else "")
-        raise DataError(f"{word!r} is no output of this model: give {ways}")
+        raise DataError(f"{word!r} is no output of this model.", fix=f"give {ways}")
     return index
 
 
@@ -98,22 +98,27 @@ def _given(classes: Sequence[str], count: int, given: Sequence[str]) -> Outputs:
             raise DataError(f"there is no class folder {name!r}; there are {', '.join(classes)}.{hint}")
     missing = [name for name in classes if name not in chosen]
     if missing:
-        raise DataError(f"class folders without outputs: {', '.join(missing)}.", fix=f"{missing[0]}=NUMBERS as well")
+        raise _unmatched(f"class folders without outputs: {', '.join(missing)}.", f"{missing[0]}=NUMBERS")
     return {name: parse(chosen[name], count) for name in classes}
 
 
+def _unmatched(fact: str, example: str, more: str = "") -> DataError:
+    return DataError(
+        "{fact}", fix="say which outputs mean them, such as {outputs}{more}",
+        fact=fact, outputs=Argument("outputs", [example]), more=more,
+    )  # fmt: skip
+
+
 def _called(classes: Sequence[str], names: Sequence[str]) -> Outputs:
-    """By the names that the outputs were given when the model was cut down to them."""
+    """By the names that the outputs were given when the model was specialised."""
     places = {imagenet.title(name).casefold(): i for i, name in enumerate(names)}
     unknown = [name for name in classes if imagenet.title(name).casefold() not in places]
     if unknown:
-        raise DataError(
+        raise _unmatched(
             f"class folders that are no output of this model: {', '.join(unknown[:5])}. Its outputs are "
             f"called {', '.join(names[:8])}{', …' if len(names) > 8 else ''}.",
-            fix=(
-                f"rename the folders, or say which outputs mean them, such as {unknown[0]}=0 (--outputs on the "
-                "command line)"
-            ),
+            f"{unknown[0]}=0",
+            ", or rename the folders",
         )
     return {name: (places[imagenet.title(name).casefold()],) for name in classes}
 
@@ -127,18 +132,16 @@ def _by_name(classes: Sequence[str], count: int) -> Outputs:
         if not unknown:
             return {name: (index,) for name, index in found.items() if index is not None}
         near = imagenet.nearest(unknown[0])
-        raise DataError(
+        raise _unmatched(
             f"class folders that are no ImageNet name, wnid or number: {', '.join(unknown[:5])}."
-            + (f" Near {unknown[0]!r}: {', '.join(near)}." if near else "")
-            + f" Fix: say which outputs mean them, such as {unknown[0]}=NUMBERS (--outputs on the command line)."
+            + (f" Similar to {unknown[0]!r}: {', '.join(near)}." if near else ""),
+            f"{unknown[0]}=NUMBERS",
         )
     if len(classes) == count:
         return {name: (i,) for i, name in enumerate(classes)}
-    raise DataError(
+    raise _unmatched(
         f"{len(classes)} class folders ({', '.join(classes[:4])}{', …' if len(classes) > 4 else ''}) for a "
         f"model with {count} outputs.",
-        fix=(
-            f"say which outputs mean them, e.g. {classes[0]}=0 (--outputs on the command line), or one folder per "
-            "output"
-        ),
+        f"{classes[0]}=0",
+        ", or make one folder per output",
     )

@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from secateur.errors import DataError
+from secateur.errors import Argument, DataError
 
 Fit = Literal["crop", "squash"]
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-# Training images are kept this much larger than the network's input, and so are those that are cropped: 256 for 224.
+# Images that are cropped, and all images for training, are kept this much larger than the network's input.
 _MARGIN = 256 / 224
 
 
@@ -38,9 +38,9 @@ class View:
 
     def __post_init__(self) -> None:
         if self.size < 1:
-            raise DataError(f"an image size of {self.size} makes no sense.")
+            raise DataError("{size} must be at least 1.", size=Argument("size", self.size))
         if self.fit not in ("crop", "squash"):
-            raise DataError(f"fit={self.fit!r} is not known; use 'crop' or 'squash'.")
+            raise DataError("{fit} is not known.", fix="'crop' or 'squash'", fit=Argument("fit", self.fit))
         if len(self.mean) != len(self.std) or len(self.mean) not in (1, 3) or not all(s > 0 for s in self.std):
             raise DataError("mean and std need one number each (grey) or three (colour), std above 0.")
 
@@ -54,7 +54,7 @@ class View:
         return round(self.size * _MARGIN) if training or self.fit == "crop" else self.size
 
     def decode(self, path: Path, training: bool = False) -> Tensor:
-        """Read a file as bytes, channels first: turned as the camera says, grey or RGB, scaled to a square."""
+        """Read a file as bytes, channels first: rotated by its EXIF tag, grey or RGB, scaled to a square."""
         from PIL import Image, ImageOps
 
         side = self.side(training)

@@ -1,7 +1,7 @@
-"""What a saved model is known by beside names and shapes: the settings of its modules, and its output on fixed inputs.
+"""How a saved model is recognised: by the settings of its modules, and by its output on fixed inputs.
 
-Two networks may agree in every name and shape and still compute different things: a stride has moved, an activation is
-another one. Settings show that where torch's own modules are used, and name the place; the output shows the rest.
+Two networks may have the same names and shapes and still compute different things, e.g. with another stride or
+activation. For torch's own modules the settings show that, and say where. For everything else the output does.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from secateur.nest import tensors_of_output
 from secateur.running.copies import named_modules, shared_copy
 from secateur.running.sandbox import Example, quiet, run
 
-# What changes nothing in evaluation mode, or no number in the output.
+# Settings that change no number of the output in evaluation mode.
 _IDLE = frozenset((
     "training", "p", "inplace", "dropout", "momentum", "padding_idx", "sparse", "scale_grad_by_freq",
     "enable_nested_tensor", "use_nested_tensor", "mask_check",
 ))  # fmt: skip
-# Sizes that pruning changes; the shapes of the weights, which are checked apart, tell them better.
+# Sizes that pruning changes. The shapes of the weights are checked elsewhere.
 _SIZES = frozenset((
     "in_channels", "out_channels", "in_features", "out_features", "num_features", "num_channels", "normalized_shape",
     "num_parameters", "num_embeddings", "embedding_dim", "input_size", "hidden_size", "embed_dim", "kdim", "vdim",
     "in1_features", "in2_features",
 ))  # fmt: skip
 _CONTAINERS = frozenset(("Sequential", "ModuleList", "ModuleDict", "ParameterList", "ParameterDict", "Module"))
-# Names of classes that hand their input on in evaluation mode: one may stand for another.
+# Modules that return their input in evaluation mode: any of them may replace another.
 _PASSING = frozenset((
     "Identity", "Dropout", "Dropout1d", "Dropout2d", "Dropout3d", "AlphaDropout", "FeatureAlphaDropout",
 ))  # fmt: skip
@@ -41,17 +41,17 @@ _NORMS = frozenset(("BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "SyncBatchNorm"
 _LONGEST = 16  # settings; longer lists are data
 _SHOWN = 32  # numbers kept of each output
 _OUTPUTS = 8
-_SAMPLES = 1  # more of them tell nothing more
-_LARGEST_INPUT = 2**26  # numbers; a file must not be able to ask for more memory than that
+_SAMPLES = 1  # more samples show nothing new
+_LARGEST_INPUT = 2**26  # numbers; limits the memory that a file can make us use
 _EXACT, _COARSE, _HALF = 1e-3, 1e-2, 5e-2  # relative to the largest output; processors and libraries round differently
-_USELESS = 1e-3  # a model that chance or a rounding error changes by so much cannot be told from another
+_USELESS = 1e-3  # if random numbers or rounding change a model by so much, its output identifies nothing
 
 
 # -- settings ----------------------------------------------------------------------------------------------------------
 def settings(model: nn.Module) -> dict[str, dict[str, Any]]:
-    """For every module its class and its settings; `own` are those of classes that are not torch's, only for messages.
+    """For every module its class and settings. `own` are the settings of the user's own classes, only for messages.
 
-    Such a class may count its calls or remember the last input, so nothing is refused for them.
+    Such a class may count its calls or keep the last input, so a difference there is no reason to refuse a file.
     """
     found: dict[str, dict[str, Any]] = {}
     for path, module in named_modules(model):
@@ -69,7 +69,7 @@ def settings(model: nn.Module) -> dict[str, dict[str, Any]]:
 
 
 def setting_differences(saved: Mapping[str, Any], model: nn.Module) -> Iterator[str]:
-    """What torch's own modules are set to otherwise than in the saved model, in words."""
+    """In words, which settings of torch's own modules differ from the saved model."""
     for path, was, now in _pairs(saved, model):
         before, after = was.get("class"), now["class"]
         if before and after and before != after:
@@ -79,7 +79,7 @@ def setting_differences(saved: Mapping[str, Any], model: nn.Module) -> Iterator[
 
 
 def own_differences(saved: Mapping[str, Any], model: nn.Module) -> Iterator[str]:
-    """The same for the user's own classes, where a difference need not mean anything."""
+    """The same for the user's own classes, where a difference may mean nothing."""
     for path, was, now in _pairs(saved, model):
         yield from _unlike(path, was.get("own"), now.get("own", {}))
 
@@ -92,7 +92,7 @@ def _pairs(saved: Mapping[str, Any], model: nn.Module) -> Iterator[tuple[str, Ma
 
 
 def _unlike(path: str, was: Any, now: Mapping[str, Any]) -> Iterator[str]:
-    """Only what both know: torch adds settings from one version to the next, and some attributes appear when used."""
+    """Only settings that both have: torch adds new ones in new versions, and some attributes appear only when used."""
     for name, value in was.items() if isinstance(was, Mapping) else ():
         if name in now and now[name] != value:
             yield f"`{path}{'.' if path else ''}{name}` was {_said(value)} and is {_said(now[name])}"
@@ -113,7 +113,7 @@ def _from_torch(kind: type) -> bool:
 
 
 def _declared(kind: type[nn.Module]) -> set[str]:
-    """What torch's part of a class takes when it is made, or names as constant; not the tags that others put on."""
+    """The arguments and constants that torch declares for a class; not attributes that other code has set."""
     names: set[str] = set()
     for own in (vars(parent) for parent in kind.__mro__ if _from_torch(parent)):
         names.update(own.get("__constants__", ()))
@@ -122,7 +122,7 @@ def _declared(kind: type[nn.Module]) -> set[str]:
 
 
 def _simple(module: nn.Module) -> dict[str, Any]:
-    """Public attributes that JSON can hold, apart from sizes and from what is idle in evaluation mode."""
+    """Public attributes that JSON can hold, without sizes and without what has no effect in evaluation mode."""
     found = {}
     for name, value in vars(module).items():
         if name.startswith("_") or name in _IDLE or name in _SIZES:
@@ -150,7 +150,7 @@ def _plain(value: Any) -> Any:
 
 
 def answer(model: nn.Module, form: str, macs: int = 0) -> dict[str, Any] | None:
-    """What a model says to fixed inputs of that form; None where that would say nothing about it."""
+    """A model's output on fixed inputs of that form; None if that would not identify it."""
     if not form or macs > 10**11:  # one pass over more takes seconds to minutes
         return None
     for samples in (_SAMPLES, 0):  # some forwards fix the number of samples
@@ -167,9 +167,9 @@ def answer(model: nn.Module, form: str, macs: int = 0) -> dict[str, Any] | None:
 
 
 def answer_gap(saved: Mapping[str, Any], model: nn.Module) -> float | None:
-    """By how much a model's answer differs from the saved one, if by more than rounding explains; else None.
+    """How much a model's output differs from the saved one, if by more than rounding explains; else None.
 
-    A model that does not run on these inputs is let through: its user will see that it does not.
+    A model that does not run on these inputs is accepted: its user will see the error.
     """
     try:
         found = _outputs(model, saved["inputs"], int(saved["samples"]), 0.0)
@@ -196,8 +196,8 @@ def _like(model: nn.Module) -> Tensor:
 def _outputs(model: nn.Module, form: Mapping[str, Any], samples: int, nudge: float) -> list[dict[str, Any]]:
     """Some numbers of each output in evaluation mode, and its shape."""
     with quiet(), torch.autocast(_like(model).device.type, enabled=False):
-        torch.manual_seed(1 if nudge else 0)  # a forward that draws random numbers must give itself away
-        inputs = _made(form, samples, nudge, _like(model), np.random.RandomState(0))  # numpy never changes this stream
+        torch.manual_seed(1 if nudge else 0)  # so that a forward that draws random numbers differs between two calls
+        inputs = _made(form, samples, nudge, _like(model), np.random.RandomState(0))  # numpy guarantees these numbers
         found = run(shared_copy(model).eval(), inputs)
     tensors = tensors_of_output(found)
     kept = []
@@ -209,7 +209,7 @@ def _outputs(model: nn.Module, form: Mapping[str, Any], samples: int, nudge: flo
 
 
 def _made(form: Mapping[str, Any], samples: int, nudge: float, like: Tensor, draw: np.random.RandomState) -> Example:
-    """Inputs of a form. Real ones are of the model's own precision, and drawn apart by `nudge`."""
+    """Inputs of a form. Real numbers have the model's own precision, and are scaled by `1 + nudge`."""
     if "named" in form:
         return {name: _made(item, samples, nudge, like, draw) for name, item in form["named"].items()}
     if "items" in form:

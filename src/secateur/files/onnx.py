@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from secateur import atomic
+from secateur.atomic import replacing
 from secateur.errors import SecateurError, SecateurWarning, VerificationError
 from secateur.latency.timing import Timing, medians, repeated
 from secateur.nest import tensors_in
@@ -24,28 +24,27 @@ from secateur.running.sandbox import Example, arguments, quiet, run_or_explain
 def export(model: nn.Module, path: str | os.PathLike[str], example: Example, *, dynamic_batch: bool = True) -> Path:
     """Write a model as `.onnx` (checked with ONNX Runtime) or `.pt2` (`torch.export`), by the ending of `path`.
 
-    The exported model must give PyTorch's output on the example (relative 1e-4), or the file is taken away again.
+    The exported model must give PyTorch's output on the example (relative 1e-4), or no file is written.
     """
     target = Path(path)
     model = shared_copy(unwrap(model)).eval()
     args, kwargs = arguments(example)
     with quiet():
         expected = tensors_in(run_or_explain(model, example))
-    target.parent.mkdir(parents=True, exist_ok=True)
-    if target.suffix == ".onnx":
-        found = _to_onnx(model, target, args, kwargs, dynamic_batch)
-    elif target.suffix == ".pt2":
-        found = _to_pt2(model, target, args, kwargs)
-    else:
-        raise SecateurError(f"cannot export to {target.name!r}: the name must end in .onnx or .pt2")
-    gap = max(_gap(a, b) for a, b in zip(found, expected, strict=True))
-    if not gap <= 1e-4:
-        target.unlink(missing_ok=True)
-        out = _way_out(model)
-        raise VerificationError(
-            f"the exported model differs from PyTorch's by {gap:.2g} (allowed 1e-4); {target} was removed."
-            + (f" Fix: {out}." if out else "")
-        )
+    if target.suffix not in (".onnx", ".pt2"):
+        raise SecateurError(f"cannot export to {target.name!r}.", fix="a name that ends in .onnx or .pt2")
+    with replacing(target) as staged:
+        if target.suffix == ".onnx":
+            found = _to_onnx(model, staged, args, kwargs, dynamic_batch)
+        else:
+            found = _to_pt2(model, staged, args, kwargs)
+        gap = max(_gap(a, b) for a, b in zip(found, expected, strict=True))
+        if not gap <= 1e-4:
+            raise VerificationError(
+                f"the exported model differs from PyTorch's by {gap:.2g} (allowed 1e-4); {target} is not written.",
+                where=target,
+                fix=_fix(model),
+            )
     return target
 
 
@@ -95,63 +94,51 @@ def _gap(a: Tensor, b: Tensor) -> float:
 
 
 def _to_onnx(
-    model: nn.Module, target: Path, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_batch: bool
+    model: nn.Module, file: Path, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_batch: bool
 ) -> list[Tensor]:
     try:
         import onnxruntime  # noqa: F401
         import onnxscript  # noqa: F401
     except ImportError as error:
-        raise SecateurError("exporting to ONNX needs the extra: pip install 'secateur[export]'") from error
+        raise SecateurError("exporting to ONNX needs other packages.", fix="pip install 'secateur[export]'") from error
     options: dict[str, Any] = {"dynamo": True, "external_data": False, "verbose": False}
     free = dynamic_batch and not kwargs and all(isinstance(a, Tensor) and a.ndim and a.shape[0] > 1 for a in args)
     if free:
         batch = torch.export.Dim("batch", min=1)
         options["dynamic_shapes"] = _in_place(model, tuple({0: batch} for _ in args))
-    with atomic.replacing(target) as staged:
-        try:
-            torch.onnx.export(model, args, staged, kwargs=kwargs or None, **options)
-        except Exception:
-            if "dynamic_shapes" not in options:
-                raise
-            # Some forwards fix the batch size (e.g. by reshaping with constants); a fixed one still serves.
-            options.pop("dynamic_shapes")
-            torch.onnx.export(model, args, staged, kwargs=kwargs or None, **options)
-        session = _opened(staged, model)
-        batch_size = _fixed(session.get_inputs()[0])
-        if free and batch_size is not None:
-            warnings.warn(
-                f"{target} takes batches of {batch_size} only: the forward of {type(model).__name__} fixes the batch "
-                f"size. Fix: an example of the size that you need.",
-                SecateurWarning,
-                stacklevel=3,
-            )
+    try:
+        torch.onnx.export(model, args, file, kwargs=kwargs or None, **options)
+    except Exception:
+        if not free:
+            raise
+        # Some forwards fix the batch size, e.g. by reshaping with constants. A file for one batch size is still useful.
+        options.pop("dynamic_shapes")
+        torch.onnx.export(model, args, file, kwargs=kwargs or None, **options)
+    try:
+        session = _session(file)
         names = [item.name for item in session.get_inputs()]
-        try:
-            feeds = dict(zip(names, [t.detach().cpu().numpy() for t in tensors_in((args, kwargs))], strict=True))
-            outputs = [torch.from_numpy(item) for item in session.run(None, feeds)]
-        except Exception as error:  # numpy has no bfloat16; ONNX Runtime has errors of its own for what it lacks
-            raise _unable(model, error) from error
+        feeds = dict(zip(names, [t.detach().cpu().numpy() for t in tensors_in((args, kwargs))], strict=True))
+        outputs = [torch.from_numpy(item) for item in session.run(None, feeds)]
+    except Exception as error:  # numpy has no bfloat16; ONNX Runtime has no kernels for some operations in other types
+        raise VerificationError(
+            f"ONNX Runtime cannot run the exported {type(model).__name__}, so it cannot be checked and is not "
+            f"kept ({' '.join(str(error).split())}).",
+            fix=_fix(model) or "a name that ends in .pt2, for torch.export",
+        ) from error
+    batch_size = _fixed(session.get_inputs()[0])
+    if free and batch_size is not None:
+        warnings.warn(
+            SecateurWarning(
+                f"the exported {type(model).__name__} takes batches of {batch_size} only: its forward fixes the batch "
+                "size.",
+                fix="export with an example of the batch size that you need",
+            ),
+            stacklevel=3,
+        )
     return outputs
 
 
-def _opened(path: Path, model: nn.Module) -> Any:
-    try:
-        return _session(path)
-    except Exception as error:  # errors of its own, without a common parent
-        raise _unable(model, error) from error
-
-
-def _unable(model: nn.Module, error: Exception) -> SecateurError:
-    """ONNX Runtime has no kernels for some operations in double or half precision."""
-    out = _way_out(model)
-    return VerificationError(
-        f"ONNX Runtime cannot run the exported {type(model).__name__}, so it cannot be checked and is not "
-        f"kept ({' '.join(str(error).split())}).",
-        fix=f"{out or 'a name that ends in .pt2, for torch.export'}",
-    )
-
-
-def _way_out(model: nn.Module) -> str:
+def _fix(model: nn.Module) -> str:
     """Other precisions than float32 are the usual reason why an export fails or differs."""
     kinds = {p.dtype for p in [*model.parameters(), *model.buffers()] if p.is_floating_point()} - {torch.float32}
     names = " and ".join(sorted(str(kind).removeprefix("torch.") for kind in kinds))
@@ -167,10 +154,9 @@ def _in_place(model: nn.Module, shapes: tuple[Any, ...]) -> tuple[Any, ...]:
     return (*shapes[:named], shapes[named:])
 
 
-def _to_pt2(model: nn.Module, target: Path, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+def _to_pt2(model: nn.Module, file: Path, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     with quiet():
         program = torch.export.export(model, args, kwargs, strict=False)
         outputs = tensors_in(program.module()(*args, **kwargs))
-    with atomic.replacing(target) as staged:
-        torch.export.save(program, staged)
+    torch.export.save(program, file)
     return outputs

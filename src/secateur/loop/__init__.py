@@ -1,1 +1,6 @@
-"""The pruning loop: prune, schedule, checkpoints, fine-tuning, comparison."""
+"""The pruning loop: prune, schedules, checkpoints, fine-tuning, comparison."""
+
+from secateur.loop.finetune import FineTune
+from secateur.loop.schedule import Schedule
+
+__all__ = ["FineTune", "Schedule"]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,50 +17,30 @@ from torch import Tensor, nn
 
 from secateur import atomic
 from secateur.errors import CheckpointError, FileFormatError
-from secateur.relevance.conservation import Conservation, Flow
-from secateur.results.history import History
 
 FORMAT = "secateur-loop-1"
+#: Settings that older files do not have.
+_ADDED = frozenset({"data", "loss", "finetune", "batch_size"})
+#: Settings that are too long to be shown.
+_DIGESTS = frozenset({"weights", "data", "finetune"})
 
 
-@dataclass(frozen=True)
-class State:
-    """Everything a run needs to go on: what was asked for, the plan and rows so far, and tensors by name."""
-
-    settings: Mapping[str, Any]
-    step: int
-    plan: str | None
-    history: History
-    done: str
-    carried: Any
-    tensors: Mapping[str, Tensor]
-    books: Conservation | None = None
-
-
-def write(path: Path, state: State) -> None:
-    """Replace the checkpoint; a kill leaves the old one or the new one."""
-    header = {
-        "format": FORMAT,
-        "settings": state.settings,
-        "step": state.step,
-        "plan": state.plan,
-        "history": json.loads(state.history.to_json()),
-        "done": state.done,
-        "carried": state.carried,
-        "books": asdict(state.books) if state.books is not None else None,
-    }
+def write(path: Path, header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """Replace the checkpoint; a kill leaves the old or the new."""
+    text = json.dumps({"format": FORMAT, **header})
     try:
-        tensors = {name: tensor.detach().contiguous().cpu().clone() for name, tensor in state.tensors.items()}
-        atomic.write(path, safetensors.torch.save(tensors, {"secateur": json.dumps(header)}))
+        saved = {name: tensor.detach().contiguous().cpu().clone() for name, tensor in tensors.items()}
+        atomic.write(path, safetensors.torch.save(saved, {"secateur": text}))
     except OSError as error:
         raise CheckpointError(
             f"the checkpoint {path} could not be written ({error}); the one before it, if any, is intact.",
-            fix="make room and call prune again with the same arguments, it goes on from there",
+            where=path,
+            fix="make room and start the same run again: it goes on from there",
         ) from error
 
 
-def read(path: Path, settings: Mapping[str, Any]) -> State | None:
-    """The state in a checkpoint, or None if there is none yet. One of another run is refused with what differs."""
+def read(path: Path, settings: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
+    """What a checkpoint holds, or None if there is none yet. One of another run is refused with what differs."""
     if not path.exists():
         return None
     try:
@@ -68,30 +48,32 @@ def read(path: Path, settings: Mapping[str, Any]) -> State | None:
             header = json.loads((file.metadata() or {}).get("secateur", "null"))
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
     except (safetensors.SafetensorError, ValueError, RuntimeError, OSError) as error:
-        raise FileFormatError(f"{path} is not a checkpoint, or is damaged: {error}") from error
+        raise FileFormatError(f"{path} is not a checkpoint, or is damaged: {error}", where=path) from error
     if not isinstance(header, dict) or header.get("format") != FORMAT:
-        raise FileFormatError(f"{path} is not a checkpoint of this version of secateur (expected format {FORMAT!r})")
-    try:
-        found = header["settings"]
-        wanted = json.loads(json.dumps(settings))
-        other = [key for key in wanted if found.get(key) != wanted[key]]
+        raise FileFormatError(
+            f"{path} is not a checkpoint of this version of secateur (expected format {FORMAT!r})", where=path
+        )
+    with whole(path):
+        found, wanted = header["settings"], json.loads(json.dumps(settings))
+        other = [key for key in wanted if found.get(key) != wanted[key] and (key in found or key not in _ADDED)]
         if other:
-            what = "; ".join(f"{key} was {found.get(key)!r}, is now {wanted[key]!r}" for key in other[:4])
-            raise FileFormatError(
-                f"{path} belongs to another run: {what}.", fix="another checkpoint path, or remove the file"
+            what = "; ".join(
+                f"other {key}" if key in _DIGESTS else f"{key} was {found.get(key)!r}, is now {wanted[key]!r}"
+                for key in other[:4]
             )
-        history = History.from_json(json.dumps(header["history"]))
-        plan = header["plan"]
-        done, carried, books = str(header["done"]), header["carried"], _books(header.get("books"))
-        return State(found, int(header["step"]), plan, history, done, carried, tensors, books)
+            raise FileFormatError(
+                f"{path} belongs to another run: {what}.", where=path, fix="another checkpoint path, or remove the file"
+            )
+    return header, tensors
+
+
+@contextmanager
+def whole(path: Path) -> Iterator[None]:
+    """Say that a file is damaged if something is missing in it."""
+    try:
+        yield
     except (KeyError, TypeError, AttributeError) as error:
-        raise FileFormatError(f"{path} is damaged: {type(error).__name__}: {error}") from error
-
-
-def _books(found: Any) -> Conservation | None:
-    if found is None:
-        return None
-    return Conservation(float(found["start"]), float(found["input"]), tuple(Flow(**flow) for flow in found["flows"]))
+        raise FileFormatError(f"{path} is damaged: {type(error).__name__}: {error}", where=path) from error
 
 
 # -- a model's numbers -------------------------------------------------------------------------------------------------
@@ -113,8 +95,13 @@ def fill(model: nn.Module, tensors: Mapping[str, Tensor], path: Path) -> None:
 
 def digest(model: nn.Module) -> str:
     """A fingerprint of a model's numbers: a checkpoint made from other weights must not be mixed with these."""
+    return digest_tensors(numbers(model).items())
+
+
+def digest_tensors(named: Iterable[tuple[str, Tensor]]) -> str:
+    """A fingerprint of tensors and their names."""
     found = hashlib.sha256()
-    for name, tensor in numbers(model).items():
+    for name, tensor in named:
         found.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
         flat = tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8)
         found.update(np.ascontiguousarray(flat.numpy()).data)

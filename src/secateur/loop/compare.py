@@ -10,14 +10,18 @@ from torch import nn
 
 from secateur.analysis.analyze import analyze
 from secateur.criteria.registry import Choice, criterion_named
-from secateur.criteria.scoring import score
+from secateur.criteria.scoring import scores_of
 from secateur.errors import SecateurError
-from secateur.loop.prune import Evaluate, prune
+from secateur.loop.callbacks import Evaluate
+from secateur.loop.prune import run_loop
+from secateur.loop.schedule import Schedule
+from secateur.loop.settings import Settings
+from secateur.plans.limits import Limits
+from secateur.plans.targets import Target
 from secateur.results.comparison import Comparison, curve, overlap, spearman
 from secateur.running.batches import Data, example_of, repeatable
 from secateur.running.copies import unwrap
-from secateur.running.sandbox import Example
-from secateur.structure.graph import Graph
+from secateur.running.sandbox import check_weights
 
 
 def compare(
@@ -27,21 +31,20 @@ def compare(
     *,
     evaluate: Evaluate,
     remove: float = 0.5,
-    step: float = 0.05,
-    example: Example = None,
-    graph: Graph | None = None,
+    schedule: Schedule | float = 0.05,
     fractions: Sequence[float] = (0.125, 0.25, 0.5),
     **options: Any,
 ) -> Comparison:
     """Prune with several criteria on the same samples and seed, and say how they compare. `options` go to `prune`.
 
-    Criteria are compared as they are, by Algorithm 1 without repair, unless `options` name a repair.
+    Criteria are compared by Algorithm 1 without repair, unless `options` name a repair. `fractions` are the shares of
+    all groups for which the overlap of the criteria's lowest and highest scores is given.
 
     >>> import torch
     >>> net = nn.Sequential(nn.Linear(4, 20), nn.ReLU(), nn.Linear(20, 3))
     >>> x, y = torch.rand(30, 4), torch.arange(30) % 3
     >>> def accuracy(model): return float((model(x).argmax(1) == y).float().mean())
-    >>> table = compare(net, (x, y), ["lrp", "weight"], evaluate=accuracy, remove=0.5, step=0.25)
+    >>> table = compare(net, (x, y), ["lrp", "weight"], evaluate=accuracy, remove=0.5, schedule=0.25)
     >>> sorted(table.curves), table.curves["lrp"].removed.tolist()
     (['lrp', 'weight'], [0.0, 0.25, 0.5])
     """
@@ -50,20 +53,20 @@ def compare(
     if len(set(names)) < len(names) or not names:
         raise SecateurError(f"criteria must have different names, and there must be one at least; got {names}.")
     data, original = repeatable(data), unwrap(model)
-    if graph is None:
-        graph = analyze(original, example if example is not None else example_of(original, data))
-    known = {k: options[k] for k in ("norm", "absolute", "aggregate", "loss", "batch_size") if k in options}
-    scores = score(original, data, chosen, graph=graph, **known)
+    check_weights(original)
+    graph = analyze(original, example_of(original, data))
+    steps = Schedule.of(schedule)
+    scores = dict(zip(names, scores_of(original, data, chosen, graph, None, steps.batch_size), strict=True))
+    target = Target(remove, options.pop("keep", None), options.pop("max_drop", None))
     curves, histories = {}, {}
-    options.setdefault("repair", None)
+    limits, repair = options.pop("limits", Limits()), options.pop("repair", None)
     checkpoint = options.pop("checkpoint", None)
     for criterion in chosen:
         if checkpoint is not None:  # a run each
             path = Path(checkpoint)
             options["checkpoint"] = path.with_name(f"{path.stem}-{criterion.name.replace(':', '-')}{path.suffix}")
-        result = prune(
-            original, data, criterion, remove=remove, step=step, evaluate=evaluate, graph=graph, **options
-        )  # fmt: skip
+        settings = Settings(criterion, target, steps, limits, repair, evaluate)
+        result = run_loop(original, data, settings, graph=graph, **options)
         curves[criterion.name] = curve(criterion.name, result.history)
         histories[criterion.name] = result.history
     values = {name: scores[name].of(graph)[graph.candidates] for name in names}

@@ -23,9 +23,9 @@ from secateur.running.sandbox import run
 Tuner = Callable[[nn.Module, int], Any]
 
 
-@dataclass
+@dataclass(frozen=True)
 class FineTune:
-    """Train the model in place after each removal: `prune(..., finetune=FineTune(data))`.
+    """Train the model in place after each removal: `Schedule(finetune=FineTune(data))`.
 
     `data` is a pair (X, y), shuffled in every epoch, or an iterable of batches, such as a DataLoader. The defaults are
     the paper's. Frozen parameters stay frozen. With `mixed`, CUDA models compute in half precision.
@@ -44,7 +44,7 @@ class FineTune:
     mixed: bool = True
 
     def __call__(self, model: nn.Module, step: int) -> None:
-        """Train. Each module's own training flag is as before afterwards."""
+        """Train. Afterwards each module's training flag is what it was."""
         flags = [(module, module.training) for module in model.modules()]
         parameters = [p for p in model.parameters() if p.requires_grad]
         if not parameters:

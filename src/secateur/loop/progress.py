@@ -1,35 +1,45 @@
-"""A line that shows how the loop gets on; nothing at all where nobody watches."""
+"""The progress of a pruning loop: a bar on a terminal, or events for a function of the user's."""
 
 from __future__ import annotations
 
-import sys
-import time
-from collections.abc import Callable
-from types import TracebackType
-from typing import Self, TextIO
+from dataclasses import dataclass
+from typing import Any, Self, TextIO
 
 from secateur.results.history import Row
 from secateur.running.processes import is_first
+from secateur.running.progress import Event, Line, Listener
 from secateur.structure.cost import human
 
 
-class Progress:
-    """Shows step, units, MACs and accuracy on a terminal: with rich if installed, else on one line of plain text.
+@dataclass(frozen=True)
+class StepDone(Event):
+    """A step is complete. `row` is its line of the history.
 
-    If `shown` is a function, it is told the same, terminal or not.
+    >>> print(StepDone(Row(3, 850, 0.15, 1000, 2_000_000, {"overall": 0.913})))
+    850 units left (15 % gone), 2.00 M MACs, 91.3 %
     """
 
-    def __init__(self, shown: bool | Callable[[str], None], steps: int | None, stream: TextIO | None = None) -> None:
-        self.stream = stream if stream is not None else sys.stderr
+    row: Row
+
+    def __str__(self) -> str:
+        text = f"{self.row.units} units left ({100 * self.row.removed:.0f} % gone), {human(self.row.macs)} MACs"
+        return text if self.row.overall is None else f"{text}, {100 * self.row.overall:.1f} %"
+
+
+class Progress:
+    """Shows events on a terminal: with rich if it is installed, else on one line of plain text.
+
+    If `shown` is a function, it receives the events instead, terminal or not.
+    """
+
+    def __init__(self, shown: bool | Listener, steps: int | None, stream: TextIO | None = None) -> None:
         self._listener = shown if callable(shown) and is_first() else None
-        self.shown = shown is True and is_first() and self.stream.isatty()
-        self.steps = steps
-        self._bar: object | None = None
-        self._task: object | None = None
-        self._begin = time.perf_counter()
+        self._line = Line(shown is True, stream)
+        self._steps = steps
+        self._bar: Any = None
 
     def __enter__(self) -> Self:
-        if self.shown:
+        if self._line.shown:
             try:
                 from rich.console import Console
                 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
@@ -37,50 +47,25 @@ class Progress:
             except ImportError:
                 return self
             columns = [TextColumn("pruning"), BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn()]
-            bar = Bar(*columns, console=Console(file=self.stream), transient=True)
-            bar.start()
-            self._bar, self._task = bar, bar.add_task("", total=self.steps)
+            self._bar = Bar(*columns, console=Console(file=self._line.stream), transient=True)
+            self._bar.start()
+            self._bar.add_task("", total=self._steps)
         return self
 
-    def __call__(self, row: Row) -> None:
-        """Show one finished step."""
+    def __call__(self, event: Event) -> None:
+        """Show or hand on one event."""
         if self._listener is not None:
-            self._listener(describe(row))
-        if not self.shown:
-            return
-        text = describe(row)
+            self._listener(event)
+        step = event.row.step if isinstance(event, StepDone) else None
         if self._bar is not None:
-            self._bar.update(self._task, completed=row.step, description=text)  # type: ignore[attr-defined]
+            self._bar.update(self._bar.task_ids[0], completed=step, description=str(event))
+        elif step is not None:
+            self._line(f"{step}{f'/{self._steps}' if self._steps else ''}  {event}")
         else:
-            of = f"/{self.steps}" if self.steps else ""
-            taken = time.perf_counter() - self._begin
-            print(f"\r{row.step}{of}  {text}  {taken:.0f} s\x1b[K", end="", file=self.stream)
+            self._line(event)
 
-    def note(self, text: str) -> None:
-        """Show what a long step is about."""
-        if self._listener is not None:
-            self._listener(text)
-        if not self.shown:
-            return
+    def __exit__(self, *error: object) -> None:
         if self._bar is not None:
-            self._bar.update(self._task, description=text)  # type: ignore[attr-defined]
+            self._bar.stop()
         else:
-            print(f"\r{text}  {time.perf_counter() - self._begin:.0f} s\x1b[K", end="", file=self.stream, flush=True)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._bar is not None:
-            self._bar.stop()  # type: ignore[attr-defined]
-        elif self.shown:
-            print(file=self.stream)
-
-
-def describe(row: Row) -> str:
-    """A step in a few words.
-
-    >>> describe(Row(3, 850, 0.15, 1000, 2_000_000, {"overall": 0.913}))
-    '850 units left (15 % gone), 2.00 M MACs, 91.3 %'
-    """
-    text = f"{row.units} units left ({100 * row.removed:.0f} % gone), {human(row.macs)} MACs"
-    return text if row.overall is None else f"{text}, {100 * row.overall:.1f} %"
+            self._line.__exit__()

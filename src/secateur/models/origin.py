@@ -1,4 +1,4 @@
-"""Where a model comes from, so that a smaller one can be saved, found again and rebuilt."""
+"""Where a model comes from, so that a smaller one can be saved and rebuilt."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch import nn
 
 from secateur.analysis.specialize import MergedOutputs
 from secateur.data.views import View
-from secateur.errors import DataError, FileFormatError, ModelError
-from secateur.files.folder import PLANS, about, load
+from secateur.errors import Argument, DataError, FileFormatError, ModelError
+from secateur.files.saved import PLANS, about, load
 from secateur.models.weights import fill
 from secateur.models.zoo import FORMS, fresh, input_size, runs_code
 
@@ -55,7 +55,7 @@ class Origin:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], where: Path) -> Origin:
-        """Read it back; what does not look right is refused."""
+        """Read it back, or raise."""
         try:
             view = data["view"]
             return cls(
@@ -99,15 +99,22 @@ def open_model(
     device: torch.device | str | None = None,
     original: str | None = None,
 ) -> Opened:
-    """As `build`, with the origin. `original` says what a saved folder was cut from, where the folder must not."""
+    """As `build`, with the origin. `original` says what a saved folder was cut from, if rebuilding that runs code."""
     folder = saved_folder(spec)
     if folder is not None:
         if weights is not None:
-            raise ModelError(f"{folder} holds its own weights; --weights is for unpruned models.")
+            raise ModelError(
+                "{folder} holds its own weights.", fix="leave out {weights}, which is for unpruned models",
+                folder=folder, weights=Argument("weights"),
+            )  # fmt: skip
         opened = _saved(folder, original)
     else:
         if original is not None:
-            raise ModelError(f"--original belongs to a folder saved by secateur; {spec!r} is none.")
+            raise ModelError(
+                "{original} is for folders saved by secateur; {spec!r} is none.",
+                original=Argument("original"),
+                spec=spec,
+            )
         wants_download = weights is not None and str(weights) == "default"
         model = fresh(spec, pretrained=wants_download)
         if weights is not None and not wants_download:
@@ -123,13 +130,13 @@ def saved_folder(spec: str) -> Path | None:
         if (folder / PLANS).is_file():
             return folder
     if Path(spec).is_dir():
-        raise ModelError(f"{spec} is a folder, but no model was saved in it ({PLANS} is missing). Give {FORMS}.")
+        raise ModelError(f"{spec} is a folder, but no model was saved in it ({PLANS} is missing).", fix=f"give {FORMS}")
     return None
 
 
 def view_of(model: nn.Module, spec: str) -> View:
-    """What the zoo says its models see: timm notes it on the model, torchvision beside its weights."""
-    fixed = getattr(model, "image_size", None)  # torchvision's transformers take no other
+    """The inputs that a model was made for: timm stores that in the model, torchvision beside its weights."""
+    fixed = getattr(model, "image_size", None)  # torchvision's transformers take only this size
     notes, known = getattr(model, "pretrained_cfg", None), View(fixed if isinstance(fixed, int) else input_size(spec))
     if not isinstance(notes, Mapping):
         return known
@@ -141,16 +148,17 @@ def _saved(folder: Path, original: str | None) -> Opened:
     noted = about(folder)
     if noted.get("origin") is None and original is None:
         raise ModelError(
-            f"{folder} does not say which model it was cut from (it was saved by sc.save, not by a command).",
-            fix="--original torchvision:NAME, timm:NAME or FILE.py:FACTORY",
-        )
+            "{folder} does not say which model it was cut from (it was saved by sc.save, not by a command).",
+            fix="{original}, or timm:NAME or FILE.py:FACTORY",
+            folder=folder, original=Argument("original", "torchvision:NAME"),
+        )  # fmt: skip
     origin = Origin.from_dict(noted["origin"], folder) if noted.get("origin") is not None else Origin(str(original))
     if original is not None:
         origin = replace(origin, model=original)
     elif runs_code(origin.model):
         raise ModelError(
-            f"{folder} was cut from {origin.model}; rebuilding it runs that file, which a saved folder may "
-            "not ask for.",
-            fix=f"say so yourself with --original {origin.model}",
-        )
+            "{folder} was cut from {model}; rebuilding it runs that file, which a saved folder may not ask for.",
+            fix="if you trust that file, say so with {original}",
+            folder=folder, model=origin.model, original=Argument("original", origin.model),
+        )  # fmt: skip
     return Opened(load(folder, origin.fresh()), origin)

@@ -38,7 +38,7 @@ def read_weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:
         ) from error
     except MemoryError:
         raise
-    except Exception as error:  # torch's reader raises all sorts of things on damaged files
+    except Exception as error:  # torch's reader raises many kinds of errors on damaged files
         raise FileFormatError(f"{file} is not a file of weights, or damaged: {error}") from error
     for key in _WRAPPERS:
         if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
@@ -52,7 +52,7 @@ def read_weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:
 def fill(model: nn.Module, path: str | os.PathLike[str]) -> None:
     """Put a file's numbers into a model. Every name and shape must fit; what does not is named."""
     state = read_weights(path)
-    if all(name.startswith("module.") for name in state):  # DataParallel's
+    if all(name.startswith("module.") for name in state):  # saved from DataParallel
         state = {name.removeprefix("module."): tensor for name, tensor in state.items()}
     own = model.state_dict()
     missing = [name for name in own if name not in state and not name.endswith("num_batches_tracked")]
@@ -61,21 +61,16 @@ def fill(model: nn.Module, path: str | os.PathLike[str]) -> None:
     kind = type(model).__name__
     if wrong:
         name = wrong[0]
-        hint = ""
-        if own[name].shape[1:] == state[name].shape[1:] and len(wrong) <= 2:
-            hint = f" Fix, if these are the outputs: ?num_classes={state[name].shape[0]} after the model's name."
+        has, needs = tuple(state[name].shape), tuple(own[name].shape)
+        outputs = bool(has) and has[1:] == needs[1:] and len(wrong) <= 2
         raise FileFormatError(
-            f"{path} does not fit {kind}: `{name}` has shape {tuple(state[name].shape)}, the model needs "
-            f"{tuple(own[name].shape)}{_more(wrong)}.{hint}"
-        )
+            f"{path} does not fit {kind}: `{name}` has shape {has}, the model needs {needs}{_more(wrong)}.",
+            where=path, fix=f"for the outputs, ?num_classes={has[0]} after the model's name" if outputs else "",
+        )  # fmt: skip
     if missing or extra:
-        raise FileFormatError(
-            f"{path} does not fit {kind}:"
-            + (f" it has no `{missing[0]}`{_more(missing)}" if missing else "")
-            + (";" if missing and extra else "")
-            + (f" the model has no `{extra[0]}`{_more(extra)}" if extra else "")
-            + ". Is it for another model?"
-        )
+        what = [f"it has no `{missing[0]}`{_more(missing)}"] if missing else []
+        what += [f"the model has no `{extra[0]}`{_more(extra)}"] if extra else []
+        raise FileFormatError(f"{path} does not fit {kind}: {'; '.join(what)}. Is it for another model?", where=path)
     model.load_state_dict(state, strict=False)
 
 

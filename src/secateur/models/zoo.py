@@ -14,11 +14,11 @@ from urllib.parse import parse_qsl
 
 from torch import nn
 
-from secateur.errors import ModelError
+from secateur.errors import Argument, ModelError
 
 FORMS = "torchvision:NAME, timm:NAME, FILE.py:FACTORY, or a folder saved by secateur"
 
-# Options that would fetch or read weights behind the user's back.
+# Options that would download or read weights without the user asking for it.
 _RESERVED = {"weights", "weights_backbone", "pretrained", "checkpoint_path", "pretrained_cfg", "cache_dir"}
 
 
@@ -37,7 +37,10 @@ def fresh(spec: str, pretrained: bool = False) -> nn.Module:
     path, colon, factory = body.rpartition(":")
     if (colon and path.endswith(".py")) or body.endswith(".py"):
         if pretrained:
-            raise ModelError(f"{spec}: a factory of your own has no weights to download.", fix="--weights FILE")
+            raise ModelError(
+                "{spec}: a factory of your own has no weights to download.", fix="{weights}",
+                spec=spec, weights=Argument("weights", "FILE"),
+            )  # fmt: skip
         return _factory(Path(path if colon and path.endswith(".py") else body), factory if colon else "", options)
     near = [f"torchvision:{name}" for name in _near(body, _torchvision_names())] if not colon else []
     hint = f" Did you mean {' or '.join(near)}?" if near else ""
@@ -73,7 +76,10 @@ def _options(spec: str) -> tuple[str, dict[str, Any]]:
         raise ModelError(f"{spec!r}: options look like ?num_classes=10&width=64.") from None
     reserved = sorted(_RESERVED & {key for key, _ in pairs})
     if reserved:
-        raise ModelError(f"{spec!r}: {', '.join(reserved)} is not an option.", fix="--weights FILE or default")
+        raise ModelError(
+            "{spec!r}: {reserved} is not an option.", fix="{weights}, or 'default'",
+            spec=spec, reserved=", ".join(reserved), weights=Argument("weights", "FILE"),
+        )  # fmt: skip
     return body, {key: _value(text) for key, text in pairs}
 
 
@@ -107,7 +113,7 @@ def _torchvision_names() -> list[str]:
         import torchvision
     except ModuleNotFoundError:
         return []
-    # Classifiers: the models that live in the package itself, not in its folders for other tasks.
+    # Classifiers are in the package itself, other models in its subpackages.
     return list(torchvision.models.list_models(module=torchvision.models))
 
 
@@ -125,10 +131,10 @@ def _near(name: str, names: Sequence[str]) -> list[str]:
 def _made(spec: str, make: Callable[[], Any]) -> nn.Module:
     try:
         model = make()
-    except (TypeError, ValueError, RuntimeError, AssertionError, OSError) as error:
-        raise ModelError(f"{spec} could not be built: {type(error).__name__}: {error}") from error
+    except Exception as error:
+        raise ModelError(f"{spec} could not be built: it raised {type(error).__name__}: {error}") from error
     if not isinstance(model, nn.Module):
-        raise ModelError(f"{spec} made a {type(model).__name__}, not a torch.nn.Module.")
+        raise ModelError(f"{spec} returned a {type(model).__name__}, not a torch.nn.Module.")
     return model.eval()
 
 
@@ -143,35 +149,29 @@ def _factory(path: Path, name: str, options: dict[str, Any]) -> nn.Module:
     if not name or not callable(getattr(module, name, None)):
         what = f"has no function or class {name!r}" if name else "needs the name of a function or class after it"
         near = [*_near(name, own), *own][:4]
-        hint = f" Fix: {' or '.join(f'{path}:{n}' for n in dict.fromkeys(near))}." if near else ""
-        raise ModelError(f"{path} {what}.{hint}")
+        raise ModelError(f"{path} {what}.", fix=" or ".join(f"{path}:{n}" for n in dict.fromkeys(near)))
     factory = getattr(module, name)
     try:
         inspect.signature(factory).bind(**options)
     except TypeError as error:
         raise ModelError(
-            f"{path}:{name} cannot be called so: {error}.", fix=f"give options as {path.name}:{name}?NAME=VALUE"
+            f"{path}:{name} cannot be called with these options: {error}.",
+            fix=f"give options as {path.name}:{name}?NAME=VALUE",
         ) from error
     except ValueError:
         pass  # built-in: it has no signature
-    try:
-        model = factory(**options)
-    except Exception as error:
-        raise ModelError(f"{path}:{name} raised {type(error).__name__}: {error}") from error
-    if not isinstance(model, nn.Module):
-        raise ModelError(f"{path}:{name} returned a {type(model).__name__}, not a torch.nn.Module.")
-    return model.eval()
+    return _made(f"{path}:{name}", lambda: factory(**options))
 
 
 def _run(path: Path) -> Any:
-    """Import the user's file as a module of its own; its folder can be imported from, as when it is run."""
+    """Import the user's file as a module. It can import from its own folder, as when it is run."""
     where = path.resolve()
     name = f"secateur_user_{where.stem}"
     spec = importlib.util.spec_from_file_location(name, where)
     if spec is None or spec.loader is None:
         raise ModelError(f"{path} cannot be imported.")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and the like look it up
+    sys.modules[name] = module  # dataclasses look it up
     sys.path.insert(0, str(where.parent))
     try:
         spec.loader.exec_module(module)

@@ -108,8 +108,9 @@ def slack(kind: str, like: Tensor) -> float:
 
 def _warn(fact: str) -> None:
     warnings.warn(
-        f"{fact}. Scores of different layers are then not comparable. Fix: another composite, or see "
-        f"`.conservation` for every operation.",
-        ConservationWarning,
+        ConservationWarning(
+            f"{fact}. Scores of different layers are then not comparable.",
+            fix="another composite, or see `.conservation` for every operation",
+        ),
         stacklevel=4,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import count
 
@@ -23,10 +23,8 @@ from secateur.running.batches import Data, repeatable
 from secateur.running.copies import copy_with, unwrap
 from secateur.running.devices import device_of
 from secateur.running.processes import synchronise
-from secateur.running.progress import Line
+from secateur.running.progress import Line, Listener, Recording, Repairing
 from secateur.running.sandbox import check_weights, quiet
-
-Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -97,8 +95,8 @@ class Repair:
         """The repaired model. `small` is not changed."""
         return self.examine(small, original, data).model
 
-    def examine(self, small: nn.Module, original: nn.Module, data: Data, progress: bool | Tell = True) -> Outcome:
-        """The repaired model, and what was done. `progress` draws a line on a terminal; a function is told in words."""
+    def examine(self, small: nn.Module, original: nn.Module, data: Data, progress: bool | Listener = True) -> Outcome:
+        """The repaired model, and what was done. `progress` draws a line on a terminal; a function receives events."""
         return self.session(original, data).examine(small, progress)
 
     def session(self, original: nn.Module, data: Data) -> Session:
@@ -114,7 +112,7 @@ class Session:
         self._reference: Reference | None = None
         self._versions: list[int] = []
 
-    def examine(self, small: nn.Module, progress: bool | Tell = True) -> Outcome:
+    def examine(self, small: nn.Module, progress: bool | Listener = True) -> Outcome:
         """The repaired model, and what was done. `progress` is as for `Repair.examine`."""
         if isinstance(progress, bool):
             with Line(progress) as line:
@@ -128,14 +126,14 @@ class Session:
             synchronise(outcome.model)
         return outcome
 
-    def reference(self, tell: Tell = lambda text: None) -> Reference:
+    def reference(self, tell: Listener = lambda event: None) -> Reference:
         """The original's side. It is computed again if somebody wrote to the model or the data."""
         original, asked = self.original, self.settings
         versions = [version(t) for t in [*original.parameters(), *original.buffers(), *tensors_in(self.data)]]
         if self._reference is not None and versions == self._versions:
             return self._reference
         self._reference = None  # its memory is needed now
-        tell("repair: what the original answers")
+        tell(Recording())
         with quiet():
             torch.manual_seed(asked.seed)  # a loader that shuffles gives the same samples whenever it is asked
             samples = Samples.collect(
@@ -145,7 +143,7 @@ class Session:
         self._versions = versions
         return self._reference
 
-    def _best(self, small: nn.Module, reference: Reference, layers: Layers, tell: Tell) -> Outcome:
+    def _best(self, small: nn.Module, reference: Reference, layers: Layers, tell: Listener) -> Outcome:
         """Try each correction on the whole model, and take the best, if it is better than none."""
         if not layers:
             warnings.warn(
@@ -157,8 +155,8 @@ class Session:
 
         def corrected(method: Correction, given: Mapping[str, Correction] | None = None) -> Corrected:
             numbers = count(1)
-            what = method.name if given is None else f"{method.name}, with all samples"
-            step = lambda: tell(f"repair: {what}, layer {next(numbers)}/{len(layers)}")  # noqa: E731
+            final = given is not None
+            step = lambda: tell(Repairing(method.name, next(numbers), len(layers), final))  # noqa: E731
             return LayerCorrector(small, reference, layers, method, given, self.settings.rounds, step).run()
 
         before = reference.divergence_of(small)
@@ -191,7 +189,7 @@ def repair(
     >>> import torch, secateur as sc
     >>> net = nn.Sequential(nn.Linear(4, 32), nn.ReLU(), nn.Linear(32, 3))
     >>> data = (torch.rand(64, 4), torch.arange(64) % 3)
-    >>> result = sc.prune(net, data, remove=0.5, step=0.25)
+    >>> result = sc.prune(net, data, remove=0.5, schedule=0.25)
     >>> sc.repair(result.model, net, data)[0]
     Linear(in_features=4, out_features=16, bias=True)
     """

@@ -1,1 +1,5 @@
-"""Pages that stand alone: charts, tables and heat maps in one HTML file."""
+"""Pages about a run: charts, tables and heat maps in one file."""
+
+from secateur.report.page import Page
+
+__all__ = ["Page"]

@@ -97,7 +97,6 @@ def line_chart(
     up: str,
     series: Sequence[Series],
     table: Table,
-    *,
     falling: bool = False,
     bounds: tuple[float, float] = (-math.inf, math.inf),
     baseline: float | None = None,

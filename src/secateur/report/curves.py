@@ -5,14 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TypeVar
 
 from secateur.errors import SecateurError
 from secateur.report.charts import Chart, Point, Series, line_chart
-from secateur.report.run import Run
 from secateur.report.tables import Table
 from secateur.results.comparison import Comparison, curve
 from secateur.results.history import History, Row
+from secateur.results.record import Record
+
+_REMOVED, _LEFT = "units removed, %", "MACs left, %"
+T = TypeVar("T")
+Two = tuple[T, T]
 
 
 @dataclass(frozen=True)
@@ -90,17 +94,23 @@ def run_charts(history: History, metric: Metric) -> list[Chart]:
         ]
         return Table.of(f"{metric.name} over {head}", ("step",), (head, metric.name, ""), lines)
 
-    removed, left = "units removed, %", "MACs left, %"
-    common: dict[str, Any] = {"bounds": metric.bounds, "baseline": metric.drawn(first)}
+    tables = (
+        table(_REMOVED, {row.step: percent(row.removed) for row in rows}),
+        table(_LEFT, {row.step: percent(row.macs / whole) for row in rows}),
+    )
+    return _charts("", caption, metric, first, ([series(False)], [series(True)]), tables)
+
+
+def _charts(
+    prefix: str, caption: str, metric: Metric, first: float, lines: Two[list[Series]], tables: Two[Table]
+) -> list[Chart]:
+    """The metric over units removed, and over MACs left."""
+    word, common = metric.word.capitalize(), (metric.bounds, metric.drawn(first))
     return [
-        line_chart(
-            "units", f"{metric.word.capitalize()} over units removed", caption, removed, metric.name, [series(False)],
-            table(removed, {row.step: percent(row.removed) for row in rows}), **common,
-        ),
-        line_chart(
-            "macs", f"{metric.word.capitalize()} over MACs left", caption, left, metric.name, [series(True)],
-            table(left, {row.step: percent(row.macs / whole) for row in rows}), falling=True, **common,
-        ),
+        line_chart(f"{prefix}units", f"{word} over units removed", caption, _REMOVED, metric.name, lines[0], tables[0],
+                   False, *common),
+        line_chart(f"{prefix}macs", f"{word} over MACs left", caption, _LEFT, metric.name, lines[1], tables[1],
+                   True, *common),
     ]  # fmt: skip
 
 
@@ -122,7 +132,7 @@ class Contest:
     agreement: Table | None
 
 
-def contest(comparison: Comparison | Mapping[str, Run]) -> Contest:
+def contest(comparison: Comparison | Mapping[str, Record]) -> Contest:
     """Lay out a comparison, or results by name."""
     found = comparison if isinstance(comparison, Comparison) else _gathered(comparison)
     metric = Metric.of(value for line in found.curves.values() for value in line.overall.tolist())
@@ -138,23 +148,16 @@ def contest(comparison: Comparison | Mapping[str, Run]) -> Contest:
         over_units.append(Series(name, units))
         over_macs.append(Series(name, macs))
     first = next(iter(found.curves.values())).overall[0]
-    table = Table.of("All points", ("criterion",), ("units removed, %", "MACs left, %", metric.name), lines)
+    table = Table.of("All points", ("criterion",), (_REMOVED, _LEFT, metric.name), lines)
     caption = "Labels stand at the ends of the lines; the dashed line is the unpruned network."
-    common: dict[str, Any] = {"bounds": metric.bounds, "baseline": metric.drawn(float(first))}
-    word = metric.word.capitalize()
-    charts = [
-        line_chart("compare-units", f"{word} over units removed", caption, "units removed, %", metric.name, over_units,
-                   table, **common),
-        line_chart("compare-macs", f"{word} over MACs left", caption, "MACs left, %", metric.name, over_macs, table,
-                   falling=True, **common),
-    ]  # fmt: skip
+    charts = _charts("compare-", caption, metric, float(first), (over_units, over_macs), (table, table))
     return Contest(found.best, charts, _areas(found, metric), _agreement(found))
 
 
-def _gathered(results: Mapping[str, Run]) -> Comparison:
+def _gathered(results: Mapping[str, Record]) -> Comparison:
     curves = {}
     for name, result in results.items():
-        if not isinstance(result, Run) or all(row.overall is None for row in result.history):
+        if not isinstance(result, Record) or all(row.overall is None for row in result.history):
             raise SecateurError(f"comparison[{name!r}] is no result of prune(…, evaluate=f), so it has no curve.")
         curves[name] = curve(name, result.history)
     if not curves:

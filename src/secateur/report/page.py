@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from secateur.errors import (
 )
 from secateur.latency.timing import Timing, batch_of, time_batches
 from secateur.nest import describe
+from secateur.plans.limits import brief
 from secateur.relevance.composites import PRESETS, Composite
 from secateur.relevance.conservation import Conservation
 from secateur.relevance.rules import Rule
@@ -28,9 +29,9 @@ from secateur.report.changes import Changes, Names, changes, check_scale, name_o
 from secateur.report.curves import Metric, contest, percent, run_charts
 from secateur.report.document import fill
 from secateur.report.environment import environment
-from secateur.report.run import Run
 from secateur.report.tables import Table
 from secateur.results.comparison import Comparison
+from secateur.results.record import Record
 from secateur.running.accuracy import Accuracy, accuracy
 from secateur.running.batches import Data
 from secateur.running.copies import unwrap
@@ -69,24 +70,39 @@ class LayerRow:
         return self.after / max(self.before, 1)
 
 
+@dataclass(frozen=True, repr=False)
+class Page:
+    """How a report looks: `result.report(path, page=Page(title="…"))`.
+
+    `about` is shown among the settings. Both models are timed in turn for batches of 1 and 32, unless `latency` is
+    False or holds what was measured already. Heat maps are made with `composite`, by default that of the run. `mean`
+    and `std` are those that the images were normalised with.
+    """
+
+    title: str | None = None
+    about: Mapping[str, str] | None = None
+    latency: bool | Sequence[Timing] = True
+    composite: str | Composite | Rule | None = None
+    mean: Sequence[float] | None = None
+    std: Sequence[float] | None = None
+
+    __repr__ = brief
+
+
 def write_report(
     path: str | Path,
-    result: Run,
+    result: Record,
     *,
-    inputs: tuple[Tensor, Tensor | None] | None = None,
     data: Data = None,
     test: Data = None,
+    inputs: tuple[Tensor, Tensor | None] | None = None,
     original: nn.Module | None = None,
-    title: str | None = None,
-    comparison: Comparison | Mapping[str, Run] | None = None,
+    comparison: Comparison | Mapping[str, Record] | None = None,
     classes: Names = None,
-    mean: Sequence[float] | None = None,
-    std: Sequence[float] | None = None,
-    composite: str | Composite | Rule | None = None,
-    latency: bool | Sequence[Timing] = True,
-    about: Mapping[str, str] | None = None,
+    page: Page | None = None,
 ) -> Path:
     """Write the page of `Result.report`."""
+    page = page if page is not None else Page()
     source = original if original is not None else result.original
     source = unwrap(source) if source is not None else None
     if source is None and (inputs is not None or data is not None or test is not None):
@@ -97,19 +113,18 @@ def write_report(
     first, last = _ends(result)
     metric = Metric.of([row.overall for row in result.history if row.overall is not None])
     criterion = str(result.settings.get("criterion") or (result.scores.criterion if result.scores else "no criterion"))
-    rule = composite if composite is not None else _composite(criterion)
+    if page.composite is None:
+        page = replace(page, composite=_composite(criterion))
     seen, unseen = None, ""
     if source is not None and inputs is not None:
-        seen = changes(
-            source, result.model, result.plan, inputs, classes=classes, mean=mean, std=std, composite=rule
-        )  # fmt: skip
+        seen = _changes(source, result, inputs, classes, page)
     elif source is not None and data is not None:
-        seen, unseen = _seen(source, result, data, classes, mean, std, rule)
-    timings, when = _timings(result, source, latency)
+        seen, unseen = _seen(source, result, data, classes, page)
+    timings, when = _timings(result, source, page.latency)
     layers = _layers(result)
     html = fill(
         "report/page.html",
-        title=title or f"{result.graph.model_name} pruned by {criterion}",
+        title=page.title or f"{result.graph.model_name} pruned by {criterion}",
         lead=_lead(result, criterion),
         tiles=_tiles(result, scores, metric),
         speeds=_speeds(timings),
@@ -129,28 +144,33 @@ def write_report(
         plan=result.plan,
         parameters=_parameter_table(result),
         books=_books(result.scores.conservation if result.scores is not None else None),
-        settings={**_settings(result), **(about or {})},
+        settings={**_settings(result), **(page.about or {})},
         environment=environment(result.model),
         percent=percent,
     )
     return atomic.write(path, html.encode())
 
 
-def _seen(
-    source: nn.Module, result: Run, data: Data, classes: Names, mean: Sequence[float] | None,
-    std: Sequence[float] | None, rule: str | Composite | Rule,
-) -> tuple[Changes | None, str]:  # fmt: skip
+def _changes(
+    source: nn.Module, result: Record, inputs: tuple[Tensor, Tensor | None], classes: Names, page: Page
+) -> Changes:
+    assert page.composite is not None
+    return changes(
+        source, result.model, result.plan, inputs, classes=classes, mean=page.mean, std=page.std,
+        composite=page.composite,
+    )  # fmt: skip
+
+
+def _seen(source: nn.Module, result: Record, data: Data, classes: Names, page: Page) -> tuple[Changes | None, str]:
     """What changed on some of the data, or why that cannot be shown: the rest of the page does not depend on it."""
     try:
         shown = some_of(data, _SAMPLES)
     except DataError as error:
         return None, _unseen(error)
     if shown[0].dim() == 4:
-        check_scale(shown[0], mean, std)
+        check_scale(shown[0], page.mean, page.std)
     try:
-        found = changes(
-            source, result.model, result.plan, shown, classes=classes, mean=mean, std=std, composite=rule
-        )  # fmt: skip
+        found = _changes(source, result, shown, classes, page)
     except (DataError, RelevanceError, UnknownOperationError, UnsupportedModelError) as error:
         return None, _unseen(error)
     return found, ""
@@ -162,12 +182,12 @@ def _unseen(error: SecateurError) -> str:
 
 
 # -- headline ----------------------------------------------------------------------------------------------------------
-def _ends(result: Run) -> tuple[Mapping[str, float], Mapping[str, float]]:
+def _ends(result: Record) -> tuple[Mapping[str, float], Mapping[str, float]]:
     rows = [row for row in result.history if row.held]
     return rows[0].metrics, rows[-1].metrics
 
 
-def _lead(result: Run, criterion: str) -> str:
+def _lead(result: Record, criterion: str) -> str:
     had, has = (result.graph.total_units,) * 2 if result.plan is None else result.plan.units
     steps = sum(row.held for row in result.history) - 1
     ways = [word for word, used in (("repair", "repair"), ("fine-tuning", "finetune")) if result.settings.get(used)]
@@ -179,7 +199,9 @@ def _lead(result: Run, criterion: str) -> str:
     return f"{done} The run ended because {result.stopped or 'it was stopped'}."
 
 
-def _timings(result: Run, source: nn.Module | None, latency: bool | Sequence[Timing]) -> tuple[Sequence[Timing], str]:
+def _timings(
+    result: Record, source: nn.Module | None, latency: bool | Sequence[Timing]
+) -> tuple[Sequence[Timing], str]:
     """What was measured, and when."""
     if not isinstance(latency, bool):
         return latency, "after the run"
@@ -191,7 +213,7 @@ def _timings(result: Run, source: nn.Module | None, latency: bool | Sequence[Tim
     return [], ""
 
 
-def _tiles(result: Run, scores: Sequence[Accuracy] | None, metric: Metric) -> list[Tile]:
+def _tiles(result: Record, scores: Sequence[Accuracy] | None, metric: Metric) -> list[Tile]:
     first, last = _ends(result)
     tiles = []
     if scores is not None:
@@ -225,7 +247,7 @@ def _milliseconds(seconds: float) -> str:
     return f"{number:.{2 if number < 10 else 1 if number < 100 else 0}f} ms"
 
 
-def _latency_note(result: Run, timings: Sequence[Timing], when: str) -> str:
+def _latency_note(result: Record, timings: Sequence[Timing], when: str) -> str:
     sample = describe(result.graph.example) if len(timings) == 1 else "samples like the example"
     turns = "" if when == "during the run" else ", both models in turn"
     return f"Latency is the median of up to {_REPEATS} forward passes on {sample}{turns}, measured {when}."
@@ -252,7 +274,7 @@ def _class_table(
     return Table.of(f"{kind.name} by class", ("class",), ("before", "after", "change"), lines)
 
 
-def _layers(result: Run) -> list[LayerRow]:
+def _layers(result: Record) -> list[LayerRow]:
     plan = result.plan
     made = []
     for layer in result.graph.layers:
@@ -289,7 +311,7 @@ def _layer_table(layers: Sequence[LayerRow]) -> Table:
     return Table.of("Units per layer", ("layer",), heads, lines)
 
 
-def _step_table(result: Run, metric: Metric) -> Table:
+def _step_table(result: Record, metric: Metric) -> Table:
     lines = []
     for row in result.history:
         overall = "" if row.overall is None else metric.bare(row.overall)
@@ -302,7 +324,7 @@ def _step_table(result: Run, metric: Metric) -> Table:
     return Table.of("All steps", ("step",), heads, lines)
 
 
-def _parameter_table(result: Run) -> Table | None:
+def _parameter_table(result: Record) -> Table | None:
     if result.plan is None:
         return None
     lines = []
@@ -366,7 +388,7 @@ def _books(found: Conservation | None) -> Books | None:
     return Books(sentence, Table.of("Every operation, in the order of the forward pass", ("operation",), heads, lines))
 
 
-def _settings(result: Run) -> dict[str, str]:
+def _settings(result: Record) -> dict[str, str]:
     made = {"model": result.graph.model_name, "example": describe(result.graph.example)}
     for key, value in result.settings.items():
         if value is None or value is False or value in ({}, [], ""):

@@ -19,8 +19,7 @@ class Row:
     """One step. `removed` is the share of units gone; `metrics` what `evaluate` said, with "overall" among it.
 
     `at_minimum` counts the layers that are down to the units they must keep; `held` is False for a step that lost too
-    much and was taken back. `latency` is in seconds, where it was measured. `macs_alone` and
-    `params_alone` belong to `prune_uncoupled`.
+    much and was taken back. `latency` is in seconds, where it was measured.
     """
 
     step: int
@@ -35,8 +34,6 @@ class Row:
     held: bool = True
     score_seconds: float = 0.0
     seconds: float = 0.0
-    macs_alone: int | None = None
-    params_alone: int | None = None
 
     @property
     def overall(self) -> float | None:
@@ -49,7 +46,7 @@ class History:
 
     >>> history = History([Row(0, 10, 0.0, 100, 1000, {"overall": 0.9})])
     >>> print(history.to_csv().splitlines()[0])
-    step,units,removed,params,macs,part,latency,at_minimum,held,score_seconds,seconds,macs_alone,params_alone,overall
+    step,units,removed,params,macs,part,latency,at_minimum,held,score_seconds,seconds,overall
     """
 
     def __init__(self, rows: list[Row] | None = None) -> None:
@@ -102,7 +99,8 @@ class History:
 def _row(item: Any) -> Row:
     if not isinstance(item, dict):
         raise ValueError(f"expected a row, found {type(item).__name__}")
-    return Row(**{**item, "metrics": {str(k): float(v) for k, v in item.get("metrics", {}).items()}})
+    known = {name: value for name, value in item.items() if name in Row.__dataclass_fields__}  # older files have more
+    return Row(**{**known, "metrics": {str(k): float(v) for k, v in item.get("metrics", {}).items()}})
 
 
 def _out(text: str, path: str | Path | None) -> str:

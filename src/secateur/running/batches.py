@@ -227,5 +227,8 @@ def check_inputs(inputs: Any) -> None:
 def example_of(model: nn.Module, data: Data) -> Any:
     """One sample of the data on the model's device."""
     if data is None:
-        raise DataError("without data, the model needs an example to be analysed with: give graph=… or example=…")
+        raise DataError(
+            "without data there is no input to analyse the model with.",
+            fix="data=[(example, None)], where the model runs on example; `score` also takes graph=analyze(…)",
+        )
     return to_device(first_example(data), device_of(unwrap(model)))

@@ -1,17 +1,70 @@
-"""One line of text that says what long work is about."""
+"""What long work reports while it runs, and one line of text that shows it on a terminal.
+
+Events are small objects. `str(event)` gives the words. Counts are not compared: two events are equal if they report the
+same kind of work, however far it is.
+"""
 
 from __future__ import annotations
 
 import sys
 import time
-from types import TracebackType
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Self, TextIO
 
 from secateur.running.processes import is_first
 
 
+@dataclass(frozen=True)
+class Event:
+    """Parent of all events."""
+
+
+#: A function that receives events.
+Listener = Callable[[Event], None]
+
+
+@dataclass(frozen=True)
+class Scoring(Event):
+    """Units are being scored."""
+
+    criterion: str
+
+    def __str__(self) -> str:
+        return f"scoring units by {self.criterion}"
+
+
+@dataclass(frozen=True)
+class Evaluating(Event):
+    """The user's `evaluate` runs."""
+
+    def __str__(self) -> str:
+        return "measuring accuracy"
+
+
+@dataclass(frozen=True)
+class Recording(Event):
+    """A repair runs the original model on the samples."""
+
+    def __str__(self) -> str:
+        return "repair: recording the original's outputs"
+
+
+@dataclass(frozen=True)
+class Repairing(Event):
+    """A repair works on one of several layers. `final` is the last fit, which uses all samples."""
+
+    method: str
+    layer: int = field(compare=False)
+    layers: int = field(compare=False)
+    final: bool = False
+
+    def __str__(self) -> str:
+        return f"repair: {self.method}{', with all samples' if self.final else ''}, layer {self.layer}/{self.layers}"
+
+
 class Line:
-    """One line of plain text on a terminal, written over and over, and wiped out in the end."""
+    """Shows events on one line of a terminal, each over the one before, and clears it at the end."""
 
     def __init__(self, shown: bool, stream: TextIO | None = None) -> None:
         self.stream = stream if stream is not None else sys.stderr
@@ -21,13 +74,11 @@ class Line:
     def __enter__(self) -> Self:
         return self
 
-    def __call__(self, text: str) -> None:
-        """Show this, and for how long it has gone on."""
+    def __call__(self, event: object) -> None:
+        """Show this, and the time since the beginning."""
         if self.shown:
-            print(f"\r{text}  {time.perf_counter() - self._begin:.0f} s\x1b[K", end="", file=self.stream, flush=True)
+            print(f"\r{event}  {time.perf_counter() - self._begin:.0f} s\x1b[K", end="", file=self.stream, flush=True)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self.shown:
             print("\r\x1b[K", end="", file=self.stream, flush=True)

@@ -86,7 +86,7 @@ def refusal(model: nn.Module, what: str, inputs: Example, error: Exception) -> F
     """The user's own error with the inputs' shapes, and the way out where number formats do not match."""
     text = f"{type(model).__name__} does not run on {what} ({describe(inputs)}): {type(error).__name__}: {error}"
     way = _way_out(model, inputs, str(error))
-    return ForwardError(f"{text.rstrip('.')}. Fix: {way}." if way else text)
+    return ForwardError(text, fix=way)
 
 
 def _way_out(model: nn.Module, inputs: Example, error: str) -> str:

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from secateur.errors import SecateurError, VerificationError
+from secateur.errors import Argument, SecateurError, VerificationError
 from secateur.nest import map_tensors, tensors_of_output
 from secateur.plans.plan import Plan
 from secateur.running.copies import copy_with, unwrap
@@ -62,9 +62,13 @@ def verify(model: nn.Module, small: nn.Module, plan: Plan, example: Example) -> 
         if gap <= 1e-7:
             return
     raise VerificationError(
-        f"removal and zero-masking disagree on the example: relative difference {gap:.2g} (allowed {limit:g}) "
-        f"{where}. The smaller model is withheld. The forward probably addresses channels by fixed positions.",
-        fix="leave the layer out with ignore=[...], and please report the model",
+        "removal and zero-masking disagree on the example: relative difference {gap:.2g} (allowed {limit:g}) {place}. "
+        "The smaller model is withheld. The forward probably addresses channels by fixed positions.",
+        fix="name the layer in {ignore}, and please report the model",
+        gap=gap,
+        limit=limit,
+        place=where,
+        ignore=Argument("ignore"),
     )
 
 
@@ -98,9 +102,11 @@ def _outputs(what: str, net: nn.Module, example: Example) -> list[Tensor]:
             return tensors_of_output(run(net, example))
         except Exception as error:
             raise VerificationError(
-                f"the {what} model does not run on the example: {type(error).__name__}: {error}. A size is "
-                "probably written into the forward.",
-                fix="leave the layer out with ignore=[...]",
+                "the {model} model does not run on the example: {error}. A size is probably written into the forward.",
+                fix="name the layer in {ignore}",
+                model=what,
+                error=f"{type(error).__name__}: {error}",
+                ignore=Argument("ignore"),
             ) from error
 
 

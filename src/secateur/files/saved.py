@@ -27,22 +27,27 @@ FORMAT = "secateur-model-1"
 _LARGEST_PLAN = 256 * 2**20
 
 
-def save(path: str | os.PathLike[str], result: Any, *, about: Mapping[str, Any] | None = None) -> None:
+def save(result: Any, path: str | os.PathLike[str], *, about: Mapping[str, Any] | None = None) -> None:
     """Write a pruned model (or a `Result`) to a folder: `model.safetensors` and `plan.json`.
 
-    The folder appears whole or not at all; an older one of the same name is replaced. `about` is a note that `about`
-    reads back, of what JSON can hold: the command line notes there what the model was cut from.
+    The folder appears whole or not at all. An older one of the same name is replaced. `about` is a note in JSON types,
+    read back by the function `about`. The command line uses it for where the model came from.
     """
+    if isinstance(result, str | os.PathLike):
+        raise SecateurError(
+            f"save takes the model first, like torch.save, but got the path {os.fspath(result)!r}.",
+            fix="sc.save(result, path)",
+        )
     model = result if isinstance(result, nn.Module) else getattr(result, "model", None)
     if not isinstance(model, nn.Module):
-        raise SecateurError(f"cannot save a {type(result).__name__}; give a pruned module or a Result")
+        raise SecateurError(f"cannot save a {type(result).__name__}.", fix="give a pruned module or a Result")
     model = unwrap(model)
     origin = provenance_of(model)
     plans = origin.plans
     if not plans:
         raise SecateurError(
-            f"this {type(model).__name__} carries no plan: it was not made by secateur.apply, prune or load. "
-            f"For an unpruned model, torch's state_dict and safetensors suffice."
+            f"this {type(model).__name__} carries no plan: it was not made by secateur.apply, prune or load.",
+            fix="for an unpruned model, use torch's state_dict and safetensors",
         )
     note = {"about": dict(about)} if about is not None else {}
     known = {"settings": settings(model), "answer": answer(model, origin.inputs, plans[-1].after.macs)}
@@ -58,7 +63,7 @@ def save(path: str | os.PathLike[str], result: Any, *, about: Mapping[str, Any] 
 def load(path: str | os.PathLike[str], model: nn.Module) -> nn.Module:
     """Rebuild a saved model from a freshly built original (its weights do not matter).
 
-    An original that is built otherwise (a stride moved, another activation) is refused, even where all shapes fit: the
+    An original that is built differently (another stride or activation) is refused, even if all shapes fit: the
     settings of torch's modules and the output on fixed inputs are compared with what was saved.
 
     >>> import tempfile, secateur as sc
@@ -67,7 +72,7 @@ def load(path: str | os.PathLike[str], model: nn.Module) -> nn.Module:
     >>> graph = sc.analyze(net, torch.zeros(1, 4))
     >>> small = sc.apply(net, sc.plan(graph, sc.score(net, None, "weight", graph=graph), remove=0.5))
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     sc.save(folder + "/small", small)
+    ...     sc.save(small, folder + "/small")
     ...     again = sc.load(folder + "/small", build())
     >>> bool((small(torch.ones(1, 4)) == again(torch.ones(1, 4))).all())
     True
@@ -136,12 +141,12 @@ def _fill(model: nn.Module, state: dict[str, Tensor], folder: Path) -> None:
 
 
 def _recognise(model: nn.Module, known: Any, folder: Path) -> None:
-    """Raise unless the rebuilt model is set up and answers like the saved one. Older files say nothing about that."""
+    """Raise unless the rebuilt model has the settings and outputs of the saved one. Older files hold neither."""
     if known is None:
         return
     noted, said = (known.get("settings"), known.get("answer")) if isinstance(known, Mapping) else (None, None)
     if not isinstance(noted, Mapping) or not isinstance(said, Mapping | None):
-        raise FileFormatError(f"{folder / PLANS} is damaged: its fingerprint is none")
+        raise FileFormatError(f"{folder / PLANS} is damaged: its fingerprint cannot be read.", where=folder / PLANS)
     other = list(setting_differences(noted, model))
     if not other and said is not None:
         gap = answer_gap(said, model)
@@ -154,6 +159,7 @@ def _recognise(model: nn.Module, known: Any, folder: Path) -> None:
         raise FileFormatError(
             f"{folder} was saved from a model that computes something else than this {type(model).__name__}, "
             f"although all shapes fit: {'; '.join(other[:3])}{more}.",
+            where=folder,
             fix="build the model that was pruned, by the same code with the same settings",
         )
 

@@ -1,0 +1,222 @@
+"""A command's output folder: what it holds, whether a run in it is unfinished, and what that run was asked for."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import os
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from secateur import atomic
+from secateur.cli.output import Printer
+from secateur.cli.task import Task
+from secateur.data.images import Photographs
+from secateur.errors import FileFormatError, NothingToPruneError, SecateurError, TargetError
+from secateur.files.saved import PLANS
+from secateur.loop.checkpoint import digest as numbers_digest
+
+CHECKPOINT, RUN, WEIGHTS = "checkpoint.safetensors", "run.json", "weights_digest"
+# Options that do not change the results.
+_ASIDE = {"out", "fresh", "as_json"}
+# What may change between an interrupted run and the one that continues it: names of files that are compared by
+# content, the device, and what is written at the end.
+_FREE = {
+    "weights", "images", "test", "original", "per_class", "test_per_class", "strict", "device", "onnx", "report",
+    "latency", "size", "fit", "mean", "std",
+}  # fmt: skip
+# Entries of a request that are not options.
+_FOUND = {"command", "model", "outputs", "merge", "view", "reference", "held_out", "criteria"}
+# Files that a run without --onnx or with --no-report does not replace.
+_REPLACED = frozenset(("model.onnx", "report.html"))
+
+
+def need_packages(extra: str, without: str, *modules: str) -> None:
+    """Refuse a missing package before the work, not after it."""
+    missing = [name for name in modules if importlib.util.find_spec(name) is None]
+    if missing:
+        raise SecateurError(f"{', '.join(missing)} is missing.", fix=f"pip install 'secateur[{extra}]', or {without}")
+
+
+def check_folder(out: Path, **data: Path | None) -> None:
+    """Refuse to write among the user's images (`data`, by option), or where nothing may be written."""
+    for option, folder in data.items():
+        if folder is not None:
+            keep_apart(out, folder, f"--{option}")
+    nearest = next(path for path in (out, *out.absolute().parents) if path.exists())
+    if not nearest.is_dir():
+        raise SecateurError(f"{nearest} is a file; --out is a folder.")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise SecateurError(f"--out {out} cannot be made: {nearest} may not be written to.", fix="another --out")
+
+
+def check_model(out: Path) -> None:
+    """Refuse to replace what secateur did not write."""
+    inside = out / "model"
+    if inside.exists() and not (inside / PLANS).is_file():
+        raise SecateurError(
+            f"{inside} exists and was not written by secateur; it would be replaced.", fix="another --out"
+        )
+
+
+def keep_apart(out: Path, folder: Path, option: str, *, above: bool = True) -> None:
+    """Refuse an --out that is, or lies in, a folder of images. With `above`, refuse one that holds it as well."""
+    place, images = out.resolve(), folder.resolve()
+    if place == images:
+        how = "is"
+    elif images in place.parents:
+        how = "lies inside"
+    elif above and place in images.parents:
+        how = "holds"
+    else:
+        return
+    raise SecateurError(
+        f"--out {out} {how} the folder of {option}, {folder}: what is written would be mixed with your images.",
+        fix="another --out, beside that folder",
+    )
+
+
+def digest(photos: Photographs | None) -> str | None:
+    """A fingerprint of images and their order, by names and sizes."""
+    if photos is None:
+        return None
+    found = hashlib.sha256()
+    for path, label in zip(photos.paths, photos.labels, strict=True):
+        found.update(f"{path.name} {path.stat().st_size} {label}\n".encode())
+    return f"{len(photos)} images, {found.hexdigest()[:16]}"
+
+
+def request(ctx: typer.Context, task: Task, **chosen: Any) -> dict[str, Any]:
+    """Everything that this command was asked for, and what was found for it."""
+    given = {name: _plain(value) for name, value in ctx.params.items() if name not in _ASIDE}
+    found = {
+        "outputs": {name: list(members) for name, members in task.outputs.items()}, "merge": task.merge,
+        "view": asdict(task.reference.view), "reference": digest(task.reference), "held_out": digest(task.test),
+        WEIGHTS: numbers_digest(task.model)[:16],
+    }  # fmt: skip
+    return {"command": ctx.info_name, **given, **found, **chosen}
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run that writes into the folder `out`. `earlier` is the note that an earlier run left there, if any."""
+
+    out: Path
+    asked: Mapping[str, Any]
+    earlier: str | None
+
+    @classmethod
+    def begin(cls, out: Path, asked: Mapping[str, Any], fresh: bool, printer: Printer) -> Run:
+        """Start a run, or continue an unfinished one of the same command. Two requests are never mixed."""
+        note, unfinished = out / RUN, bool(_checkpoints(out)) and not fresh
+        earlier = note.read_text(encoding="utf-8", errors="replace") if note.is_file() else None
+        before, files, finished = _understood(earlier)
+        other = _differences(before, json.loads(json.dumps(asked)))
+        if unfinished and other:
+            what = "; ".join(other[:3]) if before else f"its {RUN} is missing or damaged"
+            raise SecateurError(f"{out} holds an unfinished run that differs: {what}.", fix="--fresh, or another --out")
+        if unfinished:
+            printer.note(f"going on with the unfinished run in {out}")
+        elif finished:
+            what = "; ".join(other[:3]) or "the same command"
+            printer.note(f"this run replaces the earlier result in {out} ({what})")
+        if fresh:
+            _forget(out)
+        try:
+            # Files of the earlier run stay listed until they are replaced, so that none is left over.
+            _write_note(note, {"asked": asked, "finished": False, "files": files})
+        except OSError as error:
+            raise SecateurError(f"--out {out} cannot be written: {error.strerror}.", fix="another --out") from error
+        return cls(out, asked, earlier)
+
+    @property
+    def checkpoint(self) -> Path:
+        """The file from which the run goes on if it is interrupted."""
+        return self.out / CHECKPOINT
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """Restore the folder if the target turns out to be out of reach before anything was removed."""
+        try:
+            yield
+        except (TargetError, NothingToPruneError) as error:
+            if getattr(error.result, "plan", None) is None:
+                self.checkpoint.unlink(missing_ok=True)
+            if not _checkpoints(self.out):  # `compare` may have finished other criteria
+                (self.out / RUN).unlink(missing_ok=True)
+                if self.earlier is not None:
+                    (self.out / RUN).write_text(self.earlier, encoding="utf-8")
+            raise
+        except FileFormatError as error:
+            if Path(error.where) in _checkpoints(self.out):
+                raise FileFormatError(error.what, where=error.where, fix="--fresh, or another --out") from error
+            raise
+
+    def end(self, summary: Mapping[str, Any], written: Collection[str] = _REPLACED) -> None:
+        """Note that the run is finished. Delete its checkpoints, and files of an earlier run that it did not replace.
+
+        A model.onnx of another model would mislead.
+        """
+        earlier = {Path(str(file)).name for file in _understood(self.earlier)[1].values()}
+        for name in earlier & _REPLACED - set(written):
+            (self.out / name).unlink(missing_ok=True)
+        _write_note(self.out / RUN, {"asked": self.asked, "finished": True, **summary})
+        _forget(self.out)
+
+
+def _write_note(path: Path, content: Mapping[str, Any]) -> None:
+    atomic.write(path, json.dumps(content, indent=1).encode())
+
+
+def _understood(note: str | None) -> tuple[dict[str, Any], dict[str, str], bool]:
+    """What a note says was asked for, which files are there, and whether the run was finished."""
+    try:
+        found = json.loads(note or "")
+        return dict(found["asked"]), dict(found.get("files", {})), found["finished"] is True
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return {}, {}, False
+
+
+def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """What two requests differ in, in words. Names of files may differ if what is in them does not."""
+    other = [key for key in now if key not in _FREE and before.get(key) != now[key]]
+    return [_difference(key, before.get(key), now[key]) for key in other]
+
+
+def _difference(key: str, before: Any, now: Any) -> str:
+    if key == WEIGHTS:
+        return "other weights"
+    if key in ("reference", "held_out"):  # digests mean nothing to people
+        before, now = (str(side).partition(",")[0] if side is not None else "no images" for side in (before, now))
+        if before == now:
+            return f"{key}: other images, or in another order"
+    return f"{_called(key)} was {_shown(before)}, is now {_shown(now)}"
+
+
+def _called(key: str) -> str:
+    return key if key in _FOUND else f"--{key.replace('_', '-')}"
+
+
+def _shown(value: Any) -> str:
+    return "not given" if value is None else str(value)
+
+
+def _plain(value: Any) -> Any:
+    """An option's value as JSON has it."""
+    return list(value) if isinstance(value, tuple) else str(value) if isinstance(value, Path) else value
+
+
+def _checkpoints(out: Path) -> list[Path]:
+    """`compare` has one per criterion."""
+    return sorted(out.glob("checkpoint*.safetensors"))
+
+
+def _forget(out: Path) -> None:
+    for path in _checkpoints(out):
+        path.unlink()

@@ -1,0 +1,180 @@
+"""The planner of a run: which plan comes next, and whether it is the last."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from secateur.errors import Argument, NothingToPruneError, TargetError
+from secateur.loop.settings import Settings
+from secateur.ops.layers import Labels
+from secateur.plans.plan import Plan
+from secateur.plans.ranking import plan as make_plan
+from secateur.plans.scores import Scores
+from secateur.structure.graph import Graph
+
+_WORDS = {"params": "parameters", "macs": "MACs"}
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """The next plan, the part of the model it works on, and whether it is the last; or None and why there is none."""
+
+    plan: Plan | None
+    part: str = ""
+    last: bool = False
+    reason: str = ""
+
+
+class Planner:
+    """Proposes what should be gone after each step. It has no state: steps are numbered from 1."""
+
+    def __init__(self, graph: Graph, settings: Settings) -> None:
+        self.graph, self.target, self.limits = graph, settings.target, settings.limits
+        self.step, self.one_shot, self.parts = settings.step, settings.schedule.one_shot, settings.parts
+        self.limits.check(graph)
+        self._check_reachable()
+
+    @property
+    def steps(self) -> int | None:
+        """How many steps the run takes, where that is known."""
+        if self.one_shot:
+            return 1
+        remove = self.target.remove
+        return None if remove is None else math.ceil(remove / self.step - 1e-9) * len(self.parts)
+
+    def reached(self, plan: Plan, otherwise: str = "the target is met") -> str:
+        """In words: how close a plan came to the target, if rounding kept it away."""
+        remove, round_to = self.target.remove, self.limits.round_to
+        because = f"since widths are multiples of {round_to}"
+        gone = 1 - plan.units[1] / plan.units[0]
+        if remove is not None and round_to > 1 and gone < remove - 0.01:
+            return f"{100 * gone:.0f} % of the units are gone instead of {100 * remove:g} %, {because}"
+        for name, limit in self.target.sizes.items():
+            share = getattr(plan.after, name) / (limit if limit > 1 else limit * getattr(plan.before, name))
+            if round_to > 1 and share < 0.95:
+                return f"the target is met with {100 * (1 - share):.0f} % fewer {_WORDS[name]} than allowed, {because}"
+        return otherwise
+
+    def seconds(self, unpruned: float | None) -> float:
+        """The latency to reach, given that of the unpruned model."""
+        times = self.target.times
+        if not times:
+            return math.inf
+        assert unpruned is not None
+        return times["seconds"] if "seconds" in times else times["latency"] * unpruned
+
+    def propose(self, scores: Scores, start: Plan | None, number: int) -> Proposal:
+        """What should be gone after step `number`. A step that is smaller than any group waits for the next."""
+        part, turn = self._turn(number)
+        if self.target.sizes:
+            final = make_plan(self.graph, scores, keep=self.target.sizes, start=start, limits=self.limits)
+            if self.one_shot or self._removed(final, part) <= self._units(part, turn * self.step):
+                return Proposal(final, part, last=True)
+        share, last = self._share(turn)
+        last = last and number % len(self.parts) == 0
+        try:
+            found = self.exactly(scores, start, share, number)
+        except (TargetError, NothingToPruneError):
+            if self.target.remove is not None or self.target.sizes:
+                raise
+            why = "nothing more may leave: every layer is ignored or as narrow as it may be"
+            return Proposal(None, part, reason=why)
+        if found is None:
+            found = start if start is not None else self._nothing(last, share)
+        return Proposal(found, part, last)
+
+    def idle(self, start: Plan | None, number: int) -> bool:
+        """Whether step `number` asks for no more than is gone, so that there is no need to score."""
+        if self.target.keep:
+            return False
+        part, turn = self._turn(number)
+        share, last = self._share(turn)
+        gone = 0 if start is None else self._removed(start, part)
+        return not last and self._units(part, share) <= gone
+
+    def exactly(self, scores: Scores, start: Plan | None, share: float, number: int) -> Plan | None:
+        """The plan in which `share` of the part's units are gone; None if that is no more than is gone already."""
+        part, _ = self._turn(number)
+        gone = 0 if start is None else start.units[0] - start.units[1]
+        more = self._units(part, share) - (0 if start is None else self._removed(start, part))
+        if more <= 0:
+            return None
+        wanted = (gone + more) / self.graph.total_units
+        limits = replace(self.limits, only=self.parts[part])
+        try:
+            return make_plan(self.graph, scores, remove=wanted, start=start, limits=limits)
+        except NothingToPruneError:
+            if self._may_leave(part, start):
+                return None  # the smallest group is larger than this step
+            raise
+
+    def bounds(self, number: int) -> tuple[float, float]:
+        """The shares between which step `number` lies."""
+        return max(number - 1, 0) * self.step, self._share(number)[0]
+
+    def _turn(self, number: int) -> tuple[str, int]:
+        """The part that step `number` works on, and how often it was its turn by then."""
+        return list(self.parts)[(number - 1) % len(self.parts)], (number - 1) // len(self.parts) + 1
+
+    def _share(self, turn: int) -> tuple[float, bool]:
+        remove = self.target.remove
+        if remove is None:
+            return min(turn * self.step, 1 - 1e-12), False
+        if self.one_shot or turn * self.step >= remove - 1e-9:
+            return remove, True
+        return turn * self.step, False
+
+    def _units(self, part: str, share: float) -> int:
+        total = self.graph.total_units if not part else int(self.graph.units[self._candidates(part)].sum())
+        return math.floor(share * total + 1e-9)
+
+    def _candidates(self, part: str) -> Labels:
+        layers = [layer for layer in self.graph.layers if layer.matches(self.parts[part])]
+        if not layers:
+            raise TargetError(
+                f"parts[{part!r}]={list(self.parts[part])} matches no layer.", fix="`print(graph)` shows their names"
+            )
+        groups = np.concatenate([layer.groups for layer in layers])
+        found: Labels = groups[self.graph.prunable[groups]]
+        return found
+
+    def _removed(self, plan: Plan, part: str) -> int:
+        if not part:
+            return plan.units[0] - plan.units[1]
+        gone = np.zeros(len(self.graph.root), np.bool_)
+        gone[list(plan.groups)] = True
+        mine = self._candidates(part)
+        return int(self.graph.units[mine[gone[mine]]].sum())
+
+    def _may_leave(self, part: str, start: Plan | None) -> bool:
+        gone = set(start.groups) if start is not None else set()
+        ignored = [layer for layer in self.graph.layers if layer.matches(self.limits.ignore)]
+        blocked = gone.union(*(layer.groups.tolist() for layer in ignored)) if ignored else gone
+        return any(group not in blocked for group in self._candidates(part).tolist())
+
+    def _nothing(self, last: bool, share: float) -> Plan | None:
+        if last:
+            raise NothingToPruneError(
+                "{remove} of {total} units is less than the smallest group, or than what {round_to} leaves room for: "
+                "nothing leaves.",
+                fix="a larger share",
+                remove=Argument("remove", share),
+                total=self.graph.total_units,
+                round_to=Argument("round_to", self.limits.round_to),
+            )
+        return None
+
+    def _check_reachable(self) -> None:
+        """Fail before any work is done if the target cannot be met whatever the scores are."""
+        flat = Scores("any", {p.sites[0]: np.ones(len(p.labels)) for p in self.graph.producers})
+        if self.target.sizes:
+            make_plan(self.graph, flat, keep=self.target.sizes, limits=self.limits)
+        elif self.target.remove is not None:
+            for number, part in enumerate(self.parts, 1):
+                self._candidates(part)
+                self.exactly(flat, None, self.target.remove, number)
+        elif not self._may_leave(next(iter(self.parts)), None):
+            make_plan(self.graph, flat, remove=0.5, limits=self.limits)
