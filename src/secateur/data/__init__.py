@@ -1,1 +1,1 @@
-"""Data sets: generated ones here, images and folders beside them."""
+"""Images in folders: reading, views, which output means which class."""
