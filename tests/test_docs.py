@@ -26,7 +26,7 @@ from secateur.cli.app import app
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = Path(secateur.__file__).parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
 

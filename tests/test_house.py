@@ -1,8 +1,9 @@
-"""The floors of the package: the contract covers all of it, and the picture shows today's imports."""
+"""The floors of the package and the map in CONTRIBUTING: both show what is really there."""
 
 from __future__ import annotations
 
 import importlib.util
+import re
 from pathlib import Path
 from types import ModuleType
 
@@ -12,6 +13,7 @@ import secateur
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = Path(secateur.__file__).parent
+MAP = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
@@ -48,3 +50,22 @@ def test_the_picture_shows_todays_imports(floors: ModuleType) -> None:
     assert len(drawn.encode()) < 40_000
     for name in floors.imports():
         assert f">{name}</text>" in drawn
+
+
+def test_the_map_names_what_exists() -> None:
+    rows = re.findall(r"^\|.*\| (`.*) \|$", MAP, re.M)
+    assert len(rows) > 20
+    missing = []
+    for row in rows:
+        package, *others = re.findall(r"`([\w./]+)`", row)
+        for name in [package, *(other for other in others if other.endswith((".py", ".yml", "/")))]:
+            if not any((folder / name).exists() for folder in (PACKAGE / package, PACKAGE, ROOT)):
+                missing.append(f"{package}: {name}")
+    assert not missing
+
+
+def test_the_worked_examples_have_the_lines_they_promise() -> None:
+    examples = re.findall(r"^### [^\n]*: (\d+) lines?\n.*?```python\n(.*?)```", MAP, re.M | re.S)
+    assert len(examples) == 3
+    for promised, code in examples:
+        assert int(promised) == sum(not re.match(r"(from|import) |\s*$", line) for line in code.splitlines()), code
