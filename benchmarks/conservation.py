@@ -99,7 +99,7 @@ def page(rows: list[dict[str, Any]]) -> str:
         "    python -m benchmarks.conservation --write\n\n"
         "Relevance 1 starts at one output. *Input / start* is the share that reaches the image. *Absorbed* is the\n"
         "share that constants take by definition (class tokens, zero padding). The two add up to 1 unless relevance\n"
-        "is lost or created. *Worst* is the largest share that is lost or created, in one operation or in all together.\n"
+        "is lost or created. *Worst* is the largest share that is lost or created, in one operation or in all.\n"
         "Weights, batch-norm statistics, biases and scales are random; one image, float32.\n"
     ]
     for zoo, title in (("torchvision", "every classifier"), ("timm", "the smallest member of each family")):
