@@ -26,8 +26,9 @@ from secateur.cli.app import app
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = Path(secateur.__file__).parent
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+PAGES.insert(1, ROOT / "CONTRIBUTING.md")
 
 
 @dataclass(frozen=True)
