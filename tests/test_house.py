@@ -9,10 +9,8 @@ from types import ModuleType
 
 import pytest
 
-import secateur
-
 ROOT = Path(__file__).parent.parent
-PACKAGE = Path(secateur.__file__).parent
+PACKAGE = ROOT / "src" / "secateur"
 MAP = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 
 

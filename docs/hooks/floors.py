@@ -20,7 +20,7 @@ PACKAGE = "secateur"
 
 WIDTH, LEFT, EDGE, GAP, PAD = 900, 64, 14, 9, 11  # the picture, its margins, between boxes, inside a box
 LINE, BESIDE = 18, 106  # height of a line, room for a name
-CHARACTER = {"holds": 6.8, "uses": 6.1}  # mean width
+CHARACTER = {"holds": 7.0, "uses": 6.2}  # mean width
 STYLE = """
 text{font:13px system-ui,-apple-system,'Segoe UI',Roboto,sans-serif;fill:#33413a}
 .name{font-size:15px;font-weight:650;fill:#14261c}.uses{font-size:12px;fill:#5d6d64}
