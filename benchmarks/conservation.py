@@ -97,10 +97,10 @@ def page(rows: list[dict[str, Any]]) -> str:
         "    python -m benchmarks.conservation torchvision\n"
         "    python -m benchmarks.conservation timm\n"
         "    python -m benchmarks.conservation --write\n\n"
-        "Relevance 1 starts at one output. *Input / start* is what reaches the image; *absorbed* is what constants\n"
-        "take by definition (class tokens, zero padding): the two add up to 1 unless relevance goes astray. *Worst*\n"
-        "is the largest share that does, in any one operation or in all together. Weights are random, and so are\n"
-        "batch-norm statistics, biases and scales; one image, float32.\n"
+        "Relevance 1 starts at one output. *Input / start* is the share that reaches the image. *Absorbed* is the\n"
+        "share that constants take by definition (class tokens, zero padding). The two add up to 1 unless relevance\n"
+        "is lost or created. *Worst* is the largest share that is lost or created, in one operation or in all.\n"
+        "Weights, batch-norm statistics, biases and scales are random; one image, float32.\n"
     ]
     for zoo, title in (("torchvision", "every classifier"), ("timm", "the smallest member of each family")):
         own = [row for row in rows if row["zoo"] == zoo]

@@ -1,9 +1,10 @@
 """Where a network looks: a heat map for the predicted class of each picture.
 
-    python examples/heat_maps.py                                        # made pictures, a small network, seconds
+    python examples/heat_maps.py                                        # generated pictures, a small network, seconds
     python examples/heat_maps.py --weights resnet50.safetensors --out maps cat.png coffee.png
 
-The weights are a ResNet-50 state dict in safetensors; `--caffe` for the original strides, in the first convolution.
+The weights are the state dict of a ResNet-50 in safetensors. Give `--caffe` if the network was trained with
+strides in the first convolution of each block, as the original ResNet was.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A criterion of your own against four known ones, on the same images: which keeps more accuracy?
+"""Your own criterion against four known ones on the same images: which keeps the most accuracy?
 
     python examples/own_criterion.py
 
@@ -19,7 +19,7 @@ from secateur.data.images import read
 
 
 def telling(model: nn.Module, batches: list[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
-    """The spread of each unit's class means: a unit that answers alike to all classes tells nothing."""
+    """How much a unit's mean activation differs between classes. If it is the same for all, the unit says nothing."""
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Conv2d | nn.Linear)}
     seen: dict[str, list[Tensor]] = {name: [] for name in layers}
     handles = [

@@ -1,6 +1,6 @@
 """From a folder of class folders to a smaller ResNet-18, saved and with a report.
 
-    python examples/prune_resnet.py                                     # made pictures, seconds
+    python examples/prune_resnet.py                                     # generated pictures, seconds
     python examples/prune_resnet.py --images photos --weights resnet18.safetensors --outputs 281 207 --size 224
 
 With your own images, `--outputs` gives the ImageNet class of each folder, in the order of the folders' names.

@@ -1,4 +1,4 @@
-"""Made pictures in class folders: crosses, discs and squares. The other examples use them where you give none.
+"""Generated pictures in class folders: crosses, discs and squares. The other examples use them if you give no images.
 
 python examples/shapes.py --out shapes
 """
@@ -17,7 +17,7 @@ KINDS = ("cross", "disc", "square")
 
 
 def draw(kind: str, rng: np.random.Generator, side: int = 40) -> Image.Image:
-    """One shape somewhere on a noisy ground."""
+    """One shape at a random place on a noisy background."""
     image = Image.fromarray(rng.integers(60, 130, (side, side, 3), dtype=np.uint8))
     pen, colour = ImageDraw.Draw(image), tuple(int(c) for c in rng.integers(150, 256, 3))
     r, (x, y) = int(rng.integers(7, 11)), (int(v) for v in rng.integers(13, 27, 2))
@@ -42,7 +42,7 @@ def write(folder: Path, per_class: int, seed: int) -> Path:
 
 
 def train(net: nn.Module, images: torch.Tensor, labels: torch.Tensor, epochs: int) -> nn.Module:
-    """A few seconds of Adam; the network is handed back in evaluation mode."""
+    """Train with Adam for a few seconds. The network is returned in evaluation mode."""
     optimizer = torch.optim.Adam(net.parameters(), 3e-3)
     net.train()
     for _ in range(epochs):

@@ -32,6 +32,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGES = [Path(package.__path__[0]) for package in (secateur, reproduction)]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+PAGES.insert(1, ROOT / "CONTRIBUTING.md")
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Examples in docstrings as code: Markdown would take `>>>` for a quotation."""
+"""Shows the examples in docstrings as code. Without this, Markdown reads `>>>` as a quotation."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _EXAMPLE = re.compile(r"^>>> .*?(?=\n\s*\n|\Z)", re.S | re.M)
 
 
 class Examples(griffe.Extension):
-    """Fences every run of lines that begins with `>>>`."""
+    """Puts a code fence around every example that begins with `>>>`."""
 
     def on_instance(self, *, obj: griffe.Object, **_: Any) -> None:
         """Change the docstring of one object."""

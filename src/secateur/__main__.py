@@ -1,4 +1,4 @@
-"""`python -m secateur` is `secateur`."""
+"""`python -m secateur`: the same as the command `secateur`."""
 
 from secateur.cli import app
 

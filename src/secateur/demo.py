@@ -1,4 +1,4 @@
-"""The demonstration: a small residual network on scikit-learn's digits, specialised and pruned without fine-tuning."""
+"""The demo on scikit-learn's digits: train a small residual network, specialise and prune it."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Photographs: reading them, and matching their classes with the outputs of a model."""
+"""Images in folders: reading, views, which output means which class."""

@@ -1,1 +1,1 @@
-"""Files: saved models, fingerprints, ONNX."""
+"""Saved models, fingerprints, ONNX."""
