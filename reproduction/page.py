@@ -16,11 +16,12 @@ from secateur.results.comparison import Curve
 Curves = Mapping[str, Sequence[Curve]]
 
 _CAPTIONS = {
-    "paper": "every filter is ranked and masked on its own, nothing is coupled and nothing leaves, as the paper does "
-    "with ResNets. Costs are given as the paper counts them (only the masked filter's own output is discounted) and as "
-    "they would really be (an input channel costs nothing once all filters that feed it are masked).",
-    "physical": "filters that must leave together are ranked together and removed; costs are real. For VGG and "
-    "AlexNet, which couple nothing, this is the paper's own way.",
+    "paper": "every filter is ranked and masked on its own. Nothing is coupled and nothing is removed, as in the "
+    "paper's experiments with ResNets. Costs are given twice: as the paper counts them (a masked filter saves only "
+    "its own output) and as they would really be (an input channel costs nothing once all filters that feed it are "
+    "masked).",
+    "physical": "filters that must leave together are ranked together and removed. Costs are real. VGG and AlexNet "
+    "have no coupled filters, so for them this is what the paper does.",
 }
 
 

@@ -25,10 +25,10 @@ _FINE = tuple(round(0.05 * k, 2) for k in range(1, 20))
 def write_page(out: Path, pages: Path) -> Path:
     """Make `few-shot.md` and its figures from the runs in a folder."""
     text = (
-        "A network is cut down to the outputs of a small task. Then a share of its filters leaves per step, scored "
-        "anew each time on a few reference images; nothing is trained. All criteria see the same draws. Tables give "
-        "the mean and standard deviation over draws in %; *area* is the mean of the curve over "
-        "the range that all criteria cover, which the paper suggests as a measure of how hard a data set is."
+        "A network is reduced to the outputs of a small task. Then, in each step, the units are re-scored on a few "
+        "reference images and a share of the filters is removed. Nothing is trained. All criteria see the same draws. "
+        "Tables give the mean and standard deviation over draws in %. *Area* is the mean of the curve over the range "
+        "that all criteria cover; the paper suggests it as a measure of how hard a data set is."
     )
     section = partial(_section, pages)
     return page.write_page(out, pages / "few-shot.md", "Few images, no fine-tuning (Scenario 2)", text, section)
@@ -46,7 +46,7 @@ def _section(pages: Path, folder: Folder) -> list[str]:
         "",
     ]
     if settings["model"] in ("vgg16", "alexnet"):
-        lines += ["Weights that have no classifier get one that is trained on the data set's own training images.", ""]
+        lines += ["If the weights have no classifier, one is trained on the training images of the data set.", ""]
     modes = by_mode(runs)
     real = {mode: curves(mine) for mode, mine in modes.items()}
     lines += figure(

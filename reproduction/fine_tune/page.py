@@ -25,13 +25,13 @@ _PAPER_LOSS = 100 / 20
 def write_page(out: Path, pages: Path) -> Path:
     """Make `fine-tune.md` and its figures from the runs in a folder."""
     text = (
-        "A network is prepared for a data set. Then a share of its filters leaves per step, scored anew each time on "
-        "the training set, with fine-tuning after each step. The paper's numbers are in brackets."
+        "A network is prepared for a data set. Then, in each step, the units are re-scored on the training set, a "
+        "share of the filters is removed, and the network is fine-tuned. The paper's numbers are in brackets."
     )
     remarks = (
-        "Loss is the mean cross-entropy of the last epoch of training, as the batches were trained on, divided by 20 "
-        "and in hundredths, as the paper prints it. The paper's unpruned parameters of VGG and AlexNet leave out the "
-        "frozen convolutions; ours are whole."
+        "Loss is the mean cross-entropy of the training batches of the last epoch, divided by 20 and in hundredths, "
+        "as the paper prints it. The paper's parameter counts of the unpruned VGG and AlexNet leave out the frozen "
+        "convolutions; ours include them."
     )
     section = partial(_section, pages)
     return page.write_page(out, pages / "fine-tune.md", "Pruning with fine-tuning (Scenario 1)", text, section, remarks)
