@@ -43,7 +43,7 @@ class Target:
                 raise TargetError("{given} must be a number, not {kind}.", given=item, kind=kind.__name__)
         if self.remove is None and not self.keep and self.max_drop is None:
             raise TargetError(
-                "there is no target.",
+                "there is no target: give exactly one target.",
                 fix="remove=0.3, a share of the units; keep={'macs': 0.5}, or 'params' or 'latency'; or max_drop=0.01",
             )
         if self.remove is not None:
