@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -101,6 +104,22 @@ def test_they_are_at_work_only_where_they_are_allowed():
     assert not engine._habits.followed
     assert engine.forward._script is None
     assert engine._recorder.refusal
+
+
+@pytest.mark.parametrize("make", [convolutional, Tokens])
+def test_nothing_of_a_batch_stays_in_memory(make, monkeypatch):
+    known, begin = weakref.WeakSet(), RelevancePass.begin
+
+    def noted(self, *args):
+        propagation, entries = begin(self, *args)
+        known.update({propagation, propagation.activations, propagation.backward})
+        return propagation, entries
+
+    monkeypatch.setattr(RelevancePass, "begin", noted)
+    for accelerators in (Accelerators(), Accelerators(**NONE)):
+        run(make, "cpu", accelerators, "attnlrp")
+        gc.collect()
+        assert not known
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

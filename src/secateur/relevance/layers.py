@@ -63,7 +63,7 @@ class Layers:
         fused = None if fusion is None else fusion.norm(x, record, norm, self._step)
         output = fused
         if output is None:
-            output = self._step(call.run, record, lambda a: self._weights.prepared(record, *norm))
+            output = self._step(call.run, record, _prepared(self._weights, record, *norm))
         if fusion is not None:
             fusion.normed(record, output, norm, fused is not None)
         self._activations.note_fresh(output)
@@ -101,7 +101,7 @@ class Layers:
         record = LinearCall(x, call["weight"], call["bias"], use, index)
         output = None if self._fusion is None else self._fusion.layer(record, self._step)
         if output is None:
-            output = self._step(run, record, lambda a: self._weights.prepared(record))
+            output = self._step(run, record, _prepared(self._weights, record))
             if self._fusion is not None and use.kind == "conv":
                 self._fusion.made(call.site, output, raw=True)
         self._activations.linear[output] = record
@@ -146,6 +146,11 @@ class Layers:
         output: Tensor = self._backward.step(call.run, lambda r: (r,), x, saves=False)
         self._activations.note_fresh(output)
         return output
+
+
+def _prepared(weights: Weights, record: LinearCall, *norm: Any) -> Callable[[Tensor], LinearMap]:
+    """What makes the linear map of a layer. It must not hold what holds its output: torch would never free the two."""
+    return lambda a: weights.prepared(record, *norm)
 
 
 def _hashable(option: Any) -> Any:
