@@ -38,8 +38,8 @@ from secateur.errors import (
 )
 from secateur.loop import Schedule
 from secateur.loop import checkpoint as checkpoints
+from secateur.loop.checkpoint import data_identity
 from secateur.loop.finetune import FineTune
-from secateur.loop.identity import data_identity
 from secateur.loop.progress import Progress, StepDone
 from secateur.loop.prune import prune
 from secateur.loop.result import Result

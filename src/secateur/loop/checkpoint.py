@@ -1,11 +1,14 @@
-"""Checkpoints of the loop: one safetensors file with JSON in its header, replaced atomically. Nothing is unpickled."""
+"""Checkpoints of a run: one safetensors file with JSON in its header, replaced atomically. Nothing is unpickled.
+
+The header also holds the identity of the run: short texts by which its model, data and functions are recognised.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,63 +20,212 @@ from torch import Tensor, nn
 
 from secateur import atomic
 from secateur.errors import CheckpointError, FileFormatError
+from secateur.loop.callbacks import Repairer, seeded
+from secateur.loop.settings import Settings
+from secateur.loop.steps import RunState
+from secateur.nest import tensors_in
+from secateur.plans.plan import Plan
+from secateur.plans.scores import Scores
+from secateur.relevance.conservation import Conservation, Flow
+from secateur.results.history import History
+from secateur.running.batches import Data, as_batch, is_pair
+from secateur.running.processes import is_first, same_everywhere, wait
+from secateur.structure.graph import Graph
+from secateur.surgery.cut import cut
+from secateur.surgery.optimizer import carry as carry_over
+from secateur.surgery.provenance import remember
 
 FORMAT = "secateur-loop-1"
 #: Settings that older files do not have.
 _ADDED = frozenset({"data", "loss", "finetune", "batch_size"})
 #: Settings that are too long to be shown.
 _DIGESTS = frozenset({"weights", "data", "finetune"})
+#: Iterable, but not loaders.
+_PLAIN = (str, bytes, Mapping, list, tuple, set, frozenset, np.ndarray)
 
 
-def write(path: Path, header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Replace the checkpoint; a kill leaves the old or the new."""
-    text = json.dumps({"format": FORMAT, **header})
-    try:
-        saved = {name: tensor.detach().contiguous().cpu().clone() for name, tensor in tensors.items()}
-        atomic.write(path, safetensors.torch.save(saved, {"secateur": text}))
-    except OSError as error:
-        raise CheckpointError(
-            f"the checkpoint {path} could not be written ({error}); the one before it, if any, is intact.",
-            where=path,
-            fix="make room and start the same run again: it goes on from there",
-        ) from error
+class Checkpoint:
+    """The file of a run: written after each step, read when the same call is made again."""
 
+    def __init__(self, path: Path, original: nn.Module, graph: Graph, settings: Settings, data: Data) -> None:
+        self.path, self.original, self.graph, self.settings = path, original, graph, settings
+        self.identity = {"model": graph.model_name, "weights": digest(original), **identity(settings, data)}
+        tuner: Any = settings.schedule.finetune
+        known = hasattr(tuner, "state_dict") and hasattr(tuner, "load_state_dict")
+        self._stateful: list[Any] = [*settings.schedule.carry, *([tuner] if known else [])]
 
-def read(path: Path, settings: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
-    """What a checkpoint holds, or None if there is none yet. One of another run is refused with what differs."""
-    if not path.exists():
-        return None
-    try:
-        with safetensors.safe_open(path, framework="pt") as file:
-            header = json.loads((file.metadata() or {}).get("secateur", "null"))
-            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-    except (safetensors.SafetensorError, ValueError, RuntimeError, OSError) as error:
-        raise FileFormatError(f"{path} is not a checkpoint, or is damaged: {error}", where=path) from error
-    if not isinstance(header, dict) or header.get("format") != FORMAT:
-        raise FileFormatError(
-            f"{path} is not a checkpoint of this version of secateur (expected format {FORMAT!r})", where=path
-        )
-    with whole(path):
-        found, wanted = header["settings"], json.loads(json.dumps(settings))
+    def save(self, state: RunState) -> None:
+        """Replace the file; a kill leaves the old or the new. Of several processes the first one writes."""
+        if is_first():
+            tensors = {f"model/{name}": tensor for name, tensor in numbers(state.model).items()}
+            carried = [encode(item.state_dict(), tensors, f"carry/{i}") for i, item in enumerate(self._stateful)]
+            books = None
+            if state.scores is not None:
+                books = state.scores.conservation
+                for i, producer in enumerate(self.graph.producers):
+                    if producer.sites[0] in state.scores.units:
+                        tensors[f"score/{i}"] = torch.from_numpy(state.scores.units[producer.sites[0]])
+            header = {
+                "format": FORMAT, "settings": self.identity, "step": state.step, "done": state.done, "carried": carried,
+                "plan": state.plan.to_json() if state.plan is not None else None,
+                "history": json.loads(state.history.to_json()), "books": asdict(books) if books is not None else None,
+            }  # fmt: skip
+            saved = {name: tensor.detach().contiguous().cpu().clone() for name, tensor in tensors.items()}
+            try:
+                atomic.write(self.path, safetensors.torch.save(saved, {"secateur": json.dumps(header)}))
+            except OSError as error:
+                raise CheckpointError(
+                    f"the checkpoint {self.path} could not be written ({error}); the one before it, if any, is intact.",
+                    where=self.path,
+                    fix="make room and start the same run again: it goes on from there",
+                ) from error
+        wait()
+
+    def restore(self, state: RunState) -> bool:
+        """Bring a new state to where the file is; False if there is no file. The file of another run is refused."""
+        if not self.path.exists():
+            return False
+        header, tensors = self._read()
+        try:
+            self._check_identity(header["settings"])
+            state.step, state.done = int(header["step"]), str(header["done"])
+            state.history = History.from_json(json.dumps(header["history"]))
+            plan, carried, books = header["plan"], header["carried"], header.get("books")
+            if books is not None:
+                books = Conservation(books["start"], books["input"], tuple(Flow(**flow) for flow in books["flows"]))
+        except (KeyError, TypeError, AttributeError) as error:
+            what = f"{self.path} is damaged: {type(error).__name__}: {error}"
+            raise FileFormatError(what, where=self.path) from error
+        if plan is not None:
+            state.plan = replace(Plan.from_json(plan), example=self.graph.example)
+            small = cut(self.original, state.plan)
+            for item in self.settings.schedule.carry:
+                carry_over(item, state.model, small, state.plan)
+            remember(small, self.original, state.plan)
+            state.model = small
+        fill(state.model, _under("model/", tensors), self.path)
+        for item, saved in zip(self._stateful, carried, strict=True):
+            item.load_state_dict(decode(saved, tensors))
+        makers, criterion = self.graph.producers, self.settings.criterion
+        units = {makers[int(i)].sites[0]: values.numpy() for i, values in _under("score/", tensors).items()}
+        state.scores = Scores(criterion.name, units, criterion.aggregate, books) if units else None
+        return True
+
+    def _read(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        try:
+            with safetensors.safe_open(self.path, framework="pt") as file:
+                header = json.loads((file.metadata() or {}).get("secateur", "null"))
+                tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+        except (safetensors.SafetensorError, ValueError, RuntimeError, OSError) as error:
+            what = f"{self.path} is not a checkpoint, or is damaged: {error}"
+            raise FileFormatError(what, where=self.path) from error
+        if not isinstance(header, dict) or header.get("format") != FORMAT:
+            what = f"{self.path} is not a checkpoint of this version of secateur (expected format {FORMAT!r})"
+            raise FileFormatError(what, where=self.path)
+        return header, tensors
+
+    def _check_identity(self, found: Mapping[str, Any]) -> None:
+        wanted = json.loads(json.dumps(self.identity))
         other = [key for key in wanted if found.get(key) != wanted[key] and (key in found or key not in _ADDED)]
         if other:
             what = "; ".join(
                 f"other {key}" if key in _DIGESTS else f"{key} was {found.get(key)!r}, is now {wanted[key]!r}"
                 for key in other[:4]
             )
-            raise FileFormatError(
-                f"{path} belongs to another run: {what}.", where=path, fix="another checkpoint path, or remove the file"
-            )
-    return header, tensors
+            fix = "another checkpoint path, or remove the file"
+            raise FileFormatError(f"{self.path} belongs to another run: {what}.", where=self.path, fix=fix)
 
 
-@contextmanager
-def whole(path: Path) -> Iterator[None]:
-    """Say that a file is damaged if something is missing in it."""
+def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+
+
+# -- what must be the same for a run to go on --------------------------------------------------------------------------
+def identity(settings: Settings, data: Data) -> dict[str, Any]:
+    """The settings and data of a run."""
+    criterion, schedule = settings.criterion, settings.schedule
+    own = {
+        "criterion": described(criterion, without=("aggregate", "loss")), "rescore": schedule.rescore,
+        "repair": _repair_name(settings.repair), **settings.request(),
+    }  # fmt: skip
+    # Each process may bring its own share of the data: that of the first one counts.
+    shared = {
+        "data": data_identity(data), "loss": described(criterion.loss), "batch_size": schedule.batch_size,
+        "finetune": described(schedule.finetune),
+    }  # fmt: skip
+    return own | dict(same_everywhere(shared))
+
+
+def _repair_name(repair: Repairer | str | None) -> str | None:
+    if repair is None or is_dataclass(repair):
+        return None if repair is None else described(repair)
+    return str(getattr(repair, "__name__", type(repair).__name__))
+
+
+def described(value: Any, without: Collection[str] = ()) -> str:
+    """Settings as text that is the same in every process: functions by name, data by digest, dataclasses by field.
+
+    >>> from secateur.loop.finetune import FineTune
+    >>> described(len), described(FineTune(None, epochs=3), without=["data"])[:18]
+    ('builtins.len', 'FineTune(epochs=3,')
+    """
+    if is_dataclass(value) and not isinstance(value, type):
+        names = [field.name for field in fields(value) if field.repr and field.name not in without]
+        shown = ", ".join(f"{name}={described(getattr(value, name))}" for name in names)
+        return f"{type(value).__qualname__}({shown})"
+    loader = isinstance(value, Iterable) and not isinstance(value, _PLAIN)
+    if loader or is_pair(value) or tensors_in(value):
+        return data_identity(value)
+    if callable(value):
+        named = value if hasattr(value, "__qualname__") else type(value)
+        return f"{named.__module__}.{named.__qualname__}"
+    return repr(value)
+
+
+def data_identity(data: Data) -> str:
+    """All numbers of a pair (X, y) or a list of batches, as a digest.
+
+    Of a loader, type, lengths and the first sample: iterating would disturb the order in which it shuffles.
+    """
+    if data is None:
+        return "none"
+    if isinstance(data, list | tuple | Tensor | Mapping):
+        return _digest(*([data] if is_pair(data) or isinstance(data, Tensor | Mapping) else data))
+    dataset = getattr(data, "dataset", None)
+    facts = [type(data).__qualname__, _length(data), getattr(data, "batch_size", None)]
+    if dataset is not None:
+        facts += [type(dataset).__qualname__, _length(dataset), _first_sample(dataset)]
+    return " ".join(str(fact) for fact in facts)
+
+
+def _length(items: Any) -> int | None:
     try:
-        yield
-    except (KeyError, TypeError, AttributeError) as error:
-        raise FileFormatError(f"{path} is damaged: {type(error).__name__}: {error}", where=path) from error
+        return len(items)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def _first_sample(dataset: Any) -> str:
+    """A digest of the first sample; empty if it has none, or if it is altered at random whenever it is read."""
+    found = []
+    for seed in (0, 1):
+        try:
+            with seeded(seed, 0):
+                found.append(_digest(dataset[0]))
+        except Exception:  # a dataset without indices, or whatever the user's code raises: then there is no digest
+            return ""
+    return found[0] if found[0] == found[1] else ""
+
+
+def _digest(*samples: Any) -> str:
+    tensors: list[Tensor] = []
+    plain: list[Any] = []
+    for sample in samples:
+        pair = isinstance(sample, list | tuple) and len(sample) == 2
+        sample = as_batch(sample) if pair else sample
+        tensors += tensors_in(sample)
+        plain += [item for item in sample if isinstance(item, int | float | str)] if pair else []
+    return _digest_tensors((str(i), tensor) for i, tensor in enumerate(tensors)) + (f" {plain}" if plain else "")
 
 
 # -- a model's numbers -------------------------------------------------------------------------------------------------
@@ -85,8 +237,8 @@ def numbers(model: nn.Module) -> dict[str, Tensor]:
 def fill(model: nn.Module, tensors: Mapping[str, Tensor], path: Path) -> None:
     """Put numbers back; names and shapes must be the model's."""
     own = numbers(model)
-    if set(own) != set(tensors) or any(own[name].shape != tensors[name].shape for name in own):
-        wrong = sorted(set(own) ^ set(tensors)) or [n for n in own if own[n].shape != tensors[n].shape]
+    wrong = sorted(set(own) ^ set(tensors)) or [n for n in own if own[n].shape != tensors[n].shape]
+    if wrong:
         raise FileFormatError(f"{path} does not fit the model: {', '.join(wrong[:5])}")
     with torch.no_grad():
         for name, tensor in tensors.items():
@@ -95,11 +247,10 @@ def fill(model: nn.Module, tensors: Mapping[str, Tensor], path: Path) -> None:
 
 def digest(model: nn.Module) -> str:
     """A fingerprint of a model's numbers: a checkpoint made from other weights must not be mixed with these."""
-    return digest_tensors(numbers(model).items())
+    return _digest_tensors(numbers(model).items())
 
 
-def digest_tensors(named: Iterable[tuple[str, Tensor]]) -> str:
-    """A fingerprint of tensors and their names."""
+def _digest_tensors(named: Iterable[tuple[str, Tensor]]) -> str:
     found = hashlib.sha256()
     for name, tensor in named:
         found.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())

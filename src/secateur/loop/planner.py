@@ -58,14 +58,6 @@ class Planner:
                 return f"the target is met with {100 * (1 - share):.0f} % fewer {_WORDS[name]} than allowed, {because}"
         return otherwise
 
-    def seconds(self, unpruned: float | None) -> float:
-        """The latency to reach, given that of the unpruned model."""
-        times = self.target.times
-        if not times:
-            return math.inf
-        assert unpruned is not None
-        return times["seconds"] if "seconds" in times else times["latency"] * unpruned
-
     def propose(self, scores: Scores, start: Plan | None, number: int) -> Proposal:
         """What should be gone after step `number`. A step that is smaller than any group waits for the next."""
         part, turn = self._turn(number)
@@ -80,11 +72,16 @@ class Planner:
         except (TargetError, NothingToPruneError):
             if self.target.remove is not None or self.target.sizes:
                 raise
-            why = "nothing more may leave: every layer is ignored or as narrow as it may be"
-            return Proposal(None, part, reason=why)
-        if found is None:
-            found = start if start is not None else self._nothing(last, share)
-        return Proposal(found, part, last)
+            return Proposal(None, reason="nothing more may leave: every layer is ignored or as narrow as it may be")
+        if found is None and start is None and last:
+            raise NothingToPruneError(
+                f"{{remove}} of {self.graph.total_units} units is less than the smallest group, or than what "
+                "{round_to} leaves room for: nothing leaves.",
+                fix="a larger share",
+                remove=Argument("remove", share),
+                round_to=Argument("round_to", self.limits.round_to),
+            )
+        return Proposal(found or start, part, last)
 
     def idle(self, start: Plan | None, number: int) -> bool:
         """Whether step `number` asks for no more than is gone, so that there is no need to score."""
@@ -92,17 +89,15 @@ class Planner:
             return False
         part, turn = self._turn(number)
         share, last = self._share(turn)
-        gone = 0 if start is None else self._removed(start, part)
-        return not last and self._units(part, share) <= gone
+        return not last and self._units(part, share) <= self._removed(start, part)
 
     def exactly(self, scores: Scores, start: Plan | None, share: float, number: int) -> Plan | None:
         """The plan in which `share` of the part's units are gone; None if that is no more than is gone already."""
         part, _ = self._turn(number)
-        gone = 0 if start is None else start.units[0] - start.units[1]
-        more = self._units(part, share) - (0 if start is None else self._removed(start, part))
+        more = self._units(part, share) - self._removed(start, part)
         if more <= 0:
             return None
-        wanted = (gone + more) / self.graph.total_units
+        wanted = (self._removed(start, "") + more) / self.graph.total_units
         limits = replace(self.limits, only=self.parts[part])
         try:
             return make_plan(self.graph, scores, remove=wanted, start=start, limits=limits)
@@ -113,7 +108,7 @@ class Planner:
 
     def bounds(self, number: int) -> tuple[float, float]:
         """The shares between which step `number` lies."""
-        return max(number - 1, 0) * self.step, self._share(number)[0]
+        return (number - 1) * self.step, self._share(number)[0]
 
     def _turn(self, number: int) -> tuple[str, int]:
         """The part that step `number` works on, and how often it was its turn by then."""
@@ -141,31 +136,18 @@ class Planner:
         found: Labels = groups[self.graph.prunable[groups]]
         return found
 
-    def _removed(self, plan: Plan, part: str) -> int:
+    def _removed(self, plan: Plan | None, part: str) -> int:
+        if plan is None:
+            return 0
         if not part:
             return plan.units[0] - plan.units[1]
-        gone = np.zeros(len(self.graph.root), np.bool_)
-        gone[list(plan.groups)] = True
         mine = self._candidates(part)
-        return int(self.graph.units[mine[gone[mine]]].sum())
+        return int(self.graph.units[mine[np.isin(mine, plan.groups)]].sum())
 
     def _may_leave(self, part: str, start: Plan | None) -> bool:
-        gone = set(start.groups) if start is not None else set()
-        ignored = [layer for layer in self.graph.layers if layer.matches(self.limits.ignore)]
-        blocked = gone.union(*(layer.groups.tolist() for layer in ignored)) if ignored else gone
-        return any(group not in blocked for group in self._candidates(part).tolist())
-
-    def _nothing(self, last: bool, share: float) -> Plan | None:
-        if last:
-            raise NothingToPruneError(
-                "{remove} of {total} units is less than the smallest group, or than what {round_to} leaves room for: "
-                "nothing leaves.",
-                fix="a larger share",
-                remove=Argument("remove", share),
-                total=self.graph.total_units,
-                round_to=Argument("round_to", self.limits.round_to),
-            )
-        return None
+        gone = np.array(start.groups if start is not None else (), np.int64)
+        ignored = [layer.groups for layer in self.graph.layers if layer.matches(self.limits.ignore)]
+        return not np.isin(self._candidates(part), np.concatenate([gone, *ignored])).all()
 
     def _check_reachable(self) -> None:
         """Fail before any work is done if the target cannot be met whatever the scores are."""

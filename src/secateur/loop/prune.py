@@ -12,10 +12,10 @@ from secateur.analysis.analyze import analyze
 from secateur.criteria.registry import Choice, criterion_named
 from secateur.errors import SecateurError
 from secateur.loop.callbacks import Evaluate, Repairer
+from secateur.loop.checkpoint import Checkpoint
 from secateur.loop.planner import Planner
 from secateur.loop.progress import Progress, StepDone
 from secateur.loop.result import Result
-from secateur.loop.resume import Resumable
 from secateur.loop.schedule import Schedule
 from secateur.loop.settings import Settings
 from secateur.loop.steps import RunState, Steps
@@ -104,7 +104,7 @@ def run_loop(
         check_weights(original)
         graph = analyze(original, example_of(original, data))
     planner = Planner(graph, settings)
-    saved = Resumable.of(Path(checkpoint), original, graph, settings, data) if checkpoint is not None else None
+    saved = Checkpoint(Path(checkpoint), original, graph, settings, data) if checkpoint is not None else None
     state = RunState(original)
     with Progress(progress, planner.steps) as shown:
         steps = Steps(original, data, graph, settings, planner, shown)
@@ -112,11 +112,8 @@ def run_loop(
             state.model = copy_with(original, lambda name, old: old.detach().clone())
             for item in settings.schedule.carry:
                 carry_over(item, original, state.model, None)
-            if saved is None or not saved.restore(state):
-                steps.unpruned(state)
-                if saved is not None:
-                    saved.save(state)
-            shown(StepDone(state.history[-1]))
+            if saved is not None and saved.restore(state):
+                shown(StepDone(state.history[-1]))
             while not state.done:
                 steps.next(state)
                 if saved is not None:

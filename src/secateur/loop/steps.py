@@ -49,50 +49,56 @@ class Steps:
     settings: Settings
     planner: Planner
     tell: Listener
-    _first: Scores | None = field(default=None, init=False)
+    _scores: Scores | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        self._repair = self.settings.repairer(self.original, self.data, self.tell)
-
-    def unpruned(self, state: RunState) -> None:
-        """Row 0: the model before any removal."""
-        begin = time.perf_counter()
-        metrics, latency = self._evaluated(state.model, 0), self._latency(state.model)
-        cost, seconds = self.graph.cost, time.perf_counter() - begin
-        row = Row(0, self.graph.total_units, 0.0, cost.params, cost.macs, metrics, latency=latency, seconds=seconds)
-        state.history.rows.append(row)
+        open_session = getattr(self.settings.repair, "session", None)
+        # What the original answers is computed once for all steps.
+        self._session = open_session(self.original, self.data) if open_session is not None else None
 
     def next(self, state: RunState) -> None:
-        """One step of Algorithm 1."""
-        begin, number = time.perf_counter(), state.step + 1
+        """One step of Algorithm 1. The first one, 0, removes nothing: it looks at the unpruned model."""
+        begin, target = time.perf_counter(), self.settings.target
+        if not len(state.history):
+            metrics, cost = self._evaluated(state.model, 0), self.graph.cost
+            latency = _seconds(state.model, self.graph) if target.timed else None
+            row = Row(0, self.graph.total_units, 0.0, cost.params, cost.macs, metrics, latency=latency)
+            state.history.rows.append(replace(row, seconds=time.perf_counter() - begin))
+            return
+        number = state.step + 1
         if self.planner.idle(state.plan, number):
             state.step = number
             return
         scores = self._scored(state, number)
         scoring = time.perf_counter() - begin
         proposal = self.planner.propose(scores, state.plan, number)
-        limit = self.planner.seconds(state.history[0].latency)
-        if proposal.plan is None and proposal.reason:
-            if self.settings.target.timed:
-                raise self._too_slow(limit, proposal.reason)
+        limit = target.seconds(state.history[0].latency)
+        if proposal.reason:
+            if target.timed:
+                raise TargetError(
+                    f"{limit:.3g} s per forward pass cannot be reached: {proposal.reason}.",
+                    fix="a larger {keep}, or a smaller {round_to}",
+                    keep=Argument("keep", key=next(iter(target.times))),
+                    round_to=Argument("round_to"),
+                )
             state.done = proposal.reason
             return
-        if proposal.plan is None or (state.plan is not None and proposal.plan.groups == state.plan.groups):
+        plan = proposal.plan
+        if plan is None or (state.plan is not None and plan.groups == state.plan.groups):
             state.step = number  # a step too small for the next group: it leaves with a later one
             if proposal.last:
                 blocked = "no smaller group is left to come closer to the target"
                 state.done = blocked if state.plan is None else self.planner.reached(state.plan, blocked)
             return
-        model, plan, latency = self._removed(state, proposal.plan), proposal.plan, None
-        if self.settings.target.timed:
-            model, plan, latency = self._to_latency(state, scores, model, plan, number, limit)
+        model, latency = self._removed(state, plan), None
+        if target.timed:
+            model, plan, latency = self._to_latency(state, scores, model, plan, limit)
         for item in self.settings.schedule.carry:
             carry_over(item, state.model, model, difference(plan, state.plan))
         model = self._improved(model, number)
         remember(model, self.original, plan)
         metrics = self._evaluated(model, number)
-        drop = self.settings.target.max_drop
-        held = drop is None or within(drop, state.history[0].metrics, metrics)
+        held = target.max_drop is None or within(target.max_drop, state.history[0].metrics, metrics)
         had, has = plan.units
         low = sum(after <= self.settings.limits.min_units for before, after in plan.layers.values() if after < before)
         row = Row(
@@ -109,19 +115,20 @@ class Steps:
         state.done = self.planner.reached(plan) if met else ""
 
     def _scored(self, state: RunState, number: int) -> Scores:
-        if self.settings.schedule.rescore:
-            if number > 1 and (self.settings.repair is not None or self.settings.schedule.finetune is not None):
-                check_weights(state.model)  # training may have diverged
-            return self._score(state.model, state.plan, number)
-        if self._first is None:
-            self._first = self._score(self.original, None, 1)
-        return self._first
-
-    def _score(self, model: nn.Module, plan: Plan | None, number: int) -> Scores:
+        """The scores of the model as it is, or, without re-scoring, of the original once for all steps."""
         criterion, schedule = self.settings.criterion, self.settings.schedule
+        if schedule.rescore:
+            model, plan = state.model, state.plan
+            if number > 1 and (self.settings.repair is not None or schedule.finetune is not None):
+                check_weights(model)  # training may have diverged
+        elif self._scores is not None:
+            return self._scores
+        else:
+            model, plan, number = self.original, None, 1
         self.tell(Scoring(criterion.name))
         with seeded(schedule.seed, number):
-            return scores_of(model, self.data, [criterion], self.graph, plan, schedule.batch_size)[0]
+            (self._scores,) = scores_of(model, self.data, [criterion], self.graph, plan, schedule.batch_size)
+        return self._scores
 
     def _removed(self, state: RunState, plan: Plan) -> nn.Module:
         schedule = self.settings.schedule
@@ -132,11 +139,15 @@ class Steps:
 
     def _improved(self, model: nn.Module, number: int) -> nn.Module:
         """The model after repair and fine-tuning."""
-        finetune = self.settings.schedule.finetune
+        repair, finetune = self.settings.repair, self.settings.schedule.finetune
+        assert not isinstance(repair, str)
         with seeded(self.settings.schedule.seed, number, salt=1):
-            if self._repair is not None:
+            if repair is not None:
                 with named("repair", number):
-                    model = self._repair(model)
+                    if self._session is not None:
+                        model = self._session.examine(model, self.tell).model
+                    else:
+                        model = repair(model, self.original, self.data)
                     if not isinstance(model, nn.Module):
                         raise TypeError(f"repair returned {type(model).__name__}, not a module")
             if finetune is not None:
@@ -150,28 +161,11 @@ class Steps:
         self.tell(Evaluating())
         return evaluated(self.settings.evaluate, model, number, self.settings.schedule.seed)
 
-    # -- latency ---------------------------------------------------------------------------------------------------
-    def _latency(self, model: nn.Module) -> float | None:
-        if not self.settings.target.timed:
-            return None
-        return float(same_everywhere(time_forward(model, self.graph.example)))
-
-    def _too_slow(self, limit: float, reason: str) -> TargetError:
-        return TargetError(
-            "{seconds:.3g} s per forward pass cannot be reached: {reason}.",
-            fix="a larger {keep}, or a smaller {round_to}",
-            seconds=limit,
-            reason=reason,
-            keep=Argument("keep", key=next(iter(self.settings.target.times))),
-            round_to=Argument("round_to"),
-        )
-
     def _to_latency(
-        self, state: RunState, scores: Scores, model: nn.Module, plan: Plan, number: int, limit: float
+        self, state: RunState, scores: Scores, model: nn.Module, plan: Plan, limit: float
     ) -> tuple[nn.Module, Plan, float]:
         """If the step is fast enough, look for the smallest removal within it that is."""
-        latency = self._latency(model)
-        assert latency is not None
+        latency, number = _seconds(model, self.graph), state.step + 1
         if latency > limit:
             return model, plan, latency
         low, high = self.planner.bounds(number)
@@ -181,10 +175,14 @@ class Steps:
             if tried is None or tried.groups == plan.groups:
                 break
             candidate = self._removed(state, tried)
-            found = self._latency(candidate)
-            assert found is not None
+            found = _seconds(candidate, self.graph)
             if found <= limit:
                 model, plan, latency, high = candidate, tried, found, middle
             else:
                 low = middle
         return model, plan, latency
+
+
+def _seconds(model: nn.Module, graph: Graph) -> float:
+    """The latency of a model, in every process as the first one measured it."""
+    return float(same_everywhere(time_forward(model, graph.example)))

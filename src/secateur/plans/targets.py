@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -69,6 +70,12 @@ class Target:
     def timed(self) -> bool:
         """Whether the target is a latency."""
         return bool(self.times)
+
+    def seconds(self, unpruned: float | None) -> float:
+        """The latency to reach, given that of the unpruned model; infinite if none is asked for."""
+        if "latency" in self.times and unpruned is not None:
+            return self.times["latency"] * unpruned
+        return self.times.get("seconds", math.inf)
 
 
 def check_share(name: str, value: float) -> None:
