@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from secateur.loop.checkpoint import digest
 from secateur.loop.finetune import FineTune
 from secateur.loop.prune import prune
-from secateur.loop.schedule import Schedule
+from secateur.loop.settings import Schedule
 
 
 class Net(nn.Module):

@@ -12,7 +12,7 @@ import time
 import torch
 
 from secateur.loop.prune import prune
-from secateur.loop.schedule import Schedule
+from secateur.loop.settings import Schedule
 
 
 def main() -> None:

@@ -22,7 +22,7 @@ from secateur.data.views import View
 from secateur.errors import SecateurError
 from secateur.loop.finetune import Tuner
 from secateur.loop.prune import run_loop
-from secateur.loop.schedule import Schedule
+from secateur.loop.settings import Schedule
 from secateur.loop.settings import Settings as LoopSettings
 from secateur.plans.targets import Target
 from secateur.results.history import History

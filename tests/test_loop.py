@@ -44,7 +44,7 @@ from secateur.loop.progress import Progress, StepDone
 from secateur.loop.prune import prune
 from secateur.loop.result import Result
 from secateur.plans import Limits
-from secateur.plans.difference import difference, renumbered
+from secateur.plans.plan import difference, renumbered
 from secateur.plans.ranking import plan
 from secateur.results.history import History
 from secateur.running.progress import Event

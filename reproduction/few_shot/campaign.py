@@ -26,7 +26,7 @@ from secateur.analysis.specialize import Merge, specialize
 from secateur.errors import SecateurError
 from secateur.loop.callbacks import seeded
 from secateur.loop.prune import prune
-from secateur.loop.schedule import Schedule as Steps
+from secateur.loop.settings import Schedule as Steps
 from secateur.running.accuracy import accuracy
 from secateur.structure.graph import Graph
 

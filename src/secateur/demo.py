@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -30,7 +29,6 @@ class ResidualDigits(nn.Module):
         self.head = nn.Linear(2 * width, 10)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Class scores."""
         x = self.stem(x)
         for block in self.blocks:
             x = block(x)
@@ -77,7 +75,7 @@ class Digits:
         return x[torch.cat(chosen)], labels
 
 
-def train(digits: Digits, epochs: int = 15, seed: int = 0, show: Callable[[int, int], None] | None = None) -> nn.Module:
+def train(digits: Digits, epochs: int = 15, seed: int = 0) -> nn.Module:
     """Train the network from scratch; seconds on a laptop."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -85,14 +83,12 @@ def train(digits: Digits, epochs: int = 15, seed: int = 0, show: Callable[[int, 
         x, y = digits.train
         optimizer = torch.optim.AdamW(net.parameters(), 3e-3, weight_decay=1e-2)
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, epochs * (len(x) // 64))
-        for epoch in range(epochs):
+        for _ in range(epochs):
             for index in torch.randperm(len(x))[: len(x) // 64 * 64].view(-1, 64):
                 optimizer.zero_grad()
                 F.cross_entropy(net(x[index]), y[index]).backward()  # type: ignore[no-untyped-call]
                 optimizer.step()
                 schedule.step()
-            if show is not None:
-                show(epoch + 1, epochs)
     return net.eval()
 
 
@@ -106,19 +102,13 @@ class Demonstration:
     comparison: Comparison
 
 
-def demonstrate(
-    digits: Digits, net: nn.Module, classes: list[int], remove: float = 0.8, step: float = 0.05
-) -> Demonstration:
+def demonstrate(digits: Digits, net: nn.Module, classes: list[int]) -> Demonstration:
     """Keep some of the ten outputs, then prune by each criterion from ten images per class, without fine-tuning."""
     reference, test = digits.of(classes, REFERENCE), digits.of(classes)
     narrow = specialize(net, classes, reference[0][:2])
-    comparison = compare(
-        narrow,
-        reference,
-        CRITERIA,
-        evaluate=lambda model: accuracy(model, test).overall,
-        remove=remove,
-        schedule=step,
-        progress=False,
-    )
-    return Demonstration(narrow, accuracy(net, digits.test).overall, accuracy(narrow, test).overall, comparison)
+
+    def held_out(model: nn.Module) -> float:
+        return accuracy(model, test).overall
+
+    comparison = compare(narrow, reference, CRITERIA, evaluate=held_out, remove=0.8, schedule=0.05, progress=False)
+    return Demonstration(narrow, accuracy(net, digits.test).overall, held_out(narrow), comparison)

@@ -14,7 +14,7 @@ from secateur.cli.run_folder import Run, check_folder, request
 from secateur.cli.task import ViewOptions, read_model, read_task
 from secateur.errors import SecateurError
 from secateur.loop.compare import compare as run_compare
-from secateur.loop.schedule import Schedule
+from secateur.loop.settings import Schedule
 from secateur.results.comparison import Comparison
 
 

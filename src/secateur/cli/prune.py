@@ -20,8 +20,8 @@ from secateur.data.imagenet import title
 from secateur.errors import SecateurError, SecateurWarning
 from secateur.loop.finetune import FineTune
 from secateur.loop.prune import prune as run_prune
-from secateur.loop.schedule import Schedule
-from secateur.plans.limits import Limits, Scope
+from secateur.loop.settings import Schedule
+from secateur.plans.targets import Limits, Scope
 from secateur.running.devices import device_of
 from secateur.structure.cost import human, size_of
 from secateur.surgery.provenance import plans_of

@@ -14,10 +14,8 @@ from secateur.criteria.scoring import scores_of
 from secateur.errors import SecateurError
 from secateur.loop.callbacks import Evaluate
 from secateur.loop.prune import run_loop
-from secateur.loop.schedule import Schedule
-from secateur.loop.settings import Settings
-from secateur.plans.limits import Limits
-from secateur.plans.targets import Target
+from secateur.loop.settings import Schedule, Settings
+from secateur.plans.targets import Limits, Target
 from secateur.results.comparison import Comparison, curve, overlap, spearman
 from secateur.running.batches import Data, example_of, repeatable
 from secateur.running.copies import unwrap

@@ -49,15 +49,14 @@ class FineTune:
         parameters = [p for p in model.parameters() if p.requires_grad]
         if not parameters:
             raise DataError("every parameter is frozen (requires_grad=False): there is nothing to fine-tune.")
-        optimizer = torch.optim.SGD(
-            parameters, lr=self.lr, momentum=self.momentum, weight_decay=self.weight_decay
-        )  # fmt: skip
+        optimizer = torch.optim.SGD(parameters, self.lr, self.momentum, weight_decay=self.weight_decay)
         device = device_of(model)
-        half = _half(device) if self.mixed else None
-        scaler = torch.amp.GradScaler("cuda", enabled=half is torch.float16)
+        cuda = device is not None and device.type == "cuda"
+        mixed = self.mixed and cuda
+        half = torch.bfloat16 if mixed and torch.cuda.is_bf16_supported() else torch.float16
+        scaler = torch.amp.GradScaler("cuda", enabled=mixed and half is torch.float16)
         net: nn.Module = model.train()
         if active():
-            cuda = device is not None and device.type == "cuda"
             net = nn.parallel.DistributedDataParallel(model, device_ids=[device.index] if cuda and device else None)
         try:
             with torch.enable_grad():
@@ -66,8 +65,12 @@ class FineTune:
                     for inputs, targets in self._epoch():
                         inputs, targets = to_device(inputs, device), to_device(targets, device)
                         optimizer.zero_grad(set_to_none=True)
-                        with torch.autocast("cuda", half or torch.float16, enabled=half is not None):
-                            loss = self._loss(logits_of(run(net, inputs)), targets, check=epoch == 0)
+                        with torch.autocast("cuda", half, enabled=mixed):
+                            output = logits_of(run(net, inputs))
+                            if self.loss is not None:
+                                loss = self.loss(output, targets)
+                            else:  # checking asks the device for numbers, so it is done in the first epoch only
+                                loss = default_loss(output.float(), targets, check=epoch == 0)
                         scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
                         scaler.step(optimizer)
                         scaler.update()
@@ -80,12 +83,6 @@ class FineTune:
             for module, flag in flags:
                 module.training = flag
         synchronise(model)  # batch norm statistics are each process's own
-
-    def _loss(self, output: Tensor, targets: Any, check: bool) -> Tensor:
-        if self.loss is not None:
-            return self.loss(output, targets)
-        # Checking asks the device for numbers, so it is done in the first epoch only.
-        return default_loss(output.float(), targets, check=check)
 
     def _epoch(self) -> Iterator[tuple[Any, Any]]:
         data = as_data(self.data)
@@ -103,9 +100,3 @@ class FineTune:
                 continue  # batch norm cannot train on a single sample
             mine = chunk[rank::world]
             yield select_samples(inputs, mine), select_samples(targets, mine)
-
-
-def _half(device: torch.device | None) -> torch.dtype | None:
-    if device is None or device.type != "cuda":
-        return None
-    return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16

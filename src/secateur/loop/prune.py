@@ -16,11 +16,9 @@ from secateur.loop.checkpoint import Checkpoint
 from secateur.loop.planner import Planner
 from secateur.loop.progress import Progress, StepDone
 from secateur.loop.result import Result
-from secateur.loop.schedule import Schedule
-from secateur.loop.settings import Settings
+from secateur.loop.settings import Schedule, Settings
 from secateur.loop.steps import RunState, Steps
-from secateur.plans.limits import Limits
-from secateur.plans.targets import Target
+from secateur.plans.targets import Limits, Target
 from secateur.running.batches import Data, example_of, repeatable
 from secateur.running.copies import copy_with, unwrap
 from secateur.running.progress import Listener

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from secateur.report.page import Page, write_report
 from secateur.results.comparison import Comparison
-from secateur.results.record import Record
+from secateur.results.history import Record
 from secateur.running.batches import Data
 
 

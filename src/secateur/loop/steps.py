@@ -13,8 +13,7 @@ from secateur.latency.timing import time_forward
 from secateur.loop.callbacks import evaluated, named, seeded, within
 from secateur.loop.planner import Planner
 from secateur.loop.settings import Settings
-from secateur.plans.difference import difference
-from secateur.plans.plan import Plan
+from secateur.plans.plan import Plan, difference
 from secateur.plans.scores import Scores
 from secateur.results.history import History, Row
 from secateur.running.batches import Data

@@ -1,6 +1,5 @@
 """Which groups leave: targets, limits, scores, ranking, plans."""
 
-from secateur.plans.limits import Limits
-from secateur.plans.targets import Target
+from secateur.plans.targets import Limits, Target
 
 __all__ = ["Limits", "Target"]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
 import numpy as np
 
-from secateur.errors import FileFormatError
+from secateur.errors import FileFormatError, PlanError
 from secateur.ops.layers import Labels
 from secateur.running.sandbox import Example
 from secateur.structure.cost import Cost, human
@@ -80,21 +80,8 @@ class Plan:
 
     def to_json(self) -> str:
         """The plan as text. The example is left out."""
-        return json.dumps(
-            {
-                "format": FORMAT,
-                "model": self.model,
-                "before": {"params": self.before.params, "macs": self.before.macs},
-                "after": {"params": self.after.params, "macs": self.after.macs},
-                "layers": {name: list(counts) for name, counts in self.layers.items()},
-                "groups": list(self.groups),
-                "shapes": {name: list(shape) for name, shape in self.shapes.items()},
-                "cuts": {name: {str(d): list(i) for d, i in dims.items()} for name, dims in self.cuts.items()},
-                "heads": [vars(h) for h in self.heads],
-                "norms": [vars(n) for n in self.norms],
-                "attributes": [vars(a) for a in self.attributes],
-            }
-        )
+        content = {name: value for name, value in vars(self).items() if name != "example"}
+        return json.dumps({"format": FORMAT, **content}, default=_known_fields)
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
@@ -144,6 +131,11 @@ def _change(before: int, after: int) -> str:
     return f"{human(before)} → {human(after)} ({100 * after / max(before, 1):.1f} %)"
 
 
+def _known_fields(item: object) -> dict[str, Any]:
+    """A cost or a cut as JSON: the cost of a plan has no latency."""
+    return {name: value for name, value in vars(item).items() if value is not None}
+
+
 def _count(value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise ValueError(f"expected a count, found {value!r}")
@@ -168,25 +160,35 @@ def plan_for(graph: Graph, removed: Mask, repeated: Sequence[RepeatedSize] | Non
     gone[0] = False
     cuts: dict[str, dict[int, tuple[int, ...]]] = {}
     for axis in graph.axes.axes:
-        if axis.parameter:
-            indices = np.flatnonzero(gone[axis.base : axis.base + axis.size])
-            if len(indices):
-                cuts.setdefault(axis.parameter, {})[axis.dim] = tuple(indices.tolist())
+        if axis.parameter and (indices := _places(gone[axis.base : axis.base + axis.size])):
+            cuts.setdefault(axis.parameter, {})[axis.dim] = indices
+    heads = {}
+    for head in graph.heads:
+        if indices := _places(removed[head.groups]):
+            heads[head.path] = HeadCut(head.path, len(head.groups), indices)
     norms = []
     for norm in graph.norms:
-        flat = np.flatnonzero(gone[norm.labels.numpy().ravel()])
-        if len(flat):
+        if indices := _places(gone[norm.labels.numpy().ravel()]):
             site = norm.site
-            shape = tuple(norm.labels.shape)
-            norms.append(NormCut(site.path, site.function, site.visit, shape, tuple(flat.tolist())))
+            norms.append(NormCut(site.path, site.function, site.visit, tuple(norm.labels.shape), indices))
+    attributes = []
+    for item in graph.repeated if repeated is None else repeated:
+        axis = graph.axes.axes[item.axis]
+        if indices := _places(gone[axis.base : axis.base + axis.size]):
+            attributes.append(AttributeCut(item.path, item.name, axis.size, axis.size - len(indices)))
+    layers = {}
+    for layer in graph.layers:
+        if layer.prunable:
+            units: Labels = graph.units[layer.groups]
+            layers[layer.name] = int(units.sum()), int(units[~removed[layer.groups]].sum())
     return Plan(
-        groups=tuple(np.flatnonzero(removed).tolist()),
+        groups=_places(removed),
         cuts=cuts,
         shapes={name: graph.shapes[name] for name in cuts},
-        heads=_head_cuts(graph, removed),
+        heads=tuple(heads.values()),
         norms=tuple(norms),
-        attributes=_attribute_cuts(graph, gone, graph.repeated if repeated is None else repeated),
-        layers=_unit_counts(graph, removed),
+        attributes=tuple(attributes),
+        layers=layers,
         model=graph.model_name,
         before=graph.cost,
         after=graph.cost_of(removed),
@@ -194,30 +196,59 @@ def plan_for(graph: Graph, removed: Mask, repeated: Sequence[RepeatedSize] | Non
     )
 
 
-def _head_cuts(graph: Graph, removed: Mask) -> tuple[HeadCut, ...]:
-    made: dict[str, HeadCut] = {}
-    for heads in graph.heads:
-        gone = np.flatnonzero(removed[heads.groups])
-        if len(gone):
-            made[heads.path] = HeadCut(heads.path, len(heads.groups), tuple(gone.tolist()))
-    return tuple(made.values())
+def _places(mask: Mask) -> tuple[int, ...]:
+    return tuple(np.flatnonzero(mask).tolist())
 
 
-def _attribute_cuts(graph: Graph, gone: Mask, repeated: Sequence[RepeatedSize]) -> tuple[AttributeCut, ...]:
-    made = []
-    for item in repeated:
-        axis = graph.axes.axes[item.axis]
-        lost = int(np.count_nonzero(gone[axis.base : axis.base + axis.size]))
-        if lost:
-            made.append(AttributeCut(item.path, item.name, axis.size, axis.size - lost))
-    return tuple(made)
+def difference(new: Plan, old: Plan | None) -> Plan:
+    """The plan to apply to the model that `old` left, so that it becomes the one that `new` leaves."""
+    if old is None:
+        return new
+    if not set(old.groups) <= set(new.groups):
+        raise PlanError("the later plan keeps groups that the earlier one removed; plans of a loop only grow")
+    cuts, shapes = {}, {}
+    for name, dims in new.cuts.items():
+        shape, before = new.shapes[name], old.cuts.get(name, {})
+        left = {dim: renumbered(indices, before.get(dim, ()), shape[dim]) for dim, indices in dims.items()}
+        if any(left.values()):
+            cuts[name] = {dim: indices for dim, indices in left.items() if indices}
+            shapes[name] = tuple(size - len(before.get(dim, ())) for dim, size in enumerate(shape))
+    heads, lost_heads = [], {head.path: head.removed for head in old.heads}
+    for head in new.heads:
+        gone = lost_heads.get(head.path, ())
+        heads.append(HeadCut(head.path, head.heads - len(gone), renumbered(head.removed, gone, head.heads)))
+    norms, lost_places = [], {(norm.path, norm.function, norm.visit): norm.removed for norm in old.norms}
+    for norm in new.norms:
+        gone = lost_places.get((norm.path, norm.function, norm.visit), ())
+        there = np.ones(norm.shape, np.bool_)
+        there.ravel()[list(gone)] = False
+        # What is left of a rectangle of slices is a rectangle: its sides are what any line still has.
+        shape = tuple(len(np.unique(places)) for places in np.nonzero(there))
+        norms.append(replace(norm, shape=shape, removed=renumbered(norm.removed, gone, there.size)))
+    sizes = {(item.path, item.name): item.after for item in old.attributes}
+    attributes = [replace(item, before=sizes.get((item.path, item.name), item.before)) for item in new.attributes]
+    gone_groups = set(old.groups)
+    return replace(
+        new,
+        groups=tuple(group for group in new.groups if group not in gone_groups),
+        cuts=cuts,
+        shapes=shapes,
+        heads=tuple(head for head in heads if head.removed),
+        norms=tuple(norm for norm in norms if norm.removed),
+        attributes=tuple(item for item in attributes if item.before != item.after),
+        layers={name: (old.layers[name][1], after) for name, (_, after) in new.layers.items()},
+        before=old.after,
+    )
 
 
-def _unit_counts(graph: Graph, removed: Mask) -> dict[str, tuple[int, int]]:
-    counts: dict[str, tuple[int, int]] = {}
-    for layer in graph.layers:
-        if layer.prunable:
-            units: Labels = graph.units[layer.groups]
-            total, gone = int(units.sum()), int(units[removed[layer.groups]].sum())
-            counts[layer.name] = (total, total - gone)
-    return counts
+def renumbered(indices: Sequence[int], gone: Sequence[int], size: int) -> tuple[int, ...]:
+    """Those of `indices` that are still there once `gone` have left, by their new numbers.
+
+    >>> renumbered([0, 2, 3, 5], [0, 3], size=6)
+    (1, 3)
+    """
+    there = np.ones(size, np.bool_)
+    there[list(gone)] = False
+    place = np.cumsum(there) - 1
+    wanted = np.asarray(indices, np.int64)
+    return tuple(place[wanted[there[wanted]]].tolist())

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping
 
 import numpy as np
 
 from secateur.errors import Argument, NothingToPruneError, TargetError
 from secateur.ops.layers import Labels
-from secateur.plans.limits import Limits
 from secateur.plans.plan import Mask, Plan, plan_for
 from secateur.plans.scores import Aggregation, Scores, Values
-from secateur.plans.targets import Target
+from secateur.plans.targets import Limits, Target
 from secateur.structure.cost import Cost, Price, human
 from secateur.structure.graph import Graph
 
@@ -47,16 +47,14 @@ def plan(
             "a plan cannot aim at a latency, which has to be measured.", fix="`prune`, or keep={'macs': …}"
         )
     limits.check(graph)
-    spared: Price = "time" if limits.scope == "time" else "macs"
-    if set(target.sizes) == {"params"}:
-        spared = "params"
+    spared: Price = "params" if set(target.sizes) == {"params"} else "time" if limits.scope == "time" else "macs"
     chooser = _Chooser(graph, scores, limits, start, spared)
     removed = chooser.by_units(remove) if remove is not None else chooser.by_cost(target.sizes)
     return plan_for(graph, removed)
 
 
 class _Chooser:
-    """The order in which groups would leave, and how far down it a target lies."""
+    """The order in which groups leave, and how far down the order a target lies."""
 
     def __init__(self, graph: Graph, scores: Scores, limits: Limits, start: Plan | None, spared: Price) -> None:
         self.graph, self.limits = graph, limits
@@ -70,13 +68,9 @@ class _Chooser:
             raise _nothing_may_leave(graph, limits)
         self.value = scores.of(graph)
         if np.isnan(self.value[candidates]).any():
-            bad = [
-                layer.name for layer in layers if np.isnan(self.value[layer.groups[graph.prunable[layer.groups]]]).any()
-            ]
-            raise TargetError(
-                f"the criterion {scores.criterion!r} gave no score (NaN) for units of {', '.join(bad[:5])}"
-            )
-        self.home = self._homes()
+            bad = [layer.name for layer, own in zip(layers, free, strict=True) if np.isnan(self.value[own]).any()]
+            what = f"the criterion {scores.criterion!r} gave no score (NaN) for units of {', '.join(bad[:5])}"
+            raise TargetError(what)
         protected = self._protected(candidates, limits.min_units)
         candidates = candidates[~protected[candidates]]
         if not len(candidates):
@@ -91,20 +85,15 @@ class _Chooser:
             key = self._per_cost(candidates, scores.aggregate, spared)
         self.order: Labels = candidates[np.argsort(key, kind="stable")]
 
-    def _homes(self) -> Labels:
-        """The first producer of each class: the layer it is ranked in when every layer gives the same share."""
+    def _shares(self, candidates: Labels) -> Values:
+        """Each group's rank as a fraction of its layer, which is the first one that makes its units."""
         home = np.full(len(self.graph.root), -1, np.int64)
         for i, producer in reversed(list(enumerate(self.graph.producers))):
             home[self.graph.root[producer.labels]] = i
-        return home
-
-    def _shares(self, candidates: Labels) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-        """Each group's rank within its layer as a fraction of the layer."""
-        home = self.home[candidates]
+        home = home[candidates]
         order = np.lexsort((self.value[candidates], home))
         share = np.empty(len(candidates))
-        bounds = np.flatnonzero(np.diff(home[order])) + 1
-        for part in np.split(order, bounds):
+        for part in np.split(order, np.flatnonzero(np.diff(home[order])) + 1):
             share[part] = (np.arange(len(part)) + 1) / len(part)
         return share
 
@@ -114,8 +103,7 @@ class _Chooser:
         total = self.value[candidates] * (1 if aggregate == "sum" else units)
         saved = self.graph.cost_of.savings(self.gone, spared)[candidates]
         # What saves nothing is not worth its score, however low: it leaves last, not first.
-        made: Values = total / np.maximum(saved, 1e-6 * max(float(saved.max()), 1.0))
-        return made
+        return np.asarray(total / np.maximum(saved, 1e-6 * max(float(saved.max()), 1.0)))
 
     def _protected(self, candidates: Labels, min_units: int) -> Mask:
         """The best `min_units` groups of every layer never leave; nor does the last one that a weight reads."""
@@ -128,11 +116,11 @@ class _Chooser:
             self._shield(shield, value, self.graph.root[axis.base : axis.base + axis.size], 1)
         return shield
 
-    def _shield(self, shield: Mask, value: Values, classes: Labels, count: int) -> None:
-        classes = classes[~self.gone[classes]]
-        safe = classes[np.isinf(value[classes]) | shield[classes]]
+    def _shield(self, shield: Mask, value: Values, groups: Labels, count: int) -> None:
+        groups = groups[~self.gone[groups]]
+        safe = groups[np.isinf(value[groups]) | shield[groups]]
         if len(safe[:1] if count == 1 else np.unique(safe)) < count:  # most layers have a safe one: seen without a sort
-            groups = np.unique(classes)
+            groups = np.unique(groups)
             shield[groups[np.argsort(-value[groups], kind="stable")[:count]]] = True
 
     def mask(self, count: int) -> Mask:
@@ -145,16 +133,15 @@ class _Chooser:
 
     def _round(self, removed: Mask) -> None:
         """Bring back the best removed groups of each layer until it keeps a multiple of `round_to` channels."""
-        root = self.graph.root
         for _ in range(8):
             changed = False
             for producer in self.graph.producers:
-                classes = root[producer.labels]
-                kept = int(np.count_nonzero(~removed[classes]))
+                channels = self.graph.root[producer.labels]
+                kept = int(np.count_nonzero(~removed[channels]))
                 missing = -kept % self.limits.round_to
-                if not missing or kept == len(classes):
+                if not missing or kept == len(channels):
                     continue
-                groups, rows = np.unique(classes[removed[classes] & ~self.gone[classes]], return_counts=True)
+                groups, rows = np.unique(channels[removed[channels] & ~self.gone[channels]], return_counts=True)
                 best = np.argsort(-self.value[groups], kind="stable")
                 upto = int(np.searchsorted(np.cumsum(rows[best]), missing)) + 1
                 removed[groups[best[:upto]]] = False
@@ -164,44 +151,35 @@ class _Chooser:
 
     def by_units(self, remove: float) -> Mask:
         """The longest start of the order that stays within a fraction of all units."""
-        units = self.graph.units
-        total = self.graph.total_units
+        units, total, given = self.graph.units, self.graph.total_units, Argument("remove", remove)
         already = int(units[self.gone].sum())
         sums = np.cumsum(units[self.order]) + already
         # Tolerate binary fractions: 18 steps of 0.05 must reach 90 %.
         goal = int(np.floor(remove * total + 1e-9))
-        if goal > (sums[-1] if len(sums) else already):
-            most = (int(sums[-1]) if len(sums) else already) / total
+        if goal > sums[-1]:
             raise TargetError(
-                "{remove} asks for {goal} of {total} units, but at most {most:.1f} % can leave: every layer keeps at "
-                "least {least}, and ignored layers keep all.",
+                f"{{remove}} asks for {goal} of {total} units, but at most {100 * (int(sums[-1]) / total):.1f} % can "
+                f"leave: every layer keeps at least {self.limits.min_units}, and ignored layers keep all.",
                 fix="a smaller share, or fewer ignored layers",
-                remove=Argument("remove", remove),
-                goal=goal,
-                total=total,
-                most=100 * most,
-                least=self.limits.min_units,
+                remove=given,
             )
         count = int(np.searchsorted(sums, goal, "right"))
         if count == 0 and not already:
-            smallest = int(units[self.order].min())
             raise NothingToPruneError(
-                "{remove} of {total} units is less than the smallest group ({smallest} units): nothing leaves.",
+                f"{{remove}} of {total} units is less than the smallest group ({int(units[self.order].min())} units): "
+                "nothing leaves.",
                 fix="a larger share",
-                remove=Argument("remove", remove),
-                total=total,
-                smallest=smallest,
+                remove=given,
             )
         found = self.mask(count)
         if self.limits.round_to > 1:
             found = self._further(count, goal, found)
             if not already and not found.any():
                 raise NothingToPruneError(
-                    "{remove} of {total} units changes no layer, because {round_to} keeps multiples of that many "
+                    f"{{remove}} of {total} units changes no layer, because {{round_to}} keeps multiples of that many "
                     "channels.",
                     fix="a smaller multiple, or a larger share",
-                    remove=Argument("remove", remove),
-                    total=total,
+                    remove=given,
                     round_to=Argument("round_to", self.limits.round_to),
                 )
         return found
@@ -226,8 +204,7 @@ class _Chooser:
         def fits(cost: Cost) -> bool:
             return all(getattr(cost, name) <= limit for name, limit in bounds.items())
 
-        low, high = 0, len(self.order)
-        least = self.graph.cost_of(self.mask(high))
+        least = self.graph.cost_of(self.mask(len(self.order)))
         if not fits(least):
             wanted = ", ".join(f"{human(limit)} {name}" for name, limit in bounds.items())
             raise TargetError(
@@ -240,13 +217,8 @@ class _Chooser:
                 min_units=Argument("min_units"),
                 round_to=Argument("round_to"),
             )
-        while low < high:
-            middle = (low + high) // 2
-            if fits(self.graph.cost_of(self.mask(middle))):
-                high = middle
-            else:
-                low = middle + 1
-        return self.mask(low)
+        counts = range(len(self.order))
+        return self.mask(bisect_left(counts, True, key=lambda count: fits(self.graph.cost_of(self.mask(count)))))
 
 
 def _nothing_may_leave(graph: Graph, limits: Limits) -> NothingToPruneError:

@@ -21,7 +21,7 @@ Aggregation = Literal["mean", "sum", "max"]
 class Scores:
     """One number per unit, by the call that makes it, and how a group's number follows from those of its units.
 
-    Scores by relevance bring the books of their pass: `conservation` says where any of it went astray.
+    For scores by relevance, `conservation` says where any relevance was lost.
     """
 
     criterion: str
@@ -39,8 +39,7 @@ class Scores:
                     f"{graph.model_name} has {sizes.get(site, 'none')}.",
                     fix="score(model, data, graph=graph)",
                 )
-        total = np.zeros(len(graph.root))
-        count = np.zeros(len(graph.root))
+        total, count = np.zeros((2, len(graph.root)))
         peak = np.full(len(graph.root), -np.inf)
         for producer in graph.producers:
             found = [self.units[site] for site in producer.sites if site in self.units]
@@ -50,12 +49,5 @@ class Scores:
                 np.add.at(total, groups, values)
                 np.add.at(count, groups, 1)
                 np.maximum.at(peak, groups, values)
-        known = count > 0
-        result = np.full(len(graph.root), np.nan)
-        if self.aggregate == "mean":
-            result[known] = total[known] / count[known]
-        elif self.aggregate == "sum":
-            result[known] = total[known]
-        else:
-            result[known] = peak[known]
-        return result
+        result = {"mean": total / np.maximum(count, 1), "sum": total, "max": peak}[self.aggregate]
+        return np.where(count > 0, result, np.nan)

@@ -11,8 +11,7 @@ from secateur.errors import SecateurError
 from secateur.report.charts import Chart, Point, Series, line_chart
 from secateur.report.tables import Table
 from secateur.results.comparison import Comparison, curve
-from secateur.results.history import History, Row
-from secateur.results.record import Record
+from secateur.results.history import History, Record, Row
 
 _REMOVED, _LEFT = "units removed, %", "MACs left, %"
 T = TypeVar("T")

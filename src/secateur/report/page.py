@@ -21,7 +21,7 @@ from secateur.errors import (
 )
 from secateur.latency.timing import Timing, batch_of, time_batches
 from secateur.nest import describe
-from secateur.plans.limits import brief
+from secateur.plans.targets import brief
 from secateur.relevance.composites import PRESETS, Composite
 from secateur.relevance.conservation import Conservation
 from secateur.relevance.rules import Rule
@@ -31,7 +31,7 @@ from secateur.report.document import fill
 from secateur.report.environment import environment
 from secateur.report.tables import Table
 from secateur.results.comparison import Comparison
-from secateur.results.record import Record
+from secateur.results.history import Record
 from secateur.running.accuracy import Accuracy, accuracy
 from secateur.running.batches import Data
 from secateur.running.copies import unwrap

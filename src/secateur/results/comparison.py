@@ -10,9 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from secateur import atomic
 from secateur.plans.scores import Scores, Values
-from secateur.results.history import History
+from secateur.results.history import History, written
 
 #: By pair of criteria, a number.
 Pairs = Mapping[tuple[str, str], float]
@@ -98,9 +97,7 @@ class Comparison:
             },
             indent=1,
         )  # fmt: skip
-        if path is not None:
-            atomic.write(path, text)
-        return text
+        return written(text, path)
 
 
 def curve(criterion: str, history: History, every: bool = False) -> Curve:

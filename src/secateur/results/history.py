@@ -1,4 +1,4 @@
-"""What happened at each step of the loop, as plain rows."""
+"""What a run records: a plain row for each step, and what it ended with."""
 
 from __future__ import annotations
 
@@ -10,8 +10,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from secateur import atomic
 from secateur.errors import FileFormatError
+from secateur.plans.plan import Plan
+from secateur.plans.scores import Scores
+from secateur.structure.cost import Cost
+from secateur.structure.graph import Graph
 
 
 @dataclass(frozen=True)
@@ -63,7 +69,7 @@ class History:
 
     def to_json(self, path: str | Path | None = None) -> str:
         """The rows as JSON text, also written to `path` if given."""
-        return _out(json.dumps([asdict(row) for row in self.rows], indent=1), path)
+        return written(json.dumps([asdict(row) for row in self.rows], indent=1), path)
 
     def to_csv(self, path: str | Path | None = None) -> str:
         """The rows as CSV text, one column per metric, also written to `path` if given."""
@@ -75,7 +81,7 @@ class History:
         for row in self.rows:
             values = [getattr(row, name) for name in plain]
             writer.writerow(["" if v is None else v for v in [*values, *(row.metrics.get(m) for m in metrics)]])
-        return _out(text.getvalue(), path)
+        return written(text.getvalue(), path)
 
     @classmethod
     def from_json(cls, text: str) -> History:
@@ -96,6 +102,29 @@ class History:
         return "\n".join(lines)
 
 
+@dataclass(frozen=True)
+class Record:
+    """What a run ended with, as reports read it.
+
+    `stopped` says why; `scores` are those that the last removal was based on. `original` is the user's own
+    unpruned model, and `settings` what `prune` was asked for.
+    """
+
+    model: nn.Module
+    plan: Plan | None
+    history: History
+    graph: Graph
+    scores: Scores | None
+    cost_before: Cost
+    cost_after: Cost
+    stopped: str
+    original: nn.Module | None = field(default=None, repr=False, compare=False)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return f"{self.cost_before} → {self.cost_after}; {self.stopped}\n{self.history}"
+
+
 def _row(item: Any) -> Row:
     if not isinstance(item, dict):
         raise ValueError(f"expected a row, found {type(item).__name__}")
@@ -103,7 +132,8 @@ def _row(item: Any) -> Row:
     return Row(**{**known, "metrics": {str(k): float(v) for k, v in item.get("metrics", {}).items()}})
 
 
-def _out(text: str, path: str | Path | None) -> str:
+def written(text: str, path: str | Path | None) -> str:
+    """The text, also written to `path` if given."""
     if path is not None:
         atomic.write(path, text)
     return text
