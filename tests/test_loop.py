@@ -41,8 +41,7 @@ from secateur.loop import checkpoint as checkpoints
 from secateur.loop.checkpoint import data_identity
 from secateur.loop.finetune import FineTune
 from secateur.loop.progress import Progress, StepDone
-from secateur.loop.prune import prune
-from secateur.loop.result import Result
+from secateur.loop.prune import Result, prune
 from secateur.plans import Limits
 from secateur.plans.plan import difference, renumbered
 from secateur.plans.ranking import plan

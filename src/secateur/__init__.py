@@ -14,8 +14,7 @@ from secateur.files.onnx import export
 from secateur.files.saved import load, save
 from secateur.latency.measure import measure
 from secateur.loop.compare import compare
-from secateur.loop.prune import prune
-from secateur.loop.result import Result
+from secateur.loop.prune import Result, prune
 from secateur.plans.plan import Plan
 from secateur.plans.ranking import plan
 from secateur.plans.scores import Scores

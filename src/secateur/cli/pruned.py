@@ -19,7 +19,7 @@ from secateur.files.onnx import export, fixed_batch, time_onnx
 from secateur.files.saved import save
 from secateur.latency.measure import measure
 from secateur.latency.timing import Timing, time_batches
-from secateur.loop.result import Result
+from secateur.loop.prune import Result
 from secateur.report.page import Page
 from secateur.running.devices import device_of
 

@@ -50,29 +50,24 @@ def compare(
     names = [c.name for c in chosen]
     if len(set(names)) < len(names) or not names:
         raise SecateurError(f"criteria must have different names, and there must be one at least; got {names}.")
-    data, original = repeatable(data), unwrap(model)
+    data, original, steps = repeatable(data), unwrap(model), Schedule.of(schedule)
     check_weights(original)
     graph = analyze(original, example_of(original, data))
-    steps = Schedule.of(schedule)
     scores = dict(zip(names, scores_of(original, data, chosen, graph, None, steps.batch_size), strict=True))
     target = Target(remove, options.pop("keep", None), options.pop("max_drop", None))
-    curves, histories = {}, {}
     limits, repair = options.pop("limits", Limits()), options.pop("repair", None)
-    checkpoint = options.pop("checkpoint", None)
+    checkpoint, histories = options.pop("checkpoint", None), {}
     for criterion in chosen:
         if checkpoint is not None:  # a run each
             path = Path(checkpoint)
             options["checkpoint"] = path.with_name(f"{path.stem}-{criterion.name.replace(':', '-')}{path.suffix}")
         settings = Settings(criterion, target, steps, limits, repair, evaluate)
-        result = run_loop(original, data, settings, graph=graph, **options)
-        curves[criterion.name] = curve(criterion.name, result.history)
-        histories[criterion.name] = result.history
+        histories[criterion.name] = run_loop(original, data, settings, graph=graph, **options).history
     values = {name: scores[name].of(graph)[graph.candidates] for name in names}
     pairs = [(a, b) for a in names for b in names if a != b]
-    count = len(graph.candidates)
-    sizes = {f: max(1, round(f * count)) for f in fractions}
+    sizes = {f: max(1, round(f * len(graph.candidates))) for f in fractions}
     return Comparison(
-        curves,
+        {name: curve(name, history) for name, history in histories.items()},
         {(a, b): spearman(values[a], values[b]) for a, b in pairs},
         {f: {(a, b): overlap(values[a], values[b], k) for a, b in pairs} for f, k in sizes.items()},
         {f: {(a, b): overlap(-values[a], -values[b], k) for a, b in pairs} for f, k in sizes.items()},

@@ -48,13 +48,15 @@ class Planner:
     def reached(self, plan: Plan, otherwise: str = "the target is met") -> str:
         """In words: how close a plan came to the target, if rounding kept it away."""
         remove, round_to = self.target.remove, self.limits.round_to
+        if round_to == 1:
+            return otherwise
         because = f"since widths are multiples of {round_to}"
         gone = 1 - plan.units[1] / plan.units[0]
-        if remove is not None and round_to > 1 and gone < remove - 0.01:
+        if remove is not None and gone < remove - 0.01:
             return f"{100 * gone:.0f} % of the units are gone instead of {100 * remove:g} %, {because}"
-        for name, limit in self.target.sizes.items():
-            share = getattr(plan.after, name) / (limit if limit > 1 else limit * getattr(plan.before, name))
-            if round_to > 1 and share < 0.95:
+        for name, limit in self.target.bounds(plan.before).items():
+            share = getattr(plan.after, name) / limit
+            if share < 0.95:
                 return f"the target is met with {100 * (1 - share):.0f} % fewer {_WORDS[name]} than allowed, {because}"
         return otherwise
 
@@ -129,12 +131,10 @@ class Planner:
     def _candidates(self, part: str) -> Labels:
         layers = [layer for layer in self.graph.layers if layer.matches(self.parts[part])]
         if not layers:
-            raise TargetError(
-                f"parts[{part!r}]={list(self.parts[part])} matches no layer.", fix="`print(graph)` shows their names"
-            )
+            what = f"parts[{part!r}]={list(self.parts[part])} matches no layer."
+            raise TargetError(what, fix="`print(graph)` shows their names")
         groups = np.concatenate([layer.groups for layer in layers])
-        found: Labels = groups[self.graph.prunable[groups]]
-        return found
+        return np.asarray(groups[self.graph.prunable[groups]])
 
     def _removed(self, plan: Plan | None, part: str) -> int:
         if plan is None:

@@ -56,18 +56,24 @@ class Steps:
         self._session = open_session(self.original, self.data) if open_session is not None else None
 
     def next(self, state: RunState) -> None:
-        """One step of Algorithm 1. The first one, 0, removes nothing: it looks at the unpruned model."""
-        begin, target = time.perf_counter(), self.settings.target
+        """One step. Step 0 looks at the unpruned model; a step that asks for no more than is gone does nothing."""
         if not len(state.history):
-            metrics, cost = self._evaluated(state.model, 0), self.graph.cost
-            latency = _seconds(state.model, self.graph) if target.timed else None
-            row = Row(0, self.graph.total_units, 0.0, cost.params, cost.macs, metrics, latency=latency)
-            state.history.rows.append(replace(row, seconds=time.perf_counter() - begin))
-            return
-        number = state.step + 1
-        if self.planner.idle(state.plan, number):
-            state.step = number
-            return
+            self._unpruned(state)
+        elif self.planner.idle(state.plan, state.step + 1):
+            state.step += 1
+        else:
+            self._step(state)
+
+    def _unpruned(self, state: RunState) -> None:
+        begin, cost = time.perf_counter(), self.graph.cost
+        metrics = self._evaluated(state.model, 0)
+        latency = _seconds(state.model, self.graph) if self.settings.target.timed else None
+        row = Row(0, self.graph.total_units, 0.0, cost.params, cost.macs, metrics, latency=latency)
+        state.history.rows.append(replace(row, seconds=time.perf_counter() - begin))
+
+    def _step(self, state: RunState) -> None:
+        """Score, remove, repair or fine-tune, evaluate."""
+        begin, number, target = time.perf_counter(), state.step + 1, self.settings.target
         scores = self._scored(state, number)
         scoring = time.perf_counter() - begin
         proposal = self.planner.propose(scores, state.plan, number)

@@ -49,7 +49,7 @@ def plan(
     limits.check(graph)
     spared: Price = "params" if set(target.sizes) == {"params"} else "time" if limits.scope == "time" else "macs"
     chooser = _Chooser(graph, scores, limits, start, spared)
-    removed = chooser.by_units(remove) if remove is not None else chooser.by_cost(target.sizes)
+    removed = chooser.by_units(remove) if remove is not None else chooser.by_cost(target.bounds(graph.cost))
     return plan_for(graph, removed)
 
 
@@ -196,15 +196,13 @@ class _Chooser:
                 high = middle - 1
         return found
 
-    def by_cost(self, keep: Mapping[str, float]) -> Mask:
+    def by_cost(self, bounds: Mapping[str, float]) -> Mask:
         """The shortest start of the order that meets every bound."""
-        whole = self.graph.cost
-        bounds = {name: value * getattr(whole, name) if value <= 1 else value for name, value in keep.items()}
 
         def fits(cost: Cost) -> bool:
             return all(getattr(cost, name) <= limit for name, limit in bounds.items())
 
-        least = self.graph.cost_of(self.mask(len(self.order)))
+        whole, least = self.graph.cost, self.graph.cost_of(self.mask(len(self.order)))
         if not fits(least):
             wanted = ", ".join(f"{human(limit)} {name}" for name, limit in bounds.items())
             raise TargetError(

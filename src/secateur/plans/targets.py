@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from secateur.errors import Argument, TargetError
+from secateur.structure.cost import Cost
 from secateur.structure.graph import Graph
 
 _SIZES, _TIMES = ("params", "macs"), ("latency", "seconds")
@@ -48,32 +49,37 @@ class Target:
     __repr__ = brief
 
     def __post_init__(self) -> None:
-        keep: object = self.keep
-        if keep is not None and not isinstance(keep, Mapping):
+        keep: Any = {} if self.keep is None else self.keep
+        if not isinstance(keep, Mapping):
             given = Argument("keep", keep)
             raise TargetError("{keep} does not say of what.", fix="keep={{'macs': 0.5}}, or 'params'", keep=given)
         drops = self.max_drop if isinstance(self.max_drop, Mapping) else {"": self.max_drop}
-        numbers = [Argument("remove", self.remove), *(Argument("keep", v, key=k) for k, v in (self.keep or {}).items())]
-        for item in [*numbers, *(Argument("max_drop", value, key=name) for name, value in drops.items())]:
+        numbers = [("remove", "", self.remove)]
+        numbers += [("keep", *item) for item in keep.items()] + [("max_drop", *item) for item in drops.items()]
+        for item in (Argument(name, value, key) for name, key, value in numbers):
             kind = type(item.value)
             if item.value is not None and (issubclass(kind, bool) or not issubclass(kind, int | float | np.number)):
                 raise TargetError("{given} must be a number, not {kind}.", given=item, kind=kind.__name__)
-        if self.remove is None and not self.keep and self.max_drop is None:
+        if self.remove is None and not keep and self.max_drop is None:
             fix = "remove=0.3, a share of the units; keep={'macs': 0.5}, or 'params' or 'latency'; or max_drop=0.01"
             raise TargetError("there is no target: give exactly one target.", fix=fix)
         if self.remove is not None:
             check_share("remove", self.remove)
-        for name, value in (self.keep or {}).items():
+        for name, value in keep.items():
             _check_cost(name, value)
         if self.remove is not None and self.keep is not None:
-            raise _conflict(*self.keep, "remove", what="are different targets.")
-        if self.timed and len(self.keep or {}) > 1:
-            raise _conflict(*(self.keep or {}), what="cannot be combined: a latency is approached alone.")
+            raise _conflict(*keep, "remove", what="are different targets.")
+        if self.timed and len(keep) > 1:
+            raise _conflict(*keep, what="cannot be combined: a latency is approached alone.")
 
     @property
     def sizes(self) -> dict[str, float]:
-        """The bounds on parameters and MACs."""
+        """The bounds on parameters and MACs as they were given."""
         return {name: value for name, value in (self.keep or {}).items() if name in _SIZES}
+
+    def bounds(self, whole: Cost) -> dict[str, float]:
+        """The bounds on parameters and MACs as numbers, given the cost of the whole model."""
+        return {name: value * getattr(whole, name) if value <= 1 else value for name, value in self.sizes.items()}
 
     @property
     def times(self) -> dict[str, float]:

@@ -73,14 +73,13 @@ class History:
 
     def to_csv(self, path: str | Path | None = None) -> str:
         """The rows as CSV text, one column per metric, also written to `path` if given."""
+        plain = [name for name in Row.__dataclass_fields__ if name != "metrics"]
         metrics = list(dict.fromkeys(name for row in self.rows for name in row.metrics))
         text = io.StringIO()
-        plain = [name for name in Row.__dataclass_fields__ if name != "metrics"]
         writer = csv.writer(text, lineterminator="\n")
         writer.writerow([*plain, *metrics])
         for row in self.rows:
-            values = [getattr(row, name) for name in plain]
-            writer.writerow(["" if v is None else v for v in [*values, *(row.metrics.get(m) for m in metrics)]])
+            writer.writerow([*(getattr(row, name) for name in plain), *map(row.metrics.get, metrics)])
         return written(text.getvalue(), path)
 
     @classmethod
