@@ -102,7 +102,9 @@ class Demonstration:
     comparison: Comparison
 
 
-def demonstrate(digits: Digits, net: nn.Module, classes: list[int]) -> Demonstration:
+def demonstrate(
+    digits: Digits, net: nn.Module, classes: list[int], remove: float = 0.8, step: float = 0.05
+) -> Demonstration:
     """Keep some of the ten outputs, then prune by each criterion from ten images per class, without fine-tuning."""
     reference, test = digits.of(classes, REFERENCE), digits.of(classes)
     narrow = specialize(net, classes, reference[0][:2])
@@ -110,5 +112,5 @@ def demonstrate(digits: Digits, net: nn.Module, classes: list[int]) -> Demonstra
     def held_out(model: nn.Module) -> float:
         return accuracy(model, test).overall
 
-    comparison = compare(narrow, reference, CRITERIA, evaluate=held_out, remove=0.8, schedule=0.05, progress=False)
+    comparison = compare(narrow, reference, CRITERIA, evaluate=held_out, remove=remove, schedule=step, progress=False)
     return Demonstration(narrow, accuracy(net, digits.test).overall, held_out(narrow), comparison)
