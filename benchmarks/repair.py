@@ -34,7 +34,7 @@ from benchmarks.repair_tables import figure, table
 from reproduction.few_shot.campaign import Scene, Settings, scene
 from secateur import apply, plan, score
 from secateur.latency.timing import time_batches
-from secateur.loop.callbacks import seeded
+from secateur.loop.steps import seeded
 from secateur.plans import Limits
 from secateur.repair import Repair, Session, crop_and_flip
 

@@ -13,8 +13,8 @@ from torch import nn
 from reproduction.networks import Features, is_split, with_classes
 from reproduction.tensor_files import load, save
 from reproduction.training import HeadTrainer, Images, Schedule, Trainer, accuracy, arrange
-from secateur.loop.callbacks import seeded
 from secateur.loop.checkpoint import fill, numbers
+from secateur.loop.steps import seeded
 from secateur.running.sandbox import evaluating
 
 

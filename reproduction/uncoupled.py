@@ -24,9 +24,10 @@ from secateur.analysis.analyze import analyze
 from secateur.criteria.registry import Choice, criterion_named
 from secateur.criteria.scoring import score
 from secateur.errors import NothingToPruneError, TargetError
-from secateur.loop.callbacks import Evaluate, seeded
 from secateur.loop.checkpoint import digest, fill, numbers
 from secateur.loop.finetune import Tuner
+from secateur.loop.settings import Evaluate
+from secateur.loop.steps import seeded
 from secateur.ops.conv import Convolution, TransposedConvolution
 from secateur.ops.linear import Linear
 from secateur.ops.norm import BatchNorm

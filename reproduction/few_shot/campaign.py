@@ -24,9 +24,9 @@ from reproduction.training import Images, Schedule
 from secateur.analysis.analyze import analyze
 from secateur.analysis.specialize import Merge, specialize
 from secateur.errors import SecateurError
-from secateur.loop.callbacks import seeded
 from secateur.loop.prune import prune
 from secateur.loop.settings import Schedule as Steps
+from secateur.loop.steps import seeded
 from secateur.running.accuracy import accuracy
 from secateur.structure.graph import Graph
 

@@ -20,9 +20,8 @@ from torch import Tensor, nn
 
 from secateur import atomic
 from secateur.errors import CheckpointError, FileFormatError
-from secateur.loop.callbacks import Repairer, seeded
-from secateur.loop.settings import Settings
-from secateur.loop.steps import RunState
+from secateur.loop.settings import Repairer, Settings
+from secateur.loop.steps import RunState, seeded
 from secateur.nest import tensors_in
 from secateur.plans.plan import Plan
 from secateur.plans.scores import Scores

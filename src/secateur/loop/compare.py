@@ -12,9 +12,8 @@ from secateur.analysis.analyze import analyze
 from secateur.criteria.registry import Choice, criterion_named
 from secateur.criteria.scoring import scores_of
 from secateur.errors import SecateurError
-from secateur.loop.callbacks import Evaluate
 from secateur.loop.prune import run_loop
-from secateur.loop.settings import Schedule, Settings
+from secateur.loop.settings import Evaluate, Schedule, Settings
 from secateur.plans.targets import Limits, Target
 from secateur.results.comparison import Comparison, curve, overlap, spearman
 from secateur.running.batches import Data, example_of, repeatable

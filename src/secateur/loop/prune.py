@@ -11,11 +11,10 @@ from torch import Tensor, nn
 from secateur.analysis.analyze import analyze
 from secateur.criteria.registry import Choice, criterion_named
 from secateur.errors import SecateurError
-from secateur.loop.callbacks import Evaluate, Repairer
 from secateur.loop.checkpoint import Checkpoint
 from secateur.loop.planner import Planner
 from secateur.loop.progress import Progress, StepDone
-from secateur.loop.settings import Schedule, Settings
+from secateur.loop.settings import Evaluate, Repairer, Schedule, Settings
 from secateur.loop.steps import RunState, Steps
 from secateur.plans.targets import Limits, Target
 from secateur.report.page import Page, write_report

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from torch import nn
+
 from secateur.criteria.criterion import Criterion
 from secateur.errors import Argument, SecateurError, TargetError
-from secateur.loop.callbacks import Evaluate, Repairer
 from secateur.loop.finetune import Tuner
 from secateur.plans.targets import Limits, Scope, Target, brief, check_share
 from secateur.repair import Repair
 from secateur.running.batches import Data
 
+#: `f(model)` returns an accuracy, or a dict with "overall" and a number per class.
+Evaluate = Callable[[nn.Module], float | Mapping[str, float]]
+#: `f(small, original, data)` returns a corrected module of the same shapes.
+Repairer = Callable[[nn.Module, nn.Module, Data], nn.Module]
 #: Named groups of layers, by wildcards on module paths.
 Parts = Mapping[str, Sequence[str]]
 

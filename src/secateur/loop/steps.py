@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import random
 import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+import torch
 from torch import nn
 
 from secateur.criteria.scoring import scores_of
-from secateur.errors import Argument, TargetError
+from secateur.errors import Argument, EvaluationError, SecateurError, TargetError
 from secateur.latency.timing import time_forward
-from secateur.loop.callbacks import evaluated, named, seeded, within
 from secateur.loop.planner import Planner
 from secateur.loop.settings import Settings
 from secateur.plans.plan import Plan, difference
@@ -19,7 +23,7 @@ from secateur.results.history import History, Row
 from secateur.running.batches import Data
 from secateur.running.processes import same_everywhere
 from secateur.running.progress import Evaluating, Listener, Scoring
-from secateur.running.sandbox import check_weights
+from secateur.running.sandbox import check_weights, evaluating
 from secateur.structure.graph import Graph
 from secateur.surgery.apply import apply
 from secateur.surgery.optimizer import carry as carry_over
@@ -161,10 +165,18 @@ class Steps:
         return model
 
     def _evaluated(self, model: nn.Module, number: int) -> dict[str, float]:
-        if self.settings.evaluate is None:
+        """What `evaluate` says about the model in evaluation mode."""
+        evaluate, seed = self.settings.evaluate, self.settings.schedule.seed
+        if evaluate is None:
             return {}
         self.tell(Evaluating())
-        return evaluated(self.settings.evaluate, model, number, self.settings.schedule.seed)
+        with seeded(seed, number, salt=2), named("evaluate", number), evaluating(model), torch.no_grad():
+            found = evaluate(model)
+            items = found.items() if isinstance(found, Mapping) else [("overall", found)]
+            metrics = {str(key): float(value) for key, value in items}
+            if "overall" not in metrics or not np.isfinite(list(metrics.values())).all():
+                raise ValueError(f"it returned {found!r}: a finite number, or a dict with 'overall', is needed")
+        return dict(same_everywhere(metrics))
 
     def _to_latency(
         self, state: RunState, scores: Scores, model: nn.Module, plan: Plan, limit: float
@@ -191,3 +203,45 @@ class Steps:
 def _seconds(model: nn.Module, graph: Graph) -> float:
     """The latency of a model, in every process as the first one measured it."""
     return float(same_everywhere(time_forward(model, graph.example)))
+
+
+def within(drop: float | Mapping[str, float], before: Mapping[str, float], after: Mapping[str, float]) -> bool:
+    """Whether no metric fell by more than `drop` allows. "worst" stands for every class."""
+    limits = drop if isinstance(drop, Mapping) else {"overall": drop}
+    for key, limit in limits.items():
+        names = [name for name in before if name != "overall"] if key == "worst" else [key]
+        for name in names:
+            if name not in before:
+                raise EvaluationError(f"max_drop names {name!r}, but evaluate returns {', '.join(before)}.")
+            if before[name] - after.get(name, -np.inf) > limit + 1e-12:
+                return False
+    return True
+
+
+@contextmanager
+def named(what: str, step: int) -> Iterator[None]:
+    """Put the name of the user's function on whatever it raises."""
+    try:
+        yield
+    except SecateurError:
+        raise
+    except Exception as error:
+        raise EvaluationError(f"{what} raised {type(error).__name__} at step {step}: {error}.") from error
+
+
+@contextmanager
+def seeded(seed: int, step: int, salt: int = 0) -> Iterator[None]:
+    """Random numbers that depend on seed and step alone, so that a resumed run draws the same; the user's are kept."""
+    ready = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    devices = list(range(torch.cuda.device_count())) if ready else []
+    python, numpy = random.getstate(), np.random.get_state()
+    key = int(np.random.SeedSequence([seed % 2**32, step, salt]).generate_state(1)[0])
+    with torch.random.fork_rng(devices):
+        torch.manual_seed(key)
+        random.seed(key)
+        np.random.seed(key)
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)
