@@ -7,7 +7,8 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from secateur.report.page import Page, write_report
+from secateur.report.document import Page
+from secateur.report.page import write_report
 from secateur.results.comparison import Comparison
 from secateur.results.record import Record
 from secateur.running.batches import Data
