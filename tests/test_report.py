@@ -23,6 +23,7 @@ from html_page import Element, parse
 from secateur.errors import DataError, SecateurError, SecateurWarning
 from secateur.latency.timing import Timing
 from secateur.loop import Schedule
+from secateur.plans import Limits
 from secateur.report import Page
 from secateur.report.changes import agreement, kept, regions, some_of
 from secateur.report.charts import spread, ticks
@@ -294,6 +295,16 @@ def test_units_of_transposed_convolutions_keep_their_places() -> None:
         layer = name.partition(".")[0]
         assert len(kept(net, name, 4, plan)) == plan.layers[layer][1]
     assert list(kept(net, "4.weight", 2, plan)) == [0, 1]
+
+
+def test_units_that_leave_a_transposed_convolution_are_its_outputs(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(2, 6, 1), nn.ReLU(), nn.ConvTranspose2d(6, 6, 2), nn.ReLU(), nn.Conv2d(6, 2, 1))
+    result = sc.prune(net, (torch.rand(2, 2, 4, 4), None), "weight", remove=0.5, limits=Limits("layer"), progress=False)
+    listed = parse(result.report(tmp_path / "r.html", page=QUIET).read_text("utf-8")).by_id("plan").find("dl")[0]
+    found = {dt.text: _expanded(dd.text) for dt, dd in zip(listed.find("dt"), listed.find("dd"), strict=True)}
+    assert found == {name: list(result.plan.cuts[f"{name}.bias"][0]) for name in ("0", "2")}
+    assert found["2"] != list(result.plan.cuts["2.weight"].get(0, ()))
 
 
 def test_a_few_samples_of_every_class() -> None:

@@ -253,7 +253,12 @@ def kept(original: nn.Module, weight: str, units: int, plan: Plan | None) -> Map
     places = np.arange(units)
     if plan is None or weight not in plan.cuts:
         return places
-    module = original.get_submodule(weight.rpartition(".")[0])
-    dim = 1 if isinstance(module, nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d) else 0
+    dim = unit_dim(original, weight)
     indices = plan.cuts[weight].get(dim, ())
     return np.delete(places, list(indices)) if plan.shapes[weight][dim] == units else places
+
+
+def unit_dim(model: nn.Module, weight: str) -> int:
+    """The dimension of a weight along which the layer's own units lie."""
+    module = model.get_submodule(weight.rpartition(".")[0])
+    return 1 if isinstance(module, nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d) else 0

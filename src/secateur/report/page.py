@@ -23,7 +23,7 @@ from secateur.latency.timing import Timing, batch_of, time_batches
 from secateur.nest import describe
 from secateur.relevance.composites import PRESETS
 from secateur.relevance.conservation import Conservation
-from secateur.report.changes import Changes, Names, changes, check_scale, name_of, some_of
+from secateur.report.changes import Changes, Names, changes, check_scale, name_of, some_of, unit_dim
 from secateur.report.curves import Metric, contest, run_charts
 from secateur.report.document import Page, Table, fill, number, percent
 from secateur.report.environment import environment
@@ -236,8 +236,10 @@ def _layers(result: Record) -> list[LayerRow]:
             continue
         units = int(result.graph.units[layer.groups].sum())
         before, after = plan.layers[layer.name] if plan is not None else (units, units)
-        cuts = plan.cuts.get(f"{layer.paths[0]}.weight", {}) if plan is not None else {}
-        made.append(LayerRow(layer.name, layer.kind, before, after, layer.paths, ranges(cuts.get(0, ()))))
+        weight = f"{layer.paths[0]}.weight"
+        cuts = plan.cuts.get(weight, {}) if plan is not None else {}
+        removed = ranges(cuts.get(unit_dim(result.model, weight), ())) if cuts else ""
+        made.append(LayerRow(layer.name, layer.kind, before, after, layer.paths, removed))
     return made
 
 
