@@ -477,6 +477,9 @@ def test_what_is_missing_is_named(run: Run, tmp_path: Path) -> None:
         run.result.report(tmp_path / "q.html", inputs=(run.data[0][:0], None), page=QUIET)
     with pytest.raises(DataError, match="std has 2 numbers"):
         run.result.report(tmp_path / "q.html", inputs=run.data, page=Page(std=[0.5, 0.5], latency=False))
+    for wrong in ({"page": "a title"}, {"comparison": run.result}, {"inputs": run.data[0]}):
+        with pytest.raises(SecateurError, match=rf"{next(iter(wrong))} is a .* Fix: "):
+            run.result.report(tmp_path / "q.html", **{"page": QUIET, **wrong})
     with pytest.raises(SecateurError, match="test data are empty"):
         run.result.report(tmp_path / "q.html", test=[], page=QUIET)
     assert not (tmp_path / "q.html").exists()

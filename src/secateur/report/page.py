@@ -90,6 +90,13 @@ def write_report(
     page: Page | None = None,
 ) -> Path:
     """Write the page of `Result.report`."""
+    for name, given, kinds, fix in (
+        ("page", page, Page, 'page=Page(title="…")'),
+        ("comparison", comparison, Comparison | Mapping, "what `compare` returns, or results by name: {'lrp': result}"),
+        ("inputs", inputs, tuple | list, "a pair inputs=(x, y); y may be None"),
+    ):
+        if given is not None and not isinstance(given, kinds):
+            raise SecateurError(f"{name} is a {type(given).__name__}.", fix=fix)
     page = page if page is not None else Page()
     source = original if original is not None else result.original
     if source is not None:
