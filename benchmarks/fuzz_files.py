@@ -71,9 +71,8 @@ def prune(path: Path, stop_at: int | None = None) -> nn.Module:
             raise KeyboardInterrupt
         return 0.5
 
-    schedule = sc.loop.schedule.Schedule(step=0.15)  # type: ignore[attr-defined]
     return sc.prune(
-        network(), data(), "lrp", remove=0.45, schedule=schedule, evaluate=evaluate, checkpoint=path, progress=False
+        network(), data(), "lrp", remove=0.45, schedule=0.15, evaluate=evaluate, checkpoint=path, progress=False
     ).model
 
 

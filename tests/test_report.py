@@ -23,6 +23,7 @@ from html_page import Element, parse
 from secateur.errors import DataError, SecateurError, SecateurWarning
 from secateur.latency.timing import Timing
 from secateur.loop import Schedule
+from secateur.plans import Limits
 from secateur.report import Page
 from secateur.report.changes import agreement, kept, regions, some_of
 from secateur.report.charts import spread, ticks
@@ -296,6 +297,16 @@ def test_units_of_transposed_convolutions_keep_their_places() -> None:
     assert list(kept(net, "4.weight", 2, plan)) == [0, 1]
 
 
+def test_units_that_leave_a_transposed_convolution_are_its_outputs(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(2, 6, 1), nn.ReLU(), nn.ConvTranspose2d(6, 6, 2), nn.ReLU(), nn.Conv2d(6, 2, 1))
+    result = sc.prune(net, (torch.rand(2, 2, 4, 4), None), "weight", remove=0.5, limits=Limits("layer"), progress=False)
+    listed = parse(result.report(tmp_path / "r.html", page=QUIET).read_text("utf-8")).by_id("plan").find("dl")[0]
+    found = {dt.text: _expanded(dd.text) for dt, dd in zip(listed.find("dt"), listed.find("dd"), strict=True)}
+    assert found == {name: list(result.plan.cuts[f"{name}.bias"][0]) for name in ("0", "2")}
+    assert found["2"] != list(result.plan.cuts["2.weight"].get(0, ()))
+
+
 def test_a_few_samples_of_every_class() -> None:
     x, y = torch.arange(10.0).view(10, 1), torch.tensor([0, 0, 0, 1, 0, 2, 2, 1, 0, 0])
     chosen, classes = some_of((x, y), 4)
@@ -466,6 +477,9 @@ def test_what_is_missing_is_named(run: Run, tmp_path: Path) -> None:
         run.result.report(tmp_path / "q.html", inputs=(run.data[0][:0], None), page=QUIET)
     with pytest.raises(DataError, match="std has 2 numbers"):
         run.result.report(tmp_path / "q.html", inputs=run.data, page=Page(std=[0.5, 0.5], latency=False))
+    for wrong in ({"page": "a title"}, {"comparison": run.result}, {"inputs": run.data[0]}):
+        with pytest.raises(SecateurError, match=rf"{next(iter(wrong))} is a .* Fix: "):
+            run.result.report(tmp_path / "q.html", **{"page": QUIET, **wrong})
     with pytest.raises(SecateurError, match="test data are empty"):
         run.result.report(tmp_path / "q.html", test=[], page=QUIET)
     assert not (tmp_path / "q.html").exists()

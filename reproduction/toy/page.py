@@ -9,8 +9,7 @@ from reproduction.toy import reference
 from reproduction.toy.recipe import DEPTHS, SETS, Reading, Recipe
 from reproduction.toy.result import Reproduction, run_record, variants
 from reproduction.toy.tables import ENDS, Index, Row
-from secateur.report.document import fill
-from secateur.report.tables import Cell, Table
+from secateur.report.document import Cell, Table, fill
 
 if TYPE_CHECKING:
     from reproduction.toy.figures import Picture

@@ -29,7 +29,7 @@ def demo(
     from secateur.files.saved import save
     from secateur.latency.timing import time_batches
     from secateur.loop.prune import prune
-    from secateur.report.page import Page
+    from secateur.report import Page
     from secateur.running.accuracy import accuracy
 
     printer, begin = Printer(as_json=False), time.perf_counter()

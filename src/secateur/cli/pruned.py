@@ -20,7 +20,7 @@ from secateur.files.saved import save
 from secateur.latency.measure import measure
 from secateur.latency.timing import Timing, time_batches
 from secateur.loop.prune import Result
-from secateur.report.page import Page
+from secateur.report import Page
 from secateur.running.devices import device_of
 
 

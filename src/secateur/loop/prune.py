@@ -17,7 +17,8 @@ from secateur.loop.progress import Progress, StepDone
 from secateur.loop.settings import Evaluate, Repairer, Schedule, Settings
 from secateur.loop.steps import RunState, Steps
 from secateur.plans.targets import Limits, Target
-from secateur.report.page import Page, write_report
+from secateur.report.document import Page
+from secateur.report.page import write_report
 from secateur.results.comparison import Comparison
 from secateur.results.history import Record
 from secateur.running.batches import Data, example_of, repeatable

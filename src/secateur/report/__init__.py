@@ -1,5 +1,5 @@
 """Pages about a run: charts, tables and heat maps in one file."""
 
-from secateur.report.page import Page
+from secateur.report.document import Page
 
 __all__ = ["Page"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -14,12 +13,12 @@ from torch import Tensor, nn
 
 from secateur.errors import DataError
 from secateur.plans.plan import Plan
-from secateur.relevance.composites import Composite
 from secateur.relevance.engine import Start
 from secateur.relevance.explain import Explanation, explain, starter
 from secateur.relevance.heatmaps import bound, visible
-from secateur.relevance.rules import Rule
 from secateur.relevance.weights import path_of
+from secateur.report.document import Page
+from secateur.results.history import Record
 from secateur.running.batches import Data, as_data, batches, is_pair
 from secateur.running.devices import device_of, to_device
 from secateur.running.logits import one_output
@@ -38,7 +37,7 @@ class Sample:
     """One input: its picture and heat maps as PNG, what the network said before and after, where it looks now."""
 
     label: str
-    said: tuple[str, str] | None
+    said: tuple[str, str]
     picture: bytes
     before: bytes
     after: bytes
@@ -56,32 +55,27 @@ class UnitChange:
     layer: str
     index: int
     before: float
-    after: float | None
+    after: float = 0.0
 
 
 @dataclass(frozen=True)
 class Changes:
     """Samples, the one that changed most first; units that left with the most relevance, and those that gained most.
 
-    `left` says for each layer which share of its relevance was that of the units that left.
+    `hardest_hit` is the layer whose removed units had the largest share of its relevance, with that share.
     """
 
     samples: Sequence[Sample]
     count: int
     removed: Sequence[UnitChange]
     gained: Sequence[UnitChange]
-    left: Mapping[str, float]
-
-    @property
-    def hardest_hit(self) -> str:
-        """The layer whose removed units had the largest share; empty if none left."""
-        return max(self.left, key=lambda layer: self.left[layer], default="")
+    hardest_hit: tuple[str, float] | None
 
 
 def some_of(data: Data, count: int) -> tuple[Tensor, Tensor | None]:
     """A few samples, as many classes as can be among them: the first of each class, then the second, …"""
     data = as_data(data)
-    inputs, targets = data if is_pair(data) else next(iter(islice(batches(data), 1)), (None, None))
+    inputs, targets = data if is_pair(data) else next(batches(data), (None, None))
     if not isinstance(inputs, Tensor):
         raise DataError(
             f"heat maps need a tensor of inputs, not {type(inputs).__name__}.",
@@ -101,32 +95,28 @@ def some_of(data: Data, count: int) -> tuple[Tensor, Tensor | None]:
 
 
 def changes(
-    original: nn.Module,
-    small: nn.Module,
-    plan: Plan | None,
-    inputs: tuple[Tensor, Tensor | None],
-    *,
-    classes: Names = None,
-    mean: Sequence[float] | None = None,
-    std: Sequence[float] | None = None,
-    composite: str | Composite | Rule = "alpha1beta0",
+    original: nn.Module, result: Record, inputs: tuple[Tensor, Tensor | None], classes: Names, page: Page
 ) -> Changes:
     """Explain the same inputs with both networks and compare. Each sample starts with relevance 1 at its class."""
     x, y = (to_device(part, device_of(original)) for part in inputs)
     if not isinstance(x, Tensor) or not len(x):
         raise DataError("there is no input to explain: give inputs=(x, y) with at least one sample.")
-    if x.dim() == 4:
-        check_scale(x, mean, std)
+    check_scale(x, page)
+    composite = page.composite or "alpha1beta0"
     before = explain(original, x, None if y is None else _begin(y, len(x)), composite=composite)
     target = y
     if y is None and not one_output(before.output, len(x)):
         target = before.output.argmax(1)
-    place = device_of(small)
+    place = device_of(result.model)
     begin = None if target is None else _begin(to_device(target, place), len(x))
-    after = explain(small, to_device(x, place), begin, composite=composite)
-    samples = _samples(before, after, x, y, classes, mean, std) if x.dim() == 4 else []
-    removed, gained, total = _units(original, before, after, plan)
-    return Changes(sorted(samples, key=lambda s: s.agreement), len(x), removed, gained, total)
+    after = explain(result.model, to_device(x, place), begin, composite=composite)
+    samples = []
+    if x.dim() == 4:
+        labels = [name_of(int(c), classes) for c in y] if y is not None and y.dim() == 1 else [""] * len(x)
+        said = zip(*(_said(seen.output, len(x), classes) for seen in (before, after)), strict=True)
+        maps = (seen.heat.detach().double().cpu() for seen in (before, after))
+        samples = [_sample(*parts) for parts in zip(labels, said, _pictures(x, page), *maps, strict=True)]
+    return Changes(sorted(samples, key=lambda s: s.agreement), len(x), *_units(original, before, after, result.plan))
 
 
 def _begin(target: Tensor, samples: int) -> Start:
@@ -135,62 +125,40 @@ def _begin(target: Tensor, samples: int) -> Start:
 
 
 # -- pictures ----------------------------------------------------------------------------------------------------------
-def _samples(
-    before: Explanation, after: Explanation, x: Tensor, y: Tensor | None, classes: Names,
-    mean: Sequence[float] | None, std: Sequence[float] | None,
-) -> list[Sample]:  # fmt: skip
-    pictures = _shown(x, mean, std)
-    said_before, said_after = (_said(seen.output, classes) for seen in (before, after))
-    made = []
-    for i, (old, new) in enumerate(zip(_maps(before), _maps(after), strict=True)):
-        limit = max(bound(old), bound(new))
-        change = share(new) - share(old)
-        cells = regions(change)
-        most, least = max(cells, key=lambda name: cells[name]), min(cells, key=lambda name: cells[name])
-        made.append(
-            Sample(
-                "" if y is None or y.dim() != 1 else name_of(int(y[i]), classes),
-                (said_before[i], said_after[i]) if said_before and said_after else None,
-                _png(pictures[i]),
-                _coloured(old, limit, "seismic"),
-                _coloured(new, limit, "seismic"),
-                _coloured(torch.from_numpy(change), bound(torch.from_numpy(change)), "PuOr_r"),
-                agreement(old.numpy(), new.numpy()),
-                (most, cells[most]),
-                (least, cells[least]),
-                max(old.shape) < _COARSE,
-            )
-        )
-    return made
+def _sample(label: str, said: tuple[str, str], picture: bytes, old: Tensor, new: Tensor) -> Sample:
+    limit = max(bound(old), bound(new))
+    change = share(new) - share(old)
+    cells = regions(change).items()
+    gained, lost = (most(cells, key=lambda cell: cell[1]) for most in (max, min))
+    before, after = (_coloured(heat.numpy(), limit, "seismic") for heat in (old, new))
+    moved = _coloured(change, bound(torch.from_numpy(change)), "PuOr_r")
+    alike, coarse = agreement(old.numpy(), new.numpy()), max(old.shape) < _COARSE
+    return Sample(label, said, picture, before, after, moved, alike, gained, lost, coarse)
 
 
-def _maps(seen: Explanation) -> Tensor:
-    return seen.heat.detach().double().cpu()
-
-
-def check_scale(x: Tensor, mean: Sequence[float] | None, std: Sequence[float] | None) -> None:
+def check_scale(x: Tensor, page: Page) -> None:
     """Mean and deviation of the pixels must fit the pictures."""
-    for name, values in (("mean", mean), ("std", std)):
-        if values is not None and len(values) not in (1, x.shape[1]):
+    for name, values in (("mean", page.mean), ("std", page.std)):
+        if x.dim() == 4 and values is not None and len(values) not in (1, x.shape[1]):
             raise DataError(f"{name} has {len(values)} numbers, but the pictures have {x.shape[1]} channels.")
 
 
-def _shown(x: Tensor, mean: Sequence[float] | None, std: Sequence[float] | None) -> list[Any]:
-    """The pictures as they were before normalisation."""
+def _pictures(x: Tensor, page: Page) -> list[bytes]:
+    """The pictures as they were before normalisation, as PNG."""
     plain = x.detach().float().cpu()
-    if std is not None:
-        plain = plain * torch.tensor(list(std)).view(1, -1, 1, 1)
-    if mean is not None:
-        plain = plain + torch.tensor(list(mean)).view(1, -1, 1, 1)
-    if mean is not None or std is not None:
+    if page.std is not None:
+        plain = plain * torch.tensor(list(page.std)).view(1, -1, 1, 1)
+    if page.mean is not None:
+        plain = plain + torch.tensor(list(page.mean)).view(1, -1, 1, 1)
+    if page.mean is not None or page.std is not None:
         plain = plain.clamp(0, 1)
-    return [visible(image) for image in plain]
+    return [_png(255 * visible(image)) for image in plain]
 
 
-def _said(output: Tensor, classes: Names) -> list[str] | None:
+def _said(output: Tensor, samples: int, classes: Names) -> list[str]:
     """The predicted class and its softmax, if the output is one number per class."""
     if output.dim() != 2 or output.shape[1] < 2:
-        return None
+        return [""] * samples
     sure, which = output.detach().double().softmax(1).max(1)
     pairs = zip(which.tolist(), sure.tolist(), strict=True)
     return [f"{name_of(c, classes)} ({100 * p:.0f} %)" for c, p in pairs]
@@ -203,25 +171,24 @@ def name_of(number: int, classes: Names) -> str:
     return str(classes[number]) if classes is not None and number < len(classes) else str(number)
 
 
-def _png(picture: Any) -> bytes:
-    from PIL import Image
-
-    image = Image.fromarray((255 * np.asarray(picture)).round().astype(np.uint8))
-    image.thumbnail((_LARGEST, _LARGEST))
-    content = io.BytesIO()
-    image.save(content, "png", optimize=True)
-    return content.getvalue()
-
-
-def _coloured(heat: Tensor, limit: float, palette: str) -> bytes:
-    """A heat map as PNG with a palette: 256 colours about 0."""
+def _coloured(heat: Map, limit: float, palette: str) -> bytes:
+    """A heat map as PNG: 256 colours about 0."""
     from matplotlib import colormaps
+
+    colours = colormaps[palette](np.arange(256))[:, :3]
+    levels = ((heat / limit).clip(-1, 1) + 1) / 2 * 255
+    return _png(levels, (255 * colours).round().astype(np.uint8).tobytes())
+
+
+def _png(levels: Map, palette: bytes | None = None) -> bytes:
+    """A picture of numbers from 0 to 255. Those with a palette keep their size."""
     from PIL import Image
 
-    levels = ((heat.numpy() / limit).clip(-1, 1) + 1) / 2 * 255
-    image = Image.fromarray(levels.round().astype(np.uint8), "P")
-    colours = colormaps[palette](np.arange(256))[:, :3]
-    image.putpalette((255 * colours).round().astype(np.uint8).tobytes())
+    image = Image.fromarray(levels.round().astype(np.uint8), "P" if palette else None)
+    if palette:
+        image.putpalette(palette)
+    else:
+        image.thumbnail((_LARGEST, _LARGEST))
     content = io.BytesIO()
     image.save(content, "png", optimize=True)
     return content.getvalue()
@@ -258,7 +225,7 @@ def agreement(a: Map, b: Map) -> float:
 # -- units -------------------------------------------------------------------------------------------------------------
 def _units(
     original: nn.Module, before: Explanation, after: Explanation, plan: Plan | None
-) -> tuple[list[UnitChange], list[UnitChange], dict[str, float]]:
+) -> tuple[list[UnitChange], list[UnitChange], tuple[str, float] | None]:
     removed: list[UnitChange] = []
     gained: list[UnitChange] = []
     totals: dict[str, float] = {}
@@ -274,11 +241,11 @@ def _units(
         gone = np.setdiff1d(np.arange(len(old)), places)
         if len(gone):
             totals[layer] = float(old[gone].sum())
-        removed += [UnitChange(layer, int(i), float(old[i]), None) for i in gone]
+        removed += [UnitChange(layer, int(i), float(old[i])) for i in gone]
         gained += [UnitChange(layer, int(i), float(old[i]), float(n)) for i, n in zip(places, now, strict=True)]
     removed.sort(key=lambda unit: -unit.before)
-    gained.sort(key=lambda unit: unit.before - (unit.after or 0.0))
-    return removed[:_LISTED], gained[:_LISTED], totals
+    gained.sort(key=lambda unit: unit.before - unit.after)
+    return removed[:_LISTED], gained[:_LISTED], max(totals.items(), key=lambda layer: layer[1], default=None)
 
 
 def kept(original: nn.Module, weight: str, units: int, plan: Plan | None) -> Map:
@@ -286,7 +253,12 @@ def kept(original: nn.Module, weight: str, units: int, plan: Plan | None) -> Map
     places = np.arange(units)
     if plan is None or weight not in plan.cuts:
         return places
-    module = original.get_submodule(weight.rpartition(".")[0])
-    dim = 1 if isinstance(module, nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d) else 0
+    dim = unit_dim(original, weight)
     indices = plan.cuts[weight].get(dim, ())
     return np.delete(places, list(indices)) if plan.shapes[weight][dim] == units else places
+
+
+def unit_dim(model: nn.Module, weight: str) -> int:
+    """The dimension of a weight along which the layer's own units lie."""
+    module = model.get_submodule(weight.rpartition(".")[0])
+    return 1 if isinstance(module, nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d) else 0

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 from secateur.errors import SecateurError
-from secateur.report.charts import Chart, Point, Series, line_chart
-from secateur.report.tables import Table
+from secateur.report.charts import Chart, Point, Series
+from secateur.report.document import Table, number, percent
 from secateur.results.comparison import Comparison, curve
-from secateur.results.history import History, Record, Row
+from secateur.results.history import History, Record
 
-_REMOVED, _LEFT = "units removed, %", "MACs left, %"
-T = TypeVar("T")
-Two = tuple[T, T]
+_REMOVED, _LEFT = "units removed", "MACs left"
 
 
 @dataclass(frozen=True)
@@ -26,7 +23,6 @@ class Metric:
 
     @classmethod
     def of(cls, values: Iterable[float]) -> Metric:
-        """The metric of these numbers."""
         return cls(all(0 <= value <= 1 for value in values))
 
     @property
@@ -39,18 +35,13 @@ class Metric:
         """In a sentence."""
         return "accuracy" if self.percent else "overall metric"
 
-    @property
-    def bounds(self) -> tuple[float, float]:
-        """What no axis needs to go beyond."""
-        return (0.0, 100.0) if self.percent else (-math.inf, math.inf)
-
     def drawn(self, value: float) -> float:
         """On the axis."""
         return 100 * value if self.percent else value
 
     def bare(self, value: float) -> str:
         """In a table."""
-        return f"{100 * value:.2f}" if self.percent else f"{value:.5g}".replace("-", "−")
+        return percent(value) if self.percent else number(value, ".5g")
 
     def text(self, value: float) -> str:
         """With its unit.
@@ -63,62 +54,37 @@ class Metric:
     def change(self, before: float, after: float) -> str:
         """A difference with its sign."""
         gap = after - before
-        text = f"{100 * gap:+.1f} points" if self.percent else f"{gap:+.4g}"
-        return text.replace("-", "−").replace("+0.0 ", "±0.0 ").replace("−0.0 ", "±0.0 ")
+        text = f"{number(100 * gap, '+.1f')} points" if self.percent else number(gap, "+.4g")
+        return text.replace("+0.0 ", "±0.0 ").replace("−0.0 ", "±0.0 ")
 
-
-def percent(share: float) -> str:
-    """A share in a table."""
-    return f"{100 * share:.2f}"
+    def chart(self, id: str, caption: str, axis: str, first: float, series: Sequence[Series], table: Table) -> Chart:
+        """This metric over an axis; `first` is that of the unpruned network."""
+        bounds = (0.0, 100.0) if self.percent else (-math.inf, math.inf)
+        return Chart(
+            id, f"{self.word.capitalize()} over {axis}", caption, f"{axis}, %", self.name, series, table,
+            axis == _LEFT, bounds, self.drawn(first),
+        )  # fmt: skip
 
 
 def run_charts(history: History, metric: Metric) -> list[Chart]:
     """One run: over the share of units removed, and over the share of MACs left. A single step makes no curve."""
-    rows = [row for row in history if row.overall is not None]
+    rows = [(row, row.overall) for row in history if row.overall is not None]
     if len(rows) < 3:
         return []
-    whole = max(rows[0].macs, 1)
-    first = rows[0].overall
-    assert first is not None
-    back = " A step that lost too much was taken back: the hollow point." if not all(r.held for r in rows) else ""
+    whole, first = max(rows[0][0].macs, 1), rows[0][1]
+    back = " A step that lost too much was taken back: the hollow point." if not all(r.held for r, _ in rows) else ""
     caption = f"Each point is a step; the dashed line is the unpruned network.{back}"
-
-    def series(over_macs: bool) -> Series:
-        return Series(metric.word, [_point(row, metric, whole, over_macs) for row in rows])
-
-    def table(head: str, value: Mapping[int, str]) -> Table:
-        lines = [
-            (str(row.step), value[row.step], metric.bare(row.overall or 0.0), "" if row.held else "taken back")
-            for row in rows
-        ]
-        return Table.of(f"{metric.name} over {head}", ("step",), (head, metric.name, ""), lines)
-
-    tables = (
-        table(_REMOVED, {row.step: percent(row.removed) for row in rows}),
-        table(_LEFT, {row.step: percent(row.macs / whole) for row in rows}),
-    )
-    return _charts("", caption, metric, first, ([series(False)], [series(True)]), tables)
-
-
-def _charts(
-    prefix: str, caption: str, metric: Metric, first: float, lines: Two[list[Series]], tables: Two[Table]
-) -> list[Chart]:
-    """The metric over units removed, and over MACs left."""
-    word, common = metric.word.capitalize(), (metric.bounds, metric.drawn(first))
-    return [
-        line_chart(f"{prefix}units", f"{word} over units removed", caption, _REMOVED, metric.name, lines[0], tables[0],
-                   False, *common),
-        line_chart(f"{prefix}macs", f"{word} over MACs left", caption, _LEFT, metric.name, lines[1], tables[1],
-                   True, *common),
-    ]  # fmt: skip
-
-
-def _point(row: Row, metric: Metric, whole: int, over_macs: bool) -> Point:
-    value = row.overall or 0.0
-    x = 100 * row.macs / whole if over_macs else 100 * row.removed
-    where = f"{x:.1f} % of MACs left" if over_macs else f"{x:.1f} % of units removed"
-    back = ", taken back" if not row.held else ""
-    return Point(x, metric.drawn(value), f"{where}: {metric.text(value)}{back}", not row.held)
+    charts = []
+    for id, axis in (("units", _REMOVED), ("macs", _LEFT)):
+        points, lines = [], []
+        for row, value in rows:
+            share, note = row.removed if id == "units" else row.macs / whole, "" if row.held else "taken back"
+            text = f"{100 * share:.1f} % of {axis}: {metric.text(value)}{note and ', '}{note}"
+            points.append(Point(100 * share, metric.drawn(value), text, not row.held))
+            lines.append((str(row.step), percent(share), metric.bare(value), note))
+        table = Table.of(f"{metric.name} over {axis}, %", ("step",), (f"{axis}, %", metric.name, ""), lines)
+        charts.append(metric.chart(id, caption, axis, first, [Series(metric.word, points)], table))
+    return charts
 
 
 @dataclass(frozen=True)
@@ -146,10 +112,13 @@ def contest(comparison: Comparison | Mapping[str, Record]) -> Contest:
             lines.append((name, percent(removed), percent(left), metric.bare(value)))
         over_units.append(Series(name, units))
         over_macs.append(Series(name, macs))
-    first = next(iter(found.curves.values())).overall[0]
-    table = Table.of("All points", ("criterion",), (_REMOVED, _LEFT, metric.name), lines)
+    first = float(next(iter(found.curves.values())).overall[0])
+    table = Table.of("All points", ("criterion",), (f"{_REMOVED}, %", f"{_LEFT}, %", metric.name), lines)
     caption = "Labels stand at the ends of the lines; the dashed line is the unpruned network."
-    charts = _charts("compare-", caption, metric, float(first), (over_units, over_macs), (table, table))
+    charts = [
+        metric.chart("compare-units", caption, _REMOVED, first, over_units, table),
+        metric.chart("compare-macs", caption, _LEFT, first, over_macs, table),
+    ]
     return Contest(found.best, charts, _areas(found, metric), _agreement(found))
 
 
@@ -167,24 +136,19 @@ def _gathered(results: Mapping[str, Record]) -> Comparison:
 def _areas(found: Comparison, metric: Metric) -> Table:
     areas = found.areas()
     lines = [
-        (name, metric.bare(areas[name][0]), metric.bare(areas[name][1]), metric.bare(found.curves[name].overall[-1]))
+        (name, *map(metric.bare, (*areas[name], found.curves[name].overall[-1])))
         for name in sorted(areas, key=lambda name: -areas[name][1])
     ]
     heads = ("mean over units", "mean over MACs", "at the end")
-    made = Table.of(
-        f"Mean {metric.word} under each curve{', %' if metric.percent else ''}", ("criterion",), heads, lines
-    )
+    title = f"Mean {metric.word} under each curve{', %' if metric.percent else ''}"
     note = "Means are over the range that all curves cover. Over MACs is what counts: it is what inference costs."
-    return replace(made, note=note)
+    return replace(Table.of(title, ("criterion",), heads, lines), note=note)
 
 
 def _agreement(found: Comparison) -> Table | None:
     if not found.spearman:
         return None
     names = list(found.curves)
-    lines = [
-        (a, *("" if a == b else f"{found.spearman[a, b]:.2f}".replace("-", "−") for b in names)) for a in names
-    ]  # fmt: skip
-    made = Table.of("How far the rankings agree", ("criterion",), names, lines)
+    lines = [(a, *("" if a == b else number(found.spearman[a, b], ".2f") for b in names)) for a in names]
     note = "Spearman's rank correlation of the scores of all groups of the unpruned network: 1 is the same order."
-    return replace(made, note=note)
+    return replace(Table.of("How far the rankings agree", ("criterion",), names, lines), note=note)

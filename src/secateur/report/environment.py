@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -40,17 +41,14 @@ def available_cores() -> int:
 
 def _processor() -> str:
     """What the processor calls itself. Python does not know on Linux."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    named = [line.partition(":")[2].strip() for line in lines if line.lower().startswith("model name")]
-    return named[0] if named else platform.processor() or "an unnamed processor"
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.lower().startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or "an unnamed processor"
 
 
 def _device(device: torch.device | None) -> str:
-    if device is None or device.type == "cpu":
-        return "the processor"
-    if device.type == "cuda":
-        return str(torch.cuda.get_device_name(device))
-    return str(device)
+    if device is not None and device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return "the processor" if device is None or device.type == "cpu" else str(device)

@@ -21,18 +21,15 @@ from secateur.errors import (
 )
 from secateur.latency.timing import Timing, batch_of, time_batches
 from secateur.nest import describe
-from secateur.plans.targets import brief
-from secateur.relevance.composites import PRESETS, Composite
+from secateur.relevance.composites import PRESETS
 from secateur.relevance.conservation import Conservation
-from secateur.relevance.rules import Rule
-from secateur.report.changes import Changes, Names, changes, check_scale, name_of, some_of
-from secateur.report.curves import Metric, contest, percent, run_charts
-from secateur.report.document import fill
+from secateur.report.changes import Changes, Names, changes, check_scale, name_of, some_of, unit_dim
+from secateur.report.curves import Metric, contest, run_charts
+from secateur.report.document import Page, Table, fill, number, percent
 from secateur.report.environment import environment
-from secateur.report.tables import Table
 from secateur.results.comparison import Comparison
 from secateur.results.history import Record
-from secateur.running.accuracy import Accuracy, accuracy
+from secateur.running.accuracy import accuracy
 from secateur.running.batches import Data
 from secateur.running.copies import unwrap
 from secateur.structure.cost import human
@@ -70,23 +67,14 @@ class LayerRow:
         return self.after / max(self.before, 1)
 
 
-@dataclass(frozen=True, repr=False)
-class Page:
-    """How a report looks: `result.report(path, page=Page(title="…"))`.
+@dataclass(frozen=True)
+class Measured:
+    """The metric before and after: "overall", and each class by its name. `title` says what it was measured on."""
 
-    `about` is shown among the settings. Both models are timed in turn for batches of 1 and 32, unless `latency` is
-    False or holds what was measured already. Heat maps are made with `composite`, by default that of the run. `mean`
-    and `std` are those that the images were normalised with.
-    """
-
-    title: str | None = None
-    about: Mapping[str, str] | None = None
-    latency: bool | Sequence[Timing] = True
-    composite: str | Composite | Rule | None = None
-    mean: Sequence[float] | None = None
-    std: Sequence[float] | None = None
-
-    __repr__ = brief
+    title: str
+    metric: Metric
+    before: Mapping[str, float]
+    after: Mapping[str, float]
 
 
 def write_report(
@@ -102,38 +90,44 @@ def write_report(
     page: Page | None = None,
 ) -> Path:
     """Write the page of `Result.report`."""
+    for name, given, kinds, fix in (
+        ("page", page, Page, 'page=Page(title="…")'),
+        ("comparison", comparison, Comparison | Mapping, "what `compare` returns, or results by name: {'lrp': result}"),
+        ("inputs", inputs, tuple | list, "a pair inputs=(x, y); y may be None"),
+    ):
+        if given is not None and not isinstance(given, kinds):
+            raise SecateurError(f"{name} is a {type(given).__name__}.", fix=fix)
     page = page if page is not None else Page()
     source = original if original is not None else result.original
-    source = unwrap(source) if source is not None else None
-    if source is None and (inputs is not None or data is not None or test is not None):
+    if source is not None:
+        source = unwrap(source)
+    elif inputs is not None or data is not None or test is not None:
         raise SecateurError("heat maps and accuracies before pruning need the unpruned model: give original=model.")
-    scores: list[Accuracy] | None = None
-    if source is not None and test is not None:
-        scores = [accuracy(model, test) for model in (source, result.model)]
-    first, last = _ends(result)
-    metric = Metric.of([row.overall for row in result.history if row.overall is not None])
+    metric = Metric.of(row.overall for row in result.history if row.overall is not None)
+    measured = _measured(result, source, test, classes, metric)
     criterion = str(result.settings.get("criterion") or (result.scores.criterion if result.scores else "no criterion"))
-    if page.composite is None:
-        page = replace(page, composite=_composite(criterion))
+    preset = criterion.partition("lrp:")[2]
+    if page.composite is None and preset in PRESETS:
+        page = replace(page, composite=preset)
     seen, unseen = None, ""
     if source is not None and inputs is not None:
-        seen = _changes(source, result, inputs, classes, page)
+        seen = changes(source, result, inputs, classes, page)
     elif source is not None and data is not None:
         seen, unseen = _seen(source, result, data, classes, page)
-    timings, when = _timings(result, source, page.latency)
+    speeds, latency_note = _speeds(result, source, page.latency)
     layers = _layers(result)
     html = fill(
         "report/page.html",
         title=page.title or f"{result.graph.model_name} pruned by {criterion}",
         lead=_lead(result, criterion),
-        tiles=_tiles(result, scores, metric),
-        speeds=_speeds(timings),
-        latency_note=_latency_note(result, timings, when) if timings else "",
+        tiles=_tiles(result, measured),
+        speeds=speeds,
+        latency_note=latency_note,
         most=_MOST,
         charts=run_charts(result.history, metric),
         metric=metric,
-        measured=scores is not None or "overall" in first,
-        classes=_class_table(scores, classes, first, last, metric),
+        measured=measured,
+        classes=_class_table(measured),
         contest=contest(comparison) if comparison is not None else None,
         layers=layers,
         layer_table=_layer_table(layers),
@@ -141,24 +135,12 @@ def write_report(
         unseen=unseen,
         unit_tables=_unit_tables(seen) if seen is not None else [],
         steps=_step_table(result, metric),
-        plan=result.plan,
         parameters=_parameter_table(result),
-        books=_books(result.scores.conservation if result.scores is not None else None),
+        conservation=_conservation(result.scores.conservation if result.scores is not None else None),
         settings={**_settings(result), **(page.about or {})},
         environment=environment(result.model),
-        percent=percent,
     )
-    return atomic.write(path, html.encode())
-
-
-def _changes(
-    source: nn.Module, result: Record, inputs: tuple[Tensor, Tensor | None], classes: Names, page: Page
-) -> Changes:
-    assert page.composite is not None
-    return changes(
-        source, result.model, result.plan, inputs, classes=classes, mean=page.mean, std=page.std,
-        composite=page.composite,
-    )  # fmt: skip
+    return atomic.write(path, html)
 
 
 def _seen(source: nn.Module, result: Record, data: Data, classes: Names, page: Page) -> tuple[Changes | None, str]:
@@ -167,13 +149,11 @@ def _seen(source: nn.Module, result: Record, data: Data, classes: Names, page: P
         shown = some_of(data, _SAMPLES)
     except DataError as error:
         return None, _unseen(error)
-    if shown[0].dim() == 4:
-        check_scale(shown[0], page.mean, page.std)
+    check_scale(shown[0], page)
     try:
-        found = _changes(source, result, shown, classes, page)
+        return changes(source, result, shown, classes, page), ""
     except (DataError, RelevanceError, UnknownOperationError, UnsupportedModelError) as error:
         return None, _unseen(error)
-    return found, ""
 
 
 def _unseen(error: SecateurError) -> str:
@@ -182,11 +162,6 @@ def _unseen(error: SecateurError) -> str:
 
 
 # -- headline ----------------------------------------------------------------------------------------------------------
-def _ends(result: Record) -> tuple[Mapping[str, float], Mapping[str, float]]:
-    rows = [row for row in result.history if row.held]
-    return rows[0].metrics, rows[-1].metrics
-
-
 def _lead(result: Record, criterion: str) -> str:
     had, has = (result.graph.total_units,) * 2 if result.plan is None else result.plan.units
     steps = sum(row.held for row in result.history) - 1
@@ -199,79 +174,65 @@ def _lead(result: Record, criterion: str) -> str:
     return f"{done} The run ended because {result.stopped or 'it was stopped'}."
 
 
-def _timings(
-    result: Record, source: nn.Module | None, latency: bool | Sequence[Timing]
-) -> tuple[Sequence[Timing], str]:
-    """What was measured, and when."""
-    if not isinstance(latency, bool):
-        return latency, "after the run"
-    old, new = result.cost_before.latency, result.cost_after.latency
-    if old is not None and new is not None:
-        return [Timing(batch_of(result.graph.example), old, new)], "during the run"
-    if latency and source is not None:
-        return time_batches(source, result.model, result.graph.example), "while the page was written"
-    return [], ""
+def _measured(result: Record, source: nn.Module | None, test: Data, classes: Names, metric: Metric) -> Measured | None:
+    """On the test data, or else by the `evaluate` of the run."""
+    if source is not None and test is not None:
+        old, new = (accuracy(model, test) for model in (source, result.model))
+        title = f"Accuracy on {old.samples} held-out samples"
+        return Measured(title, Metric(percent=True), *(a.named(lambda c: name_of(c, classes)) for a in (old, new)))
+    rows = [row.metrics for row in result.history if row.held]
+    return Measured(metric.word.capitalize(), metric, rows[0], rows[-1]) if "overall" in rows[0] else None
 
 
-def _tiles(result: Record, scores: Sequence[Accuracy] | None, metric: Metric) -> list[Tile]:
-    first, last = _ends(result)
+def _tiles(result: Record, measured: Measured | None) -> list[Tile]:
     tiles = []
-    if scores is not None:
-        kind = Metric(percent=True)
-        before, after = scores[0].overall, scores[1].overall
-        name = f"Accuracy on {scores[0].samples} held-out samples"
-        tiles.append(Tile(name, kind.text(after), kind.text(before), kind.change(before, after)))
-    elif "overall" in first:
-        before, after = first["overall"], last["overall"]
-        tiles.append(
-            Tile(metric.word.capitalize(), metric.text(after), metric.text(before), metric.change(before, after))
-        )
+    if measured is not None:
+        values, metric = (measured.before["overall"], measured.after["overall"]), measured.metric
+        before, after = map(metric.text, values)
+        tiles.append(Tile(measured.title, after, before, metric.change(*values)))
     old, new = result.cost_before, result.cost_after
-    for name, before, after in (("Parameters", old.params, new.params), ("MACs", old.macs, new.macs)):
-        share = after / max(before, 1)
-        tiles.append(Tile(name, human(after), human(before), f"{100 * share:.1f} % left", share))
+    for name, was, now in (("Parameters", old.params, new.params), ("MACs", old.macs, new.macs)):
+        share = now / max(was, 1)
+        tiles.append(Tile(name, human(now), human(was), f"{100 * share:.1f} % left", share))
     return tiles
 
 
-def _speeds(timings: Sequence[Timing]) -> list[Tile]:
+def _speeds(result: Record, source: nn.Module | None, latency: bool | Sequence[Timing]) -> tuple[list[Tile], str]:
+    """How fast both models are, and how that was measured."""
+    example, old, new = result.graph.example, result.cost_before.latency, result.cost_after.latency
+    timings: Sequence[Timing] = []
+    turns, when = ", both models in turn", "after the run"
+    if not isinstance(latency, bool):
+        timings = latency
+    elif old is not None and new is not None:
+        timings, turns, when = [Timing(batch_of(example), old, new)], "", "during the run"
+    elif latency and source is not None:
+        timings, when = time_batches(source, result.model, example), "while the page was written"
+    if not timings:
+        return [], ""
     tiles = []
-    for timing in timings:
-        text = [_milliseconds(value) for value in (timing.before, timing.after)]
-        name = f"{timing.runtime}, batch of {timing.batch}"
-        tiles.append(Tile(name, text[1], text[0], f"{timing.gain:.2f} times as fast", 1 / timing.gain))
-    return tiles
+    for t in timings:
+        name, change = f"{t.runtime}, batch of {t.batch}", f"{t.gain:.2f} times as fast"
+        tiles.append(Tile(name, _milliseconds(t.after), _milliseconds(t.before), change, 1 / t.gain))
+    sample = describe(example) if len(timings) == 1 else "samples like the example"
+    return tiles, f"Latency is the median of up to {_REPEATS} forward passes on {sample}{turns}, measured {when}."
 
 
 def _milliseconds(seconds: float) -> str:
-    number = 1000 * seconds
-    return f"{number:.{2 if number < 10 else 1 if number < 100 else 0}f} ms"
-
-
-def _latency_note(result: Record, timings: Sequence[Timing], when: str) -> str:
-    sample = describe(result.graph.example) if len(timings) == 1 else "samples like the example"
-    turns = "" if when == "during the run" else ", both models in turn"
-    return f"Latency is the median of up to {_REPEATS} forward passes on {sample}{turns}, measured {when}."
+    value = 1000 * seconds
+    return f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f} ms"
 
 
 # -- tables ------------------------------------------------------------------------------------------------------------
-def _class_table(
-    scores: Sequence[Accuracy] | None,
-    classes: Names,
-    first: Mapping[str, float],
-    last: Mapping[str, float],
-    metric: Metric,
-) -> Table | None:
+def _class_table(measured: Measured | None) -> Table | None:
     """The largest loss first."""
-    before, after = first, last
-    if scores is not None:
-        before, after = ({name_of(c, classes): share for c, share in s.classes.items()} for s in scores)
-    kind = Metric(percent=True) if scores is not None else metric
-    names = [name for name in before if name in after and (scores is not None or name != "overall")]
-    if not names:
+    if measured is None:
         return None
+    metric, before, after = measured.metric, measured.before, measured.after
+    names = [name for name in before if name in after and name != "overall"]
     names.sort(key=lambda name: after[name] - before[name])
-    lines = [(n, kind.bare(before[n]), kind.bare(after[n]), kind.change(before[n], after[n])) for n in names]
-    return Table.of(f"{kind.name} by class", ("class",), ("before", "after", "change"), lines)
+    lines = [(n, metric.bare(before[n]), metric.bare(after[n]), metric.change(before[n], after[n])) for n in names]
+    return Table.of(f"{metric.name} by class", ("class",), ("before", "after", "change"), lines) if lines else None
 
 
 def _layers(result: Record) -> list[LayerRow]:
@@ -282,8 +243,10 @@ def _layers(result: Record) -> list[LayerRow]:
             continue
         units = int(result.graph.units[layer.groups].sum())
         before, after = plan.layers[layer.name] if plan is not None else (units, units)
-        cuts = plan.cuts.get(f"{layer.paths[0]}.weight", {}) if plan is not None else {}
-        made.append(LayerRow(layer.name, layer.kind, before, after, layer.paths, ranges(cuts.get(0, ()))))
+        weight = f"{layer.paths[0]}.weight"
+        cuts = plan.cuts.get(weight, {}) if plan is not None else {}
+        removed = ranges(cuts.get(unit_dim(result.model, weight), ())) if cuts else ""
+        made.append(LayerRow(layer.name, layer.kind, before, after, layer.paths, removed))
     return made
 
 
@@ -303,10 +266,7 @@ def ranges(indices: Sequence[int]) -> str:
 
 
 def _layer_table(layers: Sequence[LayerRow]) -> Table:
-    lines = [
-        (row.name, row.kind, str(row.before), str(row.after), percent(row.share), ", ".join(row.modules))
-        for row in layers
-    ]
+    lines = [(r.name, r.kind, str(r.before), str(r.after), percent(r.share), ", ".join(r.modules)) for r in layers]
     heads = ("kind", "units before", "units after", "left, %", "modules that share these units")
     return Table.of("Units per layer", ("layer",), heads, lines)
 
@@ -315,7 +275,7 @@ def _step_table(result: Record, metric: Metric) -> Table:
     lines = []
     for row in result.history:
         overall = "" if row.overall is None else metric.bare(row.overall)
-        note = " ".join([row.part, *([] if row.held else ["taken back"])]).strip()
+        note = row.part if row.held else f"{row.part} taken back".strip()
         lines.append(
             (str(row.step), str(row.units), percent(row.removed), str(row.params), str(row.macs), overall,
              f"{row.seconds:.2f}", note)
@@ -336,66 +296,42 @@ def _parameter_table(result: Record) -> Table | None:
 
 
 def _unit_tables(seen: Changes) -> list[Table]:
-    def share(value: float | None) -> str:
-        return "" if value is None else f"{100 * value:.2f}".replace("-", "−")
-
-    removed = [(unit.layer, str(unit.index), share(unit.before)) for unit in seen.removed]
-    gained = [(u.layer, str(u.index), share(u.before), share(u.after)) for u in seen.gained]
+    removed = [(unit.layer, str(unit.index), percent(unit.before)) for unit in seen.removed]
+    gained = [(unit.layer, str(unit.index), percent(unit.before), percent(unit.after)) for unit in seen.gained]
     return [
         Table.of("Units that left with the most relevance", ("layer", "unit"), ("relevance before, %",), removed),
         Table.of("Units that gained the most", ("layer", "unit"), ("before, %", "after, %"), gained),
     ]
 
 
-@dataclass(frozen=True)
-class Books:
+def _conservation(found: Conservation | None) -> tuple[str, Table] | None:
     """The conservation of the last scoring, in a sentence and in full."""
-
-    sentence: str
-    table: Table
-
-
-def _books(found: Conservation | None) -> Books | None:
     if found is None:
         return None
     whole = found.start or 1.0
-    leaks = found.leaks
-    worst = max(leaks, key=lambda name: abs(leaks[name]), default="")
-    most = abs(leaks.get(worst, 0.0))
+    worst, most = max(found.leaks.items(), key=lambda leak: abs(leak[1]), default=("", 0.0))
     blame = "No operation loses or creates more than 0.01 % of it."
-    if most > 1e-4:
-        blame = f"The operation that loses or creates the most is {worst}: {100 * most:.2f} %."
+    if abs(most) > 1e-4:
+        blame = f"The operation that loses or creates the most is {worst}: {100 * abs(most):.2f} %."
     sentence = (
         f"Of the relevance that started at the outputs, {100 * found.input / whole:.2f} % reached the inputs of the "
         f"first layers, {100 * found.absorbed / whole:.2f} % stayed in biases or constants by definition of the rules, "
         f"and {100 * abs(found.missing):.2f} % went astray. {blame}"
     )
-
-    def share(value: float) -> str:
-        return f"{100 * value / whole:.3f}".replace("-", "−")
-
-    lines = [
-        (
-            flow.name,
-            flow.kind,
-            share(flow.arrived),
-            share(flow.lost),
-            "by definition" if flow.absorbs and flow.lost else "",
-        )
-        for flow in found.flows
-    ]
+    lines = []
+    for flow in found.flows:
+        arrived, lost = (number(100 * value / whole, ".3f") for value in (flow.arrived, flow.lost))
+        lines.append((flow.name, flow.kind, arrived, lost, "by definition" if flow.absorbs and flow.lost else ""))
     heads = ("kind", "arrives, %", "stays, %", "")
-    return Books(sentence, Table.of("Every operation, in the order of the forward pass", ("operation",), heads, lines))
+    return sentence, Table.of("Every operation, in the order of the forward pass", ("operation",), heads, lines)
 
 
 def _settings(result: Record) -> dict[str, str]:
     made = {"model": result.graph.model_name, "example": describe(result.graph.example)}
     for key, value in result.settings.items():
-        if value is None or value is False or value in ({}, [], ""):
-            continue
-        if key == "parts" and value == {"": ["*"]}:
-            continue
-        made[key.replace("_", " ")] = _words(value)
+        unset = value is None or value is False or value in ({}, [], "")
+        if not unset and (key, value) != ("parts", {"": ["*"]}):
+            made[key.replace("_", " ")] = _words(value)
     return made
 
 
@@ -405,9 +341,3 @@ def _words(value: Any) -> str:
     if isinstance(value, list | tuple):
         return ", ".join(map(_words, value))
     return str(value)
-
-
-def _composite(criterion: str) -> str:
-    """The composite that scored, if a preset did."""
-    named = criterion.partition(":")[2]
-    return named if criterion.startswith("lrp:") and named in PRESETS else "alpha1beta0"
