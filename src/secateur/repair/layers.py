@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from secateur.nest import map_tensors, tensors_in
+from secateur.nest import map_tensors, select_samples, tensors_in
 from secateur.ops.activation import Identity
 from secateur.ops.conv import Convolution, TransposedConvolution
 from secateur.ops.elementwise import Sum
@@ -134,25 +134,24 @@ def survey(model: nn.Module, samples: Example) -> Surveyed:
 
     Weights that are used more than once or elsewhere are left out, and layers that mix samples.
     """
-    one = map_tensors(lambda t: t[:1], samples)
-    two = map_tensors(lambda t: t if len(t) == 2 else torch.cat([t, t.flip(-1) if t.ndim > 1 else t]), samples)
-    found: _Survey | None = None
-    for inputs in (one, two):
+
+    def watched(inputs: Example, alone: _Survey | None = None) -> _Survey:
         copy = shared_copy(model).eval()
-        watched = _Survey(copy, inputs, found)
-        with quiet(), watched:
+        with quiet(), _Survey(copy, inputs, alone) as seen:
             run_or_explain(copy, inputs)
-        found = watched
-    assert found is not None
+        return seen
+
+    two = map_tensors(lambda t: t if len(t) == 2 else torch.cat([t, t.flip(-1) if t.ndim > 1 else t]), samples)
+    found = watched(two, watched(select_samples(samples, slice(1))))
     layers = {}
     for number, layer in found.layers.items():
         if found.uses[layer.weight] > 1 or (layer.bias is not None and found.uses[layer.bias] > 1):
             continue
+        reads = [found.reads[number, stage] for stage in range(found.stages[number])]
         norm = layer.norm
         if norm is not None:
-            norm = replace(norm, alone=found.uses[norm.mean] == 1 == found.readers[number])
-        rectified = layer.rectified and found.reads[number] == found.stages[number]
-        layers[layer.weight] = replace(layer, norm=norm, rectified=rectified)
+            norm = replace(norm, alone=found.uses[norm.mean] == 1 == reads[0])
+        layers[layer.weight] = replace(layer, norm=norm, rectified=layer.rectified and sum(reads) == len(reads))
     return Surveyed(layers, found.largest // 2)
 
 
@@ -165,13 +164,11 @@ class _Survey(Observer):
         self._names = {id(t): name for name, t in named_tensors(model)}
         self._number = -1
         self.layers: dict[int, RepairableLayer] = {}
-        #: How many calls read each parameter and buffer, and each layer's output.
-        self.uses: Counter[str] = Counter()
-        self.readers: Counter[int] = Counter()
-        #: How many tensors hold a layer's output (as it is, after the norm, after an addition), and how many calls read
-        #: these.
+        #: How many calls read each parameter and buffer.
+        self.uses: Counter[str | None] = Counter()
+        #: How many stages a layer's output has: as it is, after the norm, after an addition. How many calls read each.
         self.stages: Counter[int] = Counter()
-        self.reads: Counter[int] = Counter()
+        self.reads: Counter[tuple[int | None, int]] = Counter()
         #: By weight, the shape of the output and some of its numbers, to compare with those of another pass.
         self.probes: dict[str, tuple[torch.Size, Tensor]] = {}
         #: The pass with one sample alone, if this one has two.
@@ -180,8 +177,7 @@ class _Survey(Observer):
         self.largest = 0
         # Facts hold for a version of the tensor: a write to it, through any view, makes them void.
         self._made: TensorFacts[tuple[int, Site, int]] = TensorFacts()
-        self._source: TensorFacts[tuple[int, int]] = TensorFacts()
-        self._raw: TensorFacts[int] = TensorFacts()
+        self._stage: TensorFacts[tuple[int, int, int]] = TensorFacts()
         if isinstance(inputs, Tensor):
             self._made[inputs] = -1, INPUT, version(inputs)
 
@@ -190,7 +186,7 @@ class _Survey(Observer):
         operation = call.operation
         self._count(call.tensors())
         read = call.get("input")
-        source = self._source_of(read) if isinstance(read, Tensor) else None
+        source, _ = self._stage_of(read)
         joined = self._add(call, operation.sign) if isinstance(operation, Sum) else None
         if source is not None and call.rectifies:
             self.layers[source] = replace(self.layers[source], rectified=True)
@@ -199,17 +195,17 @@ class _Survey(Observer):
             return output
         self.largest = max(self.largest, output.numel())
         if call.writes:
-            self._source.forget(output)
-            self._raw.forget(output)
+            self._stage.forget(output)
         if isinstance(operation, LAYERS):
-            self._layer(call, output)
+            joined = self._layer(call, output)
         elif source is not None and isinstance(operation, BatchNorm) and not isinstance(operation, InstanceNorm):
-            if self._norm(source, call):
-                self._follow(source, output)
+            joined = self._norm(source, call)
         elif source is not None and isinstance(operation, Identity) and output.dtype == read.dtype:
-            self._follow(source, output)
-        elif joined is not None:
-            self._follow(joined, output)
+            joined = source
+        if joined is not None:
+            if self._stage_of(output)[0] is None:  # else it is the same tensor
+                self._stage[output] = joined, self.stages[joined], version(output)
+            self.stages[joined] += 1
         self._made[output] = self._number, call.site, version(output)
         return output
 
@@ -219,37 +215,28 @@ class _Survey(Observer):
 
     def _count(self, tensors: list[Tensor]) -> None:
         for tensor in tensors:
-            name = self._names.get(id(tensor))
-            if name is not None:
-                self.uses[name] += 1
-            raw, source = self._raw.get(tensor), self._source_of(tensor)
-            if raw is not None:
-                self.readers[raw] += 1
-            if source is not None:
-                self.reads[source] += 1
+            self.uses[self._names.get(id(tensor))] += 1
+            self.reads[self._stage_of(tensor)] += 1
 
-    def _layer(self, call: Call, output: Tensor) -> None:
+    def _layer(self, call: Call, output: Tensor) -> int | None:
+        """Note a layer; None if it cannot be repaired."""
         weight, bias = self._name(call["weight"]), self._name(call["bias"])
         transposed, linear = (isinstance(call.operation, kind) for kind in (TransposedConvolution, Linear))
         if transposed and int(call["groups"]) > 1:
-            return
+            return None
         if weight is None or (bias is None and call["bias"] is not None):
-            return
-        number = self._number
-        layer = RepairableLayer(number, weight, bias, transposed)
+            return None
+        layer = RepairableLayer(self._number, weight, bias, transposed)
         if self._alone is None:
             self.probes[weight] = output.shape, _probe(output)
         else:
             batch = self._batch(weight, output)
-            if batch is None:
-                return
-            if batch == output.ndim - 1 if linear else len(output) != 2:
-                return  # samples along the features, or several images for each
+            if batch is None or (batch == output.ndim - 1 if linear else len(output) != 2):
+                return None  # samples are mixed or along the features, or there are several images for each
             channels = output.shape[-1 if linear else 1]
             layer = replace(layer, batch=batch, channels=channels, positions=output.numel() // 2 // channels)
-        self.layers[number] = layer
-        self._follow(number, output)
-        self._raw[output] = number
+        self.layers[self._number] = layer
+        return self._number
 
     def _batch(self, weight: str, output: Tensor) -> int | None:
         """The dimension along which samples lie one after the other: there, two samples begin like the first alone."""
@@ -265,23 +252,18 @@ class _Survey(Observer):
         same = (found - probe).abs().max() <= 0.02 * probe.abs().max().clamp_min(1e-30)
         return grown[0] if bool(same) else None
 
-    def _norm(self, source: int, call: Call) -> bool:
-        """Note the batch norm that follows a layer; False if it cannot be followed."""
+    def _norm(self, source: int, call: Call) -> int | None:
+        """Note the batch norm that follows a layer; None if it cannot be followed."""
         if self.layers[source].norm is not None or call["training"]:
-            return False
+            return None
         keys = ("running_mean", "running_var", "weight", "bias")
         mean, variance, weight, bias = names = [self._name(call[key]) for key in keys]
         own = all(name is not None or call[key] is None for key, name in zip(keys, names, strict=True))
         if mean is None or variance is None or not own:
-            return False
+            return None
         norm = FollowingNorm(mean, variance, weight, bias, float(call["eps"]))
         self.layers[source] = replace(self.layers[source], norm=norm)
-        return True
-
-    def _follow(self, source: int, output: Tensor) -> None:
-        """This tensor is a layer's output, as it is or further on."""
-        self.stages[source] += 1
-        self._source[output] = source, version(output)
+        return source
 
     def _add(self, call: Call, sign: int) -> int | None:
         """The layer to whose output this call adds the residual stream: a tensor made before the layer ran."""
@@ -291,7 +273,7 @@ class _Survey(Observer):
         if not isinstance(a, Tensor) or not isinstance(b, Tensor) or a is b or a.shape != b.shape:
             return None
         for mine, other in ((a, b), (b, a)):
-            source, made = self._source_of(mine), self._made.get(other)
+            (source, _), made = self._stage_of(mine), self._made.get(other)
             if source is None or made is None or self.layers[source].partner is not None:
                 continue
             number, site, written = made
@@ -300,9 +282,10 @@ class _Survey(Observer):
                 return source
         return None
 
-    def _source_of(self, tensor: Tensor) -> int | None:
-        entry = self._source.get(tensor)
-        return entry[0] if entry is not None and entry[1] == version(tensor) else None
+    def _stage_of(self, tensor: Any) -> tuple[int | None, int]:
+        """The layer whose output a tensor is (None: of no layer), and at which stage."""
+        source, stage, written = self._stage.get(tensor) or (None, 0, None)
+        return (source, stage) if source is not None and written == version(tensor) else (None, 0)
 
     def _name(self, tensor: Tensor | None) -> str | None:
         return None if tensor is None else self._names.get(id(tensor))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass
@@ -22,6 +22,7 @@ from secateur.repair.moments import Moments, Regression, moments_for
 from secateur.repair.reference import Reference, answers_in
 from secateur.repair.rows import Rows, channel_last, read_rows
 from secateur.running.copies import copy_with, named_tensors
+from secateur.running.progress import Listener, Repairing
 from secateur.running.sandbox import evaluating, quiet, run
 from secateur.surgery.provenance import plans_of
 
@@ -97,18 +98,18 @@ class LayerCorrector:
     """Corrects a copy of the smaller model. Each layer's correction is chosen on held-out samples.
 
     If the corrections are `given`, all samples fit. `rounds` are extra fits of each layer that ignore errors which the
-    ReLU after it hides. `step` is called after each layer.
+    ReLU after it hides. `tell` receives an event after each layer.
     """
 
     def __init__(
-        self, small: nn.Module, reference: Reference, layers: Layers, method: Correction,
-        given: Mapping[str, Correction] | None = None, rounds: int = 0, step: Callable[[], None] = lambda: None,
+        self, small: nn.Module, reference: Reference, layers: Layers, rounds: int, tell: Listener, method: Correction,
+        given: Mapping[str, Correction] | None = None,
     ) -> None:  # fmt: skip
         self.reference, self.method, self.given, self.rounds = reference, method, given, rounds
         self._copy = copy_with(small, lambda name, old: old.detach().clone())
         self._tensors = dict(named_tensors(self._copy))
         self.layers = {n: layer for n, layer in layers.items() if given is None or given.get(n, NOTHING) != NOTHING}
-        self._step, self._near = step, method
+        self._total, self._tell, self._near = len(layers), tell, method
         self._chosen: dict[str, Correction] = {}
         self._errors: dict[str, tuple[float, float]] = {}
 
@@ -192,7 +193,7 @@ class LayerCorrector:
                 mean.copy_(mean.double() - change.shift.reshape(-1))
             elif bias is not None:
                 bias.copy_(constant if change.shift is None else constant + change.shift.reshape(-1))
-        self._step()
+        self._tell(Repairing(self.method.name, len(self._chosen), self._total, self.given is not None))
 
 
 class _LayerFit:

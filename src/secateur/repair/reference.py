@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from secateur.errors import RepairError
-from secateur.nest import select_samples, tensors_in
+from secateur.nest import select_samples, tensors_of_output
 from secateur.relevance.engine import RelevancePass
 from secateur.relevance.explain import starter
 from secateur.relevance.weights import LayerUse
@@ -151,8 +151,7 @@ def answers_in(output: Any, samples: int) -> Answers:
     first = logits_of(output, warn=False)
     if isinstance(output, Tensor) or first is getattr(output, "logits", None):
         return [wide(first).clone()]
-    nest = output if isinstance(output, dict | tuple | list) else vars(output)
-    rows = [t for t in tensors_in(nest) if t.is_floating_point() and t.ndim and len(t) == samples]
+    rows = [t for t in tensors_of_output(output) if t.is_floating_point() and t.ndim and len(t) == samples]
     return [wide(t).clone() for t in rows or [first]]
 
 
@@ -170,7 +169,9 @@ def divergence_between(mine: list[Answers], theirs: list[Answers]) -> float:
             )
     total = 0.0
     for number, first in enumerate(theirs[0]):
-        ours, known = (torch.cat([_flat(batch[number]) for batch in side]) for side in (mine, theirs))
+        ours, known = (
+            torch.cat([batch[number].double()[..., None].flatten(1) for batch in side]) for side in (mine, theirs)
+        )
         if first.ndim == 2 and ours.shape[1] > 1:
             sides = [F.log_softmax(side, 1) for side in (ours, known)]
             between = torch.logaddexp(*sides) - math.log(2)
@@ -178,7 +179,3 @@ def divergence_between(mine: list[Answers], theirs: list[Answers]) -> float:
         else:
             total += float((ours - known).square().mean() / known.square().mean().clamp_min(1e-30))
     return total
-
-
-def _flat(answer: Tensor) -> Tensor:
-    return answer.double().reshape(len(answer), math.prod(answer.shape[1:]))

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from itertools import count
+from functools import partial
 
 import torch
 from torch import nn
 
 from secateur.errors import RepairError, SecateurWarning
 from secateur.nest import tensors_in
-from secateur.repair.corrections import Correction, corrections_named
+from secateur.repair.corrections import corrections_named
 from secateur.repair.layers import Layers, version
 from secateur.repair.layerwise import LayerCorrector, Outcome, kept_indices, layers_in_both
 from secateur.repair.reference import Reference
@@ -22,7 +21,7 @@ from secateur.running.batches import Data, repeatable
 from secateur.running.copies import copy_with, unwrap
 from secateur.running.devices import device_of
 from secateur.running.processes import synchronise
-from secateur.running.progress import Line, Listener, Recording, Repairing
+from secateur.running.progress import Line, Listener, Recording
 from secateur.running.sandbox import check_weights, quiet
 
 
@@ -127,15 +126,10 @@ class Session:
                 stacklevel=3,
             )
 
-        def corrected(method: Correction, given: Mapping[str, Correction] | None = None) -> Outcome:
-            numbers = count(1)
-            final = given is not None
-            step = lambda: tell(Repairing(method.name, next(numbers), len(layers), final))  # noqa: E731
-            return LayerCorrector(small, reference, layers, method, given, self.settings.rounds, step).run()
-
-        methods = {method.name: method for method in corrections_named(self.settings.method)} if layers else {}
         divergence = {"none": reference.divergence_of(small)}
-        tried = {name: corrected(method) for name, method in methods.items()}
+        methods = {method.name: method for method in corrections_named(self.settings.method)} if layers else {}
+        corrector = partial(LayerCorrector, small, reference, layers, self.settings.rounds, tell)
+        tried = {name: corrector(method).run() for name, method in methods.items()}
         for found in tried.values():
             divergence |= found.divergence
         least = {name: value if math.isfinite(value) else math.inf for name, value in divergence.items()}
@@ -146,7 +140,7 @@ class Session:
         outcome = replace(tried[best], divergence=divergence)
         if bool(reference.samples.held.any()):
             # What was held out to choose with now helps to fit, unless that does harm.
-            again = corrected(methods[best], outcome.layers)
+            again = corrector(methods[best], outcome.layers).run()
             if again.divergence[best] <= least["none"]:
                 return replace(outcome, model=again.model)
         return outcome
