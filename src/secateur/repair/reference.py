@@ -63,15 +63,13 @@ class Reference:
 
     def divergence(self, answers: list[Answers]) -> float:
         """How far a model's answers, to all samples or to those that judge, are from the original's."""
-        judges = [self.samples.judges[place] for place in self._places]
 
-        def judging(side: list[Answers]) -> list[Answers]:
-            return [
-                [t[rows.to(t.device)] if len(t) == len(rows) else t for t in batch]
-                for rows, batch in zip(judges, side, strict=True)
-            ]
+        def judging(place: slice, batch: Answers) -> Answers:
+            rows = self.samples.judges[place]
+            return [select_samples(t, rows) if len(t) == len(rows) else t for t in batch]
 
-        return divergence_between(judging(answers), judging(self._answers))
+        mine, theirs = (list(map(judging, self._places, side)) for side in (answers, self._answers))
+        return divergence_between(mine, theirs)
 
     def divergence_of(self, model: nn.Module) -> float:
         """How far a model is from the original. Only samples that judge are run where that is possible."""
