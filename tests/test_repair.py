@@ -36,9 +36,9 @@ from secateur.repair import (
     register_correction,
     repair,
 )
+from secateur.repair.layers import survey
 from secateur.repair.reference import Reference
 from secateur.repair.samples import Samples
-from secateur.repair.survey import survey
 from secateur.running.progress import Event, Line, Repairing
 
 
@@ -770,7 +770,7 @@ def test_rows_count_by_the_relevance_of_their_position() -> None:
     torch.testing.assert_close(reference.weights["0.weight"], 0.25 + 0.75 * 9 * share)
     torch.testing.assert_close(reference.weights["3.weight"], torch.ones(6, 1))
     some = Reference(model, samples, rows=24, relevance=1.0)  # four positions of each sample
-    chosen = some.positions["0.weight"].chosen
+    chosen = some.layers["0.weight"].sampled.chosen
     assert chosen is not None
     taken = share.gather(1, chosen)
     torch.testing.assert_close(some.weights["0.weight"], taken / taken.mean())

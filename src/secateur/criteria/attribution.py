@@ -12,10 +12,12 @@ from torch import Tensor, nn
 
 from secateur.criteria.criterion import Absolute, Accumulator, Criterion, Norm, Subject, Sums
 from secateur.errors import CriterionError, SecateurError
+from secateur.nest import map_tensors
 from secateur.ops.table import Site
 from secateur.running.batches import Batch, check_targets, size_of
 from secateur.running.devices import precise
 from secateur.running.logits import answer_of, logits_of, one_output
+from secateur.running.sandbox import run
 
 _LAYERS = nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d | nn.Linear
 
@@ -35,7 +37,6 @@ class Captum(Criterion):
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def accumulate(self, subject: Subject) -> Accumulator:
-        """One attribution object per layer."""
         return _CaptumSums(subject, self)
 
 
@@ -57,19 +58,18 @@ class _CaptumSums(Accumulator):
             raise CriterionError("captum attributes to modules, and no conv or linear layer of this model is one.")
 
     def update(self, inputs: Any, targets: Any) -> None:
-        """Attribute one batch to every layer."""
         if isinstance(inputs, dict):
             raise CriterionError("captum takes positional inputs, not a dict of named ones.")
         inputs = tuple(inputs) if isinstance(inputs, list) else inputs
         with torch.no_grad():
-            made = self.subject.model(*inputs) if isinstance(inputs, tuple) else self.subject.model(inputs)
+            made = run(self.subject.model, inputs)
             output = logits_of(made)
         classes: Tensor | int | None = check_targets(targets, output, answer_of(made).entry)
         if one_output(output, size_of(inputs)):
             classes = 0 if output.ndim > 1 else None  # how captum names the only output
         for index, layer, method in self.layers:
             try:
-                found = method.attribute(_fresh(inputs), target=classes, **self.criterion.options)
+                found = method.attribute(map_tensors(_fresh, inputs), target=classes, **self.criterion.options)
             except Exception as error:
                 raise CriterionError(
                     f"captum's {self.criterion.method} failed at `{self.subject.producers[index].sites[0].path}`: "
@@ -83,10 +83,8 @@ class _CaptumSums(Accumulator):
         self.sums.samples += size_of(inputs)
 
 
-def _fresh(inputs: Any) -> Any:
-    if isinstance(inputs, tuple):
-        return tuple(_fresh(item) for item in inputs)
-    return inputs.detach().clone().requires_grad_(inputs.is_floating_point())
+def _fresh(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.is_floating_point())
 
 
 def _captum_class(method: str) -> Any:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, ClassVar, Literal, get_args
 
 import numpy as np
 from torch import Tensor, nn
 
-from secateur.errors import Argument, CriterionError, PlanError
+from secateur.errors import Argument, CriterionError
 from secateur.ops.table import Site
 from secateur.plans.plan import Mask, Plan
 from secateur.plans.scores import Aggregation, Values
@@ -23,7 +22,7 @@ from secateur.structure.graph import Graph
 Norm = Literal[1, 2] | None
 Absolute = Literal["after", "sample"] | None
 Loss = Callable[[Tensor, Any], Tensor]
-_WAYS = get_args(Aggregation)
+_SETTINGS = {"norm": (None, 1, 2), "absolute": (None, "after", "sample"), "aggregate": get_args(Aggregation)}
 
 
 @dataclass(frozen=True)
@@ -50,31 +49,10 @@ class Subject:
         place = {site: i for i, producer in enumerate(graph.producers) for site in producer.sites}
         return cls(copy, graph, kept, place)
 
-    @cached_property
-    def parameters(self) -> dict[str, nn.Parameter]:
-        """The parameters by all their names."""
-        return dict(self.model.named_parameters(remove_duplicate=False))
-
     @property
     def producers(self) -> Sequence[Producer]:
         """Where units are made, in the order of the graph."""
         return self.graph.producers
-
-    def lifted(self, sums: Sequence[Values | None]) -> dict[Site, Values]:
-        """Scores of the units that are left, at the indices that they have in the unpruned model."""
-        units: dict[Site, Values] = {}
-        for producer, kept, values in zip(self.producers, self.kept, sums, strict=True):
-            if values is None:
-                continue
-            if len(values) != np.count_nonzero(kept):
-                raise PlanError(
-                    f"{producer.sites[0]} has {len(values)} units, but the graph says {np.count_nonzero(kept)}.",
-                    fix="give the plan that made this model as start=…, or analyse this model itself",
-                )
-            full = np.zeros(len(kept))
-            full[kept] = values
-            units[producer.sites[0]] = full
-        return units
 
 
 @dataclass
@@ -119,13 +97,11 @@ class Criterion:
     loss: Loss | None = None
 
     def __post_init__(self) -> None:
-        for name, known in (("norm", (None, 1, 2)), ("absolute", (None, "after", "sample")), ("aggregate", _WAYS)):
-            if getattr(self, name) not in known:
-                raise CriterionError(
-                    "{given} is not known.",
-                    fix=f"one of {', '.join(map(repr, known))}",
-                    given=Argument(name, getattr(self, name)),
-                )
+        for name, known in _SETTINGS.items():
+            given = getattr(self, name)
+            if given not in known:
+                fix = f"one of {', '.join(map(repr, known))}"
+                raise CriterionError("{given} is not known.", fix=fix, given=Argument(name, given))
 
     def accumulate(self, subject: Subject) -> Accumulator:
         """An object that takes in batches."""
@@ -147,11 +123,11 @@ class Criterion:
 
 
 class Accumulator:
-    """Takes in batches and holds sums that may be added to those of other processes."""
+    """Takes in batches and holds sums that may be added to those of other processes. `sums`: those known before."""
 
-    def __init__(self, subject: Subject) -> None:
+    def __init__(self, subject: Subject, sums: Sums | None = None) -> None:
         self.subject = subject
-        self.sums = Sums([None] * len(subject.producers))
+        self.sums = Sums([None] * len(subject.producers)) if sums is None else sums
 
     def update(self, inputs: Any, targets: Any) -> None:
         """Take in one batch."""
@@ -164,14 +140,3 @@ class Accumulator:
     def close(self) -> Sums:
         """The sums of all batches."""
         return self.sums
-
-
-def check_scores(name: str, values: Values, producer: Producer) -> None:
-    """Refuse NaN and infinity with the name of the layer."""
-    if not np.isfinite(values).all():
-        bad = np.count_nonzero(~np.isfinite(values))
-        raise CriterionError(
-            f"the criterion {name!r} gave {bad} scores that are NaN or infinite for the {len(values)} units "
-            f"of {producer.sites[0]}.",
-            fix="check the data and the weights there, or use float32",
-        )

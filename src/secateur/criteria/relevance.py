@@ -43,7 +43,6 @@ class LRP(Criterion):
             raise CriterionError(f"there is no composite {self.composite!r}.", fix=f"a preset, of {', '.join(PRESETS)}")
 
     def accumulate(self, subject: Subject) -> RelevanceSums:
-        """One relevance pass for all batches."""
         return RelevanceSums(subject, self)
 
 
@@ -57,7 +56,6 @@ class RelevanceSums(Accumulator):
         self.engine = RelevancePass(subject.model, criterion.composite, absolute=absolute, heat_map=False)
 
     def update(self, inputs: Any, targets: Any) -> None:
-        """Propagate one batch."""
         count = size_of(inputs)
 
         def begin(output: Tensor) -> Tensor:

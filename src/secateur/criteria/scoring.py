@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from typing import Any, overload
 
 import numpy as np
-import torch
 from torch import nn
 
 from secateur.analysis.analyze import analyze
-from secateur.criteria.criterion import Accumulator, Criterion, Subject, Sums, check_scores
+from secateur.criteria.criterion import Accumulator, Criterion, Subject, Sums
 from secateur.criteria.registry import Choice, criterion_named
-from secateur.errors import CriterionError, DataError
+from secateur.errors import CriterionError, DataError, PlanError
 from secateur.ops.table import Site
 from secateur.plans.plan import Plan
 from secateur.plans.scores import Scores, Values
 from secateur.running.batches import Data, batches, check_inputs, example_of
 from secateur.running.devices import device_of
 from secateur.running.processes import share, sum_over_processes
-from secateur.running.sandbox import check_weights
+from secateur.running.sandbox import check_weights, forked
 from secateur.structure.graph import Graph
 
 
@@ -54,6 +52,7 @@ def score(
 
     The model is not changed. It runs in evaluation mode. In several processes each scores its share.
 
+    >>> import torch
     >>> net = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3))
     >>> scores = score(net, (torch.rand(8, 4), torch.arange(8) % 3), "taylor")
     >>> scores.criterion, [len(values) for values in scores.units.values()]
@@ -85,13 +84,15 @@ def scores_of(
 def _collected(subject: Subject, criteria: Sequence[Criterion], data: Data, batch_size: int) -> list[Sums]:
     """Go through the data once, for all criteria, and add up over processes."""
     passes: list[Accumulator] = []
+    fed: list[Accumulator] = []
     for criterion in criteria:
         joined = next(filter(None, (known.join(criterion) for known in passes)), None)
-        passes.append(joined if joined is not None else criterion.accumulate(subject))
-    fed = [made for made, criterion in zip(passes, criteria, strict=True) if criterion.data is not False]
+        passes.append(joined or criterion.accumulate(subject))
+        if joined is None and criterion.data is not False:
+            fed.append(passes[-1])
     if fed and not (data is None and all(criterion.data is not True for criterion in criteria)):
         seen = 0
-        with _forked(subject.model):
+        with forked(subject.model.parameters()):
             for inputs, targets in batches(data, batch_size, device_of(subject.model), share()):
                 check_inputs(inputs)
                 for accumulator in fed:
@@ -113,35 +114,39 @@ def _everywhere(subject: Subject, criterion: Criterion, sums: Sums) -> Sums:
     return Sums(units, samples, sums.books)
 
 
-def _forked(model: nn.Module) -> AbstractContextManager[None]:
-    """Restore the random state that a forward pass advances."""
-    devices = sorted({t.device.index or 0 for t in model.parameters() if t.is_cuda})
-    return torch.random.fork_rng(devices)
-
-
 def _units(subject: Subject, criterion: Criterion, sums: Sums) -> dict[Site, Values]:
-    values: list[Values | None] = []
+    """Scores from sums, at the indices that units have in the unpruned model."""
+    units: dict[Site, Values] = {}
     for producer, total, kept in zip(subject.producers, sums.units, subject.kept, strict=True):
-        if total is None:
-            # Embeddings are coupled with layers that have a score.
-            zero = criterion.unseen_is_zero and "embedding" not in producer.sites[0].function
-            values.append(np.zeros(int(kept.sum())) if zero else None)
-            continue
-        made = criterion.normalised(total.cpu().double().numpy(), sums.samples)
-        check_scores(criterion.name, made, producer)
-        values.append(made)
-    _check_some(criterion, values)
-    return subject.lifted(values)
-
-
-def _check_some(criterion: Criterion, values: Sequence[Values | None]) -> None:
-    """Refuse scores that are all zero or missing: units would leave in the order of their indices."""
-    if values and not any(part is not None and part.any() for part in values):
-        what = "every unit the score 0" if any(part is not None for part in values) else "no unit a score"
-        raise CriterionError(
+        site, values = producer.sites[0], np.zeros(len(kept))
+        if total is not None:
+            made = criterion.normalised(total.cpu().double().numpy(), sums.samples)
+            _check(criterion, site, made, int(kept.sum()))
+            values[kept] = made
+        elif not criterion.unseen_is_zero or "embedding" in site.function:
+            continue  # embeddings are coupled with layers that have a score
+        units[site] = values
+    if subject.producers and not any(values.any() for values in units.values()):
+        what = "every unit the score 0" if units else "no unit a score"
+        raise CriterionError(  # else units would leave in the order of their indices
             f"the criterion {criterion.name!r} gave {what}, so they cannot be ranked.",
-            fix=(
-                "check that data and targets belong to this model and that its output depends on its input; for "
-                "criteria by gradients give loss=f(output, targets), as in Taylor(loss=f); or use another criterion"
-            ),
+            fix="check that data and targets belong to this model and that its output depends on its input; for "
+            "criteria by gradients give loss=f(output, targets), as in Taylor(loss=f); or use another criterion",
+        )
+    return units
+
+
+def _check(criterion: Criterion, site: Site, values: Values, count: int) -> None:
+    """Refuse NaN and infinity, and another number of units than the graph says, with the name of the layer."""
+    bad = np.count_nonzero(~np.isfinite(values))
+    if bad:
+        raise CriterionError(
+            f"the criterion {criterion.name!r} gave {bad} scores that are NaN or infinite for the {len(values)} units "
+            f"of {site}.",
+            fix="check the data and the weights there, or use float32",
+        )
+    if len(values) != count:
+        raise PlanError(
+            f"{site} has {len(values)} units, but the graph says {count}.",
+            fix="give the plan that made this model as start=…, or analyse this model itself",
         )

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from secateur.criteria.criterion import Absolute, Accumulator, Criterion, Norm, Subject, Sums
@@ -25,8 +24,6 @@ from secateur.running.devices import precise
 from secateur.running.logits import answer_of, logits_of
 from secateur.running.observer import Observer
 from secateur.running.sandbox import refusal, run
-
-_RELUS = (torch.relu, torch.relu_, F.relu, F.relu_, Tensor.relu, Tensor.relu_)
 
 
 @dataclass(frozen=True)
@@ -46,12 +43,11 @@ class Sensitivity(Criterion):
         values = self.measure(z, g).movedim(channel, -1)
         if values.ndim == 1:
             values = values.unsqueeze(0)
-        wide = torch.float32 if values.dtype in (torch.float16, torch.bfloat16) else values.dtype
+        wide = torch.promote_types(values.dtype, torch.float32)
         values = values.flatten(1, -2).mean(1, dtype=wide) if values.ndim > 2 else values.to(wide)
         return values.abs() if self.absolute == "sample" else values
 
     def accumulate(self, subject: Subject) -> SensitivityPass:
-        """A pass that criteria with the same loss may join."""
         return SensitivityPass(subject, self)
 
 
@@ -64,7 +60,6 @@ class Gradient(Sensitivity):
     absolute: Absolute = "after"
 
     def measure(self, z: Tensor, g: Tensor | None) -> Tensor:
-        """The gradient itself."""
         assert g is not None
         return g
 
@@ -82,9 +77,8 @@ class Taylor(Gradient):
     def measure(self, z: Tensor, g: Tensor | None) -> Tensor:
         """Half precision numbers are multiplied in single."""
         assert g is not None
-        if z.dtype in (torch.float16, torch.bfloat16):
-            return z.float() * g.float()
-        return z * g
+        wide = torch.promote_types(z.dtype, torch.float32)
+        return z.to(wide) * g.to(wide)
 
 
 @dataclass(frozen=True)
@@ -97,11 +91,9 @@ class Activation(Sensitivity):
     norm: Norm = 2
 
     def measure(self, z: Tensor, g: Tensor | None) -> Tensor:
-        """The size of the output."""
         return z.abs()
 
     def finish(self, total: Values, samples: int) -> Values:
-        """The mean over samples."""
         return total / samples
 
 
@@ -115,10 +107,10 @@ class SensitivityPass(Accumulator):
         self.entries: list[tuple[Sensitivity, Sums]] = [(criterion, self.sums)]
 
     def join(self, criterion: Criterion) -> Accumulator | None:
-        """Serve another criterion of z and g by the same pass, if its loss is the same."""
+        """The loss must be the same."""
         if not isinstance(criterion, Sensitivity) or criterion.loss is not self.loss:
             return None
-        joined = _Joined(self.subject)
+        joined = Accumulator(self.subject)
         self.entries.append((criterion, joined.sums))
         self.backward |= criterion.backward
         return joined
@@ -163,13 +155,6 @@ class SensitivityPass(Accumulator):
                 sums.add(index, values.to(precise(values.device)).sum(0))
 
 
-class _Joined(Accumulator):
-    """The sums of a criterion that joined another one's pass."""
-
-    def update(self, inputs: Any, targets: Any) -> None:
-        """The pass that it joined does the work."""
-
-
 class Taps(Observer):
     """Sees the output of every call that makes units, and in the backward pass the gradient there."""
 
@@ -180,9 +165,8 @@ class Taps(Observer):
         self.anchor = torch.zeros((), requires_grad=True)
         self._open: dict[int, weakref.ref[_Tap]] = {}
 
-    def unknown(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call it as it is: autograd knows its gradient."""
-        return func(*args, **kwargs)
+    def concerns(self, value: Any) -> bool:
+        return False  # autograd knows the gradient of functions that the table does not know
 
     def observe(self, call: Call) -> Any:
         """Tap the calls that make units. If a later call writes over such an output, it is copied first."""
@@ -205,7 +189,7 @@ class Taps(Observer):
 
     def _rescue(self, call: Call) -> None:
         tensors = call.tensors()
-        if not tensors or call.function in _RELUS:
+        if not tensors or call.rectifies:
             return  # z·g is the same before and after: where ReLU changes z, g is 0
         known = self._open.pop(tensors[0].untyped_storage().data_ptr(), None)
         tap = known() if known is not None else None
@@ -213,14 +197,14 @@ class Taps(Observer):
             tap.z = tap.z.clone()
 
 
+@dataclass(eq=False)
 class _Tap:
-    """The output of one call. It is called with the gradient there."""
+    """The output of one call."""
 
-    def __init__(self, owner: SensitivityPass, index: int, channel: int, z: Tensor) -> None:
-        self.owner, self.index, self.channel, self.z = owner, index, channel, z
-
-    def __call__(self, g: Tensor) -> None:
-        self.owner.take(self.index, self.channel, self.z, g)
+    owner: SensitivityPass
+    index: int
+    channel: int
+    z: Tensor
 
 
 class _Watch(torch.autograd.Function):
@@ -234,5 +218,6 @@ class _Watch(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
-        ctx.tap(g)
+        tap = ctx.tap
+        tap.owner.take(tap.index, tap.channel, tap.z, g)
         return g, None, None

@@ -22,40 +22,31 @@ class Weight(Criterion):
     norm: Norm = 2
 
     def accumulate(self, subject: Subject) -> Accumulator:
-        """All sums are known without data."""
-        known = Accumulator(subject)
+        """Units without a dimension of a parameter get no score."""
+        graph = subject.graph
+        parameters = dict(subject.model.named_parameters(remove_duplicate=False))
+        axes = [int(graph.axis_of[producer.labels[0]]) for producer in subject.producers]
+        # A parameter may hold the units of several calls (query, key and value rows). What is left of it:
+        left = {number: np.ones(graph.axes.axes[number].size, np.bool_) for number in axes}
+        for number, producer, kept in zip(axes, subject.producers, subject.kept, strict=True):
+            left[number][producer.labels - graph.axes.axes[number].base] &= kept
         sizes: dict[int, Tensor] = {}
-        known.sums = Sums([unit_weights(subject, i, sizes) for i in range(len(subject.producers))], 1)
-        return known
-
-
-def unit_weights(subject: Subject, index: int, known: dict[int, Tensor]) -> Tensor | None:
-    """Σ|W| of the units that a producer still has; None if no dimension of a parameter stands for its units.
-
-    `known` caches the sums along each axis, since query, key and value rows share one.
-    """
-    graph, producer, kept = subject.graph, subject.producers[index], subject.kept[index]
-    number = int(graph.axis_of[producer.labels[0]])
-    axis = graph.axes.axes[number]
-    if not axis.parameter:
-        return None
-    weight = subject.parameters.get(axis.parameter)
-    if weight is None or weight.ndim < 2:
-        return None
-    if number not in known:
-        others = [d for d in range(weight.ndim) if d != axis.dim]
-        wide = torch.float32 if weight.dtype in (torch.float16, torch.bfloat16) else weight.dtype
-        known[number] = torch.linalg.vector_norm(weight.detach(), 1, others, dtype=wide).to(precise(weight.device))
-    sizes = known[number]
-    # A parameter may hold the units of several calls (query, key and value rows). Find ours among those that are left.
-    here = np.zeros(axis.size, np.bool_)
-    here[producer.labels - axis.base] = kept
-    gone = np.zeros(axis.size, np.bool_)
-    for other, left in zip(subject.producers, subject.kept, strict=True):
-        if graph.axis_of[other.labels[0]] == number:
-            gone[other.labels - axis.base] |= ~left
-    ours: Tensor = sizes[torch.from_numpy(np.flatnonzero(here[~gone])).to(sizes.device)]
-    return ours
+        units: list[Tensor | None] = []
+        for number, producer, kept in zip(axes, subject.producers, subject.kept, strict=True):
+            axis = graph.axes.axes[number]
+            weight = parameters.get(axis.parameter)
+            if weight is None or weight.ndim < 2:
+                units.append(None)
+                continue
+            if number not in sizes:
+                others = [d for d in range(weight.ndim) if d != axis.dim]
+                wide = torch.promote_types(weight.dtype, torch.float32)
+                total = torch.linalg.vector_norm(weight.detach(), 1, others, dtype=wide)
+                sizes[number] = total.to(precise(weight.device))
+            here = np.zeros(axis.size, np.bool_)
+            here[producer.labels - axis.base] = kept
+            units.append(sizes[number][torch.from_numpy(np.flatnonzero(here[left[number]])).to(weight.device)])
+        return Accumulator(subject, Sums(units, 1))
 
 
 @dataclass(frozen=True)
@@ -69,9 +60,5 @@ class Random(Criterion):
     def accumulate(self, subject: Subject) -> Accumulator:
         """Drawn for the unpruned layers, so that a removal does not change the numbers of what is left."""
         generator = np.random.default_rng(self.seed)
-        drawn: list[Tensor | None] = []
-        for kept in subject.kept:
-            drawn.append(torch.from_numpy(generator.random(len(kept))[kept]))
-        known = Accumulator(subject)
-        known.sums = Sums(drawn, 1)
-        return known
+        drawn = [torch.from_numpy(generator.random(len(kept))[kept]) for kept in subject.kept]
+        return Accumulator(subject, Sums([*drawn], 1))

@@ -62,7 +62,7 @@ class Convolution(Operation):
         for i, (kernel, stride, pad, dilation) in enumerate(
             zip(
                 weight.shape[2:],
-                *(_each(call[k], self.spatial) for k in ("stride", "padding", "dilation")),
+                *(each(call[k], self.spatial) for k in ("stride", "padding", "dilation")),
                 strict=True,
             )
         ):
@@ -115,7 +115,8 @@ class TransposedConvolution(Operation):
         return relevance.convolves(call, self.spatial, transposed=True)
 
 
-def _each(value: Any, count: int) -> tuple[int, ...]:
+def each(value: Any, count: int) -> tuple[int, ...]:
+    """A setting of a convolution, for each of its dimensions."""
     if isinstance(value, int):
         return (value,) * count
     values = tuple(value)

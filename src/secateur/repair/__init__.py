@@ -11,9 +11,10 @@ from secateur.repair.corrections import (
     known_corrections,
     register_correction,
 )
+from secateur.repair.layerwise import Outcome
 from secateur.repair.moments import Moments, Regression
 from secateur.repair.samples import crop_and_flip
-from secateur.repair.session import Outcome, Repair, Session, repair
+from secateur.repair.session import Repair, Session, repair
 
 __all__ = [
     "NOTHING",

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from secateur.errors import RepairError
 from secateur.repair.moments import Moments, Regression
+from secateur.repair.rows import wide
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,13 @@ class Change:
         """Whether it leaves the layer as it is."""
         return self.shift is None and self.scale is None and self.weight is None
 
+    def adds(self, rows: Tensor) -> Tensor:
+        """What new weights and a shift add to the output, for rows (n, groups, features) of what the layer reads."""
+        assert self.weight is not None
+        rows = wide(rows)
+        made = (rows.transpose(0, 1) @ self.weight.to(rows.dtype)).transpose(0, 1)
+        return made if self.shift is None else made + self.shift.to(rows.dtype)
+
     def error(self, held: Moments) -> Tensor:
         """Mean square that the output still lacks on other rows, per output (groups, outputs)."""
         square, mean = held.ee, held.e
@@ -83,7 +91,6 @@ class Nothing(Correction):
     name = "none"
 
     def fit(self, moments: Moments, shifts: bool) -> Change:
-        """No change."""
         return Change(self)
 
 
@@ -123,7 +130,6 @@ class Mean(Correction):
     name, in_best = "mean", True
 
     def fit(self, moments: Moments, shifts: bool) -> Change:
-        """Nothing if no constant can be added."""
         return Change(self, shift=moments.e / moments.rows) if shifts else Change(NOTHING)
 
 
@@ -162,10 +168,8 @@ class Ridge(Correction):
 
     def fit(self, moments: Moments, shifts: bool) -> Change:
         """See `Regression.solve`. Nothing if there is no solution."""
-        weight = moments.solve(self.strength, shifts) if isinstance(moments, Regression) else None
-        if weight is None:
+        if not isinstance(moments, Regression) or (weight := moments.solve(self.strength, shifts)) is None:
             return Change(NOTHING)
-        assert isinstance(moments, Regression)
         shift = (moments.e - (moments.x[:, None, :] @ weight)[:, 0]) / moments.rows if shifts else None
         return Change(self, shift=shift, weight=weight)
 

@@ -1,21 +1,28 @@
-"""A layer that can be repaired, and watching such layers run."""
+"""Layers that can be repaired: what is known about each, how they are found, and watching them run."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from secateur.nest import map_tensors, select_samples, tensors_in
+from secateur.ops.activation import Identity
 from secateur.ops.conv import Convolution, TransposedConvolution
+from secateur.ops.elementwise import Sum
 from secateur.ops.linear import Linear
+from secateur.ops.norm import BatchNorm, InstanceNorm
 from secateur.ops.table import Call, Site
-from secateur.repair.rows import Positions, channel_last, wide
+from secateur.repair.rows import ALL, Positions, Rows, channel_last, wide
+from secateur.running.copies import named_tensors, shared_copy
 from secateur.running.observer import Observer
+from secateur.running.sandbox import Example, quiet, run_or_explain
+from secateur.running.tensor_facts import TensorFacts
 
 #: Stands for the model's own input among the calls.
 INPUT = Site("", "input", -1)
@@ -44,11 +51,6 @@ class FollowingNorm:
         scale = (tensors[self.variance].detach().double() + self.eps).rsqrt()
         return scale if self.weight is None else scale * tensors[self.weight].detach().double()
 
-    def zero(self, tensors: Tensors) -> Tensor:
-        """The input of each channel that becomes zero."""
-        mean = tensors[self.mean].detach().double()
-        return mean if self.bias is None else mean - tensors[self.bias].detach().double() / self.scale(tensors)
-
 
 @dataclass(frozen=True)
 class RepairableLayer:
@@ -72,6 +74,12 @@ class RepairableLayer:
     partner: Site | None = None
     #: Whether a ReLU alone reads the output, after the norm and after the partner was added.
     rectified: bool = False
+    #: The positions of each sample that take part.
+    sampled: Positions = field(default=ALL, compare=False)
+    #: The factor that turns what is added after the norm into units of the layer's output.
+    inverse: Tensor | None = field(default=None, compare=False)
+    #: For each channel the output at which the ReLU begins to pass, and 1 if it passes more, -1 if less.
+    level: Tensor | None = field(default=None, compare=False)
     #: In a smaller model: which of the original's output channels are left; None for all.
     kept: np.ndarray[Any, Any] | None = field(default=None, compare=False)
 
@@ -86,84 +94,257 @@ class RepairableLayer:
             return values
         return values.index_select(-1, torch.as_tensor(self.kept, device=values.device))
 
-    def inverse(self, tensors: Tensors) -> Tensor | None:
-        """The factor that turns what is added after the norm into units of the layer's output."""
-        if self.norm is None:
-            return None
-        scale = self.norm.scale(tensors)
-        # A channel that the norm nearly silences cannot make up for anything.
-        return torch.where(scale.abs() > 1e-3 * scale.abs().max(), 1 / scale, 0.0)
+    def cut(self, kept: np.ndarray[Any, Any] | None, batch: int) -> RepairableLayer:
+        """The layer in a smaller model, where these output channels are left."""
+        small = replace(self, kept=kept, batch=batch)
+        return replace(small, inverse=small.left(self.inverse), level=small.left(self.level))
 
-    def relu_level(self, tensors: Tensors) -> Tensor | None:
-        """For each channel the output at which the ReLU begins to pass, and 1 if it passes more, -1 if less."""
-        if not self.rectified:
-            return None
+    def prepared(self, tensors: Tensors, sampled: Positions) -> RepairableLayer:
+        """With all that the original's tensors tell."""
+        level = None
         if self.norm is None:
-            return torch.stack([torch.zeros(self.channels), torch.ones(self.channels)]).to(tensors[self.weight].device)
+            if self.rectified:
+                zeros = torch.zeros(self.channels, device=tensors[self.weight].device)
+                level = torch.stack([zeros, torch.ones_like(zeros)])
+            return replace(self, sampled=sampled, level=level)
         scale = self.norm.scale(tensors)
-        # A channel that the norm nearly silences has no such level: everything counts as passed.
+        # A channel that the norm nearly silences cannot make up for anything, and all of it counts as passed.
         silent = scale.abs() <= 1e-3 * scale.abs().max()
-        level = torch.where(silent, -torch.inf, self.norm.zero(tensors))
-        return torch.stack([level, torch.where(silent | (scale > 0), 1.0, -1.0)])
+        if self.rectified:
+            zero = tensors[self.norm.mean].detach().double()
+            if self.norm.bias is not None:
+                zero = zero - tensors[self.norm.bias].detach().double() / scale
+            level = torch.stack([torch.where(silent, -torch.inf, zero), torch.where(silent | (scale > 0), 1.0, -1.0)])
+        return replace(self, sampled=sampled, inverse=torch.where(silent, 0.0, 1 / scale), level=level)
 
 
 Layers = Mapping[str, RepairableLayer]
 
 
-class LayerObserver(Observer):
-    """Hands each repairable layer to `run_layer`, and keeps tensors until the layer runs whose output they join.
+@dataclass(frozen=True)
+class Surveyed:
+    """The layers that can be repaired, by weight and in order of execution, and the largest activation of a sample."""
 
-    `inverse` has, by weight, the factor that turns such a tensor into units of the layer's output. `place` are the
-    samples that `inputs` are.
+    layers: dict[str, RepairableLayer]
+    largest: int
+
+
+def survey(model: nn.Module, samples: Example) -> Surveyed:
+    """Find the layers that can be repaired. `samples` are one or two.
+
+    Weights that are used more than once or elsewhere are left out, and layers that mix samples.
     """
 
-    def __init__(
-        self, model: nn.Module, layers: Layers, inverse: Mapping[str, Tensor | None],
-        positions: Mapping[str, Positions], place: slice, inputs: Any,
-    ) -> None:  # fmt: skip
+    def watched(inputs: Example, alone: _Survey | None = None) -> _Survey:
+        copy = shared_copy(model).eval()
+        with quiet(), _Survey(copy, inputs, alone) as seen:
+            run_or_explain(copy, inputs)
+        return seen
+
+    two = map_tensors(lambda t: t if len(t) == 2 else torch.cat([t, t.flip(-1) if t.ndim > 1 else t]), samples)
+    found = watched(two, watched(select_samples(samples, slice(1))))
+    layers = {}
+    for number, layer in found.layers.items():
+        if found.uses[layer.weight] > 1 or (layer.bias is not None and found.uses[layer.bias] > 1):
+            continue
+        reads = [found.reads[number, stage] for stage in range(found.stages[number])]
+        norm = layer.norm
+        if norm is not None:
+            norm = replace(norm, alone=found.uses[norm.mean] == 1 == reads[0])
+        layers[layer.weight] = replace(layer, norm=norm, rectified=layer.rectified and sum(reads) == len(reads))
+    return Surveyed(layers, found.largest // 2)
+
+
+class _Survey(Observer):
+    """Notes every layer with a weight of its own, and what happens to its output. Layers are known by their call's
+    number here."""
+
+    def __init__(self, model: nn.Module, inputs: Example, alone: _Survey | None = None) -> None:
         super().__init__(model)
-        tensors = dict([*model.named_parameters(), *model.named_buffers()])
+        self._names = {id(t): name for name, t in named_tensors(model)}
+        self._number = -1
+        self.layers: dict[int, RepairableLayer] = {}
+        #: How many calls read each parameter and buffer.
+        self.uses: Counter[str | None] = Counter()
+        #: How many stages a layer's output has: as it is, after the norm, after an addition. How many calls read each.
+        self.stages: Counter[int] = Counter()
+        self.reads: Counter[tuple[int | None, int]] = Counter()
+        #: By weight, the shape of the output and some of its numbers, to compare with those of another pass.
+        self.probes: dict[str, tuple[torch.Size, Tensor]] = {}
+        #: The pass with one sample alone, if this one has two.
+        self._alone = alone
+        #: The largest activation, in elements.
+        self.largest = 0
+        # Facts hold for a version of the tensor: a write to it, through any view, makes them void.
+        self._made: TensorFacts[tuple[int, Site, int]] = TensorFacts()
+        self._stage: TensorFacts[tuple[int, int, int]] = TensorFacts()
+        if isinstance(inputs, Tensor):
+            self._made[inputs] = -1, INPUT, version(inputs)
+
+    def observe(self, call: Call) -> Any:
+        self._number += 1
+        operation = call.operation
+        self._count(call.tensors())
+        read = call.get("input")
+        source, _ = self._stage_of(read)
+        joined = self._add(call, operation.sign) if isinstance(operation, Sum) else None
+        if source is not None and call.rectifies:
+            self.layers[source] = replace(self.layers[source], rectified=True)
+        output = call.run()
+        if not isinstance(output, Tensor):
+            return output
+        self.largest = max(self.largest, output.numel())
+        if call.writes:
+            self._stage.forget(output)
+        if isinstance(operation, LAYERS):
+            joined = self._layer(call, output)
+        elif source is not None and isinstance(operation, BatchNorm) and not isinstance(operation, InstanceNorm):
+            joined = self._norm(source, call)
+        elif source is not None and isinstance(operation, Identity) and output.dtype == read.dtype:
+            joined = source
+        if joined is not None:
+            if self._stage_of(output)[0] is None:  # else it is the same tensor
+                self._stage[output] = joined, self.stages[joined], version(output)
+            self.stages[joined] += 1
+        self._made[output] = self._number, call.site, version(output)
+        return output
+
+    def unknown(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._count(tensors_in((args, kwargs)))
+        return func(*args, **kwargs)
+
+    def _count(self, tensors: list[Tensor]) -> None:
+        for tensor in tensors:
+            self.uses[self._names.get(id(tensor))] += 1
+            self.reads[self._stage_of(tensor)] += 1
+
+    def _layer(self, call: Call, output: Tensor) -> int | None:
+        """Note a layer; None if it cannot be repaired."""
+        weight, bias = self._name(call["weight"]), self._name(call["bias"])
+        transposed, linear = (isinstance(call.operation, kind) for kind in (TransposedConvolution, Linear))
+        if transposed and int(call["groups"]) > 1:
+            return None
+        if weight is None or (bias is None and call["bias"] is not None):
+            return None
+        layer = RepairableLayer(self._number, weight, bias, transposed)
+        if self._alone is None:
+            self.probes[weight] = output.shape, _probe(output)
+        else:
+            batch = self._batch(weight, output)
+            if batch is None or (batch == output.ndim - 1 if linear else len(output) != 2):
+                return None  # samples are mixed or along the features, or there are several images for each
+            channels = output.shape[-1 if linear else 1]
+            layer = replace(layer, batch=batch, channels=channels, positions=output.numel() // 2 // channels)
+        self.layers[self._number] = layer
+        return self._number
+
+    def _batch(self, weight: str, output: Tensor) -> int | None:
+        """The dimension along which samples lie one after the other: there, two samples begin like the first alone."""
+        assert self._alone is not None
+        shape, probe = self._alone.probes.get(weight, (torch.Size(), None))
+        if probe is None or len(shape) != output.ndim:
+            return None
+        grown = [d for d, (one, two) in enumerate(zip(shape, output.shape, strict=True)) if one != two]
+        if len(grown) != 1 or output.shape[grown[0]] != 2 * shape[grown[0]]:
+            return None
+        found = _probe(output.narrow(grown[0], 0, shape[grown[0]]))
+        # Other batch sizes may be summed in another order; half precision has three digits.
+        same = (found - probe).abs().max() <= 0.02 * probe.abs().max().clamp_min(1e-30)
+        return grown[0] if bool(same) else None
+
+    def _norm(self, source: int, call: Call) -> int | None:
+        """Note the batch norm that follows a layer; None if it cannot be followed."""
+        if self.layers[source].norm is not None or call["training"]:
+            return None
+        keys = ("running_mean", "running_var", "weight", "bias")
+        mean, variance, weight, bias = names = [self._name(call[key]) for key in keys]
+        own = all(name is not None or call[key] is None for key, name in zip(keys, names, strict=True))
+        if mean is None or variance is None or not own:
+            return None
+        norm = FollowingNorm(mean, variance, weight, bias, float(call["eps"]))
+        self.layers[source] = replace(self.layers[source], norm=norm)
+        return source
+
+    def _add(self, call: Call, sign: int) -> int | None:
+        """The layer to whose output this call adds the residual stream: a tensor made before the layer ran."""
+        a, b = call["input"], call.get("other")
+        if sign != 1 or float(call.get("alpha", 1)) != 1:
+            return None
+        if not isinstance(a, Tensor) or not isinstance(b, Tensor) or a is b or a.shape != b.shape:
+            return None
+        for mine, other in ((a, b), (b, a)):
+            (source, _), made = self._stage_of(mine), self._made.get(other)
+            if source is None or made is None or self.layers[source].partner is not None:
+                continue
+            number, site, written = made
+            if number < source and written == version(other):
+                self.layers[source] = replace(self.layers[source], partner=site)
+                return source
+        return None
+
+    def _stage_of(self, tensor: Any) -> tuple[int | None, int]:
+        """The layer whose output a tensor is (None: of no layer), and at which stage."""
+        source, stage, written = self._stage.get(tensor) or (None, 0, None)
+        return (source, stage) if source is not None and written == version(tensor) else (None, 0)
+
+    def _name(self, tensor: Tensor | None) -> str | None:
+        return None if tensor is None else self._names.get(id(tensor))
+
+
+def version(tensor: Tensor) -> int:
+    """Counts writes to a tensor's memory."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def _probe(tensor: Tensor) -> Tensor:
+    """About a thousand numbers of a tensor."""
+    flat = tensor.reshape(-1)
+    return flat[:: max(1, len(flat) // 1024)].double()
+
+
+#: What to do when a layer runs, given its rows and its output; returns what the model gets to see.
+Handle = Callable[[RepairableLayer, Rows, Tensor], Tensor]
+
+
+class LayerObserver(Observer):
+    """Hands each repairable layer to `handle`, and keeps tensors until the layer runs whose output they join.
+
+    `place` are the samples that `inputs` are.
+    """
+
+    def __init__(self, model: nn.Module, layers: Layers, handle: Handle, place: slice, inputs: Any) -> None:
+        super().__init__(model)
+        tensors = dict(named_tensors(model))
         self._layers = {id(tensors[name]): layer for name, layer in layers.items() if name in tensors}
-        self._inverse, self._positions, self.place = inverse, positions, place
+        self._handle, self._place = handle, place
         self._wanted = Counter(layer.partner for layer in self._layers.values() if layer.partner is not None)
         self._kept: dict[Site, Tensor] = {INPUT: inputs} if isinstance(inputs, Tensor) else {}
 
+    def concerns(self, value: Any) -> bool:
+        return False  # the model was analysed before
+
     def observe(self, call: Call) -> Any:
-        """Run the call, and keep its output if it is needed later."""
         layer = self._layers.get(id(call["weight"])) if isinstance(call.operation, LAYERS) else None
-        output = call.run() if layer is None else self.run_layer(layer, call)
+        output = call.run()
+        if layer is not None:
+            output = self._handle(layer, self._rows(layer, call, output), output)
         if call.site in self._wanted and isinstance(output, Tensor):
             self._kept[call.site] = output
         return output
 
-    def unknown(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run it: the model was analysed before."""
-        return func(*args, **kwargs)
+    def _rows(self, layer: RepairableLayer, call: Call, output: Tensor) -> Rows:
+        def rows(tensor: Tensor) -> Tensor:
+            return wide(layer.sampled.take(channel_last(call, tensor, layer.batch, layer.positions), self._place))
 
-    def run_layer(self, layer: RepairableLayer, call: Call) -> Any:
-        """What a repairable layer returns."""
-        raise NotImplementedError
+        y, partner = rows(output), self._partner(layer)
+        added = None if partner is None or partner.shape != output.shape else rows(partner)
+        if added is not None and layer.inverse is not None:
+            added = added * layer.inverse.to(added)
+        return Rows(call, self._place, layer.sampled.of(self._place, y.device), y, added)
 
-    def sampled(
-        self, layer: RepairableLayer, call: Call, output: Tensor
-    ) -> tuple[Tensor | None, Tensor, Tensor | None]:
-        """The sampled positions (None for all), the output there, and what will be added to it in the same units."""
-        given = channel_last(call, output, layer.batch, layer.positions)
-        positions = self._positions[layer.weight]
-        y, partner = wide(positions.take(given, self.place)), self._partner(layer, output)
-        added = None
-        if partner is not None:
-            added = wide(positions.take(channel_last(call, partner, layer.batch, layer.positions), self.place))
-            inverse = self._inverse[layer.weight]
-            added = added if inverse is None else added * inverse.to(added)
-        return positions.of(self.place, y.device), y, added
-
-    def _partner(self, layer: RepairableLayer, output: Tensor) -> Tensor | None:
+    def _partner(self, layer: RepairableLayer) -> Tensor | None:
         """What will be added to a layer's output. It is let go when the last layer has read it: it is large."""
         if layer.partner is None:
             return None
-        other = self._kept.get(layer.partner)
         self._wanted[layer.partner] -= 1
-        if not self._wanted[layer.partner]:
-            self._kept.pop(layer.partner, None)
-        return other if other is not None and other.shape == output.shape else None
+        return self._kept.get(layer.partner) if self._wanted[layer.partner] else self._kept.pop(layer.partner, None)

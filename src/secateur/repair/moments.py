@@ -18,8 +18,8 @@ class Moments:
 
     def __init__(self, groups: int, outputs: int, device: torch.device) -> None:
         self.rows = 0.0
-        self._device = device
-        self.e, self.y, self.ee, self.yy, self.ey = (self._zeros(groups, outputs) for _ in range(5))
+        zeros = torch.zeros(groups, outputs, dtype=torch.float64, device=device)
+        self.e, self.y, self.ee, self.yy, self.ey = (zeros.clone() for _ in range(5))
 
     def add(self, e: Tensor, y: Tensor, x: Tensor | None = None, weights: Tensor | None = None) -> None:
         """Add n rows: e and y (n, groups, outputs), x (n, groups, features) if needed, and their weights (n)."""
@@ -36,14 +36,16 @@ class Moments:
         self.ee += (own_e * e).sum(0)
         self.yy += (own_y * y).sum(0)
         self.ey += (own_e * y).sum(0)
+        if x is not None:
+            self._add_inputs(e, x, weights)
+
+    def _add_inputs(self, e: Tensor, x: Tensor, weights: Tensor | None) -> None:
+        """Sums that need what the layer reads: none here."""
 
     @property
     def size(self) -> Tensor:
         """Mean square of the original's output, y + e."""
         return (self.yy + 2 * self.ey + self.ee) / self.rows
-
-    def _zeros(self, *shape: int) -> Tensor:
-        return torch.zeros(shape, dtype=torch.float64, device=self._device)
 
 
 class Regression(Moments):
@@ -51,17 +53,12 @@ class Regression(Moments):
 
     def __init__(self, groups: int, outputs: int, features: int, device: torch.device) -> None:
         super().__init__(groups, outputs, device)
-        self.x = self._zeros(groups, features)
+        self.x = self.e.new_zeros(groups, features)
         self._prepare(groups, outputs, features)
 
     def _prepare(self, groups: int, outputs: int, features: int) -> None:
-        self._xx, self._xe = self._zeros(groups, features, features), self._zeros(groups, features, outputs)
-
-    def add(self, e: Tensor, y: Tensor, x: Tensor | None = None, weights: Tensor | None = None) -> None:
-        """Add rows."""
-        super().add(e, y, weights=weights)
-        assert x is not None
-        self._add_inputs(e, x, weights)
+        self._xx = self.e.new_zeros(groups, features, features)
+        self._xe = self.e.new_zeros(groups, features, outputs)
 
     def _add_inputs(self, e: Tensor, x: Tensor, weights: Tensor | None) -> None:
         # Double precision is slow on the CPU: large products are single there, and only their sums are double.
@@ -106,10 +103,8 @@ class FewRows(Regression):
     """The same for fewer rows than features: it keeps the rows, and its equations have one unknown per row."""
 
     def _prepare(self, groups: int, outputs: int, features: int) -> None:
-        # Rows times the root of their weight, and these roots.
-        self._lefts: list[Tensor] = []
-        self._rights: list[Tensor] = []
-        self._roots: list[Tensor] = []
+        # x and e, times the root of the row's weight, and these roots.
+        self._parts: list[tuple[Tensor, Tensor, Tensor]] = []
         self._moves: tuple[Tensor, ...] = ()
 
     def _add_inputs(self, e: Tensor, x: Tensor, weights: Tensor | None) -> None:
@@ -119,13 +114,10 @@ class FewRows(Regression):
         if weights is not None:
             root = weights.double().sqrt()[:, None]
             left, right = left * root, right * root
-        self._lefts.append(left)
-        self._rights.append(right)
-        self._roots.append(root)
+        self._parts.append((left, right, root))
         self.x += (root.mT @ left)[:, 0]
 
     def move(self, d: Tensor, x: Tensor, weights: Tensor | None = None) -> None:
-        """Add d to e."""
         own = d.double() if weights is None else d * weights.double()[:, None, None]
         self.e = self.e + own.sum(0)
         root = 1.0 if weights is None else weights.double().sqrt()[:, None, None]
@@ -141,17 +133,16 @@ class FewRows(Regression):
         return None if found is None else x.mT @ found / n
 
     def gain(self, weight: Tensor) -> Tensor:
-        """Sum over rows of e² - (e - xD)², per output."""
         x, e, _ = self._all()
         made = x @ weight
         return (made * (2 * e - made)).sum(1)
 
     def _all(self) -> tuple[Tensor, Tensor, Tensor]:
-        if len(self._lefts) > 1:
-            self._lefts, self._rights = [torch.cat(self._lefts, 1)], [torch.cat(self._rights, 1)]
-            self._roots = [torch.cat(self._roots)]
-        e = self._rights[0] + torch.cat(self._moves, 1) if self._moves else self._rights[0]
-        return self._lefts[0], e, self._roots[0]
+        if len(self._parts) > 1:
+            lefts, rights, roots = zip(*self._parts, strict=True)
+            self._parts = [(torch.cat(lefts, 1), torch.cat(rights, 1), torch.cat(roots))]
+        ((x, e, root),) = self._parts
+        return x, e + torch.cat(self._moves, 1) if self._moves else e, root
 
 
 def moments_for(groups: int, outputs: int, features: int, rows: int, device: torch.device) -> Moments:

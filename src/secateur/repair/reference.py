@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -12,14 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from secateur.errors import RepairError
-from secateur.nest import map_tensors, tensors_in
-from secateur.ops.table import Call
-from secateur.repair.layers import LayerObserver, RepairableLayer
-from secateur.repair.relevance_weights import relevance_weights
-from secateur.repair.rows import Positions, wide
+from secateur.nest import select_samples, tensors_of_output
+from secateur.relevance.engine import RelevancePass
+from secateur.relevance.explain import starter
+from secateur.relevance.weights import LayerUse
+from secateur.repair.layers import LayerObserver, Layers, RepairableLayer, survey
+from secateur.repair.rows import Positions, Rows, wide
 from secateur.repair.samples import Samples
-from secateur.repair.survey import survey
-from secateur.running.copies import copy_with, shared_copy
+from secateur.running.copies import copy_with, named_tensors, shared_copy
 from secateur.running.devices import device_of
 from secateur.running.logits import logits_of
 from secateur.running.sandbox import evaluating, quiet, run
@@ -28,6 +28,8 @@ from secateur.running.sandbox import evaluating, quiet, run
 Answers = list[Tensor]
 # The memory that the rows of all layers may take together.
 _MOST_BYTES = 4 * 2**30
+# Relevance needs what a gradient needs, so fewer samples are in flight than in a forward pass.
+_EXPLAINED_AT_ONCE = 32
 
 
 class Reference:
@@ -38,44 +40,36 @@ class Reference:
     ) -> None:
         self.samples = samples
         found = survey(original, samples.two)
-        self.layers = found.layers
         device = device_of(original) or torch.device("cpu")
         self.at_once = at_once if at_once is not None else max(16, memory_of(device) // 32 // max(found.largest, 1))
         most = _per_sample(found.layers.values(), samples.total, rows)
-        self.positions = {
-            name: Positions.draw(
-                samples.total, layer.positions, most, torch.Generator().manual_seed(samples.seed * 7919 + layer.number)
-            )
-            for name, layer in found.layers.items()
-        }
+        copy = shared_copy(original).eval()
+        tensors = dict(named_tensors(copy))
+        self.layers: dict[str, RepairableLayer] = {}
+        for name, layer in found.layers.items():
+            generator = torch.Generator().manual_seed(samples.seed * 7919 + layer.number)
+            positions = Positions.draw(samples.total, layer.positions, most, generator)
+            self.layers[name] = layer.prepared(tensors, positions)
         #: By weight: the rows (samples, positions, channels) that the layer should return.
         self.targets: dict[str, Tensor] = {}
-        copy = shared_copy(original).eval()
-        tensors = dict([*copy.named_parameters(), *copy.named_buffers()])
-        self.inverse = {name: layer.inverse(tensors) for name, layer in found.layers.items()}
-        self.levels = {name: layer.relu_level(tensors) for name, layer in found.layers.items()}
         self._places: list[slice] = []
         self._answers: list[Answers] = []
         for place, x in samples.chunks(self.at_once):
             self._places.append(place)
-            with quiet(), _Capture(copy, self, place, x):
+            with quiet(), LayerObserver(copy, self.layers, self._store, place, x):
                 self._answers.append(answers_in(run(copy, x), place.stop - place.start))
         #: By weight: the weights of the rows. Layers without an entry weigh all rows alike.
-        self.weights: Mapping[str, Tensor] = {}
-        if relevance:
-            self.weights = relevance_weights(copy, self.layers, self.positions, samples, self.at_once, relevance)
+        self.weights = _relevance_weights(copy, self.layers, samples, self.at_once, relevance) if relevance else {}
 
     def divergence(self, answers: list[Answers]) -> float:
         """How far a model's answers, to all samples or to those that judge, are from the original's."""
-        judges = [self.samples.judges[place] for place in self._places]
 
-        def judging(side: list[Answers]) -> list[Answers]:
-            return [
-                [t[rows.to(t.device)] if len(t) == len(rows) else t for t in batch]
-                for rows, batch in zip(judges, side, strict=True)
-            ]
+        def judging(place: slice, batch: Answers) -> Answers:
+            rows = self.samples.judges[place]
+            return [select_samples(t, rows) if len(t) == len(rows) else t for t in batch]
 
-        return divergence_between(judging(answers), judging(self._answers))
+        mine, theirs = (list(map(judging, self._places, side)) for side in (answers, self._answers))
+        return divergence_between(mine, theirs)
 
     def divergence_of(self, model: nn.Module) -> float:
         """How far a model is from the original. Only samples that judge are run where that is possible."""
@@ -87,33 +81,48 @@ class Reference:
                 if any(len(answer) != len(rows) for answer in wanted):
                     answers.append(answers_in(run(copy, x), len(rows)))
                 elif bool(rows.any()):
-                    some = map_tensors(lambda t, r=rows: t[r.to(t.device)], x)  # type: ignore[misc]
-                    answers.append(answers_in(run(copy, some), int(rows.sum())))
+                    answers.append(answers_in(run(copy, select_samples(x, rows)), int(rows.sum())))
                 else:
                     answers.append([answer[:0] for answer in wanted])
         return self.divergence(answers)
 
-    def store(self, name: str, place: slice, rows: Tensor) -> None:
-        """Keep what a layer should return for some samples."""
-        if name not in self.targets:
-            shape = (self.samples.total, *rows.shape[1:])
-            self.targets[name] = torch.empty(shape, dtype=rows.dtype, device=rows.device)
-        self.targets[name][place] = rows
-
-
-class _Capture(LayerObserver):
-    """Stores what each layer returns, plus what is added to it."""
-
-    def __init__(self, model: nn.Module, reference: Reference, place: slice, inputs: Any) -> None:
-        super().__init__(model, reference.layers, reference.inverse, reference.positions, place, inputs)
-        self._reference = reference
-
-    def run_layer(self, layer: RepairableLayer, call: Call) -> Any:
-        """Store at once: a later call may overwrite the output."""
-        output: Tensor = call.run()
-        _, y, added = self.sampled(layer, call, output)
-        self._reference.store(layer.weight, self.place, y if added is None else y + added)
+    def _store(self, layer: RepairableLayer, rows: Rows, output: Tensor) -> Tensor:
+        """Store what a layer returns, at once: a later call may overwrite it."""
+        total = rows.total
+        if layer.weight not in self.targets:
+            self.targets[layer.weight] = total.new_empty(self.samples.total, *total.shape[1:])
+        self.targets[layer.weight][rows.place] = total
         return output
+
+
+def _relevance_weights(
+    model: nn.Module, layers: Layers, samples: Samples, at_once: int, share: float
+) -> dict[str, Tensor]:
+    """By layer the weights of its sampled positions, (samples, positions), 1 on average.
+
+    `share` of a weight is the relevance for the class that the original predicts; the rest is the same everywhere, so
+    that every position counts. Layers that no relevance reaches are left out.
+    """
+    seen: dict[str, Tensor] = {}  # by weight: (samples, positions)
+
+    def watch(use: LayerUse, relevance: Tensor) -> None:
+        """Note how much relevance lies at each position of a layer's output, over all channels, for each sample."""
+        if use.name in layers:
+            seen[use.name] = relevance.abs().movedim(use.channel, -1).sum(-1).movedim(layers[use.name].batch, 0)
+
+    engine = RelevancePass(model, heat_map=False, watch=watch)
+    made: dict[str, Tensor] = {}
+    for place, x in samples.chunks(min(at_once, _EXPLAINED_AT_ONCE)):
+        seen.clear()
+        count = place.stop - place.start
+        engine.run(x, starter(None, samples=count))
+        for name, found in seen.items():
+            rows = layers[name].sampled.take(found.reshape(count, -1, 1), place)[..., 0]
+            if name not in made:
+                made[name] = torch.zeros(samples.total, rows.shape[1], device=rows.device)
+            made[name][place] = rows.float()
+    means = {name: rows.mean() for name, rows in made.items()}
+    return {name: 1 - share + share * rows / means[name] for name, rows in made.items() if bool(means[name] > 0)}
 
 
 def memory_of(device: torch.device) -> int:
@@ -140,8 +149,7 @@ def answers_in(output: Any, samples: int) -> Answers:
     first = logits_of(output, warn=False)
     if isinstance(output, Tensor) or first is getattr(output, "logits", None):
         return [wide(first).clone()]
-    nest = output if isinstance(output, dict | tuple | list) else vars(output)
-    rows = [t for t in tensors_in(nest) if t.is_floating_point() and t.ndim and len(t) == samples]
+    rows = [t for t in tensors_of_output(output) if t.is_floating_point() and t.ndim and len(t) == samples]
     return [wide(t).clone() for t in rows or [first]]
 
 
@@ -159,7 +167,9 @@ def divergence_between(mine: list[Answers], theirs: list[Answers]) -> float:
             )
     total = 0.0
     for number, first in enumerate(theirs[0]):
-        ours, known = (torch.cat([_flat(batch[number]) for batch in side]) for side in (mine, theirs))
+        ours, known = (
+            torch.cat([batch[number].double()[..., None].flatten(1) for batch in side]) for side in (mine, theirs)
+        )
         if first.ndim == 2 and ours.shape[1] > 1:
             sides = [F.log_softmax(side, 1) for side in (ours, known)]
             between = torch.logaddexp(*sides) - math.log(2)
@@ -167,7 +177,3 @@ def divergence_between(mine: list[Answers], theirs: list[Answers]) -> float:
         else:
             total += float((ours - known).square().mean() / known.square().mean().clamp_min(1e-30))
     return total
-
-
-def _flat(answer: Tensor) -> Tensor:
-    return answer.double().reshape(len(answer), math.prod(answer.shape[1:]))

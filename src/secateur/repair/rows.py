@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from itertools import product
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from secateur.ops.conv import Convolution, TransposedConvolution
+from secateur.ops.conv import Convolution, TransposedConvolution, each
 from secateur.ops.table import Call
 
 
@@ -29,7 +28,7 @@ def channel_last(call: Call, tensor: Tensor, batch: int = 0, positions: int | No
 
 def wide(rows: Tensor) -> Tensor:
     """At least single precision."""
-    return rows if rows.dtype == torch.float64 else rows.float()
+    return rows.to(torch.promote_types(rows.dtype, torch.float32))
 
 
 @dataclass(frozen=True)
@@ -54,6 +53,46 @@ class Positions:
         return _at(values, self.of(samples, values.device))
 
 
+ALL = Positions(None)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of a layer for some samples, (samples, positions, channels): what it returns (y), and what is added to that
+    later, in the same units."""
+
+    call: Call
+    place: slice
+    #: The positions that take part; None for all.
+    chosen: Tensor | None
+    y: Tensor
+    added: Tensor | None
+
+    @property
+    def total(self) -> Tensor:
+        """Both together."""
+        return self.y if self.added is None else self.y + self.added
+
+    def of(self, index: Tensor) -> Rows:
+        """The rows of some samples."""
+        chosen, added = (None if t is None else t[index] for t in (self.chosen, self.added))
+        return replace(self, chosen=chosen, y=self.y[index], added=added)
+
+    def missing(self, wanted: Tensor) -> Tensor:
+        """What the layer's own output lacks if the total should be `wanted`."""
+        return (wanted if self.added is None else wanted - self.added) - self.y
+
+    def hidden(self, wanted: Tensor, made: Tensor, level: Tensor) -> Tensor:
+        """How `missing` changes where the original's ReLU passes nothing, if `made` is added to the output.
+
+        There, any output that does not pass is right.
+        """
+        begins, side = level.to(self.y.dtype)
+        limit = begins - self.y if self.added is None else begins - self.y - self.added
+        enough = torch.where(side > 0, made.minimum(limit), made.maximum(limit))
+        return torch.where((wanted - begins) * side < 0, enough - self.missing(wanted), 0.0)
+
+
 def read_rows(call: Call, x: Tensor, chosen: Tensor | None) -> Tensor:
     """What the layer reads of its input `x` for each chosen output position: (samples, positions, groups, features).
 
@@ -62,38 +101,28 @@ def read_rows(call: Call, x: Tensor, chosen: Tensor | None) -> Tensor:
     """
     if not isinstance(call.operation, Convolution):
         return _at(x, chosen)[:, :, None]
-    spatial, weight, groups = call.operation.spatial, call["weight"], int(call["groups"])
-    kernel, stride = tuple(weight.shape[2:]), _each(call["stride"], spatial)
-    dilation = _each(call["dilation"], spatial)
-    padding = _padding(call["padding"], kernel, dilation)
+    spatial, kernel, groups = call.operation.spatial, call["weight"].shape[2:], int(call["groups"])
+    stride, dilation = each(call["stride"], spatial), each(call["dilation"], spatial)
+    spans = [d * (k - 1) for k, d in zip(kernel, dilation, strict=True)]
+    padding = _padding(call["padding"], spans)
     if math.prod(kernel) == 1 and not any(padding):  # nothing to unfold
         for dim, s in enumerate(stride):
             x = x[(slice(None),) * (2 + dim) + (slice(None, None, s),)]
         taken = _at(x.flatten(2).transpose(1, 2), chosen)
         return taken.reshape(*taken.shape[:2], groups, -1)
     x = F.pad(x, padding)
-    size = tuple(x.shape[2:])
-    count = [(n - d * (k - 1) - 1) // s + 1 for n, k, s, d in zip(size, kernel, stride, dilation, strict=True)]
-    strides = [math.prod(size[i + 1 :]) for i in range(spatial)]
-    # Indices into the flattened image: where each window begins, and the offsets of its places.
-    grids = [torch.arange(n, device=x.device) * s * step for n, s, step in zip(count, stride, strides, strict=True)]
-    begins = sum(g.view([-1 if i == j else 1 for j in range(spatial)]) for i, g in enumerate(grids))
-    begins = torch.as_tensor(begins, device=x.device).expand(count).reshape(-1)
-    offsets = torch.tensor(
-        [sum(p * d * s for p, d, s in zip(place, dilation, strides, strict=True))
-         for place in product(*map(range, kernel))],
-        device=x.device,
-    )  # fmt: skip
+    # Indices into the flattened image: (output positions, places in the kernel).
+    places = torch.arange(x[0, 0].numel(), device=x.device).view(x.shape[2:])
+    for dim, (span, step, apart) in enumerate(zip(spans, stride, dilation, strict=True)):
+        places = places.unfold(dim, span + 1, step)[..., ::apart]
+    places = places.reshape(-1, math.prod(kernel))
     flat = x.flatten(2)
     if chosen is None:
-        places = (begins[:, None] + offsets).reshape(-1)
-        found = flat.index_select(2, places)
-        rows = found.view(len(x), x.shape[1], len(begins), len(offsets))
+        found = flat.index_select(2, places.ravel())
     else:
-        at = (begins[chosen][:, :, None] + offsets).flatten(1)
-        found = flat.gather(2, at[:, None].expand(-1, x.shape[1], -1))
-        rows = found.view(len(x), x.shape[1], chosen.shape[1], len(offsets))
-    return rows.permute(0, 2, 1, 3).reshape(len(x), rows.shape[2], groups, -1)
+        found = flat.gather(2, places[chosen].flatten(1)[:, None].expand(-1, x.shape[1], -1))
+    rows = found.view(len(x), x.shape[1], -1, places.shape[1]).transpose(1, 2)
+    return rows.reshape(len(x), rows.shape[1], groups, -1)
 
 
 def _at(values: Tensor, chosen: Tensor | None) -> Tensor:
@@ -101,20 +130,10 @@ def _at(values: Tensor, chosen: Tensor | None) -> Tensor:
     return values if chosen is None else values.gather(1, chosen[:, :, None].expand(-1, -1, values.shape[-1]))
 
 
-def _each(value: Any, count: int) -> tuple[int, ...]:
-    if isinstance(value, int):
-        return (value,) * count
-    values = tuple(int(v) for v in value)
-    return values * count if len(values) == 1 else values
-
-
-def _padding(padding: Any, kernel: tuple[int, ...], dilation: tuple[int, ...]) -> list[int]:
-    """Padding in the order of `F.pad`: last dimension first, before and after."""
-    spans = [d * (k - 1) for k, d in zip(kernel, dilation, strict=True)]
+def _padding(padding: Any, spans: list[int]) -> list[int]:
+    """Padding in the order of `F.pad`: last dimension first, before and after. `spans`: of the kernel, less 1."""
     if padding == "same":
         sides = [(span // 2, span - span // 2) for span in spans]
-    elif padding == "valid":
-        sides = [(0, 0)] * len(kernel)
     else:
-        sides = [(p, p) for p in _each(padding, len(kernel))]
+        sides = [(p, p) for p in each(0 if padding == "valid" else padding, len(spans))]
     return [side for pair in reversed(sides) for side in pair]

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from secateur.errors import DataError
-from secateur.nest import map_tensors
+from secateur.nest import map_leaves, select_samples
 from secateur.running.batches import Data, batches, check_inputs, is_pair, size_of
 
 #: `f(images, generator)` returns altered images of the same shape. The generator lives on the CPU.
@@ -57,11 +57,11 @@ class Samples:
         inputs, targets, count = [], [], 0
         if is_pair(data) and size_of(data[0]) > most:
             index = torch.linspace(0, size_of(data[0]) - 1, most, dtype=torch.float64).round().long()
-            data = map_tensors(lambda t: t[index.to(t.device)], tuple(data))
+            data = select_samples(tuple(data), index)
         for x, y in batches(data, 64, device):
             check_inputs(x)
             take = min(size_of(x), most - count)
-            inputs.append(map_tensors(lambda t, n=take: t[:n], x))  # type: ignore[misc]
+            inputs.append(select_samples(x, slice(take)))
             targets.append(y[:take] if isinstance(y, Tensor) and y.ndim == 1 else None)
             count += take
             if count >= most:
@@ -79,7 +79,7 @@ class Samples:
     @property
     def two(self) -> Any:
         """The first two samples, or the only one."""
-        return map_tensors(lambda t: t[:2], self.inputs)
+        return select_samples(self.inputs, slice(2))
 
     @property
     def total(self) -> int:
@@ -112,7 +112,7 @@ class Samples:
         for copy in range(1 + self.copies):
             for begin in range(0, self.count, _PART):
                 end = min(begin + _PART, self.count)
-                x = map_tensors(lambda t, a=begin, b=end: t[a:b], self.inputs)  # type: ignore[misc]
+                x = select_samples(self.inputs, slice(begin, end))
                 if copy:
                     assert self.alter is not None
                     key = (self.seed * 1_000_003 + copy) * 1_000_003 + begin
@@ -145,13 +145,6 @@ def _held(count: int, targets: Tensor | None, share: float, generator: torch.Gen
 
 def _joined(parts: list[Any]) -> Any:
     """Nests of tensors, joined along their samples."""
-    first = parts[0]
     if len(parts) == 1:
-        return first
-    if isinstance(first, Tensor):
-        return torch.cat(parts)
-    if isinstance(first, dict):
-        return {key: _joined([part[key] for part in parts]) for key in first}
-    if isinstance(first, tuple | list):
-        return type(first)(_joined([part[i] for part in parts]) for i in range(len(first)))
-    return first
+        return parts[0]
+    return map_leaves(lambda *of: torch.cat(of) if isinstance(of[0], Tensor) else of[0], *parts)

@@ -4,52 +4,25 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping
-from dataclasses import dataclass
-from itertools import count
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import nn
 
 from secateur.errors import RepairError, SecateurWarning
 from secateur.nest import tensors_in
-from secateur.repair.corrections import Correction, corrections_named
-from secateur.repair.layers import Layers
-from secateur.repair.layerwise import Corrected, LayerCorrector, kept_indices, layers_in_both
+from secateur.repair.corrections import corrections_named
+from secateur.repair.layers import Layers, version
+from secateur.repair.layerwise import LayerCorrector, Outcome, kept_indices, layers_in_both
 from secateur.repair.reference import Reference
 from secateur.repair.samples import Alter, Samples
-from secateur.repair.survey import version
 from secateur.running.batches import Data, repeatable
 from secateur.running.copies import copy_with, unwrap
 from secateur.running.devices import device_of
 from secateur.running.processes import synchronise
-from secateur.running.progress import Line, Listener, Recording, Repairing
+from secateur.running.progress import Line, Listener, Recording
 from secateur.running.sandbox import check_weights, quiet
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What a repair did.
-
-    `divergence` says how far each candidate was from the original on held-out samples. `method` names the one that was
-    taken, "none" if no repair came closer than no repair. `layers` has the correction of each weight, `errors` the
-    error of its output before and after, relative to the original's output.
-    """
-
-    model: nn.Module
-    method: str
-    divergence: dict[str, float]
-    layers: dict[str, Correction]
-    errors: dict[str, tuple[float, float]]
-
-    def __str__(self) -> str:
-        tried = ", ".join(f"{name} {value:.4g}" for name, value in self.divergence.items())
-        lines = [f"{self.method}; divergence from the original on held-out samples: {tried}"]
-        width = max([len(name) for name in self.layers] or [0])
-        for name, correction in self.layers.items():
-            before, after = self.errors.get(name, (math.nan, math.nan))
-            lines.append(f"{name.ljust(width)}  {correction!s:<10}  error {100 * before:6.2f} % → {100 * after:6.2f} %")
-        return "\n".join(lines)
 
 
 @dataclass(frozen=True)
@@ -153,27 +126,24 @@ class Session:
                 stacklevel=3,
             )
 
-        def corrected(method: Correction, given: Mapping[str, Correction] | None = None) -> Corrected:
-            numbers = count(1)
-            final = given is not None
-            step = lambda: tell(Repairing(method.name, next(numbers), len(layers), final))  # noqa: E731
-            return LayerCorrector(small, reference, layers, method, given, self.settings.rounds, step).run()
-
-        before = reference.divergence_of(small)
+        divergence = {"none": reference.divergence_of(small)}
         methods = {method.name: method for method in corrections_named(self.settings.method)} if layers else {}
-        tried = {name: corrected(method) for name, method in methods.items()}
-        divergence = {"none": before, **{name: found.divergence for name, found in tried.items()}}
-        best = min(tried, key=lambda name: _comparable(divergence[name]), default="none")
-        if best == "none" or not _comparable(divergence[best]) < _comparable(before):
+        corrector = partial(LayerCorrector, small, reference, layers, self.settings.rounds, tell)
+        tried = {name: corrector(method).run() for name, method in methods.items()}
+        for found in tried.values():
+            divergence |= found.divergence
+        least = {name: value if math.isfinite(value) else math.inf for name, value in divergence.items()}
+        best = min(least, key=least.__getitem__)  # "none" comes first
+        if best == "none":
             copy = copy_with(small, lambda name, old: old.detach().clone())
             return Outcome(copy, "none", divergence, {}, {})
-        found = tried[best]
-        model = found.model
+        outcome = replace(tried[best], divergence=divergence)
         if bool(reference.samples.held.any()):
             # What was held out to choose with now helps to fit, unless that does harm.
-            again = corrected(methods[best], found.chosen)
-            model = again.model if _comparable(again.divergence) <= _comparable(before) else model
-        return Outcome(model, best, divergence, found.chosen, found.errors)
+            again = corrector(methods[best], outcome.layers).run()
+            if again.divergence[best] <= least["none"]:
+                return replace(outcome, model=again.model)
+        return outcome
 
 
 def repair(
@@ -195,7 +165,3 @@ def repair(
     """
     settings = Repair(method, copies, held_out=held_out, seed=seed)
     return settings.examine(small, original, data, progress).model
-
-
-def _comparable(value: float) -> float:
-    return value if math.isfinite(value) else math.inf
