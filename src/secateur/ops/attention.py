@@ -108,7 +108,7 @@ class AddMatMul(MatMul):
 
 
 class Einsum(Contraction):
-    """Any einsum of two tensors without an ellipsis or repeated index."""
+    """Any einsum of two tensors in which no index is repeated within one of them."""
 
     def equation(self, call: Call) -> Equation:
         text, operands = str(call["equation"]).replace(" ", ""), list(call["operands"])

@@ -96,26 +96,25 @@ def _chooses(relevance: RelevanceVerbs, call: Call) -> Any:
     return torch.where(call["condition"], *chosen)
 
 
-for _signature, _operation, _plain, _in_place in (
-    ("input other alpha=1 out=None", Sum(), "add __add__ __radd__", "add_ __iadd__"),
-    ("input other alpha=1 out=None", Sum(sign=-1), "sub subtract __sub__", "sub_ __isub__"),
-    ("input other alpha=1", Sum(sign=-1, reflected=True), "rsub __rsub__", ""),
-    ("input other", Product(), "mul multiply __mul__ __rmul__", "mul_ __imul__"),
-    ("input other rounding_mode=None", Quotient(), "div divide true_divide __truediv__", "div_ __itruediv__"),
-    ("input other", Quotient(), "floor_divide __floordiv__ remainder __mod__ fmod", ""),
-    ("input other", Quotient(reflected=True), "__rtruediv__ __rdiv__", ""),
-    ("input end weight", Elementwise(_interpolates), "lerp", "lerp_"),
-    ("input tensor1 tensor2 value=1", Elementwise(_adds_product), "addcmul", "addcmul_"),
-    ("input tensor1 tensor2 value=1", Elementwise(_adds_quotient), "addcdiv", "addcdiv_"),
-    ("input other", Elementwise(moves), "maximum minimum", ""),
-    ("input other", Elementwise(passes), "atan2 __rpow__ float_power", ""),
-    ("input other", Elementwise(stops), "eq ne gt lt ge le __eq__ __ne__ __gt__ __lt__ __ge__ __le__", ""),
-    ("input other", Elementwise(stops), "logical_and logical_or __and__ __or__ __xor__ bitwise_and bitwise_or", ""),
-    ("input", Elementwise(stops), "isnan isinf isfinite", ""),
-    ("input mask value", Elementwise(moves), "masked_fill", "masked_fill_"),
-    ("input *rest", Fill(stops), "zeros_like ones_like empty_like full_like rand_like randn_like fill bernoulli", ""),
-    ("input *rest", Fill(stops), "", "zero_ fill_ normal_ uniform_ bernoulli_ exponential_"),
-):
-    register_named(_signature, _plain, _operation, _in_place)
+register_named("input other alpha=1 out=None", "add __add__ __radd__", Sum(), in_place="add_ __iadd__")
+register_named("input other alpha=1 out=None", "sub subtract __sub__", Sum(sign=-1), in_place="sub_ __isub__")
+register_named("input other alpha=1", "rsub __rsub__", Sum(sign=-1, reflected=True))
+register_named("input other", "mul multiply __mul__ __rmul__", Product(), in_place="mul_ __imul__")
+register_named("input other rounding_mode=None", "div divide true_divide", Quotient(), in_place="div_")
+register_named("input other", "__truediv__ floor_divide __floordiv__", Quotient(), in_place="__itruediv__")
+register_named("input other", "remainder __mod__ fmod", Quotient())
+register_named("input other", "__rtruediv__ __rdiv__", Quotient(reflected=True))
+register_named("input end weight", "lerp", Elementwise(_interpolates), in_place="lerp_")
+register_named("input tensor1 tensor2 value=1", "addcmul", Elementwise(_adds_product), in_place="addcmul_")
+register_named("input tensor1 tensor2 value=1", "addcdiv", Elementwise(_adds_quotient), in_place="addcdiv_")
+register_named("input other", "maximum minimum", Elementwise(moves))
+register_named("input other", "atan2 __rpow__ float_power", Elementwise(passes))
+register_named("input other", "eq ne gt lt ge le __eq__ __ne__ __gt__ __lt__ __ge__ __le__ __xor__", Elementwise(stops))
+register_named("input other", "logical_and logical_or bitwise_and bitwise_or __and__ __or__", Elementwise(stops))
+register_named("input", "isnan isinf isfinite", Elementwise(stops))
+register_named("input mask value", "masked_fill", Elementwise(moves), in_place="masked_fill_")
+register_named("input *rest", "zeros_like ones_like empty_like full_like rand_like randn_like", Fill(stops))
+register_named("input *rest", "fill bernoulli", Fill(stops), in_place="fill_ bernoulli_ zero_ normal_ uniform_")
+register("input *rest", Tensor.exponential_, operation=Fill(stops), writes=True)
 register("condition input other", torch.where, operation=Elementwise(_chooses))
 register("input condition other", Tensor.where, operation=Elementwise(_chooses))

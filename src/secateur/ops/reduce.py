@@ -70,20 +70,18 @@ class Cumulative(Ruled):
                 labels.keep(x, tensor)
 
 
-for _signature, _operation, _names in (
-    ("input dim=None keepdim=False dtype=None", Reduction(averages, zero_is_neutral=True), "sum nansum"),
-    ("input p=2 dim=None keepdim=False", Reduction(stops, zero_is_neutral=True), "norm"),
-    ("input dim=None keepdim=False dtype=None", Reduction(averages), "mean nanmean"),
-    # Maximum and minimum, hard or soft: relevance goes to the winner, a zero may win.
-    ("input dim=None keepdim=False", Reduction(moves), "max min amax amin argmax argmin median mode any all logsumexp"),
-    ("input dim=None correction=1 keepdim=False", Reduction(stops), "var std var_mean std_mean"),
-    ("input dim=None keepdim=False dtype=None", Reduction(stops), "prod"),
-    ("input dim=-1", Cumulative(stops), "cumprod"),
-    ("input dim=-1", Cumulative(averages), "cumsum"),
-    ("input dim=-1", Cumulative(moves), "sort argsort"),
-    ("input k dim=-1", Cumulative(moves), "topk"),
-):
-    register_named(_signature, _names, _operation)
+register_named("input dim=None keepdim=False dtype=None", "sum nansum", Reduction(averages, zero_is_neutral=True))
+register_named("input p=2 dim=None keepdim=False", "norm", Reduction(stops, zero_is_neutral=True))
+register_named("input dim=None keepdim=False dtype=None", "mean nanmean", Reduction(averages))
+# Maximum and minimum, hard or soft: relevance goes to the winner, a zero may win.
+register_named("input dim=None keepdim=False", "max min amax amin argmax argmin median", Reduction(moves))
+register_named("input dim=None keepdim=False", "mode any all logsumexp", Reduction(moves))
+register_named("input dim=None correction=1 keepdim=False", "var std var_mean std_mean", Reduction(stops))
+register_named("input dim=None keepdim=False dtype=None", "prod", Reduction(stops))
+register_named("input dim=-1", "cumprod", Cumulative(stops))
+register_named("input dim=-1", "cumsum", Cumulative(averages))
+register_named("input dim=-1", "sort argsort", Cumulative(moves))
+register_named("input k dim=-1", "topk", Cumulative(moves))
 register(
     "input ord=None dim=None keepdim=False", torch.linalg.vector_norm, operation=Reduction(stops, zero_is_neutral=True)
 )

@@ -259,40 +259,38 @@ def _pin(labels: LabelVerbs, layer: Tensor, dim: int, item: Any, call: Call) -> 
 
 
 _WRITTEN, _LOOKED_UP = "writes it into fixed places", "looks it up by computed positions"
-for _signature, _operation, _plain, _in_place in (
-    ("input *shape", Reshape(), "view reshape", ""),
-    ("input other", Reshape(), "view_as reshape_as", ""),
-    ("input *rest", Reshape(), "flatten unflatten ravel", ""),
-    ("input *rest", Move(), "permute transpose swapaxes swapdims movedim moveaxis t adjoint", "transpose_"),
-    ("input *rest", Move(), "unsqueeze squeeze rot90 fliplr flipud diagonal tril triu", "unsqueeze_ squeeze_"),
-    ("input index", Slice(), "__getitem__", ""),
-    ("input dim start length", Slice(), "narrow", ""),
-    ("input dim index", Slice(), "select index_select take_along_dim", ""),
-    ("input index value", Fixed(_WRITTEN), "", "__setitem__"),
-    ("input *rest", Fixed(_WRITTEN), "index_put index_copy scatter scatter_add masked_scatter index_add", ""),
-    ("input *rest", Fixed(_WRITTEN), "", "copy_ index_put_ index_copy_ scatter_"),
-    ("input chunks dim=0", Split(), "chunk tensor_split", ""),
-    ("input split_size_or_sections dim=0", Split(), "split split_with_sizes", ""),
-    ("input dim=0", Split(), "unbind", ""),
-    ("tensors dim=0 out=None", Concat(), "cat concat concatenate", ""),
-    ("tensors dim=0 out=None", Stack(), "stack", ""),
-    ("input pad mode=None value=None", Pad(), "pad", ""),
-    ("input *sizes", Repeat(), "expand repeat tile broadcast_to expand_as", ""),
-    ("input repeats dim=None output_size=None", Repeat(), "repeat_interleave", ""),
-    ("input factor", Blocks(), "pixel_shuffle pixel_unshuffle", ""),
-    ("input shifts dims=None", Roll(), "roll", ""),
-    ("input dims", Roll(), "flip", ""),
-    ("input dim index sparse_grad=False", Fixed(_LOOKED_UP), "gather", ""),
-    ("input *rest", Fixed(_LOOKED_UP), "affine_grid masked_select nonzero", ""),
-    ("input *rest", Query(), "size dim numel nelement ndimension stride element_size storage_offset data_ptr", ""),
-    ("input *rest", Query(), "is_floating_point is_complex is_contiguous is_same_size is_signed is_inference", ""),
-    ("input *rest", Query(), "is_conj is_neg is_pinned has_names get_device untyped_storage __len__ __hash__", ""),
-    ("input *rest", Query(), "new_zeros new_ones new_empty new_full new_tensor", ""),
-    ("input *rest", Query(), "register_hook retain_grad backward", ""),
-    ("input *rest", Readout(), "item tolist numpy is_nonzero __bool__ __int__ __float__ __index__", ""),
-    ("input *rest", Readout(), "__repr__ __format__ __array__", ""),
-):
-    register_named(_signature, _plain, _operation, _in_place)
+register_named("input *shape", "view reshape", Reshape())
+register_named("input other", "view_as reshape_as", Reshape())
+register_named("input *rest", "flatten unflatten ravel", Reshape())
+register_named("input *rest", "permute swapaxes swapdims movedim moveaxis t adjoint rot90 fliplr flipud", Move())
+register_named("input *rest", "transpose unsqueeze squeeze", Move(), in_place="transpose_ unsqueeze_ squeeze_")
+register_named("input *rest", "diagonal tril triu", Move())
+register_named("input index", "__getitem__", Slice())
+register_named("input dim start length", "narrow", Slice())
+register_named("input dim index", "select index_select take_along_dim", Slice())
+register("input index value", Tensor.__setitem__, operation=Fixed(_WRITTEN), writes=True)
+register_named("input *rest", "scatter scatter_add masked_scatter index_add", Fixed(_WRITTEN), in_place="copy_")
+register_named("input *rest", "index_put index_copy", Fixed(_WRITTEN), in_place="index_put_ index_copy_ scatter_")
+register_named("input chunks dim=0", "chunk tensor_split", Split())
+register_named("input split_size_or_sections dim=0", "split split_with_sizes", Split())
+register_named("input dim=0", "unbind", Split())
+register_named("tensors dim=0 out=None", "cat concat concatenate", Concat())
+register_named("tensors dim=0 out=None", "stack", Stack())
+register_named("input pad mode=None value=None", "pad", Pad())
+register_named("input *sizes", "expand repeat tile broadcast_to expand_as", Repeat())
+register_named("input repeats dim=None output_size=None", "repeat_interleave", Repeat())
+register_named("input factor", "pixel_shuffle pixel_unshuffle", Blocks())
+register_named("input shifts dims=None", "roll", Roll())
+register_named("input dims", "flip", Roll())
+register_named("input dim index sparse_grad=False", "gather", Fixed(_LOOKED_UP))
+register_named("input *rest", "affine_grid masked_select nonzero", Fixed(_LOOKED_UP))
+register_named("input *rest", "size dim numel nelement ndimension stride element_size storage_offset data_ptr", Query())
+register_named("input *rest", "is_floating_point is_complex is_contiguous is_same_size is_signed is_inference", Query())
+register_named("input *rest", "is_conj is_neg is_pinned has_names get_device untyped_storage __len__ __hash__", Query())
+register_named("input *rest", "new_zeros new_ones new_empty new_full new_tensor", Query())
+register_named("input *rest", "register_hook retain_grad backward", Query())
+register_named("input *rest", "item tolist numpy is_nonzero __bool__ __int__ __float__ __index__", Readout())
+register_named("input *rest", "__repr__ __format__ __array__", Readout())
 register("input kernel_size dilation=1 padding=0 stride=1", F.unfold, operation=Blocks(after=-2))
 register("input output_size kernel_size dilation=1 padding=0 stride=1", F.fold, operation=Blocks(averages, before=-2))
 register("input *rest", F.grid_sample, operation=Fixed(_LOOKED_UP, averages))  # shares among pixels
