@@ -257,7 +257,7 @@ def _additive(hidden: Tensor, like: Tensor) -> Tensor:
 
 register_named("input other", "matmul bmm mm mv dot __matmul__", MatMul())
 register_named("input other", "__rmatmul__", MatMul(reflected=True))
-register_named("input batch1 batch2 beta=1 alpha=1", "baddbmm addmm addbmm addmv", AddMatMul())
+register_named("input batch1 batch2 beta=1 alpha=1", "baddbmm addmm addmv", AddMatMul())
 register("equation *operands", torch.einsum, torch.functional.einsum, operation=Einsum())
 register_named(
     "query key value attn_mask=None dropout_p=0 is_causal=False scale=None enable_gqa=False",
