@@ -94,3 +94,16 @@ def test_a_vector_norm_is_a_scale() -> None:
     assert graph.total_units == 6
     plan = sc.plan(graph, sc.score(net, (x, torch.arange(5) % 3), "lrp", graph=graph), remove=0.5)
     assert sc.apply(net, plan).first.out_features == 3
+
+
+@pytest.mark.parametrize("convolves", [F.conv1d, F.conv_transpose1d])
+def test_a_weight_of_fixed_size_fixes_what_it_reads(convolves: Callable[..., Tensor]) -> None:
+    class Blurred(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Conv1d(3, 6, 3), nn.Conv1d(6, 2, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(convolves(self.first(x), torch.ones(6, 6, 1)))
+
+    assert sc.analyze(Blurred(), torch.rand(1, 3, 9)).total_units == 0

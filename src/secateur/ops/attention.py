@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,64 +13,57 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from secateur.errors import UnsupportedModelError
-from secateur.ops.layers import narrow, varying
+from secateur.ops.elementwise import operands_of
+from secateur.ops.layers import Labels, column, spread, varying
 from secateur.ops.protocols import LabelVerbs, RelevanceVerbs
-from secateur.ops.table import Call, Decomposed, Operation, named, register
+from secateur.ops.table import Call, Decomposed, Operation, register, register_named
+
+#: The operands, the index letters of each (`.` for a dimension that is broadcast), and those of the result.
+Equation = tuple[list[Tensor], list[str], str]
 
 
 class Contraction(Operation):
     """A sum of products over shared indices, described as an einsum. Subclasses say which."""
 
-    name = "contraction"
-
-    def equation(self, call: Call) -> tuple[list[Tensor], list[str], str]:
-        """The operands, the index letters of each (`.` for a dimension that is broadcast), and those of the result."""
+    def equation(self, call: Call) -> Equation:
+        """What is multiplied and summed."""
         raise NotImplementedError
 
     def channels(self, labels: LabelVerbs, call: Call, output: Any) -> None:
         """Units along a contracted index leave on both sides; units along a batch index are heads."""
         operands, letters, result = self.equation(call)
-        sizes = {
-            c: s for t, ls in zip(operands, letters, strict=True) for c, s in zip(ls, t.shape, strict=True) if c != "."
-        }
-        carried: dict[str, np.ndarray[Any, Any]] = {}
-        for tensor, own in zip(operands, letters, strict=True):
+        pairs = list(zip(operands, letters, strict=True))
+        sizes = {c: s for tensor, own in pairs for c, s in zip(own, tensor.shape, strict=True) if c != "."}
+        shared = {c for c in sizes if sum(c in own for own in letters) > 1}
+        carried: dict[str, Labels] = {}
+        for tensor, own in pairs:
             for layer in labels.layers(tensor):
                 over = varying(layer)
-                shared = [d for d in over if own[d] in result and sum(own[d] in ls for ls in letters) > 1]
-                if shared:  # heads: everything inside one head leaves with it
-                    layer = labels.tied(layer, [d for d in over if d != shared[0]])
-                elif len(over) > 1:
-                    layer = labels.tied(layer, over[1:])
-                (dim,) = varying(layer) or [over[0]]
-                column = narrow(layer).reshape(-1).numpy()
-                if own[dim] in carried:
-                    labels.join(carried[own[dim]], column)
+                # Everything inside one head leaves with it.
+                first = next((d for d in over if own[d] in result and own[d] in shared), over[0])
+                units = column(labels.tied(layer, [d for d in over if d != first]))
+                if own[first] in carried:
+                    labels.join(carried[own[first]], units)
                 else:
-                    carried[own[dim]] = column
-        for letter, column in carried.items():
-            for tensor, own in zip(operands, letters, strict=True):
+                    carried[own[first]] = units
+        for letter, units in carried.items():
+            for tensor, own in pairs:
                 if letter not in own or tensor.shape[own.index(letter)] == 1:
                     continue
                 if not any(own[d] == letter for layer in labels.layers(tensor) for d in varying(layer)):
-                    labels.freeze(column, f"multiplied by a tensor of fixed size in {call.site}")
+                    labels.freeze(units, f"multiplied by a tensor of fixed size in {call.site}")
         layers = []
-        for letter, column in carried.items():
+        for letter, units in carried.items():
             if letter in result:
-                dim = result.index(letter)
-                shape = [len(column) if d == dim else 1 for d in range(output.ndim)]
-                layers.append(torch.from_numpy(column.copy()).reshape(shape).expand(output.shape))
-                if sum(letter in own for own in letters) > 1:
-                    labels.attend(column, call.site)
-        macs = math.prod(sizes.values())
-        labels.cost(call.site, macs, *carried.values())
+                layers.append(spread(units, result.index(letter), output.shape))
+                if letter in shared:
+                    labels.attend(units, call.site)
+        labels.cost(call.site, math.prod(sizes.values()), *carried.values())
         labels.set(output, layers)
 
 
 class MatMul(Contraction):
     """`a @ b` with broadcasting of leading dimensions. `reflected`: the second argument is the left factor."""
-
-    name = "matmul"
 
     def __init__(self, reflected: bool = False) -> None:
         self.reflected = reflected
@@ -77,48 +72,35 @@ class MatMul(Contraction):
         a, b = call["input"], call["other"]
         return (b, a) if self.reflected else (a, b)
 
-    def equation(self, call: Call) -> tuple[list[Tensor], list[str], str]:
+    def equation(self, call: Call) -> Equation:
         """Leading dimensions are numbered from the right."""
         a, b = self._factors(call)
-        batch = max(a.ndim, b.ndim) - 2
-        lead = "abcdefgh"[: max(batch, 0)]
+        lead = "abcdefgh"[: max(a.ndim, b.ndim, 2) - 2]
 
         def own(t: Tensor, tail: str) -> str:
-            if t.ndim == 1:
-                return tail[1] if tail == "ik" else tail[0]
-            names = lead[len(lead) - (t.ndim - 2) :] if t.ndim > 2 else ""
-            return "".join("." if s == 1 else c for c, s in zip(names, t.shape, strict=False)) + tail
+            names = zip(lead[len(lead) - t.ndim + 2 :], t.shape, strict=False)
+            return "".join("." if size == 1 else name for name, size in names) + tail
 
-        left, right = own(a, "ik"), own(b, "kj")
-        result = lead + ("i" if a.ndim > 1 else "") + ("j" if b.ndim > 1 else "")
-        return [a, b], [left, right], result
+        left = own(a, "ik") if a.ndim > 1 else "k"
+        right = own(b, "kj") if b.ndim > 1 else "k"
+        return [a, b], [left, right], lead + ("i" if a.ndim > 1 else "") + ("j" if b.ndim > 1 else "")
 
     def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
-        """Shared by both factors; attention weights act as a gate or share as the composite says."""
         return relevance.multiplies(call, *self._factors(call), torch.matmul)
 
 
 class AddMatMul(MatMul):
-    """`baddbmm`, `addmm`: a matmul plus a term."""
+    """`baddbmm`, `addmm`: a matmul, then a sum with another term."""
 
-    name = "addmm"
-
-    def equation(self, call: Call) -> tuple[list[Tensor], list[str], str]:
-        """The product only; the added term must carry nothing."""
+    def equation(self, call: Call) -> Equation:
         a, b = call["batch1"], call["batch2"]
         return ([a, b], ["aik", "akj"], "aij") if a.ndim == 3 else ([a, b], ["ik", "kj"], "ij")
 
     def channels(self, labels: LabelVerbs, call: Call, output: Any) -> None:
-        """The product, then the sum."""
         super().channels(labels, call, output)
-        operands = [
-            (labels.layers(output), list(output.shape)),
-            (labels.layers(call["input"]), list(call["input"].shape)),
-        ]
-        labels.merge(output, operands, call.site)
+        labels.merge(output, operands_of(labels, output, call["input"]), call.site)
 
     def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
-        """The product, then the sum."""
         with relevance.again():
             product = call["batch1"] @ call["batch2"]
             product = product if call["alpha"] == 1 else product * call["alpha"]
@@ -126,33 +108,25 @@ class AddMatMul(MatMul):
 
 
 class Einsum(Contraction):
-    """Any einsum of two tensors without an ellipsis or repeated index."""
+    """Any einsum of two tensors in which no index is repeated within one of them."""
 
-    name = "einsum"
-
-    def equation(self, call: Call) -> tuple[list[Tensor], list[str], str]:
-        """As the user wrote it."""
-        text = str(call["equation"]).replace(" ", "")
-        operands = list(call["operands"])
-        if len(operands) == 1 and isinstance(operands[0], tuple | list):
-            operands = list(operands[0])
+    def equation(self, call: Call) -> Equation:
+        text, operands = str(call["equation"]).replace(" ", ""), list(call["operands"])
         left, _, result = text.partition("->")
         letters = left.split(",")
         if "->" not in text:
             flat = "".join(letters)
             result = "".join(sorted(c for c in set(flat) if flat.count(c) == 1))
         if "..." in text:
-            width = max(t.ndim - len(ls.replace("...", "")) for t, ls in zip(operands, letters, strict=True))
-            dots = "ABCDEFGH"[:width]
+            widths = [t.ndim - len(own.replace("...", "")) for t, own in zip(operands, letters, strict=True)]
+            dots = "ABCDEFGH"[: max(widths)]
             letters = [
-                ls.replace("...", dots[width - (t.ndim - len(ls.replace("...", ""))) :])
-                for t, ls in zip(operands, letters, strict=True)
+                own.replace("...", dots[len(dots) - width :]) for own, width in zip(letters, widths, strict=True)
             ]
             result = result.replace("...", dots)
         return operands, letters, result
 
     def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
-        """One operand shares as a sum does, two share as factors do."""
         operands, letters, result = self.equation(call)
         text = ",".join(letters) + "->" + result
         if len(operands) == 1:
@@ -162,115 +136,80 @@ class Einsum(Contraction):
         return relevance.multiplies(call, operands[0], operands[1], lambda a, b: torch.einsum(text, a, b))
 
 
-class Attention(Contraction):
-    """`scaled_dot_product_attention`: queries, keys and values of a head leave together."""
-
-    name = "attention"
+class Attention(Operation):
+    """`scaled_dot_product_attention`: queries, keys and values of a head leave together; the mask may have heads."""
 
     def channels(self, labels: LabelVerbs, call: Call, output: Any) -> None:
-        """Tie each head over its width and over query, key, value; the mask may have heads too."""
         query, key, value, mask = call["query"], call["key"], call["value"], call["attn_mask"]
         macs = math.prod(query.shape[:-1]) * key.shape[-2] * (query.shape[-1] + value.shape[-1])
-        columns = []
+        heads: list[tuple[int, Labels]] = []
         for tensor in (query, key, value):
             for layer in labels.layers(tensor):
                 over = varying(layer)
-                heads = [d for d in over if d < tensor.ndim - 2]
-                if not heads:
-                    if tensor is value and over == [tensor.ndim - 1]:
-                        continue
+                if over[0] < tensor.ndim - 2:
+                    layer = labels.tied(layer, over[1:])
+                    heads.append((over[0] - tensor.ndim, column(layer)))
+                elif tensor is not value or over != [tensor.ndim - 1]:
                     labels.freeze(layer, f"width of a single head in {call.site}")
-                    continue
-                layer = labels.tied(layer, [d for d in over if d != heads[0]])
-                columns.append((heads[0] - tensor.ndim, narrow(layer).reshape(-1).numpy()))
-        if columns:
-            dim, first = columns[0]
-            for _, column in columns[1:]:
-                if len(column) == len(first):
-                    labels.join(first, column)
-                elif len(first) % len(column) == 0:  # grouped queries
-                    labels.join(first, np.repeat(column, len(first) // len(column)))
-            carrying = {id(t) for t in (query, key, value) if any(varying(layer) for layer in labels.layers(t))}
-            if len(carrying) < len({id(query), id(key), id(value)}):
-                labels.freeze(first, f"attends to a tensor of fixed size in {call.site}")
-            layer = torch.from_numpy(first.copy()).reshape(
-                [-1 if d == output.ndim + dim else 1 for d in range(output.ndim)]
-            )
-            labels.set(output, [layer.expand(output.shape)])
-            labels.attend(first, call.site)
-            labels.cost(call.site, macs, first)
-            if mask is not None and labels.layers(mask):
-                shape = (*query.shape[:-1], key.shape[-2])
-                scores = torch.empty(shape, device="meta")
-                operands = [([layer[..., :1].expand(shape)], list(shape)), (labels.layers(mask), list(mask.shape))]
-                labels.merge(scores, operands, call.site)
+        if not heads:
+            labels.cost(call.site, macs)
+            labels.set(output, [layer[..., :1, :].expand(output.shape) for layer in labels.layers(value)])
             return
-        labels.cost(call.site, macs)
-        labels.set(output, [layer[..., :1, :].expand(output.shape) for layer in labels.layers(value)])
+        dim, first = heads[0]
+        for _, other in heads[1:]:
+            if len(first) % len(other) == 0:  # fewer keys and values than queries: grouped queries
+                labels.join(first, np.repeat(other, len(first) // len(other)))
+        carrying = {id(t) for t in (query, key, value) if labels.layers(t)}
+        if len(carrying) < len({id(query), id(key), id(value)}):
+            labels.freeze(first, f"attends to a tensor of fixed size in {call.site}")
+        labels.set(output, [spread(first, dim, output.shape)])
+        labels.attend(first, call.site)
+        labels.cost(call.site, macs, first)
+        if mask is not None and labels.layers(mask):
+            scores = torch.empty((*query.shape[:-1], key.shape[-2]), device="meta")
+            operands = [([spread(first, dim, scores.shape)], list(scores.shape)), *operands_of(labels, mask)]
+            labels.merge(scores, operands, call.site)
 
     def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
-        """To the values, and to queries and keys if the composite says so."""
         query, key, mask = call["query"], call["key"], call["attn_mask"]
         scale = call["scale"] or 1 / math.sqrt(query.shape[-1])
         return relevance.attends(call, scale, lambda: _logit_mask(mask, bool(call["is_causal"]), query, key))
 
 
-def _multi_head_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    embed_dim_to_check: int,
-    num_heads: int,
-    in_proj_weight: Tensor | None,
-    in_proj_bias: Tensor | None,
-    bias_k: Tensor | None,
-    bias_v: Tensor | None,
-    add_zero_attn: bool,
-    dropout_p: float,
-    out_proj_weight: Tensor,
-    out_proj_bias: Tensor | None,
-    training: bool = True,
-    key_padding_mask: Tensor | None = None,
-    need_weights: bool = True,
-    attn_mask: Tensor | None = None,
-    use_separate_proj_weight: bool = False,
-    q_proj_weight: Tensor | None = None,
-    k_proj_weight: Tensor | None = None,
-    v_proj_weight: Tensor | None = None,
-    static_k: Tensor | None = None,
-    static_v: Tensor | None = None,
-    average_attn_weights: bool = True,
-    is_causal: bool = False,
-) -> tuple[Tensor, Tensor | None]:
+def _multi_head_attention(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
     """`F.multi_head_attention_forward` spelt out; tensors are (length, batch, width), or (length, width)."""
-    if bias_k is not None or bias_v is not None or add_zero_attn or static_k is not None or static_v is not None:
+    bound = inspect.signature(F.multi_head_attention_forward).bind(*args, **kwargs)
+    bound.apply_defaults()
+    given = SimpleNamespace(**bound.arguments)
+    refused = (given.bias_k, given.bias_v, given.static_k, given.static_v)
+    if given.add_zero_attn or any(tensor is not None for tensor in refused):
         raise UnsupportedModelError(
             "nn.MultiheadAttention with bias_k/bias_v, add_zero_attn or static keys is not supported.",
             fix="build the module without them",
         )
-    unbatched = query.dim() == 2
+    tensors = (given.query, given.key, given.value)
+    unbatched = given.query.dim() == 2
     if unbatched:
-        query, key, value = query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1)
-    if use_separate_proj_weight:
-        weights = [q_proj_weight, k_proj_weight, v_proj_weight]
+        tensors = tuple(tensor.unsqueeze(1) for tensor in tensors)
+    if given.use_separate_proj_weight:
+        weights = (given.q_proj_weight, given.k_proj_weight, given.v_proj_weight)
     else:
-        assert in_proj_weight is not None
-        weights = list(in_proj_weight.chunk(3, 0))
-    biases = [None, None, None] if in_proj_bias is None else list(in_proj_bias.chunk(3, 0))
+        weights = given.in_proj_weight.chunk(3, 0)
+    biases = (None, None, None) if given.in_proj_bias is None else given.in_proj_bias.chunk(3, 0)
     heads = []
-    for tensor, weight, bias in zip((query, key, value), weights, biases, strict=True):
-        assert weight is not None
+    for tensor, weight, bias in zip(tensors, weights, biases, strict=True):
         projected = F.linear(tensor, weight, bias)
         length, batch, width = projected.shape
-        heads.append(projected.view(length, batch, num_heads, width // num_heads).permute(1, 2, 0, 3))
+        heads.append(projected.view(length, batch, given.num_heads, width // given.num_heads).permute(1, 2, 0, 3))
     q, k, v = heads
-    mask = combined_mask(attn_mask, key_padding_mask, q, k)
-    mixed, shown = attend(q, k, v, mask, need_weights, dropout_p if training else 0.0, is_causal)
+    mask = combined_mask(given.attn_mask, given.key_padding_mask, q, k)
+    dropout = given.dropout_p if given.training else 0.0
+    mixed, shown = attend(q, k, v, mask, given.need_weights, dropout, given.is_causal)
     batch, _, length, width = mixed.shape
-    joined = mixed.permute(2, 0, 1, 3).reshape(length, batch, num_heads * width)
-    out = F.linear(joined, out_proj_weight, out_proj_bias)
+    joined = mixed.permute(2, 0, 1, 3).reshape(length, batch, given.num_heads * width)
+    out = F.linear(joined, given.out_proj_weight, given.out_proj_bias)
     if shown is not None:
-        shown = shown.mean(1) if average_attn_weights else shown
+        shown = shown.mean(1) if given.average_attn_weights else shown
         shown = shown.squeeze(0) if unbatched else shown
     return out.squeeze(1) if unbatched else out, shown
 
@@ -316,13 +255,13 @@ def _additive(hidden: Tensor, like: Tensor) -> Tensor:
     return torch.zeros(hidden.shape, dtype=like.dtype, device=like.device).masked_fill(hidden, -math.inf)
 
 
-register("input other", *named("matmul bmm mm mv dot __matmul__"), operation=MatMul())
-register("input other", *named("__rmatmul__"), operation=MatMul(reflected=True))
-register("input batch1 batch2 beta=1 alpha=1", *named("baddbmm addmm addbmm addmv"), operation=AddMatMul())
+register_named("input other", "matmul bmm mm mv dot __matmul__", MatMul())
+register_named("input other", "__rmatmul__", MatMul(reflected=True))
+register_named("input batch1 batch2 beta=1 alpha=1", "baddbmm addmm addmv", AddMatMul())
 register("equation *operands", torch.einsum, torch.functional.einsum, operation=Einsum())
-register(
+register_named(
     "query key value attn_mask=None dropout_p=0 is_causal=False scale=None enable_gqa=False",
-    F.scaled_dot_product_attention,
-    operation=Attention(),
+    "scaled_dot_product_attention",
+    Attention(),
 )
 register("query *rest", F.multi_head_attention_forward, operation=Decomposed(_multi_head_attention))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -27,10 +27,19 @@ def varying(layer: Tensor) -> list[int]:
     return [d for d, (size, stride) in enumerate(zip(layer.shape, layer.stride(), strict=True)) if size > 1 and stride]
 
 
+def head(layer: Tensor, dims: Container[int]) -> Tensor:
+    """The layer at the first position along `dims`, which are kept at size 1."""
+    return layer[tuple(slice(0, 1) if d in dims else slice(None) for d in range(layer.ndim))]
+
+
 def narrow(layer: Tensor) -> Tensor:
     """The layer without the dimensions along which it does not vary (kept at size 1)."""
-    dims = set(varying(layer))
-    return layer[tuple(slice(None) if d in dims else slice(0, 1) for d in range(layer.ndim))]
+    return head(layer, set(range(layer.ndim)).difference(varying(layer)))
+
+
+def column(layer: Tensor) -> Labels:
+    """The labels of a layer that varies along a single dimension."""
+    return narrow(layer).reshape(-1).numpy()
 
 
 def compact(layer: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from secateur.ops.layers import Labels, narrow, spread, varying
+from secateur.ops.layers import Labels, column, spread, varying
 from secateur.ops.protocols import LabelVerbs, RelevanceVerbs
 from secateur.ops.table import Call, Operation, register
 
@@ -20,23 +20,26 @@ def produce_with_bias(labels: LabelVerbs, made: Labels, call: Call, kind: str) -
         labels.join(made, held)
 
 
-class Linear(Operation):
-    """`weight` is (out, in)."""
+def read_by_weight(labels: LabelVerbs, call: Call, read: Labels | None, taken: Labels | None) -> None:
+    """The units `read` leave with the columns `taken` of the weight that reads them."""
+    if read is not None and taken is not None:
+        labels.join(taken, read)
+    else:
+        labels.freeze(taken, "reads the model's input or another tensor of fixed size")
+        labels.freeze(read, f"read by {call.site} through a weight of fixed size")
 
-    name = "linear"
+
+class Linear(Operation):
+    """`weight` is (out, in). The last dimension of the input is read; units along the others go on."""
+
     differentiates = False
 
     def channels(self, labels: LabelVerbs, call: Call, output: Any) -> None:
-        """Output neurons are fresh, the last dimension is read, units along the other dimensions go on."""
         x, weight = call["input"], call["weight"]
         read, made, taken = labels.along(x, -1), labels.along(weight, 0), labels.along(weight, 1)
-        if read is not None and taken is not None:
-            labels.join(taken, read)
-        else:
-            labels.freeze(taken, "reads the model's input or another tensor of fixed size")
-            labels.freeze(read, f"read by {call.site} through a weight of fixed size")
+        read_by_weight(labels, call, read, taken)
         passing = labels.others(x, [-1])
-        crossing = [narrow(layer).reshape(-1).numpy() for layer in passing if len(varying(layer)) == 1]
+        crossing = [column(layer) for layer in passing if len(varying(layer)) == 1]
         labels.cost(call.site, output.numel() * weight.shape[-1], made, taken, *crossing)
         layers = [layer[..., :1].expand(output.shape) for layer in passing]
         if made is not None:
@@ -53,17 +56,15 @@ class Linear(Operation):
         return x.new_empty((*x.shape[:-1], len(weight)))
 
     def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
-        """By the rule of the composite."""
         return relevance.dense(call)
 
 
 class Embedding(Operation):
-    """Rows of a table: `weight` is (entries, width)."""
+    """Rows of a table: `weight` is (entries, width). Relevance that starts at discrete tokens ends here."""
 
-    name = "embedding"
+    enters = True
 
     def channels(self, labels: LabelVerbs, call: Call, output: Any) -> None:
-        """The width is a fresh set of units; the entries stay."""
         weight = call["weight"]
         made = labels.along(weight, 1)
         labels.freeze(labels.along(weight, 0), "entries of an embedding")
@@ -71,11 +72,7 @@ class Embedding(Operation):
             labels.produce(made, call.site, "neuron")
             labels.set(output, [spread(made, output.ndim - 1, output.shape)])
 
-    #: Relevance that starts at discrete tokens: ends here.
-    enters = True
-
     def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
-        """The rows looked up are where relevance ends: there is nothing to share it among."""
         return relevance.enters_here(call, call["weight"])
 
 

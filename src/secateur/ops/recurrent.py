@@ -13,12 +13,11 @@ from secateur.ops.table import Call, Operation, register
 
 
 class Recurrent(Operation):
-    """LSTM, GRU, RNN as one fused call."""
+    """LSTM, GRU, RNN as one fused call: the input width leaves with the first layer's input weights."""
 
     name = "recurrent layer"
 
     def channels(self, labels: LabelVerbs, call: Call, output: Any) -> None:
-        """Join the input width to the first layer's input weights; hidden units are frozen."""
         x, weights = call["input"], call["params"]
         if not isinstance(weights, tuple | list):
             raise UnsupportedModelError(f"{call.site} runs on packed sequences.", fix="analyse with a padded example")

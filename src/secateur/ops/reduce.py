@@ -9,27 +9,27 @@ import torch
 from torch import Tensor
 
 from secateur.nest import tensors_in
-from secateur.ops.layers import varying
+from secateur.ops.elementwise import Elementwise
+from secateur.ops.layers import head, varying
 from secateur.ops.protocols import LabelVerbs
-from secateur.ops.table import Call, Rule, Ruled, averages, moves, named, register, stops
+from secateur.ops.table import Call, Rule, Ruled, averages, moves, register, register_named, stops
 
 
-class Reduction(Ruled):
-    """Folds dimensions away. Units along them are frozen, unless `zero_is_neutral`: zeros do not count, as in a sum."""
+class Reduction(Elementwise):
+    """Folds dimensions away, or compares two tensors as `torch.max(a, b)` does. Units across the dimensions pass.
 
-    name = "reduction"
+    Units along them are frozen, unless `zero_is_neutral`: zeros do not count, as in a sum.
+    """
 
     def __init__(self, rule: Rule, zero_is_neutral: bool = False) -> None:
         super().__init__(rule)
         self.zero_is_neutral = zero_is_neutral
 
     def channels(self, labels: LabelVerbs, call: Call, output: Any) -> None:
-        """Units across the reduced dimensions pass, units along them are consumed by a sum and frozen otherwise."""
         x = call["input"]
         dims = self.dims(call, x)
-        if dims is None:  # two tensors: torch.max(a, b)
-            operands = [(labels.layers(t), list(t.shape)) for t in call.tensors()]
-            labels.merge(output, operands, call.site)
+        if dims is None:
+            super().channels(labels, call, output)
             return
         kept = []
         for layer in labels.layers(x):
@@ -40,13 +40,8 @@ class Reduction(Ruled):
                 kept.append(labels.tied(layer, [d for d in over if d in dims]))
             elif not self.zero_is_neutral:
                 labels.freeze(layer, f"{call.site} runs over it")
-        keep = bool(call.get("keepdim", False))
         for tensor in tensors_in(output):
-            shrunk = []
-            for layer in kept:
-                small = layer[tuple(slice(0, 1) if d in dims else slice(None) for d in range(layer.ndim))]
-                shrunk.append(small if keep else small.reshape(tensor.shape))
-            labels.set(tensor, shrunk)
+            labels.set(tensor, [head(layer, dims).reshape(tensor.shape) for layer in kept])
 
     @staticmethod
     def dims(call: Call, x: Tensor) -> list[int] | None:
@@ -64,10 +59,7 @@ class Reduction(Ruled):
 class Cumulative(Ruled):
     """Running products and sums, sorts: order and count along the dimension matter."""
 
-    name = "cumulative"
-
     def channels(self, labels: LabelVerbs, call: Call, output: Any) -> None:
-        """Freeze what varies along the dimension."""
         x = call["input"]
         dim = int(call.get("dim") if call.get("dim") is not None else -1) % x.ndim
         for layer in labels.layers(x):
@@ -78,23 +70,18 @@ class Cumulative(Ruled):
                 labels.keep(x, tensor)
 
 
-register(
-    "input dim=None keepdim=False dtype=None", *named("sum nansum"), operation=Reduction(averages, zero_is_neutral=True)
-)
-register("input p=2 dim=None keepdim=False", *named("norm"), operation=Reduction(stops, zero_is_neutral=True))
+register_named("input dim=None keepdim=False dtype=None", "sum nansum", Reduction(averages, zero_is_neutral=True))
+register_named("input p=2 dim=None keepdim=False", "norm", Reduction(stops, zero_is_neutral=True))
+register_named("input dim=None keepdim=False dtype=None", "mean nanmean", Reduction(averages))
+# Maximum and minimum, hard or soft: relevance goes to the winner, a zero may win.
+register_named("input dim=None keepdim=False", "max min amax amin argmax argmin median", Reduction(moves))
+register_named("input dim=None keepdim=False", "mode any all logsumexp", Reduction(moves))
+register_named("input dim=None correction=1 keepdim=False", "var std var_mean std_mean", Reduction(stops))
+register_named("input dim=None keepdim=False dtype=None", "prod", Reduction(stops))
+register_named("input dim=-1", "cumprod", Cumulative(stops))
+register_named("input dim=-1", "cumsum", Cumulative(averages))
+register_named("input dim=-1", "sort argsort", Cumulative(moves))
+register_named("input k dim=-1", "topk", Cumulative(moves))
 register(
     "input ord=None dim=None keepdim=False", torch.linalg.vector_norm, operation=Reduction(stops, zero_is_neutral=True)
 )
-register("input dim=None keepdim=False dtype=None", *named("mean nanmean"), operation=Reduction(averages))
-# Maximum and minimum, hard or soft: relevance goes to the winner, a zero may win.
-register(
-    "input dim=None keepdim=False",
-    *named("max min amax amin argmax argmin median mode any all logsumexp"),
-    operation=Reduction(moves),
-)
-register("input dim=None correction=1 keepdim=False", *named("var std var_mean std_mean"), operation=Reduction(stops))
-register("input dim=None keepdim=False dtype=None", *named("prod"), operation=Reduction(stops))
-register("input dim=-1", *named("cumprod"), operation=Cumulative(stops))
-register("input dim=-1", *named("cumsum"), operation=Cumulative(averages))
-register("input dim=-1", *named("sort argsort"), operation=Cumulative(moves))
-register("input k dim=-1", *named("topk"), operation=Cumulative(moves))

@@ -8,9 +8,11 @@ A function without an entry is refused by name, never guessed.
 from __future__ import annotations
 
 import inspect
+import re
+from ast import literal_eval
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cache
 from typing import Any
 
 import torch
@@ -21,55 +23,29 @@ from secateur.ops.protocols import LabelVerbs, RelevanceVerbs
 
 Function = Callable[..., Any]
 
-_REQUIRED = object()
-
 
 @dataclass(frozen=True)
 class Signature:
     """The parameters of a function as text, e.g. `"input weight bias=None stride=1"`; `*dims` takes the rest."""
 
     names: tuple[str, ...]
-    defaults: tuple[Any, ...]
+    defaults: dict[str, Any]
     rest: str | None
-
-    @cached_property
-    def _blank(self) -> dict[str, Any]:
-        return dict(zip(self.names, self.defaults, strict=True))
 
     @classmethod
     def parse(cls, text: str) -> Signature:
         """Read such a text."""
-        names, defaults, rest = [], [], None
-        for word in text.split():
-            if word.startswith("*"):
-                rest = word[1:]
-                continue
-            name, _, default = word.partition("=")
-            names.append(name)
-            defaults.append(_LITERALS[default] if default in _LITERALS else float(default) if default else _REQUIRED)
-        return cls(tuple(names), tuple(defaults), rest)
+        words = [word.partition("=") for word in text.split() if word[0] != "*"]
+        rest = next((word[1:] for word in text.split() if word[0] == "*"), None)
+        return cls(tuple(name for name, _, _ in words), {n: literal_eval(d) for n, _, d in words if d}, rest)
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """Names for the arguments of one call. `*rest` accepts both `f(x, 1, 2)` and `f(x, (1, 2))`."""
-        bound = self._blank.copy()
-        bound.update(zip(self.names, args, strict=False))
+        bound = self.defaults | dict(zip(self.names, args, strict=False)) | kwargs
         if self.rest is not None:
-            extra = args[len(self.names) :]
-            if len(extra) == 1 and isinstance(extra[0], tuple | list):
-                extra = tuple(extra[0])
-            if not extra and self.rest in kwargs:
-                value = kwargs[self.rest]
-                extra = tuple(value) if isinstance(value, tuple | list) else (value,)
-            bound[self.rest] = extra
-        for name, value in kwargs.items():
-            if name != self.rest:
-                bound[name] = value
+            extra = args[len(self.names) :] or (kwargs.get(self.rest, ()),)
+            bound[self.rest] = tuple(extra[0]) if len(extra) == 1 and isinstance(extra[0], tuple | list) else extra
         return bound
-
-
-_LITERALS: dict[str, Any] = {
-    "None": None, "True": True, "False": False, "-1": -1, "0": 0, "1": 1, "2": 2, "()": (),
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -99,16 +75,15 @@ class Call:
 
     def __getitem__(self, name: str) -> Any:
         if self._bound is None:
-            self._bound = signature_of(self.function).bind(self.args, self.kwargs)
+            self._bound = _SIGNATURES[self.function].bind(self.args, self.kwargs)
         return self._bound[name]
 
     def get(self, name: str, default: Any = None) -> Any:
-        """The argument called `name`, or `default` where the function has none of that name."""
+        """The argument called `name`, or `default` where the call has none of that name."""
         try:
-            value = self[name]
+            return self[name]
         except KeyError:
             return default
-        return default if value is _REQUIRED else value
 
     @property
     def writes(self) -> bool:
@@ -134,20 +109,14 @@ class Call:
         return Call(self.operation, self.function, args, kwargs, self.site)
 
     def on(self, x: Tensor) -> Callable[[Tensor], Any]:
-        """The call as a function of its argument `x`, everything else as it is."""
-        args, kwargs, function = list(self.args), dict(self.kwargs), self.function
-        place: Any = next((i for i, arg in enumerate(args) if arg is x), None)
-        holder: Any = args if place is not None else kwargs
-        if place is None:
-            place = next(key for key, arg in kwargs.items() if arg is x)
-        holder[place] = None
+        """The call as a function of its argument `x`, everything else as it is. It does not keep `x` alive."""
+        function, names, values = self.function, tuple(self.kwargs), (*self.args, *self.kwargs.values())
+        place = next(i for i, value in enumerate(values) if value is x)
+        before, after, positional = values[:place], values[place + 1 :], len(self.args)
 
         def run(value: Tensor) -> Any:
-            holder[place] = value
-            try:
-                return function(*args, **kwargs)
-            finally:
-                holder[place] = None
+            given = (*before, value, *after)
+            return function(*given[:positional], **dict(zip(names, given[positional:], strict=True)))
 
         return run
 
@@ -163,8 +132,6 @@ class Call:
 class Operation:
     """One entry of the table. Subclasses answer the questions; instances are stateless."""
 
-    #: Shown to people.
-    name: str = "operation"
     #: Whether relevance ends here although no argument carries any: discrete inputs.
     enters: bool = False
     #: Whether a relevance pass lets torch differentiate the call, so that parameters must not look like activations.
@@ -173,6 +140,11 @@ class Operation:
     settles: bool = True
     #: Whether it is a ReLU, which a layer can be computed together with.
     rectifies: bool = False
+
+    @property
+    def name(self) -> str:
+        """Shown to people: the words of the class's name."""
+        return re.sub(r"(?<=[a-z])(?=[A-Z])", " ", type(self).__name__).lower()
 
     def channels(self, labels: LabelVerbs, call: Call, output: Any) -> None:
         """Which channels go in and out together, and the cost: tell `labels`."""
@@ -218,31 +190,26 @@ class Ruled(Operation):
         self.rule = rule
 
     def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
-        """By the verb."""
         return self.rule(relevance, call)
 
 
 class Query(Operation):
     """Asks about a tensor (shape, dtype, …) and computes nothing."""
 
-    name = "query"
     settles = False
 
     def channels(self, labels: LabelVerbs, call: Call, output: Any) -> None:
-        """A query moves no channels."""
+        pass
 
 
 class Readout(Query):
     """Brings numbers to Python."""
 
-    name = "readout"
     settles = True
 
 
 class Decomposed(Operation):
     """A function that is understood as the smaller ones it is made of: `body` is run under observation instead."""
-
-    name = "decomposed"
 
     def __init__(self, body: Function) -> None:
         self.body = body
@@ -266,19 +233,20 @@ def register(signature: str, *functions: Function | None, operation: Operation, 
             (_WRITERS.add if writes else _WRITERS.discard)(function)
 
 
-def named(names: str, *owners: Any) -> list[Function | None]:
-    """The functions of these names, of each owner; by default of `torch` and of `torch.Tensor`."""
-    return [getattr(owner, name, None) for owner in owners or (torch, Tensor) for name in names.split()]
+def named(names: str) -> list[Function | None]:
+    """The functions of these names in `torch.nn.functional`, `torch` and `torch.Tensor`."""
+    return [getattr(owner, name, None) for owner in (torch.nn.functional, torch, Tensor) for name in names.split()]
+
+
+def register_named(signature: str, names: str, operation: Operation, in_place: str = "") -> None:
+    """`register` for functions of torch by name. Those of `in_place` overwrite their first tensor."""
+    register(signature, *named(names), operation=operation)
+    register(signature, *named(in_place), operation=operation, writes=True)
 
 
 def lookup(function: Function) -> Operation | None:
     """The entry for a function, or None."""
     return _TABLE.get(function)
-
-
-def signature_of(function: Function) -> Signature:
-    """The signature under which a function was registered."""
-    return _SIGNATURES[function]
 
 
 def known_functions() -> list[Function]:
