@@ -76,6 +76,7 @@ class TransposedConvolution(_Convolving):
 
 
 def each(value: Any, count: int) -> tuple[int, ...]:
+    """One number per dimension, from one number or a sequence."""
     values = (value,) if isinstance(value, int) else tuple(value)
     return values * count if len(values) == 1 else values
 

@@ -16,7 +16,7 @@ from secateur.ops.activation import Identity
 from secateur.ops.conv import Convolution, TransposedConvolution
 from secateur.ops.elementwise import Sum
 from secateur.ops.linear import Linear
-from secateur.ops.norm import BatchNorm, InstanceNorm
+from secateur.ops.norm import BatchNorm
 from secateur.ops.table import Call, Site
 from secateur.repair.rows import ALL, Positions, Rows, channel_last, wide
 from secateur.running.copies import named_tensors, shared_copy
@@ -198,7 +198,7 @@ class _Survey(Observer):
             self._stage.forget(output)
         if isinstance(operation, LAYERS):
             joined = self._layer(call, output)
-        elif source is not None and isinstance(operation, BatchNorm) and not isinstance(operation, InstanceNorm):
+        elif source is not None and isinstance(operation, BatchNorm):
             joined = self._norm(source, call)
         elif source is not None and isinstance(operation, Identity) and output.dtype == read.dtype:
             joined = source
