@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import safetensors
 import safetensors.torch
 import torch
 from torch import Tensor, nn
 
 from secateur import atomic
 from secateur.errors import CheckpointError, FileFormatError
+from secateur.running.tensor_files import read_safetensors
 
 FORMAT = "secateur-loop-1"
 #: Settings that older files do not have.
@@ -43,11 +43,10 @@ def read(path: Path, settings: Mapping[str, Any]) -> tuple[dict[str, Any], dict[
     """What a checkpoint holds, or None if there is none yet. One of another run is refused with what differs."""
     if not path.exists():
         return None
+    tensors, metadata = read_safetensors(path)
     try:
-        with safetensors.safe_open(path, framework="pt") as file:
-            header = json.loads((file.metadata() or {}).get("secateur", "null"))
-            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-    except (safetensors.SafetensorError, ValueError, RuntimeError, OSError) as error:
+        header = json.loads(metadata.get("secateur", "null"))
+    except ValueError as error:
         raise FileFormatError(f"{path} is not a checkpoint, or is damaged: {error}", where=path) from error
     if not isinstance(header, dict) or header.get("format") != FORMAT:
         raise FileFormatError(
@@ -80,17 +79,6 @@ def whole(path: Path) -> Iterator[None]:
 def numbers(model: nn.Module) -> dict[str, Tensor]:
     """All parameters and buffers, tied ones once."""
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
-
-
-def fill(model: nn.Module, tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Put numbers back; names and shapes must be the model's."""
-    own = numbers(model)
-    if set(own) != set(tensors) or any(own[name].shape != tensors[name].shape for name in own):
-        wrong = sorted(set(own) ^ set(tensors)) or [n for n in own if own[n].shape != tensors[n].shape]
-        raise FileFormatError(f"{path} does not fit the model: {', '.join(wrong[:5])}")
-    with torch.no_grad():
-        for name, tensor in tensors.items():
-            own[name].copy_(tensor)
 
 
 def digest(model: nn.Module) -> str:

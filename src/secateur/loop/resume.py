@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from secateur.loop.checkpoint import decode, digest, encode, fill, numbers, read, whole, write
+from secateur.loop.checkpoint import decode, digest, encode, numbers, read, whole, write
 from secateur.loop.settings import Settings
 from secateur.loop.steps import RunState
 from secateur.plans.plan import Plan
@@ -20,6 +20,7 @@ from secateur.relevance.conservation import Conservation, Flow
 from secateur.results.history import History
 from secateur.running.batches import Data
 from secateur.running.processes import is_first, wait
+from secateur.running.tensor_files import fill
 from secateur.structure.graph import Graph
 from secateur.surgery.cut import cut
 from secateur.surgery.optimizer import carry as carry_over
@@ -80,7 +81,7 @@ class Resumable:
                 carry_over(item, state.model, small, state.plan)
             remember(small, self.original, state.plan)
             state.model = small
-        fill(state.model, _under("model/", tensors), self.path)
+        fill(numbers(state.model), _under("model/", tensors), self.path, "the model")
         for item, saved in zip(self._stateful(), carried, strict=True):
             item.load_state_dict(decode(saved, tensors))
         units = {
