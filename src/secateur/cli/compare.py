@@ -11,39 +11,29 @@ import typer
 from secateur.cli import options as o
 from secateur.cli.output import Printer, curves_table
 from secateur.cli.run_folder import Run, check_folder, request
-from secateur.cli.task import ViewOptions, read_model, read_task
+from secateur.cli.task import read_model, read_task
 from secateur.errors import SecateurError
 from secateur.loop.compare import compare as run_compare
 from secateur.loop.schedule import Schedule
 from secateur.results.comparison import Comparison
 
 
+@o.grouped()
 def compare(
     ctx: typer.Context,
-    model: o.Model,
-    images: o.Images,
+    *,
     out: o.Out,
+    images: o.Images,
     criteria: Annotated[
         list[str] | None,
         typer.Option("--criterion", help="One to compare; repeatable. Default: lrp, taylor, gradient, weight."),
     ] = None,
-    weights: o.Weights = None,
-    original: o.Original = None,
-    device: o.Device = "auto",
-    outputs: o.Outputs = None,
-    test: o.Test = None,
-    per_class: o.PerClass = None,
-    test_per_class: o.TestPerClass = None,
-    merge: o.MergeByData = "auto",
-    strict: o.Strict = False,
+    source: o.Source,
     specialize: Annotated[bool, typer.Option(help="Keep only the outputs that the class folders mean.")] = True,
     remove: Annotated[float, typer.Option(help="Share of the units to remove in the end.")] = 0.5,
     step: Annotated[float, typer.Option(help="Share of the units per step.")] = 0.05,
     seed: o.Seed = 0,
-    size: o.Size = None,
-    fit: o.Fitting = None,
-    mean: o.Mean = None,
-    std: o.Std = None,
+    seen: o.Seen,
     fresh: o.Fresh = False,
     as_json: o.AsJson = False,
 ) -> None:
@@ -59,15 +49,11 @@ def compare(
     """
     chosen = criteria or ["lrp", "taylor", "gradient", "weight"]
     o.check_target(remove, step=step)
-    o.check_criteria(chosen)
+    o.check_criteria(*chosen)
     printer = Printer(as_json)
-    check_folder(out, images=images, test=test)
+    check_folder(out, images=images.images, test=images.test)
     with printer.stage("building the model and reading images"):
-        opened = read_model(model, weights, original, device, ViewOptions(size, fit, mean, std))
-        task = read_task(
-            opened, images, outputs=outputs or (), narrow=specialize, merge=merge, test=test,
-            per_class=per_class, test_per_class=test_per_class, seed=seed, strict=strict,
-        )  # fmt: skip
+        task = read_task(read_model(source, seen), images, seed, narrow=specialize)
     if task.test is None:
         raise SecateurError(
             "a comparison needs images that are not used for scoring.", fix="--test, or a smaller --per-class"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Annotated
 
@@ -32,7 +31,7 @@ def demo(
     from secateur.report.page import Page
     from secateur.running.accuracy import accuracy
 
-    printer, begin = Printer(as_json=False), time.perf_counter()
+    printer = Printer(as_json=False)
     digits, classes = Digits.load(), [0, 1, 4, 7]
     reference, test, names = digits.of(classes, REFERENCE), digits.of(classes), [f"digit {c}" for c in classes]
 
@@ -70,4 +69,4 @@ def demo(
     printer.result(headline(result.cost_before, result.cost_after, timings, metrics))
     printer.result(f"written: {out / 'model'} (safetensors and plan), {out / 'history.csv'}, {out / 'comparison.json'}")
     printer.result(f"report page: {page.resolve().as_uri()}")
-    printer.result(f"{time.perf_counter() - begin:.0f} s")
+    printer.result(f"{printer.seconds:.0f} s")

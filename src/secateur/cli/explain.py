@@ -15,7 +15,7 @@ from torch import Tensor
 from secateur.cli import options as o
 from secateur.cli.output import Printer, table
 from secateur.cli.run_folder import check_folder, keep_apart
-from secateur.cli.task import ViewOptions, count_outputs, output_names, read_model
+from secateur.cli.task import count_outputs, output_names, read_model
 from secateur.data.images import images_in, load
 from secateur.data.outputs import parse
 from secateur.errors import DataError, SecateurError
@@ -28,16 +28,15 @@ from secateur.running.devices import device_of
 _BATCH = 8
 
 
+@o.grouped()
 def explain(
-    model: o.Model,
+    *,
+    source: o.Source,
     images: Annotated[
         list[Path],
         typer.Argument(help="Images, or folders of images.", show_default=False),
     ],
     out: o.Out,
-    weights: o.Weights = None,
-    original: o.Original = None,
-    device: o.Device = "auto",
     target: Annotated[
         str | None,
         typer.Option(help="The output to explain, by number or ImageNet name. Default: the one that won."),
@@ -47,10 +46,7 @@ def explain(
     ] = "epsilon_gamma_box",
     limit: Annotated[int, typer.Option(min=1, help="At most so many images.")] = 16,
     strict: o.Strict = False,
-    size: o.Size = None,
-    fit: o.Fitting = None,
-    mean: o.Mean = None,
-    std: o.Std = None,
+    seen: o.Seen,
     as_json: o.AsJson = False,
 ) -> None:
     """Draw heat maps: red pixels speak for the output, blue ones against it. Count relevance by layer.
@@ -70,7 +66,7 @@ def explain(
             keep_apart(out, folder, "images", above=False)  # or the next call would explain heat maps
     printer = Printer(as_json)
     with printer.stage("building the model and reading images"):
-        opened = read_model(model, weights, original, device, ViewOptions(size, fit, mean, std))
+        opened = read_model(source, seen)
         count = count_outputs(opened)
         names = output_names(opened, count)
         wanted = _target(target, names)
@@ -82,19 +78,18 @@ def explain(
         inputs, kept = load(paths[:limit], opened.origin.view, strict=strict)
     out.mkdir(parents=True, exist_ok=True)
     pictures: list[dict[str, Any]] = []
-    seen: list[Explanation] = []
+    found: list[Explanation] = []
     with printer.stage(f"explaining {len(kept)} images"):
         for begin in range(0, len(kept), _BATCH):
             batch = inputs[begin : begin + _BATCH].to(device_of(opened.model))
-            found = run_explain(opened.model, batch, wanted, composite=composite)
-            seen.append(found)
+            found.append(run_explain(opened.model, batch, wanted, composite=composite))
             colours = opened.origin.view.picture(batch)
             for i, path in enumerate(kept[begin : begin + _BATCH]):
                 file = out / f"{begin + i:03d}-{re.sub(r'[^A-Za-z0-9_.-]+', '_', path.stem)}.png"
-                draw(colours[i : i + 1], found.heat[i : i + 1], file)
-                pictures.append(_entry(path, file, found.output[i], names, wanted))
-    rows = _layers(seen)
-    worst = max((item.conservation.worst for item in seen), default=0.0)
+                draw(colours[i : i + 1], found[-1].heat[i : i + 1], file)
+                pictures.append(_entry(path, file, found[-1].output[i], names, wanted))
+    rows = _layers(found)
+    worst = max((item.conservation.worst for item in found), default=0.0)
     printer.json({"images": pictures, "layers": rows, "conservation": worst, "composite": composite})
     shown = [
         (Path(i["image"]).name, f"{i['predicted']} ({100 * i['probability']:.1f} %)", i["explained"], i["heat_map"])

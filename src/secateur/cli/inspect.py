@@ -10,21 +10,18 @@ import typer
 from secateur.analysis.analyze import analyze
 from secateur.cli import options as o
 from secateur.cli.output import Printer, table
-from secateur.cli.task import ViewOptions, noise, read_model
+from secateur.cli.task import noise, read_model
 from secateur.latency.measure import measure
 from secateur.latency.timing import time_forward
 from secateur.structure.cost import human
 from secateur.structure.graph import Graph
 
 
+@o.grouped(fit=None)
 def inspect(
-    model: o.Model,
-    weights: o.Weights = None,
-    original: o.Original = None,
-    device: o.Device = "auto",
-    size: o.Size = None,
-    mean: o.Mean = None,
-    std: o.Std = None,
+    *,
+    source: o.Source,
+    seen: o.Seen,
     latency: Annotated[bool, typer.Option("--latency", help="Also time 1 and 32 images.")] = False,
     as_json: o.AsJson = False,
 ) -> None:
@@ -38,7 +35,7 @@ def inspect(
     """
     printer = Printer(as_json)
     with printer.stage("analysing"):
-        opened = read_model(model, weights, original, device, ViewOptions(size, None, mean, std), trained=False)
+        opened = read_model(source, seen, trained=False)
         graph = analyze(opened.model, noise(opened))
         cost = measure(opened.model, noise(opened), latency=False)
         one, many = (time_forward(opened.model, noise(opened, batch)) if latency else None for batch in (1, 32))

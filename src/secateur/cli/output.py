@@ -107,9 +107,15 @@ class Printer:
 
     def __init__(self, as_json: bool) -> None:
         self.as_json = as_json
+        self._begin = time.monotonic()
         # Wide if it is piped: a file has no width.
         self.out = Console(width=None if Console().is_terminal else 160, highlight=False, soft_wrap=False)
         self.err = Console(stderr=True, highlight=False)
+
+    @property
+    def seconds(self) -> float:
+        """Since the command began."""
+        return time.monotonic() - self._begin
 
     @contextmanager
     def stage(self, text: str) -> Iterator[None]:

@@ -9,7 +9,7 @@ import typer
 from secateur.cli import options as o
 from secateur.cli.output import Printer, headline, sides
 from secateur.cli.run_folder import check_folder, check_model
-from secateur.cli.task import ViewOptions, count_outputs, keep_outputs, noise, output_names, read_model
+from secateur.cli.task import count_outputs, keep_outputs, noise, output_names, read_model
 from secateur.data.outputs import Outputs, assignments, parse
 from secateur.errors import DataError
 from secateur.files.onnx import export
@@ -18,8 +18,10 @@ from secateur.latency.measure import measure
 from secateur.surgery.provenance import plans_of
 
 
+@o.grouped(fit=None)
 def specialize(
-    model: o.Model,
+    *,
+    source: o.Source,
     out: o.Out,
     outputs: Annotated[
         list[str],
@@ -31,12 +33,7 @@ def specialize(
         ),
     ],
     merge: o.MergeBy = "sum",
-    weights: o.Weights = None,
-    original: o.Original = None,
-    device: o.Device = "auto",
-    size: o.Size = None,
-    mean: o.Mean = None,
-    std: o.Std = None,
+    seen: o.Seen,
     onnx: Annotated[bool, typer.Option("--onnx", help="Also write model.onnx, checked.")] = False,
     as_json: o.AsJson = False,
 ) -> None:
@@ -53,7 +50,7 @@ def specialize(
     check_folder(out)
     check_model(out)
     with printer.stage("removing outputs"):
-        opened = read_model(model, weights, original, device, ViewOptions(size, None, mean, std))
+        opened = read_model(source, seen)
         count = count_outputs(opened)
         chosen = _chosen(outputs, count, output_names(opened, count))
         narrow = keep_outputs(opened, chosen, count, merge)
