@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import cycle
 from pathlib import Path
 from typing import Annotated
 
@@ -65,18 +66,19 @@ def compare(
             evaluate=task.accuracy, remove=remove, schedule=Schedule(step=step, seed=seed), checkpoint=run.checkpoint,
             progress=printer.progress(),
         )  # fmt: skip
-    found.to_json(out / "comparison.json")
-    picture = draw(found, out / "comparison.png")
+    files = out / "comparison.json", out / "comparison.png"
+    found.to_json(files[0])
+    _draw(found, files[1])
     run.end({"best": found.best})
-    printer.json({**json.loads(found.to_json()), "files": [str(out / "comparison.json"), str(picture)]})
+    printer.json({**json.loads(found.to_json()), "files": list(map(str, files))})
     longest = max(found.curves.values(), key=lambda curve: float(curve.removed[-1])).removed
     printer.result(curves_table(found.curves, longest[:: max(1, (len(longest) - 1) // 6)].tolist(), "units"))
     printer.result(str(found))
-    printer.result(f"\n{len(task.reference)} images to score on, {len(task.test)} to test on. Written to {out}: "
-                f"comparison.json, comparison.png")  # fmt: skip
+    used = f"{len(task.reference)} images to score on, {len(task.test)} to test on"
+    printer.result(f"\n{used}. Written to {out}: comparison.json, comparison.png")
 
 
-def draw(found: Comparison, path: Path) -> Path:
+def _draw(found: Comparison, path: Path) -> None:
     """Two charts: accuracy over units removed, and over MACs left."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -84,17 +86,13 @@ def draw(found: Comparison, path: Path) -> Path:
     figure = Figure(figsize=(10, 4.2), layout="constrained")
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2, sharey=True)
-    marks = "osD^vPX*"
-    for i, (name, curve) in enumerate(found.curves.items()):
-        look = {"marker": marks[i % len(marks)], "markersize": 4, "linewidth": 1.6, "label": name}
-        left.plot(100 * curve.removed, 100 * curve.overall, **look)
-        right.plot(100 * curve.macs, 100 * curve.overall, **look)
-    left.set_xlabel("units removed in %")
-    right.set_xlabel("MACs left in %")
+    for (name, curve), mark in zip(found.curves.items(), cycle("osD^vPX*"), strict=False):
+        for axis, share in ((left, curve.removed), (right, curve.macs)):
+            axis.plot(100 * share, 100 * curve.overall, marker=mark, markersize=4, linewidth=1.6, label=name)
+    for axis, over in ((left, "units removed in %"), (right, "MACs left in %")):
+        axis.set_xlabel(over)
+        axis.grid(alpha=0.3)
     right.invert_xaxis()
     left.set_ylabel("accuracy in %")
-    for axis in (left, right):
-        axis.grid(alpha=0.3)
     left.legend(frameon=False)
     figure.savefig(path, dpi=120, format="png")
-    return path

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
+from itertools import zip_longest
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,24 +26,18 @@ from secateur.relevance.heatmaps import draw
 from secateur.running.devices import device_of
 
 _BATCH = 8
+_TARGET = "The output to explain, by number or ImageNet name. Default: the one that won."
+_COMPOSITE = f"Which rules apply where: {', '.join(PRESETS)}."
 
 
 @o.grouped()
 def explain(
     *,
     source: o.Source,
-    images: Annotated[
-        list[Path],
-        typer.Argument(help="Images, or folders of images.", show_default=False),
-    ],
+    images: Annotated[list[Path], typer.Argument(help="Images, or folders of images.", show_default=False)],
     out: o.Out,
-    target: Annotated[
-        str | None,
-        typer.Option(help="The output to explain, by number or ImageNet name. Default: the one that won."),
-    ] = None,
-    composite: Annotated[
-        str, typer.Option(help=f"Which rules apply where: {', '.join(PRESETS)}.")
-    ] = "epsilon_gamma_box",
+    target: Annotated[str | None, typer.Option(help=_TARGET)] = None,
+    composite: Annotated[str, typer.Option(help=_COMPOSITE)] = "epsilon_gamma_box",
     limit: Annotated[int, typer.Option(min=1, help="At most so many images.")] = 16,
     strict: o.Strict = False,
     seen: o.Seen,
@@ -103,12 +97,10 @@ def explain(
 
 def _in_turn(paths: list[Path]) -> list[Path]:
     """One of each folder, then the next of each: a few images should not all be of the first class."""
-    count: Counter[Path] = Counter()
-    place = []
+    folders: dict[Path, list[Path]] = {}
     for path in paths:
-        count[path.parent] += 1
-        place.append(count[path.parent])
-    return [path for _, path in sorted(zip(place, paths, strict=True), key=lambda item: item[0])]
+        folders.setdefault(path.parent, []).append(path)
+    return [path for turn in zip_longest(*folders.values()) for path in turn if path is not None]
 
 
 def _target(text: str | None, names: list[str]) -> int | None:

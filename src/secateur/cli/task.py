@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -39,15 +39,12 @@ def read_model(source: Source, seen: Seen, *, trained: bool = True) -> Opened:
     if trained and source.weights is None and found.origin.model == model:
         file, _, factory = model.partition("?")[0].rpartition(":")
         maker = f"{factory}()" if file else Path(factory).name
-        own = SecateurWarning(
-            f"no --weights were given: the network is as {maker} built it.",
-            fix=f"--weights FILE, unless {maker} loads them itself",
-        )
-        random = SecateurWarning(
-            f"no --weights were given, and {model} has random weights, so the result means nothing.",
-            fix="--weights FILE, or --weights default to download the zoo's own",
-        )
-        warnings.warn(own if runs_code(model) else random, stacklevel=2)
+        if runs_code(model):
+            what, fix = f": the network is as {maker} built it", f"unless {maker} loads them itself"
+        else:
+            what = f", and {model} has random weights, so the result means nothing"
+            fix = "or --weights default to download the zoo's own"
+        warnings.warn(SecateurWarning(f"no --weights were given{what}.", fix=f"--weights FILE, {fix}"), stacklevel=2)
     return replace(found, origin=replace(found.origin, view=seen.over(found.origin.view)))
 
 
@@ -93,7 +90,7 @@ class Task:
 
     @property
     def model(self) -> nn.Module:
-        """The classifier."""
+        """The classifier, after it was specialised."""
         return self.opened.model
 
     @property
@@ -121,12 +118,9 @@ class Task:
         assert self.test is not None
         found = accuracy(model, self.test.batches(32, device_of(model)))
         shares = [found.classes.get(target, 0.0) for target in self.test.targets]
-        return {"overall": found.overall, **dict(zip(metric_names(self.classes), shares, strict=True))}
-
-
-def metric_names(classes: Sequence[str]) -> list[str]:
-    """Readable names of the classes. Two words have another meaning among metrics and get a prefix."""
-    return [f"class {name}" if name in ("overall", "worst") else imagenet.title(name) for name in classes]
+        # Two words have another meaning among metrics.
+        names = [f"class {name}" if name in ("overall", "worst") else imagenet.title(name) for name in self.classes]
+        return {"overall": found.overall, **dict(zip(names, shares, strict=True))}
 
 
 def read_task(opened: Opened, given: Images, seed: int, narrow: bool) -> Task:
