@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from secateur import atomic
 from secateur.errors import FileFormatError, PlanError, SecateurError
-from secateur.files.fingerprint import answer, answer_gap, own_differences, setting_differences, settings
+from secateur.files.fingerprint import answer, answer_gap, differences, settings
 from secateur.plans.plan import Plan
 from secateur.running.copies import unwrap
 from secateur.running.tensor_files import fill, read_safetensors
@@ -42,17 +42,15 @@ def save(result: Any, path: str | os.PathLike[str], *, about: Mapping[str, Any] 
         raise SecateurError(f"cannot save a {type(result).__name__}.", fix="give a pruned module or a Result")
     model = unwrap(model)
     origin = provenance_of(model)
-    plans = origin.plans
-    if not plans:
+    if not origin.plans:
         raise SecateurError(
             f"this {type(model).__name__} carries no plan: it was not made by secateur.apply, prune or load.",
             fix="for an unpruned model, use torch's state_dict and safetensors",
         )
     note = {"about": dict(about)} if about is not None else {}
-    known = {"settings": settings(model), "answer": answer(model, origin.inputs, plans[-1].after.macs)}
-    text = json.dumps(
-        {"format": FORMAT, **note, "fingerprint": known, "plans": [json.loads(plan.to_json()) for plan in plans]}
-    )
+    known = {"settings": settings(model), "answer": answer(model, origin.inputs, origin.plans[-1].after.macs)}
+    plans = [json.loads(plan.to_json()) for plan in origin.plans]
+    text = json.dumps({"format": FORMAT, **note, "fingerprint": known, "plans": plans})
     own = _own_tensors(model)
     names = {id(tensor): name for name, tensor in reversed(own.items())}  # tied tensors once, by their first name
     state = {name: own[name].detach().contiguous().clone() for name in names.values()}
@@ -68,7 +66,7 @@ def load(path: str | os.PathLike[str], model: nn.Module) -> nn.Module:
     An original that is built differently (another stride or activation) is refused, even if all shapes fit: the
     settings of torch's modules and the output on fixed inputs are compared with what was saved.
 
-    >>> import tempfile, secateur as sc
+    >>> import tempfile, torch, secateur as sc
     >>> def build(): return nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2))
     >>> net = build()
     >>> graph = sc.analyze(net, torch.zeros(1, 4))
@@ -120,11 +118,12 @@ def _recognise(model: nn.Module, known: Any, folder: Path) -> None:
     noted, said = (known.get("settings"), known.get("answer")) if isinstance(known, Mapping) else (None, None)
     if not isinstance(noted, Mapping) or not isinstance(said, Mapping | None):
         raise FileFormatError(f"{folder / PLANS} is damaged: its fingerprint cannot be read.", where=folder / PLANS)
-    other = list(setting_differences(noted, model))
+    other = list(differences(noted, model, "is"))
     if not other and said is not None:
         gap = answer_gap(said, model)
         if gap is not None:
-            other = [f"its output on fixed inputs differs by {gap:.2g} of the largest", *own_differences(noted, model)]
+            others = differences(noted, model, "own")
+            other = [f"its output on fixed inputs differs by {gap:.2g} of the largest", *others]
         else:
             remember_inputs(model, json.dumps(said.get("inputs")))
     if other:
