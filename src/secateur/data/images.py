@@ -86,12 +86,19 @@ class Decoder:
 class Batches:
     """Batches of (inputs, targets) that can be iterated over several times."""
 
-    make: Callable[[], Iterator[tuple[Tensor, Tensor]]] = field(repr=False)
     samples: int
     batch_size: int
+    # Not shown: a resumed run recognises its data by the fields that are.
+    photos: Photographs = field(repr=False)
+    device: torch.device | str | None = field(repr=False)
+    training: bool = field(repr=False)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        return self.make()
+        order = torch.randperm(self.samples).tolist() if self.training else range(self.samples)
+        seen = self.photos.view.training if self.training else self.photos.view.evaluation
+        for images, targets in self.photos._decoded(order, self.batch_size, self.training):
+            if not self.training or len(images) > 1 or self.samples == 1:
+                yield seen(images.to(self.device)), targets.to(self.device)
 
     def __len__(self) -> int:
         return -(-self.samples // self.batch_size)
@@ -220,26 +227,14 @@ class Photographs:
 
     def batches(self, batch_size: int = 32, device: torch.device | str | None = None) -> Batches:
         """Batches in order, for scoring and evaluation. They are decoded ahead, in threads."""
-
-        def make() -> Iterator[tuple[Tensor, Tensor]]:
-            for images, targets in self._decoded(range(len(self)), batch_size, training=False):
-                yield self.view.evaluation(images.to(device)), targets.to(device)
-
-        return Batches(make, len(self), batch_size)
+        return Batches(len(self), batch_size, self, device, training=False)
 
     def training(self, batch_size: int = 20, device: torch.device | str | None = None) -> Batches:
         """Shuffled batches of random crops and mirror images, as in the paper. `torch.manual_seed` decides which.
 
         A last batch of a single image is left out: batch norm cannot train on it.
         """
-
-        def make() -> Iterator[tuple[Tensor, Tensor]]:
-            order = torch.randperm(len(self)).tolist()
-            for images, targets in self._decoded(order, batch_size, training=True):
-                if len(images) > 1 or len(self) == 1:
-                    yield self.view.training(images.to(device)), targets.to(device)
-
-        return Batches(make, len(self), batch_size)
+        return Batches(len(self), batch_size, self, device, training=True)
 
     def _decoded(self, order: Sequence[int], batch_size: int, training: bool) -> Iterator[tuple[Tensor, Tensor]]:
         if batch_size < 1:
