@@ -18,6 +18,8 @@ from secateur.loop.compare import compare as run_compare
 from secateur.loop.schedule import Schedule
 from secateur.results.comparison import Comparison
 
+_CRITERIA = "One to compare; repeatable. Default: lrp, taylor, gradient, weight."
+
 
 @o.grouped()
 def compare(
@@ -25,10 +27,7 @@ def compare(
     *,
     out: o.Out,
     images: o.Images,
-    criteria: Annotated[
-        list[str] | None,
-        typer.Option("--criterion", help="One to compare; repeatable. Default: lrp, taylor, gradient, weight."),
-    ] = None,
+    criteria: Annotated[list[str] | None, typer.Option("--criterion", help=_CRITERIA)] = None,
     source: o.Source,
     specialize: Annotated[bool, typer.Option(help="Keep only the outputs that the class folders mean.")] = True,
     remove: Annotated[float, typer.Option(help="Share of the units to remove in the end.")] = 0.5,

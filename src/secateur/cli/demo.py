@@ -11,13 +11,12 @@ from torch import nn
 from secateur.cli.output import Printer, curves_table, headline
 from secateur.results.comparison import curve
 
+_OUT = "Folder for the report page, the smaller network and the curves."
 _BUDGETS = (0.8, 0.6, 0.4, 0.3, 0.2, 0.1)
 
 
 def demo(
-    out: Annotated[Path, typer.Option(help="Folder for the report page, the smaller network and the curves.")] = Path(
-        "secateur-demo"
-    ),
+    out: Annotated[Path, typer.Option(help=_OUT)] = Path("secateur-demo"),
     epochs: Annotated[int, typer.Option(min=1, help="Epochs of training the digits network.")] = 15,
 ) -> None:
     """Train a small network on digits, keep four of its ten outputs, compare four criteria, prune it by relevance.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,12 +15,11 @@ from torch import nn
 
 from secateur.cli import options as o
 from secateur.cli.output import Printer, expects, headline, sides
-from secateur.cli.run_folder import Run, check_folder, check_model, need_packages, request
+from secateur.cli.run_folder import Run, check_folder, check_model, need_packages, request, write_model
 from secateur.cli.task import Task, read_model, read_task
 from secateur.data.imagenet import title
 from secateur.errors import SecateurError, SecateurWarning
 from secateur.files.onnx import export, fixed_batch, time_onnx
-from secateur.files.saved import save
 from secateur.latency.measure import measure
 from secateur.latency.timing import Timing, time_batches
 from secateur.loop.finetune import FineTune
@@ -39,6 +39,8 @@ _more = partial(typer.Option, rich_help_panel="What is written")
 _SHOWN = 6  # images with heat maps in the report
 
 _DROP = "Stop before accuracy falls by more than this: 0.01 is one point. Alone, or beside another target."
+_CRITERION = "lrp, taylor, gradient, weight, activation, random, lrp:COMPOSITE or captum:METHOD."
+_IGNORE = "Layers to leave alone, by wildcard: 'layer4.*'. Repeatable."
 _STEP = (
     "Share of the units per step, 0.05 where there are several. Giving it asks for the paper's algorithm, without "
     "repair unless --repair is given."
@@ -71,16 +73,12 @@ def prune(
     remove: Annotated[float | None, _target(help="Share of the units to remove.")] = None,
     max_drop: Annotated[float | None, _target(min=0.0, max=1.0, help=_DROP)] = None,
     specialize: Annotated[bool, _method(help="Keep only the outputs that the class folders mean.")] = True,
-    criterion: Annotated[
-        str, _method(help="lrp, taylor, gradient, weight, activation, random, lrp:COMPOSITE or captum:METHOD.")
-    ] = "lrp",
+    criterion: Annotated[str, _method(help=_CRITERION)] = "lrp",
     step: Annotated[float | None, _method(help=_STEP)] = None,
     rescore: Annotated[bool | None, _method(help=_RESCORE)] = None,
     scope: Annotated[Scope | None, _method(help=_SCOPE)] = None,
     round_to: Annotated[int, _method(min=1, help="Widths that are multiples of this; 8 suits hardware.")] = 8,
-    ignore: Annotated[
-        list[str] | None, _method(help="Layers to leave alone, by wildcard: 'layer4.*'. Repeatable.")
-    ] = None,
+    ignore: Annotated[list[str] | None, _method(help=_IGNORE)] = None,
     repair: Annotated[Literal["auto", "best", "none", "mean", "norm", "ridge"], _method(help=_REPAIR)] = "auto",
     finetune_epochs: Annotated[int, _method(min=0, help="Epochs of training after each step.")] = 0,
     learning_rate: Annotated[float, _method(help="For fine-tuning.")] = 1e-3,
@@ -188,12 +186,10 @@ def _introduce(printer: Printer, task: Task) -> None:
 def _write(run: Run, task: Task, result: Result, printer: Printer, *, onnx: bool, latency: bool, report: bool) -> None:
     """Write the model, its history, ONNX, timings and the report; note that the run is finished; print the outcome."""
     out = run.out
-    files = {"model": out / "model", "history": out / "history.csv"}
-    save(result, files["model"], about={"origin": task.opened.origin.to_dict()})
+    pruned = replace(task.opened, model=result.model)
+    models = write_model(pruned, out, task.example() if onnx else None, printer)
+    files = {"model": models.pop("model"), "history": out / "history.csv", **models}
     result.history.to_csv(files["history"])
-    if onnx:
-        with printer.stage("writing ONNX and checking it with ONNX Runtime"):
-            files["onnx"] = export(result.model, out / "model.onnx", task.example())
     timings = _timed(printer, task, result, files.get("onnx")) if latency else []
     if report:
         with printer.stage("drawing heat maps and writing the report"):

@@ -13,14 +13,17 @@ from pathlib import Path
 from typing import Any
 
 import typer
+from torch import Tensor
 
 from secateur import atomic
 from secateur.cli.output import Printer
 from secateur.cli.task import Task
 from secateur.data.images import Photographs
 from secateur.errors import FileFormatError, NothingToPruneError, SecateurError, TargetError
-from secateur.files.saved import PLANS
+from secateur.files.onnx import export
+from secateur.files.saved import PLANS, save
 from secateur.loop.checkpoint import digest as numbers_digest
+from secateur.models import Opened
 
 CHECKPOINT, RUN, WEIGHTS = "checkpoint.safetensors", "run.json", "weights_digest"
 # Options that do not change the results.
@@ -61,6 +64,16 @@ def check_model(out: Path) -> None:
     old = out / "model"
     if old.exists() and not (old / PLANS).is_file():
         raise SecateurError(f"{old} exists and was not written by secateur; it would be replaced.", fix="another --out")
+
+
+def write_model(opened: Opened, out: Path, example: Tensor | None, printer: Printer) -> dict[str, Path]:
+    """Save a smaller model, also as ONNX if there is an example, and return what was written where."""
+    files = {"model": out / "model"}
+    save(opened.model, files["model"], about={"origin": opened.origin.to_dict()})
+    if example is not None:
+        with printer.stage("writing ONNX and checking it with ONNX Runtime"):
+            files["onnx"] = export(opened.model, out / "model.onnx", example)
+    return files
 
 
 def keep_apart(out: Path, folder: Path, option: str, *, above: bool = True) -> None:
