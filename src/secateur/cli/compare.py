@@ -48,7 +48,7 @@ def compare(
     --out which
     """
     chosen = criteria or ["lrp", "taylor", "gradient", "weight"]
-    o.check_target(remove, step=step)
+    o.check_target(step, remove, keep={}, max_drop=None)
     o.check_criteria(*chosen)
     printer = Printer(as_json)
     check_folder(out, images=images.images, test=images.test)

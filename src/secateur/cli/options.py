@@ -172,14 +172,9 @@ def check_criteria(*names: str) -> None:
             raise CriterionError(f"--criterion {name} is given {names.count(name)} times.", fix="each one once")
 
 
-def check_target(
-    remove: float | None,
-    keep: Mapping[str, float] | None = None,
-    max_drop: float | None = None,
-    step: float | None = None,
-) -> None:
+def check_target(step: float | None, remove: float | None, keep: Mapping[str, float], max_drop: float | None) -> None:
     """Refuse targets that make no sense before anything is read. A share above 1 is probably a percentage."""
-    for name, value in (keep or {}).items():
+    for name, value in keep.items():
         if 1 < value <= 100:
             raise TargetError(
                 "{given} is no share, which lies between 0 and 1.", fix="{share} for {percent:g} per cent",

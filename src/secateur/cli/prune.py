@@ -111,7 +111,7 @@ def prune(
             "say how small: --keep-macs 0.5, --keep-params 0.5, --keep-latency 0.5, --remove 0.3 or --max-drop 0.01",
             param_hint="target",
         )
-    o.check_target(remove, keep, max_drop, step)
+    o.check_target(step, remove, keep, max_drop)
     o.check_criteria(criterion)
     check_folder(out, images=images.images, test=images.test)
     check_model(out)
