@@ -9,7 +9,13 @@ import typer
 from torch import nn
 
 from secateur.cli.output import Printer, curves_table, headline
+from secateur.demo import REFERENCE, Digits, demonstrate, train
+from secateur.files.saved import save
+from secateur.latency.timing import time_batches
+from secateur.loop.prune import prune
+from secateur.report.page import Page
 from secateur.results.comparison import curve
+from secateur.running.accuracy import accuracy
 
 _OUT = "Folder for the report page, the smaller network and the curves."
 _BUDGETS = (0.8, 0.6, 0.4, 0.3, 0.2, 0.1)
@@ -23,13 +29,6 @@ def demo(
 
     Example: secateur demo --out my-demo
     """
-    from secateur.demo import REFERENCE, Digits, demonstrate, train
-    from secateur.files.saved import save
-    from secateur.latency.timing import time_batches
-    from secateur.loop.prune import prune
-    from secateur.report.page import Page
-    from secateur.running.accuracy import accuracy
-
     printer = Printer(as_json=False)
     digits, classes = Digits.load(), [0, 1, 4, 7]
     reference, test, names = digits.of(classes, REFERENCE), digits.of(classes), [f"digit {c}" for c in classes]

@@ -15,9 +15,8 @@ from torch import Tensor
 from secateur.cli import options as o
 from secateur.cli.output import Printer, table
 from secateur.cli.run_folder import check_folder, keep_apart
-from secateur.cli.task import count_outputs, output_names, read_model
+from secateur.cli.task import output_names, outputs_in, read_model
 from secateur.data.images import images_in, load
-from secateur.data.outputs import parse
 from secateur.errors import DataError, SecateurError
 from secateur.relevance.composites import PRESETS
 from secateur.relevance.explain import Explanation
@@ -61,8 +60,7 @@ def explain(
     printer = Printer(as_json)
     with printer.stage("building the model and reading images"):
         opened = read_model(source, seen)
-        count = count_outputs(opened)
-        names = output_names(opened, count)
+        names = output_names(opened)
         wanted = _target(target, names)
         paths = _in_turn([path for item in images for path in (images_in(item) if item.is_dir() else [item])])
         if not paths:
@@ -106,9 +104,7 @@ def _in_turn(paths: list[Path]) -> list[Path]:
 def _target(text: str | None, names: list[str]) -> int | None:
     if text is None:
         return None
-    if text in names:
-        return names.index(text)
-    found = parse(text, len(names))
+    found = outputs_in(text, names)
     if len(found) != 1 or not 0 <= found[0] < len(names):
         raise DataError(f"--target {text!r} must be one of the model's outputs, 0 to {len(names) - 1}.")
     return found[0]

@@ -9,7 +9,7 @@ import typer
 from secateur.cli import options as o
 from secateur.cli.output import Printer, headline, sides
 from secateur.cli.run_folder import check_folder, check_model, write_model
-from secateur.cli.task import count_outputs, keep_outputs, noise, output_names, read_model
+from secateur.cli.task import keep_outputs, noise, output_names, outputs_in, read_model
 from secateur.data.outputs import Outputs, assignments, parse
 from secateur.errors import DataError
 from secateur.latency.measure import measure
@@ -46,11 +46,11 @@ def specialize(
     check_model(out)
     with printer.stage("removing outputs"):
         opened = read_model(source, seen)
-        count = count_outputs(opened)
-        chosen = _chosen(outputs, count, output_names(opened, count))
-        narrow = keep_outputs(opened, chosen, count, merge)
+        names = output_names(opened)
+        chosen = _chosen(outputs, names)
+        narrow = keep_outputs(opened, chosen, len(names), merge)
     if not plans_of(narrow.model):
-        raise DataError(f"these are all {count} outputs, in order: there is nothing to remove.")
+        raise DataError(f"these are all {len(names)} outputs, in order: there is nothing to remove.")
     files = write_model(narrow, out, noise(narrow, 2) if onnx else None, printer)
     written = {name: str(path) for name, path in files.items()}
     had, has = (measure(model, noise(opened), latency=False) for model in (opened.model, narrow.model))
@@ -63,14 +63,14 @@ def specialize(
     printer.result(f"written: {', '.join(written.values())}")
 
 
-def _chosen(texts: list[str], count: int, names: list[str]) -> Outputs:
+def _chosen(texts: list[str], names: list[str]) -> Outputs:
     """Named groups, or single outputs under the names they have."""
     if all("=" in text for text in texts):
-        return {name: parse(numbers, count) for name, numbers in assignments(texts).items()}
+        return {name: parse(numbers, len(names)) for name, numbers in assignments(texts).items()}
     if any("=" in text for text in texts):
         raise DataError("either every --outputs has a NAME=, or none has: merged and single outputs do not mix.")
-    wanted = [index for text in texts for index in ([names.index(text)] if text in names else parse(text, count))]
-    if max(wanted) >= count or len(set(wanted)) < len(wanted):
-        raise DataError(f"outputs {wanted}: each must be named once, and lie between 0 and {count - 1}.")
+    wanted = [index for text in texts for index in outputs_in(text, names)]
+    if max(wanted) >= len(names) or len(set(wanted)) < len(wanted):
+        raise DataError(f"outputs {wanted}: each must be named once, and lie between 0 and {len(names) - 1}.")
     titles = [names[i] for i in wanted]
     return {names[i] if titles.count(names[i]) == 1 else f"{names[i]} {i}": (i,) for i in wanted}

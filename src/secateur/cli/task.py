@@ -14,7 +14,7 @@ from secateur.analysis.specialize import Merge, specialize
 from secateur.cli.options import Images, Seen, Source, device_named
 from secateur.data import imagenet
 from secateur.data.images import Photographs, read
-from secateur.data.outputs import Outputs, match
+from secateur.data.outputs import Outputs, match, parse
 from secateur.errors import DataError, SecateurWarning
 from secateur.models import Opened, open_model
 from secateur.models.zoo import runs_code
@@ -67,13 +67,19 @@ def count_outputs(opened: Opened) -> int:
     return int(output.shape[1])
 
 
-def output_names(opened: Opened, count: int) -> list[str]:
+def output_names(opened: Opened) -> list[str]:
     """What the outputs mean, as far as is known."""
+    count = count_outputs(opened)
     if len(opened.origin.classes) == count:
         return [imagenet.title(name) for name in opened.origin.classes]
     if count == imagenet.COUNT:
         return [entry.name for entry in imagenet.entries()]
     return [f"output {i}" for i in range(count)]
+
+
+def outputs_in(text: str, names: list[str]) -> tuple[int, ...]:
+    """The outputs that a text means: one by the name it has, or what `parse` reads."""
+    return (names.index(text),) if text in names else parse(text, len(names))
 
 
 @dataclass(frozen=True)
