@@ -13,9 +13,10 @@ from torch import nn
 from reproduction.networks import Features, is_split, with_classes
 from reproduction.tensor_files import load, save
 from reproduction.training import HeadTrainer, Images, Schedule, Trainer, accuracy, arrange
-from secateur.loop.checkpoint import fill, numbers
+from secateur.loop.checkpoint import numbers
 from secateur.loop.steps import seeded
 from secateur.running.sandbox import evaluating
+from secateur.running.tensor_files import fill
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ def prepare(
         found = load(file, "prepared", settings)
         if found is not None:
             notes, tensors = found
-            fill(model, tensors, file)
+            fill(numbers(model), tensors, file, "the model")
         else:
             begin = time.perf_counter()
             if is_split(model):

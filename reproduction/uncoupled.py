@@ -24,7 +24,7 @@ from secateur.analysis.analyze import analyze
 from secateur.criteria.registry import Choice, criterion_named
 from secateur.criteria.scoring import score
 from secateur.errors import NothingToPruneError, TargetError
-from secateur.loop.checkpoint import digest, fill, numbers
+from secateur.loop.checkpoint import digest, numbers
 from secateur.loop.finetune import Tuner
 from secateur.loop.settings import Evaluate
 from secateur.loop.steps import seeded
@@ -38,6 +38,7 @@ from secateur.running.batches import Data, example_of, repeatable
 from secateur.running.copies import copy_with, shared_copy, unwrap
 from secateur.running.observer import Observer
 from secateur.running.sandbox import evaluating, quiet, run
+from secateur.running.tensor_files import fill
 from secateur.structure.graph import Graph
 
 # The paper's costs are kept among the metrics of a row, under this prefix.
@@ -235,7 +236,7 @@ class _Masks:
             return History()
         rows, tensors = found
         kept = {name.removeprefix("model/"): t for name, t in tensors.items() if name.startswith("model/")}
-        fill(self.model, kept, path)
+        fill(numbers(self.model), kept, path, "the model")
         for i in self.masked:
             self.masked[i] = tensors[f"mask/{i}"].numpy().copy()
         return History.from_json(rows)

@@ -32,43 +32,36 @@ _EXTRAS = {
     "sklearn": "demo",
 }
 
-# The exit status that shells use for an interrupted program.
-_INTERRUPTED = 130
+_INTERRUPTED = 130  # the exit status that shells use
 
 
 class Commands(TyperGroup):
     """Commands whose errors are one readable line, unless `--debug` is given, before or after the command."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Take `--debug` wherever it stands."""
         if "--debug" in args:
             os.environ["SECATEUR_DEBUG"] = "1"
             args = [arg for arg in args if arg != "--debug"]
         return super().parse_args(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command; turn errors that secateur raises on purpose into a line and a status."""
+        debugging = bool(os.environ.get("SECATEUR_DEBUG"))
         try:
-            with warnings_as_lines(sys.stderr, bool(os.environ.get("SECATEUR_DEBUG"))):
+            with warnings_as_lines(sys.stderr, debugging):
                 return super().invoke(ctx)
         except KeyboardInterrupt:
             _say("stopped. What was finished is kept; the same command goes on from there.")
             raise typer.Exit(_INTERRUPTED) from None
         except (SecateurError, OSError) as error:
-            _raise_if_debugging()
+            if debugging:
+                raise
             _say(f"error: {message_of(error)}")
         except ModuleNotFoundError as error:
             extra = _EXTRAS.get((error.name or "").partition(".")[0])
-            if extra is None:
+            if extra is None or debugging:
                 raise
-            _raise_if_debugging()
             _say(f"error: this command needs {error.name}. Fix: pip install 'secateur[{extra}]'")
         raise typer.Exit(1)
-
-
-def _raise_if_debugging() -> None:
-    if os.environ.get("SECATEUR_DEBUG"):
-        raise  # the error being handled
 
 
 def _say(text: str) -> None:
@@ -100,6 +93,5 @@ def options(
     """Prune neural networks by explaining them."""
 
 
-for command in (prune, explain, inspect, compare, specialize, export):
+for command in (prune, explain, inspect, compare, specialize, export, demo):
     app.command()(command)
-app.command()(demo)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import cycle
 from pathlib import Path
 from typing import Annotated
 
@@ -11,39 +12,28 @@ import typer
 from secateur.cli import options as o
 from secateur.cli.output import Printer, curves_table
 from secateur.cli.run_folder import Run, check_folder, request
-from secateur.cli.task import ViewOptions, read_model, read_task
+from secateur.cli.task import read_model, read_task
 from secateur.errors import SecateurError
 from secateur.loop.compare import compare as run_compare
 from secateur.loop.settings import Schedule
 from secateur.results.comparison import Comparison
 
+_CRITERIA = "One to compare; repeatable. Default: lrp, taylor, gradient, weight."
 
+
+@o.grouped()
 def compare(
     ctx: typer.Context,
-    model: o.Model,
-    images: o.Images,
+    *,
     out: o.Out,
-    criteria: Annotated[
-        list[str] | None,
-        typer.Option("--criterion", help="One to compare; repeatable. Default: lrp, taylor, gradient, weight."),
-    ] = None,
-    weights: o.Weights = None,
-    original: o.Original = None,
-    device: o.Device = "auto",
-    outputs: o.Outputs = None,
-    test: o.Test = None,
-    per_class: o.PerClass = None,
-    test_per_class: o.TestPerClass = None,
-    merge: o.MergeByData = "auto",
-    strict: o.Strict = False,
+    images: o.Images,
+    criteria: Annotated[list[str] | None, typer.Option("--criterion", help=_CRITERIA)] = None,
+    source: o.Source,
     specialize: Annotated[bool, typer.Option(help="Keep only the outputs that the class folders mean.")] = True,
     remove: Annotated[float, typer.Option(help="Share of the units to remove in the end.")] = 0.5,
     step: Annotated[float, typer.Option(help="Share of the units per step.")] = 0.05,
     seed: o.Seed = 0,
-    size: o.Size = None,
-    fit: o.Fitting = None,
-    mean: o.Mean = None,
-    std: o.Std = None,
+    seen: o.Seen,
     fresh: o.Fresh = False,
     as_json: o.AsJson = False,
 ) -> None:
@@ -58,16 +48,12 @@ def compare(
     --out which
     """
     chosen = criteria or ["lrp", "taylor", "gradient", "weight"]
-    o.check_target(remove, step=step)
-    o.check_criteria(chosen)
+    o.check_target(step, remove, keep={}, max_drop=None)
+    o.check_criteria(*chosen)
     printer = Printer(as_json)
-    check_folder(out, images=images, test=test)
+    check_folder(out, images=images.images, test=images.test)
     with printer.stage("building the model and reading images"):
-        opened = read_model(model, weights, original, device, ViewOptions(size, fit, mean, std))
-        task = read_task(
-            opened, images, outputs=outputs or (), narrow=specialize, merge=merge, test=test,
-            per_class=per_class, test_per_class=test_per_class, seed=seed, strict=strict,
-        )  # fmt: skip
+        task = read_task(read_model(source, seen), images, seed, narrow=specialize)
     if task.test is None:
         raise SecateurError(
             "a comparison needs images that are not used for scoring.", fix="--test, or a smaller --per-class"
@@ -79,18 +65,19 @@ def compare(
             evaluate=task.accuracy, remove=remove, schedule=Schedule(step=step, seed=seed), checkpoint=run.checkpoint,
             progress=printer.progress(),
         )  # fmt: skip
-    found.to_json(out / "comparison.json")
-    picture = draw(found, out / "comparison.png")
+    files = out / "comparison.json", out / "comparison.png"
+    found.to_json(files[0])
+    _draw(found, files[1])
     run.end({"best": found.best})
-    printer.json({**json.loads(found.to_json()), "files": [str(out / "comparison.json"), str(picture)]})
+    printer.json({**json.loads(found.to_json()), "files": list(map(str, files))})
     longest = max(found.curves.values(), key=lambda curve: float(curve.removed[-1])).removed
     printer.result(curves_table(found.curves, longest[:: max(1, (len(longest) - 1) // 6)].tolist(), "units"))
     printer.result(str(found))
-    printer.result(f"\n{len(task.reference)} images to score on, {len(task.test)} to test on. Written to {out}: "
-                f"comparison.json, comparison.png")  # fmt: skip
+    used = f"{len(task.reference)} images to score on, {len(task.test)} to test on"
+    printer.result(f"\n{used}. Written to {out}: comparison.json, comparison.png")
 
 
-def draw(found: Comparison, path: Path) -> Path:
+def _draw(found: Comparison, path: Path) -> None:
     """Two charts: accuracy over units removed, and over MACs left."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -98,17 +85,13 @@ def draw(found: Comparison, path: Path) -> Path:
     figure = Figure(figsize=(10, 4.2), layout="constrained")
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2, sharey=True)
-    marks = "osD^vPX*"
-    for i, (name, curve) in enumerate(found.curves.items()):
-        look = {"marker": marks[i % len(marks)], "markersize": 4, "linewidth": 1.6, "label": name}
-        left.plot(100 * curve.removed, 100 * curve.overall, **look)
-        right.plot(100 * curve.macs, 100 * curve.overall, **look)
-    left.set_xlabel("units removed in %")
-    right.set_xlabel("MACs left in %")
+    for (name, curve), mark in zip(found.curves.items(), cycle("osD^vPX*"), strict=False):
+        for axis, share in ((left, curve.removed), (right, curve.macs)):
+            axis.plot(100 * share, 100 * curve.overall, marker=mark, markersize=4, linewidth=1.6, label=name)
+    for axis, over in ((left, "units removed in %"), (right, "MACs left in %")):
+        axis.set_xlabel(over)
+        axis.grid(alpha=0.3)
     right.invert_xaxis()
     left.set_ylabel("accuracy in %")
-    for axis in (left, right):
-        axis.grid(alpha=0.3)
     left.legend(frameon=False)
     figure.savefig(path, dpi=120, format="png")
-    return path

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Annotated
 
@@ -10,29 +9,27 @@ import typer
 from torch import nn
 
 from secateur.cli.output import Printer, curves_table, headline
+from secateur.demo import REFERENCE, Digits, demonstrate, train
+from secateur.files.saved import save
+from secateur.latency.timing import time_batches
+from secateur.loop.prune import prune
+from secateur.report import Page
 from secateur.results.comparison import curve
+from secateur.running.accuracy import accuracy
 
+_OUT = "Folder for the report page, the smaller network and the curves."
 _BUDGETS = (0.8, 0.6, 0.4, 0.3, 0.2, 0.1)
 
 
 def demo(
-    out: Annotated[Path, typer.Option(help="Folder for the report page, the smaller network and the curves.")] = Path(
-        "secateur-demo"
-    ),
+    out: Annotated[Path, typer.Option(help=_OUT)] = Path("secateur-demo"),
     epochs: Annotated[int, typer.Option(min=1, help="Epochs of training the digits network.")] = 15,
 ) -> None:
     """Train a small network on digits, keep four of its ten outputs, compare four criteria, prune it by relevance.
 
     Example: secateur demo --out my-demo
     """
-    from secateur.demo import REFERENCE, Digits, demonstrate, train
-    from secateur.files.saved import save
-    from secateur.latency.timing import time_batches
-    from secateur.loop.prune import prune
-    from secateur.report import Page
-    from secateur.running.accuracy import accuracy
-
-    printer, begin = Printer(as_json=False), time.perf_counter()
+    printer = Printer(as_json=False)
     digits, classes = Digits.load(), [0, 1, 4, 7]
     reference, test, names = digits.of(classes, REFERENCE), digits.of(classes), [f"digit {c}" for c in classes]
 
@@ -70,4 +67,4 @@ def demo(
     printer.result(headline(result.cost_before, result.cost_after, timings, metrics))
     printer.result(f"written: {out / 'model'} (safetensors and plan), {out / 'history.csv'}, {out / 'comparison.json'}")
     printer.result(f"report page: {page.resolve().as_uri()}")
-    printer.result(f"{time.perf_counter() - begin:.0f} s")
+    printer.result(f"{printer.seconds:.0f} s")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
+from itertools import zip_longest
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,9 +15,8 @@ from torch import Tensor
 from secateur.cli import options as o
 from secateur.cli.output import Printer, table
 from secateur.cli.run_folder import check_folder, keep_apart
-from secateur.cli.task import ViewOptions, count_outputs, output_names, read_model
+from secateur.cli.task import output_names, outputs_in, read_model
 from secateur.data.images import images_in, load
-from secateur.data.outputs import parse
 from secateur.errors import DataError, SecateurError
 from secateur.relevance.composites import PRESETS
 from secateur.relevance.explain import Explanation
@@ -26,31 +25,21 @@ from secateur.relevance.heatmaps import draw
 from secateur.running.devices import device_of
 
 _BATCH = 8
+_TARGET = "The output to explain, by number or ImageNet name. Default: the one that won."
+_COMPOSITE = f"Which rules apply where: {', '.join(PRESETS)}."
 
 
+@o.grouped()
 def explain(
-    model: o.Model,
-    images: Annotated[
-        list[Path],
-        typer.Argument(help="Images, or folders of images.", show_default=False),
-    ],
+    *,
+    source: o.Source,
+    images: Annotated[list[Path], typer.Argument(help="Images, or folders of images.", show_default=False)],
     out: o.Out,
-    weights: o.Weights = None,
-    original: o.Original = None,
-    device: o.Device = "auto",
-    target: Annotated[
-        str | None,
-        typer.Option(help="The output to explain, by number or ImageNet name. Default: the one that won."),
-    ] = None,
-    composite: Annotated[
-        str, typer.Option(help=f"Which rules apply where: {', '.join(PRESETS)}.")
-    ] = "epsilon_gamma_box",
+    target: Annotated[str | None, typer.Option(help=_TARGET)] = None,
+    composite: Annotated[str, typer.Option(help=_COMPOSITE)] = "epsilon_gamma_box",
     limit: Annotated[int, typer.Option(min=1, help="At most so many images.")] = 16,
     strict: o.Strict = False,
-    size: o.Size = None,
-    fit: o.Fitting = None,
-    mean: o.Mean = None,
-    std: o.Std = None,
+    seen: o.Seen,
     as_json: o.AsJson = False,
 ) -> None:
     """Draw heat maps: red pixels speak for the output, blue ones against it. Count relevance by layer.
@@ -70,9 +59,8 @@ def explain(
             keep_apart(out, folder, "images", above=False)  # or the next call would explain heat maps
     printer = Printer(as_json)
     with printer.stage("building the model and reading images"):
-        opened = read_model(model, weights, original, device, ViewOptions(size, fit, mean, std))
-        count = count_outputs(opened)
-        names = output_names(opened, count)
+        opened = read_model(source, seen)
+        names = output_names(opened)
         wanted = _target(target, names)
         paths = _in_turn([path for item in images for path in (images_in(item) if item.is_dir() else [item])])
         if not paths:
@@ -82,19 +70,18 @@ def explain(
         inputs, kept = load(paths[:limit], opened.origin.view, strict=strict)
     out.mkdir(parents=True, exist_ok=True)
     pictures: list[dict[str, Any]] = []
-    seen: list[Explanation] = []
+    found: list[Explanation] = []
     with printer.stage(f"explaining {len(kept)} images"):
         for begin in range(0, len(kept), _BATCH):
             batch = inputs[begin : begin + _BATCH].to(device_of(opened.model))
-            found = run_explain(opened.model, batch, wanted, composite=composite)
-            seen.append(found)
+            found.append(run_explain(opened.model, batch, wanted, composite=composite))
             colours = opened.origin.view.picture(batch)
             for i, path in enumerate(kept[begin : begin + _BATCH]):
                 file = out / f"{begin + i:03d}-{re.sub(r'[^A-Za-z0-9_.-]+', '_', path.stem)}.png"
-                draw(colours[i : i + 1], found.heat[i : i + 1], file)
-                pictures.append(_entry(path, file, found.output[i], names, wanted))
-    rows = _layers(seen)
-    worst = max((item.conservation.worst for item in seen), default=0.0)
+                draw(colours[i : i + 1], found[-1].heat[i : i + 1], file)
+                pictures.append(_entry(path, file, found[-1].output[i], names, wanted))
+    rows = _layers(found)
+    worst = max((item.conservation.worst for item in found), default=0.0)
     printer.json({"images": pictures, "layers": rows, "conservation": worst, "composite": composite})
     shown = [
         (Path(i["image"]).name, f"{i['predicted']} ({100 * i['probability']:.1f} %)", i["explained"], i["heat_map"])
@@ -108,20 +95,16 @@ def explain(
 
 def _in_turn(paths: list[Path]) -> list[Path]:
     """One of each folder, then the next of each: a few images should not all be of the first class."""
-    count: Counter[Path] = Counter()
-    place = []
+    folders: dict[Path, list[Path]] = {}
     for path in paths:
-        count[path.parent] += 1
-        place.append(count[path.parent])
-    return [path for _, path in sorted(zip(place, paths, strict=True), key=lambda item: item[0])]
+        folders.setdefault(path.parent, []).append(path)
+    return [path for turn in zip_longest(*folders.values()) for path in turn if path is not None]
 
 
 def _target(text: str | None, names: list[str]) -> int | None:
     if text is None:
         return None
-    if text in names:
-        return names.index(text)
-    found = parse(text, len(names))
+    found = outputs_in(text, names)
     if len(found) != 1 or not 0 <= found[0] < len(names):
         raise DataError(f"--target {text!r} must be one of the model's outputs, 0 to {len(names) - 1}.")
     return found[0]

@@ -9,25 +9,23 @@ import typer
 
 from secateur.cli import options as o
 from secateur.cli.output import Printer, expects
-from secateur.cli.task import ViewOptions, noise, read_model
+from secateur.cli.task import noise, read_model
 from secateur.data.imagenet import title
 from secateur.files.onnx import export as run_export
 from secateur.structure.cost import human
 
 
+@o.grouped(device="cpu", fit=None)
 def export(
-    model: o.Model,
+    *,
+    source: o.Source,
     file: Annotated[
         Path, typer.Option("--out", help="model.onnx or model.pt2; the ending decides.", show_default=False)
     ],
-    weights: o.Weights = None,
-    original: o.Original = None,
     fixed_batch: Annotated[
         int | None, typer.Option(min=1, help="Fix the batch size. Default: any, where the model allows it.")
     ] = None,
-    size: o.Size = None,
-    mean: o.Mean = None,
-    std: o.Std = None,
+    seen: o.Seen,
     as_json: o.AsJson = False,
 ) -> None:
     """Write a model as ONNX, and check with ONNX Runtime that it computes the same.
@@ -40,7 +38,7 @@ def export(
     """
     printer = Printer(as_json)
     with printer.stage(f"writing {file.name} and checking it"):
-        opened = read_model(model, weights, original, "cpu", ViewOptions(size, None, mean, std))
+        opened = read_model(source, seen)
         path = run_export(
             opened.model, file, noise(opened, fixed_batch or 2), dynamic_batch=fixed_batch is None
         )  # fmt: skip

@@ -10,21 +10,18 @@ import typer
 from secateur.analysis.analyze import analyze
 from secateur.cli import options as o
 from secateur.cli.output import Printer, table
-from secateur.cli.task import ViewOptions, noise, read_model
+from secateur.cli.task import noise, read_model
 from secateur.latency.measure import measure
 from secateur.latency.timing import time_forward
 from secateur.structure.cost import human
 from secateur.structure.graph import Graph
 
 
+@o.grouped(fit=None)
 def inspect(
-    model: o.Model,
-    weights: o.Weights = None,
-    original: o.Original = None,
-    device: o.Device = "auto",
-    size: o.Size = None,
-    mean: o.Mean = None,
-    std: o.Std = None,
+    *,
+    source: o.Source,
+    seen: o.Seen,
     latency: Annotated[bool, typer.Option("--latency", help="Also time 1 and 32 images.")] = False,
     as_json: o.AsJson = False,
 ) -> None:
@@ -38,28 +35,30 @@ def inspect(
     """
     printer = Printer(as_json)
     with printer.stage("analysing"):
-        opened = read_model(model, weights, original, device, ViewOptions(size, None, mean, std), trained=False)
+        opened = read_model(source, seen, trained=False)
         graph = analyze(opened.model, noise(opened))
         cost = measure(opened.model, noise(opened), latency=False)
         one, many = (time_forward(opened.model, noise(opened, batch)) if latency else None for batch in (1, 32))
-    rows = _rows(graph)
+    rows, units = _rows(graph), int(graph.units.sum())
     printer.json(
         {
             "model": graph.model_name, "params": cost.params, "macs": cost.macs, "latency_1": one,
-            "latency_32": many, "units": int(graph.units.sum()), "removable_units": graph.total_units,
+            "latency_32": many, "units": units, "removable_units": graph.total_units,
             "groups": len(graph), "removable_groups": len(graph.candidates), "layers": rows, "unused": graph.unused,
             "input": list(noise(opened).shape), "classes": list(opened.origin.classes),
         }
     )  # fmt: skip
     printer.result(table(("layer", "kind"), ("groups", "units", "MACs"), map(_cells, rows), ("may leave",)))
-    printer.result(f"{graph.model_name}: {human(cost.params)} parameters, {human(cost.macs)} MACs per image of "
-                f"{opened.origin.view.size} x {opened.origin.view.size}")  # fmt: skip
+    side, costs = opened.origin.view.size, f"{human(cost.params)} parameters, {human(cost.macs)} MACs"
+    printer.result(f"{graph.model_name}: {costs} per image of {side} x {side}")
     if one is not None and many is not None:
         printer.result(f"{1000 * one:.1f} ms for one image, {1000 * many:.1f} ms for 32")
-    printer.result(
-        f"{graph.total_units} of {int(graph.units.sum())} units may leave, in {len(graph.candidates)} groups"
-    )
-    for reason, layers in _reasons(rows).items():
+    printer.result(f"{graph.total_units} of {units} units may leave, in {len(graph.candidates)} groups")
+    reasons: dict[str, list[str]] = defaultdict(list)
+    for row in rows:
+        if row["removable_groups"] < row["groups"]:
+            reasons[row["reason"] or "no reason is known"].append(row["layer"])
+    for reason, layers in reasons.items():
         shown = ", ".join(layers[:6]) + (f" and {len(layers) - 6} more" if len(layers) > 6 else "")
         printer.result(f"must stay: {shown}: {reason}")
     if graph.unused:
@@ -87,12 +86,3 @@ def _cells(row: dict[str, Any]) -> list[str]:
     free, groups = row["removable_groups"], row["groups"]
     may_leave = "yes" if free == groups else "no" if not free else f"{free} of {groups}"
     return [row["layer"] + more, row["kind"], str(groups), str(row["units"]), human(row["macs"]), may_leave]
-
-
-def _reasons(rows: list[dict[str, Any]]) -> dict[str, list[str]]:
-    """The layers that must stay, by reason."""
-    found: dict[str, list[str]] = defaultdict(list)
-    for row in rows:
-        if row["removable_groups"] < row["groups"]:
-            found[row["reason"] or "no reason is known"].append(row["layer"])
-    return found

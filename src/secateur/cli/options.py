@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 import shlex
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from functools import partial, wraps
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 import typer
 
 from secateur.analysis.specialize import Merge
 from secateur.criteria.registry import criterion_named, known_criteria
-from secateur.data.views import Fit
+from secateur.data.views import Fit, View
 from secateur.errors import Argument, CriterionError, DataError, Message, SecateurError, TargetError
 from secateur.plans.targets import Target, check_share
 from secateur.relevance.composites import PRESETS
@@ -31,49 +33,94 @@ _WEIGHTS = (
     "File with the weights (.safetensors, or a state dict), or 'default' to download the zoo's own. Without it they "
     "are what the model was built with: random, for a zoo."
 )
+_ORIGINAL = "What a saved folder was cut from, if rebuilding that runs a FILE.py."
 _OUTPUTS = (
     "Which outputs mean a class folder: cat=281-285 or dog=207,208; once per folder. Without it folders are named by "
     "output number, or by ImageNet name or wnid, or there is one per output."
 )
+_COUNT = "Images of each class that units are scored on, drawn by --seed. Default: up to 10."
 _TEST = "Folder of held-out images, the same class folders. Without it some of --images are held out."
 _TEST_COUNT = "Images of each class that accuracy is measured on. Default: up to 50 without --test, all with it."
 _MERGE = "How the probabilities of outputs that mean the same become one"
 _FAIR = "The mean is fairer to small groups"
+_MERGE_BY_DATA = f"{_MERGE}; 'auto' takes what suits the images that units are scored on. {_FAIR}."
+_SIZE = "Side of the network's input. Default: 224, or what timm says."
 _FIT = "Take the centre (crop, the default) or squeeze the whole image into the square."
 _MEAN = "Mean of the training pixels, 0 to 1: three numbers, or one for grey. Default: ImageNet's."
 
-Model = Annotated[str, typer.Argument(metavar="MODEL", help=_FORMS, show_default=False)]
-Weights = Annotated[str | None, _model(help=_WEIGHTS, metavar="FILE|default")]
-Original = Annotated[
-    str | None, _model(help="What a saved folder was cut from, if rebuilding that runs a FILE.py.", metavar="MODEL")
-]
-Device = Annotated[str, _model(help="'cpu', 'cuda', 'cuda:1', …, or 'auto': a GPU if there is one.")]
-Images = Annotated[Path, _image(help="Folder with one folder of images per class.", show_default=False)]
-Outputs = Annotated[list[str] | None, _image(help=_OUTPUTS, metavar="FOLDER=OUTPUTS")]
-MergeBy = Annotated[Merge, _image(help=f"{_MERGE}. {_FAIR} where a network spreads some probability over all outputs.")]
-MergeByData = Annotated[
-    Literal["auto", Merge],
-    _image(help=f"{_MERGE}; 'auto' takes what suits the images that units are scored on. {_FAIR}."),
-]
-Test = Annotated[Path | None, _image(help=_TEST)]
-PerClass = Annotated[
-    int | None, _image(min=1, help="Images of each class that units are scored on, drawn by --seed. Default: up to 10.")
-]
-TestPerClass = Annotated[int | None, _image(min=1, help=_TEST_COUNT)]
 Strict = Annotated[bool, _image("--strict", help="Refuse broken images instead of skipping them.")]
-Size = Annotated[
-    int | None, _view("--input-size", min=1, help="Side of the network's input. Default: 224, or what timm says.")
-]
-Fitting = Annotated[Fit | None, _view("--fit", help=_FIT)]
-Mean = Annotated[str | None, _view(help=_MEAN, metavar="R,G,B")]
-Std = Annotated[str | None, _view(help="Their standard deviation.", metavar="R,G,B")]
+MergeBy = Annotated[Merge, _image(help=f"{_MERGE}. {_FAIR} where a network spreads some probability over all outputs.")]
 Seed = Annotated[int, typer.Option(help="Decides every random choice.")]
 Out = Annotated[Path, typer.Option(help="Folder for everything that is written.", show_default=False)]
 Fresh = Annotated[bool, typer.Option("--fresh", help="Forget an unfinished run in --out.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON, and nothing else, on standard output.")]
 
 
-def numbers(text: str | None, option: str) -> tuple[float, ...] | None:
+@dataclass(frozen=True)
+class Source:
+    """Options that say which model a command takes."""
+
+    model: Annotated[str, typer.Argument(metavar="MODEL", help=_FORMS, show_default=False)]
+    weights: Annotated[str | None, _model(help=_WEIGHTS, metavar="FILE|default")] = None
+    original: Annotated[str | None, _model(help=_ORIGINAL, metavar="MODEL")] = None
+    device: Annotated[str, _model(help="'cpu', 'cuda', 'cuda:1', …, or 'auto': a GPU if there is one.")] = "auto"
+
+
+@dataclass(frozen=True)
+class Images:
+    """Options that say which images are used for what, and what they mean."""
+
+    images: Annotated[Path, _image(help="Folder with one folder of images per class.", show_default=False)]
+    outputs: Annotated[list[str] | None, _image(help=_OUTPUTS, metavar="FOLDER=OUTPUTS")] = None
+    test: Annotated[Path | None, _image(help=_TEST)] = None
+    per_class: Annotated[int | None, _image(min=1, help=_COUNT)] = None
+    test_per_class: Annotated[int | None, _image(min=1, help=_TEST_COUNT)] = None
+    merge: Annotated[Literal["auto", Merge], _image(help=_MERGE_BY_DATA)] = "auto"
+    strict: Strict = False
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Options that say what the model sees of an image."""
+
+    size: Annotated[int | None, _view("--input-size", min=1, help=_SIZE)] = None
+    fit: Annotated[Fit | None, _view("--fit", help=_FIT)] = None
+    mean: Annotated[str | None, _view(help=_MEAN, metavar="R,G,B")] = None
+    std: Annotated[str | None, _view(help="Their standard deviation.", metavar="R,G,B")] = None
+
+    def over(self, view: View) -> View:
+        """The model's own view, with the options that were given."""
+        mean, std = _numbers(self.mean, "--mean"), _numbers(self.std, "--std")
+        if (mean is None) != (std is None):
+            raise typer.BadParameter("give both or none", param_hint="--mean, --std")
+        return View(self.size or view.size, self.fit or view.fit, mean or view.mean, std or view.std)
+
+
+def grouped(**fixed: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Let a command take its options in groups, such as `Source`. Options that are `fixed` are not offered."""
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        taken = inspect.signature(command, eval_str=True).parameters
+        groups = {name: taken[name].annotation for name in taken if is_dataclass(taken[name].annotation)}
+        offered: list[inspect.Parameter] = []
+        for name, parameter in taken.items():
+            inside = inspect.signature(groups[name], eval_str=True).parameters if name in groups else {name: parameter}
+            offered += [item.replace(kind=item.KEYWORD_ONLY) for item in inside.values() if item.name not in fixed]
+
+        @wraps(command)
+        def run(**given: Any) -> None:
+            given |= fixed
+            made = {name: kind(**{f.name: given.pop(f.name) for f in fields(kind)}) for name, kind in groups.items()}
+            command(**given, **made)
+
+        run.__signature__ = inspect.Signature(offered)  # type: ignore[attr-defined]
+        run.__annotations__ = {item.name: item.annotation for item in offered}
+        return run
+
+    return decorate
+
+
+def _numbers(text: str | None, option: str) -> tuple[float, ...] | None:
     """`0.5,0.5,0.5` as numbers for pixels from 0 to 1."""
     if text is None:
         return None
@@ -108,36 +155,26 @@ def device_named(name: str) -> torch.device:
     return device
 
 
-def check_criterion(name: str) -> None:
-    """Refuse a criterion that is not known, before anything is read."""
-    try:
-        criterion_named(name)
-    except CriterionError:
-        known = [*known_criteria(), *(f"lrp:{preset}" for preset in PRESETS)]
-        near = difflib.get_close_matches(name.lower(), known, 1)
-        hint = f" Did you mean {near[0]}?" if near else ""
-        raise CriterionError(
-            f"--criterion {name} is not known.{hint} There are {', '.join(known_criteria())}, captum:METHOD and "
-            f"lrp:COMPOSITE, with {', '.join(PRESETS)} for COMPOSITE."
-        ) from None
-
-
-def check_criteria(names: Sequence[str]) -> None:
-    """Refuse to compare what is not known, or the same twice."""
+def check_criteria(*names: str) -> None:
+    """Refuse criteria that are not known, or given twice, before anything is read."""
     for name in names:
-        check_criterion(name)
+        try:
+            criterion_named(name)
+        except CriterionError:
+            known = [*known_criteria(), *(f"lrp:{preset}" for preset in PRESETS)]
+            near = difflib.get_close_matches(name.lower(), known, 1)
+            hint = f" Did you mean {near[0]}?" if near else ""
+            raise CriterionError(
+                f"--criterion {name} is not known.{hint} There are {', '.join(known_criteria())}, captum:METHOD and "
+                f"lrp:COMPOSITE, with {', '.join(PRESETS)} for COMPOSITE."
+            ) from None
         if names.count(name) > 1:
             raise CriterionError(f"--criterion {name} is given {names.count(name)} times.", fix="each one once")
 
 
-def check_target(
-    remove: float | None,
-    keep: Mapping[str, float] | None = None,
-    max_drop: float | None = None,
-    step: float | None = None,
-) -> None:
+def check_target(step: float | None, remove: float | None, keep: Mapping[str, float], max_drop: float | None) -> None:
     """Refuse targets that make no sense before anything is read. A share above 1 is probably a percentage."""
-    for name, value in (keep or {}).items():
+    for name, value in keep.items():
         if 1 < value <= 100:
             raise TargetError(
                 "{given} is no share, which lies between 0 and 1.", fix="{share} for {percent:g} per cent",

@@ -49,15 +49,13 @@ def headline(
     before: Cost, after: Cost, timings: Sequence[Timing] = (), metrics: Sequence[Mapping[str, float]] = ()
 ) -> Table:
     """Before and after, side by side. `metrics` are the accuracies before and after, if there are any."""
-    table = Table(title_justify="left")
-    for name in ("", "before", "after", "change"):
-        table.add_column(name, justify="left" if not name else "right")
-    table.add_row("parameters", human(before.params), human(after.params), _share(after.params, before.params))
-    table.add_row("MACs per image", human(before.macs), human(after.macs), _share(after.macs, before.macs))
+    rows: list[Sequence[str]] = []
+    for title, old, new in (("parameters", before.params, after.params), ("MACs per image", before.macs, after.macs)):
+        rows.append((title, human(old), human(new), f"{100 * new / old:.1f} % left" if old else "–"))
     for timing in timings:
         title = f"latency, batch {timing.batch}, {timing.runtime}"
-        gain = f"{timing.gain:.2f}x as fast"
-        table.add_row(title, f"{1000 * timing.before:.1f} ms", f"{1000 * timing.after:.1f} ms", gain)
+        seconds = (f"{1000 * side:.1f} ms" for side in (timing.before, timing.after))
+        rows.append((title, *seconds, f"{timing.gain:.2f}x as fast"))
     if metrics:
         first, last = metrics[0], metrics[-1]
         classes = [name for name in first if name != "overall"]
@@ -66,8 +64,8 @@ def headline(
         for name in ["overall", *classes]:
             title = "accuracy" if name == "overall" else f"  {name}"
             change = f"{100 * (last[name] - first[name]):+.1f} points"
-            table.add_row(title, f"{100 * first[name]:.1f} %", f"{100 * last[name]:.1f} %", change)
-    return table
+            rows.append((title, f"{100 * first[name]:.1f} %", f"{100 * last[name]:.1f} %", change))
+    return table(("",), ("before", "after", "change"), rows)
 
 
 def curves_table(curves: Mapping[str, Curve], places: Sequence[float], over: Literal["units", "macs"]) -> Table:
@@ -91,10 +89,6 @@ def curves_table(curves: Mapping[str, Curve], places: Sequence[float], over: Lit
     return table
 
 
-def _share(after: float, before: float) -> str:
-    return f"{100 * after / before:.1f} % left" if before else "–"
-
-
 def expects(view: View, batch: int | None = None) -> str:
     """What an exported model takes, in words."""
     mean, std = (", ".join(f"{number:g}" for number in numbers) for numbers in (view.mean, view.std))
@@ -107,9 +101,15 @@ class Printer:
 
     def __init__(self, as_json: bool) -> None:
         self.as_json = as_json
+        self._begin = time.monotonic()
         # Wide if it is piped: a file has no width.
         self.out = Console(width=None if Console().is_terminal else 160, highlight=False, soft_wrap=False)
         self.err = Console(stderr=True, highlight=False)
+
+    @property
+    def seconds(self) -> float:
+        """Since the command began."""
+        return time.monotonic() - self._begin
 
     @contextmanager
     def stage(self, text: str) -> Iterator[None]:

@@ -13,14 +13,17 @@ from pathlib import Path
 from typing import Any
 
 import typer
+from torch import Tensor
 
 from secateur import atomic
 from secateur.cli.output import Printer
 from secateur.cli.task import Task
 from secateur.data.images import Photographs
 from secateur.errors import FileFormatError, NothingToPruneError, SecateurError, TargetError
-from secateur.files.saved import PLANS
+from secateur.files.onnx import export
+from secateur.files.saved import PLANS, save
 from secateur.loop.checkpoint import digest as numbers_digest
+from secateur.models import Opened
 
 CHECKPOINT, RUN, WEIGHTS = "checkpoint.safetensors", "run.json", "weights_digest"
 # Options that do not change the results.
@@ -58,28 +61,30 @@ def check_folder(out: Path, **data: Path | None) -> None:
 
 def check_model(out: Path) -> None:
     """Refuse to replace what secateur did not write."""
-    inside = out / "model"
-    if inside.exists() and not (inside / PLANS).is_file():
-        raise SecateurError(
-            f"{inside} exists and was not written by secateur; it would be replaced.", fix="another --out"
-        )
+    old = out / "model"
+    if old.exists() and not (old / PLANS).is_file():
+        raise SecateurError(f"{old} exists and was not written by secateur; it would be replaced.", fix="another --out")
+
+
+def write_model(opened: Opened, out: Path, example: Tensor | None, printer: Printer) -> dict[str, Path]:
+    """Save a smaller model, also as ONNX if there is an example, and return what was written where."""
+    files = {"model": out / "model"}
+    save(opened.model, files["model"], about={"origin": opened.origin.to_dict()})
+    if example is not None:
+        with printer.stage("writing ONNX and checking it with ONNX Runtime"):
+            files["onnx"] = export(opened.model, out / "model.onnx", example)
+    return files
 
 
 def keep_apart(out: Path, folder: Path, option: str, *, above: bool = True) -> None:
     """Refuse an --out that is, or lies in, a folder of images. With `above`, refuse one that holds it as well."""
     place, images = out.resolve(), folder.resolve()
-    if place == images:
-        how = "is"
-    elif images in place.parents:
-        how = "lies inside"
-    elif above and place in images.parents:
-        how = "holds"
-    else:
-        return
-    raise SecateurError(
-        f"--out {out} {how} the folder of {option}, {folder}: what is written would be mixed with your images.",
-        fix="another --out, beside that folder",
-    )
+    how = "is" if place == images else "lies inside" if images in place.parents else "holds"
+    if how != "holds" or (above and place in images.parents):
+        raise SecateurError(
+            f"--out {out} {how} the folder of {option}, {folder}: what is written would be mixed with your images.",
+            fix="another --out, beside that folder",
+        )
 
 
 def digest(photos: Photographs | None) -> str | None:
@@ -93,14 +98,14 @@ def digest(photos: Photographs | None) -> str | None:
 
 
 def request(ctx: typer.Context, task: Task, **chosen: Any) -> dict[str, Any]:
-    """Everything that this command was asked for, and what was found for it."""
-    given = {name: _plain(value) for name, value in ctx.params.items() if name not in _ASIDE}
+    """Everything that this command was asked for, and what was found for it, in JSON's types."""
+    given = {name: value for name, value in ctx.params.items() if name not in _ASIDE}
     found = {
-        "outputs": {name: list(members) for name, members in task.outputs.items()}, "merge": task.merge,
-        "view": asdict(task.reference.view), "reference": digest(task.reference), "held_out": digest(task.test),
-        WEIGHTS: numbers_digest(task.model)[:16],
+        "outputs": task.outputs, "merge": task.merge, "view": asdict(task.reference.view),
+        "reference": digest(task.reference), "held_out": digest(task.test), WEIGHTS: numbers_digest(task.model)[:16],
     }  # fmt: skip
-    return {"command": ctx.info_name, **given, **found, **chosen}
+    asked: dict[str, Any] = json.loads(json.dumps({"command": ctx.info_name, **given, **found, **chosen}, default=str))
+    return asked
 
 
 @dataclass(frozen=True)
@@ -117,7 +122,12 @@ class Run:
         note, unfinished = out / RUN, bool(_checkpoints(out)) and not fresh
         earlier = note.read_text(encoding="utf-8", errors="replace") if note.is_file() else None
         before, files, finished = _understood(earlier)
-        other = _differences(before, json.loads(json.dumps(asked)))
+        # Names of files may differ if what is in them does not.
+        other = [
+            _difference(key, before.get(key), asked[key])
+            for key in asked
+            if key not in _FREE and before.get(key) != asked[key]
+        ]
         if unfinished and other:
             what = "; ".join(other[:3]) if before else f"its {RUN} is missing or damaged"
             raise SecateurError(f"{out} holds an unfinished run that differs: {what}.", fix="--fresh, or another --out")
@@ -130,7 +140,7 @@ class Run:
             _forget(out)
         try:
             # Files of the earlier run stay listed until they are replaced, so that none is left over.
-            _write_note(note, {"asked": asked, "finished": False, "files": files})
+            atomic.write(note, json.dumps({"asked": asked, "finished": False, "files": files}, indent=1))
         except OSError as error:
             raise SecateurError(f"--out {out} cannot be written: {error.strerror}.", fix="another --out") from error
         return cls(out, asked, earlier)
@@ -166,12 +176,8 @@ class Run:
         earlier = {Path(str(file)).name for file in _understood(self.earlier)[1].values()}
         for name in earlier & _REPLACED - set(written):
             (self.out / name).unlink(missing_ok=True)
-        _write_note(self.out / RUN, {"asked": self.asked, "finished": True, **summary})
+        atomic.write(self.out / RUN, json.dumps({"asked": self.asked, "finished": True, **summary}, indent=1))
         _forget(self.out)
-
-
-def _write_note(path: Path, content: Mapping[str, Any]) -> None:
-    atomic.write(path, json.dumps(content, indent=1).encode())
 
 
 def _understood(note: str | None) -> tuple[dict[str, Any], dict[str, str], bool]:
@@ -183,33 +189,17 @@ def _understood(note: str | None) -> tuple[dict[str, Any], dict[str, str], bool]
         return {}, {}, False
 
 
-def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """What two requests differ in, in words. Names of files may differ if what is in them does not."""
-    other = [key for key in now if key not in _FREE and before.get(key) != now[key]]
-    return [_difference(key, before.get(key), now[key]) for key in other]
-
-
 def _difference(key: str, before: Any, now: Any) -> str:
+    """What two requests differ in, in words."""
     if key == WEIGHTS:
         return "other weights"
     if key in ("reference", "held_out"):  # digests mean nothing to people
         before, now = (str(side).partition(",")[0] if side is not None else "no images" for side in (before, now))
         if before == now:
             return f"{key}: other images, or in another order"
-    return f"{_called(key)} was {_shown(before)}, is now {_shown(now)}"
-
-
-def _called(key: str) -> str:
-    return key if key in _FOUND else f"--{key.replace('_', '-')}"
-
-
-def _shown(value: Any) -> str:
-    return "not given" if value is None else str(value)
-
-
-def _plain(value: Any) -> Any:
-    """An option's value as JSON has it."""
-    return list(value) if isinstance(value, tuple) else str(value) if isinstance(value, Path) else value
+    option = key if key in _FOUND else f"--{key.replace('_', '-')}"
+    was, is_now = ("not given" if value is None else value for value in (before, now))
+    return f"{option} was {was}, is now {is_now}"
 
 
 def _checkpoints(out: Path) -> list[Path]:

@@ -8,35 +8,27 @@ import typer
 
 from secateur.cli import options as o
 from secateur.cli.output import Printer, headline, sides
-from secateur.cli.run_folder import check_folder, check_model
-from secateur.cli.task import ViewOptions, count_outputs, keep_outputs, noise, output_names, read_model
+from secateur.cli.run_folder import check_folder, check_model, write_model
+from secateur.cli.task import keep_outputs, noise, output_names, outputs_in, read_model
 from secateur.data.outputs import Outputs, assignments, parse
 from secateur.errors import DataError
-from secateur.files.onnx import export
-from secateur.files.saved import save
 from secateur.latency.measure import measure
 from secateur.surgery.provenance import plans_of
 
+_OUTPUTS = (
+    "Outputs to keep, by number, range, or ImageNet name or wnid: 0,217 or tench. With NAME=… they are merged into one "
+    "output: cat=281-285. Repeatable; the order is kept."
+)
 
+
+@o.grouped(fit=None)
 def specialize(
-    model: o.Model,
+    *,
+    source: o.Source,
     out: o.Out,
-    outputs: Annotated[
-        list[str],
-        typer.Option(
-            help="Outputs to keep, by number, range, or ImageNet name or wnid: 0,217 or tench. With NAME=… they are "
-            "merged into one output: cat=281-285. Repeatable; the order is kept.",
-            metavar="[NAME=]OUTPUTS",
-            show_default=False,
-        ),
-    ],
+    outputs: Annotated[list[str], typer.Option(help=_OUTPUTS, metavar="[NAME=]OUTPUTS", show_default=False)],
     merge: o.MergeBy = "sum",
-    weights: o.Weights = None,
-    original: o.Original = None,
-    device: o.Device = "auto",
-    size: o.Size = None,
-    mean: o.Mean = None,
-    std: o.Std = None,
+    seen: o.Seen,
     onnx: Annotated[bool, typer.Option("--onnx", help="Also write model.onnx, checked.")] = False,
     as_json: o.AsJson = False,
 ) -> None:
@@ -53,40 +45,32 @@ def specialize(
     check_folder(out)
     check_model(out)
     with printer.stage("removing outputs"):
-        opened = read_model(model, weights, original, device, ViewOptions(size, None, mean, std))
-        count = count_outputs(opened)
-        chosen = _chosen(outputs, count, output_names(opened, count))
-        narrow = keep_outputs(opened, chosen, count, merge)
+        opened = read_model(source, seen)
+        names = output_names(opened)
+        chosen = _chosen(outputs, names)
+        narrow = keep_outputs(opened, chosen, len(names), merge)
     if not plans_of(narrow.model):
-        raise DataError(f"these are all {count} outputs, in order: there is nothing to remove.")
-    save(narrow.model, out / "model", about={"origin": narrow.origin.to_dict()})
-    files = {"model": str(out / "model")}
-    if onnx:
-        with printer.stage("writing ONNX and checking it with ONNX Runtime"):
-            files["onnx"] = str(export(narrow.model, out / "model.onnx", noise(narrow, 2)))
+        raise DataError(f"these are all {len(names)} outputs, in order: there is nothing to remove.")
+    files = write_model(narrow, out, noise(narrow, 2) if onnx else None, printer)
+    written = {name: str(path) for name, path in files.items()}
     had, has = (measure(model, noise(opened), latency=False) for model in (opened.model, narrow.model))
     before, after = sides(had, has)
-    kept = {name: list(members) for name, members in chosen.items()}
-    printer.json({"outputs": kept, "before": before, "after": after, "files": files})
+    printer.json({"outputs": chosen, "before": before, "after": after, "files": written})
     for place, (name, members) in enumerate(chosen.items()):
-        printer.result(
-            f"output {place}: {name}, was {', '.join(map(str, members[:8]))}{' …' if len(members) > 8 else ''}"
-        )
+        shown = ", ".join(map(str, members[:8])) + (" …" if len(members) > 8 else "")
+        printer.result(f"output {place}: {name}, was {shown}")
     printer.result(headline(had, has))
-    printer.result(f"written: {', '.join(files.values())}")
+    printer.result(f"written: {', '.join(written.values())}")
 
 
-def _chosen(texts: list[str], count: int, names: list[str]) -> Outputs:
+def _chosen(texts: list[str], names: list[str]) -> Outputs:
     """Named groups, or single outputs under the names they have."""
     if all("=" in text for text in texts):
-        return {name: parse(numbers, count) for name, numbers in assignments(texts).items()}
+        return {name: parse(numbers, len(names)) for name, numbers in assignments(texts).items()}
     if any("=" in text for text in texts):
         raise DataError("either every --outputs has a NAME=, or none has: merged and single outputs do not mix.")
-    wanted = [index for text in texts for index in ([names.index(text)] if text in names else parse(text, count))]
-    wrong = [index for index in wanted if index >= count]
-    if wrong or len(set(wanted)) < len(wanted):
-        raise DataError(f"outputs {wanted}: each must be named once, and lie between 0 and {count - 1}.")
-    titles = [names[index] for index in wanted]
-    return {
-        title if titles.count(title) == 1 else f"{title} {i}": (i,) for title, i in zip(titles, wanted, strict=True)
-    }
+    wanted = [index for text in texts for index in outputs_in(text, names)]
+    if max(wanted) >= len(names) or len(set(wanted)) < len(wanted):
+        raise DataError(f"outputs {wanted}: each must be named once, and lie between 0 and {len(names) - 1}.")
+    titles = [names[i] for i in wanted]
+    return {names[i] if titles.count(names[i]) == 1 else f"{names[i]} {i}": (i,) for i in wanted}

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
 
 import torch
-import typer
 from torch import Tensor, nn
 
 from secateur.analysis.specialize import Merge, specialize
-from secateur.cli.options import device_named, numbers
+from secateur.cli.options import Images, Seen, Source, device_named
 from secateur.data import imagenet
 from secateur.data.images import Photographs, read
-from secateur.data.outputs import Outputs, match
-from secateur.data.views import Fit, View
+from secateur.data.outputs import Outputs, match, parse
 from secateur.errors import DataError, SecateurWarning
 from secateur.models import Opened, open_model
 from secateur.models.zoo import runs_code
@@ -35,41 +32,20 @@ _REFERENCE, _TEST = 10, 50
 _FEW = 1024
 
 
-@dataclass(frozen=True)
-class ViewOptions:
-    """The options that say what the model sees of an image."""
-
-    size: int | None = None
-    fit: Fit | None = None
-    mean: str | None = None
-    std: str | None = None
-
-    def over(self, view: View) -> View:
-        """The model's own view, with the options that were given."""
-        mean, std = numbers(self.mean, "--mean"), numbers(self.std, "--std")
-        if (mean is None) != (std is None):
-            raise typer.BadParameter("give both or none", param_hint="--mean, --std")
-        return View(self.size or view.size, self.fit or view.fit, mean or view.mean, std or view.std)
-
-
-def read_model(
-    model: str, weights: str | None, original: str | None, device: str, view: ViewOptions, *, trained: bool = True
-) -> Opened:
+def read_model(source: Source, seen: Seen, *, trained: bool = True) -> Opened:
     """The model on its device, with the view that applies. `trained`: warn if no weights are given."""
-    found = open_model(model, weights, device_named(device), original)
-    if trained and weights is None and found.origin.model == model:
+    model = source.model
+    found = open_model(model, source.weights, device_named(source.device), source.original)
+    if trained and source.weights is None and found.origin.model == model:
         file, _, factory = model.partition("?")[0].rpartition(":")
         maker = f"{factory}()" if file else Path(factory).name
-        own = SecateurWarning(
-            f"no --weights were given: the network is as {maker} built it.",
-            fix=f"--weights FILE, unless {maker} loads them itself",
-        )
-        random = SecateurWarning(
-            f"no --weights were given, and {model} has random weights, so the result means nothing.",
-            fix="--weights FILE, or --weights default to download the zoo's own",
-        )
-        warnings.warn(own if runs_code(model) else random, stacklevel=2)
-    return replace(found, origin=replace(found.origin, view=view.over(found.origin.view)))
+        if runs_code(model):
+            what, fix = f": the network is as {maker} built it", f"unless {maker} loads them itself"
+        else:
+            what = f", and {model} has random weights, so the result means nothing"
+            fix = "or --weights default to download the zoo's own"
+        warnings.warn(SecateurWarning(f"no --weights were given{what}.", fix=f"--weights FILE, {fix}"), stacklevel=2)
+    return replace(found, origin=replace(found.origin, view=seen.over(found.origin.view)))
 
 
 def noise(opened: Opened, batch: int = 1) -> Tensor:
@@ -91,13 +67,19 @@ def count_outputs(opened: Opened) -> int:
     return int(output.shape[1])
 
 
-def output_names(opened: Opened, count: int) -> list[str]:
+def output_names(opened: Opened) -> list[str]:
     """What the outputs mean, as far as is known."""
+    count = count_outputs(opened)
     if len(opened.origin.classes) == count:
         return [imagenet.title(name) for name in opened.origin.classes]
     if count == imagenet.COUNT:
         return [entry.name for entry in imagenet.entries()]
     return [f"output {i}" for i in range(count)]
+
+
+def outputs_in(text: str, names: list[str]) -> tuple[int, ...]:
+    """The outputs that a text means: one by the name it has, or what `parse` reads."""
+    return (names.index(text),) if text in names else parse(text, len(names))
 
 
 @dataclass(frozen=True)
@@ -114,7 +96,7 @@ class Task:
 
     @property
     def model(self) -> nn.Module:
-        """The classifier."""
+        """The classifier, after it was specialised."""
         return self.opened.model
 
     @property
@@ -142,31 +124,16 @@ class Task:
         assert self.test is not None
         found = accuracy(model, self.test.batches(32, device_of(model)))
         shares = [found.classes.get(target, 0.0) for target in self.test.targets]
-        return {"overall": found.overall, **dict(zip(metric_names(self.classes), shares, strict=True))}
+        # Two words have another meaning among metrics.
+        names = [f"class {name}" if name in ("overall", "worst") else imagenet.title(name) for name in self.classes]
+        return {"overall": found.overall, **dict(zip(names, shares, strict=True))}
 
 
-def metric_names(classes: Sequence[str]) -> list[str]:
-    """Readable names of the classes. Two words have another meaning among metrics and get a prefix."""
-    return [f"class {name}" if name in ("overall", "worst") else imagenet.title(name) for name in classes]
-
-
-def read_task(
-    opened: Opened,
-    images: Path,
-    *,
-    outputs: Sequence[str] = (),
-    narrow: bool = True,
-    merge: Merge | Literal["auto"] = "auto",
-    test: Path | None = None,
-    per_class: int | None = None,
-    test_per_class: int | None = None,
-    seed: int = 0,
-    strict: bool = False,
-) -> Task:
+def read_task(opened: Opened, given: Images, seed: int, narrow: bool) -> Task:
     """Match folders and outputs, keep only those outputs if `narrow`, and divide the photographs."""
-    photos = read(images, view=opened.origin.view, strict=strict)
+    photos = read(given.images, view=opened.origin.view, strict=given.strict)
     count = count_outputs(opened)
-    chosen = match(photos.classes, count, outputs, opened.origin.classes)
+    chosen = match(photos.classes, count, given.outputs or (), opened.origin.classes)
     merged = [name for name, members in chosen.items() if len(members) > 1]
     if merged and not narrow:
         raise DataError(
@@ -175,20 +142,20 @@ def read_task(
         )
     targets = range(len(chosen)) if narrow else [members[0] for members in chosen.values()]
     photos = photos.numbered(targets)
-    reference = photos.draw(per_class or _REFERENCE, seed=seed, at_most=per_class is None)
+    reference = photos.draw(given.per_class or _REFERENCE, seed=seed, at_most=given.per_class is None)
     whole, by = opened.model, None
     if narrow:
         if merged:
-            by = _fairest(whole, chosen, reference) if merge == "auto" else merge
+            by = _fairest(whole, chosen, reference) if given.merge == "auto" else given.merge
         opened = keep_outputs(opened, chosen, count, by or "sum")
     rest = photos.without(reference)
     held: Photographs | None = None
-    if test is not None:
-        held = _other_images(read(test, view=photos.view, strict=strict), photos, test)
-        if test_per_class is not None:
-            held = held.draw(test_per_class, seed=seed, at_most=True)
+    if given.test is not None:
+        held = _other_images(read(given.test, view=photos.view, strict=given.strict), photos, given.test)
+        if given.test_per_class is not None:
+            held = held.draw(given.test_per_class, seed=seed, at_most=True)
     elif min(rest.counts.values()) > 0:
-        held = rest.draw(test_per_class or _TEST, seed=seed, at_most=True)
+        held = rest.draw(given.test_per_class or _TEST, seed=seed, at_most=True)
         rest = rest.without(held)
     return Task(opened, whole, chosen, reference, rest, held, by)
 

@@ -42,10 +42,7 @@ def find(word: str) -> int | None:
     >>> find("n01440764"), find("english_springer"), find("golf-ball"), find("cat")
     (0, 217, 574, None)
     """
-    known = _index()
-    if re.fullmatch(r"n\d{8}", word.strip().casefold()):
-        return known.get(word.strip().casefold(), (None,))[0]
-    found = known.get(_plain(word), ())
+    found = _index().get(_plain(word), ())
     if len(found) > 1:
         which = ", ".join(f"{i} ({entries()[i].wnid}, {entries()[i].name})" for i in found)
         raise DataError(f"{word!r} is the name of several ImageNet classes: {which}.", fix="use the number or wnid")

@@ -7,9 +7,10 @@ import threading
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -41,18 +42,27 @@ class Decoder:
             return kept
         if path in self.broken:
             return None
+        pixels: Tensor | None = self._attempt(path, lambda: view.decode(path, training))
+        with self._lock:
+            if pixels is not None and self.room >= pixels.numel():
+                self.room -= pixels.numel()
+                self._kept[key] = pixels
+        return pixels
+
+    def check(self, path: Path) -> None:
+        """Find out from the first bytes of a file whether it is an image."""
+        from PIL import Image
+
+        self._attempt(path, lambda: Image.open(path).close())
+
+    def _attempt(self, path: Path, read: Callable[[], Any]) -> Any:
         try:
-            pixels = view.decode(path, training)
+            return read()
         except (MemoryError, ModuleNotFoundError):
             raise
         except Exception as error:  # decoders raise many kinds of errors on damaged files
             self.broken[path] = f"{type(error).__name__}: {error}"
             return None
-        with self._lock:
-            if self.room >= pixels.numel():
-                self.room -= pixels.numel()
-                self._kept[key] = pixels
-        return pixels
 
     def complain(self, paths: Sequence[Path]) -> None:
         """Report what could not be read: a warning, once for each file, or an error if strict."""
@@ -61,9 +71,9 @@ class Decoder:
             self._named.update(paths)
         if not paths:
             return
-        named = "; ".join(f"{path} ({self.broken[path]})" for path in paths[:5])
-        more = f"; and {len(paths) - 5} more" if len(paths) > 5 else ""
-        fact = f"{len(paths)} broken {'image' if len(paths) == 1 else 'images'}: {named}{more}"
+        named = [f"{path} ({self.broken[path]})" for path in paths[:5]]
+        named += [f"and {len(paths) - 5} more"] if len(paths) > 5 else []
+        fact = f"{len(paths)} broken {'image' if len(paths) == 1 else 'images'}: {'; '.join(named)}"
         if self.strict:
             raise DataError(
                 "{fact}.", fix="repair or remove them, or leave out {strict} to skip them", where=paths[0],
@@ -76,12 +86,19 @@ class Decoder:
 class Batches:
     """Batches of (inputs, targets) that can be iterated over several times."""
 
-    make: Callable[[], Iterator[tuple[Tensor, Tensor]]] = field(repr=False)
     samples: int
     batch_size: int
+    # Not shown: a resumed run recognises its data by the fields that are.
+    photos: Photographs = field(repr=False)
+    device: torch.device | str | None = field(repr=False)
+    training: bool = field(repr=False)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        return self.make()
+        order = torch.randperm(self.samples).tolist() if self.training else range(self.samples)
+        seen = self.photos.view.training if self.training else self.photos.view.evaluation
+        for images, targets in self.photos._decoded(order, self.batch_size, self.training):
+            if not self.training or len(images) > 1 or self.samples == 1:
+                yield seen(images.to(self.device)), targets.to(self.device)
 
     def __len__(self) -> int:
         return -(-self.samples // self.batch_size)
@@ -118,15 +135,9 @@ class Photographs:
         if unknown or not classes or len(set(classes)) < len(classes):
             raise DataError(f"classes {list(classes)}: choose some of {', '.join(self.classes)}, each once.")
         old = [self.classes.index(name) for name in classes]
-        new = {before: after for after, before in enumerate(old)}
-        chosen = [i for i, label in enumerate(self.labels) if label in new]
-        return replace(
-            self,
-            classes=tuple(classes),
-            paths=tuple(self.paths[i] for i in chosen),
-            labels=tuple(new[self.labels[i]] for i in chosen),
-            targets=tuple(self.targets[i] for i in old),
-        )
+        kept = self._subset([i for i, label in enumerate(self.labels) if label in old])
+        labels, targets = tuple(map(old.index, kept.labels)), tuple(self.targets[i] for i in old)
+        return replace(kept, classes=tuple(classes), labels=labels, targets=targets)
 
     def draw(
         self, per_class: int, classes: Sequence[str] | None = None, seed: int = 0, *, at_most: bool = False
@@ -158,8 +169,7 @@ class Photographs:
         """Two sets: `share` of each class (at least one image) at random by seed, and the rest."""
         if not 0 < share < 1:
             raise DataError("{share} must lie strictly between 0 and 1.", share=Argument("share", share))
-        first: list[int] = []
-        rest: list[int] = []
+        first, rest = list[int](), list[int]()
         for label, name in enumerate(self.classes):
             order = self._shuffled(label, seed)
             if len(order) < 2:
@@ -191,10 +201,15 @@ class Photographs:
         return [mine[i] for i in order]
 
     def _readable(self, indices: Sequence[int]) -> list[int]:
-        with self._pool() as pool:
+        with _pool() as pool:
             found = list(pool.map(lambda i: self.decoder(self.paths[i], self.view), indices))
-        self.decoder.complain([self.paths[i] for i, pixels in zip(indices, found, strict=True) if pixels is None])
-        return [i for i, pixels in zip(indices, found, strict=True) if pixels is not None]
+        return [i for i, _ in self._good(indices, found)]
+
+    def _good(self, indices: Sequence[int], found: Sequence[Tensor | None]) -> list[tuple[int, Tensor]]:
+        """Images that could be decoded, with their indices. The others are reported."""
+        pairs = list(zip(indices, found, strict=True))
+        self.decoder.complain([self.paths[i] for i, pixels in pairs if pixels is None])
+        return [(i, pixels) for i, pixels in pairs if pixels is not None]
 
     # -- samples ---------------------------------------------------------------------------------------------------
     def pixels(self, training: bool = False, device: torch.device | str | None = None) -> tuple[Tensor, Tensor]:
@@ -212,60 +227,34 @@ class Photographs:
 
     def batches(self, batch_size: int = 32, device: torch.device | str | None = None) -> Batches:
         """Batches in order, for scoring and evaluation. They are decoded ahead, in threads."""
-
-        def make() -> Iterator[tuple[Tensor, Tensor]]:
-            for images, targets in self._decoded(range(len(self)), batch_size, training=False):
-                yield self.view.evaluation(images.to(device)), targets.to(device)
-
-        return Batches(make, len(self), batch_size)
+        return Batches(len(self), batch_size, self, device, training=False)
 
     def training(self, batch_size: int = 20, device: torch.device | str | None = None) -> Batches:
         """Shuffled batches of random crops and mirror images, as in the paper. `torch.manual_seed` decides which.
 
         A last batch of a single image is left out: batch norm cannot train on it.
         """
-
-        def make() -> Iterator[tuple[Tensor, Tensor]]:
-            order = torch.randperm(len(self)).tolist()
-            for images, targets in self._decoded(order, batch_size, training=True):
-                if len(images) > 1 or len(self) == 1:
-                    yield self.view.training(images.to(device)), targets.to(device)
-
-        return Batches(make, len(self), batch_size)
-
-    def _pool(self) -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(min(8, os.cpu_count() or 1), "decoder")
+        return Batches(len(self), batch_size, self, device, training=True)
 
     def _decoded(self, order: Sequence[int], batch_size: int, training: bool) -> Iterator[tuple[Tensor, Tensor]]:
         if batch_size < 1:
             raise DataError("{size} must be at least 1.", size=Argument("batch_size", batch_size))
-        chunks = deque(order[begin : begin + batch_size] for begin in range(0, len(order), batch_size))
-        pool = self._pool()
+        chunks = [order[begin : begin + batch_size] for begin in range(0, len(order), batch_size)]
+        pool, waiting = _pool(), deque[list[Future[Tensor | None]]]()
         try:
-            waiting = deque[tuple[Sequence[int], list[object]]]()
-            while chunks or waiting:
-                while chunks and len(waiting) <= _AHEAD:
-                    chunk = chunks.popleft()
-                    work = [pool.submit(self.decoder, self.paths[i], self.view, training) for i in chunk]
-                    waiting.append((chunk, list(work)))
-                chunk, jobs = waiting.popleft()
-                found = [job.result() for job in jobs]  # type: ignore[attr-defined]
-                self.decoder.complain([self.paths[i] for i, p in zip(chunk, found, strict=True) if p is None])
-                good = [(i, p) for i, p in zip(chunk, found, strict=True) if p is not None]
+            for number, chunk in enumerate(chunks):
+                for later in chunks[number + len(waiting) : number + 1 + _AHEAD]:
+                    waiting.append([pool.submit(self.decoder, self.paths[i], self.view, training) for i in later])
+                good = self._good(chunk, [job.result() for job in waiting.popleft()])
                 if good:
                     targets = torch.tensor([self.targets[self.labels[i]] for i, _ in good])
-                    yield torch.stack([p for _, p in good]), targets
+                    yield torch.stack([pixels for _, pixels in good]), targets
         finally:
             pool.shutdown(cancel_futures=True)
 
 
 def read(
-    folder: str | os.PathLike[str],
-    size: int = 224,
-    *,
-    view: View | None = None,
-    strict: bool = False,
-    least: int = 1,
+    folder: str | os.PathLike[str], size: int = 224, *, view: View | None = None, strict: bool = False, least: int = 1
 ) -> Photographs:
     """The photographs in a folder of class folders; classes are the folders' names, sorted.
 
@@ -284,21 +273,14 @@ def read(
             where=root,
             fix=f"put the images of each class into a folder of its own, such as {root / 'cat'}",
         )
-    decoder = Decoder(strict)
-    listed = [(path, label) for label, name in enumerate(names) for path in images_in(root / name)]
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        problems = list(pool.map(_head, [path for path, _ in listed]))
-    decoder.broken.update((path, why) for (path, _), why in zip(listed, problems, strict=True) if why)
-    decoder.complain(list(decoder.broken))
+    decoder, numbers = Decoder(strict), tuple(range(len(names)))
+    listed = [(path, label) for label in numbers for path in images_in(root / names[label])]
+    with _pool() as pool:
+        list(pool.map(decoder.check, [path for path, _ in listed]))
+    decoder.complain([path for path, _ in listed if path in decoder.broken])
     kept = [(path, label) for path, label in listed if path not in decoder.broken]
-    found = Photographs(
-        tuple(names),
-        tuple(path for path, _ in kept),
-        tuple(label for _, label in kept),
-        tuple(range(len(names))),
-        view if view is not None else View(size),
-        decoder,
-    )
+    paths, labels = tuple(path for path, _ in kept), tuple(label for _, label in kept)
+    found = Photographs(tuple(names), paths, labels, numbers, view if view is not None else View(size), decoder)
     few = {name: count for name, count in found.counts.items() if count < max(least, 1)}
     if few:
         which = ", ".join(f"{name!r} has {count}" for name, count in list(few.items())[:5])
@@ -319,9 +301,8 @@ def load(
     absent = [path for path in files if not path.is_file()]
     if absent:
         raise DataError(f"there is no image {', '.join(map(str, absent[:5]))}.")
-    found = [(path, decoder(path, view)) for path in files]
+    good = [(path, pixels) for path in files if (pixels := decoder(path, view)) is not None]
     decoder.complain(list(decoder.broken))
-    good = [(path, pixels) for path, pixels in found if pixels is not None]
     if not good:
         raise DataError("there is no image that can be read.")
     return view.evaluation(torch.stack([pixels for _, pixels in good])), [path for path, _ in good]
@@ -336,14 +317,5 @@ def images_in(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if _is_image(path))
 
 
-def _head(path: Path) -> str:
-    """Why a file is no image, from its first bytes; empty if it looks like one."""
-    from PIL import Image
-
-    try:
-        with Image.open(path):
-            return ""
-    except MemoryError:
-        raise
-    except Exception as error:  # decoders raise many kinds of errors on damaged files
-        return f"{type(error).__name__}: {error}"
+def _pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(min(8, os.cpu_count() or 1), "decoder")

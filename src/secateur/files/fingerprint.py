@@ -10,7 +10,7 @@ import inspect
 import json
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -20,28 +20,25 @@ from secateur.nest import tensors_of_output
 from secateur.running.copies import named_modules, shared_copy
 from secateur.running.sandbox import Example, quiet, run
 
-# Settings that change no number of the output in evaluation mode.
-_IDLE = frozenset((
+_IGNORED = frozenset((
+    # These change no number of the output in evaluation mode.
     "training", "p", "inplace", "dropout", "momentum", "padding_idx", "sparse", "scale_grad_by_freq",
     "enable_nested_tensor", "use_nested_tensor", "mask_check",
-))  # fmt: skip
-# Sizes that pruning changes. The shapes of the weights are checked elsewhere.
-_SIZES = frozenset((
+    # These are sizes that pruning changes. The shapes of the weights are checked elsewhere.
     "in_channels", "out_channels", "in_features", "out_features", "num_features", "num_channels", "normalized_shape",
     "num_parameters", "num_embeddings", "embedding_dim", "input_size", "hidden_size", "embed_dim", "kdim", "vdim",
     "in1_features", "in2_features",
 ))  # fmt: skip
 _CONTAINERS = frozenset(("Sequential", "ModuleList", "ModuleDict", "ParameterList", "ParameterDict", "Module"))
-# Modules that return their input in evaluation mode: any of them may replace another.
-_PASSING = frozenset((
-    "Identity", "Dropout", "Dropout1d", "Dropout2d", "Dropout3d", "AlphaDropout", "FeatureAlphaDropout",
-))  # fmt: skip
-_NORMS = frozenset(("BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "SyncBatchNorm"))
+# Modules that may replace each other: in evaluation mode they compute the same.
+_DROPOUTS = ("Dropout", "Dropout1d", "Dropout2d", "Dropout3d", "AlphaDropout", "FeatureAlphaDropout")
+_NORMS = ("BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "SyncBatchNorm")
+_ALIKE = dict.fromkeys(_DROPOUTS, "Identity") | dict.fromkeys(_NORMS, "BatchNorm")
 
+_SIMPLE = bool | int | float | str
 _LONGEST = 16  # settings; longer lists are data
 _SHOWN = 32  # numbers kept of each output
 _OUTPUTS = 8
-_SAMPLES = 1  # more samples show nothing new
 _LARGEST_INPUT = 2**26  # numbers; limits the memory that a file can make us use
 _EXACT, _COARSE, _HALF = 1e-3, 1e-2, 5e-2  # relative to the largest output; processors and libraries round differently
 _USELESS = 1e-3  # if random numbers or rounding change a model by so much, its output identifies nothing
@@ -58,54 +55,36 @@ def settings(model: nn.Module) -> dict[str, dict[str, Any]]:
         kind, values = type(module), _simple(module)
         declared = _declared(kind)
         known = {name: value for name, value in values.items() if name in declared}
-        if _from_torch(kind):
-            if kind.__name__ not in _CONTAINERS:
-                found[path] = _entry(kind.__name__, known)
-            continue
         own = {n: v for n, v in values.items() if n not in declared and not isinstance(v, str)}
-        if known or own:
-            found[path] = {"class": "", "is": known, "own": own}
+        if not _from_torch(kind):
+            if known or own:
+                found[path] = {"class": "", "is": known, "own": own}
+        elif kind.__name__ not in _CONTAINERS:
+            name = _ALIKE.get(kind.__name__, kind.__name__)
+            found[path] = {"class": name, "is": known if name != "Identity" else {}}
     return found
 
 
-def setting_differences(saved: Mapping[str, Any], model: nn.Module) -> Iterator[str]:
-    """In words, which settings of torch's own modules differ from the saved model."""
-    for path, was, now in _pairs(saved, model):
+def differences(saved: Mapping[str, Any], model: nn.Module, part: Literal["is", "own"]) -> Iterator[str]:
+    """In words, which settings differ: those of torch's own modules ("is") or of the user's own classes ("own").
+
+    Only settings that both have: torch adds new ones in new versions, and some attributes appear only when used.
+    """
+    for path, now in settings(model).items():
+        was = saved.get(path)
+        if not isinstance(was, Mapping):
+            continue
         before, after = was.get("class"), now["class"]
-        if before and after and before != after:
-            yield f"`{path or 'the model'}` was {before} and is {after}"
-        elif before == after:
-            yield from _unlike(path, was.get("is"), now["is"])
-
-
-def own_differences(saved: Mapping[str, Any], model: nn.Module) -> Iterator[str]:
-    """The same for the user's own classes, where a difference may mean nothing."""
-    for path, was, now in _pairs(saved, model):
-        yield from _unlike(path, was.get("own"), now.get("own", {}))
-
-
-def _pairs(saved: Mapping[str, Any], model: nn.Module) -> Iterator[tuple[str, Mapping[str, Any], Mapping[str, Any]]]:
-    own = settings(model)
-    for path, was in saved.items():
-        if path in own and isinstance(was, Mapping):
-            yield path, was, own[path]
-
-
-def _unlike(path: str, was: Any, now: Mapping[str, Any]) -> Iterator[str]:
-    """Only settings that both have: torch adds new ones in new versions, and some attributes appear only when used."""
-    for name, value in was.items() if isinstance(was, Mapping) else ():
-        if name in now and now[name] != value:
-            yield f"`{path}{'.' if path else ''}{name}` was {_said(value)} and is {_said(now[name])}"
-
-
-def _said(value: Any) -> str:
-    return repr(tuple(value) if isinstance(value, list) else value)
-
-
-def _entry(kind: str, values: dict[str, Any]) -> dict[str, Any]:
-    if kind in _PASSING:
-        return {"class": "Identity", "is": {}}
-    return {"class": "BatchNorm" if kind in _NORMS else kind, "is": values}
+        if part == "is" and before != after:
+            if before and after:
+                yield f"`{path or 'the model'}` was {before} and is {after}"
+            continue
+        old: Any = was.get(part)
+        new = now.get(part, {})
+        for name in new if isinstance(old, Mapping) else ():
+            if name in old and old[name] != new[name]:
+                first, second = (tuple(v) if isinstance(v, list) else v for v in (old[name], new[name]))
+                yield f"`{path}{'.' if path else ''}{name}` was {first!r} and is {second!r}"
 
 
 def _from_torch(kind: type) -> bool:
@@ -123,27 +102,19 @@ def _declared(kind: type[nn.Module]) -> set[str]:
 
 def _simple(module: nn.Module) -> dict[str, Any]:
     """Public attributes that JSON can hold, without sizes and without what has no effect in evaluation mode."""
-    found = {}
-    for name, value in vars(module).items():
-        if name.startswith("_") or name in _IDLE or name in _SIZES:
-            continue
-        plain = _plain(value)
-        if plain is not None or value is None:
-            found[name] = plain
-    return found
+    plain = {
+        name: _plain(value) for name, value in vars(module).items() if not name.startswith("_") and name not in _IGNORED
+    }
+    return {name: value for name, value in plain.items() if value is not None or vars(module)[name] is None}
 
 
 def _plain(value: Any) -> Any:
     """The value for JSON; None if it is not simple."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
-    if isinstance(value, bool | int | float | str):
+    if isinstance(value, _SIMPLE):
         return value
-    if (
-        isinstance(value, tuple | list)
-        and 0 < len(value) <= _LONGEST
-        and all(isinstance(v, bool | int | float | str) for v in value)
-    ):
+    if isinstance(value, tuple | list) and 0 < len(value) <= _LONGEST and all(isinstance(v, _SIMPLE) for v in value):
         # A window of 2 and one of (2, 2) are the same.
         return _plain(value[0]) if len(set(value)) == 1 else [_plain(v) for v in value]
     return None
@@ -153,7 +124,7 @@ def answer(model: nn.Module, form: str, macs: int = 0) -> dict[str, Any] | None:
     """A model's output on fixed inputs of that form; None if that would not identify it."""
     if not form or macs > 10**11:  # one pass over more takes seconds to minutes
         return None
-    for samples in (_SAMPLES, 0):  # some forwards fix the number of samples
+    for samples in (1, 0):  # more show nothing new; 0 is for forwards that fix the number
         try:
             shape = json.loads(form)
             first, second = (_outputs(model, shape, samples, nudge) for nudge in (0.0, 1e-6))
@@ -199,9 +170,8 @@ def _outputs(model: nn.Module, form: Mapping[str, Any], samples: int, nudge: flo
         torch.manual_seed(1 if nudge else 0)  # so that a forward that draws random numbers differs between two calls
         inputs = _made(form, samples, nudge, _like(model), np.random.RandomState(0))  # numpy guarantees these numbers
         found = run(shared_copy(model).eval(), inputs)
-    tensors = tensors_of_output(found)
     kept = []
-    for tensor in [t for t in tensors if t.is_floating_point() and t.numel()][:_OUTPUTS]:
+    for tensor in [t for t in tensors_of_output(found) if t.is_floating_point() and t.numel()][:_OUTPUTS]:
         flat = tensor.detach().flatten()
         index = torch.linspace(0, len(flat) - 1, min(_SHOWN, len(flat)), dtype=torch.float64).long()
         kept.append({"shape": list(tensor.shape), "values": flat[index.to(flat.device)].double().tolist()})

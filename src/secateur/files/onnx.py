@@ -54,15 +54,12 @@ def time_onnx(before: Path, after: Path, example: Tensor, batches: Sequence[int]
     Files with a fixed batch size are timed for that one, if it is asked for.
     """
     sessions = [_session(path) for path in (before, after)]
-    inputs = [session.get_inputs()[0] for session in sessions]
-    fixed = {_fixed(item) for item in inputs} - {None}
+    fixed = {_fixed(session) for session in sessions} - {None}
     found = []
     for batch in batches:
         if fixed <= {batch}:
             numbers = repeated(example, batch).detach().cpu().numpy()
-            calls = [
-                partial(session.run, None, {item.name: numbers}) for session, item in zip(sessions, inputs, strict=True)
-            ]
+            calls = [partial(session.run, None, {session.get_inputs()[0].name: numbers}) for session in sessions]
             first, second = medians(calls)
             found.append(Timing(batch, first, second, "ONNX Runtime"))
     return found
@@ -70,11 +67,12 @@ def time_onnx(before: Path, after: Path, example: Tensor, batches: Sequence[int]
 
 def fixed_batch(path: Path) -> int | None:
     """The only batch size that an ONNX file takes, or None if it takes any."""
-    return _fixed(_session(path).get_inputs()[0])
+    return _fixed(_session(path))
 
 
-def _fixed(item: Any) -> int | None:
-    return item.shape[0] if item.shape and isinstance(item.shape[0], int) else None
+def _fixed(session: Any) -> int | None:
+    shape = session.get_inputs()[0].shape
+    return shape[0] if shape and isinstance(shape[0], int) else None
 
 
 def _session(path: Path) -> Any:
@@ -101,23 +99,21 @@ def _to_onnx(
         import onnxscript  # noqa: F401
     except ImportError as error:
         raise SecateurError("exporting to ONNX needs other packages.", fix="pip install 'secateur[export]'") from error
-    options: dict[str, Any] = {"dynamo": True, "external_data": False, "verbose": False}
+    options: dict[str, Any] = {"kwargs": kwargs or None, "dynamo": True, "external_data": False, "verbose": False}
     free = dynamic_batch and not kwargs and all(isinstance(a, Tensor) and a.ndim and a.shape[0] > 1 for a in args)
-    if free:
-        batch = torch.export.Dim("batch", min=1)
-        options["dynamic_shapes"] = _in_place(model, tuple({0: batch} for _ in args))
+    batch = torch.export.Dim("batch", min=1)
+    shapes = _in_place(model, tuple({0: batch} for _ in args)) if free else None
     try:
-        torch.onnx.export(model, args, file, kwargs=kwargs or None, **options)
+        torch.onnx.export(model, args, file, dynamic_shapes=shapes, **options)
     except Exception:
         if not free:
             raise
         # Some forwards fix the batch size, e.g. by reshaping with constants. A file for one batch size is still useful.
-        options.pop("dynamic_shapes")
-        torch.onnx.export(model, args, file, kwargs=kwargs or None, **options)
+        torch.onnx.export(model, args, file, **options)
     try:
         session = _session(file)
-        names = [item.name for item in session.get_inputs()]
-        feeds = dict(zip(names, [t.detach().cpu().numpy() for t in tensors_in((args, kwargs))], strict=True))
+        inputs = [tensor.detach().cpu().numpy() for tensor in tensors_in((args, kwargs))]
+        feeds = {item.name: numbers for item, numbers in zip(session.get_inputs(), inputs, strict=True)}
         outputs = [torch.from_numpy(item) for item in session.run(None, feeds)]
     except Exception as error:  # numpy has no bfloat16; ONNX Runtime has no kernels for some operations in other types
         raise VerificationError(
@@ -125,16 +121,10 @@ def _to_onnx(
             f"kept ({' '.join(str(error).split())}).",
             fix=_fix(model) or "a name that ends in .pt2, for torch.export",
         ) from error
-    batch_size = _fixed(session.get_inputs()[0])
-    if free and batch_size is not None:
-        warnings.warn(
-            SecateurWarning(
-                f"the exported {type(model).__name__} takes batches of {batch_size} only: its forward fixes the batch "
-                "size.",
-                fix="export with an example of the batch size that you need",
-            ),
-            stacklevel=3,
-        )
+    size = _fixed(session)
+    if free and size is not None:
+        fact = f"the exported {type(model).__name__} takes batches of {size} only: its forward fixes the batch size."
+        warnings.warn(SecateurWarning(fact, fix="export with an example of the batch size that you need"), stacklevel=3)
     return outputs
 
 

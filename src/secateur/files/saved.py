@@ -9,16 +9,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import safetensors
 import safetensors.torch
-import torch
 from torch import Tensor, nn
 
 from secateur import atomic
 from secateur.errors import FileFormatError, PlanError, SecateurError
-from secateur.files.fingerprint import answer, answer_gap, own_differences, setting_differences, settings
+from secateur.files.fingerprint import answer, answer_gap, differences, settings
 from secateur.plans.plan import Plan
 from secateur.running.copies import unwrap
+from secateur.running.tensor_files import fill, read_safetensors
 from secateur.surgery.cut import cut
 from secateur.surgery.provenance import provenance_of, remember, remember_inputs
 
@@ -43,21 +42,22 @@ def save(result: Any, path: str | os.PathLike[str], *, about: Mapping[str, Any] 
         raise SecateurError(f"cannot save a {type(result).__name__}.", fix="give a pruned module or a Result")
     model = unwrap(model)
     origin = provenance_of(model)
-    plans = origin.plans
-    if not plans:
+    if not origin.plans:
         raise SecateurError(
             f"this {type(model).__name__} carries no plan: it was not made by secateur.apply, prune or load.",
             fix="for an unpruned model, use torch's state_dict and safetensors",
         )
     note = {"about": dict(about)} if about is not None else {}
-    known = {"settings": settings(model), "answer": answer(model, origin.inputs, plans[-1].after.macs)}
-    text = json.dumps(
-        {"format": FORMAT, **note, "fingerprint": known, "plans": [json.loads(plan.to_json()) for plan in plans]}
-    )
+    known = {"settings": settings(model), "answer": answer(model, origin.inputs, origin.plans[-1].after.macs)}
+    plans = [json.loads(plan.to_json()) for plan in origin.plans]
+    text = json.dumps({"format": FORMAT, **note, "fingerprint": known, "plans": plans})
+    own = _own_tensors(model)
+    names = {id(tensor): name for name, tensor in reversed(own.items())}  # tied tensors once, by their first name
+    state = {name: own[name].detach().contiguous().clone() for name in names.values()}
     with atomic.replacing_folder(path) as folder:
         (folder / PLANS).write_bytes(text.encode())
         metadata = {"format": FORMAT, "plan": hashlib.sha256(text.encode()).hexdigest()}
-        safetensors.torch.save_file(_state(model), folder / WEIGHTS, metadata)
+        safetensors.torch.save_file(state, folder / WEIGHTS, metadata)
 
 
 def load(path: str | os.PathLike[str], model: nn.Module) -> nn.Module:
@@ -66,7 +66,7 @@ def load(path: str | os.PathLike[str], model: nn.Module) -> nn.Module:
     An original that is built differently (another stride or activation) is refused, even if all shapes fit: the
     settings of torch's modules and the output on fixed inputs are compared with what was saved.
 
-    >>> import tempfile, secateur as sc
+    >>> import tempfile, torch, secateur as sc
     >>> def build(): return nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2))
     >>> net = build()
     >>> graph = sc.analyze(net, torch.zeros(1, 4))
@@ -80,7 +80,9 @@ def load(path: str | os.PathLike[str], model: nn.Module) -> nn.Module:
     folder = Path(path)
     data, digest = _read_json(folder)
     plans = [Plan.from_json(json.dumps(item)) for item in data["plans"]]
-    state, metadata = _read_weights(folder)
+    if not (folder / WEIGHTS).is_file():
+        raise FileFormatError(f"{folder} is not a model saved by secateur: it has no {WEIGHTS}")
+    state, metadata = read_safetensors(folder / WEIGHTS)
     if metadata.get("format") != FORMAT or metadata.get("plan") != digest:
         raise FileFormatError(f"{folder}: {WEIGHTS} and {PLANS} do not belong together (one was edited or replaced)")
     small: nn.Module = unwrap(model)
@@ -90,7 +92,10 @@ def load(path: str | os.PathLike[str], model: nn.Module) -> nn.Module:
         except PlanError as error:
             raise FileFormatError(f"{folder} does not fit {type(model).__name__}: {error}") from error
         remember(small, bigger, plan)
-    _fill(small, state, folder)
+    kinds = {tensor.dtype for tensor in state.values() if tensor.is_floating_point()}
+    if len(kinds) == 1:
+        small.to(kinds.pop())
+    fill(_own_tensors(small), state, folder, type(model).__name__)
     _recognise(small, data.get("fingerprint"), folder)
     return small
 
@@ -101,43 +106,9 @@ def about(path: str | os.PathLike[str]) -> dict[str, Any]:
     return note if isinstance(note, dict) else {}
 
 
-def _state(model: nn.Module) -> dict[str, Tensor]:
-    """The state dict with tied tensors once, under the first of their names."""
-    state: dict[str, Tensor] = {}
-    seen: set[int] = set()
-    owned = {id(t) for t in [*model.parameters(), *model.buffers()]}
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if id(tensor) in seen or not isinstance(tensor, Tensor):
-            continue
-        if id(tensor) in owned:
-            seen.add(id(tensor))
-        state[name] = tensor.detach().contiguous().clone()
-    return state
-
-
-def _fill(model: nn.Module, state: dict[str, Tensor], folder: Path) -> None:
-    """Put the saved numbers in place; names, shapes and number types must fit."""
-    own = model.state_dict(keep_vars=True)
-    expected = _state(model)
-    missing, extra = sorted(set(expected) - set(state)), sorted(set(state) - set(own))
-    if missing or extra:
-        raise FileFormatError(
-            f"{folder}: the weights do not fit {type(model).__name__}"
-            + (f"; missing {', '.join(missing[:5])}" if missing else "")
-            + (f"; unknown {', '.join(extra[:5])}" if extra else "")
-        )
-    for name, tensor in state.items():
-        if tensor.shape != own[name].shape:
-            raise FileFormatError(
-                f"{folder}: `{name}` has shape {tuple(tensor.shape)}, the rebuilt model needs {tuple(own[name].shape)}"
-            )
-    kinds = {t.dtype for t in state.values() if t.is_floating_point()}
-    if len(kinds) == 1:
-        model.to(next(iter(kinds)))
-        own = model.state_dict(keep_vars=True)
-    with torch.no_grad():
-        for name, tensor in state.items():
-            own[name].copy_(tensor)
+def _own_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """The state dict with the tensors themselves, without what modules add that is no tensor."""
+    return {name: item for name, item in model.state_dict(keep_vars=True).items() if isinstance(item, Tensor)}
 
 
 def _recognise(model: nn.Module, known: Any, folder: Path) -> None:
@@ -147,11 +118,12 @@ def _recognise(model: nn.Module, known: Any, folder: Path) -> None:
     noted, said = (known.get("settings"), known.get("answer")) if isinstance(known, Mapping) else (None, None)
     if not isinstance(noted, Mapping) or not isinstance(said, Mapping | None):
         raise FileFormatError(f"{folder / PLANS} is damaged: its fingerprint cannot be read.", where=folder / PLANS)
-    other = list(setting_differences(noted, model))
+    other = list(differences(noted, model, "is"))
     if not other and said is not None:
         gap = answer_gap(said, model)
         if gap is not None:
-            other = [f"its output on fixed inputs differs by {gap:.2g} of the largest", *own_differences(noted, model)]
+            others = differences(noted, model, "own")
+            other = [f"its output on fixed inputs differs by {gap:.2g} of the largest", *others]
         else:
             remember_inputs(model, json.dumps(said.get("inputs")))
     if other:
@@ -178,14 +150,3 @@ def _read_json(folder: Path) -> tuple[dict[str, Any], str]:
     if not isinstance(data, dict) or data.get("format") != FORMAT or not isinstance(data.get("plans"), list):
         raise FileFormatError(f"{path} was not written by this version of secateur (expected format {FORMAT!r})")
     return data, hashlib.sha256(raw).hexdigest()
-
-
-def _read_weights(folder: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    path = folder / WEIGHTS
-    if not path.is_file():
-        raise FileFormatError(f"{folder} is not a model saved by secateur: it has no {WEIGHTS}")
-    try:
-        with safetensors.safe_open(path, framework="pt") as file:
-            return {key: file.get_tensor(key) for key in file.keys()}, file.metadata() or {}  # noqa: SIM118
-    except (safetensors.SafetensorError, ValueError, RuntimeError) as error:
-        raise FileFormatError(f"{path} is damaged or not a safetensors file: {error}") from error

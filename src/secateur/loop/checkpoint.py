@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import safetensors
 import safetensors.torch
 import torch
 from torch import Tensor, nn
@@ -29,6 +28,7 @@ from secateur.relevance.conservation import Conservation, Flow
 from secateur.results.history import History
 from secateur.running.batches import Data, as_batch, is_pair
 from secateur.running.processes import is_first, same_everywhere, wait
+from secateur.running.tensor_files import fill
 from secateur.structure.graph import Graph
 from secateur.surgery.cut import cut
 from secateur.surgery.optimizer import carry as carry_over
@@ -102,7 +102,7 @@ class Checkpoint:
                 carry_over(item, state.model, small, state.plan)
             remember(small, self.original, state.plan)
             state.model = small
-        fill(state.model, _under("model/", tensors), self.path)
+        fill(numbers(state.model), _under("model/", tensors), self.path, "the model")
         for item, saved in zip(self._stateful, carried, strict=True):
             item.load_state_dict(decode(saved, tensors))
         makers, criterion = self.graph.producers, self.settings.criterion
@@ -111,11 +111,10 @@ class Checkpoint:
         return True
 
     def _read(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        tensors, metadata = read_safetensors(self.path)
         try:
-            with safetensors.safe_open(self.path, framework="pt") as file:
-                header = json.loads((file.metadata() or {}).get("secateur", "null"))
-                tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-        except (safetensors.SafetensorError, ValueError, RuntimeError, OSError) as error:
+            header = json.loads(metadata.get("secateur", "null"))
+        except (ValueError, RecursionError) as error:
             what = f"{self.path} is not a checkpoint, or is damaged: {error}"
             raise FileFormatError(what, where=self.path) from error
         if not isinstance(header, dict) or header.get("format") != FORMAT:
@@ -231,17 +230,6 @@ def _digest(*samples: Any) -> str:
 def numbers(model: nn.Module) -> dict[str, Tensor]:
     """All parameters and buffers, tied ones once."""
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
-
-
-def fill(model: nn.Module, tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Put numbers back; names and shapes must be the model's."""
-    own = numbers(model)
-    wrong = sorted(set(own) ^ set(tensors)) or [n for n in own if own[n].shape != tensors[n].shape]
-    if wrong:
-        raise FileFormatError(f"{path} does not fit the model: {', '.join(wrong[:5])}")
-    with torch.no_grad():
-        for name, tensor in tensors.items():
-            own[name].copy_(tensor)
 
 
 def digest(model: nn.Module) -> str:

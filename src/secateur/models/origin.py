@@ -42,8 +42,7 @@ class Origin:
 
     def specialized(self, outputs: Mapping[str, tuple[int, ...]], count: int) -> Origin:
         """The origin of a model that was cut down to these outputs."""
-        merged = any(len(members) > 1 for members in outputs.values())
-        if not merged:
+        if all(len(members) < 2 for members in outputs.values()):
             return replace(self, classes=tuple(outputs))
         if self.groups:
             raise DataError("the outputs of this model are merged already; they cannot be merged again.")
@@ -58,15 +57,10 @@ class Origin:
         """Read it back, or raise."""
         try:
             view = data["view"]
-            return cls(
-                str(data["model"]),
-                View(
-                    int(view["size"]), view["fit"], tuple(map(float, view["mean"])), tuple(map(float, view["std"]))
-                ),
-                tuple(map(str, data["classes"])),
-                tuple(tuple(map(int, members)) for members in data["groups"]),
-                int(data["outputs"]),
-            )  # fmt: skip
+            mean, std = (tuple(map(float, view[name])) for name in ("mean", "std"))
+            groups = tuple(tuple(map(int, members)) for members in data["groups"])
+            seen, classes = View(int(view["size"]), view["fit"], mean, std), tuple(map(str, data["classes"]))
+            return cls(str(data["model"]), seen, classes, groups, int(data["outputs"]))
         except (KeyError, TypeError, ValueError, DataError) as error:
             raise FileFormatError(f"{where / PLANS}: its model is not described properly ({error})") from error
 
@@ -110,14 +104,10 @@ def open_model(
         opened = _saved(folder, original)
     else:
         if original is not None:
-            raise ModelError(
-                "{original} is for folders saved by secateur; {spec!r} is none.",
-                original=Argument("original"),
-                spec=spec,
-            )
-        wants_download = weights is not None and str(weights) == "default"
-        model = fresh(spec, pretrained=wants_download)
-        if weights is not None and not wants_download:
+            what = "{original} is for folders saved by secateur; {spec!r} is none."
+            raise ModelError(what, original=Argument("original"), spec=spec)
+        model = fresh(spec, pretrained=str(weights) == "default")
+        if weights is not None and str(weights) != "default":
             fill(model, weights)
         opened = Opened(model, Origin(spec, view_of(model, spec)))
     opened.model.to(device).eval()

@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import safetensors
-import safetensors.torch
 import torch
 from torch import Tensor, nn
 
 from secateur.errors import FileFormatError
+from secateur.running.tensor_files import fill as fill_tensors
+from secateur.running.tensor_files import read_safetensors
 
 # Training scripts put the state dict under one of these.
 _WRAPPERS = ("state_dict", "model_state_dict", "model", "model_ema", "net")
@@ -25,10 +25,7 @@ def read_weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     if not file.is_file():
         raise FileFormatError(f"there is no weights file {file}.")
     if file.suffix == ".safetensors":
-        try:
-            return safetensors.torch.load_file(file)
-        except (safetensors.SafetensorError, ValueError, RuntimeError) as error:
-            raise FileFormatError(f"{file} is damaged or not a safetensors file: {error}") from error
+        return read_safetensors(file)[0]
     try:
         content: Any = torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
@@ -51,28 +48,15 @@ def read_weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:
 
 def fill(model: nn.Module, path: str | os.PathLike[str]) -> None:
     """Put a file's numbers into a model. Every name and shape must fit; what does not is named."""
-    state = read_weights(path)
+    state, own = read_weights(path), model.state_dict(keep_vars=True)
     if all(name.startswith("module.") for name in state):  # saved from DataParallel
         state = {name.removeprefix("module."): tensor for name, tensor in state.items()}
-    own = model.state_dict()
-    missing = [name for name in own if name not in state and not name.endswith("num_batches_tracked")]
-    extra = [name for name in state if name not in own and not name.endswith("num_batches_tracked")]
+    for name in own.keys() ^ state.keys():
+        if name.endswith("num_batches_tracked"):  # changes no output, and old files lack it
+            own.pop(name, None)
+            state.pop(name, None)
     wrong = [name for name in own if name in state and own[name].shape != state[name].shape]
-    kind = type(model).__name__
-    if wrong:
-        name = wrong[0]
-        has, needs = tuple(state[name].shape), tuple(own[name].shape)
-        outputs = bool(has) and has[1:] == needs[1:] and len(wrong) <= 2
-        raise FileFormatError(
-            f"{path} does not fit {kind}: `{name}` has shape {has}, the model needs {needs}{_more(wrong)}.",
-            where=path, fix=f"for the outputs, ?num_classes={has[0]} after the model's name" if outputs else "",
-        )  # fmt: skip
-    if missing or extra:
-        what = [f"it has no `{missing[0]}`{_more(missing)}"] if missing else []
-        what += [f"the model has no `{extra[0]}`{_more(extra)}"] if extra else []
-        raise FileFormatError(f"{path} does not fit {kind}: {'; '.join(what)}. Is it for another model?", where=path)
-    model.load_state_dict(state, strict=False)
-
-
-def _more(names: list[str]) -> str:
-    return f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+    fix = "weights that were saved from this architecture"
+    if 1 <= len(wrong) <= 2 and state[wrong[0]].ndim and state[wrong[0]].shape[1:] == own[wrong[0]].shape[1:]:
+        fix = f"for the outputs, ?num_classes={len(state[wrong[0]])} after the model's name"
+    fill_tensors(own, state, path, type(model).__name__, fix)

@@ -6,8 +6,10 @@ import ast
 import difflib
 import importlib.util
 import inspect
+import re
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl
@@ -29,20 +31,17 @@ def fresh(spec: str, pretrained: bool = False) -> nn.Module:
     Linear(in_features=512, out_features=3, bias=True)
     """
     body, options = _options(spec)
-    kind, colon, name = body.partition(":")
-    if colon and kind == "torchvision":
-        return _torchvision(name, options, pretrained)
-    if colon and kind == "timm":
-        return _timm(name, options, pretrained)
-    path, colon, factory = body.rpartition(":")
-    if (colon and path.endswith(".py")) or body.endswith(".py"):
+    zoo, colon, name = body.partition(":")
+    if colon and zoo in ("torchvision", "timm"):
+        return _from_zoo(zoo, name, options, pretrained)
+    if own := re.fullmatch(r"(.*\.py)(?::(.*))?", body):
         if pretrained:
             raise ModelError(
                 "{spec}: a factory of your own has no weights to download.", fix="{weights}",
                 spec=spec, weights=Argument("weights", "FILE"),
             )  # fmt: skip
-        return _factory(Path(path if colon and path.endswith(".py") else body), factory if colon else "", options)
-    near = [f"torchvision:{name}" for name in _near(body, _torchvision_names())] if not colon else []
+        return _factory(Path(own[1]), own[2] or "", options)
+    near = [f"torchvision:{name}" for name in _near(body, _torchvision_names())] if ":" not in body else []
     hint = f" Did you mean {' or '.join(near)}?" if near else ""
     raise ModelError(f"{spec!r} is no model: give {FORMS}.{hint}")
 
@@ -64,8 +63,7 @@ def input_size(spec: str) -> int:
 
 def runs_code(spec: str) -> bool:
     """Whether building this model runs a file of the user's."""
-    body = _options(spec)[0]
-    return not body.startswith(("torchvision:", "timm:"))
+    return not spec.startswith(("torchvision:", "timm:"))
 
 
 def _options(spec: str) -> tuple[str, dict[str, Any]]:
@@ -90,22 +88,22 @@ def _value(text: str) -> Any:
         return {"true": True, "false": False, "none": None}.get(text.lower(), text)
 
 
-def _torchvision(name: str, options: dict[str, Any], pretrained: bool) -> nn.Module:
-    import torchvision
+def _from_zoo(zoo: str, name: str, options: dict[str, Any], pretrained: bool) -> nn.Module:
+    if zoo == "torchvision":
+        import torchvision
 
-    _known(name, _torchvision_names(), "torchvision")
-    return _made(
-        f"torchvision:{name}",
-        lambda: torchvision.models.get_model(name, weights="DEFAULT" if pretrained else None, **options),
-    )
+        known, bare = _torchvision_names(), name
+        make = partial(torchvision.models.get_model, name, weights="DEFAULT" if pretrained else None, **options)
+    else:
+        import timm
 
-
-def _timm(name: str, options: dict[str, Any], pretrained: bool) -> nn.Module:
-    import timm
-
-    bare = name.partition(".")[0]  # `resnet50.a1_in1k` names weights as well
-    _known(bare, timm.list_models(), "timm")
-    return _made(f"timm:{name}", lambda: timm.create_model(name, pretrained=pretrained, **options))
+        known, bare = timm.list_models(), name.partition(".")[0]  # `resnet50.a1_in1k` names weights as well
+        make = partial(timm.create_model, name, pretrained=pretrained, **options)
+    if bare not in known:
+        near = " or ".join(f"{zoo}:{other}" for other in _near(bare, known))
+        hint = f"Did you mean {near}?" if near else f"It has {len(known)} models."
+        raise ModelError(f"{zoo} has no model {bare!r}. {hint}")
+    return _made(f"{zoo}:{name}", make)
 
 
 def _torchvision_names() -> list[str]:
@@ -115,13 +113,6 @@ def _torchvision_names() -> list[str]:
         return []
     # Classifiers are in the package itself, other models in its subpackages.
     return list(torchvision.models.list_models(module=torchvision.models))
-
-
-def _known(name: str, names: Sequence[str], zoo: str) -> None:
-    if name not in names:
-        near = _near(name, names)
-        hint = f"Did you mean {' or '.join(f'{zoo}:{n}' for n in near)}?" if near else f"It has {len(names)} models."
-        raise ModelError(f"{zoo} has no model {name!r}. {hint}")
 
 
 def _near(name: str, names: Sequence[str]) -> list[str]:
@@ -160,7 +151,7 @@ def _factory(path: Path, name: str, options: dict[str, Any]) -> nn.Module:
         ) from error
     except ValueError:
         pass  # built-in: it has no signature
-    return _made(f"{path}:{name}", lambda: factory(**options))
+    return _made(f"{path}:{name}", partial(factory, **options))
 
 
 def _run(path: Path) -> Any:
