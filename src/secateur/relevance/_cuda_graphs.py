@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from secateur.errors import SecateurError
-from secateur.nest import map_tensors, tensors_in
+from secateur.nest import describe, leaves, map_tensors, tensors_in
 from secateur.relevance.accelerators import Attempt, Deviation
 from secateur.relevance.forward import check_input
 from secateur.relevance.ledger import Batch
@@ -162,13 +162,9 @@ def _records(model: nn.Module, inputs: Any) -> bool:
 
 def _shape_of(inputs: Any) -> Any:
     """What two batches must have in common; None for what is not made of tensors alone."""
-    if isinstance(inputs, Tensor):
-        return inputs.shape, inputs.dtype, inputs.device
-    if not isinstance(inputs, dict | tuple | list):
-        return None
-    items = inputs.items() if isinstance(inputs, dict) else enumerate(inputs)
-    shapes = tuple((key, _shape_of(value)) for key, value in items)
-    return None if any(shape is None for _, shape in shapes) else shapes
+    tensors = list(leaves(inputs))
+    alone = all(isinstance(leaf, Tensor) for leaf in tensors)
+    return (describe(inputs), [tensor.device for tensor in tensors]) if alone else None
 
 
 def _members(model: nn.Module) -> Iterator[tuple[dict[str, Any], str, Any, Any]]:

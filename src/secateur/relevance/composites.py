@@ -68,24 +68,15 @@ class Composite:
 
     def rule(self, place: Place) -> Rule:
         """The rule for a layer, a pool, a sum or a product."""
-        for line in self.lines:
-            if isinstance(line.rule, Rule) and line.fits(place):
-                return line.rule
-        return _DEFAULT
+        return next((on.rule for on in self.lines if isinstance(on.rule, Rule) and on.fits(place)), AlphaBeta(1, 0))
 
     def attention(self, place: Place) -> Attention:
         """How attention passes relevance."""
-        for line in self.lines:
-            if isinstance(line.rule, Attention) and line.fits(place):
-                return line.rule
-        return _GATE
+        return next((on.rule for on in self.lines if isinstance(on.rule, Attention) and on.fits(place)), Attention())
 
     def __repr__(self) -> str:
         return f"Composite({', '.join(map(repr, self.lines))}, name={self.name!r})"
 
-
-_DEFAULT = AlphaBeta(1, 0)
-_GATE = Attention()
 
 PRESETS: dict[str, Composite] = {
     # The paper: the same rule everywhere, so that the total is the same at every cut.

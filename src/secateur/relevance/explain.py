@@ -79,7 +79,8 @@ def explain(
     conservation.warn()
     first = heat[0] if len(heat) == 1 and heat[0] is not None else heat
     units = {name: sums.to(output.dtype) for name, sums in engine.units.items()}
-    return Explanation(first, {path_of(n): u for n, u in units.items()}, units, output, conservation, _picture(inputs))
+    images = next((tensor.detach() for tensor in tensors_in(inputs)), None)
+    return Explanation(first, {path_of(n): u for n, u in units.items()}, units, output, conservation, images)
 
 
 def unit_relevance(
@@ -161,10 +162,3 @@ def _checked(relevance: Tensor, output: Tensor) -> Tensor:
             f"one number per output."
         )
     return relevance.to(output)
-
-
-def _picture(inputs: Any) -> Any:
-    if isinstance(inputs, dict):
-        inputs = list(inputs.values())
-    first = inputs[0] if isinstance(inputs, tuple | list) else inputs
-    return first.detach() if isinstance(first, Tensor) else None

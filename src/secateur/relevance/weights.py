@@ -59,7 +59,8 @@ class Weights:
         self._parameters: dict[int, Tensor] = {}  # by the identity of what stands for it
         self._names: dict[int, tuple[Tensor, str]] = {}  # by the identity of the parameter
         self._owners: dict[int, list[tuple[int, int, str, Tensor]]] | None = None  # by the address of the storage
-        self._heights: dict[str, int] = {}
+        #: The number of units of each parameter, of which a call may use only some rows.
+        self.heights: dict[str, int] = {}
 
     def begin(self) -> None:
         """A batch begins. Parameters may have been moved or replaced since the last one."""
@@ -95,10 +96,6 @@ class Weights:
             self._maps[key] = (sources, build(weight, bias))
         return self._maps[key][1]
 
-    def height(self, name: str, least: int) -> int:
-        """The number of units of a parameter, of which a call may use only some rows."""
-        return max(least, self._heights.get(name, 0))
-
     def name(self, weight: Tensor, call: Call, outputs: int) -> tuple[str, slice]:
         """The parameter that a weight is part of, and its rows. A computed weight is named by its module."""
         source = self.source(weight)
@@ -125,7 +122,7 @@ class Weights:
                 end = begin + parameter.numel() * parameter.element_size()
                 key = parameter.untyped_storage().data_ptr()
                 owners.setdefault(key, []).append((begin, end, name, parameter))
-                self._heights[name] = parameter.shape[0]
+                self.heights[name] = parameter.shape[0]
         return owners
 
 
