@@ -20,9 +20,8 @@ from secateur.data.images import images_in, load
 from secateur.data.outputs import parse
 from secateur.errors import DataError, SecateurError
 from secateur.relevance.composites import PRESETS
-from secateur.relevance.explain import Explanation
+from secateur.relevance.explain import Explanation, draw
 from secateur.relevance.explain import explain as run_explain
-from secateur.relevance.heatmaps import draw
 from secateur.running.devices import device_of
 
 _BATCH = 8

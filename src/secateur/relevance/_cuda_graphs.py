@@ -102,7 +102,6 @@ class Recording:
         self._output = output.detach()
 
     def play(self, engine: RelevancePass, inputs: Any, start: Start) -> Batch:
-        """The batch of these inputs."""
         with torch.inference_mode(False), torch.no_grad():
             for mine, given in zip(self._inputs, tensors_in(inputs), strict=True):
                 check_input(given)

@@ -39,7 +39,6 @@ class Activations:
         self._writable: weakref.ref[Tensor] | None = None  # the same for the call before
 
     def next_call(self) -> None:
-        """A call begins."""
         self._fresh, self._writable = None, self._fresh
 
     def note_fresh(self, output: Tensor) -> None:

@@ -15,12 +15,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Literal
 
 from secateur.relevance.attention import Attention
 from secateur.relevance.rules import AlphaBeta, Box, Epsilon, Flat, Gamma, Norm, Rule
-
-Kind = Literal["conv", "linear", "pool", "add", "matmul", "attention"]
 
 
 @dataclass(frozen=True)
@@ -48,7 +45,6 @@ class On:
     first: bool | None = None
 
     def fits(self, place: Place) -> bool:
-        """Whether this line decides there."""
         kinds = [self.kind] if isinstance(self.kind, str) else self.kind
         wildcards = [self.modules] if isinstance(self.modules, str) else self.modules
         return (

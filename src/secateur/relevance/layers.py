@@ -33,14 +33,12 @@ class Layers:
         self._weights, self._ledger, self._attempt, self._heat_map = weights, ledger, attempt, heat_map
 
     def dense(self, call: Call) -> Tensor:
-        """A linear layer."""
         use = self._weights.uses.get(call.site)
         if use is None or use.source is not self._weights.source(call["weight"]):
             use = self._use(call, DenseMap, call["weight"].shape[0], "linear", -1)
         return self._layer(call, call.run, call["input"], use)
 
     def convolves(self, call: Call, spatial: int, transposed: bool = False) -> Tensor:
-        """A convolution. Input without a batch dimension gets one."""
         x, weight, use = call["input"], call["weight"], self._weights.uses.get(call.site)
         options = (call["stride"], call["padding"], call["dilation"], call["groups"])
         if use is None or use.source is not self._weights.source(weight) or use.options != options:
@@ -50,11 +48,10 @@ class Layers:
             use = self._use(call, geometry, outputs, "conv", 1, options)
         if x.dim() > spatial + 1 or not x.requires_grad:
             return self._layer(call, call.run, x, use)
-        single, run = x.unsqueeze(0), call.on(x)
+        single, run = x.unsqueeze(0), call.on(x)  # input without a batch dimension gets one
         return self._layer(call, lambda: run(single), single, use)[0]
 
     def batch_norm(self, call: Call, x: Tensor) -> Tensor:
-        """Folded into the layer whose output it reads, if there is one. Else it is a scale that passes relevance."""
         record, weights = self.activations.linear.get(x), self._weights
         per_unit = record is not None and not (record.use.kind == "linear" and x.dim() > 2)
         if record is None or not per_unit or call["training"] or call["running_mean"] is None:
@@ -67,9 +64,7 @@ class Layers:
         return output
 
     def enters_here(self, call: Call, weight: Tensor) -> Tensor:
-        """An embedding: the first tensor that can carry relevance on the way from a discrete input. Its units are the
-        columns of the weight, and what reaches them is their score."""
-        width = weight.shape[1]
+        width = weight.shape[1]  # the units are the columns of the weight, and what reaches them is their score
         name, _ = self._weights.name(weight, call, width)
         self._ledger.open(call.site, name, slice(0, width), width, weight.device)
         return self.backward.add_leaf(call.run().detach(), embedding=name)
@@ -133,7 +128,7 @@ class Layers:
         return backward.step(run, back, record.x, gate=gate)
 
     def _scale(self, call: Call, x: Tensor) -> Tensor:
-        """A batch norm that belongs to no layer."""
+        """A batch norm that belongs to no layer passes relevance."""
         if self.fusion.reads(x):
             self._attempt.deviates()
         if call["training"] and call.get("running_mean") is not None:

@@ -44,7 +44,6 @@ class Journal:
         self._summed: TensorFacts[tuple[int, int, Tensor]] = TensorFacts()
 
     def flow(self, name: object, kind: str, arrived: Sum, passed: Sum, absorbs: bool = False) -> None:
-        """Record what arrived at an operation and what it passed on."""
         self._flows.append((name, kind, arrived, passed, absorbs))
 
     def sums(self, r: Tensor, channel: int | None) -> Tensor:
@@ -97,7 +96,6 @@ class Journal:
         self._vectors.append(sums)
 
     def _by_channel(self, r: Tensor, channel: int) -> Tensor:
-        """One number per unit."""
         channel %= r.dim()
         if self._absolute == "element":
             r = r.abs()
@@ -121,7 +119,6 @@ class Page:
 
     @property
     def units(self) -> Tensor:
-        """The unit sums, on the device."""
         return self._row[: sum(stop - start for _, start, stop in self.layout)]
 
     def read(self) -> tuple[list[Flow], list[float]]:
@@ -165,7 +162,6 @@ class Ledger:
         self._heights[name] = (max(height, self._heights.get(name, (0, device))[0]), device)
 
     def add(self, batch: Batch) -> None:
-        """Add the sums of one batch."""
         self.samples += batch.output.shape[0] if batch.output.dim() > 1 else 1
         self._start += batch.start
         self._input += batch.input
@@ -178,7 +174,6 @@ class Ledger:
 
     @property
     def units(self) -> dict[str, Tensor]:
-        """One number per unit, by the name of the weight."""
         sums = {
             name: torch.zeros(height, dtype=precise(device), device=device)
             for name, (height, device) in self._heights.items()
@@ -190,7 +185,6 @@ class Ledger:
         return sums
 
     def conservation(self) -> Conservation:
-        """Start, input and every operation between them."""
         order = reversed(list(self._flows.items()))
         return Conservation(
             self._start, self._input,

@@ -1,9 +1,8 @@
 """The verbs in which operations say how relevance passes.
 
-The user's own forward runs, and each operation calls one of these verbs: it is a layer (`dense`, `convolves`,
-`batch_norm`, `enters_here`), or it `moves` data, `passes` relevance on, `stops` it, `averages`, `adds`, `gates`,
-`multiplies` or `attends`. Each verb computes the output as a step of the autograd graph. Its `back` gives the relevance
-of the inputs, by the rule of the composite (`rules.py`) where there is a choice.
+The user's own forward runs, and each operation calls one verb of `ops.protocols.RelevanceVerbs`. It computes the output
+as a step of the autograd graph, whose `back` gives the relevance of the inputs, by the rule of the composite
+(`rules.py`) where there is a choice.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ class Propagation:
     def passes(
         self, call: Call, x: Tensor, *, nonneg: bool = False, gate: bool = False, gates: Sequence[Tensor] = ()
     ) -> Any:
-        """Relevance passes unchanged to `x`: activations, dropout, norms, scaling, products with `gates`."""
+        """Activations, dropout, norms, scaling, products with `gates`."""
         if not x.requires_grad:
             return self.stops(call)
         if not gates and call.writes and self.activations.may_overwrite(call, x):
@@ -85,24 +84,20 @@ class Propagation:
         return output
 
     def stops(self, call: Call) -> Any:
-        """Relevance ends here: comparisons, indices, statistics."""
         with torch.no_grad():
             return self.activations.run(call)
 
     def copies(self, call: Call, x: Tensor, scales: bool = False) -> Any:
-        """The same numbers again, or fewer digits of them: what is known about them holds. Dropout `scales` them."""
         output = self.passes(call, x) if scales else self.moves(call)
         self.activations.copied(x, output)
         return output
 
     def softmaxes(self, call: Call, x: Tensor) -> Tensor:
-        """Relevance passes. Where the result multiplies, it is a gate and remembers its logits."""
-        output: Tensor = self.passes(call, x, nonneg=True, gate=True)
+        output = self.passes(call, x, nonneg=True, gate=True)
         self.activations.logits[output] = x
-        return output
+        return output  # type: ignore[no-any-return]
 
     def averages(self, call: Call, x: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
-        """A linear function of x with weights ≥ 0: pools, means, sums, interpolation."""
         if not x.requires_grad:
             return self.stops(call)  # type: ignore[no-any-return]
         backward, name, nonneg = self.backward, call.site, x in self.activations.nonneg
@@ -114,7 +109,6 @@ class Propagation:
         return output
 
     def pads(self, call: Call, x: Tensor, pad: Sequence[int], constant: bool) -> Tensor:
-        """Padding: repeated values send relevance home, a constant border absorbs what falls on it."""
         if not constant or not x.requires_grad or min(pad) < 0:
             return self.moves(call)  # type: ignore[no-any-return]
         backward, name = self.backward, f"border of {call.site}"
@@ -130,7 +124,6 @@ class Propagation:
         return output
 
     def adds(self, call: Call, a: Any, b: Any, sign: float = 1.0) -> Tensor:
-        """a + sign * b. Constants take no relevance, and neither do biases."""
         known = self.activations
         if not (_carries(a) and _carries(b)):
             x, constant = (a, b) if _carries(a) else (b, a)
@@ -204,7 +197,7 @@ class Propagation:
         return backward.step(call.run, back, *inputs)
 
     def attends(self, call: Call, scale: float, mask: Callable[[], Tensor | None]) -> Tensor:
-        """Scaled dot-product attention. The weights are recomputed in the backward pass."""
+        """The attention weights are recomputed in the backward pass."""
         backward, place, name = self.backward, self.backward.place("attention", call.site.path), call.site
         q, k, v = call["query"], call["key"], call["value"]
         how = backward.composite.attention(place)
@@ -238,7 +231,6 @@ class Propagation:
         return backward.step(call.run, back, q, k, v)
 
     def constant(self, tensor: Tensor, call: Call) -> Tensor:
-        """A constant beside the signal (class tokens, padding). The relevance that falls on it is absorbed."""
         if tensor.requires_grad or not tensor.is_floating_point():
             return tensor
         leaf = self.backward.add_leaf(tensor.detach(), constant=f"constant in {call.site}")

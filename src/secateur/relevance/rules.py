@@ -232,22 +232,15 @@ class Box(Rule):
     high: float | Tensor | None = None
 
     def __call__(self, layer: LinearMap, a: Tensor, r: Tensor) -> Tensor:
-        low, high = self._bound(self.low, a, torch.amin), self._bound(self.high, a, torch.amax)
+        dims = [0, *range(2, a.dim())] if a.dim() > 2 else [*range(a.dim())]
+        least = a.amin(dims, keepdim=True) if self.low is None else self.low
+        most = a.amax(dims, keepdim=True) if self.high is None else self.high
+        bounds = [torch.as_tensor(bound, dtype=a.dtype, device=a.device) for bound in (least, most)]
+        low, high = (bound.expand_as(a).contiguous() for bound in bounds)
         z = layer(a, layer.weight) - layer(low, layer.positive) - layer(high, layer.negative)
         s = over(r, z)
-        return (
-            a * layer.adjoint(s, layer.weight, a)
-            - low * layer.adjoint(s, layer.positive, a)
-            - high * layer.adjoint(s, layer.negative, a)
-        )
-
-    @staticmethod
-    def _bound(value: float | Tensor | None, a: Tensor, extreme: object) -> Tensor:
-        if value is None:
-            dims = [0, *range(2, a.dim())] if a.dim() > 2 else [*range(a.dim())]
-            return extreme(a, dims, keepdim=True).expand_as(a).contiguous()  # type: ignore[operator, no-any-return]
-        bound = value.to(a) if isinstance(value, Tensor) else a.new_tensor(value)
-        return bound.expand_as(a).contiguous()
+        shared = a * layer.adjoint(s, layer.weight, a) - low * layer.adjoint(s, layer.positive, a)
+        return shared - high * layer.adjoint(s, layer.negative, a)
 
 
 class ValueFree(Rule):

@@ -16,8 +16,7 @@ from secateur.errors import DataError
 from secateur.plans.plan import Plan
 from secateur.relevance.composites import Composite
 from secateur.relevance.engine import Start
-from secateur.relevance.explain import Explanation, explain, starter
-from secateur.relevance.heatmaps import bound, visible
+from secateur.relevance.explain import Explanation, bound, explain, starter, visible
 from secateur.relevance.rules import Rule
 from secateur.relevance.weights import path_of
 from secateur.running.batches import Data, as_data, batches, is_pair
