@@ -130,14 +130,14 @@ def test_nothing_of_a_batch_stays_in_memory(make, monkeypatch):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_kernels_are_compiled_and_left_alone_on_request():
-    from secateur.relevance import _kernels, pointwise
+    from secateur.relevance import _kernels, rules
 
     device = torch.device("cuda", torch.cuda.current_device())
     assert _kernels.available(device) == ["over_positive", "by_positive_parts", "rectified"]
     z, r = torch.rand(9, device=device), torch.rand(9, device=device)
     before = z.clone()
-    torch.testing.assert_close(pointwise.over_positive(r, z), r / before)
+    torch.testing.assert_close(rules.over_positive(r, z), r / before)
     assert torch.equal(z, before), "the kernel does not overwrite"
     with _kernels.allowed(False):
-        torch.testing.assert_close(pointwise.over_positive(r, z), r / before)
+        torch.testing.assert_close(rules.over_positive(r, z), r / before)
     assert not torch.equal(z, before), "the formula does"

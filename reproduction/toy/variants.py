@@ -16,8 +16,7 @@ from torch import Tensor
 from secateur.criteria.relevance import LRP
 from secateur.relevance.composites import Composite, On
 from secateur.relevance.linear_maps import LinearMap
-from secateur.relevance.pointwise import over
-from secateur.relevance.rules import AlphaBeta, Rule
+from secateur.relevance.rules import AlphaBeta, Rule, over
 
 
 @dataclass(frozen=True)

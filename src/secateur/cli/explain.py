@@ -19,9 +19,8 @@ from secateur.cli.task import output_names, outputs_in, read_model
 from secateur.data.images import images_in, load
 from secateur.errors import DataError, SecateurError
 from secateur.relevance.composites import PRESETS
-from secateur.relevance.explain import Explanation
+from secateur.relevance.explain import Explanation, draw
 from secateur.relevance.explain import explain as run_explain
-from secateur.relevance.heatmaps import draw
 from secateur.running.devices import device_of
 
 _BATCH = 8

@@ -28,7 +28,7 @@ from secateur.relevance.conservation import Conservation, Flow
 from secateur.results.history import History
 from secateur.running.batches import Data, as_batch, is_pair
 from secateur.running.processes import is_first, same_everywhere, wait
-from secateur.running.tensor_files import fill
+from secateur.running.tensor_files import fill, read_safetensors
 from secateur.structure.graph import Graph
 from secateur.surgery.cut import cut
 from secateur.surgery.optimizer import carry as carry_over

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from secateur.errors import SecateurError
-from secateur.nest import map_tensors, tensors_in
+from secateur.nest import describe, leaves, map_tensors, tensors_in
 from secateur.relevance.accelerators import Attempt, Deviation
 from secateur.relevance.forward import check_input
 from secateur.relevance.ledger import Batch
@@ -44,12 +44,11 @@ class Recorder:
 
     def play(self, engine: RelevancePass, inputs: Any, start: Start) -> Batch | None:
         """A batch from the recording, None if there is none that fits."""
-        if self.recording is None or _shape_of(inputs) != self._shape:
-            return None
-        if not self.recording.still_true():
+        if self.recording is not None and _shape_of(inputs) == self._shape:
+            if self.recording.still_true():
+                return self.recording.play(engine, inputs, start)
             self.recording, self._seen = None, 0
-            return None
-        return self.recording.play(engine, inputs, start)
+        return None
 
     def consider(self, engine: RelevancePass, inputs: Any, start: Start, batch: Batch) -> None:
         """Record, if batches like this one have come often enough."""
@@ -102,7 +101,6 @@ class Recording:
         self._output = output.detach()
 
     def play(self, engine: RelevancePass, inputs: Any, start: Start) -> Batch:
-        """The batch of these inputs."""
         with torch.inference_mode(False), torch.no_grad():
             for mine, given in zip(self._inputs, tensors_in(inputs), strict=True):
                 check_input(given)
@@ -162,13 +160,9 @@ def _records(model: nn.Module, inputs: Any) -> bool:
 
 def _shape_of(inputs: Any) -> Any:
     """What two batches must have in common; None for what is not made of tensors alone."""
-    if isinstance(inputs, Tensor):
-        return inputs.shape, inputs.dtype, inputs.device
-    if not isinstance(inputs, dict | tuple | list):
-        return None
-    items = inputs.items() if isinstance(inputs, dict) else enumerate(inputs)
-    shapes = tuple((key, _shape_of(value)) for key, value in items)
-    return None if any(shape is None for _, shape in shapes) else shapes
+    tensors = list(leaves(inputs))
+    alone = all(isinstance(leaf, Tensor) for leaf in tensors)
+    return (describe(inputs), [tensor.device for tensor in tensors]) if alone else None
 
 
 def _members(model: nn.Module) -> Iterator[tuple[dict[str, Any], str, Any, Any]]:

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from secateur.ops.table import Call, Site
+from secateur.relevance._kernels import one_kernel
 from secateur.relevance.accelerators import Attempt
 from secateur.relevance.activations import Activations
 from secateur.relevance.linear_maps import ConvMap, Geometry, LinearMap
-from secateur.relevance.pointwise import rectified
 from secateur.relevance.weights import LinearCall, Weights
 from secateur.running.tensor_facts import TensorFacts
 
@@ -51,9 +51,10 @@ class Made:
 
 
 class Habits:
-    """What fusion remembers between batches."""
+    """What fusion remembers between batches. If it is not `allowed`, it remembers nothing, and nothing is fused."""
 
-    def __init__(self) -> None:
+    def __init__(self, allowed: bool) -> None:
+        self.allowed = allowed
         self.followed: dict[Site, Followed] = {}
         #: Whether fused layers gave the model's own output; None if this was not checked yet.
         self.trusted: bool | None = None
@@ -72,7 +73,7 @@ class Fusion:
 
     def __init__(self, habits: Habits, weights: Weights, activations: Activations, attempt: Attempt) -> None:
         self._followed, self._weights, self._activations = habits.followed, weights, activations
-        self._attempt = attempt
+        self._attempt, self._allowed = attempt, habits.allowed
         self._active = attempt.expected and habits.trusted is not False
         self._made: TensorFacts[Made] = TensorFacts()
         #: How many layers and sums were fused.
@@ -111,11 +112,8 @@ class Fusion:
         layer, expected = made.normed, made.followed.norm
         if layer is None:
             return None
-        if (
-            expected is None
-            or expected[1] != norm[1]
-            or any(a is not b for a, b in zip(expected[0], norm[0], strict=True))
-        ):
+        same = expected is not None and all(a is b for a, b in zip(expected[0], norm[0], strict=True))
+        if expected is None or not same or expected[1] != norm[1]:
             self._attempt.deviates()
         return step(x.detach, record, lambda a: layer)
 
@@ -139,7 +137,8 @@ class Fusion:
 
     def made(self, site: Site, output: Tensor, raw: bool = False, ahead: bool = False) -> None:
         """A convolution or a sum made `output`. If it is `ahead`, the ReLU is part of it already."""
-        self._made[output] = Made(self._followed.setdefault(site, Followed()), raw=raw, ahead=ahead)
+        if self._allowed:
+            self._made[output] = Made(self._followed.setdefault(site, Followed()), raw=raw, ahead=ahead)
 
     def is_pending(self, value: Tensor) -> bool:
         """Whether a tensor is the output of a layer that was computed with its batch norm."""
@@ -177,8 +176,12 @@ def _forward(layer: ConvMap, a: Tensor, rectify: bool) -> Tensor:
     """A convolution with its bias, and a ReLU if asked for."""
     if rectify and layer.bias is not None and a.is_cuda:  # torch would add the bias in a kernel of its own
         return rectified(layer(a, layer.weight), layer.bias)
-    g, bias = layer.geometry, None if layer.bias is None else layer.bias.view(-1)
-    z = torch.convolution(
-        a, layer.weight, bias, g.stride, g.padding, g.dilation, g.transposed, g.output_padding, g.groups
-    )
+    bias = None if layer.bias is None else layer.bias.view(-1)
+    z = torch.convolution(a, layer.weight, bias, *layer.geometry.options)
     return z.relu_() if rectify else z
+
+
+@one_kernel("template <typename T> T rectified(T z, T b) { T s = z + b; return s < T(0) ? T(0) : s; }")
+def rectified(z: Tensor, bias: Tensor) -> Tensor:
+    """max(z + bias, 0)."""
+    return torch.add(z, bias).relu_()

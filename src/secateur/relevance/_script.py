@@ -23,7 +23,6 @@ class Script:
             self._calls.clear()
 
     def note(self, function: Function, site: Site) -> Site:
-        """The place of the next call."""
         self._calls.append((function, site))
         return site
 

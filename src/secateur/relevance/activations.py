@@ -32,13 +32,13 @@ class Activations:
         self.logits: TensorFacts[Tensor] = TensorFacts()
         #: The constant part of a sum.
         self.offset: TensorFacts[Tensor] = TensorFacts()
+        self._of_numbers: tuple[TensorFacts[Any], ...] = (self.nonneg, self.gate, self.logits, self.offset)
         #: The first call that wrote in place through a view, which cannot be followed.
         self.doubtful = ""
         self._fresh: weakref.ref[Tensor] | None = None  # the output of the last call, if only the user has it
         self._writable: weakref.ref[Tensor] | None = None  # the same for the call before
 
     def next_call(self) -> None:
-        """A call begins."""
         self._fresh, self._writable = None, self._fresh
 
     def note_fresh(self, output: Tensor) -> None:
@@ -61,9 +61,7 @@ class Activations:
         """The output of an in-place call, run on a copy of what it would overwrite."""
         target = call.tensors()[0]
         copy = target.clone()
-        args = tuple(copy if arg is target else arg for arg in call.args)
-        kwargs = {key: copy if arg is target else arg for key, arg in call.kwargs.items()}
-        output = call.function(*args, **kwargs)
+        output = call.on(target)(copy)
         return copy if output is None else output  # `__setitem__` returns None
 
     def replace(self, call: Call, output: Tensor) -> None:
@@ -78,19 +76,16 @@ class Activations:
 
     def overwritten(self, tensor: Tensor) -> None:
         """The tensor has other numbers now, so nothing is known about it."""
-        known: tuple[TensorFacts[Any], ...] = (self.nonneg, self.gate, self.linear, self.logits, self.offset)
-        for facts in known:
+        for facts in (self.linear, *self._of_numbers):
             facts.forget(tensor)
 
     def copied(self, source: Tensor, output: Any) -> None:
         """What is known about `source` holds for `output`, which has the same numbers."""
-        if not isinstance(output, Tensor) or output is source:
-            return
-        known: tuple[TensorFacts[Any], ...] = (self.nonneg, self.gate, self.logits, self.offset)
-        for facts in known:
-            fact = facts.get(source)
-            if fact is not None:
-                facts[output] = fact
+        if isinstance(output, Tensor) and output is not source:
+            for facts in self._of_numbers:
+                fact = facts.get(source)
+                if fact is not None:
+                    facts[output] = fact
 
     def note_nonneg(self, output: Any) -> None:
         """The tensors in `output` are ≥ 0 everywhere, so that layers reading them need only their positive weights."""

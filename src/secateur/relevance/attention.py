@@ -8,15 +8,14 @@ queries and keys. This is AttnLRP (arXiv 2402.05602), except that in the paper A
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from secateur.relevance.pointwise import over, stabilised
-from secateur.relevance.rules import AlphaBeta, Rule, split
+from secateur.relevance.linear_maps import Bilinear
+from secateur.relevance.rules import AlphaBeta, Rule, over, split, stabilised
 
 
 @dataclass(frozen=True)
@@ -36,9 +35,7 @@ class Attention:
         return self.queries and self.constant == "absorb"
 
 
-def product(
-    rule: Rule, function: Callable[[Tensor, Tensor], Tensor], a: Tensor, b: Tensor, r: Tensor
-) -> tuple[Tensor, Tensor]:
+def product(rule: Rule, function: Bilinear, a: Tensor, b: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
     """Relevance of both factors of a bilinear function (a @ b, einsum): each contribution is shared half and half."""
     r = r / 2
     if not isinstance(rule, AlphaBeta):
@@ -56,7 +53,7 @@ def product(
     return shares
 
 
-def _factors(function: Callable[[Tensor, Tensor], Tensor], a: Tensor, b: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
+def _factors(function: Bilinear, a: Tensor, b: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
     """Σ of s over all contributions in which an entry of a, or of b, takes part."""
     with torch.enable_grad():
         left, right = a.detach().requires_grad_(True), b.detach().requires_grad_(True)
@@ -67,19 +64,19 @@ def _factors(function: Callable[[Tensor, Tensor], Tensor], a: Tensor, b: Tensor,
 def attend(rule: Attention, logits: Tensor, weights: Tensor, values: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
     """From the relevance of O = weights @ values: that of the logits, divided by the logits, and that of the values."""
     g = r / stabilised(weights @ values, rule.epsilon)
-    m = g @ _t(values)
-    pulled = weights * (m - (weights * m).sum(-1, keepdim=True)) / 2  # ½ Jᵀ m
-    keep = weights.clone() if rule.constant == "values" else weights / 2
-    if rule.constant == "values":
-        moved = weights * (logits - (weights * logits).sum(-1, keepdim=True))  # J L
-        keep -= moved / 2
-    return pulled, values * (_t(keep) @ g)
+    keep = weights - _jacobian(weights, logits) / 2 if rule.constant == "values" else weights / 2
+    return _jacobian(weights, g @ values.mT) / 2, values * (keep.mT @ g)
+
+
+def _jacobian(weights: Tensor, x: Tensor) -> Tensor:
+    """J x, where J = Jᵀ is the Jacobian of the softmax that gave the weights."""
+    return weights * (x - (weights * x).sum(-1, keepdim=True))
 
 
 def gate_scores(rule: Rule, q: Tensor, k: Tensor, v: Tensor, weights: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
     """The scores of queries and keys as gates: what the attention weights let pass."""
     logits, _ = product(rule, torch.matmul, weights, v, r)
-    for_q, for_k = product(rule, lambda a, b: a @ _t(b), q, k, 2 * logits)
+    for_q, for_k = product(rule, lambda a, b: a @ b.mT, q, k, 2 * logits)
     return 2 * for_q, 2 * for_k
 
 
@@ -88,7 +85,3 @@ def regroup(r: Tensor, groups: int) -> Tensor:
     if groups == 1:
         return r
     return r.reshape(*r.shape[:-3], r.shape[-3] // groups, groups, *r.shape[-2:]).sum(-3)
-
-
-def _t(x: Tensor) -> Tensor:
-    return x.transpose(-1, -2)

@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from secateur.relevance.attention import Attention
 from secateur.relevance.composites import Composite, Place
 from secateur.relevance.conservation import slack
-from secateur.relevance.ledger import Journal, Page, Sum, total
+from secateur.relevance.ledger import HALF, Journal, Page, Sum, total
 from secateur.relevance.linear_maps import LinearMap
 from secateur.relevance.rules import Rule
 
@@ -25,50 +24,30 @@ Back = Callable[..., tuple[Tensor | None, ...]]
 Gate = Callable[[Tensor], object]
 
 
-class Leaves:
-    """Where relevance ends: the model's inputs, the outputs of embeddings, and constants beside the signal."""
-
-    def __init__(self) -> None:
-        self.inputs: list[Tensor] = []
-        self.embeddings: dict[int, str] = {}  # names of weights, by the index among the inputs
-        self.constants: list[tuple[str, Tensor]] = []
-        self._ids: set[int] = set()
-
-    def __contains__(self, tensor: Tensor) -> bool:
-        return id(tensor) in self._ids
-
-    def add_input(self, tensor: Tensor, embedding: str | None = None) -> Tensor:
-        """An input, or the output of an embedding with this weight."""
-        if embedding is not None:
-            self.embeddings[len(self.inputs)] = embedding
-        self.inputs.append(tensor.requires_grad_(True))
-        self._ids.add(id(tensor))
-        return tensor
-
-    def add_constant(self, name: str, tensor: Tensor) -> Tensor:
-        """A constant that absorbs the relevance which falls on it."""
-        leaf = tensor.detach().requires_grad_(True)
-        self.constants.append((name, leaf))
-        self._ids.add(id(leaf))
-        return leaf
-
-
 class Backward:
     """The backward pass of one batch: rules, sums, gates, and the leaves at which it ends.
 
-    `attentive` are the layers which once could not pass on all relevance. They check this in every batch.
+    Leaves are the model's inputs, the outputs of embeddings, and constants beside the signal. `attentive` are the
+    layers which once could not pass on all relevance. They check this in every batch.
     """
 
     def __init__(
         self, composite: Composite, rules: dict[tuple[Place, int], Rule], journal: Journal, attentive: set[str]
     ) -> None:
-        self.journal, self.attentive = journal, attentive
-        self.leaves = Leaves()
+        self.composite, self.journal, self.attentive = composite, journal, attentive
+        #: By identity: the tensor, the weight of its embedding if it has one, and what to call it if it is a constant.
+        self.leaves: dict[int, tuple[Tensor, str, str]] = {}
         self.layers = 0  # conv and linear layers in this forward pass
         self.gated = False  # whether a gate takes part
         self.gating = False  # whether gates are being scored
-        self._composite, self._rules = composite, rules
-        self._gates: list[tuple[GradientEdge, Tensor]] = []
+        #: Gates take no relevance. The layers that make them are scored later, by the relevance that they let pass.
+        self.gates: list[tuple[GradientEdge, Tensor]] = []
+        self._rules = rules
+
+    def add_leaf(self, tensor: Tensor, embedding: str = "", constant: str = "") -> Tensor:
+        """Relevance ends at a tensor. A constant absorbs it."""
+        self.leaves[id(tensor)] = (tensor.requires_grad_(True), embedding, constant)
+        return tensor
 
     def place(self, kind: str, path: str, index: int | None = None, first: bool = False) -> Place:
         """Where a rule is asked for. The depth is an index until the number of layers is known."""
@@ -79,18 +58,17 @@ class Backward:
         key = (place, self.layers)
         if key not in self._rules:
             depth = min(place.depth / max(self.layers - 1, 1), 1.0)
-            self._rules[key] = self._composite.rule(Place(place.kind, place.path, depth, place.first))
+            self._rules[key] = self.composite.rule(Place(place.kind, place.path, depth, place.first))
         return self._rules[key]
-
-    def attention(self, place: Place) -> Attention:
-        """How the composite passes relevance through attention."""
-        return self._composite.attention(place)
 
     def step(
         self, run: Callable[[], Any], back: Back, *inputs: Tensor, saves: bool = True, gate: Gate | None = None
-    ) -> Any:
-        """The output of an operation, as part of the graph. Without `saves`, `back` does not get the inputs."""
-        return _Function.apply(_Step(self, run, back, saves, gate), *inputs)
+    ) -> Tensor:
+        """The output of an operation, as part of the graph. Without `saves`, `back` does not get the inputs.
+
+        If there are several outputs, relevance comes back from the first.
+        """
+        return _Step.apply(self, run, back, gate, saves, *inputs)  # type: ignore[no-any-return]
 
     def share(
         self, r: Tensor, a: Tensor, layer: LinearMap, place: Place, name: object, nonneg: bool,
@@ -102,7 +80,7 @@ class Backward:
         """
         rule = self.rule(place)
         arrived = total(r) if arrived is None else arrived
-        narrow = a.dtype if rule.cancels and a.dtype in (torch.float16, torch.bfloat16) else None
+        narrow = a.dtype if rule.cancels and a.dtype in HALF else None
         if narrow:
             layer = layer.widened()
             a, r = a.float(), r.float()
@@ -129,24 +107,19 @@ class Backward:
         if not self.gating:
             self.journal.flow(name, kind, arrived, passed, absorbs)
 
-    def gate(self, edge: GradientEdge, r: Tensor) -> None:
-        """A gate takes no relevance. The layers that make it are scored later, by what the gate lets pass."""
-        self._gates.append((edge, r))
-
     def run(self, output: Tensor, seed: Tensor) -> tuple[list[Tensor | None], Page]:
         """The relevance of each input if that of the output is `seed`, and the sums recorded on the way."""
-        inputs, constants = self.leaves.inputs, self.leaves.constants
-        leaves = [*inputs, *(leaf for _, leaf in constants)]
+        leaves = [leaf for leaf, _, _ in self.leaves.values()]
         found = torch.autograd.grad(output, leaves, seed, allow_unused=True, retain_graph=self.gated)
         self._score_gates(leaves)
-        for (name, _), absorbed in zip(constants, found[len(inputs) :], strict=True):
-            if absorbed is not None:
-                self.flow(name, "constant", total(absorbed), 0.0, absorbs=True)
-        heat: list[Tensor | None] = list(found[: len(inputs)])
-        for number, name in self.leaves.embeddings.items():
-            relevance = heat[number]
-            if relevance is not None:
-                self.journal.columns(name, relevance)
+        heat: list[Tensor | None] = []
+        for relevance, (_, embedding, constant) in zip(found, self.leaves.values(), strict=True):
+            if not constant:
+                heat.append(relevance)
+            if relevance is not None and constant:
+                self.flow(constant, "constant", total(relevance), None, absorbs=True)
+            elif relevance is not None and embedding:
+                self.journal.columns(embedding, relevance)
         odd = (~torch.isfinite(output.detach())).sum() + (~torch.isfinite(seed)).sum()
         arrived = [total(relevance) for relevance in heat if relevance is not None]
         return heat, self.journal.gather(odd, total(seed), *arrived)
@@ -158,46 +131,34 @@ class Backward:
         pass, back to the first layers that have relevance of their own.
         """
         self.gating = True
-        while self._gates:
-            gates, self._gates = self._gates, []
+        while self.gates:
+            gates, self.gates = self.gates, []
             edges, relevances = zip(*gates, strict=True)
             torch.autograd.grad(edges, leaves, relevances, allow_unused=True, retain_graph=True)
         self.gating = False
 
 
-class _Step:
-    """One operation of the forward pass. `run` gives its output, `back` the relevance of its inputs."""
-
-    __slots__ = ("back", "backward", "gate", "inputs", "reached", "run", "saves")
-
-    def __init__(self, backward: Backward, run: Callable[[], Any], back: Back, saves: bool, gate: Gate | None) -> None:
-        self.backward, self.back, self.saves, self.gate = backward, back, saves, gate
-        self.run: Callable[[], Any] | None = run
-        self.inputs = 0
-        self.reached = False
-
-
-class _Function(torch.autograd.Function):
+class _Step(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, step: _Step, *inputs: Tensor) -> Any:
-        ctx.step = step
+    def forward(
+        ctx: Any, way: Backward, run: Callable[[], Any], back: Back, gate: Gate | None, saves: bool, *inputs: Tensor
+    ) -> Any:
         ctx.set_materialize_grads(False)
-        run, step.run, step.inputs = step.run, None, len(inputs)  # so that only the saved inputs stay in memory
-        assert run is not None
-        value = run()
-        if step.saves:
+        ctx.way, ctx.back, ctx.gate, ctx.reached = way, back, gate, False
+        value = run()  # only the saved inputs stay in memory
+        if saves:
             ctx.save_for_backward(*inputs)
         return value
 
     @staticmethod
     def backward(ctx: Any, *relevances: Any) -> Any:
-        step, r = ctx.step, relevances[0]
-        if r is not None and not (step.reached and step.backward.gating):
-            step.reached = True
-            return (None, *step.back(r, *ctx.saved_tensors))
-        if r is not None and step.gate is not None:
-            step.gate(r)
-        return (None,) * (1 + step.inputs)
+        r = relevances[0]
+        if r is not None and not (ctx.reached and ctx.way.gating):
+            ctx.reached = True
+            return (None, None, None, None, None, *ctx.back(r, *ctx.saved_tensors))
+        if r is not None and ctx.gate is not None:
+            ctx.gate(r)
+        return (None,) * len(ctx.needs_input_grad)
 
 
 def fitted(r: Tensor, shape: torch.Size) -> Tensor:

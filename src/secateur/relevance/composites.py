@@ -15,12 +15,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Literal
 
 from secateur.relevance.attention import Attention
 from secateur.relevance.rules import AlphaBeta, Box, Epsilon, Flat, Gamma, Norm, Rule
-
-Kind = Literal["conv", "linear", "pool", "add", "matmul", "attention"]
 
 
 @dataclass(frozen=True)
@@ -48,7 +45,6 @@ class On:
     first: bool | None = None
 
     def fits(self, place: Place) -> bool:
-        """Whether this line decides there."""
         kinds = [self.kind] if isinstance(self.kind, str) else self.kind
         wildcards = [self.modules] if isinstance(self.modules, str) else self.modules
         return (
@@ -68,24 +64,15 @@ class Composite:
 
     def rule(self, place: Place) -> Rule:
         """The rule for a layer, a pool, a sum or a product."""
-        for line in self.lines:
-            if isinstance(line.rule, Rule) and line.fits(place):
-                return line.rule
-        return _DEFAULT
+        return next((on.rule for on in self.lines if isinstance(on.rule, Rule) and on.fits(place)), AlphaBeta(1, 0))
 
     def attention(self, place: Place) -> Attention:
         """How attention passes relevance."""
-        for line in self.lines:
-            if isinstance(line.rule, Attention) and line.fits(place):
-                return line.rule
-        return _GATE
+        return next((on.rule for on in self.lines if isinstance(on.rule, Attention) and on.fits(place)), Attention())
 
     def __repr__(self) -> str:
         return f"Composite({', '.join(map(repr, self.lines))}, name={self.name!r})"
 
-
-_DEFAULT = AlphaBeta(1, 0)
-_GATE = Attention()
 
 PRESETS: dict[str, Composite] = {
     # The paper: the same rule everywhere, so that the total is the same at every cut.

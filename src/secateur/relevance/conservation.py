@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -52,11 +53,7 @@ class Conservation:
     @property
     def leaks(self) -> dict[str, float]:
         """The share of the start that each operation loses (negative: creates), apart from absorption."""
-        shares: dict[str, float] = {}
-        for flow in self.flows:
-            if not flow.absorbs:
-                shares[flow.name] = shares.get(flow.name, 0.0) + self._share(flow.lost)
-        return shares
+        return self._shares((flow.name, flow.lost) for flow in self.flows if not flow.absorbs)
 
     @property
     def worst(self) -> float:
@@ -66,11 +63,7 @@ class Conservation:
     @property
     def layers(self) -> dict[str, float]:
         """Relevance that arrives at each conv and linear layer, as a share of the start."""
-        shares: dict[str, float] = {}
-        for flow in self.flows:
-            if flow.kind in ("conv", "linear"):
-                shares[flow.name] = shares.get(flow.name, 0.0) + self._share(flow.arrived)
-        return shares
+        return self._shares((flow.name, flow.arrived) for flow in self.flows if flow.kind in ("conv", "linear"))
 
     def warn(self, tolerance: float = 0.01) -> None:
         """Issue a `ConservationWarning` for each loss beyond the tolerance."""
@@ -93,6 +86,12 @@ class Conservation:
 
     def _share(self, value: float) -> float:
         return value / self.start if self.start else value
+
+    def _shares(self, values: Iterable[tuple[str, float]]) -> dict[str, float]:
+        shares: dict[str, float] = {}
+        for name, value in values:
+            shares[name] = shares.get(name, 0.0) + self._share(value)
+        return shares
 
 
 def slack(kind: str, like: Tensor) -> float:

@@ -23,7 +23,7 @@ from secateur.relevance.composites import Composite, Place, composite_named
 from secateur.relevance.conservation import Conservation, slack
 from secateur.relevance.forward import ForwardPass, check_input
 from secateur.relevance.layers import Layers
-from secateur.relevance.ledger import Absolute, Batch, Journal, Ledger, Page, Watch
+from secateur.relevance.ledger import HALF, Absolute, Batch, Journal, Ledger, Page, Watch
 from secateur.relevance.propagation import Propagation
 from secateur.relevance.rules import Rule
 from secateur.relevance.weights import Weights
@@ -32,7 +32,6 @@ from secateur.running.logits import logits_of
 from secateur.running.sandbox import isolated, run
 
 Start = Callable[[Tensor], Tensor]
-_HALF = (torch.float16, torch.bfloat16)
 _SAFE = "alpha1beta0"
 
 
@@ -63,7 +62,7 @@ class RelevancePass:
         self._rules: dict[tuple[Place, int], Rule] = {}
         self.weights = Weights(self.model)
         self.forward = ForwardPass(self.model, self.weights, Script() if accelerators.script else None)
-        self._habits = Habits()
+        self._habits = Habits(accelerators.fusion)
         self._seen = False  # whether a batch has run, so that the next one is expected to make the same calls
         self._regular = False  # whether the last batch did
         self.reset()
@@ -115,24 +114,24 @@ class RelevancePass:
         """A new propagation, and the inputs as tensors that carry relevance."""
         known, journal = Activations(), Journal(self.absolute, self.watch)
         backward = Backward(self.composite, self._rules, journal, self.attentive)
-        fusion = Fusion(self._habits, self.weights, known, attempt) if self.accelerators.fusion else None
+        fusion = Fusion(self._habits, self.weights, known, attempt)
         layers = Layers(self.weights, self._ledger, known, backward, fusion, attempt, self.heat_map)
 
         def enter(tensor: Tensor) -> Tensor:
             if not tensor.is_floating_point():
                 return tensor
             check_input(tensor)
-            return backward.leaves.add_input(tensor.detach().clone() if tensor.is_inference() else tensor.detach())
+            return backward.add_leaf(tensor.detach().clone() if tensor.is_inference() else tensor.detach())
 
         with torch.inference_mode(False):
             entries = map_tensors(enter, inputs)
-        return Propagation(self.forward.again, layers, known, backward, fusion), entries
+        return Propagation(self.forward.again, layers), entries
 
     def finish(self, value: Tensor, heat: list[Tensor | None], page: Page) -> Batch:
         """The results of a batch. Waits for the device."""
         flows, (wrong, begun, *reached) = page.read()
         if wrong:
-            fix = "check the weights" if value.dtype not in _HALF else _remedy(self.model, self.composite, value)
+            fix = "check the weights" if value.dtype not in HALF else _remedy(self.model, self.composite, value)
             raise RelevanceError(f"the output, where relevance starts, is not finite{_blame(self.model)}.", fix=fix)
         return Batch(value, heat, page.layout, page.units, flows, begun, sum(reached))
 
@@ -157,7 +156,7 @@ class RelevancePass:
     def _attempt(self, inputs: Any, start: Start, attempt: Attempt) -> Batch:
         propagation, entries = self.begin(inputs, attempt)
         backward, fusion = propagation.backward, propagation.fusion
-        with isolated(self.model, backward.leaves.inputs):
+        with isolated(self.model, [leaf for leaf, _, _ in backward.leaves.values()]):
             output = self.forward.run(propagation, attempt, entries)
             doubtful = propagation.activations.doubtful
             if doubtful:
@@ -167,7 +166,7 @@ class RelevancePass:
             heat, page = backward.run(output, start(value))
         del output
         batch = self.finish(value, heat, page)
-        unchecked = fusion is not None and fusion.count and self._habits.trusted is None
+        unchecked = fusion.count and self._habits.trusted is None
         if unchecked and not self._habits.trust(_plain_output(self.model, inputs), value):
             raise Deviation
         return batch
@@ -219,7 +218,7 @@ def _plain_output(model: nn.Module, inputs: Any) -> Tensor:
 
 def _remedy(model: nn.Module, composite: Composite, output: Tensor) -> str:
     """What can be done about relevance that is not finite, and was not done already."""
-    if output.dtype in _HALF and not _blame(model):
+    if output.dtype in HALF and not _blame(model):
         return f"model.float() and float32 inputs; {str(output.dtype).removeprefix('torch.')} is too coarse here"
     other = "" if composite.name == _SAFE else f", or a composite that does not divide by small numbers: {_SAFE!r}"
     return f"check weights and inputs{other}"

@@ -61,17 +61,14 @@ class ForwardPass(Observer):
         if not output.requires_grad:
             raise RelevanceError(
                 "the output does not depend on the input through operations that carry relevance.",
-                fix=(
-                    "check that the forward does not detach, and that the input is a floating-point tensor or token ids"
-                ),
+                fix="check that the forward does not detach, and that the inputs are floating-point or token ids",
             )
         return output
 
     # -- what the observer asks ------------------------------------------------------------------------------------
     def observe(self, call: Call) -> Any:
-        """Let the operation decide, if a tensor that carries relevance takes part."""
         operation, propagation = call.operation, self._propagation
-        if self._ahead is not None and propagation.fusion is not None:
+        if self._ahead is not None:
             return propagation.fusion.overtaken(call, self._ahead)
         if not self._carrying and not operation.enters:
             with torch.no_grad():  # parameters may still have their gradient flag
@@ -85,12 +82,10 @@ class ForwardPass(Observer):
         return operation.relevance(propagation, call)
 
     def enter(self, module: nn.Module) -> None:
-        """A module begins to run. The script knows this."""
-        if not self._following:
+        if not self._following:  # the script knows it
             super().enter(module)
 
     def site(self, function: Function) -> Site:
-        """The place of the next call."""
         if self._script is None:
             return super().site(function)
         if not self._following:
@@ -102,7 +97,6 @@ class ForwardPass(Observer):
         return site
 
     def concerns(self, value: Any) -> bool:
-        """Tensors that require grad carry relevance."""
         return isinstance(value, Tensor) and value.requires_grad
 
     def present(
@@ -146,11 +140,11 @@ class ForwardPass(Observer):
                 value, newer = newer, replaced.get(newer)
         if not value.requires_grad:
             return value
-        if value.grad_fn is not None or value in propagation.backward.leaves:
+        if value.grad_fn is not None or id(value) in propagation.backward.leaves:
             self._carrying = True
-            if fusion is not None and settles and fusion.reads(value):
+            if settles and fusion.reads(value):
                 self._ahead = value
-        elif fusion is not None and type(value) is not nn.Parameter and fusion.is_pending(value):
+        elif type(value) is not nn.Parameter and fusion.is_pending(value):
             self._carrying = True
             if settles:
                 fusion.reads(value)

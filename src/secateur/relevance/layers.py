@@ -26,21 +26,19 @@ class Layers:
     """
 
     def __init__(
-        self, weights: Weights, ledger: Ledger, activations: Activations, backward: Backward, fusion: Fusion | None,
+        self, weights: Weights, ledger: Ledger, activations: Activations, backward: Backward, fusion: Fusion,
         attempt: Attempt, heat_map: bool,
     ) -> None:  # fmt: skip
-        self._weights, self._ledger, self._activations, self._backward = weights, ledger, activations, backward
-        self._fusion, self._attempt, self._heat_map = fusion, attempt, heat_map
+        self.activations, self.backward, self.fusion = activations, backward, fusion
+        self._weights, self._ledger, self._attempt, self._heat_map = weights, ledger, attempt, heat_map
 
     def dense(self, call: Call) -> Tensor:
-        """A linear layer."""
         use = self._weights.uses.get(call.site)
         if use is None or use.source is not self._weights.source(call["weight"]):
             use = self._use(call, DenseMap, call["weight"].shape[0], "linear", -1)
         return self._layer(call, call.run, call["input"], use)
 
     def convolves(self, call: Call, spatial: int, transposed: bool = False) -> Tensor:
-        """A convolution. Input without a batch dimension gets one."""
         x, weight, use = call["input"], call["weight"], self._weights.uses.get(call.site)
         options = (call["stride"], call["padding"], call["dilation"], call["groups"])
         if use is None or use.source is not self._weights.source(weight) or use.options != options:
@@ -50,32 +48,26 @@ class Layers:
             use = self._use(call, geometry, outputs, "conv", 1, options)
         if x.dim() > spatial + 1 or not x.requires_grad:
             return self._layer(call, call.run, x, use)
-        single, run = x.unsqueeze(0), call.on(x)
+        single, run = x.unsqueeze(0), call.on(x)  # input without a batch dimension gets one
         return self._layer(call, lambda: run(single), single, use)[0]
 
     def batch_norm(self, call: Call, x: Tensor) -> Tensor:
-        """Folded into the layer whose output it reads, if there is one. Else it is a scale that passes relevance."""
-        record, fusion = self._activations.linear.get(x), self._fusion
+        record, weights = self.activations.linear.get(x), self._weights
         per_unit = record is not None and not (record.use.kind == "linear" and x.dim() > 2)
         if record is None or not per_unit or call["training"] or call["running_mean"] is None:
             return self._scale(call, x)
         norm = (call["running_mean"], call["running_var"], call["weight"], call["bias"]), float(call["eps"])
-        fused = None if fusion is None else fusion.norm(x, record, norm, self._step)
-        output = fused
-        if output is None:
-            output = self._step(call.run, record, _prepared(self._weights, record, *norm))
-        if fusion is not None:
-            fusion.normed(record, output, norm, fused is not None)
-        self._activations.note_fresh(output)
+        fused = self.fusion.norm(x, record, norm, self._step)
+        output = self._step(call.run, record, lambda a: weights.prepared(record, *norm)) if fused is None else fused
+        self.fusion.normed(record, output, norm, fused is not None)
+        self.activations.note_fresh(output)
         return output
 
     def enters_here(self, call: Call, weight: Tensor) -> Tensor:
-        """An embedding: the first tensor that can carry relevance on the way from a discrete input. Its units are the
-        columns of the weight, and what reaches them is their score."""
-        width = weight.shape[1]
+        width = weight.shape[1]  # the units are the columns of the weight, and what reaches them is their score
         name, _ = self._weights.name(weight, call, width)
         self._ledger.open(call.site, name, slice(0, width), width, weight.device)
-        return self._backward.leaves.add_input(call.run().detach(), embedding=name)
+        return self.backward.add_leaf(call.run().detach(), embedding=name)
 
     def _use(
         self, call: Call, build: Build, outputs: int, kind: str, channel: int, options: tuple[Any, ...] = ()
@@ -85,7 +77,7 @@ class Layers:
             self._attempt.deviates()
         weight, transposed = call["weight"], isinstance(build, Geometry) and build.transposed
         name, rows = self._weights.name(weight, call, outputs)
-        height = rows.stop if transposed else self._weights.height(name, rows.stop)
+        height = rows.stop if transposed else max(rows.stop, self._weights.heights.get(name, 0))
         self._ledger.open(call.site, name, rows, height, weight.device)
         use = LayerUse(call.site, self._weights.source(weight), options, build, name, rows, kind, channel)
         if isinstance(use.source, nn.Parameter):
@@ -94,33 +86,38 @@ class Layers:
 
     def _layer(self, call: Call, run: Callable[[], Tensor], x: Tensor, use: LayerUse) -> Tensor:
         """A conv or linear layer. Its output remembers how it was made, in case a batch norm follows."""
-        index, self._backward.layers = self._backward.layers, self._backward.layers + 1
+        index, weights = self.backward.layers, self._weights
+        self.backward.layers += 1
         if not x.requires_grad:
             with torch.no_grad():
-                return self._activations.run(call)  # type: ignore[no-any-return]
+                return self.activations.run(call)  # type: ignore[no-any-return]
         record = LinearCall(x, call["weight"], call["bias"], use, index)
-        output = None if self._fusion is None else self._fusion.layer(record, self._step)
+        output = self.fusion.layer(record, self._step)
         if output is None:
-            output = self._step(run, record, _prepared(self._weights, record))
-            if self._fusion is not None and use.kind == "conv":
-                self._fusion.made(call.site, output, raw=True)
-        self._activations.linear[output] = record
-        self._activations.note_fresh(output)
+            output = self._step(run, record, lambda a: weights.prepared(record))
+            if use.kind == "conv":
+                self.fusion.made(call.site, output, raw=True)
+        self.activations.linear[output] = record
+        self.activations.note_fresh(output)
         return output
 
     def _step(self, run: Callable[[], Tensor], record: LinearCall, build: Callable[[Tensor], LinearMap]) -> Tensor:
-        """A layer as part of the graph: `run` gives its output, `build` the linear map that its rule looks at."""
-        backward, journal, use, index = self._backward, self._backward.journal, record.use, record.index
-        first = any(record.x is entry for entry in backward.leaves.inputs)
+        """A layer as part of the graph: `run` gives its output, `build` the linear map that its rule looks at.
+
+        `build` must not hold what holds its output: torch would never free the two.
+        """
+        backward, journal, use, index = self.backward, self.backward.journal, record.use, record.index
+        leaf = backward.leaves.get(id(record.x))
+        first = leaf is not None and not leaf[2]  # a constant is no input
         place = backward.place(use.kind, use.path, index, first or index == 0)
-        nonneg, stop = record.x in self._activations.nonneg, first and not self._heat_map
+        nonneg, stop = record.x in self.activations.nonneg, first and not self._heat_map
         units: Tensor | None = None
 
         def back(r: Tensor, a: Tensor) -> tuple[Tensor | None]:
             nonlocal units
             units, arrived = journal.unit_sums(use, r)
             if stop:
-                backward.flow(use.path, "stop", arrived, 0.0)
+                backward.flow(use.path, "stop", arrived, None)
                 backward.flow(use.path, use.kind, arrived, arrived)
                 return (None,)
             return backward.share(r, a, build(a), place, use.path, nonneg, arrived, use.channel)
@@ -128,12 +125,11 @@ class Layers:
         def gate(r: Tensor) -> None:  # units that got nothing: queries and keys, if this layer makes the values too
             journal.unit_sums(use, r, besides=units)
 
-        output: Tensor = backward.step(run, back, record.x, gate=gate)
-        return output
+        return backward.step(run, back, record.x, gate=gate)
 
     def _scale(self, call: Call, x: Tensor) -> Tensor:
-        """A batch norm that belongs to no layer."""
-        if self._fusion is not None and self._fusion.reads(x):
+        """A batch norm that belongs to no layer passes relevance."""
+        if self.fusion.reads(x):
             self._attempt.deviates()
         if call["training"] and call.get("running_mean") is not None:
             raise UnsupportedModelError(
@@ -143,14 +139,9 @@ class Layers:
         if not x.requires_grad:
             with torch.no_grad():
                 return call.run()  # type: ignore[no-any-return]
-        output: Tensor = self._backward.step(call.run, lambda r: (r,), x, saves=False)
-        self._activations.note_fresh(output)
+        output = self.backward.step(call.run, lambda r: (r,), x, saves=False)
+        self.activations.note_fresh(output)
         return output
-
-
-def _prepared(weights: Weights, record: LinearCall, *norm: Any) -> Callable[[Tensor], LinearMap]:
-    """What makes the linear map of a layer. It must not hold what holds its output: torch would never free the two."""
-    return lambda a: weights.prepared(record, *norm)
 
 
 def _hashable(option: Any) -> Any:

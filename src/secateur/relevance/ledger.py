@@ -24,10 +24,12 @@ from secateur.running.tensor_facts import TensorFacts
 Absolute = Literal[False, "sample", "element"]
 #: Is shown the relevance of each layer's outputs.
 Watch = Callable[[LayerUse, Tensor], None]
-#: A sum that is not yet known: a number, or a tensor whose entries add up to it.
-Sum = Tensor | float
+#: A tensor whose entries add up to a sum; None if that is 0.
+Sum = Tensor | None
 #: For each vector of unit sums the name of the weight, and the first and last of its rows.
 Layout = tuple[tuple[str, int, int], ...]
+#: Numbers too coarse to add up.
+HALF = (torch.float16, torch.bfloat16)
 
 
 class Journal:
@@ -42,7 +44,6 @@ class Journal:
         self._summed: TensorFacts[tuple[int, int, Tensor]] = TensorFacts()
 
     def flow(self, name: object, kind: str, arrived: Sum, passed: Sum, absorbs: bool = False) -> None:
-        """Record what arrived at an operation and what it passed on."""
         self._flows.append((name, kind, arrived, passed, absorbs))
 
     def sums(self, r: Tensor, channel: int | None) -> Tensor:
@@ -74,24 +75,20 @@ class Journal:
         """Record one number per column of an embedding."""
         self._units(name, 0, self._by_channel(r, -1))
 
-    def gather(self, *more: Sum) -> Page:
+    def gather(self, *more: Tensor) -> Page:
         """All sums in one row, still on the device. `more` are further sums to be read with them."""
         sums = [*more, *(s for _, _, arrived, passed, _ in self._flows for s in (arrived, passed))]
         seen = {id(t) for t in self._vectors}  # the same vector may belong to several layers, so all are kept
-        others = {id(s): s for s in sums if isinstance(s, Tensor) and id(s) not in seen}
+        others = {id(s): s for s in sums if s is not None and id(s) not in seen}
         tensors = [*self._vectors, *others.values()]
         places = {id(t): place for place, t in enumerate(tensors)}
-        row = None
-        if tensors:
-            device = tensors[0].device
-            row = torch.cat([t.reshape(-1).to(device) for t in tensors]).to(precise(device))
+        device = tensors[0].device
         return Page(
             tuple(self._layout),
             [(str(name), kind, absorbs) for name, kind, _, _, absorbs in self._flows],
-            row,
+            torch.cat([t.reshape(-1).to(device) for t in tensors]).to(precise(device)),
             np.cumsum([0, *(t.numel() for t in tensors[:-1])]),
-            np.array([places[id(s)] if isinstance(s, Tensor) else -1 for s in sums], dtype=np.int64),
-            np.array([0.0 if isinstance(s, Tensor) else s for s in sums]),
+            np.array([-1 if s is None else places[id(s)] for s in sums]),
         )
 
     def _units(self, name: str, first: int, sums: Tensor) -> None:
@@ -99,11 +96,10 @@ class Journal:
         self._vectors.append(sums)
 
     def _by_channel(self, r: Tensor, channel: int) -> Tensor:
-        """One number per unit."""
         channel %= r.dim()
         if self._absolute == "element":
             r = r.abs()
-        wide = torch.float32 if r.dtype in (torch.float16, torch.bfloat16) else r.dtype
+        wide = _wide(r)
         others = [d for d in range(r.dim()) if d != channel]
         if self._absolute == "sample" and others and others[0] == 0:
             r = r.sum(others[1:], dtype=wide).abs() if others[1:] else r.abs()
@@ -117,24 +113,18 @@ class Page:
 
     layout: Layout
     _flows: list[tuple[str, str, bool]]
-    _row: Tensor | None
+    _row: Tensor
     _starts: npt.NDArray[np.int64]  # of each tensor in the row
-    _places: npt.NDArray[np.int64]  # for each sum the tensor that adds up to it, -1 where it is a number
-    _numbers: npt.NDArray[np.float64]
+    _places: npt.NDArray[np.int64]  # for each sum the tensor that adds up to it, -1 where it is 0
 
     @property
-    def units(self) -> Tensor | None:
-        """The unit sums, on the device."""
-        count = sum(stop - start for _, start, stop in self.layout)
-        return None if self._row is None or not count else self._row[:count]
+    def units(self) -> Tensor:
+        return self._row[: sum(stop - start for _, start, stop in self.layout)]
 
     def read(self) -> tuple[list[Flow], list[float]]:
         """The flows from the output to the input, and the further sums. Waits for the device."""
-        found = self._numbers
-        if self._row is not None:
-            sums = np.add.reduceat(self._row.cpu().double().numpy(), self._starts)
-            found = np.where(self._places >= 0, sums[self._places], found)
-        values = found.tolist()
+        sums = np.add.reduceat(self._row.cpu().double().numpy(), self._starts)
+        values = np.append(sums, 0.0)[self._places].tolist()
         own = len(values) - 2 * len(self._flows)
         rest = iter(values[own:])
         return [Flow(name, kind, next(rest), next(rest), absorbs) for name, kind, absorbs in self._flows], values[:own]
@@ -147,7 +137,7 @@ class Batch:
     output: Tensor
     heat: list[Tensor | None]
     layout: Layout
-    row: Tensor | None
+    row: Tensor
     flows: list[Flow]
     start: float
     input: float
@@ -172,7 +162,6 @@ class Ledger:
         self._heights[name] = (max(height, self._heights.get(name, (0, device))[0]), device)
 
     def add(self, batch: Batch) -> None:
-        """Add the sums of one batch."""
         self.samples += batch.output.shape[0] if batch.output.dim() > 1 else 1
         self._start += batch.start
         self._input += batch.input
@@ -180,13 +169,11 @@ class Ledger:
             entry = self._flows.setdefault((flow.name, flow.kind), [0.0, 0.0, flow.absorbs])
             entry[0], entry[1] = entry[0] + flow.arrived, entry[1] + flow.passed
             self._input += flow.arrived if flow.kind == "stop" else 0.0
-        if batch.row is not None:
-            known = self._rows.get(batch.layout)
-            self._rows[batch.layout] = batch.row.clone() if known is None else known + batch.row
+        known = self._rows.get(batch.layout)
+        self._rows[batch.layout] = batch.row.clone() if known is None else known + batch.row
 
     @property
     def units(self) -> dict[str, Tensor]:
-        """One number per unit, by the name of the weight."""
         sums = {
             name: torch.zeros(height, dtype=precise(device), device=device)
             for name, (height, device) in self._heights.items()
@@ -198,7 +185,6 @@ class Ledger:
         return sums
 
     def conservation(self) -> Conservation:
-        """Start, input and every operation between them."""
         order = reversed(list(self._flows.items()))
         return Conservation(
             self._start, self._input,
@@ -208,4 +194,8 @@ class Ledger:
 
 def total(r: Tensor) -> Tensor:
     """The sum, in float32 at least."""
-    return r.sum(dtype=torch.float32 if r.dtype in (torch.float16, torch.bfloat16) else r.dtype)
+    return r.sum(dtype=_wide(r))
+
+
+def _wide(r: Tensor) -> torch.dtype:
+    return torch.float32 if r.dtype in HALF else r.dtype

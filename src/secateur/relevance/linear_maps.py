@@ -8,27 +8,27 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import copy
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+#: A function of two tensors that is linear in each.
+Bilinear = Callable[[Tensor, Tensor], Tensor]
 _convolution_backward = torch.ops.aten.convolution_backward.default
 
 
 class LinearMap:
     """A linear layer without its bias. `nonneg`: its input is known to be ≥ 0; `monotone`: so is its weight."""
 
-    monotone = False
-
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        self.weight = weight
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, monotone: bool = False) -> None:
+        self.weight, self.monotone, self.nonneg = weight, monotone, False
         self.bias = bias  # already shaped so that it broadcasts against the output
-        self.nonneg = False
-        self.parts: dict[str, Tensor] = {}  # W⁺ and W⁻, made when first asked for
+        if monotone:
+            self.positive = weight
 
     def __call__(self, a: Tensor, weight: Tensor) -> Tensor:
         """The layer's output for this weight, without bias."""
@@ -45,38 +45,30 @@ class LinearMap:
     def widened(self) -> LinearMap:
         """The same in float32."""
         wide = copy(self)
-        wide.weight, wide.parts = self.weight.float(), {name: part.float() for name, part in self.parts.items()}
-        wide.bias = None if self.bias is None else self.bias.float()
+        vars(wide).update({name: part.float() for name, part in vars(self).items() if isinstance(part, Tensor)})
         return wide
 
-    @property
+    @cached_property
     def positive(self) -> Tensor:
         """W⁺."""
-        if "positive" not in self.parts:
-            self.parts["positive"] = self.weight.clamp(min=0)
-        return self.parts["positive"]
+        return self.weight.clamp(min=0)
 
-    @property
+    @cached_property
     def negative(self) -> Tensor:
         """W⁻ (≤ 0)."""
-        if "negative" not in self.parts:
-            self.parts["negative"] = self.weight.clamp(max=0)
-        return self.parts["negative"]
+        return self.weight.clamp(max=0)
 
 
 class DenseMap(LinearMap):
     """`nn.functional.linear`: inputs and outputs in the last dimension."""
 
     def __call__(self, a: Tensor, weight: Tensor) -> Tensor:
-        """`a Wᵀ`."""
         return F.linear(a, weight)
 
     def adjoint(self, s: Tensor, weight: Tensor, a: Tensor) -> Tensor:
-        """The transpose."""
         return torch.matmul(s, weight)
 
     def spread(self, r: Tensor, a: Tensor) -> Tensor:
-        """Evenly."""
         return (r.sum(-1, keepdim=True) / a.shape[-1]).expand_as(a)
 
 
@@ -93,8 +85,12 @@ class Geometry:
     border: tuple[int, ...] = ()  # further zeros around the input, in the format of `pad`, where sides differ
 
     def __call__(self, weight: Tensor, bias: Tensor | None) -> LinearMap:
-        """A convolution with this weight."""
         return ConvMap(weight, bias, self)
+
+    @cached_property
+    def options(self) -> Any:
+        """The arguments of `torch.convolution` after the bias."""
+        return self.stride, self.padding, self.dilation, self.transposed, self.output_padding, self.groups
 
     @staticmethod
     @cache
@@ -122,62 +118,40 @@ class ConvMap(LinearMap):
         self.geometry = geometry
 
     def __call__(self, a: Tensor, weight: Tensor) -> Tensor:
-        """The convolution of `a` with the weight."""
-        return self._convolve(a, weight, self.geometry.groups)
+        return torch.convolution(self._bordered(a), weight, None, *self.geometry.options)
 
     def adjoint(self, s: Tensor, weight: Tensor, a: Tensor) -> Tensor:
-        """The transpose."""
-        return self._pull(s, weight, a, self.geometry.groups)
+        g, wanted = self.geometry, (True, False, False)
+        pulled: Tensor = _convolution_backward(s, self._bordered(a), weight, None, *g.options, wanted)[0]
+        return F.pad(pulled, [-side for side in g.border]) if g.border else pulled
 
     def spread(self, r: Tensor, a: Tensor) -> Tensor:
-        """Evenly."""
         # All channels of a group see the same inputs, so one channel per group with a kernel of ones does it.
         groups, kernel, space = self.geometry.groups, self.weight.shape[2:], a.shape[2:]
         width = a.shape[1] // groups
         ones = self.weight.new_ones((1, 1, *kernel))
-        seen = self._convolve(a.new_ones((1, 1, *space)), ones, 1) * width
+        single = ConvMap(ones, None, replace(self.geometry, groups=1))
+        seen = single(a.new_ones((1, 1, *space)), ones) * width
         per_group = r.reshape(r.shape[0], groups, -1, *r.shape[2:]).sum(2)
         share = per_group / seen.clamp(min=1)
-        pulled = self._pull(share, ones.expand(groups, 1, *kernel), a[:, :groups], groups)
+        pulled = self.adjoint(share, ones.expand(groups, 1, *kernel), a[:, :groups])
         return pulled.unsqueeze(2).expand(-1, -1, width, *space).reshape(a.shape)
 
-    def _convolve(self, a: Tensor, weight: Tensor, groups: int) -> Tensor:
-        g = self.geometry
-        if g.border:
-            a = F.pad(a, g.border)
-        return torch.convolution(
-            a, weight, None, g.stride, g.padding, g.dilation, g.transposed, g.output_padding, groups
-        )
-
-    def _pull(self, s: Tensor, weight: Tensor, a: Tensor, groups: int) -> Tensor:
-        g = self.geometry
-        if g.border:
-            a = F.pad(a, g.border)
-        pulled: Tensor = _convolution_backward(
-            s, a, weight, None, g.stride, g.padding, g.dilation, g.transposed, g.output_padding, groups,
-            (True, False, False),
-        )[0]  # fmt: skip
-        return F.pad(pulled, [-side for side in g.border]) if g.border else pulled
+    def _bordered(self, a: Tensor) -> Tensor:
+        return F.pad(a, self.geometry.border) if self.geometry.border else a
 
 
 class FunctionMap(LinearMap):
     """Any function of an activation and a weight that is linear in the activation; torch differentiates it."""
 
-    def __init__(
-        self, function: Callable[[Tensor, Tensor], Tensor], weight: Tensor, nonneg_weight: bool = False
-    ) -> None:
-        super().__init__(weight)
+    def __init__(self, function: Bilinear, weight: Tensor, monotone: bool = False) -> None:
+        super().__init__(weight, monotone=monotone)
         self.function = function
-        self.monotone = nonneg_weight
-        if nonneg_weight:
-            self.parts = {"positive": weight}
 
     def __call__(self, a: Tensor, weight: Tensor) -> Tensor:
-        """The function itself."""
         return self.function(a, weight)
 
     def adjoint(self, s: Tensor, weight: Tensor, a: Tensor) -> Tensor:
-        """The transpose."""
         with torch.enable_grad():
             source = a.detach().requires_grad_(True)
             (pulled,) = torch.autograd.grad(self.function(source, weight), source, s)
@@ -197,30 +171,24 @@ class AveragingMap(FunctionMap):
     """
 
     def __init__(self, function: Callable[[Tensor], Tensor], like: Tensor) -> None:
-        super().__init__(lambda a, w: function(a) * w, like.new_ones(()), nonneg_weight=True)
+        super().__init__(lambda a, w: function(a) * w, like.new_ones(()), monotone=True)
 
 
 class MatmulMap(LinearMap):
     """`weight @ a` (left) or `a @ weight`, the weight being another activation or a constant."""
 
-    def __init__(self, weight: Tensor, left: bool, nonneg_weight: bool = False) -> None:
-        super().__init__(weight)
+    def __init__(self, weight: Tensor, left: bool, monotone: bool = False) -> None:
+        super().__init__(weight, monotone=monotone)
         self.left = left
-        self.monotone = nonneg_weight
-        if nonneg_weight:
-            self.parts = {"positive": weight}
 
     def __call__(self, a: Tensor, weight: Tensor) -> Tensor:
-        """The product."""
         return torch.matmul(weight, a) if self.left else torch.matmul(a, weight)
 
     def adjoint(self, s: Tensor, weight: Tensor, a: Tensor) -> Tensor:
-        """The transpose."""
-        back = weight.transpose(-1, -2)
+        back = weight.mT
         return (torch.matmul(back, s) if self.left else torch.matmul(s, back)).sum_to_size(a.shape)
 
     def spread(self, r: Tensor, a: Tensor) -> Tensor:
-        """Evenly."""
         dim = -2 if self.left else -1
         shape = list(r.shape)
         shape[dim] = a.shape[dim]

@@ -1,9 +1,8 @@
 """The verbs in which operations say how relevance passes.
 
-The user's own forward runs, and each operation calls one of these verbs: it is a layer (`dense`, `convolves`,
-`batch_norm`, `enters_here`), or it `moves` data, `passes` relevance on, `stops` it, `averages`, `adds`, `gates`,
-`multiplies` or `attends`. Each verb computes the output as a step of the autograd graph. Its `back` gives the relevance
-of the inputs, by the rule of the composite (`rules.py`) where there is a choice.
+The user's own forward runs, and each operation calls one verb of `ops.protocols.RelevanceVerbs`. It computes the output
+as a step of the autograd graph, whose `back` gives the relevance of the inputs, by the rule of the composite
+(`rules.py`) where there is a choice.
 """
 
 from __future__ import annotations
@@ -19,27 +18,20 @@ from torch.nn import functional as F
 
 from secateur.nest import tensors_in
 from secateur.ops.table import Call, Site
-from secateur.relevance._fusion import Fusion
-from secateur.relevance.activations import Activations
 from secateur.relevance.attention import attend, gate_scores, product, regroup
 from secateur.relevance.backward import Back, Backward, fitted
 from secateur.relevance.composites import Place
 from secateur.relevance.layers import Layers
 from secateur.relevance.ledger import total
-from secateur.relevance.linear_maps import AveragingMap, FunctionMap, MatmulMap
-
-Bilinear = Callable[[Tensor, Tensor], Tensor]
+from secateur.relevance.linear_maps import AveragingMap, Bilinear, FunctionMap, MatmulMap
 
 
 class Propagation:
     """The propagation of one batch. Implements the verbs that operations may use."""
 
-    def __init__(
-        self, again: Callable[[], AbstractContextManager[Any]], layers: Layers, activations: Activations,
-        backward: Backward, fusion: Fusion | None,
-    ) -> None:  # fmt: skip
-        self.activations, self.backward, self.fusion = activations, backward, fusion
+    def __init__(self, again: Callable[[], AbstractContextManager[Any]], layers: Layers) -> None:
         self.again = again
+        self.activations, self.backward, self.fusion = layers.activations, layers.backward, layers.fusion
         self.dense, self.convolves, self.batch_norm = layers.dense, layers.convolves, layers.batch_norm
         self.enters_here = layers.enters_here
 
@@ -66,12 +58,11 @@ class Propagation:
     def passes(
         self, call: Call, x: Tensor, *, nonneg: bool = False, gate: bool = False, gates: Sequence[Tensor] = ()
     ) -> Any:
-        """Relevance passes unchanged to `x`: activations, dropout, norms, scaling, products with `gates`."""
+        """Activations, dropout, norms, scaling, products with `gates`."""
         if not x.requires_grad:
             return self.stops(call)
         if not gates and call.writes and self.activations.may_overwrite(call, x):
-            if self.fusion is not None:
-                self.fusion.overwritten(call, x)
+            self.fusion.overwritten(call, x)
             self.activations.overwritten(x)
             with torch.no_grad():  # nobody needs the old numbers, and relevance takes the same way
                 output = call.run()
@@ -82,7 +73,7 @@ class Propagation:
 
             def back(r: Tensor) -> tuple[Tensor]:
                 for edge, size in edges:
-                    backward.gate(edge, fitted(r, size))
+                    backward.gates.append((edge, fitted(r, size)))
                 return (fitted(r, shape),)
 
             output = self._step(call, back, x, saves=False)
@@ -93,53 +84,46 @@ class Propagation:
         return output
 
     def stops(self, call: Call) -> Any:
-        """Relevance ends here: comparisons, indices, statistics."""
         with torch.no_grad():
             return self.activations.run(call)
 
     def copies(self, call: Call, x: Tensor, scales: bool = False) -> Any:
-        """The same numbers again, or fewer digits of them: what is known about them holds. Dropout `scales` them."""
         output = self.passes(call, x) if scales else self.moves(call)
         self.activations.copied(x, output)
         return output
 
     def softmaxes(self, call: Call, x: Tensor) -> Tensor:
-        """Relevance passes. Where the result multiplies, it is a gate and remembers its logits."""
-        output: Tensor = self.passes(call, x, nonneg=True, gate=True)
+        output = self.passes(call, x, nonneg=True, gate=True)
         self.activations.logits[output] = x
-        return output
+        return output  # type: ignore[no-any-return]
 
     def averages(self, call: Call, x: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
-        """A linear function of x with weights ≥ 0: pools, means, sums, interpolation."""
         if not x.requires_grad:
             return self.stops(call)  # type: ignore[no-any-return]
         backward, name, nonneg = self.backward, call.site, x in self.activations.nonneg
         place = backward.place("pool", name.path)
-        output: Tensor = backward.step(
-            call.run, lambda r, a: backward.share(r, a, AveragingMap(function, a), place, name, nonneg), x
-        )
+        back: Back = lambda r, a: backward.share(r, a, AveragingMap(function, a), place, name, nonneg)  # noqa: E731
+        output = backward.step(call.run, back, x)
         if nonneg:
             self.activations.note_nonneg(output)
         return output
 
     def pads(self, call: Call, x: Tensor, pad: Sequence[int], constant: bool) -> Tensor:
-        """Padding: repeated values send relevance home, a constant border absorbs what falls on it."""
         if not constant or not x.requires_grad or min(pad) < 0:
             return self.moves(call)  # type: ignore[no-any-return]
         backward, name = self.backward, f"border of {call.site}"
 
         def back(r: Tensor) -> tuple[Tensor]:
             inner = F.pad(r, [-side for side in pad])
-            backward.flow(name, "constant", total(r) - total(inner), 0.0, absorbs=True)
+            backward.flow(name, "constant", total(r) - total(inner), None, absorbs=True)
             return (inner,)
 
-        output: Tensor = backward.step(call.run, back, x, saves=False)
+        output = backward.step(call.run, back, x, saves=False)
         if x in self.activations.nonneg and not (call.get("value") or 0) < 0:
             self.activations.note_nonneg(output)
         return output
 
     def adds(self, call: Call, a: Any, b: Any, sign: float = 1.0) -> Tensor:
-        """a + sign * b. Constants take no relevance, and neither do biases."""
         known = self.activations
         if not (_carries(a) and _carries(b)):
             x, constant = (a, b) if _carries(a) else (b, a)
@@ -148,7 +132,7 @@ class Propagation:
                 before = known.offset.get(x)
                 known.offset[output] = constant if before is None else before + constant
             return output
-        sum_ = None if self.fusion is None else self.fusion.adds(call.site, a, b, sign)
+        sum_ = self.fusion.adds(call.site, a, b, sign)
         ahead = sum_ is not None
         if sum_ is None and a.dtype == b.dtype and call.writes:
             sum_ = lambda: torch.add(a, b, alpha=sign)  # noqa: E731 (a copy would be another pass over memory)
@@ -160,8 +144,7 @@ class Propagation:
             return fitted(first, a.shape), fitted(second, b.shape)
 
         output = self._step(call, back, a, b, run=sum_)
-        if self.fusion is not None:
-            self.fusion.made(call.site, output, ahead=ahead)
+        self.fusion.made(call.site, output, ahead=ahead)
         if sign > 0 and a in known.nonneg and b in known.nonneg:
             known.note_nonneg(output)
         known.note_fresh(output)
@@ -186,8 +169,7 @@ class Propagation:
             share = r if backward.gating else r / len(shapes)
             return tuple(share.sum_to_size(shape) for shape in shapes)
 
-        output: Tensor = self._step(call, back, *signals, saves=False)
-        return output
+        return self._step(call, back, *signals, saves=False)
 
     def multiplies(self, call: Call, a: Tensor, b: Tensor, function: Bilinear) -> Tensor:
         """A bilinear function such as a matmul. A constant factor acts as a weight, attention weights as a gate."""
@@ -200,7 +182,7 @@ class Propagation:
             x, weight = (a, b) if a.requires_grad else (b, a)
             inputs, nonneg, bound = (x,), x in known.nonneg, function if x is a else _flipped(function)
             back: Back = lambda r, x: backward.share(r, x, FunctionMap(bound, weight), place, name, nonneg)  # noqa: E731
-        elif logits is not None and backward.attention(attention).queries:
+        elif logits is not None and backward.composite.attention(attention).queries:
             inputs = (logits, b)
             back = _logits_and_values(backward, a.detach(), known.offset.get(logits), attention, name)
         elif gated is not None:
@@ -212,14 +194,13 @@ class Propagation:
             )
         else:
             back = _both(backward, function, place, name)
-        output: Tensor = backward.step(call.run, back, *inputs)
-        return output
+        return backward.step(call.run, back, *inputs)
 
     def attends(self, call: Call, scale: float, mask: Callable[[], Tensor | None]) -> Tensor:
-        """Scaled dot-product attention. The weights are recomputed in the backward pass."""
+        """The attention weights are recomputed in the backward pass."""
         backward, place, name = self.backward, self.backward.place("attention", call.site.path), call.site
         q, k, v = call["query"], call["key"], call["value"]
-        how = backward.attention(place)
+        how = backward.composite.attention(place)
         gates = () if how.queries else (q, k)
         backward.gated = backward.gated or any(t.requires_grad for t in gates)
         edges = [get_gradient_edge(t) if t.requires_grad else None for t in gates]
@@ -228,40 +209,38 @@ class Propagation:
             groups = q.shape[-3] // k.shape[-3] if q.dim() > 2 else 1
             if groups > 1:  # grouped queries: each key serves several
                 k, v = k.repeat_interleave(groups, -3), v.repeat_interleave(groups, -3)
-            logits, added = scale * (q @ k.transpose(-1, -2)), mask()
+            logits, added = scale * (q @ k.mT), mask()
             weights = (logits if added is None else logits + added).softmax(-1)
             if how.queries:
                 pulled, for_v = attend(how, logits, weights, v, r)
                 pulled = pulled * (scale / 2)
-                for_q, for_k = q * (pulled @ k), k * (pulled.transpose(-1, -2) @ q)
+                for_q, for_k = q * (pulled @ k), k * (pulled.mT @ q)
                 passed = total(for_q) + total(for_k) + total(for_v)
                 backward.flow(name, "attention", total(r), passed, how.absorbs)
                 return for_q, regroup(for_k, groups), regroup(for_v, groups)
-            rule, layer = backward.rule(place), MatmulMap(weights, left=True, nonneg_weight=True)
+            rule, layer = backward.rule(place), MatmulMap(weights, left=True, monotone=True)
             for_v, extra = rule(layer, v, r), rule.rescue(layer, v, r)
             for_v = for_v if extra is None else for_v + extra
             score_q, score_k = gate_scores(rule, q, k, v, weights, r)
             for edge, score in zip(edges, (score_q, regroup(score_k, groups)), strict=True):
                 if edge is not None:
-                    backward.gate(edge, score)
+                    backward.gates.append((edge, score))
             backward.flow(name, "attention", total(r), total(for_v))
             return None, None, regroup(for_v, groups)
 
-        output: Tensor = backward.step(call.run, back, q, k, v)
-        return output
+        return backward.step(call.run, back, q, k, v)
 
     def constant(self, tensor: Tensor, call: Call) -> Tensor:
-        """A constant beside the signal (class tokens, padding). The relevance that falls on it is absorbed."""
         if tensor.requires_grad or not tensor.is_floating_point():
             return tensor
-        leaf = self.backward.leaves.add_constant(f"constant in {call.site}", tensor)
+        leaf = self.backward.add_leaf(tensor.detach(), constant=f"constant in {call.site}")
         if tensor in self.activations.nonneg:
             self.activations.note_nonneg(leaf)
         return leaf
 
     def _step(
         self, call: Call, back: Back, *inputs: Tensor, saves: bool = True, run: Callable[[], Any] | None = None
-    ) -> Any:
+    ) -> Tensor:
         """A call, which may be in place, as a step. `run` computes its output if the call itself shall not."""
         if not call.writes:
             return self.backward.step(run or call.run, back, *inputs, saves=saves)
@@ -279,7 +258,7 @@ def _logits_and_values(backward: Backward, weights: Tensor, offset: Tensor | Non
 
     def back(r: Tensor, logits: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         logits = torch.where(weights > 0, logits if offset is None else logits - offset, 0)
-        how = backward.attention(place)
+        how = backward.composite.attention(place)
         pulled, for_values = attend(how, logits, weights, values, r)
         for_logits = logits * pulled
         backward.flow(name, "attention", total(r), total(for_logits) + total(for_values), how.absorbs)
@@ -299,7 +278,7 @@ def _signal(
     def back(r: Tensor, x: Tensor) -> tuple[Tensor]:
         layer = MatmulMap(weight, left, nonneg_gate) if matmul else FunctionMap(of_signal, weight, nonneg_gate)
         half, _ = product(backward.rule(place), of_gate, weight, x, r)
-        backward.gate(edge, 2 * half)
+        backward.gates.append((edge, 2 * half))
         return backward.share(r, x, layer, place, name, nonneg)
 
     return back

@@ -12,9 +12,10 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
+from secateur.relevance._kernels import one_kernel
 from secateur.relevance.linear_maps import LinearMap
-from secateur.relevance.pointwise import by_positive_parts, floor, over, over_positive, stabilised
 
 Bias = Literal["spread", "absorb", "ignore"]
 
@@ -31,6 +32,8 @@ class Rule:
     absorbs = False
     #: Whether it divides by sums in which terms can cancel, so that it needs float32 at least.
     cancels = True
+    #: Keeps the divisor away from 0.
+    epsilon: float = 1e-6
 
     def __call__(self, layer: LinearMap, a: Tensor, r: Tensor) -> Tensor:
         """The relevance of the inputs `a`, given the relevance `r` of the outputs."""
@@ -42,7 +45,7 @@ class Rule:
 
     def add(self, a: Tensor, b: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
         """The shares of two summands: here by their signed part of the sum. What a does not get, b gets."""
-        part = r * a / stabilised(a + b, 1e-6)
+        part = r * a / stabilised(a + b, self.epsilon)
         return part, r - part
 
 
@@ -57,14 +60,12 @@ class Contributions(Rule):
         raise NotImplementedError
 
     def __call__(self, layer: LinearMap, a: Tensor, r: Tensor) -> Tensor:
-        """See the class."""
         negative = self.needs_negative
         u, v = self.factors(contributions(layer, a, 1), contributions(layer, a, -1) if negative else r, layer.bias, r)
         shared = pull(layer, a, u, 1)
         return shared.add_(pull(layer, a, v, -1)) if negative else shared
 
     def add(self, a: Tensor, b: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
-        """The shares of two summands."""
         (ap, an), (bp, bn) = split(a), split(b)
         u, v = self.factors(ap + bp, an + bn, None, r)
         part = ap.mul_(u).add_(an.mul_(v))
@@ -120,11 +121,9 @@ class AlphaBeta(Contributions):
 
     @property
     def needs_negative(self) -> bool:  # type: ignore[override]
-        """Whether β ≠ 0."""
         return self.beta != 0
 
     def factors(self, positive: Tensor, negative: Tensor, bias: Tensor | None, r: Tensor) -> tuple[Tensor, Tensor]:
-        """See the class."""
         if self.beta == 0:
             return over_positive(r, positive), negative
         no_positive, no_negative = positive == 0, negative == 0
@@ -147,7 +146,6 @@ class AlphaBeta(Contributions):
         return shared + layer.spread(torch.where(silent, lost, 0), a)
 
     def add(self, a: Tensor, b: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
-        """The shares of two summands."""
         return by_positive_parts(a, b, r) if self.beta == 0 else super().add(a, b, r)
 
 
@@ -163,14 +161,16 @@ class WithBias(Rule):
 
     @property
     def absorbs(self) -> bool:  # type: ignore[override]
-        """Whether the bias keeps its share."""
         return self.bias == "absorb"
+
+    def output(self, layer: LinearMap, a: Tensor) -> Tensor:
+        """The layer's output z_j, in which the bias may be ignored."""
+        z = layer(a, layer.weight)
+        return z if layer.bias is None or self.bias == "ignore" else z + layer.bias
 
     def rescue(self, layer: LinearMap, a: Tensor, r: Tensor) -> Tensor | None:
         """Outputs that are exactly 0: evenly."""
-        z = layer(a, layer.weight)
-        z = z if layer.bias is None or self.bias == "ignore" else z + layer.bias
-        return layer.spread(torch.where(z == 0, r, 0), a)
+        return layer.spread(torch.where(self.output(layer, a) == 0, r, 0), a)
 
 
 @dataclass(frozen=True)
@@ -185,17 +185,9 @@ class Epsilon(WithBias):
     bias: Bias = "spread"
 
     def __call__(self, layer: LinearMap, a: Tensor, r: Tensor) -> Tensor:
-        """See the class."""
-        bias = None if self.bias == "ignore" else layer.bias
-        z = layer(a, layer.weight)
-        s = r / stabilised(z if bias is None else z + bias, self.epsilon)
+        s = r / stabilised(self.output(layer, a), self.epsilon)
         shared = layer.adjoint(s, layer.weight, a).mul_(a)
-        return shared + layer.spread(s * bias, a) if bias is not None and self.bias == "spread" else shared
-
-    def add(self, a: Tensor, b: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
-        """The shares of two summands."""
-        part = r * a / stabilised(a + b, self.epsilon)
-        return part, r - part
+        return shared if layer.bias is None or self.bias != "spread" else shared + layer.spread(s * layer.bias, a)
 
 
 @dataclass(frozen=True)
@@ -213,7 +205,6 @@ class Gamma(WithBias, Contributions):
     bias: Bias = "spread"
 
     def factors(self, positive: Tensor, negative: Tensor, bias: Tensor | None, r: Tensor) -> tuple[Tensor, Tensor]:
-        """See the class."""
         if bias is not None and self.bias != "ignore":
             positive, negative = positive + bias.clamp(min=0), negative + bias.clamp(max=0)
         more = 1 + self.gamma
@@ -222,7 +213,6 @@ class Gamma(WithBias, Contributions):
         return torch.where(up, more * s, s), torch.where(up, s, more * s)
 
     def __call__(self, layer: LinearMap, a: Tensor, r: Tensor) -> Tensor:
-        """See the class."""
         u, v = self.factors(contributions(layer, a, 1), contributions(layer, a, -1), layer.bias, r)
         shared = pull(layer, a, u, 1).add_(pull(layer, a, v, -1))
         if layer.bias is None or self.bias != "spread":
@@ -242,23 +232,15 @@ class Box(Rule):
     high: float | Tensor | None = None
 
     def __call__(self, layer: LinearMap, a: Tensor, r: Tensor) -> Tensor:
-        """See the class."""
-        low, high = self._bound(self.low, a, torch.amin), self._bound(self.high, a, torch.amax)
+        dims = [0, *range(2, a.dim())] if a.dim() > 2 else [*range(a.dim())]
+        least = a.amin(dims, keepdim=True) if self.low is None else self.low
+        most = a.amax(dims, keepdim=True) if self.high is None else self.high
+        bounds = [torch.as_tensor(bound, dtype=a.dtype, device=a.device) for bound in (least, most)]
+        low, high = (bound.expand_as(a).contiguous() for bound in bounds)
         z = layer(a, layer.weight) - layer(low, layer.positive) - layer(high, layer.negative)
         s = over(r, z)
-        return (
-            a * layer.adjoint(s, layer.weight, a)
-            - low * layer.adjoint(s, layer.positive, a)
-            - high * layer.adjoint(s, layer.negative, a)
-        )
-
-    @staticmethod
-    def _bound(value: float | Tensor | None, a: Tensor, extreme: object) -> Tensor:
-        if value is None:
-            dims = [0, *range(2, a.dim())] if a.dim() > 2 else [*range(a.dim())]
-            return extreme(a, dims, keepdim=True).expand_as(a).contiguous()  # type: ignore[operator, no-any-return]
-        bound = value.to(a) if isinstance(value, Tensor) else a.new_tensor(value)
-        return bound.expand_as(a).contiguous()
+        shared = a * layer.adjoint(s, layer.weight, a) - low * layer.adjoint(s, layer.positive, a)
+        return shared - high * layer.adjoint(s, layer.negative, a)
 
 
 class ValueFree(Rule):
@@ -267,7 +249,6 @@ class ValueFree(Rule):
     cancels = False
 
     def add(self, a: Tensor, b: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
-        """The shares of two summands."""
         return r / 2, r / 2
 
 
@@ -276,7 +257,6 @@ class WSquare(ValueFree):
     """R_i = Σ_j w²_ij / Σ_i w²_ij r_j, for any inputs."""
 
     def __call__(self, layer: LinearMap, a: Tensor, r: Tensor) -> Tensor:
-        """See the class."""
         square = layer.weight.square()
         return layer.adjoint(over(r, layer(torch.ones_like(a), square).expand_as(r).clone()), square, a)
 
@@ -291,7 +271,6 @@ class Flat(ValueFree):
     """R_i = Σ_j r_j / (number of inputs of j)."""
 
     def __call__(self, layer: LinearMap, a: Tensor, r: Tensor) -> Tensor:
-        """See the class."""
         return layer.spread(r, a)
 
 
@@ -300,7 +279,51 @@ class Pass(ValueFree):
     """R_i = r_i, for layers whose output has the shape of the input."""
 
     def __call__(self, layer: LinearMap, a: Tensor, r: Tensor) -> Tensor:
-        """See the class."""
         if a.shape != r.shape:
             raise ValueError(f"relevance cannot pass unchanged from shape {tuple(r.shape)} to {tuple(a.shape)}.")
         return r
+
+
+# -- formulas that work entry by entry ---------------------------------------------------------------------------------
+def over(r: Tensor, z: Tensor) -> Tensor:
+    """r / z, and 0 where z is 0. Overwrites z."""
+    dead = z == 0
+    return torch.div(r, z.masked_fill_(dead, 1), out=z).masked_fill_(dead, 0)
+
+
+def stabilised(z: Tensor, epsilon: float = 1e-6) -> Tensor:
+    """z + ε sign z, with sign 0 = 1."""
+    return torch.where(z >= 0, z + epsilon, z - epsilon)
+
+
+def floor(z: Tensor) -> float:
+    """Sums below this (masked attention has exp(-100) = 4e-44) count as 0."""
+    return 1e-6 if z.dtype == torch.float16 else 1e-25
+
+
+@one_kernel("template <typename T> T over_positive(T r, T z) { return r / (z + T(1e-25)); }")
+def over_positive(r: Tensor, z: Tensor) -> Tensor:
+    """r / z for z ≥ 0. It is finite where z is 0, because all contributions are 0 there. May overwrite z."""
+    return torch.div(r, z.add_(floor(z)), out=z)
+
+
+@one_kernel(
+    """
+    template <typename T> void by_positive_parts(T a, T b, T r, T& first, T& second) {
+        T part = (a > T(0) ? a : a * T(1e-12)) + T(1e-25);
+        T whole = (b > T(0) ? b : b * T(1e-12)) + part;
+        first = part / whole * r;
+        second = r - first;
+    }""",
+    outputs=2,
+)
+def by_positive_parts(a: Tensor, b: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
+    """r shared between two summands by their positive parts.
+
+    Negative parts count 10^-12 times, so that they decide only where neither summand is positive. The shares are then
+    by size. Of two zeros the first takes all. What a does not get, b gets.
+    """
+    part = F.leaky_relu(a, 1e-12).add_(1e-25)
+    whole = F.leaky_relu(b, 1e-12).add_(part)
+    part = part.div_(whole).mul_(r)
+    return part, r - part

@@ -31,7 +31,6 @@ class LayerUse:
 
     @property
     def path(self) -> str:
-        """The module path."""
         return path_of(self.name)
 
 
@@ -58,8 +57,9 @@ class Weights:
         self._plain: dict[int, tuple[Tensor, Tensor]] = {}  # by the identity of the parameter
         self._parameters: dict[int, Tensor] = {}  # by the identity of what stands for it
         self._names: dict[int, tuple[Tensor, str]] = {}  # by the identity of the parameter
-        self._owners: dict[int, list[tuple[int, int, str, Tensor]]] | None = None  # by the address of the storage
-        self._heights: dict[str, int] = {}
+        self._owners: dict[int, list[tuple[str, Tensor]]] | None = None  # by the address of the storage
+        #: The number of units of each parameter, of which a call may use only some rows.
+        self.heights: dict[str, int] = {}
 
     def begin(self) -> None:
         """A batch begins. Parameters may have been moved or replaced since the last one."""
@@ -68,7 +68,6 @@ class Weights:
         self._owners = None
 
     def forget(self) -> None:
-        """Drop the linear maps."""
         self._maps.clear()
         self.begin()
 
@@ -95,10 +94,6 @@ class Weights:
             self._maps[key] = (sources, build(weight, bias))
         return self._maps[key][1]
 
-    def height(self, name: str, least: int) -> int:
-        """The number of units of a parameter, of which a call may use only some rows."""
-        return max(least, self._heights.get(name, 0))
-
     def name(self, weight: Tensor, call: Call, outputs: int) -> tuple[str, slice]:
         """The parameter that a weight is part of, and its rows. A computed weight is named by its module."""
         source = self.source(weight)
@@ -106,27 +101,21 @@ class Weights:
         if known is not None and known[0] is source:
             return known[1], slice(0, outputs)
         if self._owners is None:
-            self._owners = self._index()
-        for begin, end, name, parameter in self._owners.get(weight.untyped_storage().data_ptr(), []):
-            if begin <= weight.data_ptr() < end and weight.shape[1:] == parameter.shape[1:]:
-                row = parameter.stride(0) * parameter.element_size()
-                first = (weight.data_ptr() - begin) // row if row else 0
-                if source is parameter:
-                    self._names[id(parameter)] = (parameter, name)
+            self._owners = {}
+            for name, parameter in self.model.named_parameters():
+                if parameter.dim() > 1:
+                    self._owners.setdefault(parameter.untyped_storage().data_ptr(), []).append((name, parameter))
+                    self.heights[name] = parameter.shape[0]
+        for name, owner in self._owners.get(weight.untyped_storage().data_ptr(), []):
+            offset = weight.data_ptr() - owner.data_ptr()
+            inside = 0 <= offset < owner.numel() * owner.element_size()
+            if inside and weight.shape[1:] == owner.shape[1:]:
+                row = owner.stride(0) * owner.element_size()
+                first = offset // row if row else 0
+                if source is owner:
+                    self._names[id(owner)] = (owner, name)
                 return name, slice(first, first + outputs)
         return f"{call.site.path or call.site.function}.weight", slice(0, outputs)
-
-    def _index(self) -> dict[int, list[tuple[int, int, str, Tensor]]]:
-        """Where the parameters lie in memory."""
-        owners: dict[int, list[tuple[int, int, str, Tensor]]] = {}
-        for name, parameter in self.model.named_parameters():
-            if parameter.dim() > 1:
-                begin = parameter.data_ptr()
-                end = begin + parameter.numel() * parameter.element_size()
-                key = parameter.untyped_storage().data_ptr()
-                owners.setdefault(key, []).append((begin, end, name, parameter))
-                self._heights[name] = parameter.shape[0]
-        return owners
 
 
 def folded(record: LinearCall, stats: Sequence[Tensor | None], eps: float) -> tuple[Tensor, Tensor]:

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from secateur.errors import DataError
 from secateur.plans.plan import Plan
 from secateur.relevance.engine import Start
-from secateur.relevance.explain import Explanation, explain, starter
-from secateur.relevance.heatmaps import bound, visible
+from secateur.relevance.explain import Explanation, bound, explain, starter, visible
 from secateur.relevance.weights import path_of
 from secateur.report.document import Page
 from secateur.results.history import Record
