@@ -46,9 +46,9 @@ def expected(axes: Any, passes: Any, blocked: dict[str, str]) -> tuple[list[Any]
                     kinds[group] = producer.kind
                     order.append(group)
     places: dict[int, set[str]] = defaultdict(set)
-    for site in passes[0].heads:
-        for label in site.labels.tolist():
-            places[root[label]].add(site.site.path)
+    for site, labels in passes[0].heads:
+        for label in labels.tolist():
+            places[root[label]].add(site.path)
     for group in set(places) & set(kinds):
         kinds[group], units[group] = "head", len(places[group])
     touched: dict[int, set[int]] = defaultdict(set)

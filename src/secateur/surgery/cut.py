@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from secateur.errors import PlanError
-from secateur.plans.plan import AttributeCut, Plan
+from secateur.plans.plan import AttributeCut, NormCut, Plan
 from secateur.running.copies import copy_with, named_modules, named_tensors, unwrap
 from secateur.surgery.attention import narrow_attention
 
@@ -49,14 +50,12 @@ def cut(model: nn.Module, plan: Plan) -> nn.Module:
     check_fits(model, plan)
     small = copy_with(model, lambda name, old: sliced(old.detach(), plan.cuts.get(name, {})))
     before = dict(named_modules(model))
-    names = _first_names(model)
     for path, module in named_modules(small):
         if path in before:
-            _fit(module, before[path], path, plan, names)
-    for path in list(before):
-        module = before[path]
-        if isinstance(module, nn.MultiheadAttention):
-            narrow_attention(small, path, module, plan)
+            _fit(module, before[path], path, plan)
+    for path, old in before.items():
+        if isinstance(old, nn.MultiheadAttention):
+            narrow_attention(small, path, old, plan)
     for item in plan.attributes:
         _fit_attribute(small, item)
     for head in plan.heads:
@@ -72,15 +71,14 @@ def sliced(tensor: Tensor, dims: Mapping[int, tuple[int, ...]]) -> Tensor:
     return tensor if dims else tensor.clone()
 
 
-def _first_names(model: nn.Module) -> dict[int, str]:
-    """The name under which each parameter or buffer is first met: tied ones are cut under that name."""
-    names: dict[int, str] = {}
-    for name, tensor in named_tensors(model):
-        names.setdefault(id(tensor), name)
-    return names
+def kept_places(norm: NormCut) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
+    """Which of the places that a norm mixes are left."""
+    kept = np.ones(math.prod(norm.shape), bool)
+    kept[list(norm.removed)] = False
+    return kept.reshape(norm.shape)
 
 
-def _fit(module: nn.Module, old: nn.Module, path: str, plan: Plan, names: dict[int, str]) -> None:
+def _fit(module: nn.Module, old: nn.Module, path: str, plan: Plan) -> None:
     """Bring the sizes that a module remembers in line with its tensors."""
     if isinstance(module, nn.modules.conv._ConvNd):
         assert isinstance(old, nn.modules.conv._ConvNd)
@@ -139,16 +137,8 @@ def _norm_shape(shape: tuple[int, ...], path: str, plan: Plan) -> tuple[int, ...
     """The shape that a norm without parameters normalises after the cut."""
     for norm in plan.norms:
         if norm.path == path:
-            mask = np.ones(norm.shape, bool).ravel()
-            mask[list(norm.removed)] = False
-            mask = (
-                mask.reshape(norm.shape)[(0,) * (len(norm.shape) - len(shape))]
-                if len(norm.shape) > len(shape)
-                else mask
-            )
-            return tuple(
-                int(np.any(mask, tuple(d for d in range(mask.ndim) if d != axis)).sum()) for axis in range(len(shape))
-            )
+            kept = kept_places(norm)[(0,) * (len(norm.shape) - len(shape))]
+            return tuple(len(np.unique(places)) for places in np.nonzero(kept))
     return shape
 
 
@@ -161,14 +151,12 @@ def _fit_heads(small: nn.Module, before: dict[str, nn.Module], path: str, had: i
         if old is None or isinstance(old, nn.MultiheadAttention):
             continue
         module = small.get_submodule(where)
-        hit = False
-        for name in _HEAD_COUNTS:
-            if vars(old).get(name) == had:
-                setattr(module, name, has)
-                hit = True
         for name in _HEAD_WIDTHS:
             value = vars(old).get(name)
             if isinstance(value, int) and value % had == 0:
                 setattr(module, name, value // had * has)
-        if hit:
+        counts = [name for name in _HEAD_COUNTS if vars(old).get(name) == had]
+        for name in counts:
+            setattr(module, name, has)
+        if counts:
             return

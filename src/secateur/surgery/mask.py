@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from secateur.ops.norm import GroupNorm, LayerNorm, RMSNorm
-from secateur.ops.table import Call
+from secateur.ops.table import Call, Site
 from secateur.plans.plan import NormCut, Plan
 from secateur.running.copies import copy_with, unwrap
 from secateur.running.observer import Observer
-from secateur.surgery.cut import check_fits
+from secateur.surgery.cut import check_fits, kept_places
 
 
 def mask(model: nn.Module, plan: Plan) -> nn.Module:
@@ -68,21 +68,15 @@ class _NormMask(Observer):
 
     def __init__(self, model: nn.Module, norms: Sequence[NormCut]) -> None:
         super().__init__(model)
-        self._kept: dict[tuple[str, str, int], Tensor] = {}
-        for norm in norms:
-            kept = np.ones(int(np.prod(norm.shape)), bool)
-            kept[list(norm.removed)] = False
-            self._kept[norm.path, norm.function, norm.visit] = torch.from_numpy(kept).reshape(norm.shape)
+        self._kept = {Site(n.path, n.function, n.visit): torch.from_numpy(kept_places(n)) for n in norms}
 
     def unknown(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Nothing is refused here; the model was analysed before."""
         return func(*args, **kwargs)
 
     def observe(self, call: Call) -> Any:
-        """Replace a listed norm, run everything else as it is."""
         if not isinstance(call.operation, LayerNorm | GroupNorm):
             return call.run()
-        kept = self._kept.get((call.site.path, call.site.function, call.site.visit))
+        kept = self._kept.get(call.site)
         if kept is None:
             return call.run()
         x: Tensor = call["input"]
