@@ -53,12 +53,12 @@ def analyze(model: nn.Module, example: Example) -> Graph:
                 fix="torch.nn.utils.parametrize.remove_parametrizations(module, name) first",
             )
     copy, inputs, watched, output = watch_copy(model, example)
-    passes, axes = [_with_frozen_output(watched, output)], watched.labels.axes
+    passes = [_with_frozen_output(watched, output)]
     if any(name not in watched.found.seen for name, _ in model.named_parameters()):
         # Auxiliary heads run only in training; what they read must shrink with the rest.
         copy.train()
         try:
-            passes.append(_with_frozen_output(*watch(copy, inputs, axes)))
+            passes.append(_with_frozen_output(*watch(copy, inputs, watched.found.axes)))
         except SecateurError:
             raise
         except Exception as error:  # e.g. batch norm refuses a single value per channel
@@ -67,7 +67,7 @@ def analyze(model: nn.Module, example: Example) -> Graph:
             copy.eval()
     trial = Trial(copy, inputs)
     while True:
-        graph = build(model, example, axes, passes, trial.blocked, tuple(trial.repeated.values()))
+        graph = build(model, example, passes, trial.blocked, tuple(trial.repeated.values()))
         if not trial.finds_more(graph):
             return graph
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from secateur.ops.layers import Labels
 from secateur.running.sandbox import Example
-from secateur.structure.findings import Axis, AxisTable, Findings
+from secateur.structure.findings import Axis, Findings
 from secateur.structure.labels import watch_copy
 
 #: What reading and writing one number is worth, in MACs: from 100 (two cores) to 300 (large GPUs). The larger figure
@@ -64,12 +64,12 @@ def count_macs(model: nn.Module, example: Example) -> int:
 class CostModel:
     """Cost as a function of which groups are removed; evaluated many times while a plan is sought."""
 
-    def __init__(self, shapes: Mapping[str, Sequence[int]], axes: AxisTable, root: Labels, found: Findings) -> None:
+    def __init__(self, shapes: Mapping[str, Sequence[int]], root: Labels, found: Findings) -> None:
         """`shapes` are those of the parameters."""
         self._terms = [(term.coefficient, [root[a] for a in term.axes]) for term in found.macs]
         self._written = [(MACS_PER_NUMBER * term.coefficient, [root[a] for a in term.axes]) for term in found.written]
         dims: dict[str, list[Axis]] = {name: [] for name in shapes}
-        for axis in axes.axes:
+        for axis in found.axes.axes:
             if axis.parameter in dims:
                 dims[axis.parameter].append(axis)
         self._params = [

@@ -113,8 +113,7 @@ class Findings:
     """Collects what operations say about labels. `where` names the module that is running, for reasons."""
 
     def __init__(self, axes: AxisTable, where: Callable[[], str]) -> None:
-        self._axes = axes
-        self._where = where
+        self.axes, self.where = axes, where
         self.left: list[Labels] = []
         self.right: list[Labels] = []
         self.frozen: list[tuple[Labels, str]] = []
@@ -135,11 +134,11 @@ class Findings:
             return
         if len(pairs) > 4096:
             # Pairs as single numbers sort many times faster than rows.
-            keys = np.sort(pairs[:, 0] * self._axes.total + pairs[:, 1])
-            pairs = np.stack(np.divmod(keys[np.flatnonzero(np.diff(keys, prepend=-1))], self._axes.total), 1)
+            keys = np.sort(pairs[:, 0] * self.axes.total + pairs[:, 1])
+            pairs = np.stack(np.divmod(keys[np.flatnonzero(np.diff(keys, prepend=-1))], self.axes.total), 1)
         blank = (pairs == 0).any(1)
         if blank.any():
-            self.freeze(pairs[blank].max(1), f"meets channels that cannot be removed in {self._where()}")
+            self.freeze(pairs[blank].max(1), f"meets channels that cannot be removed in {self.where()}")
             pairs = pairs[~blank]
         self.left.append(pairs[:, 0])
         self.right.append(pairs[:, 1])

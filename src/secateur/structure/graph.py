@@ -181,14 +181,14 @@ class Graph:
 def build(
     model: nn.Module,
     example: Example,
-    axes: AxisTable,
-    passes: Sequence[Findings],
+    passes: list[Findings],
     blocked: dict[str, str],
-    repeated: Sequence[RepeatedSize] = (),
+    repeated: Sequence[RepeatedSize],
 ) -> Graph:
     """Put together what the label passes found. `blocked` names layers that trial removals showed to be rigid."""
+    main, axes = passes[0], passes[0].axes
     coupling = Coupling(axes.total, passes)
-    root, main = coupling.root, passes[0]
+    root = coupling.root
     shapes = {n: tuple(t.shape) for n, t in named_tensors(model)}
     heads = tuple(Heads(site.path, root[labels]) for site, labels in main.heads)
     makers = Makers(passes, heads, root)
@@ -222,7 +222,7 @@ def build(
         repeated=tuple(repeated),
         example=example,
         model_name=type(model).__name__,
-        cost_of=CostModel({name: shapes[name] for name in parameters}, axes, root, main),
+        cost_of=CostModel({name: shapes[name] for name in parameters}, root, main),
     )
 
 

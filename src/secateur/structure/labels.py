@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -39,9 +39,8 @@ class LabelPass(Observer):
 
     def __init__(self, model: nn.Module, axes: AxisTable) -> None:
         super().__init__(model)
-        where = lambda: self.path or "the forward"  # noqa: E731
-        self.found = Findings(axes, where)
-        self.labels = TensorLabels(model, axes, self.found, where)
+        self.found = Findings(axes, lambda: self.path or "the forward")
+        self.labels = TensorLabels(model, self.found)
 
     def observe(self, call: Call) -> Any:
         output = call.operation.rehearse(call)
@@ -93,8 +92,8 @@ def watch_copy(model: nn.Module, example: Example) -> tuple[nn.Module, Example, 
 class TensorLabels:
     """The labels of each tensor of a forward pass, and the words in which operations say what becomes of them."""
 
-    def __init__(self, model: nn.Module, axes: AxisTable, found: Findings, where: Callable[[], str]) -> None:
-        self.axes, self.found, self._where = axes, found, where
+    def __init__(self, model: nn.Module, found: Findings) -> None:
+        self.found = found
         self._layers: Any = WeakIdKeyDictionary()
         self._names = {id(tensor): name for name, tensor in named_tensors(model)}
         # What needs no tensors, operations tell the findings at once.
@@ -113,7 +112,7 @@ class TensorLabels:
             return []
         self.found.seen.add(name)
         sizes = [(dim, size) for dim, size in enumerate(tensor.shape) if size > 1]
-        made = [spread(self.axes.of(name, dim, size).labels, dim, tensor.shape) for dim, size in sizes]
+        made = [spread(self.found.axes.of(name, dim, size).labels, dim, tensor.shape) for dim, size in sizes]
         self._layers[tensor] = made
         return made
 
@@ -126,7 +125,7 @@ class TensorLabels:
             if varying(layer):
                 kept.append(layer)
             else:
-                self.freeze(layer, f"a single unit is taken out by position in {self._where()}")
+                self.freeze(layer, f"a single unit is taken out by position in {self.found.where()}")
         self._layers[tensor] = kept
 
     def parameter(self, tensor: Any) -> str | None:
@@ -154,7 +153,7 @@ class TensorLabels:
 
     def virtual(self, size: int) -> Labels:
         """Labels for channels that no parameter axis numbers one by one."""
-        return self.axes.add(size).labels.numpy()
+        return self.found.axes.add(size).labels.numpy()
 
     def tied(self, layer: Tensor, dims: Sequence[int]) -> Tensor:
         """The layer after tying its labels along `dims`, which it then no longer varies over."""

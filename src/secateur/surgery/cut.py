@@ -78,32 +78,28 @@ def kept_places(norm: NormCut) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]
     return kept.reshape(norm.shape)
 
 
-def _fit(module: nn.Module, old: nn.Module, path: str, plan: Plan) -> None:
+def _fit(module: Any, old: Any, path: str, plan: Plan) -> None:
     """Bring the sizes that a module remembers in line with its tensors."""
     if isinstance(module, nn.modules.conv._ConvNd):
-        assert isinstance(old, nn.modules.conv._ConvNd)
-        weight: Any = module.weight
-        transposed = isinstance(module, nn.modules.conv._ConvTransposeNd)
+        first, second = module.weight.shape[:2]
         if old.groups > 1:
-            groups = weight.shape[0] // (old.weight.shape[0] // old.groups)
-            module.groups = groups
-            module.in_channels = groups * (old.in_channels // old.groups)
-            module.out_channels = groups * (old.out_channels // old.groups)
+            module.groups = first // (old.weight.shape[0] // old.groups)
+            module.in_channels = module.groups * (old.in_channels // old.groups)
+            module.out_channels = module.groups * (old.out_channels // old.groups)
+        elif isinstance(module, nn.modules.conv._ConvTransposeNd):
+            module.in_channels, module.out_channels = first, second
         else:
-            first, second = weight.shape[0], weight.shape[1]
-            module.in_channels, module.out_channels = (first, second) if transposed else (second, first)
+            module.out_channels, module.in_channels = first, second
     elif isinstance(module, nn.Linear):
         module.out_features, module.in_features = module.weight.shape
     elif isinstance(module, nn.modules.batchnorm._NormBase):
-        vector = next((v for v in (module.weight, module.running_mean) if v is not None), None)
+        vector = module.weight if module.weight is not None else module.running_mean
         if vector is not None:
             module.num_features = len(vector)
     elif isinstance(module, nn.LayerNorm | nn.RMSNorm):
-        assert isinstance(old, nn.LayerNorm | nn.RMSNorm)
         scale: Tensor | None = module.weight  # absent without elementwise_affine
         module.normalized_shape = _norm_shape(old.normalized_shape, path, plan) if scale is None else tuple(scale.shape)
     elif isinstance(module, nn.GroupNorm):
-        assert isinstance(old, nn.GroupNorm)
         kept = len(module.weight) if module.weight is not None else old.num_channels
         module.num_channels = kept
         if old.num_groups > 1:
@@ -113,8 +109,7 @@ def _fit(module: nn.Module, old: nn.Module, path: str, plan: Plan) -> None:
     elif isinstance(module, nn.Embedding):
         module.num_embeddings, module.embedding_dim = module.weight.shape
     elif isinstance(module, nn.RNNBase):
-        reading: Any = module.weight_ih_l0
-        module.input_size = reading.shape[1]
+        module.input_size = module.all_weights[0][0].shape[1]
         module._flat_weights = [getattr(module, name) for name in module._flat_weights_names]
 
 
