@@ -7,7 +7,8 @@ notes which of them is running, and gives way to torch's own again when the obse
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Self
 
 import torch
@@ -78,9 +79,14 @@ class Observer(TorchFunctionMode):
                 return operation.body(*args, **kwargs)
         return self.observe(Call(operation, func, args, kwargs, self.site(func), None, tensors))
 
-    def again(self) -> TorchFunctionMode:
+    @contextmanager
+    def again(self) -> Iterator[None]:
         """A context in which calls are observed although we are inside a call (the mode is off there)."""
-        return _Again(self)
+        super().__enter__()  # type: ignore[no-untyped-call]
+        try:
+            yield
+        finally:
+            super().__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def unknown(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A function without an entry: harmless on tensors we do not track, refused otherwise."""
@@ -237,16 +243,3 @@ class Rehearsal(Observer):
     def unknown(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Nothing is tracked, so nothing is refused."""
         return func(*args, **kwargs)
-
-
-class _Again(TorchFunctionMode):
-    """Forwards every call to an observer."""
-
-    def __init__(self, observer: Observer) -> None:
-        super().__init__()
-        self._observer = observer
-
-    def __torch_function__(
-        self, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        return self._observer.__torch_function__(func, types, args, kwargs)

@@ -62,12 +62,9 @@ def verify(model: nn.Module, small: nn.Module, plan: Plan, example: Example) -> 
         if gap <= 1e-7:
             return
     raise VerificationError(
-        "removal and zero-masking disagree on the example: relative difference {gap:.2g} (allowed {limit:g}) {place}. "
+        f"removal and zero-masking disagree on the example: relative difference {gap:.2g} (allowed {limit:g}) {where}. "
         "The smaller model is withheld. The forward probably addresses channels by fixed positions.",
         fix="name the layer in {ignore}, and please report the model",
-        gap=gap,
-        limit=limit,
-        place=where,
         ignore=Argument("ignore"),
     )
 
