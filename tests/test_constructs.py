@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -160,3 +162,20 @@ def test_nothing_to_prune() -> None:
     graph = sc.analyze(nn.Linear(4, 2), torch.zeros(1, 4))
     with pytest.raises(NothingToPruneError, match="model output"):
         sc.plan(graph, random_scores(graph), remove=0.5)
+
+
+def test_a_norm_over_all_dimensions_without_parameters_shrinks() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 6), nn.Linear(6, 2)
+            self.norm = nn.LayerNorm((5, 6), elementwise_affine=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            result: torch.Tensor = self.b(self.norm(self.a(x)).relu())
+            return result
+
+    net = Net().eval()
+    graph = sc.analyze(net, torch.randn(5, 4))
+    small: Any = sc.apply(net, sc.plan(graph, sc.score(net, None, "weight", graph=graph), remove=0.5))
+    assert small.norm.normalized_shape == (5, 3)

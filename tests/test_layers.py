@@ -20,8 +20,9 @@ BUILD = analysis.build
 MODELS = ["resnet18", "mobilenet_v2", "shufflenet_v2_x1_0", "googlenet", "regnet_y_400mf", "swin_t"]
 
 
-def expected(axes: Any, passes: Any, blocked: dict[str, str]) -> tuple[list[Any], dict[int, int], set[int], list[Any]]:
+def expected(passes: Any, blocked: dict[str, str]) -> tuple[list[Any], dict[int, int], set[int], list[Any]]:
     """Layers as tuples, units of each group, the groups that may leave, and the producers."""
+    axes = passes[0].axes
     classes = Coupling(axes.total, passes)
     root = classes.root.tolist()
     reasons: dict[int, str] = {}
@@ -46,9 +47,9 @@ def expected(axes: Any, passes: Any, blocked: dict[str, str]) -> tuple[list[Any]
                     kinds[group] = producer.kind
                     order.append(group)
     places: dict[int, set[str]] = defaultdict(set)
-    for site in passes[0].heads:
-        for label in site.labels.tolist():
-            places[root[label]].add(site.site.path)
+    for site, labels in passes[0].heads:
+        for label in labels.tolist():
+            places[root[label]].add(site.path)
     for group in set(places) & set(kinds):
         kinds[group], units[group] = "head", len(places[group])
     touched: dict[int, set[int]] = defaultdict(set)
@@ -82,9 +83,9 @@ def checked(monkeypatch: pytest.MonkeyPatch) -> list[Graph]:
     """Every graph that `analyze` builds on its way, each compared with the slow loop."""
     found: list[Graph] = []
 
-    def build(model: Any, example: Any, axes: Any, passes: Any, blocked: Any, remembered: Any) -> Graph:
-        graph = BUILD(model, example, axes, passes, blocked, remembered)
-        layers, units, leave, producers = expected(axes, passes, blocked)
+    def build(model: Any, example: Any, passes: Any, blocked: Any, repeated: Any) -> Graph:
+        graph = BUILD(model, example, passes, blocked, repeated)
+        layers, units, leave, producers = expected(passes, blocked)
         have = [(x.name, x.kind, x.paths, x.groups.tolist(), x.prunable, x.reason) for x in graph.layers]
         assert have == layers
         assert {g: int(graph.units[g]) for g in np.flatnonzero(graph.units)} == units

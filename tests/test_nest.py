@@ -22,7 +22,7 @@ from secateur.nest import (
     tensors_in,
     tensors_of_output,
 )
-from secateur.running.batches import batches, first_example
+from secateur.running.batches import batches, example_of
 from secateur.running.devices import to_device
 from secateur.running.sandbox import run, to_meta
 
@@ -203,7 +203,7 @@ def test_a_mapping_as_example_and_a_model_output(recwarn: pytest.WarningsRecorde
     net = Reader().eval()
     inputs = Encoding({"ids": torch.randint(7, (6, 5)), "mask": torch.ones(6, 5)})
     data = (inputs, torch.arange(6) % 3)
-    example = first_example(data)
+    example = example_of(net, data)
     assert type(example) is Encoding
     assert example["ids"].shape == (1, 5)
     sizes = [len(x["ids"]) for x, _ in batches(data, 4)]

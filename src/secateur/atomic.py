@@ -59,10 +59,8 @@ def replacing_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 def sync(path: Path) -> None:
     """Have the disk hold a file, or the names in a folder. Some systems cannot open folders."""
-    handle = None
     with suppress(PermissionError):
         handle = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
-    if handle is not None:
         try:
             os.fsync(handle)
         finally:

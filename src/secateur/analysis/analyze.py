@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,13 +15,13 @@ from torch.nn.utils import parametrize
 from secateur.errors import SecateurError, UnsupportedModelError
 from secateur.nest import tensors_of_output
 from secateur.plans.plan import plan_for
-from secateur.running.copies import meta_copy, shared_copy, unwrap
+from secateur.running.copies import unwrap
 from secateur.running.observer import Rehearsal
-from secateur.running.sandbox import Example, quiet, run, run_or_explain, to_meta
-from secateur.structure.axes import AxisTable
+from secateur.running.sandbox import Example, quiet, run
+from secateur.structure.cost import Mask
 from secateur.structure.findings import Findings
 from secateur.structure.graph import Graph, Layer, RepeatedSize, build
-from secateur.structure.labels import LabelPass
+from secateur.structure.labels import LabelPass, watch, watch_copy
 from secateur.surgery.cut import cut
 
 log = logging.getLogger("secateur")
@@ -44,102 +45,62 @@ def analyze(model: nn.Module, example: Example) -> Graph:
             f"{type(model).__name__} is TorchScript: its code is compiled and cannot be followed.",
             fix="the Python module that it was made from",
         )
-    _refuse_parametrized(model)
-    copy, inputs, axes, main = _first_watch(model, example)
-    passes = [main]
-    missing = {name for name, _ in model.named_parameters()} - main.seen
-    if missing:
-        extra = _watch_training(copy, inputs, axes)
-        if extra is not None:
-            passes.append(extra)
-    trial = Trial(model, example, axes, passes, copy, inputs)
-    while not trial.settled():
-        pass
-    return trial.graph
-
-
-def _refuse_parametrized(model: nn.Module) -> None:
     for path, module in model.named_modules():
         if parametrize.is_parametrized(module):
-            names = ", ".join(module.parametrizations)
             raise UnsupportedModelError(
-                f"`{path}` computes {names} by torch.nn.utils.parametrize; slicing what it is computed from "
-                "could change it.",
+                f"`{path}` computes {', '.join(module.parametrizations)} by torch.nn.utils.parametrize; slicing what "
+                "it is computed from could change it.",
                 fix="torch.nn.utils.parametrize.remove_parametrizations(module, name) first",
             )
+    copy, inputs, watched, output = watch_copy(model, example)
+    passes = [_with_frozen_output(watched, output)]
+    if any(name not in watched.found.seen for name, _ in model.named_parameters()):
+        # Auxiliary heads run only in training; what they read must shrink with the rest.
+        copy.train()
+        try:
+            passes.append(_with_frozen_output(*watch(copy, inputs, watched.found.axes)))
+        except SecateurError:
+            raise
+        except Exception as error:  # e.g. batch norm refuses a single value per channel
+            log.debug("no forward in training mode: %s", error)
+        finally:
+            copy.eval()
+    trial = Trial(copy, inputs)
+    while True:
+        graph = build(model, example, passes, trial.blocked, tuple(trial.repeated.values()))
+        if not trial.finds_more(graph):
+            return graph
 
 
-def _first_watch(model: nn.Module, example: Example) -> tuple[nn.Module, Example, AxisTable, Findings]:
-    """Watch a copy without numbers if the forward runs without them, else one that shares the parameters' memory."""
-    copy, inputs, axes = meta_copy(model).eval(), to_meta(example), AxisTable()
-    try:
-        return copy, inputs, axes, _watch(copy, inputs, axes)
-    except SecateurError:
-        raise
-    except Exception as error:  # numbers steer the forward, or tensors are made on a device of their own
-        log.debug("no forward without numbers for %s: %s", type(model).__name__, error)
-    copy, axes = shared_copy(model).eval(), AxisTable()
-    with quiet():
-        run_or_explain(copy, example)
-    return copy, example, axes, _watch(copy, example, axes)
-
-
-def _watch(copy: nn.Module, inputs: Example, axes: AxisTable) -> Findings:
-    watched = LabelPass(copy, axes)
-    with quiet(), watched:
-        output = run(copy, inputs)
+def _with_frozen_output(watched: LabelPass, output: Any) -> Findings:
     for tensor in tensors_of_output(output):
         watched.labels.freeze_tensor(tensor, "model output")
     return watched.found
 
 
-def _watch_training(copy: nn.Module, inputs: Example, axes: AxisTable) -> Findings | None:
-    """Auxiliary heads run only in training; what they read must shrink with the rest."""
-    copy.train()
-    try:
-        return _watch(copy, inputs, axes)
-    except SecateurError:
-        raise
-    except Exception as error:  # e.g. batch norm refuses a single value per channel
-        log.debug("no forward in training mode: %s", error)
-        return None
-    finally:
-        copy.eval()
-
-
 class Trial:
-    """Removes units from a copy and runs it, to find sizes that are written into the forward."""
+    """Removes units from a copy and runs it, to find sizes that are written into the forward.
 
-    def __init__(
-        self,
-        model: nn.Module,
-        example: Example,
-        axes: AxisTable,
-        passes: list[Findings],
-        copy: nn.Module,
-        inputs: Example,
-    ) -> None:
-        self._known = (model, example, axes, passes)
+    `blocked` has the layers that break it, with the reason; `repeated` the attributes that repeat a layer's size.
+    """
+
+    def __init__(self, copy: nn.Module, inputs: Example) -> None:
         self.copy, self.inputs = copy, inputs
         self.blocked: dict[str, str] = {}
-        self.repeated: tuple[RepeatedSize, ...] = ()
-        self.graph: Graph = self._graph()
+        self.repeated: dict[tuple[str, str], RepeatedSize] = {}
 
-    def _graph(self) -> Graph:
-        return build(*self._known, self.blocked, self.repeated)
+    @property
+    def _known(self) -> int:
+        return len(self.blocked) + len(self.repeated)
 
-    def settled(self) -> bool:
-        """Try one unit of every layer at once. Layers that break the forward are blocked, and the rest tried again."""
-        known = len(self.blocked) + len(self.repeated)
-        self._search([layer for layer in self.graph.layers if layer.prunable])
-        if len(self.blocked) + len(self.repeated) == known:
-            return True
-        self.graph = self._graph()
-        return False
+    def finds_more(self, graph: Graph) -> bool:
+        """Try one unit of every layer at once. If layers break the forward, the rest must be tried again."""
+        before = self._known
+        self._search(graph, [layer for layer in graph.layers if layer.prunable])
+        return self._known > before
 
-    def _breaks(self, layers: list[Layer]) -> str | None:
-        plan = plan_for(self.graph, _one_of_each(self.graph, layers), self.repeated)
-        small = cut(self.copy, plan)
+    def _breaks(self, graph: Graph, layers: list[Layer]) -> str | None:
+        small = cut(self.copy, plan_for(graph, _one_of_each(graph, layers), tuple(self.repeated.values())))
         with quiet():
             try:
                 with Rehearsal(small):
@@ -148,23 +109,23 @@ class Trial:
                 return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         return None
 
-    def _search(self, layers: list[Layer]) -> None:
+    def _search(self, graph: Graph, layers: list[Layer]) -> None:
         """Find the layers that break the forward. Blocks of one kind share their code, so one speaks for all."""
-        error = self._breaks(layers)
+        error = self._breaks(graph, layers)
         if error is None:
             return
         kinds = _alike(layers)
         if len(kinds) == 1:
-            if self._repeats(layers):
+            if self._repeats(graph, layers):
                 return
-            alone = error if len(layers) == 1 else self._breaks(layers[:1])
+            alone = error if len(layers) == 1 else self._breaks(graph, layers[:1])
             if alone is not None:
                 return self._block(layers, alone)
             kinds = [layers[: len(layers) // 2], layers[len(layers) // 2 :]]
-        before = len(self.blocked) + len(self.repeated)
+        before = self._known
         for kind in kinds:
-            self._search(kind)
-        if len(self.blocked) + len(self.repeated) == before:
+            self._search(graph, kind)
+        if self._known == before:
             # Each is fine alone, together they are not: only the first kind may shrink.
             for kind in kinds[1:]:
                 self._block(kind, error)
@@ -172,13 +133,12 @@ class Trial:
     def _block(self, layers: list[Layer], error: str) -> None:
         self.blocked.update({layer.name: f"a size is written into the forward ({error})" for layer in layers})
 
-    def _repeats(self, layers: list[Layer]) -> bool:
+    def _repeats(self, graph: Graph, layers: list[Layer]) -> bool:
         """Whether the forward runs once attributes that repeat the layers' sizes shrink too."""
         before = self.repeated
-        found = {(item.path, item.name): item for item in _attributes(self.graph, self.copy, layers)}
-        found |= {(item.path, item.name): item for item in before}
-        self.repeated = tuple(found.values())
-        if len(self.repeated) > len(before) and self._breaks(layers) is None:
+        found = {(item.path, item.name): item for item in _attributes(graph, self.copy, layers)}
+        self.repeated = found | before
+        if len(self.repeated) > len(before) and self._breaks(graph, layers) is None:
             return True
         self.repeated = before
         return False
@@ -187,10 +147,9 @@ class Trial:
 def _attributes(graph: Graph, model: nn.Module, layers: list[Layer]) -> Iterator[RepeatedSize]:
     """Numbers kept by the user's own modules, around the layers, that equal a size that shrinks."""
     for layer in layers:
-        touched = np.unique(graph.axis_of[np.concatenate([graph.labels_of(g) for g in layer.groups[:1].tolist()])])
-        for position in touched.tolist():
+        for position in np.unique(graph.axis_of[graph.labels_of(int(layer.groups[0]))]).tolist():
             axis = graph.axes.axes[position]
-            parts = axis.parameter.split(".")[:-1] if axis.parameter else []
+            parts = axis.parameter.split(".")[:-1]
             for end in range(len(parts), -1, -1):
                 path = ".".join(parts[:end])
                 module = model.get_submodule(path)
@@ -209,12 +168,12 @@ def _alike(layers: list[Layer]) -> list[list[Layer]]:
     return list(kinds.values())
 
 
-def _one_of_each(graph: Graph, layers: list[Layer]) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+def _one_of_each(graph: Graph, layers: list[Layer]) -> Mask:
     removed = np.zeros(len(graph.root), np.bool_)
     for layer in layers:
         removed[layer.groups[len(layer.groups) // 2]] = True
     for axis in graph.axes.axes:  # small layers may be split among several; none may be emptied
-        groups = graph.root[axis.base : axis.base + axis.size]
+        groups = graph.root[axis.span]
         if removed[groups].all():
             removed[groups[0]] = False
     return removed

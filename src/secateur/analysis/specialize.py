@@ -14,11 +14,13 @@ from secateur.analysis.analyze import analyze
 from secateur.errors import TargetError, UnsupportedModelError, VerificationError
 from secateur.ops.layers import Labels
 from secateur.plans.plan import Plan, plan_for
-from secateur.running.copies import shared_copy, unwrap
+from secateur.running.copies import named_tensors, shared_copy, unwrap
+from secateur.running.devices import device_of, dtype_of
 from secateur.running.logits import logits_of
 from secateur.running.sandbox import Example, quiet, run
+from secateur.structure.findings import AxisTable
 from secateur.structure.graph import Graph
-from secateur.structure.labels import LabelPass
+from secateur.structure.labels import watch
 from secateur.surgery.cut import cut
 from secateur.surgery.provenance import remember
 
@@ -42,9 +44,8 @@ class MergedOutputs(nn.Module):
         super().__init__()
         self.body = model
         self.names = tuple(groups)
-        kind = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-        where = next((p.device for p in model.parameters()), torch.device("cpu"))
-        members = torch.zeros(outputs, len(groups), dtype=kind, device=where)
+        kind = dtype_of(model) or torch.float32
+        members = torch.zeros(outputs, len(groups), dtype=kind, device=device_of(model))
         for column, indices in enumerate(groups.values()):
             members[list(indices), column] = 1 if merge == "sum" else 1 / len(indices)
         self.register_buffer("members", members)
@@ -85,33 +86,25 @@ def specialize(
     model = unwrap(model)
     graph = graph if graph is not None else analyze(model, example)
     rows = _output_rows(model, graph, example)
-    groups: Mapping[str, Sequence[int]] | None = None
-    if isinstance(outputs, Mapping):
-        groups = outputs
-        wanted = [int(i) for members in groups.values() for i in members]
-    else:
-        wanted = [int(i) for i in outputs]
-    _check(wanted, len(rows), groups)
+    wanted = _wanted(outputs, len(rows))
     plan = _plan(model, graph, rows, wanted)
-    if groups is not None:
-        whole = MergedOutputs(model, groups, len(rows), merge)
-        plan = _prefixed(plan, len(rows), wanted, len(groups))
+    if isinstance(outputs, Mapping):
+        whole = MergedOutputs(model, outputs, len(rows), merge)
+        plan = _prefixed(plan, len(rows), wanted, len(outputs))
         narrow = cut(whole, plan)
         remember(narrow, whole, plan)
-        return narrow
-    narrow = cut(model, plan)
-    _reorder(narrow, graph, rows, wanted)
-    _verify(model, narrow, example, wanted)
-    remember(narrow, model, plan)
+    else:
+        narrow = cut(model, plan)
+        _reorder(narrow, graph, rows, wanted)
+        _verify(model, narrow, example, wanted)
+        remember(narrow, model, plan)
     return narrow
 
 
 def _output_rows(model: nn.Module, graph: Graph, example: Example) -> Labels:
     """The group that makes each output, in order."""
-    copy = shared_copy(model).eval()
-    watched = LabelPass(copy, graph.axes.copy())
-    with quiet(), watched:
-        output = logits_of(run(copy, example))
+    watched, made = watch(shared_copy(model).eval(), example, AxisTable(graph.axes.axes))
+    output = logits_of(made)
     found = watched.labels.along(output, 1) if output.ndim > 1 else None
     if found is None or not found.all() or found.max() >= len(graph.root):
         raise UnsupportedModelError(
@@ -122,22 +115,25 @@ def _output_rows(model: nn.Module, graph: Graph, example: Example) -> Labels:
     return graph.root[found]
 
 
-def _check(wanted: Sequence[int], count: int, groups: Mapping[str, Sequence[int]] | None) -> None:
-    if not wanted or (groups is not None and not all(len(members) for members in groups.values())):
+def _wanted(outputs: Sequence[int] | Mapping[str, Sequence[int]], count: int) -> list[int]:
+    """The outputs to keep, in order, if all of them exist."""
+    groups = [list(members) for members in (outputs.values() if isinstance(outputs, Mapping) else [outputs])]
+    wanted = [int(i) for members in groups for i in members]
+    if not wanted or not all(groups):
         raise TargetError("there must be at least one output to keep, and one in each group.")
     wrong = [i for i in wanted if not 0 <= i < count]
     if wrong:
         raise TargetError(f"outputs {wrong[:5]} do not exist: the model has {count}, numbered from 0.")
     if len(set(wanted)) < len(wanted):
-        twice = sorted({i for i in wanted if list(wanted).count(i) > 1})
+        twice = sorted({i for i in wanted if wanted.count(i) > 1})
         raise TargetError(f"outputs {twice[:5]} are named more than once.")
+    return wanted
 
 
-def _plan(model: nn.Module, graph: Graph, rows: Labels, wanted: Sequence[int]) -> Plan:
-    kept = rows[list(wanted)]
+def _plan(model: nn.Module, graph: Graph, rows: Labels, wanted: list[int]) -> Plan:
     removed = np.zeros(len(graph.root), np.bool_)
     removed[rows] = True
-    removed[kept] = False
+    removed[rows[wanted]] = False
     if np.count_nonzero(removed) != len(rows) - len(wanted):
         raise UnsupportedModelError("several outputs come from the same row of weights, so they cannot be kept apart.")
     plan = plan_for(graph, removed)
@@ -166,35 +162,36 @@ def _prefixed(plan: Plan, count: int, wanted: Sequence[int], groups: int) -> Pla
         plan,
         cuts=cuts,
         shapes=shapes,
-        heads=tuple(replace(item, path=inside(item.path)) for item in plan.heads),
-        norms=tuple(replace(item, path=inside(item.path)) for item in plan.norms),
+        heads=tuple(replace(head, path=inside(head.path)) for head in plan.heads),
+        norms=tuple(replace(norm, path=inside(norm.path)) for norm in plan.norms),
         attributes=tuple(replace(item, path=inside(item.path)) for item in plan.attributes),
         layers={inside(name): counts for name, counts in plan.layers.items()},
         model="MergedOutputs",
     )
 
 
-def _reorder(narrow: nn.Module, graph: Graph, rows: Labels, wanted: Sequence[int]) -> None:
+def _reorder(narrow: nn.Module, graph: Graph, rows: Labels, wanted: list[int]) -> None:
     """Put the rows into the order that was asked for."""
-    if list(wanted) == sorted(wanted):
+    if wanted == sorted(wanted):
         return
     rank = np.full(len(graph.root), -1, np.int64)
-    rank[rows[list(wanted)]] = np.arange(len(wanted))
-    tensors = {**dict(narrow.named_parameters()), **dict(narrow.named_buffers())}
+    rank[rows[wanted]] = np.arange(len(wanted))
+    tensors = dict(named_tensors(narrow))
     for axis in graph.axes.axes:
         if axis.parameter not in tensors:
             continue
-        own = rank[graph.root[axis.base : axis.base + axis.size]]
-        if (own >= 0).any():
-            order = np.argsort(own[own >= 0], kind="stable")
+        own = rank[graph.root[axis.span]]
+        own = own[own >= 0]
+        if len(own):
+            order = np.argsort(own, kind="stable")
             tensor = tensors[axis.parameter]
             tensor.data = tensor.data.index_select(axis.dim, torch.from_numpy(order).to(tensor.device))
 
 
-def _verify(model: nn.Module, narrow: nn.Module, example: Example, wanted: Sequence[int]) -> None:
+def _verify(model: nn.Module, narrow: nn.Module, example: Example, wanted: list[int]) -> None:
     """The kept outputs are what they were; models that end in a softmax share the whole among those that are left."""
     with quiet():
-        whole = logits_of(run(shared_copy(model).eval(), example), warn=False)[:, list(wanted)].double()
+        whole = logits_of(run(shared_copy(model).eval(), example), warn=False)[:, wanted].double()
         small = logits_of(run(shared_copy(narrow).eval(), example), warn=False).double()
     shared = whole / whole.sum(1, keepdim=True)
     scale = float(whole.abs().max()) or 1.0

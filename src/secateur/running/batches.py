@@ -123,17 +123,20 @@ def _plain(data: Data, batch_size: int, share: tuple[int, int]) -> Iterator[Batc
 def repeatable(data: Data) -> Data:
     """Data that can be gone through again: iterators, which cannot, are read into a list."""
     data = as_data(data)
-    if data is None or is_pair(data) or not isinstance(data, Iterator):
-        return data
-    return list(data)
+    return list(data) if isinstance(data, Iterator) else data
 
 
-def first_example(data: Data) -> Any:
-    """One sample, to analyse a model with."""
-    for inputs, _ in _plain(data, 1, (0, 1)):
+def example_of(model: nn.Module, data: Data) -> Any:
+    """One sample of the data on the model's device, to analyse the model with."""
+    if data is None:
+        raise DataError(
+            "without data there is no input to analyse the model with.",
+            fix="data=[(example, None)], where the model runs on example; `score` also takes graph=analyze(…)",
+        )
+    for inputs, _ in batches(data, 1):
         if size_of(inputs) < 1:
             raise DataError("the first batch is empty.")
-        return select_samples(inputs, slice(1))
+        return to_device(select_samples(inputs, slice(1)), device_of(unwrap(model)))
     raise DataError("the data are empty: there is no batch in them.")
 
 
@@ -222,13 +225,3 @@ def check_inputs(inputs: Any) -> None:
     for tensor in tensors_in(inputs):
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             raise DataError(f"an input of shape {tuple(tensor.shape)} has NaN or infinite values.")
-
-
-def example_of(model: nn.Module, data: Data) -> Any:
-    """One sample of the data on the model's device."""
-    if data is None:
-        raise DataError(
-            "without data there is no input to analyse the model with.",
-            fix="data=[(example, None)], where the model runs on example; `score` also takes graph=analyze(…)",
-        )
-    return to_device(first_example(data), device_of(unwrap(model)))

@@ -18,7 +18,7 @@ def unwrap(model: nn.Module) -> nn.Module:
     given: object = model
     if not isinstance(given, nn.Module):
         hint = "call it first" if callable(given) else "build the network and load its weights first"
-        raise UnsupportedModelError(f"the model is a {type(given).__name__}, not an nn.Module.", fix=f"{hint}")
+        raise UnsupportedModelError(f"the model is a {type(given).__name__}, not an nn.Module.", fix=hint)
     while True:
         inner = getattr(model, "_orig_mod", None)
         if inner is None and isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):

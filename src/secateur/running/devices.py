@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
 import torch
@@ -12,9 +13,12 @@ from secateur.nest import map_tensors
 
 def device_of(model: nn.Module) -> torch.device | None:
     """Where a model lives; None if it has no tensors."""
-    for tensor in [*model.parameters(), *model.buffers()]:
-        return tensor.device
-    return None
+    return next((tensor.device for tensor in chain(model.parameters(), model.buffers())), None)
+
+
+def dtype_of(model: nn.Module) -> torch.dtype | None:
+    """The number format of a model's weights; None if it has none."""
+    return next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
 
 
 def to_device(value: Any, device: torch.device | None) -> Any:

@@ -7,8 +7,8 @@ notes which of them is running, and gives way to torch's own again when the obse
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from types import TracebackType
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Self
 
 import torch
@@ -39,7 +39,6 @@ class Observer(TorchFunctionMode):
         self._visits: dict[tuple[str, str], int] = {}
         self._fastpath = True
 
-    # -- subclasses ------------------------------------------------------------------------------------------------
     def observe(self, call: Call) -> Any:
         """Run the call and learn from it; returns what the model gets to see."""
         return call.run()
@@ -54,7 +53,6 @@ class Observer(TorchFunctionMode):
         """Whether a tensor carries what this observer tracks, so that an unknown function on it must be refused."""
         return True
 
-    # -- machinery -------------------------------------------------------------------------------------------------
     @property
     def path(self) -> str:
         """Path of the innermost module that is running."""
@@ -62,8 +60,7 @@ class Observer(TorchFunctionMode):
 
     def site(self, function: Function) -> Site:
         """The place of the next call of `function`."""
-        name, path = function_name(function), self._stack[-1] if self._stack else ""
-        key = (path, name)
+        key = path, name = self.path, function_name(function)
         visit = self._visits.get(key, 0)
         self._visits[key] = visit + 1
         return Site(path, name, visit)
@@ -82,48 +79,48 @@ class Observer(TorchFunctionMode):
                 return operation.body(*args, **kwargs)
         return self.observe(Call(operation, func, args, kwargs, self.site(func), None, tensors))
 
-    def again(self) -> TorchFunctionMode:
+    @contextmanager
+    def again(self) -> Iterator[None]:
         """A context in which calls are observed although we are inside a call (the mode is off there)."""
-        return _Again(self)
+        super().__enter__()  # type: ignore[no-untyped-call]
+        try:
+            yield
+        finally:
+            super().__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def unknown(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A function without an entry: harmless on tensors we do not track, refused otherwise."""
         tensors = tensors_in((args, kwargs))
         if not any(self.concerns(tensor) for tensor in tensors):
             return func(*args, **kwargs)
-        site = self.site(func)
         shapes = ", ".join(str(tuple(t.shape)) for t in tensors)
         raise UnknownOperationError(
-            f"secateur has no entry for {site}, called on tensors of shape {shapes}. It will not guess what "
+            f"secateur has no entry for {self.site(func)}, called on tensors of shape {shapes}. It will not guess what "
             "the function does to channels and relevance.",
-            fix=(
-                "register an entry with `secateur.ops.register(...)` (see the how-to 'Register an operation'), "
-                "or replace the call in the model"
-            ),
+            fix="register an entry with `secateur.ops.register(...)` (see the how-to 'Register an operation'), "
+            "or replace the call in the model",
         )
 
     def __enter__(self) -> Self:
         self._fastpath = torch.backends.mha.get_fastpath_enabled()
         torch.backends.mha.set_fastpath_enabled(False)
-        _modules.watch(self)
+        _watch(self)
         super().__enter__()  # type: ignore[no-untyped-call]
         self._height = torch._C._len_torch_function_stack()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
-        _modules.forget(self)
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        _forget(self)
         self._stack.clear()
         torch.backends.mha.set_fastpath_enabled(self._fastpath)
 
     def enter(self, module: nn.Module) -> None:
         """A module begins to run."""
-        self._stack.append(self._paths.get(id(module), self._stack[-1] if self._stack else ""))
+        self._stack.append(self._paths.get(id(module), self.path))
 
     def leave(self) -> None:
-        """It is done."""
+        """The innermost module is done."""
         if self._stack:
             self._stack.pop()
 
@@ -138,49 +135,52 @@ class Observer(TorchFunctionMode):
         return plain(module, *args, **kwargs)
 
 
-class _Modules:
-    """Tells the observers of this thread which module runs. (Torch's global hooks do it at three times the cost.)"""
+class _Thread(threading.local):
+    """The observers of this thread, the innermost last."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._watching = 0
-        self._own = threading.local()
-        self._plain: Callable[..., Any] = nn.Module._call_impl
-
-    def watch(self, observer: Observer) -> None:
-        """From now on, for this observer too."""
-        if not hasattr(self._own, "observers"):
-            self._own.observers = []
-        self._own.observers.append(observer)
-        with self._lock:
-            self._watching += 1
-            if self._watching == 1:
-                plain: Callable[..., Any] = nn.Module._call_impl
-                own, self._plain = self._own, plain
-
-                def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-                    observers = getattr(own, "observers", None)
-                    if not observers:
-                        return plain(module, *args, **kwargs)
-                    observer = observers[-1]
-                    observer.enter(module)
-                    try:
-                        return observer.runs(module, plain, args, kwargs)
-                    finally:
-                        observer.leave()
-
-                nn.Module._call_impl = call  # type: ignore[method-assign, assignment]
-
-    def forget(self, observer: Observer) -> None:
-        """No longer for this observer."""
-        self._own.observers.remove(observer)
-        with self._lock:
-            self._watching -= 1
-            if not self._watching:
-                nn.Module._call_impl = self._plain  # type: ignore[method-assign]
+        self.observers: list[Observer] = []
 
 
-_modules = _Modules()
+_thread = _Thread()
+_lock = threading.Lock()
+_watching = 0  # observers in all threads
+_plain: Callable[..., Any] = nn.Module._call_impl
+
+
+def _observed(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """A `Module._call_impl` that tells this thread's observer what runs. (Global hooks take three times as long.)"""
+
+    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not _thread.observers:
+            return plain(module, *args, **kwargs)
+        observer = _thread.observers[-1]
+        observer.enter(module)
+        try:
+            return observer.runs(module, plain, args, kwargs)
+        finally:
+            observer.leave()
+
+    return call
+
+
+def _watch(observer: Observer) -> None:
+    global _watching, _plain
+    _thread.observers.append(observer)
+    with _lock:
+        _watching += 1
+        if _watching == 1:
+            _plain = nn.Module._call_impl
+            nn.Module._call_impl = _observed(_plain)  # type: ignore[method-assign]
+
+
+def _forget(observer: Observer) -> None:
+    global _watching
+    _thread.observers.remove(observer)
+    with _lock:
+        _watching -= 1
+        if not _watching:
+            nn.Module._call_impl = _plain  # type: ignore[method-assign]
 
 
 def _is_plain(module: nn.Module) -> bool:
@@ -238,22 +238,8 @@ class Rehearsal(Observer):
     """Runs a model on tensors without numbers, faster than torch would."""
 
     def observe(self, call: Call) -> Any:
-        """Only shapes matter."""
         return call.operation.rehearse(call)
 
     def unknown(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Nothing is tracked, nothing refused."""
+        """Nothing is tracked, so nothing is refused."""
         return func(*args, **kwargs)
-
-
-class _Again(TorchFunctionMode):
-    """Forwards every call to an observer."""
-
-    def __init__(self, observer: Observer) -> None:
-        super().__init__()
-        self._observer = observer
-
-    def __torch_function__(
-        self, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        return self._observer.__torch_function__(func, types, args, kwargs)

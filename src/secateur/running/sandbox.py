@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import set_stance
 
 from secateur.errors import ForwardError, NotFiniteError, UnsupportedModelError
 from secateur.nest import describe, map_tensors, tensors_in
 from secateur.running.copies import unwrap
+from secateur.running.devices import dtype_of
+
+#: What a model is called on: a tensor, a tuple of positional inputs, or a mapping of named inputs.
+Example = Any
+# How torch complains of number formats, and what converts to which.
+_FORMATS = re.compile(r"dtype|datatype|scalar type|Input type")
+_CASTS = {torch.float32: "float", torch.float64: "double", torch.float16: "half", torch.bfloat16: "bfloat16"}
 
 
 @contextmanager
 def isolated(model: nn.Module, entries: Sequence[Tensor]) -> Iterator[None]:
-    """Evaluation mode, gradients on, nothing compiled, random numbers given back."""
-    with evaluating(model), torch.inference_mode(False), torch.enable_grad(), _eager(), forked(entries):
+    """Evaluation mode, gradients on, compiled parts run as written, random numbers given back."""
+    generators = torch.random.fork_rng(sorted({t.device.index or 0 for t in entries if t.is_cuda}))
+    with evaluating(model), torch.inference_mode(False), torch.enable_grad(), set_stance("force_eager"), generators:
         yield
 
 
@@ -35,27 +44,8 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
-@contextmanager
-def _eager() -> Iterator[None]:
-    """Compiled parts run as written."""
-    stance = getattr(torch.compiler, "set_stance", None)
-    if stance is None:
-        yield
-    else:
-        with stance("force_eager"):
-            yield
-
-
-def forked(tensors: Iterable[Tensor]) -> AbstractContextManager[None]:
-    """The random number generators, of the CPU and of the tensors' GPUs, are set back afterwards."""
-    return torch.random.fork_rng(sorted({t.device.index or 0 for t in tensors if t.is_cuda}))
-
-
-Example = Any
-
-
 def arguments(example: Example) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """How a model is called on an example: a tensor, a tuple of positional inputs, or a mapping of named inputs."""
+    """The positional and named arguments that a model is called with."""
     if isinstance(example, Mapping):
         return (), dict(example)
     return (tuple(example), {}) if isinstance(example, tuple | list) else ((example,), {})
@@ -67,13 +57,6 @@ def run(model: nn.Module, example: Example) -> Any:
     return model(*args, **kwargs)
 
 
-# How torch complains of number formats, and what converts to which.
-_FORMATS = re.compile(r"dtype|datatype|scalar type|Input type")
-
-
-_CASTS = {torch.float32: "float", torch.float64: "double", torch.float16: "half", torch.bfloat16: "bfloat16"}
-
-
 def run_or_explain(model: nn.Module, example: Example) -> Any:
     """`run`, with the user's own error and the example's shapes in one message."""
     try:
@@ -83,23 +66,22 @@ def run_or_explain(model: nn.Module, example: Example) -> Any:
 
 
 def refusal(model: nn.Module, what: str, inputs: Example, error: Exception) -> ForwardError:
-    """The user's own error with the inputs' shapes, and the way out where number formats do not match."""
+    """The user's own error with the inputs' shapes, and a fix where number formats do not match."""
     text = f"{type(model).__name__} does not run on {what} ({describe(inputs)}): {type(error).__name__}: {error}"
-    way = _way_out(model, inputs, str(error))
-    return ForwardError(text, fix=way)
+    return ForwardError(text, fix=_conversion(model, inputs, str(error)))
 
 
-def _way_out(model: nn.Module, inputs: Example, error: str) -> str:
+def _conversion(model: nn.Module, inputs: Example, error: str) -> str:
     if not _FORMATS.search(error):
         return ""
     if "'indices'" in error:
         return "numbers that an embedding looks up are whole: x.long()"
-    weights = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
+    weights = dtype_of(model)
     other = next((t.dtype for t in tensors_in(inputs) if t.dtype != weights), None)
     if weights not in _CASTS or other is None:
         return ""
-    ways = f"the weights are {str(weights).removeprefix('torch.')}, so give x.{_CASTS[weights]}()"
-    return f"{ways}, or model.{_CASTS[other]}()" if other in _CASTS else ways
+    fix = f"the weights are {str(weights).removeprefix('torch.')}, so give x.{_CASTS[weights]}()"
+    return f"{fix}, or model.{_CASTS[other]}()" if other in _CASTS else fix
 
 
 @contextmanager

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -10,11 +11,9 @@ import numpy as np
 from torch import nn
 
 from secateur.ops.layers import Labels
-from secateur.running.copies import meta_copy, shared_copy
-from secateur.running.sandbox import Example, quiet, run, run_or_explain, to_meta
-from secateur.structure.axes import AxisTable
-from secateur.structure.findings import CostTerm
-from secateur.structure.labels import LabelPass, NeedsNumbers
+from secateur.running.sandbox import Example
+from secateur.structure.findings import Axis, Findings
+from secateur.structure.labels import watch_copy
 
 #: What reading and writing one number is worth, in MACs: from 100 (two cores) to 300 (large GPUs). The larger figure
 #: made the faster models on two cores as well.
@@ -23,6 +22,7 @@ MACS_PER_NUMBER = 300
 #: What may be spared.
 Price = Literal["macs", "params", "time"]
 Savings = np.ndarray[tuple[int], np.dtype[np.float64]]
+Mask = np.ndarray[tuple[int], np.dtype[np.bool_]]
 
 
 @dataclass(frozen=True)
@@ -55,54 +55,34 @@ def size_of(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def count_macs(model: nn.Module, example: Example) -> list[CostTerm]:
-    """The cost of every call in one forward pass in evaluation mode."""
-    for copied, inputs in ((meta_copy, to_meta(example)), (shared_copy, example)):
-        watched = copied(model).eval()
-        labels = LabelPass(watched, AxisTable())
-        try:
-            with quiet(), labels:
-                run(watched, inputs)
-            return labels.found.macs
-        except (RuntimeError, NotImplementedError, TypeError, ValueError, NeedsNumbers):
-            if copied is shared_copy:
-                with quiet():
-                    run_or_explain(watched, inputs)
-                raise
-    raise AssertionError("unreachable")
+def count_macs(model: nn.Module, example: Example) -> int:
+    """The multiply-accumulates of one forward pass in evaluation mode."""
+    _, _, watched, _ = watch_copy(model, example)
+    return round(sum(term.total for term in watched.found.macs))
 
 
 class CostModel:
     """Cost as a function of which groups are removed; evaluated many times while a plan is sought."""
 
-    def __init__(
-        self,
-        shapes: Mapping[str, Sequence[int]],
-        parameters: Set[str],
-        axes: AxisTable,
-        root: Labels,
-        terms: list[CostTerm],
-        written: Sequence[CostTerm] = (),
-    ) -> None:
-        self._terms = [(term.coefficient, [root[a] for a in term.axes]) for term in terms]
-        self._written = [(MACS_PER_NUMBER * term.coefficient, [root[a] for a in term.axes]) for term in written]
-        dims: dict[str, list[tuple[int, Labels]]] = {name: [] for name in parameters}
-        for axis in axes.axes:
+    def __init__(self, shapes: Mapping[str, Sequence[int]], root: Labels, found: Findings) -> None:
+        """`shapes` are those of the parameters."""
+        self._terms = [(term.coefficient, [root[a] for a in term.axes]) for term in found.macs]
+        self._written = [(MACS_PER_NUMBER * term.coefficient, [root[a] for a in term.axes]) for term in found.written]
+        dims: dict[str, list[Axis]] = {name: [] for name in shapes}
+        for axis in found.axes.axes:
             if axis.parameter in dims:
-                dims[axis.parameter].append((axis.dim, root[axis.base : axis.base + axis.size]))
-        self._params: list[tuple[float, list[Labels]]] = []
-        for name, vectors in dims.items():
-            rest = float(np.prod(shapes[name]))
-            for dim, _ in vectors:
-                rest /= shapes[name][dim]
-            self._params.append((rest, [v for _, v in vectors]))
+                dims[axis.parameter].append(axis)
+        self._params = [
+            (math.prod(shapes[name]) / math.prod(axis.size for axis in own), [root[axis.span] for axis in own])
+            for name, own in dims.items()
+        ]
 
-    def __call__(self, removed: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> Cost:
+    def __call__(self, removed: Mask) -> Cost:
         """`removed[root]` says whether a group leaves."""
         keep = ~removed
         return Cost(round(_total(self._params, keep)), round(_total(self._terms, keep)))
 
-    def savings(self, removed: np.ndarray[tuple[int], np.dtype[np.bool_]], what: Price = "macs") -> Savings:
+    def savings(self, removed: Mask, what: Price = "macs") -> Savings:
         """What each group costs as things stand, to first order: what leaves with it when it leaves alone.
 
         "time" is in MACs, too: those that are computed, and those that could be while numbers are read and written.
@@ -118,7 +98,7 @@ class CostModel:
         return saved
 
 
-def _total(terms: list[tuple[float, list[Labels]]], keep: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> float:
+def _total(terms: list[tuple[float, list[Labels]]], keep: Mask) -> float:
     total = 0.0
     for coefficient, vectors in terms:
         for vector in vectors:

@@ -1,4 +1,7 @@
-"""Which channels leave together: from edges, grids and frozen labels to groups of labels."""
+"""Which channels leave together: from edges, grids and frozen labels to groups of labels.
+
+Labels that must leave together are joined by edges; `components` finds the groups, without a Python loop over labels.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,6 @@ from collections.abc import Sequence
 import numpy as np
 
 from secateur.ops.layers import Labels
-from secateur.structure.axes import components
 from secateur.structure.findings import Findings, Grid
 
 
@@ -18,9 +20,9 @@ class Coupling:
     """
 
     def __init__(self, total: int, passes: Sequence[Findings]) -> None:
-        empty = [np.zeros(0, np.int64)]
-        self._left = np.concatenate([a for p in passes for a in p.left] or empty)
-        self._right = np.concatenate([a for p in passes for a in p.right] or empty)
+        empty = np.zeros(0, np.int64)
+        self._left = np.concatenate([empty, *(a for p in passes for a in p.left)])
+        self._right = np.concatenate([empty, *(a for p in passes for a in p.right)])
         self._total = total
         self.root = components(total, self._left, self._right)
         self._frozen = [item for p in passes for item in p.frozen]
@@ -56,9 +58,9 @@ class Coupling:
                 if axis is None:
                     if i not in frozen:
                         frozen.add(i)
-                        self._frozen.append((_nonzero(grid.labels), grid.reason))
+                        self._frozen.append((grid.labels[grid.labels != 0], grid.reason))
                     continue
-                line = np.moveaxis(view, axis, 0).reshape(view.shape[axis], -1)[:, 0]
+                line = _slices(view, axis)[:, 0]
                 for where, labels in grid.joins:
                     if where == axis and not np.array_equal(self.root[labels], line):
                         self._join(line, labels)
@@ -72,20 +74,39 @@ class Coupling:
         """Units of an undecided grid become slices of its last axis that may shrink, so that its factors stay put."""
         free = [a for a in range(grid.labels.ndim) if a not in grid.rigid]
         axis = free[-1] if free else grid.labels.ndim - 1
-        rows = np.moveaxis(self.root[grid.labels], axis, 0).reshape(grid.labels.shape[axis], -1)
+        rows = _slices(self.root[grid.labels], axis)
         self._join(np.repeat(rows[:, :1], rows.shape[1], 1), rows)
 
 
 def _live_axes(view: Labels) -> list[int]:
     """The axes whose index alone decides the group."""
-    found = []
-    for axis in range(view.ndim):
-        rows = np.moveaxis(view, axis, 0).reshape(view.shape[axis], -1)
-        if bool((rows == rows[:, :1]).all()):
-            found.append(axis)
-    return found
+    slices = [_slices(view, axis) for axis in range(view.ndim)]
+    return [axis for axis, rows in enumerate(slices) if bool((rows == rows[:, :1]).all())]
 
 
-def _nonzero(labels: Labels) -> Labels:
-    found: Labels = labels[labels != 0]
-    return found
+def _slices(view: Labels, axis: int) -> Labels:
+    """One row for each index along an axis."""
+    return np.moveaxis(view, axis, 0).reshape(view.shape[axis], -1)
+
+
+def components(total: int, left: Labels, right: Labels) -> Labels:
+    """The smallest label of each label's group, given edges `left[i]` – `right[i]`.
+
+    >>> components(5, np.array([1, 3]), np.array([2, 4])).tolist()
+    [0, 1, 1, 3, 3]
+    """
+    root = np.arange(total, dtype=np.int64)
+    while len(left):
+        a, b = root[left], root[right]
+        differ = a != b
+        if not differ.any():
+            break
+        left, right, a, b = left[differ], right[differ], a[differ], b[differ]
+        # Hook the larger root onto the smallest root it meets, then flatten all paths.
+        np.minimum.at(root, np.maximum(a, b), np.minimum(a, b))
+        while True:
+            flat = root[root]
+            if np.array_equal(flat, root):
+                break
+            root = flat
+    return root

@@ -1,16 +1,68 @@
-"""What a label pass finds out: labels that leave together, frozen ones, grids, costs, norms, heads and producers."""
+"""Labels, and what a label pass finds out about them: which leave together, frozen ones, grids, costs, producers.
+
+Every index along every axis of every parameter has a label: one integer, never 0 (0 means "no label").
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from secateur.ops.layers import Labels, narrow, varying
 from secateur.ops.table import Site
-from secateur.structure.axes import AxisTable
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One dimension of one parameter (or buffer). Virtual axes, which no parameter owns, have an empty name."""
+
+    parameter: str
+    dim: int
+    size: int
+    base: int
+
+    @property
+    def span(self) -> slice:
+        """Where the labels of this axis are in an array that is indexed by label."""
+        return slice(self.base, self.base + self.size)
+
+    @property
+    def labels(self) -> Tensor:
+        """The labels along this axis."""
+        return torch.arange(self.base, self.base + self.size)
+
+
+class AxisTable:
+    """Hands out labels axis by axis and remembers whose they are."""
+
+    def __init__(self, axes: Iterable[Axis] = ()) -> None:
+        self.axes = list(axes)
+        self._by_key = {(axis.parameter, axis.dim): axis for axis in self.axes}
+
+    def of(self, parameter: str, dim: int, size: int) -> Axis:
+        """The axis of a parameter; created at first use."""
+        return self._by_key.get((parameter, dim)) or self.add(size, parameter, dim)
+
+    def add(self, size: int, parameter: str = "", dim: int = 0) -> Axis:
+        """A new axis; without a parameter, for channels that no parameter axis numbers one by one."""
+        axis = self._by_key[parameter, dim] = Axis(parameter, dim, size, self.total)
+        self.axes.append(axis)
+        return axis
+
+    @property
+    def total(self) -> int:
+        """One more than the largest label."""
+        return self.axes[-1].base + self.axes[-1].size if self.axes else 1
+
+    @property
+    def owners(self) -> Labels:
+        """The axis (position in `axes`) of each label; 0 for label 0."""
+        return np.concatenate([[0], np.repeat(np.arange(len(self.axes)), [axis.size for axis in self.axes])])
 
 
 @dataclass(frozen=True)
@@ -34,6 +86,11 @@ class CostTerm:
     coefficient: float
     axes: list[Labels]
 
+    @property
+    def total(self) -> float:
+        """The cost if everything is kept."""
+        return self.coefficient * math.prod(map(len, self.axes))
+
 
 @dataclass(frozen=True)
 class NormSite:
@@ -52,20 +109,11 @@ class Producer:
     labels: Labels
 
 
-@dataclass(frozen=True)
-class HeadSite:
-    """An attention product: one label per head."""
-
-    site: Site
-    labels: Labels
-
-
 class Findings:
     """Collects what operations say about labels. `where` names the module that is running, for reasons."""
 
     def __init__(self, axes: AxisTable, where: Callable[[], str]) -> None:
-        self._axes = axes
-        self._where = where
+        self.axes, self.where = axes, where
         self.left: list[Labels] = []
         self.right: list[Labels] = []
         self.frozen: list[tuple[Labels, str]] = []
@@ -73,7 +121,7 @@ class Findings:
         self.macs: list[CostTerm] = []
         self.written: list[CostTerm] = []
         self.norms: list[NormSite] = []
-        self.heads: list[HeadSite] = []
+        self.heads: list[tuple[Site, Labels]] = []
         self.producers: dict[int, Producer] = {}
         #: Names of parameters and buffers that took part.
         self.seen: set[str] = set()
@@ -86,11 +134,11 @@ class Findings:
             return
         if len(pairs) > 4096:
             # Pairs as single numbers sort many times faster than rows.
-            keys = np.sort(pairs[:, 0] * self._axes.total + pairs[:, 1])
-            pairs = np.stack(np.divmod(keys[np.flatnonzero(np.diff(keys, prepend=-1))], self._axes.total), 1)
+            keys = np.sort(pairs[:, 0] * self.axes.total + pairs[:, 1])
+            pairs = np.stack(np.divmod(keys[np.flatnonzero(np.diff(keys, prepend=-1))], self.axes.total), 1)
         blank = (pairs == 0).any(1)
         if blank.any():
-            self.freeze(pairs[blank].max(1), f"meets channels that cannot be removed in {self._where()}")
+            self.freeze(pairs[blank].max(1), f"meets channels that cannot be removed in {self.where()}")
             pairs = pairs[~blank]
         self.left.append(pairs[:, 0])
         self.right.append(pairs[:, 1])
@@ -120,13 +168,13 @@ class Findings:
 
     def produce(self, labels: Labels, site: Site, kind: str) -> None:
         """These labels number units that are made here: filters, neurons."""
-        known = self.producers.get(int(labels[0]))
-        sites = (*known.sites, site) if known is not None else (site,)
-        self.producers[int(labels[0])] = Producer(sites, kind, labels)
+        first = int(labels[0])
+        before = self.producers[first].sites if first in self.producers else ()
+        self.producers[first] = Producer((*before, site), kind, labels)
 
     def attend(self, labels: Labels, site: Site) -> None:
         """An attention product with one label per head."""
-        self.heads.append(HeadSite(site, labels))
+        self.heads.append((site, labels))
 
     def grid(
         self, layer: Tensor, reason: str, rigid: Sequence[int] = (), joins: Sequence[tuple[int, Labels]] = ()
@@ -137,11 +185,6 @@ class Findings:
             return
         labels = narrow(layer).reshape([layer.shape[d] for d in dims]).numpy()
         where = {d: i for i, d in enumerate(dims)}
-        self.grids.append(
-            Grid(
-                labels,
-                frozenset(where[d] for d in rigid if d in where),
-                tuple((where[d], np.asarray(j)) for d, j in joins if d in where),
-                reason,
-            )
-        )
+        fixed = frozenset(where[d] for d in rigid if d in where)
+        joined = tuple((where[d], np.asarray(j)) for d, j in joins if d in where)
+        self.grids.append(Grid(labels, fixed, joined, reason))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import fnmatch
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -14,10 +14,9 @@ from torch import nn
 from secateur.ops.layers import Labels
 from secateur.running.copies import named_tensors
 from secateur.running.sandbox import Example
-from secateur.structure.axes import AxisTable
-from secateur.structure.cost import Cost, CostModel, human
+from secateur.structure.cost import Cost, CostModel, Mask, human
 from secateur.structure.coupling import Coupling
-from secateur.structure.findings import Findings, NormSite, Producer
+from secateur.structure.findings import Axis, AxisTable, Findings, NormSite, Producer
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,10 @@ class Group:
 
 @dataclass(frozen=True)
 class Layer:
-    """Groups that live in the same parameters: what a person calls a layer, or a residual stream of several."""
+    """Groups that live in the same parameters: what a person calls a layer, or a residual stream of several.
+
+    Its groups are all prunable, or none is, for one `reason`.
+    """
 
     name: str
     kind: str
@@ -87,7 +89,7 @@ class Graph:
     root: Labels
     layers: tuple[Layer, ...]
     units: Labels
-    prunable: np.ndarray[tuple[int], np.dtype[np.bool_]]
+    prunable: Mask
     heads: tuple[Heads, ...]
     norms: tuple[NormSite, ...]
     shapes: dict[str, tuple[int, ...]]
@@ -110,8 +112,7 @@ class Graph:
     @cached_property
     def candidates(self) -> Labels:
         """The groups that may leave, in order of the layers that make them."""
-        ids = [layer.groups[self.prunable[layer.groups]] for layer in self.layers]
-        return np.concatenate(ids) if ids else np.zeros(0, np.int64)
+        return np.concatenate([np.zeros(0, np.int64), *(layer.groups for layer in self.layers if layer.prunable)])
 
     @cached_property
     def total_units(self) -> int:
@@ -126,10 +127,7 @@ class Graph:
     @cached_property
     def axis_of(self) -> Labels:
         """The axis (position in `axes.axes`) of each label."""
-        owner = np.zeros(len(self.root), np.int64)
-        for i, axis in enumerate(self.axes.axes):
-            owner[axis.base : axis.base + axis.size] = i
-        return owner
+        return self.axes.owners
 
     def labels_of(self, group: int) -> Labels:
         """The labels in a group."""
@@ -138,15 +136,11 @@ class Graph:
 
     def members(self, group: int) -> tuple[Member, ...]:
         """The parameter slices that leave with a group."""
-        found: dict[int, list[int]] = defaultdict(list)
+        found: dict[Axis, list[int]] = defaultdict(list)
         for label in self.labels_of(group).tolist():
-            found[int(self.axis_of[label])].append(label)
-        made = []
-        for i, labels in found.items():
-            axis = self.axes.axes[i]
-            if axis.parameter:
-                made.append(Member(axis.parameter, axis.dim, tuple(label - axis.base for label in labels)))
-        return tuple(made)
+            axis = self.axes.axes[self.axis_of[label]]
+            found[axis].append(label - axis.base)
+        return tuple(Member(axis.parameter, axis.dim, tuple(at)) for axis, at in found.items() if axis.parameter)
 
     @cached_property
     def groups(self) -> list[Group]:
@@ -156,9 +150,8 @@ class Graph:
     def __iter__(self) -> Iterator[Group]:
         for layer in self.layers:
             for group in layer.groups.tolist():
-                free = bool(self.prunable[group])
-                reason = None if free else layer.reason
-                yield Group(group, layer.name, layer.kind, int(self.units[group]), free, reason, self.members(group))
+                units, members = int(self.units[group]), self.members(group)
+                yield Group(group, layer.name, layer.kind, units, layer.prunable, layer.reason, members)
 
     def __len__(self) -> int:
         return sum(len(layer.groups) for layer in self.layers)
@@ -171,142 +164,107 @@ class Graph:
         ]
         rows = [("layer", "kind", "groups", "units", "MACs", "prunable")]
         for layer in self.layers:
-            free = int(self.prunable[layer.groups].sum())
             macs = sum(self.module_macs.get(path, 0) for path in layer.paths)
-            more = f" (+{len(layer.paths) - 1})" if len(layer.paths) > 1 else ""
-            verdict = "yes" if free == len(layer.groups) else layer.reason or "no"
-            if 0 < free < len(layer.groups):
-                verdict = f"{free} of {len(layer.groups)}: {verdict}"
+            name = f"{layer.name} (+{len(layer.paths) - 1})" if len(layer.paths) > 1 else layer.name
             units = str(int(self.units[layer.groups].sum()))
-            rows.append((layer.name + more, layer.kind, str(len(layer.groups)), units, human(macs), verdict))
-        widths = [max(len(row[i]) for row in rows) for i in range(5)]
-        for row in rows:
-            cells = [row[0].ljust(widths[0]), row[1].ljust(widths[1])]
-            cells += [row[i].rjust(widths[i]) for i in (2, 3, 4)]
-            lines.append("  ".join([*cells, row[5]]).rstrip())
+            rows.append((name, layer.kind, str(len(layer.groups)), units, human(macs), layer.reason or "yes"))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        for name, kind, *counts, verdict in rows:
+            numbers = [count.rjust(width) for count, width in zip(counts, widths[2:5], strict=True)]
+            lines.append("  ".join([name.ljust(widths[0]), kind.ljust(widths[1]), *numbers, verdict]).rstrip())
         if self.unused:
-            lines += [
-                "",
-                f"not reached by the example: {', '.join(self.unused[:8])}{' …' if len(self.unused) > 8 else ''}",
-            ]
+            more = " …" if len(self.unused) > 8 else ""
+            lines += ["", f"not reached by the example: {', '.join(self.unused[:8])}{more}"]
         return "\n".join(lines)
 
 
 def build(
     model: nn.Module,
     example: Example,
-    axes: AxisTable,
-    passes: Sequence[Findings],
+    passes: list[Findings],
     blocked: dict[str, str],
-    repeated: Sequence[RepeatedSize] = (),
+    repeated: Sequence[RepeatedSize],
 ) -> Graph:
     """Put together what the label passes found. `blocked` names layers that trial removals showed to be rigid."""
+    main, axes = passes[0], passes[0].axes
     coupling = Coupling(axes.total, passes)
     root = coupling.root
-    main = passes[0]
     shapes = {n: tuple(t.shape) for n, t in named_tensors(model)}
-    producers = _distinct(passes)
-    makers = Makers(producers, root)
-    units = np.zeros(len(root), np.int64)
-    np.add.at(units, makers.groups, makers.counts)
-    heads = [Heads(site.site.path, root[site.labels]) for site in main.heads]
-    places = {group: where for group, where in _head_groups(heads).items() if makers.first[group] >= 0}
-    for group, where in places.items():
-        units[group] = len(where)
+    heads = tuple(Heads(site.path, root[labels]) for site, labels in main.heads)
+    makers = Makers(passes, heads, root)
     prunable = (makers.first >= 0) & (coupling.why < 0)
-    filling = _filling(axes, root)
+    # Groups that occupy every index of some axis: removing one would leave nothing there.
+    spans = [root[axis.span] for axis in axes.axes]
+    filling = np.array([ids[0] for ids in spans if (ids == ids[0]).all()], np.int64)
     filling = filling[prunable[filling]]
     prunable[filling] = False
     coupling.why[filling] = coupling.reason("the only unit of its layer, or all its units are coupled")
-    layers = _layers(axes, coupling, makers, set(places), prunable, blocked)
-    terms = main.macs
+    layers = _layers(axes, coupling, makers, prunable, blocked)
     module_macs: dict[str, float] = defaultdict(float)
-    for term in terms:
-        module_macs[term.site.path] += term.coefficient * float(np.prod([len(a) for a in term.axes]))
+    for term in main.macs:
+        module_macs[term.site.path] += term.total
     parameters = frozenset(name for name, _ in model.named_parameters())
-    reached = set().union(*(p.seen for p in passes))
-    for array in (root, units, prunable):
+    for array in (root, makers.units, prunable):
         array.flags.writeable = False
     return Graph(
         axes=axes,
         root=root,
         layers=tuple(layers),
-        units=units,
+        units=makers.units,
         prunable=prunable,
-        heads=tuple(heads),
+        heads=heads,
         norms=tuple(norm for p in passes for norm in p.norms),
         shapes=shapes,
         parameters=parameters,
-        producers=tuple(producers),
+        producers=makers.producers,
         module_macs={path: round(m) for path, m in module_macs.items()},
-        unused=tuple(sorted(parameters - reached)),
+        unused=tuple(sorted(parameters.difference(*(p.seen for p in passes)))),
         repeated=tuple(repeated),
         example=example,
         model_name=type(model).__name__,
-        cost_of=CostModel(shapes, parameters, axes, root, terms, main.written),
+        cost_of=CostModel({name: shapes[name] for name in parameters}, root, main),
     )
-
-
-def _distinct(passes: Sequence[Findings]) -> list[Producer]:
-    """The producers of all passes; what two passes saw counts once."""
-    found: dict[int, Producer] = {}
-    for watched in passes:
-        for first, producer in watched.producers.items():
-            found.setdefault(first, producer)
-    return list(found.values())
 
 
 class Makers:
     """Which producers make each group, with how many units, without a Python loop over groups.
 
-    `groups` and `counts` are parallel, producer after producer; `first` is indexed by group: its first producer's
-    number, or -1 for a group that nothing makes.
+    `units` and `first` are indexed by group: how many units it has, and its first producer's number, or -1 for a group
+    that nothing makes. What two passes saw counts once. A head is one unit at each place where it is used.
     """
 
-    def __init__(self, producers: Sequence[Producer], root: Labels) -> None:
-        self._producers = producers
-        found = [np.unique(root[producer.labels], return_counts=True) for producer in producers]
+    def __init__(self, passes: Sequence[Findings], heads: Sequence[Heads], root: Labels) -> None:
+        known: dict[int, Producer] = {}
+        for watched in passes:
+            known |= {first: made for first, made in watched.producers.items() if first not in known}
+        self.producers = tuple(known.values())
+        found = [np.unique(root[producer.labels], return_counts=True) for producer in self.producers]
         empty = np.zeros(0, np.int64)
-        self.groups = np.concatenate([empty, *(ids for ids, _ in found)])
-        self.counts = np.concatenate([empty, *(counts for _, counts in found)])
-        numbers = np.repeat(np.arange(len(found)), [len(ids) for ids, _ in found])
-        order = np.argsort(self.groups, kind="stable")
-        self._sorted, self._numbers = self.groups[order], numbers[order]
+        groups = np.concatenate([empty, *(ids for ids, _ in found)])
+        self.units = np.zeros(len(root), np.int64)
+        np.add.at(self.units, groups, np.concatenate([empty, *(counts for _, counts in found)]))
+        order = np.argsort(groups, kind="stable")
+        self._sorted = groups[order]
+        self._numbers = np.repeat(np.arange(len(found)), [len(ids) for ids, _ in found])[order]
         begins = np.flatnonzero(np.diff(self._sorted, prepend=-1))
         self.first = np.full(len(root), -1, np.int64)
         self.first[self._sorted[begins]] = self._numbers[begins]
+        self._places: dict[int, set[str]] = defaultdict(set)
+        for site in heads:
+            for group in site.groups[self.first[site.groups] >= 0].tolist():
+                self._places[group].add(site.path)
+                self.units[group] = len(self._places[group])
 
-    def of(self, group: int) -> list[Producer]:
-        """The producers of a group, in order of execution."""
+    def of(self, group: int) -> tuple[str, tuple[str, ...]]:
+        """The kind of a group, and the modules that make it, in order of execution."""
         begin, end = np.searchsorted(self._sorted, group), np.searchsorted(self._sorted, group, "right")
-        return [self._producers[i] for i in self._numbers[begin:end].tolist()]
-
-
-def _head_groups(heads: Sequence[Heads]) -> dict[int, set[str]]:
-    places: dict[int, set[str]] = defaultdict(set)
-    for site in heads:
-        for group in site.groups.tolist():
-            places[group].add(site.path)
-    return places
-
-
-def _filling(axes: AxisTable, root: Labels) -> Labels:
-    """Groups that occupy every index of some axis: removing one would leave nothing there."""
-    found = []
-    for axis in axes.axes:
-        ids = root[axis.base : axis.base + axis.size]
-        if (ids == ids[0]).all():
-            found.append(int(ids[0]))
-    return np.array(found, np.int64)
+        made = [self.producers[i] for i in self._numbers[begin:end].tolist()]
+        kind = "head" if group in self._places else made[0].kind
+        return kind, tuple(dict.fromkeys(site.path for producer in made for site in producer.sites))
 
 
 def _layers(
-    axes: AxisTable,
-    coupling: Coupling,
-    makers: Makers,
-    heads: set[int],
-    prunable: np.ndarray[tuple[int], np.dtype[np.bool_]],
-    blocked: dict[str, str],
+    axes: AxisTable, coupling: Coupling, makers: Makers, prunable: Mask, blocked: Mapping[str, str]
 ) -> list[Layer]:
     """Groups that touch the same axes, in order of execution; frozen and free ones apart."""
     groups = np.flatnonzero(makers.first >= 0)
@@ -316,30 +274,26 @@ def _layers(
     _, begins, family = np.unique(families, return_index=True, return_inverse=True)
     members = np.split(groups[np.argsort(family, kind="stable")], np.cumsum(np.bincount(family))[:-1])
     layers = []
-    names: dict[str, int] = defaultdict(int)
+    names: Counter[str] = Counter()
     for i in np.argsort(begins).tolist():
         first = int(members[i][0])
-        own = tuple(dict.fromkeys(site.path for maker in makers.of(first) for site in maker.sites))
-        kind = "head" if first in heads else makers.of(first)[0].kind
-        free = bool(prunable[first])
-        reason = None if free else coupling.reasons[coupling.why[first]]
+        kind, own = makers.of(first)
         name = own[0] or "(forward)"
         names[name] += 1
         if names[name] > 1:
             name = f"{name}#{names[name]}"
-        if free and name in blocked:
+        reason = blocked.get(name) if prunable[first] else coupling.reasons[coupling.why[first]]
+        if reason is not None:
             prunable[members[i]] = False
-            free, reason = False, blocked[name]
-        layers.append(Layer(name, kind, own, np.sort(members[i]), free, reason))
+        layers.append(Layer(name, kind, own, np.sort(members[i]), reason is None, reason))
     return layers
 
 
 def _touched(axes: AxisTable, root: Labels) -> Labels:
     """A number for each group: the same for two of them if and only if they touch the same axes."""
     count = len(axes.axes)
-    owner = np.repeat(np.arange(count), [axis.size for axis in axes.axes])
     # Pairs as single numbers sort many times faster than rows.
-    keys = np.sort(root[1:] * count + owner)
+    keys = np.sort(root[1:] * count + axes.owners[1:])
     ids, touched = np.divmod(keys[np.flatnonzero(np.diff(keys, prepend=-1))], max(count, 1))
     begins = np.flatnonzero(np.diff(ids, prepend=-1))
     lengths = np.diff(begins, append=len(ids))

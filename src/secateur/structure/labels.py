@@ -8,21 +8,26 @@ tensor has more than one layer where two kinds of units cross in it, as channels
 
 from __future__ import annotations
 
+import itertools
+import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from secateur.errors import SecateurError
 from secateur.nest import map_leaves, tensors_in
 from secateur.ops.layers import Labels, Layers, compact, narrow, spread, varying
 from secateur.ops.table import Call, Site
-from secateur.running.copies import named_tensors
+from secateur.running.copies import meta_copy, named_tensors, shared_copy
 from secateur.running.observer import Observer
-from secateur.structure.axes import AxisTable
-from secateur.structure.findings import CostTerm, Findings, NormSite
+from secateur.running.sandbox import Example, quiet, run, run_or_explain, to_meta
+from secateur.structure.findings import AxisTable, CostTerm, Findings, NormSite
+
+log = logging.getLogger("secateur")
 
 
 class NeedsNumbers(Exception):
@@ -34,12 +39,10 @@ class LabelPass(Observer):
 
     def __init__(self, model: nn.Module, axes: AxisTable) -> None:
         super().__init__(model)
-        where = lambda: self.path or "the forward"  # noqa: E731
-        self.found = Findings(axes, where)
-        self.labels = TensorLabels(model, axes, self.found, where)
+        self.found = Findings(axes, lambda: self.path or "the forward")
+        self.labels = TensorLabels(model, self.found)
 
     def observe(self, call: Call) -> Any:
-        """Run the call, then let its entry in the table say what it does to channels."""
         output = call.operation.rehearse(call)
         call.operation.channels(self.labels, call, output)
         self._count_written(call, output)
@@ -58,19 +61,41 @@ class LabelPass(Observer):
                 self.found.written.append(CostTerm(call.site, share, [a.reshape(-1).numpy() for a in axes.values()]))
 
     def concerns(self, value: Any) -> bool:
-        """Only tensors with labels matter."""
         return bool(self.labels.layers(value))
+
+
+def watch(model: nn.Module, example: Example, axes: AxisTable | None = None) -> tuple[LabelPass, Any]:
+    """Run a copy of a model under a label pass. Returns the pass and the model's output."""
+    watched = LabelPass(model, AxisTable() if axes is None else axes)
+    with quiet(), watched:
+        return watched, run(model, example)
+
+
+def watch_copy(model: nn.Module, example: Example) -> tuple[nn.Module, Example, LabelPass, Any]:
+    """Watch a copy without numbers if the forward runs without them, else one that shares the parameters' memory.
+
+    Returns the copy and its inputs, then what `watch` returns.
+    """
+    copy, inputs = meta_copy(model).eval(), to_meta(example)
+    try:
+        return copy, inputs, *watch(copy, inputs)
+    except SecateurError:
+        raise
+    except Exception as error:  # numbers steer the forward, or tensors are made on a device of their own
+        log.debug("no forward without numbers for %s: %s", type(model).__name__, error)
+    copy = shared_copy(model).eval()
+    with quiet():
+        run_or_explain(copy, example)
+    return copy, example, *watch(copy, example)
 
 
 class TensorLabels:
     """The labels of each tensor of a forward pass, and the words in which operations say what becomes of them."""
 
-    def __init__(self, model: nn.Module, axes: AxisTable, found: Findings, where: Callable[[], str]) -> None:
-        self.axes, self.found, self._where = axes, found, where
+    def __init__(self, model: nn.Module, found: Findings) -> None:
+        self.found = found
         self._layers: Any = WeakIdKeyDictionary()
-        self._names: dict[int, str] = {}
-        for name, tensor in named_tensors(model):
-            self._names.setdefault(id(tensor), name)
+        self._names = {id(tensor): name for name, tensor in named_tensors(model)}
         # What needs no tensors, operations tell the findings at once.
         self.join, self.tie_rows, self.freeze, self.grid = found.join, found.tie_rows, found.freeze, found.grid
         self.cost, self.produce, self.attend = found.cost, found.produce, found.attend
@@ -86,11 +111,8 @@ class TensorLabels:
         if name is None:
             return []
         self.found.seen.add(name)
-        made = []
-        for dim, size in enumerate(tensor.shape):
-            if size > 1:
-                labels = self.axes.of(name, dim, size).labels
-                made.append(spread(labels, dim, tensor.shape))
+        sizes = [(dim, size) for dim, size in enumerate(tensor.shape) if size > 1]
+        made = [spread(self.found.axes.of(name, dim, size).labels, dim, tensor.shape) for dim, size in sizes]
         self._layers[tensor] = made
         return made
 
@@ -103,14 +125,14 @@ class TensorLabels:
             if varying(layer):
                 kept.append(layer)
             else:
-                self.freeze(layer, f"a single unit is taken out by position in {self._where()}")
+                self.freeze(layer, f"a single unit is taken out by position in {self.found.where()}")
         self._layers[tensor] = kept
 
     def parameter(self, tensor: Any) -> str | None:
         """The name of a tensor if it is a parameter or buffer of the model."""
         return self._names.get(id(tensor))
 
-    def along(self, tensor: Tensor, dim: int, site: Site | None = None) -> Labels | None:
+    def along(self, tensor: Tensor, dim: int) -> Labels | None:
         """The labels along one dimension; None if there are none. Layers that also vary elsewhere are tied first."""
         dim %= tensor.ndim
         found: Labels | None = None
@@ -131,7 +153,7 @@ class TensorLabels:
 
     def virtual(self, size: int) -> Labels:
         """Labels for channels that no parameter axis numbers one by one."""
-        return self.axes.virtual(size).labels.numpy()
+        return self.found.axes.add(size).labels.numpy()
 
     def tied(self, layer: Tensor, dims: Sequence[int]) -> Tensor:
         """The layer after tying its labels along `dims`, which it then no longer varies over."""
@@ -139,8 +161,7 @@ class TensorLabels:
         rest = [d for d in range(small.ndim) if d not in dims]
         rows = small.permute(*rest, *dims).reshape(int(np.prod([small.shape[d] for d in rest])), -1)
         self.tie_rows(rows.numpy())
-        head = small[tuple(slice(0, 1) if d in dims else slice(None) for d in range(small.ndim))]
-        return head.expand(layer.shape)
+        return _heads(small, dims).expand(layer.shape)
 
     def freeze_tensor(self, tensor: Any, reason: str) -> None:
         """Everything a tensor carries can never leave."""
@@ -152,20 +173,23 @@ class TensorLabels:
         for layer in self.layers(tensor):
             over = varying(layer)
             if set(over) <= set(dims):
-                index = tuple(slice(None) if d in dims else slice(0, 1) for d in range(layer.ndim))
-                self.found.norms.append(NormSite(site, layer[index]))
+                others = [d for d in range(layer.ndim) if d not in dims]
+                self.found.norms.append(NormSite(site, _heads(layer, others)))
             elif set(over) & set(dims):
                 self.grid(layer, f"{site} mixes a part of it", rigid=[d for d in over if d in dims])
 
-    def move(self, call: Call, output: Any, function: Callable[[Tensor], Any] | None = None) -> None:
+    def move(self, call: Call, output: Any) -> None:
         """Data movement: do to the labels what the call does to the numbers. The first tensor is what moves."""
         source = call.tensors()[0]
         if any(t.is_meta and not t.is_floating_point() for t in call.tensors()[1:]):
             raise NeedsNumbers(str(call.site))
-        act = function or (lambda layer: call.function(*_with(call.args, source, layer), **call.kwargs))
-        results = [act(layer) for layer in self.layers(source)]
-        outputs = tensors_in(output)
-        for i, tensor in enumerate(outputs):
+
+        def moved(layer: Tensor) -> Any:
+            args = map_leaves(lambda leaf: layer if leaf is source else leaf, call.args)
+            return call.function(*args, **call.kwargs)
+
+        results = [moved(layer) for layer in self.layers(source)]
+        for i, tensor in enumerate(tensors_in(output)):
             self.set(tensor, [tensors_in(result)[i] for result in results])
 
     def keep(self, source: Tensor, output: Tensor) -> None:
@@ -180,8 +204,7 @@ class TensorLabels:
             if set(varying(layer)) & set(mixed):
                 self.freeze(layer, reason)
             else:
-                index = tuple(slice(0, 1) if d in mixed else slice(None) for d in range(layer.ndim))
-                kept.append(layer[index].expand(output.shape))
+                kept.append(_heads(layer, mixed).expand(output.shape))
         self.set(output, kept)
 
     def merge(self, output: Tensor, operands: Sequence[tuple[Layers, Sequence[int]]], site: Site) -> None:
@@ -191,31 +214,21 @@ class TensorLabels:
         one along which it is present but carries no label cannot shrink.
         """
         shape = tuple(output.shape)
-        prepared = [
-            ([_align(layer, shape) for layer in layers], _present(own, shape))
-            for layers, own in operands
-        ]  # fmt: skip
-        for i, (layers, _) in enumerate(prepared):
-            for j, (rivals, present) in enumerate(prepared):
-                if i == j:
-                    continue
-                for layer in layers:
-                    _meet(self.found, layer, rivals, present, site, first=i < j)
-        kept: Layers = []
-        for layers, _ in prepared:
-            for layer in layers:
-                dims = set(varying(layer))
-                if not any(dims == set(varying(other)) for other in kept):
-                    kept.append(layer)
-        self.set(output, kept)
+        aligned = [[layer.expand(shape) for layer in layers] for layers, _ in operands]
+        present = [_present(own, shape) for _, own in operands]
+        for i, j in itertools.permutations(range(len(operands)), 2):
+            for layer in aligned[i]:
+                _meet(self.found, layer, aligned[j], present[j], site, first=i < j)
+        kept: dict[tuple[int, ...], Tensor] = {}
+        for layer in itertools.chain(*aligned):
+            kept.setdefault(tuple(varying(layer)), layer)
+        self.set(output, list(kept.values()))
 
     def match(self, layer: Tensor, rival: Tensor, dim: int, site: Site) -> None:
         """A layer of one tensor against another tensor joined to it along `dim`, which the layer does not vary over."""
-        head = layer[tuple(slice(0, 1) if d == dim else slice(None) for d in range(layer.ndim))]
         partners = [r for r in self.others(rival, [dim]) if set(varying(r)) & set(varying(layer))]
         for partner in partners:
-            short = partner[tuple(slice(0, 1) if d == dim else slice(None) for d in range(layer.ndim))]
-            _pair(self.found, head, short)
+            _pair(self.found, _heads(layer, [dim]), _heads(partner, [dim]))
         if not partners:
             self.grid(layer, f"joined by {site} to a tensor whose size is fixed", rigid=varying(layer))
 
@@ -234,13 +247,10 @@ def _meet(found: Findings, layer: Tensor, rivals: Layers, present: frozenset[int
             for rival in partners:
                 _pair(found, layer, rival)
         return
-    joins = []
-    for rival in partners:
-        over = varying(rival)
-        if len(over) == 1:
-            joins.append((over[0], narrow(rival).reshape(-1).numpy()))
-    joined = {d for d, _ in joins}
-    found.grid(layer, f"combined by {site} with a tensor whose size is fixed", sorted(shared - joined), joins)
+    lines = [(varying(rival), rival) for rival in partners]
+    joins = [(over[0], narrow(rival).reshape(-1).numpy()) for over, rival in lines if len(over) == 1]
+    rigid = sorted(shared - {d for d, _ in joins})
+    found.grid(layer, f"combined by {site} with a tensor whose size is fixed", rigid, joins)
 
 
 def _pair(found: Findings, a: Tensor, b: Tensor) -> None:
@@ -251,15 +261,11 @@ def _pair(found: Findings, a: Tensor, b: Tensor) -> None:
     found.join(a[index].reshape(-1).numpy(), b[index].reshape(-1).numpy())
 
 
-def _align(layer: Tensor, shape: tuple[int, ...]) -> Tensor:
-    return layer.reshape((1,) * (len(shape) - layer.ndim) + tuple(layer.shape)).expand(shape)
+def _heads(layer: Tensor, dims: Collection[int]) -> Tensor:
+    """The layer with only the first index along each of `dims`."""
+    return layer[tuple(slice(0, 1) if d in dims else slice(None) for d in range(layer.ndim))]
 
 
 def _present(own: Sequence[int], shape: tuple[int, ...]) -> frozenset[int]:
     offset = len(shape) - len(own)
     return frozenset(d for d in range(len(shape)) if d >= offset and own[d - offset] == shape[d] and shape[d] > 1)
-
-
-def _with(args: tuple[Any, ...], source: Tensor, layer: Tensor) -> Any:
-    """The arguments with `source` replaced by its labels."""
-    return map_leaves(lambda leaf: layer if leaf is source else leaf, args)

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from secateur.errors import Argument, SecateurError, VerificationError
 from secateur.nest import map_tensors, tensors_of_output
 from secateur.plans.plan import Plan
-from secateur.running.copies import copy_with, unwrap
+from secateur.running.copies import shared_copy, unwrap
+from secateur.running.devices import dtype_of
 from secateur.running.sandbox import Example, evaluating, quiet, run
 from secateur.surgery.cut import cut
 from secateur.surgery.mask import mask, reference
@@ -41,8 +42,7 @@ def apply(
     if how != "remove":
         raise SecateurError(f"how={how!r} is not known; use 'remove' or 'mask'")
     small = cut(model, plan)
-    if example is None:
-        example = plan.example
+    example = plan.example if example is None else example
     if example is not None and plan.groups:
         verify(model, small, plan, example)
     remember(small, model, replace(plan, example=example))
@@ -51,7 +51,7 @@ def apply(
 
 def verify(model: nn.Module, small: nn.Module, plan: Plan, example: Example) -> None:
     """Raise unless the small model and the masked one agree on the example."""
-    dtype = _dtype(model)
+    dtype = dtype_of(model) or torch.float32
     gap, where = _gap(small, model, plan, example)
     limit = _TOLERANCE.get(dtype, 1e-4)
     if gap <= limit:
@@ -62,12 +62,9 @@ def verify(model: nn.Module, small: nn.Module, plan: Plan, example: Example) -> 
         if gap <= 1e-7:
             return
     raise VerificationError(
-        "removal and zero-masking disagree on the example: relative difference {gap:.2g} (allowed {limit:g}) {place}. "
+        f"removal and zero-masking disagree on the example: relative difference {gap:.2g} (allowed {limit:g}) {where}. "
         "The smaller model is withheld. The forward probably addresses channels by fixed positions.",
         fix="name the layer in {ignore}, and please report the model",
-        gap=gap,
-        limit=limit,
-        place=where,
         ignore=Argument("ignore"),
     )
 
@@ -76,7 +73,7 @@ def _gap(small: nn.Module, model: nn.Module, plan: Plan, example: Example, doubl
     """The largest difference between small and masked outputs relative to the largest output, and where it is."""
     if double:
         example = map_tensors(lambda t: t.double() if t.is_floating_point() else t, example)
-    outputs = [_outputs("smaller", _doubled(small) if double else small, example)]
+    outputs = [_outputs("smaller", shared_copy(small).double() if double else small, example)]
     masked = reference(model, plan)  # made only now, so that not all three models and a pass need memory at once
     outputs.append(_outputs("masked", masked.double() if double else masked, example))
     if len(outputs[0]) != len(outputs[1]):
@@ -88,8 +85,7 @@ def _gap(small: nn.Module, model: nn.Module, plan: Plan, example: Example, doubl
         if not a.numel() or not a.is_floating_point():
             continue
         a, b = a.double(), b.double()
-        scale = float(b.abs().max())
-        gap = float((a - b).abs().max()) / scale if scale > 0 else float((a - b).abs().max())
+        gap = float((a - b).abs().max()) / (float(b.abs().max()) or 1.0)
         if not gap <= worst:
             worst, where = (gap if gap == gap else float("inf")), f"in output {i} of shape {tuple(a.shape)}"
     return worst, where
@@ -108,11 +104,3 @@ def _outputs(what: str, net: nn.Module, example: Example) -> list[Tensor]:
                 error=f"{type(error).__name__}: {error}",
                 ignore=Argument("ignore"),
             ) from error
-
-
-def _doubled(net: nn.Module) -> nn.Module:
-    return copy_with(net, lambda name, old: old.detach().double() if old.is_floating_point() else old.detach())
-
-
-def _dtype(model: nn.Module) -> torch.dtype:
-    return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)

@@ -11,6 +11,14 @@ from torch import Tensor, nn
 from secateur.ops.attention import attend, combined_mask
 from secateur.plans.plan import Plan
 
+_PARAMETERS = (
+    "in_proj_weight",
+    "in_proj_bias",
+    *(f"{x}_proj_weight" for x in "qkv"),
+    "out_proj.weight",
+    "out_proj.bias",
+)
+
 
 class NarrowAttention(nn.MultiheadAttention):
     """Multi-head attention whose inner width (heads times head width) may differ from the width of the stream.
@@ -61,25 +69,18 @@ class NarrowAttention(nn.MultiheadAttention):
 
 def narrow_attention(small: nn.Module, path: str, old: nn.MultiheadAttention, plan: Plan) -> None:
     """Give the module at `path` the forward and the attributes that fit its cut weights, if any was cut."""
-    touched = any(name.startswith(f"{path}." if path else "") and name in plan.cuts for name in _parameter_names(path))
-    if not touched:
+    prefix = f"{path}." if path else ""
+    if not any(prefix + name in plan.cuts for name in _PARAMETERS):
         return
     module: Any = small.get_submodule(path)
-    head_dim = old.head_dim
     packed = old.packed if isinstance(old, NarrowAttention) else old._qkv_same_embed_dim
     weight = module.in_proj_weight if packed else module.q_proj_weight
     module.__class__ = NarrowAttention
     module.packed = packed
     # False keeps nn.TransformerEncoderLayer off its fused path, which would take the stream's width for the heads'.
     module._qkv_same_embed_dim = False
-    module.head_dim = head_dim
-    module.num_heads = weight.shape[0] // (3 if packed else 1) // head_dim
+    module.head_dim = old.head_dim
+    module.num_heads = weight.shape[0] // (3 if packed else 1) // old.head_dim
     module.embed_dim = module.out_proj.out_features
     module.kdim = weight.shape[1] if packed else module.k_proj_weight.shape[1]
     module.vdim = weight.shape[1] if packed else module.v_proj_weight.shape[1]
-
-
-def _parameter_names(path: str) -> list[str]:
-    prefix = f"{path}." if path else ""
-    names = "in_proj_weight in_proj_bias q_proj_weight k_proj_weight v_proj_weight out_proj.weight out_proj.bias"
-    return [prefix + name for name in names.split()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from secateur.errors import PlanError
-from secateur.plans.plan import AttributeCut, Plan
+from secateur.plans.plan import AttributeCut, NormCut, Plan
 from secateur.running.copies import copy_with, named_modules, named_tensors, unwrap
 from secateur.surgery.attention import narrow_attention
 
@@ -49,14 +50,12 @@ def cut(model: nn.Module, plan: Plan) -> nn.Module:
     check_fits(model, plan)
     small = copy_with(model, lambda name, old: sliced(old.detach(), plan.cuts.get(name, {})))
     before = dict(named_modules(model))
-    names = _first_names(model)
     for path, module in named_modules(small):
         if path in before:
-            _fit(module, before[path], path, plan, names)
-    for path in list(before):
-        module = before[path]
-        if isinstance(module, nn.MultiheadAttention):
-            narrow_attention(small, path, module, plan)
+            _fit(module, before[path], path, plan)
+    for path, old in before.items():
+        if isinstance(old, nn.MultiheadAttention):
+            narrow_attention(small, path, old, plan)
     for item in plan.attributes:
         _fit_attribute(small, item)
     for head in plan.heads:
@@ -72,40 +71,35 @@ def sliced(tensor: Tensor, dims: Mapping[int, tuple[int, ...]]) -> Tensor:
     return tensor if dims else tensor.clone()
 
 
-def _first_names(model: nn.Module) -> dict[int, str]:
-    """The name under which each parameter or buffer is first met: tied ones are cut under that name."""
-    names: dict[int, str] = {}
-    for name, tensor in named_tensors(model):
-        names.setdefault(id(tensor), name)
-    return names
+def kept_places(norm: NormCut) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
+    """Which of the places that a norm mixes are left."""
+    kept = np.ones(math.prod(norm.shape), bool)
+    kept[list(norm.removed)] = False
+    return kept.reshape(norm.shape)
 
 
-def _fit(module: nn.Module, old: nn.Module, path: str, plan: Plan, names: dict[int, str]) -> None:
+def _fit(module: Any, old: Any, path: str, plan: Plan) -> None:
     """Bring the sizes that a module remembers in line with its tensors."""
     if isinstance(module, nn.modules.conv._ConvNd):
-        assert isinstance(old, nn.modules.conv._ConvNd)
-        weight: Any = module.weight
-        transposed = isinstance(module, nn.modules.conv._ConvTransposeNd)
+        first, second = module.weight.shape[:2]
         if old.groups > 1:
-            groups = weight.shape[0] // (old.weight.shape[0] // old.groups)
-            module.groups = groups
-            module.in_channels = groups * (old.in_channels // old.groups)
-            module.out_channels = groups * (old.out_channels // old.groups)
+            module.groups = first // (old.weight.shape[0] // old.groups)
+            module.in_channels = module.groups * (old.in_channels // old.groups)
+            module.out_channels = module.groups * (old.out_channels // old.groups)
+        elif isinstance(module, nn.modules.conv._ConvTransposeNd):
+            module.in_channels, module.out_channels = first, second
         else:
-            first, second = weight.shape[0], weight.shape[1]
-            module.in_channels, module.out_channels = (first, second) if transposed else (second, first)
+            module.out_channels, module.in_channels = first, second
     elif isinstance(module, nn.Linear):
         module.out_features, module.in_features = module.weight.shape
     elif isinstance(module, nn.modules.batchnorm._NormBase):
-        vector = next((v for v in (module.weight, module.running_mean) if v is not None), None)
+        vector = module.weight if module.weight is not None else module.running_mean
         if vector is not None:
             module.num_features = len(vector)
     elif isinstance(module, nn.LayerNorm | nn.RMSNorm):
-        assert isinstance(old, nn.LayerNorm | nn.RMSNorm)
         scale: Tensor | None = module.weight  # absent without elementwise_affine
         module.normalized_shape = _norm_shape(old.normalized_shape, path, plan) if scale is None else tuple(scale.shape)
     elif isinstance(module, nn.GroupNorm):
-        assert isinstance(old, nn.GroupNorm)
         kept = len(module.weight) if module.weight is not None else old.num_channels
         module.num_channels = kept
         if old.num_groups > 1:
@@ -115,8 +109,7 @@ def _fit(module: nn.Module, old: nn.Module, path: str, plan: Plan, names: dict[i
     elif isinstance(module, nn.Embedding):
         module.num_embeddings, module.embedding_dim = module.weight.shape
     elif isinstance(module, nn.RNNBase):
-        reading: Any = module.weight_ih_l0
-        module.input_size = reading.shape[1]
+        module.input_size = module.all_weights[0][0].shape[1]
         module._flat_weights = [getattr(module, name) for name in module._flat_weights_names]
 
 
@@ -139,16 +132,8 @@ def _norm_shape(shape: tuple[int, ...], path: str, plan: Plan) -> tuple[int, ...
     """The shape that a norm without parameters normalises after the cut."""
     for norm in plan.norms:
         if norm.path == path:
-            mask = np.ones(norm.shape, bool).ravel()
-            mask[list(norm.removed)] = False
-            mask = (
-                mask.reshape(norm.shape)[(0,) * (len(norm.shape) - len(shape))]
-                if len(norm.shape) > len(shape)
-                else mask
-            )
-            return tuple(
-                int(np.any(mask, tuple(d for d in range(mask.ndim) if d != axis)).sum()) for axis in range(len(shape))
-            )
+            kept = kept_places(norm)[(0,) * (len(norm.shape) - len(shape))]
+            return tuple(len(np.unique(places)) for places in np.nonzero(kept))
     return shape
 
 
@@ -161,14 +146,12 @@ def _fit_heads(small: nn.Module, before: dict[str, nn.Module], path: str, had: i
         if old is None or isinstance(old, nn.MultiheadAttention):
             continue
         module = small.get_submodule(where)
-        hit = False
-        for name in _HEAD_COUNTS:
-            if vars(old).get(name) == had:
-                setattr(module, name, has)
-                hit = True
         for name in _HEAD_WIDTHS:
             value = vars(old).get(name)
             if isinstance(value, int) and value % had == 0:
                 setattr(module, name, value // had * has)
-        if hit:
+        counts = [name for name in _HEAD_COUNTS if vars(old).get(name) == had]
+        for name in counts:
+            setattr(module, name, has)
+        if counts:
             return

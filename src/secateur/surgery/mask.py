@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
+from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from secateur.ops.norm import GroupNorm, LayerNorm, RMSNorm
-from secateur.ops.table import Call
+from secateur.ops.table import Call, Site
 from secateur.plans.plan import NormCut, Plan
 from secateur.running.copies import copy_with, unwrap
 from secateur.running.observer import Observer
-from secateur.surgery.cut import check_fits
+from secateur.surgery.cut import check_fits, kept_places
 
 
 def mask(model: nn.Module, plan: Plan) -> nn.Module:
@@ -35,32 +35,23 @@ def reference(model: nn.Module, plan: Plan) -> nn.Module:
 
 def _masked(model: nn.Module, plan: Plan, shared: Set[str]) -> nn.Module:
     def made(name: str, old: Tensor) -> Tensor:
-        return old.detach() if name in shared else _zeroed(old.detach().clone(), plan.cuts.get(name))
+        if name in shared:
+            return old.detach()
+        new = old.detach().clone()
+        for dim, indices in plan.cuts.get(name, {}).items():
+            new.index_fill_(dim, torch.tensor(indices, dtype=torch.int64, device=new.device), 0)
+        return new
 
     masked = copy_with(model, made)
     if plan.norms:
-        forward = MaskedForward(masked, plan.norms)
-        masked.forward = forward
+        masked.forward = partial(_masked_forward, masked, plan.norms)
     return masked
 
 
-def _zeroed(tensor: Tensor, dims: Any) -> Tensor:
-    for dim, indices in (dims or {}).items():
-        tensor.index_fill_(dim, torch.from_numpy(np.fromiter(indices, np.int64, len(indices))).to(tensor.device), 0)
-    return tensor
-
-
-class MaskedForward:
+def _masked_forward(module: nn.Module, norms: Sequence[NormCut], /, *args: Any, **kwargs: Any) -> Any:
     """The forward of a masked model: the class's own, with norms over the kept channels."""
-
-    def __init__(self, module: nn.Module, norms: Sequence[NormCut]) -> None:
-        self.module = module
-        self.norms = tuple(norms)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module under a mode that replaces the norms."""
-        with _NormMask(self.module, self.norms):
-            return type(self.module).forward(self.module, *args, **kwargs)
+    with _NormMask(module, norms):
+        return type(module).forward(module, *args, **kwargs)
 
 
 class _NormMask(Observer):
@@ -68,51 +59,30 @@ class _NormMask(Observer):
 
     def __init__(self, model: nn.Module, norms: Sequence[NormCut]) -> None:
         super().__init__(model)
-        self._kept: dict[tuple[str, str, int], Tensor] = {}
-        for norm in norms:
-            kept = np.ones(int(np.prod(norm.shape)), bool)
-            kept[list(norm.removed)] = False
-            self._kept[norm.path, norm.function, norm.visit] = torch.from_numpy(kept).reshape(norm.shape)
+        self._kept = {Site(n.path, n.function, n.visit): torch.from_numpy(kept_places(n)) for n in norms}
 
     def unknown(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Nothing is refused here; the model was analysed before."""
         return func(*args, **kwargs)
 
     def observe(self, call: Call) -> Any:
-        """Replace a listed norm, run everything else as it is."""
-        if not isinstance(call.operation, LayerNorm | GroupNorm):
-            return call.run()
-        kept = self._kept.get((call.site.path, call.site.function, call.site.visit))
-        if kept is None:
-            return call.run()
-        x: Tensor = call["input"]
-        weight, bias = call.get("weight"), call.get("bias")
-        if isinstance(call.operation, GroupNorm):
-            dims = list(range(1, x.ndim))
-            shape = [1, -1] + [1] * (x.ndim - 2)
-            weight = None if weight is None else weight.view(shape)
-            bias = None if bias is None else bias.view(shape)
-        else:
-            dims = list(range(x.ndim - len(call["normalized_shape"]), x.ndim))
-        kept = kept.to(x.device).reshape((1,) * (x.ndim - kept.ndim) + tuple(kept.shape))
-        centre = not isinstance(call.operation, RMSNorm)
-        return _masked_norm(x, kept, dims, weight, bias, call.get("eps"), centre)
+        kept = self._kept.get(call.site) if isinstance(call.operation, LayerNorm | GroupNorm) else None
+        return call.run() if kept is None else _masked_norm(call, kept)
 
 
-def _masked_norm(
-    x: Tensor,
-    kept: Tensor,
-    dims: list[int],
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float | None,
-    centre: bool,
-) -> Tensor:
-    """A norm over `dims` in which only the kept places count; the others come out as 0."""
-    inside = kept.expand_as(x).to(x.dtype)
+def _masked_norm(call: Call, kept: Tensor) -> Tensor:
+    """A norm in which only the kept places count; the others come out as 0."""
+    x: Tensor = call["input"]
+    weight, bias, eps = call.get("weight"), call.get("bias"), call.get("eps")
+    if isinstance(call.operation, GroupNorm):
+        dims = list(range(1, x.ndim))
+        shape = [1, -1] + [1] * (x.ndim - 2)
+        weight, bias = (None if factor is None else factor.view(shape) for factor in (weight, bias))
+    else:
+        dims = list(range(x.ndim - len(call["normalized_shape"]), x.ndim))
+    inside = kept.to(x.device).expand_as(x).to(x.dtype)
     count = inside.sum(dims, keepdim=True)
     centred = x * inside
-    if centre:
+    if not isinstance(call.operation, RMSNorm):
         centred = (x - centred.sum(dims, keepdim=True) / count) * inside
     variance = centred.square().sum(dims, keepdim=True) / count
     y = centred * torch.rsqrt(variance + (torch.finfo(x.dtype).eps if eps is None else eps))

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 
 from secateur.errors import PlanError, SecateurError
@@ -35,12 +35,8 @@ def carry(state: Any, before: nn.Module, after: nn.Module, plan: Plan | None) ->
     if isinstance(state, Optimizer):
         _carry_optimizer(state, unwrap(before), unwrap(after), plan)
     elif isinstance(state, AveragedModel):
-        if plan is not None:
-            inner = state.module
-            state.module = cut(inner, plan)
-    elif isinstance(state, torch.optim.lr_scheduler.LRScheduler):
-        return  # holds the optimizer, which stays the same object
-    else:
+        state.module = cut(state.module, plan) if plan is not None else state.module
+    elif not isinstance(state, LRScheduler):  # which holds the optimizer, and that stays the same object
         raise SecateurError(
             f"carry= takes optimizers, schedulers and torch.optim.swa_utils.AveragedModel, not {type(state).__name__}."
         )
