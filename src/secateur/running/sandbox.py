@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -26,9 +26,14 @@ _CASTS = {torch.float32: "float", torch.float64: "double", torch.float16: "half"
 @contextmanager
 def isolated(model: nn.Module, entries: Sequence[Tensor]) -> Iterator[None]:
     """Evaluation mode, gradients on, compiled parts run as written, random numbers given back."""
-    generators = torch.random.fork_rng(sorted({t.device.index or 0 for t in entries if t.is_cuda}))
-    with evaluating(model), torch.inference_mode(False), torch.enable_grad(), set_stance("force_eager"), generators:
+    eager = set_stance("force_eager")
+    with evaluating(model), torch.inference_mode(False), torch.enable_grad(), eager, forked(entries):
         yield
+
+
+def forked(tensors: Iterable[Tensor]) -> AbstractContextManager[None]:
+    """Random numbers that are drawn inside are given back, on the CPU and on the devices of these tensors."""
+    return torch.random.fork_rng(sorted({t.device.index or 0 for t in tensors if t.is_cuda}))
 
 
 @contextmanager
