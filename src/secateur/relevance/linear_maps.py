@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from secateur.ops.conv import each
+
 #: A function of two tensors that is linear in each.
 Bilinear = Callable[[Tensor, Tensor], Tensor]
 _convolution_backward = torch.ops.aten.convolution_backward.default
@@ -101,12 +103,12 @@ class Geometry:
         count = len(kernel)
         border: tuple[int, ...] = ()
         if isinstance(padding, str):
-            reach = [d * (k - 1) for d, k in zip(every(dilation, count), kernel, strict=True)]
+            reach = [d * (k - 1) for d, k in zip(each(dilation, count), kernel, strict=True)]
             border = tuple(side for t in reversed(reach) for side in (t // 2, t - t // 2)) if padding == "same" else ()
             padding = 0
         return Geometry(
-            every(stride, count), every(padding, count), every(dilation, count), int(groups), transposed,
-            every(further, count), border if any(border) else (),
+            each(stride, count), each(padding, count), each(dilation, count), int(groups), transposed,
+            each(further, count), border if any(border) else (),
         )  # fmt: skip
 
 
@@ -193,11 +195,3 @@ class MatmulMap(LinearMap):
         shape = list(r.shape)
         shape[dim] = a.shape[dim]
         return (r.sum(dim, keepdim=True) / a.shape[dim]).expand(shape).sum_to_size(a.shape)
-
-
-def every(value: Any, count: int) -> tuple[int, ...]:
-    """`3 -> (3, 3)`: one number per spatial dimension."""
-    if isinstance(value, int | float):
-        return (int(value),) * count
-    values = tuple(int(v) for v in value)
-    return values * count if len(values) == 1 else values
