@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 
 from secateur.errors import PlanError, SecateurError
@@ -36,7 +36,7 @@ def carry(state: Any, before: nn.Module, after: nn.Module, plan: Plan | None) ->
         _carry_optimizer(state, unwrap(before), unwrap(after), plan)
     elif isinstance(state, AveragedModel):
         state.module = cut(state.module, plan) if plan is not None else state.module
-    elif not isinstance(state, LRScheduler):  # which holds the optimizer, and that stays the same object
+    elif not isinstance(state, torch.optim.lr_scheduler.LRScheduler):  # holds the optimizer, which stays the same
         raise SecateurError(
             f"carry= takes optimizers, schedulers and torch.optim.swa_utils.AveragedModel, not {type(state).__name__}."
         )
