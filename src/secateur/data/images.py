@@ -156,7 +156,9 @@ class Photographs:
             good: list[int] = []
             while order and len(good) < per_class:
                 batch, order = order[: per_class - len(good)], order[per_class - len(good) :]
-                good += whole._readable(batch)
+                with _pool() as pool:
+                    found = list(pool.map(lambda i: whole.decoder(whole.paths[i], whole.view), batch))
+                good += [i for i, _ in whole._good(batch, found)]
             if len(good) < (1 if at_most else per_class):
                 raise DataError(
                     f"class {name!r} has {len(good)} usable images, {per_class} were asked for.",
@@ -199,11 +201,6 @@ class Photographs:
         name = list(self.classes[label].encode())
         order = np.random.default_rng([seed % 2**32, *name]).permutation(len(mine))
         return [mine[i] for i in order]
-
-    def _readable(self, indices: Sequence[int]) -> list[int]:
-        with _pool() as pool:
-            found = list(pool.map(lambda i: self.decoder(self.paths[i], self.view), indices))
-        return [i for i, _ in self._good(indices, found)]
 
     def _good(self, indices: Sequence[int], found: Sequence[Tensor | None]) -> list[tuple[int, Tensor]]:
         """Images that could be decoded, with their indices. The others are reported."""
