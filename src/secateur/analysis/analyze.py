@@ -17,7 +17,7 @@ from secateur.nest import tensors_of_output
 from secateur.plans.plan import plan_for
 from secateur.running.copies import unwrap
 from secateur.running.observer import Rehearsal
-from secateur.running.sandbox import Example, quiet, run
+from secateur.running.sandbox import Example, leaves_no_trace, quiet, run
 from secateur.structure.cost import Mask
 from secateur.structure.findings import Findings
 from secateur.structure.graph import Graph, Layer, RepeatedSize, build
@@ -27,6 +27,7 @@ from secateur.surgery.cut import cut
 log = logging.getLogger("secateur")
 
 
+@leaves_no_trace
 def analyze(model: nn.Module, example: Example) -> Graph:
     """Find the groups of coupled units of a model, which may leave, and what they cost.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from numbers import Integral
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -11,13 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from secateur.analysis.analyze import analyze
+from secateur.arguments import check_kind
 from secateur.errors import TargetError, UnsupportedModelError, VerificationError
 from secateur.ops.layers import Labels
 from secateur.plans.plan import Plan, plan_for
 from secateur.running.copies import named_tensors, shared_copy, unwrap
 from secateur.running.devices import device_of, dtype_of
 from secateur.running.logits import logits_of
-from secateur.running.sandbox import Example, quiet, run
+from secateur.running.sandbox import Example, leaves_no_trace, quiet, run
 from secateur.structure.findings import AxisTable
 from secateur.structure.graph import Graph
 from secateur.structure.labels import watch
@@ -57,6 +59,7 @@ class MergedOutputs(nn.Module):
         return (shares @ self.members).clamp_min(smallest).log()
 
 
+@leaves_no_trace
 def specialize(
     model: nn.Module,
     outputs: Sequence[int] | Mapping[str, Sequence[int]],
@@ -84,6 +87,9 @@ def specialize(
     if merge not in get_args(Merge):
         raise TargetError(f"merge={merge!r} is not known; outputs are merged by their sum or their mean.")
     model = unwrap(model)
+    if graph is not None:
+        check_kind("graph", graph, Graph, "graph=analyze(model, example)")
+    _check_outputs(outputs)
     graph = graph if graph is not None else analyze(model, example)
     rows = _output_rows(model, graph, example)
     wanted = _wanted(outputs, len(rows))
@@ -113,6 +119,23 @@ def _output_rows(model: nn.Module, graph: Graph, example: Example) -> Labels:
             fix="specialize the part that is",
         )
     return graph.root[found]
+
+
+def _check_outputs(outputs: Any) -> None:
+    """Refuse what is neither a list of whole numbers nor a mapping to such lists."""
+    fix = "a list of outputs, such as [0, 2], or groups of them: {'cat': [281, 282], 'dog': [207]}"
+    groups = dict(outputs) if isinstance(outputs, Mapping) else {"": outputs}
+    for name, members in groups.items():
+        what = f"outputs[{name!r}]" if name else "outputs"
+        if isinstance(members, str) or not hasattr(members, "__iter__"):
+            raise TargetError(f"{what} is a {type(members).__name__}.", where="outputs", value=members, fix=fix)
+        wrong = [
+            item
+            for item in (members.tolist() if isinstance(members, Tensor | np.ndarray) else members)
+            if isinstance(item, bool) or not isinstance(item, Integral)
+        ]
+        if wrong:
+            raise TargetError(f"{what} holds {wrong[0]!r}, which is no whole number.", where="outputs", fix=fix)
 
 
 def _wanted(outputs: Sequence[int] | Mapping[str, Sequence[int]], count: int) -> list[int]:

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal, get_args
 import numpy as np
 from torch import Tensor, nn
 
+from secateur.arguments import check_callable, check_kind
 from secateur.errors import Argument, CriterionError
 from secateur.ops.table import Site
 from secateur.plans.plan import Mask, Plan
@@ -97,6 +98,8 @@ class Criterion:
     loss: Loss | None = None
 
     def __post_init__(self) -> None:
+        check_kind("name", self.name, str, "a text", error=CriterionError)
+        check_callable("loss", self.loss, "a function f(output, targets)", error=CriterionError)
         for name, known in _SETTINGS.items():
             given = getattr(self, name)
             if given not in known:

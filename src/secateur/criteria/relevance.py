@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
+from secateur.arguments import check_choice
 from secateur.criteria.criterion import Accumulator, Criterion, Subject, Sums
 from secateur.errors import CriterionError, SecateurError, SecateurWarning
 from secateur.relevance.composites import PRESETS, Composite
@@ -39,6 +40,7 @@ class LRP(Criterion):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_choice("start", self.start, ("one", "logit"), error=CriterionError)
         if isinstance(self.composite, str) and self.composite not in PRESETS:
             raise CriterionError(f"there is no composite {self.composite!r}.", fix=f"a preset, of {', '.join(PRESETS)}")
 

@@ -9,16 +9,18 @@ import numpy as np
 from torch import nn
 
 from secateur.analysis.analyze import analyze
+from secateur.arguments import check_count, check_kind
 from secateur.criteria.criterion import Accumulator, Criterion, Subject, Sums
 from secateur.criteria.registry import Choice, criterion_named
 from secateur.errors import CriterionError, DataError, PlanError
 from secateur.ops.table import Site
 from secateur.plans.plan import Plan
 from secateur.plans.scores import Scores, Values
-from secateur.running.batches import Data, batches, check_inputs, example_of
+from secateur.running.batches import Data, batches, check_inputs, example_of, repeatable
+from secateur.running.copies import unwrap
 from secateur.running.devices import device_of
 from secateur.running.processes import share, sum_over_processes
-from secateur.running.sandbox import check_weights, forked
+from secateur.running.sandbox import check_weights, forked, leaves_no_trace
 from secateur.structure.graph import Graph
 
 
@@ -32,6 +34,7 @@ def score(
     model: nn.Module, data: Data, criterion: Sequence[Choice], *, graph: Graph | None = ..., start: Plan | None = ...,
     batch_size: int = ...,
 ) -> dict[str, Scores]: ...  # fmt: skip
+@leaves_no_trace
 def score(
     model: nn.Module,
     data: Data,
@@ -63,9 +66,16 @@ def score(
     wanted = [criterion_named(choice) for choice in choices]
     if not wanted:
         raise CriterionError("there is no criterion in the list.")
+    original = unwrap(model)
+    if graph is not None:
+        check_kind("graph", graph, Graph, "graph=analyze(model, example)")
+    if start is not None:
+        check_kind("start", start, Plan, "the plan that made this model, such as result.plan")
+    check_count("batch_size", batch_size)
+    data = repeatable(data)
     if graph is None:
         graph = analyze(model, example_of(model, data))
-    check_weights(model)
+    check_weights(original)
     found = scores_of(model, data, wanted, graph, start, batch_size)
     return {scores.criterion: scores for scores in found} if several else found[0]
 

@@ -13,26 +13,31 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from secateur.arguments import check_flag, check_path
 from secateur.atomic import replacing
 from secateur.errors import SecateurError, SecateurWarning, VerificationError
 from secateur.latency.timing import Timing, medians, repeated
 from secateur.nest import tensors_in
 from secateur.running.copies import shared_copy, unwrap
-from secateur.running.sandbox import Example, arguments, quiet, run_or_explain
+from secateur.running.sandbox import Example, arguments, leaves_no_trace, quiet, run_or_explain
 
 
+@leaves_no_trace
 def export(model: nn.Module, path: str | os.PathLike[str], example: Example, *, dynamic_batch: bool = True) -> Path:
     """Write a model as `.onnx` (checked with ONNX Runtime) or `.pt2` (`torch.export`), by the ending of `path`.
 
     The exported model must give PyTorch's output on the example (relative 1e-4), or no file is written.
     """
+    model = unwrap(model)
+    check_path("path", path, "export(model, path, example), with a name that ends in .onnx or .pt2")
+    check_flag("dynamic_batch", dynamic_batch)
     target = Path(path)
-    model = shared_copy(unwrap(model)).eval()
+    if target.suffix not in (".onnx", ".pt2"):
+        raise SecateurError(f"cannot export to {target.name!r}.", fix="a name that ends in .onnx or .pt2")
+    model = shared_copy(model).eval()
     args, kwargs = arguments(example)
     with quiet():
         expected = tensors_in(run_or_explain(model, example))
-    if target.suffix not in (".onnx", ".pt2"):
-        raise SecateurError(f"cannot export to {target.name!r}.", fix="a name that ends in .onnx or .pt2")
     with replacing(target) as staged:
         if target.suffix == ".onnx":
             found = _to_onnx(model, staged, args, kwargs, dynamic_batch)

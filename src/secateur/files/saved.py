@@ -13,10 +13,12 @@ import safetensors.torch
 from torch import Tensor, nn
 
 from secateur import atomic
+from secateur.arguments import check_path
 from secateur.errors import FileFormatError, PlanError, SecateurError
 from secateur.files.fingerprint import answer, answer_gap, differences, settings
 from secateur.plans.plan import Plan
 from secateur.running.copies import unwrap
+from secateur.running.sandbox import leaves_no_trace
 from secateur.running.tensor_files import fill, read_safetensors
 from secateur.surgery.cut import cut
 from secateur.surgery.provenance import provenance_of, remember, remember_inputs
@@ -26,6 +28,7 @@ FORMAT = "secateur-model-1"
 _LARGEST_PLAN = 256 * 2**20
 
 
+@leaves_no_trace
 def save(result: Any, path: str | os.PathLike[str], *, about: Mapping[str, Any] | None = None) -> None:
     """Write a pruned model (or a `Result`) to a folder: `model.safetensors` and `plan.json`.
 
@@ -37,6 +40,7 @@ def save(result: Any, path: str | os.PathLike[str], *, about: Mapping[str, Any] 
             f"save takes the model first, like torch.save, but got the path {os.fspath(result)!r}.",
             fix="sc.save(result, path)",
         )
+    check_path("path", path, "the folder to write, as in sc.save(result, path)")
     model = result if isinstance(result, nn.Module) else getattr(result, "model", None)
     if not isinstance(model, nn.Module):
         raise SecateurError(f"cannot save a {type(result).__name__}.", fix="give a pruned module or a Result")
@@ -60,6 +64,7 @@ def save(result: Any, path: str | os.PathLike[str], *, about: Mapping[str, Any] 
         safetensors.torch.save_file(state, folder / WEIGHTS, metadata)
 
 
+@leaves_no_trace
 def load(path: str | os.PathLike[str], model: nn.Module) -> nn.Module:
     """Rebuild a saved model from a freshly built original (its weights do not matter).
 
@@ -77,7 +82,10 @@ def load(path: str | os.PathLike[str], model: nn.Module) -> nn.Module:
     >>> bool((small(torch.ones(1, 4)) == again(torch.ones(1, 4))).all())
     True
     """
-    folder = Path(path)
+    if isinstance(path, nn.Module):
+        raise SecateurError("load takes the path first, but got a model.", fix="sc.load(path, model)")
+    check_path("path", path, "the folder that sc.save wrote")
+    fresh, folder = unwrap(model), Path(path)
     data, digest = _read_json(folder)
     plans = [Plan.from_json(json.dumps(item)) for item in data["plans"]]
     if not (folder / WEIGHTS).is_file():
@@ -85,7 +93,7 @@ def load(path: str | os.PathLike[str], model: nn.Module) -> nn.Module:
     state, metadata = read_safetensors(folder / WEIGHTS)
     if metadata.get("format") != FORMAT or metadata.get("plan") != digest:
         raise FileFormatError(f"{folder}: {WEIGHTS} and {PLANS} do not belong together (one was edited or replaced)")
-    small: nn.Module = unwrap(model)
+    small: nn.Module = fresh
     for plan in plans:
         try:
             bigger, small = small, cut(small, plan)

@@ -2,40 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from secateur.analysis.analyze import analyze
+from secateur.arguments import check_number, check_path
 from secateur.criteria.registry import Choice, criterion_named
 from secateur.criteria.scoring import scores_of
-from secateur.errors import SecateurError
+from secateur.errors import SecateurError, TargetError
 from secateur.loop.prune import run_loop
-from secateur.loop.settings import Evaluate, Schedule, Settings
+from secateur.loop.settings import Evaluate, Repairer, Schedule, Settings, repair_of
 from secateur.plans.targets import Limits, Target
 from secateur.results.comparison import Comparison, curve, overlap, spearman
 from secateur.running.batches import Data, example_of, repeatable
 from secateur.running.copies import unwrap
-from secateur.running.sandbox import check_weights
+from secateur.running.progress import Listener
+from secateur.running.sandbox import check_weights, leaves_no_trace
 
 
+@leaves_no_trace
 def compare(
     model: nn.Module,
     data: Data,
-    criteria: Sequence[Choice] = ("lrp", "taylor", "gradient", "weight"),
+    criteria: Choice | Sequence[Choice] = ("lrp", "taylor", "gradient", "weight"),
     *,
     evaluate: Evaluate,
-    remove: float = 0.5,
+    remove: float | None = None,
+    keep: Mapping[str, float] | None = None,
     schedule: Schedule | float = 0.05,
     fractions: Sequence[float] = (0.125, 0.25, 0.5),
-    **options: Any,
+    limits: Limits | None = None,
+    repair: Repairer | str | bool | None = None,
+    max_drop: float | Mapping[str, float] | None = None,
+    checkpoint: str | Path | None = None,
+    progress: bool | Listener = True,
 ) -> Comparison:
-    """Prune with several criteria on the same samples and seed, and say how they compare. `options` go to `prune`.
+    """Prune with several criteria on the same samples and seed, and say how they compare.
 
-    Criteria are compared by Algorithm 1 without repair, unless `options` name a repair. `fractions` are the shares of
-    all groups for which the overlap of the criteria's lowest and highest scores is given.
+    Criteria are compared by Algorithm 1 without repair, unless you name one. They remove 0.5 of the units, unless you
+    give `remove` or `keep`. `fractions` are the shares of all groups for which the overlap of the criteria's lowest and
+    highest scores is given. What else can be given is as in `prune`.
 
     >>> import torch
     >>> net = nn.Sequential(nn.Linear(4, 20), nn.ReLU(), nn.Linear(20, 3))
@@ -45,23 +54,34 @@ def compare(
     >>> sorted(table.curves), table.curves["lrp"].removed.tolist()
     (['lrp', 'weight'], [0.0, 0.25, 0.5])
     """
-    chosen = [criterion_named(c) for c in criteria]
+    several = isinstance(criteria, Sequence) and not isinstance(criteria, str)
+    choices: Sequence[Any] = criteria if several else [criteria]  # type: ignore[assignment]
+    chosen = [criterion_named(choice) for choice in choices]
     names = [c.name for c in chosen]
     if len(set(names)) < len(names) or not names:
         raise SecateurError(f"criteria must have different names, and there must be one at least; got {names}.")
-    data, original, steps = repeatable(data), unwrap(model), Schedule.of(schedule)
+    original, steps = unwrap(model), Schedule.of(schedule)
+    target = Target(0.5 if remove is None and keep is None else remove, keep, max_drop)
+    runs = [Settings(c, target, steps, Limits.of(limits), repair_of(repair), evaluate) for c in chosen]
+    if evaluate is None:
+        raise SecateurError("evaluate is None, but curves need a metric.", fix="a function f(model)")
+    for fraction in fractions:
+        check_number("fractions", fraction, error=TargetError)
+        if not 0 < fraction <= 1:
+            raise TargetError(f"fractions holds {fraction}.", fix="shares above 0, up to 1")
+    if checkpoint is not None:
+        check_path("checkpoint", checkpoint, "a file name, such as 'run.pt'")
+    data = repeatable(data)
     check_weights(original)
     graph = analyze(original, example_of(original, data))
     scores = dict(zip(names, scores_of(original, data, chosen, graph, None, steps.batch_size), strict=True))
-    target = Target(remove, options.pop("keep", None), options.pop("max_drop", None))
-    limits, repair = options.pop("limits", Limits()), options.pop("repair", None)
-    checkpoint, histories = options.pop("checkpoint", None), {}
-    for criterion in chosen:
-        if checkpoint is not None:  # a run each
-            path = Path(checkpoint)
-            options["checkpoint"] = path.with_name(f"{path.stem}-{criterion.name.replace(':', '-')}{path.suffix}")
-        settings = Settings(criterion, target, steps, limits, repair, evaluate)
-        histories[criterion.name] = run_loop(original, data, settings, graph=graph, **options).history
+    histories = {}
+    for settings in runs:
+        path = None if checkpoint is None else Path(checkpoint)
+        name = settings.criterion.name
+        if path is not None:  # a run each
+            path = path.with_name(f"{path.stem}-{name.replace(':', '-')}{path.suffix}")
+        histories[name] = run_loop(original, data, settings, path, progress, graph).history
     values = {name: scores[name].of(graph)[graph.candidates] for name in names}
     pairs = [(a, b) for a in names for b in names if a != b]
     sizes = {f: max(1, round(f * len(graph.candidates))) for f in fractions}

@@ -11,10 +11,13 @@ from secateur.errors import Argument, NothingToPruneError, TargetError
 from secateur.loop.settings import Settings
 from secateur.ops.layers import Labels
 from secateur.plans.plan import Plan
+from secateur.plans.ranking import nothing_may_leave
 from secateur.plans.ranking import plan as make_plan
 from secateur.plans.scores import Scores
 from secateur.structure.graph import Graph
 
+# A step may be smaller than a unit, which then leaves in a later one; but not so small that a run never ends.
+_LEAST_UNITS = 0.01
 _WORDS = {"params": "parameters", "macs": "MACs"}
 
 
@@ -35,6 +38,17 @@ class Planner:
         self.graph, self.target, self.limits = graph, settings.target, settings.limits
         self.step, self.one_shot, self.parts = settings.step, settings.schedule.one_shot, settings.parts
         self.limits.check(graph)
+        if not len(graph.candidates):
+            raise nothing_may_leave(graph, self.limits)
+        if not self.one_shot and self.step * graph.total_units < _LEAST_UNITS:
+            raise TargetError(
+                "{step} of {total} units is far less than one unit, so that the run would take {steps:.3g} steps.",
+                fix="a step of at least one unit: {one}",
+                step=Argument("step", self.step),
+                total=graph.total_units,
+                steps=1 / self.step,
+                one=Argument("step", math.ceil(1000 / graph.total_units) / 1000),
+            )
         self._check_reachable()
 
     @property

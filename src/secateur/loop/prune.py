@@ -9,12 +9,13 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from secateur.analysis.analyze import analyze
+from secateur.arguments import check_callable, check_path
 from secateur.criteria.registry import Choice, criterion_named
 from secateur.errors import SecateurError
 from secateur.loop.checkpoint import Checkpoint
 from secateur.loop.planner import Planner
 from secateur.loop.progress import Progress, StepDone
-from secateur.loop.settings import Evaluate, Repairer, Schedule, Settings
+from secateur.loop.settings import Evaluate, Repairer, Schedule, Settings, repair_of
 from secateur.loop.steps import RunState, Steps
 from secateur.plans.targets import Limits, Target
 from secateur.report.document import Page
@@ -24,7 +25,7 @@ from secateur.results.history import Record
 from secateur.running.batches import Data, example_of, repeatable
 from secateur.running.copies import copy_with, unwrap
 from secateur.running.progress import Listener
-from secateur.running.sandbox import check_weights
+from secateur.running.sandbox import check_weights, leaves_no_trace
 from secateur.structure.graph import Graph
 from secateur.surgery.optimizer import carry as carry_over
 
@@ -32,6 +33,7 @@ from secateur.surgery.optimizer import carry as carry_over
 class Result(Record):
     """What a run ended with. It can write a report about itself."""
 
+    @leaves_no_trace
     def report(
         self,
         path: str | Path,
@@ -66,6 +68,7 @@ class Result(Record):
         )  # fmt: skip
 
 
+@leaves_no_trace
 def prune(
     model: nn.Module,
     data: Data,
@@ -75,7 +78,7 @@ def prune(
     schedule: Schedule | float | None = None,
     *,
     limits: Limits | None = None,
-    repair: Repairer | str | None = "auto",
+    repair: Repairer | str | bool | None = "auto",
     evaluate: Evaluate | None = None,
     max_drop: float | Mapping[str, float] | None = None,
     checkpoint: str | Path | None = None,
@@ -94,8 +97,8 @@ def prune(
     original's outputs (`repair="best"`). This keeps the most accuracy without training. LRP ranks all units by score
     per MAC, or per estimated time if a latency is asked for. Scores of other criteria are not comparable across layers,
     so that every layer loses the same share. `limits`, a `secateur.plans.Limits`, protects layers, rounds widths, or
-    chooses another ranking. `repair` is "mean", "norm", "ridge", "best", None, a `secateur.repair.Repair`, or your own
-    `f(small, original, data)`.
+    chooses another ranking. `repair` is "mean", "norm", "ridge", "best", None or False, a `secateur.repair.Repair`, or
+    your own `f(small, original, data)`.
 
     `schedule` is the share of the original units that leaves per step, or a `secateur.loop.Schedule`, which also has
     fine-tuning, re-scoring, parts, batch size and seed. Steps, parts, fine-tuning, re-scoring and `repair=None` each
@@ -121,7 +124,7 @@ def prune(
     """
     settings = Settings(
         criterion_named(criterion), Target(remove, keep, max_drop), Schedule.of(schedule),
-        limits if limits is not None else Limits(), repair, evaluate,
+        Limits.of(limits), repair_of(repair), evaluate,
     )  # fmt: skip
     return run_loop(model, data, settings, checkpoint, progress)
 
@@ -135,7 +138,11 @@ def run_loop(
     graph: Graph | None = None,
 ) -> Result:
     """`prune`; `graph` is for a model that was checked and analysed already."""
-    data, original = repeatable(data), unwrap(model)
+    original = unwrap(model)
+    if checkpoint is not None:
+        check_path("checkpoint", checkpoint, "a file name, such as 'run.pt'")
+    check_callable("progress", None if isinstance(progress, bool) else progress, "True, False, or a function f(event)")
+    data = repeatable(data)
     settings = settings.decided(data)
     if graph is None:
         check_weights(original)

@@ -8,8 +8,9 @@ from typing import Any
 
 from torch import nn
 
+from secateur import arguments
 from secateur.criteria.criterion import Criterion
-from secateur.errors import Argument, SecateurError, TargetError
+from secateur.errors import SecateurError, TargetError
 from secateur.loop.finetune import Tuner
 from secateur.plans.targets import Limits, Scope, Target, brief, check_share
 from secateur.repair import Repair
@@ -50,13 +51,25 @@ class Schedule:
     __repr__ = brief
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "carry", tuple(self.carry))
         if self.step is not None:
             check_share("step", self.step)
+        for name in ("one_shot", "rescore"):
+            if getattr(self, name) is not None:
+                arguments.check_flag(name, getattr(self, name), error=TargetError)
+        if self.parts is not None:
+            fix = "{'conv': ['features.*'], 'fc': ['classifier.*']}"
+            arguments.check_kind("parts", self.parts, Mapping, fix, error=TargetError)
+            if not self.parts:
+                raise TargetError("parts names no part.", fix=fix)
+            named = {part: arguments.patterns("parts", given, error=TargetError) for part, given in self.parts.items()}
+            object.__setattr__(self, "parts", named)
+        arguments.check_callable("finetune", self.finetune, "a function f(model, step), or a FineTune")
+        arguments.check_kind("carry", self.carry, (tuple, list), "a list of optimizers, such as [optimizer]")
+        object.__setattr__(self, "carry", tuple(self.carry))
         if self.one_shot and self.parts is not None and len(self.parts) > 1:
             raise TargetError("one_shot removes everything at once, but parts take turns.", fix="give one of the two")
-        if not self.batch_size >= 1:
-            raise TargetError("{given} must be at least 1.", given=Argument("batch_size", self.batch_size))
+        arguments.check_count("batch_size", self.batch_size, error=TargetError)
+        arguments.check_count("seed", self.seed, None)
 
     @classmethod
     def of(cls, given: Schedule | float | None) -> Schedule:
@@ -90,6 +103,11 @@ class Settings:
 
     def __post_init__(self) -> None:
         target, schedule = self.target, self.schedule
+        arguments.check_callable("evaluate", self.evaluate, "a function f(model) that returns an accuracy")
+        if not isinstance(self.repair, str):
+            arguments.check_callable("repair", self.repair, "'best', None, a Repair, or f(small, original, data)")
+        elif self.repair not in ("auto", "none"):
+            Repair(self.repair)
         if target.max_drop is not None and self.evaluate is None:
             raise SecateurError("max_drop needs a measure of the drop.", fix="evaluate=f(model)")
         if target.timed and schedule.one_shot:
@@ -150,6 +168,13 @@ class Settings:
             "batch_size": self.schedule.batch_size,
             **{name: getattr(call, "__name__", type(call).__name__) for name, call in calls.items() if call},
         }  # fmt: skip
+
+
+def repair_of(given: Repairer | str | bool | None) -> Repairer | str | None:
+    """The repair that a user asks for: True is for the usual one, False for none."""
+    if isinstance(given, bool):
+        return "auto" if given else None
+    return given
 
 
 def _is_example(data: Data) -> bool:

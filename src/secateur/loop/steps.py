@@ -23,7 +23,7 @@ from secateur.results.history import History, Row
 from secateur.running.batches import Data
 from secateur.running.processes import same_everywhere
 from secateur.running.progress import Evaluating, Listener, Scoring
-from secateur.running.sandbox import check_weights, evaluating
+from secateur.running.sandbox import check_weights, drawing_again, evaluating
 from secateur.structure.graph import Graph
 from secateur.surgery.apply import apply
 from secateur.surgery.optimizer import carry as carry_over
@@ -232,16 +232,9 @@ def named(what: str, step: int) -> Iterator[None]:
 @contextmanager
 def seeded(seed: int, step: int, salt: int = 0) -> Iterator[None]:
     """Random numbers that depend on seed and step alone, so that a resumed run draws the same; the user's are kept."""
-    ready = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    devices = list(range(torch.cuda.device_count())) if ready else []
-    python, numpy = random.getstate(), np.random.get_state()
     key = int(np.random.SeedSequence([seed % 2**32, step, salt]).generate_state(1)[0])
-    with torch.random.fork_rng(devices):
+    with drawing_again():
         torch.manual_seed(key)
         random.seed(key)
         np.random.seed(key)
-        try:
-            yield
-        finally:
-            random.setstate(python)
-            np.random.set_state(numpy)
+        yield

@@ -50,7 +50,7 @@ class AttributeCut:
     after: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan:
     """Which groups leave: for each parameter and dimension the indices that are cut.
 
@@ -108,6 +108,10 @@ class Plan:
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise FileFormatError(f"not a plan: {type(error).__name__}: {error}") from error
+
+    def __repr__(self) -> str:
+        had, has = self.units
+        return f"<Plan for {self.model}: {had - has} of {had} units leave, {self.before} → {self.after}>"
 
     def __str__(self) -> str:
         had, has = self.units

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from secateur.arguments import check_kind
 from secateur.errors import Argument, NothingToPruneError, TargetError
 from secateur.ops.layers import Labels
 from secateur.plans.plan import Mask, Plan, plan_for
@@ -41,7 +42,12 @@ def plan(
     >>> print(sc.plan(graph, sc.score(net, None, "weight", graph=graph), remove=0.5).layers)
     {'0': (6, 3)}
     """
-    target, limits = Target(remove, keep), limits if limits is not None else Limits()
+    order = "plan(graph, scores, …), with graph=analyze(…) and scores=score(…)"
+    check_kind("graph", graph, Graph, order)
+    check_kind("scores", scores, Scores, order)
+    if start is not None:
+        check_kind("start", start, Plan, "the plan that this one goes on from, such as result.plan")
+    target, limits = Target(remove, keep), Limits.of(limits)
     if target.timed:
         raise TargetError(
             "a plan cannot aim at a latency, which has to be measured.", fix="`prune`, or keep={'macs': …}"
@@ -65,7 +71,7 @@ class _Chooser:
         free = [g[graph.prunable[g] & ~self.gone[g]] for g in (layer.groups for layer in layers)]
         candidates: Labels = np.concatenate(free) if free else np.zeros(0, np.int64)
         if not len(candidates):
-            raise _nothing_may_leave(graph, limits)
+            raise nothing_may_leave(graph, limits)
         self.value = scores.of(graph)
         if np.isnan(self.value[candidates]).any():
             bad = [layer.name for layer, own in zip(layers, free, strict=True) if np.isnan(self.value[own]).any()]
@@ -219,8 +225,9 @@ class _Chooser:
         return self.mask(bisect_left(counts, True, key=lambda count: fits(self.graph.cost_of(self.mask(count)))))
 
 
-def _nothing_may_leave(graph: Graph, limits: Limits) -> NothingToPruneError:
-    reasons = sorted({layer.reason for layer in graph.layers if layer.reason})
+def nothing_may_leave(graph: Graph, limits: Limits) -> NothingToPruneError:
+    """The error for a model of which every unit must stay, with the reasons."""
+    reasons = sorted({layer.reason for layer in graph.layers if layer.reason}) or [graph.without_layers]
     named = {"ignore": limits.ignore} if limits.ignore else {}
     named |= {"only": limits.only} if limits.only != ("*",) else {}
     return NothingToPruneError(

@@ -17,7 +17,7 @@ Values = np.ndarray[tuple[int], np.dtype[np.float64]]
 Aggregation = Literal["mean", "sum", "max"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Scores:
     """One number per unit, by the call that makes it, and how a group's number follows from those of its units.
 
@@ -28,6 +28,24 @@ class Scores:
     units: Mapping[Site, Values]
     aggregate: Aggregation = "mean"
     conservation: Conservation | None = field(default=None, compare=False, repr=False)
+
+    def __repr__(self) -> str:
+        count = sum(map(len, self.units.values()))
+        return f"<Scores by {self.criterion}: {count} units of {len(self.units)} layers>"
+
+    def __str__(self) -> str:
+        width = max([len(site.path) for site in self.units] + [5])
+        lines = [
+            f"scores by {self.criterion}",
+            "",
+            f"{'layer'.ljust(width)}   units      lowest      median     highest",
+        ]
+        for site, values in self.units.items():
+            low, middle, high = (float(f(values)) for f in (np.min, np.median, np.max))
+            lines.append(
+                f"{(site.path or '-').ljust(width)}  {len(values):6d}  {low:10.4g}  {middle:10.4g}  {high:10.4g}"
+            )
+        return "\n".join(lines)
 
     def of(self, graph: Graph) -> Values:
         """The score of every group of a graph; NaN where the criterion has nothing to say."""

@@ -9,10 +9,10 @@ import difflib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any, Literal, get_args
 
-import numpy as np
-
+from secateur import arguments
 from secateur.errors import Argument, TargetError
 from secateur.structure.cost import Cost
 from secateur.structure.graph import Graph
@@ -53,13 +53,21 @@ class Target:
         if not isinstance(keep, Mapping):
             given = Argument("keep", keep)
             raise TargetError("{keep} does not say of what.", fix="keep={{'macs': 0.5}}, or 'params'", keep=given)
-        drops = self.max_drop if isinstance(self.max_drop, Mapping) else {"": self.max_drop}
-        numbers = [("remove", "", self.remove)]
-        numbers += [("keep", *item) for item in keep.items()] + [("max_drop", *item) for item in drops.items()]
-        for item in (Argument(name, value, key) for name, key, value in numbers):
-            kind = type(item.value)
-            if item.value is not None and (issubclass(kind, bool) or not issubclass(kind, int | float | np.number)):
-                raise TargetError("{given} must be a number, not {kind}.", given=item, kind=kind.__name__)
+        for name, bounds in (("keep", self.keep), ("max_drop", self.max_drop)):
+            if isinstance(bounds, Mapping) and not bounds:
+                example = Argument(name, {"macs": 0.5} if name == "keep" else 0.01)
+                raise TargetError(
+                    "{given} names no bound.", fix="for example {example}", given=Argument(name, {}), example=example
+                )
+        check = partial(arguments.check_number, error=TargetError)
+        if self.remove is not None:
+            check("remove", self.remove)
+        for name, value in keep.items():
+            check("keep", value, key=str(name))
+        if self.max_drop is not None:
+            drops = self.max_drop if isinstance(self.max_drop, Mapping) else {"": self.max_drop}
+            for name, value in drops.items():
+                check("max_drop", value, key=str(name), least=0)
         if self.remove is None and not keep and self.max_drop is None:
             fix = "remove=0.3, a share of the units; keep={'macs': 0.5}, or 'params' or 'latency'; or max_drop=0.01"
             raise TargetError("there is no target: give exactly one target.", fix=fix)
@@ -121,15 +129,21 @@ class Limits:
 
     def __post_init__(self) -> None:
         for name in ("ignore", "only"):
-            given = getattr(self, name)
-            object.__setattr__(self, name, (given,) if isinstance(given, str) else tuple(given))
-        if self.scope is not None and self.scope not in get_args(Scope):
-            given = Argument("scope", self.scope)
-            raise TargetError("{scope} is not known.", fix=f"one of {', '.join(get_args(Scope))}", scope=given)
+            object.__setattr__(self, name, arguments.patterns(name, getattr(self, name), error=TargetError))
+        if self.scope is not None:
+            arguments.check_choice("scope", self.scope, get_args(Scope), error=TargetError)
         for name in ("min_units", "round_to"):
-            given = Argument(name, getattr(self, name))
-            if not getattr(self, name) >= 1:
-                raise TargetError("{given} must be at least 1: layers are never emptied.", given=given)
+            why = "layers are never emptied"
+            arguments.check_count(name, getattr(self, name), why=why, error=TargetError)
+
+    @classmethod
+    def of(cls, given: Limits | None) -> Limits:
+        """The limits that a user gives; none if that is None."""
+        if given is None:
+            return cls()
+        named = ", ".join(f"{k}={v!r}" for k, v in given.items()) if isinstance(given, Mapping) else "round_to=8"
+        arguments.check_kind("limits", given, cls, f"limits=Limits({named}), from secateur.plans", error=TargetError)
+        return given
 
     def check(self, graph: Graph) -> None:
         """Refuse a pattern that matches no layer: ignoring it could prune layers that you meant to protect."""
@@ -150,10 +164,11 @@ class Limits:
 
 def check_share(name: str, value: float) -> None:
     """Refuse what is no share of the units."""
+    arguments.check_number(name, value, error=TargetError)
     if not 0 < value < 1:
         raise TargetError(
             "{given} must lie strictly between 0 and 1: a share of the units.",
-            fix="{share} for {percent:g} per cent" if 1 <= value < 100 else "",
+            fix="{share} for {percent:g} per cent" if 1 < value < 100 else "",
             given=Argument(name, value),
             share=Argument(name, value / 100),
             percent=value,

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
+from secateur.errors import Argument, RelevanceError
 from secateur.relevance.attention import Attention
 from secateur.relevance.rules import AlphaBeta, Box, Epsilon, Flat, Gamma, Norm, Rule
 
@@ -105,7 +106,7 @@ def composite_named(composite: str | Composite | Rule) -> Composite:
         return composite
     if isinstance(composite, Rule):
         return Composite(On(composite), name=repr(composite))
-    try:
-        return PRESETS[composite]
-    except KeyError:
-        raise ValueError(f"there is no composite {composite!r}; the presets are {', '.join(PRESETS)}.") from None
+    if not isinstance(composite, str) or composite not in PRESETS:
+        fix = f"a preset, of {', '.join(PRESETS)}; a Composite; or a Rule"
+        raise RelevanceError("there is no {given}.", fix=fix, given=Argument("composite", composite))
+    return PRESETS[composite]

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
+from secateur.arguments import check_choice
 from secateur.errors import DataError, SecateurError
 from secateur.nest import tensors_in
 from secateur.relevance.composites import Composite
@@ -18,7 +19,9 @@ from secateur.relevance.engine import RelevancePass, Start
 from secateur.relevance.ledger import Absolute
 from secateur.relevance.rules import Rule
 from secateur.relevance.weights import path_of
+from secateur.running.copies import shared_copy, unwrap
 from secateur.running.logits import one_output
+from secateur.running.sandbox import leaves_no_trace
 
 Target = int | Sequence[int] | Tensor | Callable[[Tensor], Tensor] | None
 
@@ -54,6 +57,7 @@ class Explanation:
         return draw(self.images, self.heat, Path(path), clip)
 
 
+@leaves_no_trace
 def explain(
     model: nn.Module,
     inputs: Any,
@@ -72,7 +76,13 @@ def explain(
     >>> seen.input.shape, seen.units["1"].shape
     (torch.Size([2, 3, 2, 2]), torch.Size([4]))
     """
-    engine = RelevancePass(model, composite, absolute=absolute)
+    check_choice("start", start, ("one", "logit"))
+    check_choice("absolute", absolute, get_args(Absolute))
+    _check_target(target)
+    if not tensors_in(inputs):
+        what = f"inputs is a {type(inputs).__name__} without a tensor."
+        raise DataError(what, fix="a tensor, or a tuple or dict of tensors")
+    engine = RelevancePass(shared_copy(unwrap(model)), composite, absolute=absolute)
     output, heat = engine.run(inputs, starter(target, start, samples_in(inputs)))
     conservation = engine.conservation()
     conservation.warn()
@@ -82,6 +92,7 @@ def explain(
     return Explanation(first, {path_of(n): u for n, u in units.items()}, units, output, conservation, images)
 
 
+@leaves_no_trace
 def unit_relevance(
     model: nn.Module,
     data: Iterable[tuple[Any, Any]],
@@ -91,7 +102,9 @@ def unit_relevance(
     absolute: Absolute = False,
 ) -> tuple[dict[str, Tensor], Conservation]:
     """Relevance per unit by parameter name, summed over batches of (inputs, targets), and conservation. No heat map."""
-    engine = RelevancePass(model, composite, absolute=absolute, heat_map=False)
+    check_choice("start", start, ("one", "logit"))
+    check_choice("absolute", absolute, get_args(Absolute))
+    engine = RelevancePass(shared_copy(unwrap(model)), composite, absolute=absolute, heat_map=False)
     for inputs, targets in data:
         engine.run(inputs, starter(targets, start, samples_in(inputs)))
     if not engine.samples:
@@ -141,6 +154,19 @@ def starter(target: Target, start: Literal["one", "logit"] = "one", samples: int
         return torch.zeros_like(output).scatter(classes, index, values.gather(classes, index))
 
     return begin
+
+
+def _check_target(target: Any) -> None:
+    """Refuse what is no class, no list of classes and no function."""
+    if target is None or callable(target) or isinstance(target, Tensor):
+        return
+    try:
+        index = torch.as_tensor(target)
+    except (TypeError, ValueError, RuntimeError):
+        index = None
+    if index is None or index.is_floating_point() or index.dtype == torch.bool:
+        what = f"target is {target!r}, which is neither a class nor a list of classes."
+        raise DataError(what, fix="a whole number, one per sample, or a function f(output)")
 
 
 def _check_single(target: Any, output: Tensor) -> None:

@@ -106,11 +106,12 @@ class LayerCorrector:
         given: Mapping[str, Correction] | None = None,
     ) -> None:  # fmt: skip
         self.reference, self.method, self.given, self.rounds = reference, method, given, rounds
-        self._copy = copy_with(small, lambda name, old: old.detach().clone())
+        self._small, self._copy = small, copy_with(small, lambda name, old: old.detach().clone())
         self._tensors = dict(named_tensors(self._copy))
         self.layers = {n: layer for n, layer in layers.items() if given is None or given.get(n, NOTHING) != NOTHING}
         self._total, self._tell, self._near = len(layers), tell, method
         self._chosen: dict[str, Correction] = {}
+        self._changed: set[str] = set()
         self._errors: dict[str, tuple[float, float]] = {}
 
     def run(self) -> Outcome:
@@ -135,7 +136,11 @@ class LayerCorrector:
                 for place, x in samples.chunks(at_once):
                     answers.append(answers_in(run(model, x), place.stop - place.start))
         divergence = {self.method.name: self.reference.divergence(answers)}
-        return Outcome(model, self.method.name, divergence, self._chosen, self._errors)
+        # What the forward wrote to the copy (counters, averages) stays there.
+        corrected = copy_with(
+            self._small, lambda name, old: (self._tensors[name] if name in self._changed else old).detach().clone()
+        )
+        return Outcome(corrected, self.method.name, divergence, self._chosen, self._errors)
 
     def choose(self, layer: RepairableLayer, fit: Moments, held: Moments) -> Change:
         """The change of a layer that is best on held-out rows."""
@@ -173,6 +178,7 @@ class LayerCorrector:
     def _finish(self, layer: RepairableLayer, change: Change) -> None:
         """Change the layer. Sums are double precision, and rounded once."""
         self._chosen[layer.weight] = change.correction
+        self._changed |= {layer.weight, layer.bias or "", layer.norm.mean if layer.norm is not None else ""}
         weight = self._tensors[layer.weight]
         bias = self._tensors[layer.bias] if layer.bias is not None else None
         new = weight.detach().double()

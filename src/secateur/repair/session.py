@@ -10,6 +10,7 @@ from functools import partial
 import torch
 from torch import nn
 
+from secateur.arguments import check_callable, check_count, check_number
 from secateur.errors import RepairError, SecateurWarning
 from secateur.nest import tensors_in
 from secateur.repair.corrections import corrections_named
@@ -22,7 +23,7 @@ from secateur.running.copies import copy_with, unwrap
 from secateur.running.devices import device_of
 from secateur.running.processes import synchronise
 from secateur.running.progress import Line, Listener, Recording
-from secateur.running.sandbox import check_weights, quiet
+from secateur.running.sandbox import check_weights, leaves_no_trace, quiet
 
 
 @dataclass(frozen=True)
@@ -54,20 +55,24 @@ class Repair:
 
     def __post_init__(self) -> None:
         corrections_named(self.method)
+        for name in ("held_out", "relevance"):
+            check_number(name, getattr(self, name), error=RepairError)
+        check_callable("alter", self.alter, "a function f(images, generator)", error=RepairError)
+        check_count("seed", self.seed, None, error=RepairError)
         if not 0 <= self.held_out < 1 or not 0 <= self.relevance <= 1:
             raise RepairError(
                 f"held_out={self.held_out} or relevance={self.relevance} is not a share.",
                 fix="held_out from 0 to below 1, relevance from 0 to 1",
             )
         for name, least in {"copies": 0, "rounds": 0, "samples": 1, "rows": 1, "at_once": 1}.items():
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise RepairError(f"{name}={value} is too small.", fix=f"at least {least}")
+            if name != "at_once" or self.at_once is not None:
+                check_count(name, getattr(self, name), least, error=RepairError)
 
     def __call__(self, small: nn.Module, original: nn.Module, data: Data) -> nn.Module:
         """The repaired model. `small` is not changed."""
         return self.examine(small, original, data).model
 
+    @leaves_no_trace
     def examine(self, small: nn.Module, original: nn.Module, data: Data, progress: bool | Listener = True) -> Outcome:
         """The repaired model, and what was done. `progress` draws a line on a terminal; a function receives events."""
         return self.session(original, data).examine(small, progress)
@@ -87,6 +92,7 @@ class Session:
 
     def examine(self, small: nn.Module, progress: bool | Listener = True) -> Outcome:
         """The repaired model, and what was done. `progress` is as for `Repair.examine`."""
+        check_callable("progress", None if isinstance(progress, bool) else progress, "True, False, or f(event)")
         if isinstance(progress, bool):
             with Line(progress) as line:
                 return self.examine(small, line)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from secateur.arguments import check_kind
 from secateur.errors import SecateurError
 from secateur.latency.timing import Timing
 from secateur.plans.targets import brief
@@ -31,6 +32,17 @@ class Page:
     std: Sequence[float] | None = None
 
     __repr__ = brief
+
+    def __post_init__(self) -> None:
+        for name, kind, fix in (
+            ("title", str, "a text"),
+            ("about", Mapping, "{'name': 'text'}"),
+            ("latency", (bool, Sequence), "True, False, or timings"),
+            ("mean", Sequence, "a number for each channel"),
+            ("std", Sequence, "a number for each channel"),
+        ):
+            if getattr(self, name) is not None:
+                check_kind(name, getattr(self, name), kind, fix)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from secateur import atomic
+from secateur.arguments import check_path
 from secateur.errors import (
     DataError,
     RelevanceError,
@@ -90,10 +91,12 @@ def write_report(
     page: Page | None = None,
 ) -> Path:
     """Write the page of `Result.report`."""
+    check_path("path", path, "a file name, such as 'report.html'")
     for name, given, kinds, fix in (
         ("page", page, Page, 'page=Page(title="…")'),
         ("comparison", comparison, Comparison | Mapping, "what `compare` returns, or results by name: {'lrp': result}"),
         ("inputs", inputs, tuple | list, "a pair inputs=(x, y); y may be None"),
+        ("classes", classes, Sequence | Mapping, "a list of names, or {class: name}"),
     ):
         if given is not None and not isinstance(given, kinds):
             raise SecateurError(f"{name} is a {type(given).__name__}.", fix=fix)

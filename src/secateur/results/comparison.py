@@ -37,7 +37,7 @@ class Curve:
         return _mean(1 - self.macs, self.overall, 0.0, 1 - end)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Comparison:
     """Curves, areas, and how far the criteria agree on the unpruned model. `print` it for the answer in one table.
 
@@ -63,6 +63,9 @@ class Comparison:
         """The criterion with the largest area over MACs: what you pay for."""
         areas = self.areas()
         return max(areas, key=lambda name: areas[name][1])
+
+    def __repr__(self) -> str:
+        return f"<Comparison of {', '.join(self.curves)}; best over MACs: {self.best}>"
 
     def __str__(self) -> str:
         areas, width = self.areas(), max(len(name) for name in self.curves)

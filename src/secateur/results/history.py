@@ -90,6 +90,9 @@ class History:
         except (json.JSONDecodeError, TypeError, KeyError, ValueError) as error:
             raise FileFormatError(f"not a history: {type(error).__name__}: {error}") from error
 
+    def __repr__(self) -> str:
+        return f"<History of {len(self.rows)} rows>"
+
     def __str__(self) -> str:
         lines = [f"{'step':>4}  {'removed':>8}  {'params':>12}  {'MACs':>14}  overall"]
         for row in self.rows:
@@ -101,7 +104,7 @@ class History:
         return "\n".join(lines)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Record:
     """What a run ended with, as reports read it.
 
@@ -119,6 +122,10 @@ class Record:
     stopped: str
     original: nn.Module | None = field(default=None, repr=False, compare=False)
     settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        name = type(self.model).__name__
+        return f"<{type(self).__name__} of {name}: {self.cost_before} → {self.cost_after}; {self.stopped}>"
 
     def __str__(self) -> str:
         return f"{self.cost_before} → {self.cost_after}; {self.stopped}\n{self.history}"

@@ -11,9 +11,10 @@ from torch import nn
 
 from secateur.errors import DataError
 from secateur.running.batches import Data, batches, check_targets, is_binary
+from secateur.running.copies import shared_copy, unwrap
 from secateur.running.devices import device_of
 from secateur.running.logits import logits_of, one_output
-from secateur.running.sandbox import evaluating, run
+from secateur.running.sandbox import leaves_no_trace, run
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class Accuracy:
         return {"overall": self.overall} | {name(number): share for number, share in self.classes.items()}
 
 
+@leaves_no_trace
 def accuracy(model: nn.Module, data: Data, batch_size: int = 32) -> Accuracy:
     """The accuracy of a model in evaluation mode on a pair (X, y) or on batches of inputs and targets.
 
@@ -42,7 +44,8 @@ def accuracy(model: nn.Module, data: Data, batch_size: int = 32) -> Accuracy:
     """
     right: Counter[int] = Counter()
     seen: Counter[int] = Counter()
-    with evaluating(model), torch.no_grad():
+    model = shared_copy(unwrap(model)).eval()
+    with torch.no_grad():
         for inputs, targets in batches(data, batch_size, device_of(model)):
             output = logits_of(run(model, inputs))
             wanted = check_targets(targets, output)

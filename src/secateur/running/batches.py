@@ -90,7 +90,9 @@ def batches(
 
 def _plain(data: Data, batch_size: int, share: tuple[int, int]) -> Iterator[Batch]:
     if data is None:
-        raise DataError("this criterion needs data: an iterable of (inputs, targets), or a pair (X, y) of tensors.")
+        raise DataError(
+            "this needs data, but data is None.", fix="an iterable of (inputs, targets), or a pair (X, y) of tensors"
+        )
     data = as_data(data)
     if is_pair(data):
         inputs, targets = data
@@ -157,7 +159,7 @@ def check_targets(targets: Any, output: Tensor, entry: str = "") -> Tensor:
     Those of a model with one output come back shaped like it; class numbers must be 0 or 1 there.
     """
     if targets is None:
-        raise DataError("this criterion needs targets: the true class of each sample.")
+        raise DataError("this needs targets, but they are None.", fix="the true class of each sample")
     known: Tensor = torch.as_tensor(targets, device=output.device)
     shape = f"{entry} {tuple(output.shape)}".lstrip()
     if one_output(output, known.numel()):

@@ -18,6 +18,8 @@ def unwrap(model: nn.Module) -> nn.Module:
     given: object = model
     if not isinstance(given, nn.Module):
         hint = "call it first" if callable(given) else "build the network and load its weights first"
+        if isinstance(getattr(given, "model", None), nn.Module):
+            hint = "result.model"
         raise UnsupportedModelError(f"the model is a {type(given).__name__}, not an nn.Module.", fix=hint)
     while True:
         inner = getattr(model, "_orig_mod", None)
@@ -33,6 +35,8 @@ def copy_with(model: nn.Module, tensor: Callable[[str, Tensor], Tensor]) -> nn.M
     memo: dict[int, Any] = {}
     for name, old in named_tensors(model):
         new = tensor(name, old)
+        if new.is_inference():
+            new = new.clone()  # what was made in inference mode can take no part in a gradient
         if isinstance(old, nn.Parameter):
             new = nn.Parameter(new, requires_grad=old.requires_grad)
         memo[id(old)] = new

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import random
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.compiler import set_stance
@@ -23,6 +27,80 @@ _FORMATS = re.compile(r"dtype|datatype|scalar type|Input type")
 _CASTS = {torch.float32: "float", torch.float64: "double", torch.float16: "half", torch.bfloat16: "bfloat16"}
 
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def leaves_no_trace(function: Callable[P, R]) -> Callable[P, R]:
+    """For public functions: what is set around the call neither changes its results nor is changed by it.
+
+    Random numbers that are drawn inside are given back, those that a shuffling DataLoader draws included. Inference
+    mode, autocast and a meta default device do not apply inside.
+    """
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        with ExitStack() as stack:
+            stack.enter_context(_outermost)
+            if torch.is_inference_mode_enabled():
+                stack.enter_context(torch.inference_mode(False))
+            for kind in ("cpu", "cuda"):
+                if torch.is_autocast_enabled(kind):
+                    stack.enter_context(torch.autocast(kind, enabled=False))
+            if torch.get_default_device().type == "meta":
+                stack.enter_context(torch.device("cpu"))
+            return function(*args, **kwargs)
+
+    return call
+
+
+class _RandomState:
+    """The state of all random number generators that a user's code may draw from."""
+
+    def __init__(self, devices: Sequence[int]) -> None:
+        self.cpu, self.python, self.numpy = torch.get_rng_state(), random.getstate(), np.random.get_state()
+        self.cuda = [(device, torch.cuda.get_rng_state(device)) for device in devices]
+
+    def restore(self) -> None:
+        torch.set_rng_state(self.cpu)
+        random.setstate(self.python)
+        np.random.set_state(self.numpy)
+        for device, state in self.cuda:
+            torch.cuda.set_rng_state(state, device)
+
+
+class _Outermost:
+    """Gives random numbers back when the last call of a public function ends, in whatever thread.
+
+    Threads share the generators. If each gave back what it found, it could find what another one was drawing.
+    """
+
+    def __init__(self) -> None:
+        self._lock, self._depth = threading.Lock(), 0
+        self._state: _RandomState | None = None
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._depth:
+                self._state = _RandomState(_cuda_devices())
+            self._depth += 1
+
+    def __exit__(self, *error: object) -> None:
+        with self._lock:
+            self._depth -= 1
+            if not self._depth and self._state is not None:
+                self._state.restore()
+                self._state = None
+
+
+_outermost = _Outermost()
+
+
+def _cuda_devices() -> list[int]:
+    used = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return list(range(torch.cuda.device_count())) if used else []
+
+
 @contextmanager
 def isolated(model: nn.Module, entries: Sequence[Tensor]) -> Iterator[None]:
     """Evaluation mode, gradients on, compiled parts run as written, random numbers given back."""
@@ -31,9 +109,14 @@ def isolated(model: nn.Module, entries: Sequence[Tensor]) -> Iterator[None]:
         yield
 
 
-def forked(tensors: Iterable[Tensor]) -> AbstractContextManager[None]:
+@contextmanager
+def forked(tensors: Iterable[Tensor]) -> Iterator[None]:
     """Random numbers that are drawn inside are given back, on the CPU and on the devices of these tensors."""
-    return torch.random.fork_rng(sorted({t.device.index or 0 for t in tensors if t.is_cuda}))
+    state = _RandomState(sorted({t.device.index or 0 for t in tensors if t.is_cuda}))
+    try:
+        yield
+    finally:
+        state.restore()
 
 
 @contextmanager
@@ -91,11 +174,19 @@ def _conversion(model: nn.Module, inputs: Example, error: str) -> str:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """No gradients, and the random number generators of CPU and GPU as they were before."""
-    used = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    devices = list(range(torch.cuda.device_count())) if used else []
-    with torch.random.fork_rng(devices), torch.no_grad():
+    """No gradients, and all random number generators as they were before."""
+    with drawing_again(), torch.no_grad():
         yield
+
+
+@contextmanager
+def drawing_again() -> Iterator[None]:
+    """All random number generators as they were before."""
+    state = _RandomState(_cuda_devices())
+    try:
+        yield
+    finally:
+        state.restore()
 
 
 def to_meta(example: Example) -> Example:

@@ -81,7 +81,7 @@ class RepeatedSize:
     axis: int
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Graph:
     """The groups of a model. `print(graph)` shows them as a table; `graph.groups` lists them."""
 
@@ -156,6 +156,16 @@ class Graph:
     def __len__(self) -> int:
         return sum(len(layer.groups) for layer in self.layers)
 
+    @property
+    def without_layers(self) -> str:
+        """Why there is nothing in the table of a model without layers."""
+        names = sorted(self.parameters)
+        others = f"; other operations use {', '.join(names[:4])}{' …' if len(names) > 4 else ''}" if names else ""
+        return f"units are made by convolutions, linear layers and embeddings, and the forward calls none{others}"
+
+    def __repr__(self) -> str:
+        return f"<Graph of {self.model_name}: {len(self.layers)} layers, {self.total_units} units may leave>"
+
     def __str__(self) -> str:
         lines = [
             f"{self.model_name}: {self.cost}; {self.total_units} of {int(self.units.sum())} units in "
@@ -172,6 +182,8 @@ class Graph:
         for name, kind, *counts, verdict in rows:
             numbers = [count.rjust(width) for count, width in zip(counts, widths[2:5], strict=True)]
             lines.append("  ".join([name.ljust(widths[0]), kind.ljust(widths[1]), *numbers, verdict]).rstrip())
+        if not self.layers:
+            lines = [lines[0], "", self.without_layers]
         if self.unused:
             more = " …" if len(self.unused) > 8 else ""
             lines += ["", f"not reached by the example: {', '.join(self.unused[:8])}{more}"]

@@ -8,12 +8,13 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from secateur.errors import Argument, SecateurError, VerificationError
+from secateur.arguments import check_choice, check_kind
+from secateur.errors import Argument, PlanError, VerificationError
 from secateur.nest import map_tensors, tensors_of_output
 from secateur.plans.plan import Plan
 from secateur.running.copies import shared_copy, unwrap
 from secateur.running.devices import dtype_of
-from secateur.running.sandbox import Example, evaluating, quiet, run
+from secateur.running.sandbox import Example, evaluating, leaves_no_trace, quiet, run
 from secateur.surgery.cut import cut
 from secateur.surgery.mask import mask, reference
 from secateur.surgery.provenance import remember
@@ -22,6 +23,7 @@ from secateur.surgery.provenance import remember
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 
 
+@leaves_no_trace
 def apply(
     model: nn.Module, plan: Plan, how: Literal["remove", "mask"] = "remove", example: Example = None
 ) -> nn.Module:
@@ -37,10 +39,10 @@ def apply(
     Linear(in_features=4, out_features=3, bias=True)
     """
     model = unwrap(model)
+    check_kind("plan", plan, Plan, "apply(model, plan), with the plan of `plan(…)` or result.plan", error=PlanError)
+    check_choice("how", how, ("remove", "mask"))
     if how == "mask":
         return mask(model, plan)
-    if how != "remove":
-        raise SecateurError(f"how={how!r} is not known; use 'remove' or 'mask'")
     small = cut(model, plan)
     example = plan.example if example is None else example
     if example is not None and plan.groups:
@@ -73,7 +75,8 @@ def _gap(small: nn.Module, model: nn.Module, plan: Plan, example: Example, doubl
     """The largest difference between small and masked outputs relative to the largest output, and where it is."""
     if double:
         example = map_tensors(lambda t: t.double() if t.is_floating_point() else t, example)
-    outputs = [_outputs("smaller", shared_copy(small).double() if double else small, example)]
+    copy = shared_copy(small)  # so that what the forward writes is not handed out
+    outputs = [_outputs("smaller", copy.double() if double else copy, example)]
     masked = reference(model, plan)  # made only now, so that not all three models and a pass need memory at once
     outputs.append(_outputs("masked", masked.double() if double else masked, example))
     if len(outputs[0]) != len(outputs[1]):
