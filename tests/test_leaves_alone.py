@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import secateur as sc
+from secateur.errors import DataError
 from secateur.loop import Schedule
 from secateur.report import Page
 from secateur.running.accuracy import accuracy
@@ -210,3 +211,49 @@ def test_weights_and_data_made_in_inference_mode() -> None:
     assert torch.equal(found.input, usual)
     expected = sc.prune(net, PAIR, "taylor", remove=0.5, progress=False).model
     assert all(torch.equal(a, b) for a, b in zip(small.parameters(), expected.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16])
+def test_half_precision_on_the_processor(kind: torch.dtype) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 3))
+    wide = sc.explain(net, X, 1).input
+    found = sc.explain(net.to(kind), X.to(kind), 1).input
+    assert isinstance(found, Tensor)
+    assert isinstance(wide, Tensor)
+    assert torch.allclose(found.float(), wide, atol=0.05 * float(wide.abs().max()))
+    assert sc.prune(net, (X.to(kind), Y), remove=0.5, progress=False).plan is not None
+
+
+class Mixed(nn.Module):
+    """Half precision with norms in full precision, whose output is half precision again. `cast` is the usual wrapper."""
+
+    def __init__(self, cast: bool) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(4, 16), nn.LayerNorm(16), nn.Linear(16, 3)
+        self.bfloat16()
+        self.norm.float()
+        self.cast = cast
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        normed = self.norm(x.float()).to(x.dtype) if self.cast else self.norm(x)
+        out: Tensor = self.last(normed)
+        return out
+
+
+@pytest.mark.parametrize("cast", [False, True])
+def test_half_precision_with_a_norm_in_full_precision(cast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    net, data = Mixed(cast), (X.bfloat16(), Y)
+    sc.prune(net, data, "weight", remove=0.5, progress=False)
+    monkeypatch.setattr("secateur.surgery.apply._TOLERANCE", {torch.bfloat16: 0.0})  # rounding alone does not decide
+    sc.prune(net, data, "weight", remove=0.5, progress=False)
+
+
+def test_images_of_several_sizes() -> None:
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 3))
+    data = [(torch.rand(4, 3, size, size), torch.arange(4) % 3) for size in (12, 16)]
+    with pytest.raises(DataError, match=r"\(3, 12, 12\).*\(3, 16, 16\).*repair=None"):
+        sc.prune(net, data, remove=0.5, progress=False)
+    assert sc.prune(net, data, remove=0.5, repair=False, progress=False).plan is not None

@@ -80,8 +80,20 @@ class Backward:
         """
         rule = self.rule(place)
         arrived = total(r) if arrived is None else arrived
-        narrow = a.dtype if rule.cancels and a.dtype in HALF else None
-        if narrow:
+        narrow = a.dtype if a.dtype in HALF else None
+        shared, passed = self._shared(rule, r, a, layer, place, name, nonneg, arrived, channel, bool(rule.cancels))
+        # float16 ends at 65504: relevance divided by a small sum overflows. (On a GPU, asking would wait.)
+        if a.dtype == torch.float16 and not a.is_cuda and not bool(torch.isfinite(passed).all()):
+            shared, passed = self._shared(rule, r, a, layer, place, name, nonneg, arrived, channel, True)
+        self.flow(name, place.kind, arrived, passed, rule.absorbs)
+        return (shared if narrow is None else shared.to(narrow),)
+
+    def _shared(
+        self, rule: Rule, r: Tensor, a: Tensor, layer: LinearMap, place: Place, name: object, nonneg: bool,
+        arrived: Tensor, channel: int | None, widen: bool,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """What a rule gives to `a`, and the sums of it. With `widen`, half precision is left for the while."""
+        if widen and a.dtype in HALF:
             layer = layer.widened()
             a, r = a.float(), r.float()
         layer.nonneg = nonneg
@@ -92,8 +104,7 @@ class Backward:
             if extra is not None:
                 shared = shared + extra
                 passed = self.journal.sums(shared, channel)
-        self.flow(name, place.kind, arrived, passed, rule.absorbs)
-        return (shared if narrow is None else shared.to(narrow),)
+        return shared, passed
 
     def _is_stuck(self, kind: str, name: object, arrived: Tensor, passed: Tensor) -> bool:
         """Whether relevance was lost. On a GPU, where this waits for the device, only attentive layers check."""

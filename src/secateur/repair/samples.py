@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from secateur.errors import DataError
-from secateur.nest import map_leaves, select_samples
+from secateur.errors import Argument, DataError
+from secateur.nest import map_leaves, select_samples, tensors_in
 from secateur.running.batches import Data, batches, check_inputs, is_pair, size_of
 
 #: `f(images, generator)` returns altered images of the same shape. The generator lives on the CPU.
@@ -147,4 +147,12 @@ def _joined(parts: list[Any]) -> Any:
     """Nests of tensors, joined along their samples."""
     if len(parts) == 1:
         return parts[0]
+    shapes = [[tuple(t.shape[1:]) for t in tensors_in(part)] for part in parts]
+    other = next((shape for shape in shapes if shape != shapes[0]), None)
+    if other is not None:
+        raise DataError(
+            f"repair needs samples of one shape, but batches have {shapes[0]} and {other}.",
+            fix="resize or pad the samples, or {repair}",
+            repair=Argument("repair", None),
+        )
     return map_leaves(lambda *of: torch.cat(of) if isinstance(of[0], Tensor) else of[0], *parts)

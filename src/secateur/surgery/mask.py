@@ -90,4 +90,4 @@ def _masked_norm(call: Call, kept: Tensor) -> Tensor:
         y = y * weight
     if bias is not None:
         y = y + bias
-    return y * inside
+    return (y * inside).to(x.dtype)  # weights may be wider than activations
