@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import secateur as sc
-from secateur.criteria import Taylor
+from secateur.criteria import LRP, Random, Taylor
 from secateur.errors import (
     CriterionError,
     NothingToPruneError,
@@ -23,7 +23,7 @@ from secateur.errors import (
     TargetError,
     UnsupportedModelError,
 )
-from secateur.loop import Schedule
+from secateur.loop import FineTune, Schedule
 from secateur.plans import Limits
 from secateur.plans.targets import Target
 from secateur.repair import Repair
@@ -121,6 +121,10 @@ WRONG: list[tuple[Call, type[SecateurError], str]] = [
     (lambda: ANY.plan(GRAPH, SCORES, 0.5, start=3), SecateurError, "start is a int"),
     (lambda: Taylor(norm=3), CriterionError, "norm=3"),  # type: ignore[arg-type]
     (lambda: Taylor(loss="mse"), CriterionError, "loss is a str"),  # type: ignore[arg-type]
+    (lambda: Random(seed="a"), CriterionError, "seed='a'"),  # type: ignore[arg-type]
+    (lambda: LRP(start="two"), CriterionError, "start='two'"),  # type: ignore[arg-type]
+    (lambda: FineTune(DATA, epochs=0), SecateurError, "epochs=0"),
+    (lambda: FineTune(DATA, lr="fast"), SecateurError, "lr='fast'"),  # type: ignore[arg-type]
     (lambda: Taylor(name=3), CriterionError, "name is a int"),  # type: ignore[arg-type]
     # removing
     (lambda: ANY.apply(NET, GRAPH), PlanError, "plan is a Graph"),
@@ -189,6 +193,7 @@ def test_wrong_arguments_are_refused_by_name(
     with pytest.raises(error, match=re.escape(words)) as caught:
         call()
     assert caught.value.what
+    assert caught.value.fix
     assert not list(tmp_path.iterdir())
 
 
@@ -221,8 +226,9 @@ def test_a_single_criterion_and_a_size_can_be_compared() -> None:
 
 @pytest.mark.parametrize("model", [nn.LSTM(4, 6, batch_first=True), nn.Sequential(nn.ReLU())])
 def test_a_model_without_units_says_why(model: nn.Module) -> None:
-    with pytest.raises(NothingToPruneError, match="no unit that may leave"):
+    with pytest.raises(NothingToPruneError, match="units are made by convolutions"):
         sc.prune(model, [(torch.rand(2, 5, 4), None)], "weight", remove=0.5, progress=False)
+    assert "units are made by convolutions" in str(sc.analyze(model, torch.rand(2, 5, 4)))
 
 
 def test_objects_are_short_and_tables_print() -> None:

@@ -226,7 +226,7 @@ def test_half_precision_on_the_processor(kind: torch.dtype) -> None:
 
 
 class Mixed(nn.Module):
-    """Half precision with norms in full precision, whose output is half precision again. `cast` is the usual wrapper."""
+    """Half precision with a norm in full precision. `cast` is the usual wrapper around such a norm."""
 
     def __init__(self, cast: bool) -> None:
         super().__init__()

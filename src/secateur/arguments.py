@@ -16,12 +16,13 @@ def check_number(
 ) -> None:
     """Refuse what is no finite number, or is below `least`. True and False are no numbers."""
     given = Argument(name, value, key)
+    fix = "a finite number" if least is None else f"a finite number of at least {least:g}"
     if isinstance(value, bool) or not isinstance(value, Real):
-        raise error("{given} must be a number, not {kind}.", given=given, kind=type(value).__name__)
+        raise error("{given} must be a number, not {kind}.", fix=fix, given=given, kind=type(value).__name__)
     if not math.isfinite(value):
-        raise error("{given} must be a finite number.", given=given)
+        raise error("{given} must be a finite number.", fix=fix, given=given)
     if least is not None and value < least:
-        raise error("{given} must be at least {least:g}.", given=given, least=least)
+        raise error("{given} must be at least {least:g}.", fix=fix, given=given, least=least)
 
 
 def check_count(
@@ -29,10 +30,11 @@ def check_count(
 ) -> None:
     """Refuse what is no whole number of at least `least`."""
     given = Argument(name, value)
+    fix = "a whole number" if least is None else f"a whole number of at least {least}"
     if isinstance(value, bool) or not isinstance(value, Integral):
-        raise error("{given} must be a whole number, not {kind}.", given=given, kind=type(value).__name__)
+        raise error("{given} must be a whole number, not {kind}.", fix=fix, given=given, kind=type(value).__name__)
     if least is not None and int(value) < least:
-        raise error(f"{{given}} must be at least {least}{why and f': {why}'}.", given=given)
+        raise error(f"{{given}} must be at least {least}{why and f': {why}'}.", fix=fix, given=given)
 
 
 def check_kind(name: str, value: Any, kinds: Any, fix: str, *, error: type[SecateurError] = SecateurError) -> None:
@@ -44,7 +46,7 @@ def check_kind(name: str, value: Any, kinds: Any, fix: str, *, error: type[Secat
 def check_flag(name: str, value: Any, *, error: type[SecateurError] = SecateurError) -> None:
     """Refuse what is neither True nor False."""
     if not isinstance(value, bool):
-        raise error("{given} must be True or False.", given=Argument(name, value))
+        raise error("{given} is no flag.", fix="True or False", given=Argument(name, value))
 
 
 def check_choice(name: str, value: Any, known: Sequence[Any], *, error: type[SecateurError] = SecateurError) -> None:

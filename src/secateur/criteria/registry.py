@@ -65,4 +65,7 @@ def criterion_named(choice: Choice) -> Criterion:
         )
     if callable(choice):
         return Custom(name=getattr(choice, "__name__", type(choice).__name__), function=choice)
-    raise CriterionError(f"criterion must be a name, a Criterion or a function, not {type(choice).__name__}.")
+    raise CriterionError(
+        f"criterion must be a name, a Criterion or a function, not {type(choice).__name__}.",
+        fix=f"a name such as {', '.join(_KNOWN)}",
+    )

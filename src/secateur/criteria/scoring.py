@@ -65,7 +65,7 @@ def score(
     choices: Sequence[Any] = criterion if several else [criterion]  # type: ignore[assignment]
     wanted = [criterion_named(choice) for choice in choices]
     if not wanted:
-        raise CriterionError("there is no criterion in the list.")
+        raise CriterionError("there is no criterion in the list.", fix="for example ['lrp', 'taylor']")
     original = unwrap(model)
     if graph is not None:
         check_kind("graph", graph, Graph, "graph=analyze(model, example)")

@@ -9,7 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from secateur.arguments import check_count
 from secateur.criteria.criterion import Accumulator, Criterion, Norm, Subject, Sums
+from secateur.errors import CriterionError
 from secateur.running.devices import precise
 
 
@@ -56,6 +58,10 @@ class Random(Criterion):
     data: ClassVar[bool | None] = False
     name: str = "random"
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_count("seed", self.seed, 0, error=CriterionError)
 
     def accumulate(self, subject: Subject) -> Accumulator:
         """Drawn for the unpruned layers, so that a removal does not change the numbers of what is left."""

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from secateur.arguments import check_callable, check_count, check_flag, check_number
 from secateur.errors import DataError
 from secateur.nest import select_samples
 from secateur.running.batches import Data, as_batch, as_data, default_loss, is_pair, size_of
@@ -42,6 +43,14 @@ class FineTune:
     weight_decay: float = 0.0
     loss: Callable[[Tensor, Any], Tensor] | None = None
     mixed: bool = True
+
+    def __post_init__(self) -> None:
+        check_count("epochs", self.epochs)
+        check_count("batch_size", self.batch_size)
+        for name in ("lr", "momentum", "weight_decay"):
+            check_number(name, getattr(self, name), least=0)
+        check_callable("loss", self.loss, "a function f(output, targets)")
+        check_flag("mixed", self.mixed)
 
     def __call__(self, model: nn.Module, step: int) -> None:
         """Train. Afterwards each module's training flag is what it was."""

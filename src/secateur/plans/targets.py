@@ -168,10 +168,11 @@ def check_share(name: str, value: float) -> None:
     if not 0 < value < 1:
         raise TargetError(
             "{given} must lie strictly between 0 and 1: a share of the units.",
-            fix="{share} for {percent:g} per cent" if 1 < value < 100 else "",
+            fix="{share} for {percent:g} per cent" if 1 < value < 100 else "for example {half}",
             given=Argument(name, value),
             share=Argument(name, value / 100),
             percent=value,
+            half=Argument(name, 0.5),
         )
 
 

@@ -160,6 +160,8 @@ def refusal(model: nn.Module, what: str, inputs: Example, error: Exception) -> F
 
 
 def _conversion(model: nn.Module, inputs: Example, error: str) -> str:
+    if "positional argument" in error:
+        return "give what the model's forward takes, without targets"
     if not _FORMATS.search(error):
         return ""
     if "'indices'" in error:
