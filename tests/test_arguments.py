@@ -211,6 +211,11 @@ def test_a_generator_loses_no_batch() -> None:
     assert once.units.keys() == listed.units.keys()
 
 
+def test_a_report_reads_a_generator_for_both_models(tmp_path: Path) -> None:
+    page = RESULT.report(tmp_path / "page.html", test=iter([DATA]), page=Page(latency=False))
+    assert "24 held-out samples" in page.read_text(encoding="utf-8")
+
+
 def test_repair_is_switched_by_a_flag() -> None:
     none, usual = (sc.prune(NET, DATA, remove=0.5, repair=flag, progress=False) for flag in (False, True))
     assert "repair" not in none.settings

@@ -31,7 +31,7 @@ from secateur.report.environment import environment
 from secateur.results.comparison import Comparison
 from secateur.results.history import Record
 from secateur.running.accuracy import accuracy
-from secateur.running.batches import Data
+from secateur.running.batches import Data, repeatable
 from secateur.running.copies import unwrap
 from secateur.structure.cost import human
 
@@ -101,6 +101,7 @@ def write_report(
         if given is not None and not isinstance(given, kinds):
             raise SecateurError(f"{name} is a {type(given).__name__}.", fix=fix)
     page = page if page is not None else Page()
+    data, test = repeatable(data), repeatable(test)  # both models run on them
     source = original if original is not None else result.original
     if source is not None:
         source = unwrap(source)
