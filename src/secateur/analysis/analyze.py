@@ -155,8 +155,10 @@ def _attributes(graph: Graph, model: nn.Module, layers: list[Layer]) -> Iterator
                 module = model.get_submodule(path)
                 if type(module).__module__.startswith("torch.nn."):
                     continue
+                parents = [kind for kind in type(module).__mro__ if kind.__module__.startswith("torch.nn.")]
+                known = {name for kind in parents for name in getattr(kind, "__constants__", ())}  # `cut` sets those
                 for name, value in vars(module).items():
-                    if type(value) is int and value == axis.size:
+                    if type(value) is int and value == axis.size and name not in known:
                         yield RepeatedSize(path, name, position)
 
 

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
+from secateur.errors import CriterionError
 from secateur.relevance.attention import Attention
 from secateur.relevance.rules import AlphaBeta, Box, Epsilon, Flat, Gamma, Norm, Rule
 
@@ -70,6 +71,11 @@ class Composite:
         """How attention passes relevance."""
         return next((on.rule for on in self.lines if isinstance(on.rule, Attention) and on.fits(place)), Attention())
 
+    @property
+    def attention_by_depth(self) -> bool:
+        """Whether how attention passes relevance depends on the depth."""
+        return any(isinstance(on.rule, Attention) and on.depth is not None for on in self.lines)
+
     def __repr__(self) -> str:
         return f"Composite({', '.join(map(repr, self.lines))}, name={self.name!r})"
 
@@ -105,7 +111,9 @@ def composite_named(composite: str | Composite | Rule) -> Composite:
         return composite
     if isinstance(composite, Rule):
         return Composite(On(composite), name=repr(composite))
-    try:
-        return PRESETS[composite]
-    except KeyError:
-        raise ValueError(f"there is no composite {composite!r}; the presets are {', '.join(PRESETS)}.") from None
+    given: object = composite
+    if not isinstance(given, str) or given not in PRESETS:
+        raise CriterionError(
+            f"there is no composite {given!r}.", where="composite", value=given, fix=f"one of {', '.join(PRESETS)}"
+        )
+    return PRESETS[given]

@@ -18,7 +18,9 @@ from secateur.relevance.engine import RelevancePass, Start
 from secateur.relevance.ledger import Absolute
 from secateur.relevance.rules import Rule
 from secateur.relevance.weights import path_of
+from secateur.running.batches import as_tensors
 from secateur.running.logits import one_output
+from secateur.running.sandbox import isolated, run_or_explain
 
 Target = int | Sequence[int] | Tensor | Callable[[Tensor], Tensor] | None
 
@@ -73,7 +75,15 @@ def explain(
     (torch.Size([2, 3, 2, 2]), torch.Size([4]))
     """
     engine = RelevancePass(model, composite, absolute=absolute)
-    output, heat = engine.run(inputs, starter(target, start, samples_in(inputs)))
+    inputs = as_tensors(inputs)
+    try:
+        output, heat = engine.run(inputs, starter(target, start, samples_in(inputs)))
+    except SecateurError:
+        raise
+    except Exception:
+        with isolated(engine.model, tensors_in(inputs)), torch.no_grad():
+            run_or_explain(engine.model, inputs)  # if the model itself fails, its error says so
+        raise
     conservation = engine.conservation()
     conservation.warn()
     first = heat[0] if len(heat) == 1 and heat[0] is not None else heat
