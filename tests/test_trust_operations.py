@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import secateur as sc
 from secateur.criteria import Taylor
@@ -511,3 +512,60 @@ def test_explain_refuses_what_the_model_does_not_take() -> None:
     assert torch.equal(sc.explain(net, x.numpy()).input, sc.explain(net, x).input)
     with pytest.raises(CriterionError, match="there is no composite 'alpha'"):
         sc.explain(net, x, composite="alpha")
+
+
+# -- parts that cannot be followed ------------------------------------------------------------------------------------
+class Checkpointed(nn.Module):
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.reentrant, self.a, self.b = reentrant, nn.Linear(4, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden: Tensor = checkpoint(lambda t: self.a(t).relu(), x, use_reentrant=self.reentrant)
+        return self.b(hidden)
+
+
+class Scripted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 6), nn.Linear(6, 3)
+        self.middle = torch.jit.script(nn.Sequential(nn.Linear(6, 6), nn.ReLU()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.middle(self.a(x)))
+
+
+def nested(levels: int) -> nn.Module:
+    net: nn.Module = nn.Linear(4, 6)
+    for _ in range(levels):
+        net = nn.Sequential(net)
+    return nn.Sequential(net, nn.Linear(6, 3))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing_is_refused_by_name(reentrant: bool) -> None:
+    with pytest.raises(UnsupportedModelError, match="checkpointing"):
+        sc.explain(Checkpointed(reentrant), torch.rand(6, 4))
+    with pytest.raises(UnsupportedModelError, match="checkpointing"):
+        sc.score(Checkpointed(reentrant), (torch.rand(6, 4), torch.arange(6) % 3), "taylor")
+
+
+@pytest.mark.parametrize(
+    ("make", "word"),
+    [(Scripted, "TorchScript"), (lambda: nn.Sequential(nn.LazyLinear(6), nn.Linear(6, 3)), "lazy"),
+     (lambda: nested(200), "nested")],
+)  # fmt: skip
+def test_parts_that_cannot_be_followed_are_refused_by_name(make: Callable[[], nn.Module], word: str) -> None:
+    net, x, y = make(), torch.rand(6, 4), torch.arange(6) % 3
+    acts: list[Callable[[], object]] = [
+        lambda: sc.analyze(net, x), lambda: sc.explain(net, x), lambda: sc.score(net, (x, y), "taylor"),
+    ]  # fmt: skip
+    for act in acts:
+        with pytest.raises(UnsupportedModelError, match=word):
+            act()
+
+
+def test_deep_nesting_that_fits_is_followed() -> None:
+    net, x = nested(100), torch.rand(6, 4)
+    assert sc.analyze(net, x).total_units == 6
+    sc.explain(net, x)

@@ -8,14 +8,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
 from secateur.errors import SecateurError, UnsupportedModelError
 from secateur.nest import tensors_of_output
 from secateur.plans.plan import plan_for
-from secateur.running.copies import unwrap
+from secateur.running.copies import check_followed, unwrap
 from secateur.running.observer import Rehearsal
 from secateur.running.sandbox import Example, quiet, run
 from secateur.structure.cost import Mask
@@ -40,11 +39,7 @@ def analyze(model: nn.Module, example: Example) -> Graph:
     [('0', 8, True), ('2', 4, False)]
     """
     model = unwrap(model)
-    if isinstance(model, torch.jit.ScriptModule):
-        raise UnsupportedModelError(
-            f"{type(model).__name__} is TorchScript: its code is compiled and cannot be followed.",
-            fix="the Python module that it was made from",
-        )
+    check_followed(model)
     for path, module in model.named_modules():
         if parametrize.is_parametrized(module):
             raise UnsupportedModelError(

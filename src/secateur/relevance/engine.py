@@ -27,7 +27,7 @@ from secateur.relevance.ledger import HALF, Absolute, Batch, Journal, Ledger, Pa
 from secateur.relevance.propagation import Propagation
 from secateur.relevance.rules import Rule
 from secateur.relevance.weights import Weights, path_of
-from secateur.running.copies import unwrap
+from secateur.running.copies import check_followed, unwrap
 from secateur.running.logits import logits_of
 from secateur.running.sandbox import isolated, run
 
@@ -59,6 +59,7 @@ class RelevancePass:
         accelerators: Accelerators = Accelerators(),  # noqa: B008 (frozen)
     ) -> None:
         self.model = unwrap(model)
+        check_followed(self.model)
         self.composite = composite_named(composite)
         self.absolute, self.heat_map, self.watch, self.accelerators = absolute, heat_map, watch, accelerators
         #: Layers that once could not pass on all relevance.

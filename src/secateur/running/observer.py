@@ -6,9 +6,11 @@ notes which of them is running, and gives way to torch's own again when the obse
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any, Self
 
 import torch
@@ -158,6 +160,20 @@ def _bare(tensor: Tensor) -> Tensor:
     while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         tensor = torch._C._functorch.get_unwrapped(tensor)
     return tensor
+
+
+def refuse_checkpoint(site: Site) -> None:
+    """Refuse gradient checkpointing, which runs a part again in the backward pass, where nobody watches it."""
+    if torch.is_grad_enabled() and torch._C._autograd._top_saved_tensors_default_hooks(False) is None:
+        return
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "torch.utils.checkpoint":
+            raise UnsupportedModelError(
+                f"{site} runs under gradient checkpointing, and a second time in the backward pass.",
+                fix="switch checkpointing off, e.g. model.gradient_checkpointing_disable()",
+            )
+        frame = frame.f_back
 
 
 class _Thread(threading.local):
