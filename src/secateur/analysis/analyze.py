@@ -8,14 +8,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
 from secateur.errors import SecateurError, UnsupportedModelError
 from secateur.nest import tensors_of_output
 from secateur.plans.plan import plan_for
-from secateur.running.copies import unwrap
+from secateur.running.copies import check_followed, unwrap
 from secateur.running.observer import Rehearsal
 from secateur.running.sandbox import Example, leaves_no_trace, quiet, run
 from secateur.structure.cost import Mask
@@ -41,11 +40,7 @@ def analyze(model: nn.Module, example: Example) -> Graph:
     [('0', 8, True), ('2', 4, False)]
     """
     model = unwrap(model)
-    if isinstance(model, torch.jit.ScriptModule):
-        raise UnsupportedModelError(
-            f"{type(model).__name__} is TorchScript: its code is compiled and cannot be followed.",
-            fix="the Python module that it was made from",
-        )
+    check_followed(model)
     for path, module in model.named_modules():
         if parametrize.is_parametrized(module):
             raise UnsupportedModelError(
@@ -156,8 +151,10 @@ def _attributes(graph: Graph, model: nn.Module, layers: list[Layer]) -> Iterator
                 module = model.get_submodule(path)
                 if type(module).__module__.startswith("torch.nn."):
                     continue
+                parents = [kind for kind in type(module).__mro__ if kind.__module__.startswith("torch.nn.")]
+                known = {name for kind in parents for name in getattr(kind, "__constants__", ())}  # `cut` sets those
                 for name, value in vars(module).items():
-                    if type(value) is int and value == axis.size:
+                    if type(value) is int and value == axis.size and name not in known:
                         yield RepeatedSize(path, name, position)
 
 

@@ -22,7 +22,7 @@ from secateur.plans.scores import Values
 from secateur.running.batches import default_loss, size_of
 from secateur.running.devices import precise
 from secateur.running.logits import answer_of, logits_of
-from secateur.running.observer import Observer
+from secateur.running.observer import Observer, refuse_checkpoint
 from secateur.running.sandbox import refusal, run
 
 
@@ -183,6 +183,7 @@ class Taps(Observer):
             self.owner.take(index, channel, z, None)
         if not self.owner.backward:
             return z
+        refuse_checkpoint(call.site)
         tap = _Tap(self.owner, index, channel, z.detach())
         self._open[z.untyped_storage().data_ptr()] = weakref.ref(tap)
         return _Watch.apply(z, self.anchor, tap)

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from secateur.ops.elementwise import operands_of
 from secateur.ops.layers import varying
 from secateur.ops.protocols import LabelVerbs, RelevanceVerbs
 from secateur.ops.table import Call, Decomposed, Operation, Ruled, register, register_named, stops
@@ -37,9 +38,14 @@ class Activation(Unary):
 
 
 class Clamp(Activation):
-    """Limits numbers: its output is ≥ 0 if the lower bound is."""
+    """Limits numbers: its output is ≥ 0 if the lower bound is. A bound that is a tensor meets them one by one."""
+
+    def channels(self, labels: LabelVerbs, call: Call, output: Any) -> None:
+        labels.merge(output, operands_of(labels, *call.tensors()), call.site)
 
     def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
+        if any(bound.requires_grad for bound in call.tensors()[1:]):
+            return relevance.moves(call)
         keywords = [call.kwargs[key] for key in ("min", "min_val") if key in call.kwargs]
         bound = keywords[0] if keywords else next(iter(call.args[1:]), None)
         nonneg = bound is not None and not isinstance(bound, Tensor) and float(bound) >= 0

@@ -90,10 +90,12 @@ class MatMul(Contraction):
 
 
 class AddMatMul(MatMul):
-    """`baddbmm`, `addmm`: a matmul, then a sum with another term."""
+    """`baddbmm`, `addmm`, `addmv`: a matmul, then a sum with another term."""
 
     def equation(self, call: Call) -> Equation:
         a, b = call["batch1"], call["batch2"]
+        if b.ndim == 1:  # `addmv`
+            return [a, b], ["ik", "k"], "i"
         return ([a, b], ["aik", "akj"], "aij") if a.ndim == 3 else ([a, b], ["ik", "kj"], "ij")
 
     def channels(self, labels: LabelVerbs, call: Call, output: Any) -> None:
@@ -141,7 +143,7 @@ class Attention(Operation):
 
     def channels(self, labels: LabelVerbs, call: Call, output: Any) -> None:
         query, key, value, mask = call["query"], call["key"], call["value"], call["attn_mask"]
-        macs = math.prod(query.shape[:-1]) * key.shape[-2] * (query.shape[-1] + value.shape[-1])
+        pairs = math.prod(query.shape[:-1]) * key.shape[-2]
         heads: list[tuple[int, Labels]] = []
         for tensor in (query, key, value):
             for layer in labels.layers(tensor):
@@ -152,7 +154,9 @@ class Attention(Operation):
                 elif tensor is not value or over != [tensor.ndim - 1]:
                     labels.freeze(layer, f"width of a single head in {call.site}")
         if not heads:
-            labels.cost(call.site, macs)
+            layers = [layer for layer in labels.layers(value) if varying(layer) == [value.ndim - 1]]
+            labels.cost(call.site, pairs * query.shape[-1])
+            labels.cost(call.site, pairs * value.shape[-1], *map(column, layers[:1]))
             labels.set(output, [layer[..., :1, :].expand(output.shape) for layer in labels.layers(value)])
             return
         dim, first = heads[0]
@@ -164,7 +168,7 @@ class Attention(Operation):
             labels.freeze(first, f"attends to a tensor of fixed size in {call.site}")
         labels.set(output, [spread(first, dim, output.shape)])
         labels.attend(first, call.site)
-        labels.cost(call.site, macs, first)
+        labels.cost(call.site, pairs * (query.shape[-1] + value.shape[-1]), first)
         if mask is not None and labels.layers(mask):
             scores = torch.empty((*query.shape[:-1], key.shape[-2]), device="meta")
             operands = [([spread(first, dim, scores.shape)], list(scores.shape)), *operands_of(labels, mask)]
@@ -255,9 +259,9 @@ def _additive(hidden: Tensor, like: Tensor) -> Tensor:
     return torch.zeros(hidden.shape, dtype=like.dtype, device=like.device).masked_fill(hidden, -math.inf)
 
 
-register_named("input other", "matmul bmm mm mv dot __matmul__", MatMul())
+register_named("input other|mat2|vec|tensor", "matmul bmm mm mv dot __matmul__", MatMul())
 register_named("input other", "__rmatmul__", MatMul(reflected=True))
-register_named("input batch1 batch2 beta=1 alpha=1", "baddbmm addmm addmv", AddMatMul())
+register_named("input batch1|mat1|mat batch2|mat2|vec beta=1 alpha=1", "baddbmm addmm addmv", AddMatMul())
 register("equation *operands", torch.einsum, torch.functional.einsum, operation=Einsum())
 register_named(
     "query key value attn_mask=None dropout_p=0 is_causal=False scale=None enable_gqa=False",

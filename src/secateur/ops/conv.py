@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from secateur.errors import UnsupportedModelError
 from secateur.ops.layers import spread
 from secateur.ops.linear import produce_with_bias, read_by_weight
 from secateur.ops.protocols import LabelVerbs, RelevanceVerbs
@@ -47,6 +48,11 @@ class _Convolving(Operation):
             labels.set(output, [spread(made, axis, output.shape)])
 
     def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
+        if call["weight"].grad_fn is not None:
+            raise UnsupportedModelError(
+                f"{call.site} computes its weight from activations (a dynamic convolution), which has no rule.",
+                fix="a convolution with parameters, or unfold and a matrix product",
+            )
         return relevance.convolves(call, self.spatial, self.transposed)
 
 

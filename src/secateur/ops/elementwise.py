@@ -26,6 +26,24 @@ class Elementwise(Ruled):
             labels.merge(tensor, operands_of(labels, *call.tensors()), call.site)
 
 
+class Choice(Elementwise):
+    """One of two tensors, position by position. With the condition alone, `where` lists the places that are true."""
+
+    def channels(self, labels: LabelVerbs, call: Call, output: Any) -> None:
+        if call.get("other") is not None:
+            super().channels(labels, call, output)
+        else:
+            labels.freeze_tensor(call["condition"], f"{call.site} looks up the places of what is true")
+
+    def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
+        """To whichever was chosen, constants included."""
+        if call.get("other") is None:
+            return relevance.stops(call)
+        operands = (call["input"], call["other"])
+        chosen = [relevance.constant(t, call) if isinstance(t, Tensor) else t for t in operands]
+        return torch.where(call["condition"], *chosen)
+
+
 class Sum(Elementwise):
     """Addition, or subtraction with `sign=-1`. `reflected`: the second argument comes first, as in `rsub`."""
 
@@ -89,13 +107,6 @@ def _adds_quotient(relevance: RelevanceVerbs, call: Call) -> Any:
         return call["input"] + call["value"] * (call["tensor1"] / call["tensor2"])
 
 
-def _chooses(relevance: RelevanceVerbs, call: Call) -> Any:
-    """One of two tensors, position by position: to whichever was chosen, constants included."""
-    operands = (call["input"], call["other"])
-    chosen = [relevance.constant(t, call) if isinstance(t, Tensor) else t for t in operands]
-    return torch.where(call["condition"], *chosen)
-
-
 register_named("input other alpha=1 out=None", "add __add__ __radd__", Sum(), in_place="add_ __iadd__")
 register_named("input other alpha=1 out=None", "sub subtract __sub__", Sum(sign=-1), in_place="sub_ __isub__")
 register_named("input other alpha=1", "rsub __rsub__", Sum(sign=-1, reflected=True))
@@ -108,7 +119,7 @@ register_named("input end weight", "lerp", Elementwise(_interpolates), in_place=
 register_named("input tensor1 tensor2 value=1", "addcmul", Elementwise(_adds_product), in_place="addcmul_")
 register_named("input tensor1 tensor2 value=1", "addcdiv", Elementwise(_adds_quotient), in_place="addcdiv_")
 register_named("input other", "maximum minimum", Elementwise(moves))
-register_named("input other", "atan2 __rpow__ float_power", Elementwise(passes))
+register_named("input other|exponent", "atan2 __rpow__ float_power", Elementwise(passes))
 register_named("input other", "eq ne gt lt ge le __eq__ __ne__ __gt__ __lt__ __ge__ __le__ __xor__", Elementwise(stops))
 register_named("input other", "logical_and logical_or bitwise_and bitwise_or __and__ __or__", Elementwise(stops))
 register_named("input", "isnan isinf isfinite", Elementwise(stops))
@@ -116,5 +127,5 @@ register_named("input mask value", "masked_fill", Elementwise(moves), in_place="
 register_named("input *rest", "zeros_like ones_like empty_like full_like rand_like randn_like", Fill(stops))
 register_named("input *rest", "fill bernoulli", Fill(stops), in_place="fill_ bernoulli_ zero_ normal_ uniform_")
 register("input *rest", Tensor.exponential_, operation=Fill(stops), writes=True)
-register("condition input other", torch.where, operation=Elementwise(_chooses))
-register("input condition other", Tensor.where, operation=Elementwise(_chooses))
+register("condition input other", torch.where, operation=Choice())
+register("input condition other", Tensor.where, operation=Choice())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -14,7 +15,10 @@ from secateur.ops.table import Call, Operation, register
 
 def produce_with_bias(labels: LabelVerbs, made: Labels, call: Call, kind: str) -> None:
     """These labels number the units of a layer, whose biases leave with them."""
-    labels.produce(made, call.site, kind)
+    if len(np.unique(made)) < len(made):  # e.g. a dynamic convolution, with a weight per sample
+        labels.freeze(made, f"{call.site} computes with a weight in which a unit occurs several times")
+    else:
+        labels.produce(made, call.site, kind)
     held = None if call["bias"] is None else labels.along(call["bias"], 0)
     if held is not None:
         labels.join(made, held)
@@ -56,7 +60,11 @@ class Linear(Operation):
         return x.new_empty((*x.shape[:-1], len(weight)))
 
     def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
-        return relevance.dense(call)
+        if call["weight"].grad_fn is None:
+            return relevance.dense(call)
+        with relevance.again():  # a weight that is an activation: a matrix product
+            product = call["input"] @ call["weight"].mT
+            return product if call["bias"] is None else product + call["bias"]
 
 
 class Embedding(Operation):
@@ -82,4 +90,4 @@ register(
     F.embedding,
     operation=Embedding(),
 )
-register("weight input padding_idx=-1", torch.embedding, operation=Embedding())
+register("weight input|indices padding_idx=-1", torch.embedding, operation=Embedding())

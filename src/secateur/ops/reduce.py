@@ -74,9 +74,9 @@ register_named("input dim=None keepdim=False dtype=None", "sum nansum", Reductio
 register_named("input p=2 dim=None keepdim=False", "norm", Reduction(stops, zero_is_neutral=True))
 register_named("input dim=None keepdim=False dtype=None", "mean nanmean", Reduction(averages))
 # Maximum and minimum, hard or soft: relevance goes to the winner, a zero may win.
-register_named("input dim=None keepdim=False", "max min amax amin argmax argmin median", Reduction(moves))
+register_named("input dim|other=None keepdim=False", "max min amax amin argmax argmin median", Reduction(moves))
 register_named("input dim=None keepdim=False", "mode any all logsumexp", Reduction(moves))
-register_named("input dim=None correction=1 keepdim=False", "var std var_mean std_mean", Reduction(stops))
+register_named("input dim=None correction|unbiased=1 keepdim=False", "var std var_mean std_mean", Reduction(stops))
 register_named("input dim=None keepdim=False dtype=None", "prod", Reduction(stops))
 register_named("input dim=-1", "cumprod", Cumulative(stops))
 register_named("input dim=-1", "cumsum", Cumulative(averages))

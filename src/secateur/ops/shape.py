@@ -204,8 +204,9 @@ class Roll(Move):
     """Rolling space is harmless; rolling units is not."""
 
     def channels(self, labels: LabelVerbs, call: Call, output: Any) -> None:
-        x, dims = call["input"], call["dims"] or ()
-        rolled = {d % x.ndim for d in ([dims] if isinstance(dims, int) else dims)} or set(range(x.ndim))
+        x, dims = call["input"], call["dims"]
+        named = () if dims is None else (dims,) if isinstance(dims, int) else dims
+        rolled = {d % x.ndim for d in named} or set(range(x.ndim))
         for layer in labels.layers(x):
             if rolled.intersection(varying(layer)):
                 labels.freeze(layer, f"{call.site} moves units by a fixed amount")
@@ -247,6 +248,8 @@ def _pin(labels: LabelVerbs, layer: Tensor, dim: int, item: Any, call: Call) -> 
         start, stop = item.start or 0, size if item.stop is None else item.stop
         if start in (0, -size) and stop >= size:
             return
+    elif isinstance(item, slice):  # every second unit: each relies on all those before it
+        start = size
     elif isinstance(item, int):
         start, stop = (0, item + 1) if item >= 0 else (item, size)
     if len(varying(layer)) > 1:
@@ -267,23 +270,24 @@ register_named("input *rest", "transpose unsqueeze squeeze", Move(), in_place="t
 register_named("input *rest", "diagonal tril triu", Move())
 register_named("input index", "__getitem__", Slice())
 register_named("input dim start length", "narrow", Slice())
-register_named("input dim index", "select index_select take_along_dim", Slice())
+register_named("input dim index", "select index_select", Slice())
+register_named("input indices dim=None", "take_along_dim", Fixed(_LOOKED_UP))
 register("input index value", Tensor.__setitem__, operation=Fixed(_WRITTEN), writes=True)
 register_named("input *rest", "scatter scatter_add masked_scatter index_add", Fixed(_WRITTEN), in_place="copy_")
 register_named("input *rest", "index_put index_copy", Fixed(_WRITTEN), in_place="index_put_ index_copy_ scatter_")
-register_named("input chunks dim=0", "chunk tensor_split", Split())
-register_named("input split_size_or_sections dim=0", "split split_with_sizes", Split())
+register_named("input chunks|indices|sections|tensor_indices_or_sections dim=0", "chunk tensor_split", Split())
+register_named("input|tensor split_size_or_sections|split_size|split_sizes dim=0", "split split_with_sizes", Split())
 register_named("input dim=0", "unbind", Split())
 register_named("tensors dim=0 out=None", "cat concat concatenate", Concat())
 register_named("tensors dim=0 out=None", "stack", Stack())
 register_named("input pad mode=None value=None", "pad", Pad())
 register_named("input *sizes", "expand repeat tile broadcast_to expand_as", Repeat())
 register_named("input repeats dim=None output_size=None", "repeat_interleave", Repeat())
-register_named("input factor", "pixel_shuffle pixel_unshuffle", Blocks())
+register_named("input factor|upscale_factor|downscale_factor", "pixel_shuffle pixel_unshuffle", Blocks())
 register_named("input shifts dims=None", "roll", Roll())
-register_named("input dims", "flip", Roll())
+register_named("input *dims", "flip", Roll())
 register_named("input dim index sparse_grad=False", "gather", Fixed(_LOOKED_UP))
-register_named("input *rest", "affine_grid masked_select nonzero", Fixed(_LOOKED_UP))
+register_named("input|theta *rest", "affine_grid masked_select nonzero", Fixed(_LOOKED_UP))
 register_named("input *rest", "size dim numel nelement ndimension stride element_size storage_offset data_ptr", Query())
 register_named("input *rest", "is_floating_point is_complex is_contiguous is_same_size is_signed is_inference", Query())
 register_named("input *rest", "is_conj is_neg is_pinned has_names get_device untyped_storage __len__ __hash__", Query())

@@ -22,25 +22,42 @@ from secateur.nest import tensors_in
 from secateur.ops.protocols import LabelVerbs, RelevanceVerbs
 
 Function = Callable[..., Any]
+#: Names from NumPy that torch takes as well, and what methods call their tensor.
+_OTHER_NAMES = {"dim": ("axis",), "keepdim": ("keepdims",), "input": ("self", "x", "a", "x1"), "other": ("x2",)}
 
 
 @dataclass(frozen=True)
 class Signature:
-    """The parameters of a function as text, e.g. `"input weight bias=None stride=1"`; `*dims` takes the rest."""
+    """The parameters of a function as text, e.g. `"input weight bias=None stride=1"`; `*dims` takes the rest.
+
+    `other|mat2|vec` is the parameter `other`, which some of the functions call otherwise.
+    """
 
     names: tuple[str, ...]
     defaults: dict[str, Any]
     rest: str | None
+    spellings: dict[str, str]  # other names of parameters, and what they are called here
 
     @classmethod
     def parse(cls, text: str) -> Signature:
         """Read such a text."""
-        words = [word.partition("=") for word in text.split() if word[0] != "*"]
-        rest = next((word[1:] for word in text.split() if word[0] == "*"), None)
-        return cls(tuple(name for name, _, _ in words), {n: literal_eval(d) for n, _, d in words if d}, rest)
+        words = [word.partition("=") for word in text.split()]
+        spelt = [(name.lstrip("*").split("|"), default) for name, _, default in words]
+        names = tuple(own[0] for own, _ in spelt)
+        rest = names[-1] if words[-1][0][0] == "*" else None
+        spellings = {new: old for old in names for new in _OTHER_NAMES.get(old, ()) if new not in names}
+        spellings |= {new: own[0] for own, _ in spelt for new in own[1:]}
+        defaults = {own[0]: literal_eval(default) for own, default in spelt if default}
+        return cls(names if rest is None else names[:-1], defaults, rest, spellings)
+
+    def spelt(self, name: str) -> str:
+        """What a keyword is called here."""
+        return self.spellings.get(name, name)
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """Names for the arguments of one call. `*rest` accepts both `f(x, 1, 2)` and `f(x, (1, 2))`."""
+        if kwargs:
+            kwargs = {self.spelt(name): value for name, value in kwargs.items()}
         bound = self.defaults | dict(zip(self.names, args, strict=False)) | kwargs
         if self.rest is not None:
             extra = args[len(self.names) :] or (kwargs.get(self.rest, ()),)
@@ -247,6 +264,13 @@ def register_named(signature: str, names: str, operation: Operation, in_place: s
 def lookup(function: Function) -> Operation | None:
     """The entry for a function, or None."""
     return _TABLE.get(function)
+
+
+def in_order(function: Function, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Keyword arguments in the order of the signature, so that the first tensor is the first parameter's."""
+    signature = _SIGNATURES[function]
+    places = {name: place for place, name in enumerate(signature.names)}
+    return dict(sorted(kwargs.items(), key=lambda item: places.get(signature.spelt(item[0]), len(places))))
 
 
 def known_functions() -> list[Function]:

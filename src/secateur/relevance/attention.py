@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from secateur.relevance.linear_maps import Bilinear
-from secateur.relevance.rules import AlphaBeta, Rule, over, split, stabilised
+from secateur.relevance.rules import AlphaBeta, Rule, floor, over, split, stabilised
 
 
 @dataclass(frozen=True)
@@ -42,12 +42,13 @@ def product(rule: Rule, function: Bilinear, a: Tensor, b: Tensor, r: Tensor) -> 
         return _factors(function, a, b, r / stabilised(function(a, b)))
     (ap, an), (bp, bn) = split(a), split(b)
     total = function(ap, bp) + function(an, bn)
-    stuck = total == 0
-    s = over(r, total)
+    stuck = total <= floor(total)  # masked attention has weights of exp(-100), by which nothing can be divided
+    s = over(r, total.masked_fill_(stuck, 0))
     (up, down), (vp, vn) = _factors(function, ap, bp, s), _factors(function, an, bn, s)
     shares = up + vp, down + vn
     if bool(stuck.any()):  # no positive contribution at all: by size
         size = function(a.abs(), b.abs())
+        size.masked_fill_(size <= floor(size), 0)
         left, right = _factors(function, a.abs(), b.abs(), over(torch.where(stuck, r, 0), size))
         return shares[0] + left, shares[1] + right
     return shares

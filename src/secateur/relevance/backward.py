@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from secateur.relevance.attention import Attention
 from secateur.relevance.composites import Composite, Place
 from secateur.relevance.conservation import slack
 from secateur.relevance.ledger import HALF, Journal, Page, Sum, total
@@ -28,12 +29,14 @@ class Backward:
     """The backward pass of one batch: rules, sums, gates, and the leaves at which it ends.
 
     Leaves are the model's inputs, the outputs of embeddings, and constants beside the signal. `attentive` are the
-    layers which once could not pass on all relevance. They check this in every batch.
+    layers which once could not pass on all relevance. They check this in every batch. `depth` is how many layers there
+    will be, if that is known.
     """
 
     def __init__(
-        self, composite: Composite, rules: dict[tuple[Place, int], Rule], journal: Journal, attentive: set[str]
-    ) -> None:
+        self, composite: Composite, rules: dict[tuple[Place, int], Rule], journal: Journal, attentive: set[str],
+        depth: int,
+    ) -> None:  # fmt: skip
         self.composite, self.journal, self.attentive = composite, journal, attentive
         #: By identity: the tensor, the weight of its embedding if it has one, and what to call it if it is a constant.
         self.leaves: dict[int, tuple[Tensor, str, str]] = {}
@@ -42,7 +45,7 @@ class Backward:
         self.gating = False  # whether gates are being scored
         #: Gates take no relevance. The layers that make them are scored later, by the relevance that they let pass.
         self.gates: list[tuple[GradientEdge, Tensor]] = []
-        self._rules = rules
+        self._rules, self._depth = rules, depth
 
     def add_leaf(self, tensor: Tensor, embedding: str = "", constant: str = "") -> Tensor:
         """Relevance ends at a tensor. A constant absorbs it."""
@@ -57,9 +60,12 @@ class Backward:
         """The composite's rule, remembered from batch to batch. Only now is the number of layers known."""
         key = (place, self.layers)
         if key not in self._rules:
-            depth = min(place.depth / max(self.layers - 1, 1), 1.0)
-            self._rules[key] = self.composite.rule(Place(place.kind, place.path, depth, place.first))
+            self._rules[key] = self.composite.rule(_relative(place, self.layers))
         return self._rules[key]
+
+    def attention(self, place: Place) -> Attention:
+        """How attention passes relevance, which must be known before the number of layers is."""
+        return self.composite.attention(_relative(place, self._depth))
 
     def step(
         self, run: Callable[[], Any], back: Back, *inputs: Tensor, saves: bool = True, gate: Gate | None = None
@@ -170,6 +176,11 @@ class _Step(torch.autograd.Function):
         if r is not None and ctx.gate is not None:
             ctx.gate(r)
         return (None,) * len(ctx.needs_input_grad)
+
+
+def _relative(place: Place, layers: int) -> Place:
+    """The place with its depth as a share of the layers."""
+    return Place(place.kind, place.path, min(place.depth / max(layers - 1, 1), 1.0), place.first)
 
 
 def fitted(r: Tensor, shape: torch.Size) -> Tensor:

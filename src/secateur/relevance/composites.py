@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from secateur.errors import Argument, RelevanceError
+from secateur.errors import Argument, CriterionError
 from secateur.relevance.attention import Attention
 from secateur.relevance.rules import AlphaBeta, Box, Epsilon, Flat, Gamma, Norm, Rule
 
@@ -71,6 +71,11 @@ class Composite:
         """How attention passes relevance."""
         return next((on.rule for on in self.lines if isinstance(on.rule, Attention) and on.fits(place)), Attention())
 
+    @property
+    def attention_by_depth(self) -> bool:
+        """Whether how attention passes relevance depends on the depth."""
+        return any(isinstance(on.rule, Attention) and on.depth is not None for on in self.lines)
+
     def __repr__(self) -> str:
         return f"Composite({', '.join(map(repr, self.lines))}, name={self.name!r})"
 
@@ -106,7 +111,8 @@ def composite_named(composite: str | Composite | Rule) -> Composite:
         return composite
     if isinstance(composite, Rule):
         return Composite(On(composite), name=repr(composite))
-    if not isinstance(composite, str) or composite not in PRESETS:
+    given: object = composite
+    if not isinstance(given, str) or given not in PRESETS:
         fix = f"a preset, of {', '.join(PRESETS)}; a Composite; or a Rule"
-        raise RelevanceError("there is no {given}.", fix=fix, given=Argument("composite", composite))
-    return PRESETS[composite]
+        raise CriterionError("there is no {given}.", fix=fix, given=Argument("composite", given))
+    return PRESETS[given]

@@ -26,13 +26,17 @@ from secateur.relevance.layers import Layers
 from secateur.relevance.ledger import HALF, Absolute, Batch, Journal, Ledger, Page, Watch
 from secateur.relevance.propagation import Propagation
 from secateur.relevance.rules import Rule
-from secateur.relevance.weights import Weights
-from secateur.running.copies import unwrap
+from secateur.relevance.weights import Weights, path_of
+from secateur.running.copies import check_followed, unwrap
 from secateur.running.logits import logits_of
 from secateur.running.sandbox import isolated, run
 
 Start = Callable[[Tensor], Tensor]
 _SAFE = "alpha1beta0"
+
+
+class _Deeper(Deviation):
+    """The batch has another number of layers than the one before."""
 
 
 class RelevancePass:
@@ -55,6 +59,7 @@ class RelevancePass:
         accelerators: Accelerators = Accelerators(),  # noqa: B008 (frozen)
     ) -> None:
         self.model = unwrap(model)
+        check_followed(self.model)
         self.composite = composite_named(composite)
         self.absolute, self.heat_map, self.watch, self.accelerators = absolute, heat_map, watch, accelerators
         #: Layers that once could not pass on all relevance.
@@ -63,6 +68,7 @@ class RelevancePass:
         self.weights = Weights(self.model)
         self.forward = ForwardPass(self.model, self.weights, Script() if accelerators.script else None)
         self._habits = Habits(accelerators.fusion)
+        self._depth = 0  # how many layers the batch before had
         self._seen = False  # whether a batch has run, so that the next one is expected to make the same calls
         self._regular = False  # whether the last batch did
         self.reset()
@@ -113,7 +119,7 @@ class RelevancePass:
     def begin(self, inputs: Any, attempt: Attempt) -> tuple[Propagation, Any]:
         """A new propagation, and the inputs as tensors that carry relevance."""
         known, journal = Activations(), Journal(self.absolute, self.watch)
-        backward = Backward(self.composite, self._rules, journal, self.attentive)
+        backward = Backward(self.composite, self._rules, journal, self.attentive, self._depth)
         fusion = Fusion(self._habits, self.weights, known, attempt)
         layers = Layers(self.weights, self._ledger, known, backward, fusion, attempt, self.heat_map)
 
@@ -149,7 +155,11 @@ class RelevancePass:
             except Deviation:
                 self._seen = self._regular = False
         self._forget_calls()
-        batch = self._attempt(inputs, start, Attempt(expected=False))
+        try:
+            batch = self._attempt(inputs, start, Attempt(expected=False))
+        except _Deeper:
+            self._forget_calls()
+            batch = self._attempt(inputs, start, Attempt(expected=False))
         self._seen = True
         return batch
 
@@ -158,6 +168,10 @@ class RelevancePass:
         backward, fusion = propagation.backward, propagation.fusion
         with isolated(self.model, [leaf for leaf, _, _ in backward.leaves.values()]):
             output = self.forward.run(propagation, attempt, entries)
+            if self._depth != backward.layers:
+                self._depth = backward.layers
+                if self.composite.attention_by_depth:  # which needs to know before
+                    raise _Deeper
             doubtful = propagation.activations.doubtful
             if doubtful:
                 self._recorder.refuse("a write through a view must be checked")
@@ -193,6 +207,10 @@ class RelevancePass:
 def _check_finite(batch: Batch, model: nn.Module, composite: Composite) -> None:
     """Refuse a batch that is not finite, naming the layer nearest to the output."""
     wrong = [flow.name for flow in batch.flows if not math.isfinite(flow.arrived + flow.passed)]
+    if not wrong and not bool(torch.isfinite(batch.row).all()):  # the score of a gate, which is no flow
+        parts = torch.split_with_sizes(batch.row, [stop - start for _, start, stop in batch.layout])
+        named = zip(batch.layout, parts, strict=True)
+        wrong = [path_of(name) for (name, _, _), part in named if not bool(torch.isfinite(part).all())]
     if wrong or not math.isfinite(batch.input):
         where = wrong[0] if wrong else "the input"
         raise RelevanceError(

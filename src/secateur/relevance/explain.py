@@ -19,9 +19,10 @@ from secateur.relevance.engine import RelevancePass, Start
 from secateur.relevance.ledger import Absolute
 from secateur.relevance.rules import Rule
 from secateur.relevance.weights import path_of
+from secateur.running.batches import as_tensors
 from secateur.running.copies import shared_copy, unwrap
 from secateur.running.logits import one_output
-from secateur.running.sandbox import leaves_no_trace
+from secateur.running.sandbox import isolated, leaves_no_trace, run_or_explain
 
 Target = int | Sequence[int] | Tensor | Callable[[Tensor], Tensor] | None
 
@@ -79,11 +80,19 @@ def explain(
     check_choice("start", start, ("one", "logit"))
     check_choice("absolute", absolute, get_args(Absolute))
     _check_target(target)
+    inputs = as_tensors(inputs)
     if not tensors_in(inputs):
         what = f"inputs is a {type(inputs).__name__} without a tensor."
         raise DataError(what, fix="a tensor, or a tuple or dict of tensors")
     engine = RelevancePass(shared_copy(unwrap(model)), composite, absolute=absolute)
-    output, heat = engine.run(inputs, starter(target, start, samples_in(inputs)))
+    try:
+        output, heat = engine.run(inputs, starter(target, start, samples_in(inputs)))
+    except SecateurError:
+        raise
+    except Exception:
+        with isolated(engine.model, tensors_in(inputs)), torch.no_grad():
+            run_or_explain(engine.model, inputs)  # if the model itself fails, its error says so
+        raise
     conservation = engine.conservation()
     conservation.warn()
     first = heat[0] if len(heat) == 1 and heat[0] is not None else heat

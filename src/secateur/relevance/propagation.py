@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional as F
 
-from secateur.nest import tensors_in
+from secateur.nest import map_tensors, tensors_in
 from secateur.ops.table import Call, Site
 from secateur.relevance.attention import attend, gate_scores, product, regroup
 from secateur.relevance.backward import Back, Backward, fitted
@@ -48,12 +48,18 @@ class Propagation:
         if source in known.gate:
             for tensor in tensors_in(output):
                 known.gate[tensor] = True
-        offset = known.offset.get(source)
-        if offset is not None and isinstance(output, Tensor):
-            offset = offset.expand(source.shape)
-            args = tuple(offset if arg is source else arg for arg in call.args)
-            known.offset[output] = call.function(*args, **call.kwargs)
+        if isinstance(output, Tensor) and any(t in known.offset for t in call.tensors()):
+            with torch.no_grad():
+                args, kwargs = map_tensors(self._offset, (call.args, call.kwargs))
+                known.offset[output] = call.function(*args, **kwargs)
         return output
+
+    def _offset(self, tensor: Tensor) -> Tensor:
+        """The constant part of a tensor that carries relevance; what carries none stays."""
+        if not tensor.requires_grad:
+            return tensor
+        offset = self.activations.offset.get(tensor)
+        return torch.zeros_like(tensor) if offset is None else offset.expand(tensor.shape).clone()
 
     def passes(
         self, call: Call, x: Tensor, *, nonneg: bool = False, gate: bool = False, gates: Sequence[Tensor] = ()
@@ -182,7 +188,7 @@ class Propagation:
             x, weight = (a, b) if a.requires_grad else (b, a)
             inputs, nonneg, bound = (x,), x in known.nonneg, function if x is a else _flipped(function)
             back: Back = lambda r, x: backward.share(r, x, FunctionMap(bound, weight), place, name, nonneg)  # noqa: E731
-        elif logits is not None and backward.composite.attention(attention).queries:
+        elif logits is not None and backward.attention(attention).queries:
             inputs = (logits, b)
             back = _logits_and_values(backward, a.detach(), known.offset.get(logits), attention, name)
         elif gated is not None:
@@ -200,7 +206,7 @@ class Propagation:
         """The attention weights are recomputed in the backward pass."""
         backward, place, name = self.backward, self.backward.place("attention", call.site.path), call.site
         q, k, v = call["query"], call["key"], call["value"]
-        how = backward.composite.attention(place)
+        how = backward.attention(place)
         gates = () if how.queries else (q, k)
         backward.gated = backward.gated or any(t.requires_grad for t in gates)
         edges = [get_gradient_edge(t) if t.requires_grad else None for t in gates]
@@ -258,7 +264,7 @@ def _logits_and_values(backward: Backward, weights: Tensor, offset: Tensor | Non
 
     def back(r: Tensor, logits: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         logits = torch.where(weights > 0, logits if offset is None else logits - offset, 0)
-        how = backward.composite.attention(place)
+        how = backward.attention(place)
         pulled, for_values = attend(how, logits, weights, values, r)
         for_logits = logits * pulled
         backward.flow(name, "attention", total(r), total(for_logits) + total(for_values), how.absorbs)

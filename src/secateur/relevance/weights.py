@@ -87,7 +87,7 @@ class Weights:
         """The linear map of a layer with its batch norm folded in. It is kept for the next batch, with W⁺ and W⁻."""
         sources = (record.weight, record.bias, *stats)
         build = record.use.build
-        key = (build, *[part for t in sources if t is not None for part in (t.data_ptr(), t._version)])
+        key = (build, *[None if t is None else (*_bits(t), t._version) for t in sources])
         if key not in self._maps:
             weight, bias = folded(record, stats, eps) if stats else (record.weight, record.bias)
             # The sources are held so that nothing else can get their addresses.
@@ -116,6 +116,12 @@ class Weights:
                     self._names[id(owner)] = (owner, name)
                 return name, slice(first, first + outputs)
         return f"{call.site.path or call.site.function}.weight", slice(0, outputs)
+
+
+def _bits(tensor: Tensor) -> tuple[Hashable, ...]:
+    """What tells the numbers of one tensor from those of another that may look at the same memory."""
+    layout = (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
+    return (*layout, tensor.is_neg(), tensor.is_conj())
 
 
 def folded(record: LinearCall, stats: Sequence[Tensor | None], eps: float) -> tuple[Tensor, Tensor]:

@@ -54,7 +54,12 @@ def as_batch(batch: Any) -> Batch:
     """Inputs and targets with arrays and lists of numbers as tensors."""
     inputs, targets = batch
     known = torch.tensor(targets) if _are_numbers(targets) else map_leaves(_tensor, targets)
-    return map_leaves(_tensor, inputs), known
+    return as_tensors(inputs), known
+
+
+def as_tensors(inputs: Any) -> Any:
+    """Inputs with arrays as tensors."""
+    return map_leaves(_tensor, inputs)
 
 
 def _are_arrays(value: Any) -> bool:
@@ -204,6 +209,12 @@ def is_binary(targets: Tensor) -> bool:
     return bool(((targets == 0) | (targets == 1)).all())
 
 
+def are_shares(targets: Tensor) -> bool:
+    """Whether they are ≥ 0 and add up to 1 over the classes."""
+    sums = targets.double().sum(1 if targets.ndim > 1 else 0)
+    return bool((targets >= 0).all()) and bool(((sums - 1).abs() < 1e-2).all())
+
+
 def default_loss(output: Tensor, targets: Any, entry: str = "", *, check: bool = True) -> Tensor:
     """The mean loss of logits: cross-entropy, or for a model with one output binary cross-entropy.
 
@@ -212,6 +223,12 @@ def default_loss(output: Tensor, targets: Any, entry: str = "", *, check: bool =
     known = check_targets(targets, output, entry) if check else torch.as_tensor(targets, device=output.device)
     wide = output.float() if output.dtype in (torch.float16, torch.bfloat16) else output
     if not one_output(output, known.numel()):
+        if check and known.is_floating_point() and not are_shares(known):
+            raise DataError(
+                f"targets of shape {tuple(known.shape)} are real numbers that are no probabilities of classes: "
+                "cross-entropy does not fit.",
+                fix="your own loss=f(output, targets), e.g. torch.nn.functional.mse_loss",
+            )
         return F.cross_entropy(wide, known if known.is_floating_point() else known.long())
     if check and not is_binary(known):
         raise DataError(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import pickle
+import sys
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -30,6 +32,33 @@ def unwrap(model: nn.Module) -> nn.Module:
         model = inner
 
 
+def check_followed(model: nn.Module) -> None:
+    """Refuse a model with parts that nobody can watch: compiled code, layers without a size, too deep nesting."""
+    for path, module in named_modules(model):
+        name = f"`{path}`" if path else type(model).__name__
+        if any(isinstance(part, torch.jit.ScriptModule | torch.jit.ScriptFunction) for part in _parts(module)):
+            raise UnsupportedModelError(
+                f"{name} is TorchScript: its code is compiled and cannot be followed.",
+                fix="the Python code that it was made from",
+            )
+        if any(p is not None and nn.parameter.is_lazy(p) for p in module._parameters.values()):
+            raise UnsupportedModelError(
+                f"{name} is lazy: its weights have no size before the model has run.", fix="run the model once"
+            )
+        if _FRAMES * (path.count(".") + 1) > sys.getrecursionlimit() - 200:
+            raise UnsupportedModelError(
+                f"{name} is nested too deeply for Python's stack.", fix="sys.setrecursionlimit(10_000)"
+            )
+
+
+#: The calls that Python makes for each level of modules while the model is watched, and some to spare.
+_FRAMES = 6
+
+
+def _parts(module: nn.Module) -> list[object]:
+    return [module, *vars(module).values()]
+
+
 def copy_with(model: nn.Module, tensor: Callable[[str, Tensor], Tensor]) -> nn.Module:
     """A deep copy in which `tensor(name, old)` supplies every parameter and buffer. Tied ones stay tied."""
     memo: dict[int, Any] = {}
@@ -42,7 +71,7 @@ def copy_with(model: nn.Module, tensor: Callable[[str, Tensor], Tensor]) -> nn.M
         memo[id(old)] = new
     try:
         made = _copied(model, memo)
-    except (RuntimeError, TypeError, ValueError) as error:
+    except (RuntimeError, TypeError, ValueError, pickle.PickleError) as error:
         raise UnsupportedModelError(
             f"{type(model).__name__} cannot be copied ({error}). secateur never changes your model, so it "
             "works on copies.",

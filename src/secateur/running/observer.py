@@ -6,9 +6,11 @@ notes which of them is running, and gives way to torch's own again when the obse
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any, Self
 
 import torch
@@ -17,9 +19,9 @@ from torch.nn import functional as F
 from torch.nn.modules import module as hooks
 from torch.overrides import TorchFunctionMode
 
-from secateur.errors import UnknownOperationError
+from secateur.errors import UnknownOperationError, UnsupportedModelError
 from secateur.nest import tensors_in
-from secateur.ops.table import Call, Decomposed, Function, Operation, Query, Site, function_name, lookup
+from secateur.ops.table import Call, Decomposed, Function, Operation, Query, Site, function_name, in_order, lookup
 from secateur.running.copies import named_modules
 
 
@@ -69,7 +71,11 @@ class Observer(TorchFunctionMode):
         self, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         operation = lookup(func)
+        if operation is not None and kwargs and not args:
+            kwargs = in_order(func, kwargs)
         args, kwargs, tensors = self.present(operation, args, kwargs or {})
+        if torch._C._functorch.maybe_current_level() is not None and self._is_transformed(func, args, kwargs):
+            return func(*args, **kwargs)
         if operation is None:
             return self.unknown(func, args, kwargs)
         if isinstance(operation, Query):
@@ -100,6 +106,20 @@ class Observer(TorchFunctionMode):
             fix="register an entry with `secateur.ops.register(...)` (see the how-to 'Register an operation'), "
             "or replace the call in the model",
         )
+
+    def _is_transformed(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a call is made by `torch.vmap` or its like, whose tensors hide a dimension. Refused if tracked."""
+        tensors = tensors_in((args, kwargs))
+        bare = [_bare(tensor) for tensor in tensors]
+        if all(a is b for a, b in zip(tensors, bare, strict=True)):
+            return False
+        if any(self.concerns(tensor) for tensor in bare):
+            raise UnsupportedModelError(
+                f"{self.site(func)} runs inside torch.vmap or another transform of torch.func, whose tensors hide "
+                "dimensions, so that units and relevance cannot be followed.",
+                fix="write the function for whole batches",
+            )
+        return True
 
     def __enter__(self) -> Self:
         self._fastpath = torch.backends.mha.get_fastpath_enabled()
@@ -133,6 +153,27 @@ class Observer(TorchFunctionMode):
                 if call is not None:
                     return self.__torch_function__(call[0], (), call[1:])
         return plain(module, *args, **kwargs)
+
+
+def _bare(tensor: Tensor) -> Tensor:
+    """The tensor behind the wrappers of `torch.func`."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
+
+
+def refuse_checkpoint(site: Site) -> None:
+    """Refuse gradient checkpointing, which runs a part again in the backward pass, where nobody watches it."""
+    if torch.is_grad_enabled() and torch._C._autograd._top_saved_tensors_default_hooks(False) is None:
+        return
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "torch.utils.checkpoint":
+            raise UnsupportedModelError(
+                f"{site} runs under gradient checkpointing, and a second time in the backward pass.",
+                fix="switch checkpointing off, e.g. model.gradient_checkpointing_disable()",
+            )
+        frame = frame.f_back
 
 
 class _Thread(threading.local):
@@ -240,6 +281,5 @@ class Rehearsal(Observer):
     def observe(self, call: Call) -> Any:
         return call.operation.rehearse(call)
 
-    def unknown(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Nothing is tracked, so nothing is refused."""
-        return func(*args, **kwargs)
+    def concerns(self, value: Any) -> bool:
+        return False  # nothing is tracked, so nothing is refused

@@ -185,8 +185,8 @@ class TensorLabels:
             raise NeedsNumbers(str(call.site))
 
         def moved(layer: Tensor) -> Any:
-            args = map_leaves(lambda leaf: layer if leaf is source else leaf, call.args)
-            return call.function(*args, **call.kwargs)
+            args, kwargs = map_leaves(lambda leaf: layer if leaf is source else leaf, (call.args, call.kwargs))
+            return call.function(*args, **kwargs)
 
         results = [moved(layer) for layer in self.layers(source)]
         for i, tensor in enumerate(tensors_in(output)):
