@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import io
 import os
 import warnings
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from secateur.atomic import replacing
+from secateur.atomic import naming_failures, replacing
 from secateur.errors import SecateurError, SecateurWarning, VerificationError
 from secateur.latency.timing import Timing, medians, repeated
 from secateur.nest import tensors_in
@@ -33,7 +34,7 @@ def export(model: nn.Module, path: str | os.PathLike[str], example: Example, *, 
         expected = tensors_in(run_or_explain(model, example))
     if target.suffix not in (".onnx", ".pt2"):
         raise SecateurError(f"cannot export to {target.name!r}.", fix="a name that ends in .onnx or .pt2")
-    with replacing(target) as staged:
+    with naming_failures(target), replacing(target) as staged:
         if target.suffix == ".onnx":
             found = _to_onnx(model, staged, args, kwargs, dynamic_batch)
         else:
@@ -148,5 +149,7 @@ def _to_pt2(model: nn.Module, file: Path, args: tuple[Any, ...], kwargs: dict[st
     with quiet():
         program = torch.export.export(model, args, kwargs, strict=False)
         outputs = tensors_in(program.module()(*args, **kwargs))
-    torch.export.save(program, file)
+    content = io.BytesIO()  # torch's own writer says nothing useful about a full disk
+    torch.export.save(program, content)
+    file.write_bytes(content.getvalue())
     return outputs

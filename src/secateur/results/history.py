@@ -134,5 +134,6 @@ def _row(item: Any) -> Row:
 def written(text: str, path: str | Path | None) -> str:
     """The text, also written to `path` if given."""
     if path is not None:
-        atomic.write(path, text)
+        with atomic.naming_failures(path):
+            atomic.write(path, text)
     return text
