@@ -15,6 +15,7 @@ from torch import nn
 
 import secateur as sc
 from secateur.errors import FileFormatError, SecateurError
+from secateur.files import fingerprint
 
 X = torch.rand(2, 4, generator=torch.Generator().manual_seed(0))
 
@@ -37,7 +38,9 @@ def content(folder: Path) -> dict[str, bytes]:
 def test_a_folder_of_the_users_is_refused_and_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis" / "figures").mkdir(parents=True)
     (tmp_path / "thesis" / "chapter.tex").write_text("years of work")
-    with pytest.raises(SecateurError, match=r"did not write \(chapter\.tex, figures\).*Fix: the name") as found:
+    with pytest.raises(
+        SecateurError, match=r"not written by secateur \(chapter\.tex, figures\).*Fix: the name"
+    ) as found:
         sc.save(smaller(), tmp_path / "thesis")
     assert found.value.where == str(tmp_path / "thesis")
     assert content(tmp_path) == {"thesis/chapter.tex": b"years of work"}
@@ -57,7 +60,7 @@ def test_files_of_our_names_that_others_wrote_are_refused(names: list[str], tmp_
     (tmp_path / "m").mkdir()
     for name in names:
         (tmp_path / "m" / name).write_text('{"format": "mine"}')
-    with pytest.raises(SecateurError, match="did not write"):
+    with pytest.raises(SecateurError, match="not written by secateur"):
         sc.save(smaller(), tmp_path / "m")
     assert sorted(content(tmp_path / "m")) == names
 
@@ -169,12 +172,13 @@ def test_a_full_disk_is_named_and_leaves_no_litter(tmp_path: Path, monkeypatch: 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    small, history = smaller(), sc.prune(network(), (X, torch.arange(2)), "weight", remove=0.4, progress=False).history
+    small, result = smaller(), sc.prune(network(), (X, torch.arange(2)), "weight", remove=0.4, progress=False)
     monkeypatch.setattr(os, "fsync", full)
     for write in (
         lambda path: sc.save(small, path / "m"),
         lambda path: sc.export(small, path / "m.pt2", X),
-        lambda path: history.to_json(path / "h.json"),
+        lambda path: result.history.to_json(path / "h.json"),
+        lambda path: result.report(path / "r.html"),
     ):
         with pytest.raises(SecateurError, match=r"could not be written: No space left on device\. Fix: make room"):
             write(tmp_path / "new")
@@ -209,3 +213,12 @@ def test_deep_and_large_plans_are_refused_before_the_work(text: str, tmp_path: P
     (tmp_path / "m" / "plan.json").write_text(text)
     with pytest.raises(FileFormatError, match=r"plan\.json is damaged: it is"):
         sc.load(tmp_path / "m", network())
+
+
+def test_a_fingerprint_cannot_ask_for_large_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    form = {"shape": [1, 4], "low": 0, "high": 1, "kind": "real"}
+    saved = fingerprint.answer(network(), json.dumps(form))
+    assert saved is not None
+    monkeypatch.setattr(fingerprint, "_made", lambda *_: pytest.fail("made the inputs"))
+    for inputs in ({**form, "shape": [1, 2**24]}, {"items": [{**form, "shape": [2**16]}] * 2**10}):
+        assert fingerprint.answer_gap({**saved, "samples": 0, "inputs": inputs}, network()) is None

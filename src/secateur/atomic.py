@@ -1,4 +1,4 @@
-"""Atomic writes: whoever reads, even after a crash, finds the old content or the new. A failure leaves no litter.
+"""Atomic writes: whoever reads, even after a crash, finds the old file or the new one. A failure leaves no litter.
 
 A file is written under a staged name beside its place, which holds the number of the process. A killed process leaves
 such a file behind; the next write to the same place removes it.

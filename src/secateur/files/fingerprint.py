@@ -39,7 +39,7 @@ _SIMPLE = bool | int | float | str
 _LONGEST = 16  # settings; longer lists are data
 _SHOWN = 32  # numbers kept of each output
 _OUTPUTS = 8
-_LARGEST_INPUT = 2**24  # numbers of all inputs; limits the memory that a file can make us use
+_LARGEST_INPUT = 2**23  # numbers of all inputs; limits the memory that a file can make us use
 _EXACT, _COARSE, _HALF = 1e-3, 1e-2, 5e-2  # relative to the largest output; processors and libraries round differently
 _USELESS = 1e-3  # if random numbers or rounding change a model by so much, its output identifies nothing
 

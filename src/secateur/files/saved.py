@@ -81,7 +81,7 @@ def check_replaceable(folder: Path) -> None:
             why = "is a file; a model is saved as a folder"
         elif folder.is_dir() and (others := _not_ours(folder)):
             more = f" and {len(others) - 3} more" if len(others) > 3 else ""
-            why = f"holds what secateur did not write ({', '.join(others[:3])}{more})"
+            why = f"holds what was not written by secateur ({', '.join(others[:3])}{more})"
     if why:
         fix = "the name of a new folder, or of one that holds only a saved model"
         raise SecateurError(f"{folder} {why}; nothing is saved.", where=folder, fix=fix)
