@@ -97,13 +97,16 @@ class Checkpoint:
 
     def _fill(self, state: RunState, header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         state.step, state.done = _counted(header["step"]), str(header["done"])
-        _counted(len(header["history"]))
+        if not 1 <= len(header["history"]) <= _MOST_STEPS:
+            raise ValueError("the length of its history")
         state.history = History.from_json(json.dumps(header["history"]))
         plan, carried, books = header["plan"], header["carried"], header.get("books")
         if books is not None:
             books = Conservation(books["start"], books["input"], tuple(Flow(**flow) for flow in books["flows"]))
         if plan is not None:
             state.plan = replace(Plan.from_json(plan), example=self.graph.example)
+            if max(state.plan.groups, default=0) >= len(self.graph.root):
+                raise ValueError("its plan has groups that the model does not have")
             small = cut(self.original, state.plan)
             for item in self.settings.schedule.carry:
                 carry_over(item, state.model, small, state.plan)
