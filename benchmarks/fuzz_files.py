@@ -1,4 +1,4 @@
-"""Damage saved models, checkpoints and weights files, and see what loading makes of them.
+"""Damage saved models, checkpoints, run.json and weights files, and see what loading makes of them.
 
     python -m benchmarks.fuzz_files --cases 20000          # about ten minutes on two cores
     python -m benchmarks.fuzz_files --cases 400 --seed 1   # a taste of it
@@ -9,12 +9,16 @@ Every damaged file must end in an error of ours, or in the same result as the un
 - foreign: an error that is not ours;
 - slow: more than 5 s; large: more than 1 GB of memory on top.
 
+"Resealed" files are those of a hostile author: their JSON is changed, and the digest fits again. Such a file may mean
+another model, and a plain weights file has no digest; there, other numbers are not counted as silent.
+
 A case is drawn from (seed, number), so that each can be repeated alone: `--only NUMBER`.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import multiprocessing
 import os
@@ -36,12 +40,15 @@ import torch
 from torch import nn
 
 import secateur as sc
+from secateur.cli.output import Printer
+from secateur.cli.run_folder import Run
 from secateur.models.weights import read_weights
+from secateur.running.tensor_files import read_sealed, sealed
 
 SECONDS, BYTES = 5, 2**30
 _EXTREMES: list[Any] = [
     None, True, -1, 0, 1, 2**31, -(2**31), 2**63, 10**30, 0.5, -0.0, 1e308, "", "x", "0", "\x1b[2J", [], [[]], {},
-    {"": 0},     float("nan"), float("inf"), "a" * 10_000, list(range(1000)), {str(i): i for i in range(1000)},
+    {"": 0}, float("nan"), float("inf"), "a" * 10_000, list(range(1000)), {str(i): i for i in range(1000)},
 ]  # fmt: skip
 
 
@@ -57,8 +64,8 @@ def data() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.rand(12, 3, 8, 8, generator=torch.Generator().manual_seed(1)), torch.arange(12) % 4
 
 
-class _Stop(Exception):
-    pass
+class _Stop(BaseException):
+    """Too slow. Not an Exception, which the code under test may catch."""
 
 
 def prune(path: Path, stop_at: int | None = None) -> nn.Module:
@@ -79,12 +86,21 @@ def prune(path: Path, stop_at: int | None = None) -> nn.Module:
 # -- what is damaged ---------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Kind:
-    """Files, the name of each that may be damaged, and what is read from them as numbers that must stay the same."""
+    """Files, the name of each that may be damaged, and what is read from them as numbers that must stay the same.
+
+    `harm` is another damage than that of bytes. `guarded` files have a digest.
+    """
 
     name: str
     files: tuple[str, ...]
     make: Callable[[Path], None]
     read: Callable[[Path], list[torch.Tensor]]
+    guarded: bool = True
+    harm: Callable[[Path, random.Random], None] | None = None
+
+    @property
+    def folder(self) -> str:
+        return self.name.replace(" ", "-")
 
 
 def _make_folder(place: Path) -> None:
@@ -121,11 +137,47 @@ def _read_weights(place: Path) -> list[torch.Tensor]:
     return [found[name] for name in sorted(found)]
 
 
+_ASKED = {"command": "prune", "model": "net.py:make", "remove": 0.4, "outputs": ["a", "b"], "view": {"size": 8}}
+
+
+def _make_run(place: Path) -> None:
+    _make_checkpoint(place)
+    (place / "run.safetensors").rename(place / "checkpoint.safetensors")
+    note = {"asked": _ASKED, "finished": False, "files": {"model": "model", "report": "report.html"}}
+    (place / "run.json").write_text(json.dumps(note))
+
+
+def _read_run(place: Path) -> list[torch.Tensor]:
+    """A run may only go on if its note says that the same was asked for."""
+    note = (place / "run.json").read_text(encoding="utf-8", errors="replace")
+    with open(os.devnull, "w", encoding="utf-8") as nowhere:
+        printer = Printer(as_json=True)
+        printer.err.file = nowhere
+        Run.begin(place, _ASKED, fresh=False, printer=printer).end({})
+    return [torch.tensor(json.loads(note)["asked"].get(key) == value) for key, value in _ASKED.items()]
+
+
+def _reseal_folder(place: Path, draw: random.Random) -> None:
+    plan, weights = place / "saved" / "plan.json", place / "saved" / "model.safetensors"
+    text, (state, seal, _) = _json_value(plan.read_bytes(), draw), read_sealed(weights)
+    plan.write_bytes(text)
+    digest = hashlib.sha256(text).hexdigest()
+    weights.write_bytes(sealed(state, json.dumps({**json.loads(seal), "plan": digest})))
+
+
+def _reseal_checkpoint(place: Path, draw: random.Random) -> None:
+    path = place / "run.safetensors"
+    tensors, text, _ = read_sealed(path)
+    path.write_bytes(sealed(tensors, _json_value(text.encode(), draw).decode()))
+
+
 KINDS = [
     Kind("saved model", ("saved/plan.json", "saved/model.safetensors"), _make_folder, _read_folder),
     Kind("checkpoint", ("run.safetensors",), _make_checkpoint, _read_checkpoint),
-    # A plain weights file has no digest: only its form can be checked, so that other numbers are not counted as silent.
-    Kind("weights", ("w.safetensors",), _make_weights, _read_weights),
+    Kind("run.json", ("run.json",), _make_run, _read_run),
+    Kind("weights", ("w.safetensors",), _make_weights, _read_weights, guarded=False),
+    Kind("resealed model", (), _make_folder, _read_folder, False, _reseal_folder),
+    Kind("resealed checkpoint", (), _make_checkpoint, _read_checkpoint, False, _reseal_checkpoint),
 ]
 
 
@@ -213,15 +265,17 @@ class Found:
 
 def case(number: int, seed: int, kind: Kind, place: Path, wanted: list[torch.Tensor]) -> Found:
     draw = random.Random(seed * 1_000_003 + number)
-    target = place / draw.choice(kind.files)
-    raw = target.read_bytes()
-    target.write_bytes(damaged(raw, draw))
+    if kind.harm is not None:
+        kind.harm(place, draw)
+    else:
+        target = place / draw.choice(kind.files)
+        target.write_bytes(damaged(target.read_bytes(), draw))
     begin = time.perf_counter()
     ending, detail = "named", ""
     signal.setitimer(signal.ITIMER_REAL, 2 * SECONDS)
     try:
         found = kind.read(place)
-        ending = "identical" if _same(found, wanted) else "other numbers" if kind.name == "weights" else "SILENT"
+        ending = "identical" if _same(found, wanted) else "SILENT" if kind.guarded else "other numbers"
     except sc.SecateurError:
         pass
     except _Stop:
@@ -258,14 +312,14 @@ def work(job: tuple[list[int], int, str]) -> list[Found]:
     with tempfile.TemporaryDirectory() as folder:
         prepared = {}
         for kind in KINDS:
-            here = Path(folder) / kind.name.replace(" ", "-")
-            shutil.copytree(Path(originals) / kind.name.replace(" ", "-"), here)
+            here = Path(folder) / kind.folder
+            shutil.copytree(Path(originals) / kind.folder, here)
             prepared[kind.name] = kind.read(here)
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (used + BYTES, resource.getrlimit(resource.RLIMIT_AS)[1]))
         for number in numbers:
             kind = KINDS[number % len(KINDS)]
-            here = Path(folder) / kind.name.replace(" ", "-")
+            here = Path(folder) / kind.folder
             shutil.rmtree(here)
             shutil.copytree(Path(originals) / here.name, here)
             found.append(case(number, seed, kind, here, prepared[kind.name]))
@@ -289,7 +343,7 @@ def main() -> int:
     bad: list[Found] = []
     with tempfile.TemporaryDirectory() as originals:
         for kind in KINDS:
-            place = Path(originals) / kind.name.replace(" ", "-")
+            place = Path(originals) / kind.folder
             place.mkdir()
             kind.make(place)
         jobs = [(part, args.seed, originals) for part in chunks(numbers, 100)]

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import os
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from secateur.atomic import replacing, replacing_folder, write
+from secateur.atomic import naming_failures, replacing, write, write_together
+from secateur.errors import SecateurError
 
 
 def umasked(mode: int) -> int:
     mask = os.umask(0)
     os.umask(mask)
     return mode & ~mask
+
+
+def full(*_: object) -> None:
+    raise OSError(28, "No space left on device")
 
 
 def test_files_are_made_and_replaced(tmp_path: Path) -> None:
@@ -29,10 +36,6 @@ def test_files_are_made_and_replaced(tmp_path: Path) -> None:
 
 def test_a_failure_leaves_the_old_file_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path / "a.txt", "old")
-
-    def full(handle: int) -> None:
-        raise OSError(28, "No space left on device")
-
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space left"):
         write(path, "new")
@@ -66,20 +69,37 @@ def test_the_staged_path_keeps_the_suffix(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["model.onnx"]
 
 
-def test_folders_are_replaced_whole(tmp_path: Path) -> None:
-    target = tmp_path / "model"
-    for content in ("one", "two"):
-        with replacing_folder(target) as folder:
-            (folder / content).write_text(content)
-        assert os.listdir(target) == [content]
+def test_several_files_are_replaced_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tmp_path / "deep" / "model"
+    for content in (b"one", b"two"):
+        write_together(target, {"a.json": content, "b.bin": content})
+        assert {file.name: file.read_bytes() for file in target.iterdir()} == {"a.json": content, "b.bin": content}
     assert stat.S_IMODE(target.stat().st_mode) == umasked(0o777)
+    assert {stat.S_IMODE(file.stat().st_mode) for file in target.iterdir()} == {umasked(0o666)}
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        write_together(target, {"a.json": b"three", "b.bin": b"three"})
+    with pytest.raises(OSError, match="No space left"):
+        write_together(tmp_path / "other" / "model", {"a.json": b"three"})
+    assert sorted(os.listdir(target)) == ["a.json", "b.bin"]
+    assert (target / "a.json").read_bytes() == b"two"
+    assert os.listdir(tmp_path) == ["deep"]
 
-    def interrupted() -> None:
-        with replacing_folder(target) as folder:
-            (folder / "three").write_text("half")
-            raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt):
-        interrupted()
-    assert os.listdir(target) == ["two"]
-    assert os.listdir(tmp_path) == ["model"]
+def test_leftovers_of_killed_processes_are_removed_by_the_next_write(tmp_path: Path) -> None:
+    dead = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True)
+    left, other = tmp_path / f".a.{int(dead.stdout)}.txt", tmp_path / f".a.{os.getppid()}.txt"
+    for file in (left, other, tmp_path / ".a.mine.txt"):
+        file.write_text("half")
+    write(tmp_path / "a.txt", "new")
+    assert sorted(os.listdir(tmp_path)) == sorted([other.name, ".a.mine.txt", "a.txt"])
+
+
+def test_what_the_system_says_becomes_an_error_of_ours(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with (
+        pytest.raises(SecateurError, match=r"b could not be written: .* Fix") as found,
+        naming_failures("b"),
+    ):
+        write(tmp_path / "file" / "b", "new")
+    assert found.value.where == "b"

@@ -342,3 +342,43 @@ def test_exporters_keep_their_remarks_to_themselves(capsys) -> None:
         logger.removeHandler(handler)
     assert heard == ["Skipping constant folding, True", "afterwards"]
     assert "axis name" not in capsys.readouterr().err
+
+
+def test_fresh_deletes_checkpoints_of_ours_only(place: Place, tmp_path: Path) -> None:
+    args = ["prune", *place.job, "--remove", 0.3, "--out", tmp_path, "--fresh"]
+    mine = tmp_path / "checkpoint-of-mine.safetensors"
+    safetensors.torch.save_file({"a": torch.zeros(1)}, mine)
+    raw = mine.read_bytes()
+    said = fail(*args)
+    assert "checkpoint-of-mine.safetensors is not a checkpoint of secateur" in said
+    assert said.rstrip().endswith("Fix: move it away, or another --out.")
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == {mine.name: raw}
+
+
+def test_a_model_folder_with_files_of_the_users_is_refused_before_the_work(place: Place, tmp_path: Path) -> None:
+    args = ["prune", *place.job, "--remove", 0.3, "--out", tmp_path]
+    succeed(*args)
+    (tmp_path / "model" / "notes.txt").write_text("mine")
+    before = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
+    assert "model holds what was not written by secateur (notes.txt)" in fail(*args)
+    assert {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()} == before
+
+
+def test_escape_sequences_in_names_do_not_reach_the_terminal(place: Place, tmp_path: Path) -> None:
+    odd = tmp_path / "a\x1b[2J\x07\u202eb"
+    outputs = [
+        invoke("prune", *place.job, "--remove", 0.3, "--out", odd / "out") for _ in range(2)
+    ]  # replaces the first
+    (odd / "out" / "model" / "\x1b[31mred").write_text("")
+    outputs += [
+        invoke("prune", *place.job, "--remove", 0.3, "--out", odd / "out"),
+        invoke("prune", odd / "net.py:make", "--images", place.train, "--remove", 0.3, "--out", tmp_path / "c"),
+        invoke("prune", *place.model, "--images", odd / "none", "--remove", 0.3, "--out", tmp_path / "d"),
+        invoke("\x1b[2J"),
+        invoke("inspect", place.net, "--weights", odd / "none.safetensors"),
+    ]
+    assert [result.exit_code for result in outputs[:2]] == [0, 0]
+    for result in outputs:
+        said = result.stdout + result.stderr
+        assert not set(said) & set("\x1b\x07\u202e"), repr(said)
+        assert "\\x1b[" in said

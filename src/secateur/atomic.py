@@ -1,12 +1,28 @@
-"""Atomic writes: whoever reads, even after a crash, finds the old file or the new one. A failure leaves no litter."""
+"""Atomic writes: whoever reads, even after a crash, finds the old file or the new one. A failure leaves no litter.
+
+A file is written under a staged name beside its place, which holds the number of the process. A killed process leaves
+such a file behind; the next write to the same place removes it.
+"""
 
 from __future__ import annotations
 
 import os
-import shutil
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from secateur.errors import SecateurError
+
+
+@contextmanager
+def naming_failures(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Turn what the system says about a full disk or an unwritable folder into an error of ours."""
+    try:
+        yield
+    except OSError as error:
+        what = f"{os.fspath(path)} could not be written: {error.strerror or error}."
+        raise SecateurError(what, where=path, fix="make room or allow writing there, or give another path") from error
 
 
 def write(path: str | os.PathLike[str], content: str | bytes) -> Path:
@@ -25,36 +41,57 @@ def write(path: str | os.PathLike[str], content: str | bytes) -> Path:
 def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     """A path beside `path`, with the same suffix, to write to. If all goes well, what is there takes its place."""
     target = Path(os.path.realpath(path))  # a link stays a link
-    target.parent.mkdir(parents=True, exist_ok=True)
-    staged = target.with_name(f".{target.stem}.{os.getpid()}{target.suffix}")
+    made = _make(target.parent)
+    staged = _staged(target)
     try:
         yield staged
         sync(staged)
         os.replace(staged, target)
+        _clean(target)
         sync(target.parent)
     finally:
         staged.unlink(missing_ok=True)
+        _remove(made)
 
 
-@contextmanager
-def replacing_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """A folder beside `path` to fill with files. If all goes well, it takes the place of an older one, if any."""
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    staged, old = (target.with_name(f".{target.name}.{kind}{os.getpid()}") for kind in ("", "old."))
-    shutil.rmtree(staged, ignore_errors=True)  # of a killed process with the same number
-    staged.mkdir()
+def write_together(folder: Path, files: Mapping[str, bytes]) -> None:
+    """Replace several files of a folder in the order given. The first one decides: see `candidates`.
+
+    All are written under staged names before the first is replaced. If the process is killed after that, the others
+    are still there under their staged names, where `candidates` finds them.
+    """
+    made = _make(folder)
+    decided = False
     try:
-        yield staged
-        for file in (*staged.iterdir(), staged):
-            sync(file)
-        if target.exists():
-            os.rename(target, old)
-        os.rename(staged, target)
-        shutil.rmtree(old, ignore_errors=True)
-        sync(target.parent)
+        for name, data in files.items():
+            staged = _staged(folder / name)
+            staged.write_bytes(data)
+            sync(staged)
+        sync(folder)
+        for name in files:
+            os.replace(_staged(folder / name), folder / name)
+            decided = True
+            sync(folder)
+        for name in files:
+            _clean(folder / name)
     finally:
-        shutil.rmtree(staged, ignore_errors=True)
+        if not decided:
+            for name in files:
+                _staged(folder / name).unlink(missing_ok=True)
+            _remove(made)
+
+
+def candidates(path: Path) -> list[Path]:
+    """A file and what writes that did not end left for it: its content is in one of them."""
+    return [file for file in (path, *leftovers(path)) if file.is_file()]
+
+
+def leftovers(path: Path) -> list[Path]:
+    """The staged files for a path, of any process."""
+    form = re.compile(re.escape(f".{path.stem}.") + r"\d+" + re.escape(path.suffix))
+    with suppress(OSError):
+        return sorted(file for file in path.parent.iterdir() if form.fullmatch(file.name))
+    return []
 
 
 def sync(path: Path) -> None:
@@ -65,3 +102,45 @@ def sync(path: Path) -> None:
             os.fsync(handle)
         finally:
             os.close(handle)
+
+
+def _staged(target: Path) -> Path:
+    return target.with_name(f".{target.stem}.{os.getpid()}{target.suffix}")
+
+
+def _clean(target: Path) -> None:
+    """Remove what killed processes left for this file."""
+    for file in leftovers(target):
+        if not _alive(int(file.name.removesuffix(target.suffix).rpartition(".")[2])):
+            with suppress(OSError):
+                file.unlink()
+
+
+def _alive(process: int) -> bool:
+    if os.name != "posix" or process == os.getpid():  # elsewhere signal 0 ends a process
+        return True
+    try:
+        os.kill(process, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
+def _make(folder: Path) -> list[Path]:
+    """Make a folder and those above it. Returns the new ones, the innermost first."""
+    missing = [place for place in (folder, *folder.parents) if not place.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        _remove(missing)
+        raise
+    return missing
+
+
+def _remove(folders: list[Path]) -> None:
+    """Remove folders that were made for a write that failed. A folder that holds something stays."""
+    for folder in folders:
+        with suppress(OSError):
+            folder.rmdir()

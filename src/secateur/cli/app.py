@@ -15,7 +15,7 @@ from secateur.cli.demo import demo
 from secateur.cli.explain import explain
 from secateur.cli.export import export
 from secateur.cli.inspect import inspect
-from secateur.cli.options import message_of
+from secateur.cli.options import message_of, printable
 from secateur.cli.output import warnings_as_lines
 from secateur.cli.prune import prune
 from secateur.cli.specialize import specialize
@@ -32,6 +32,8 @@ _EXTRAS = {
     "sklearn": "demo",
 }
 
+# typer has click's errors, or its own copies of them, depending on its version.
+_USAGE: type[Exception] = typer.BadParameter.__mro__[1]
 _INTERRUPTED = 130  # the exit status that shells use
 
 
@@ -52,6 +54,9 @@ class Commands(TyperGroup):
         except KeyboardInterrupt:
             _say("stopped. What was finished is kept; the same command goes on from there.")
             raise typer.Exit(_INTERRUPTED) from None
+        except _USAGE as error:  # for example about a path that does not exist
+            vars(error)["message"] = printable(str(vars(error)["message"]))
+            raise
         except (SecateurError, OSError) as error:
             if debugging:
                 raise

@@ -13,7 +13,7 @@ from typing import Any, Literal, TextIO
 from rich.console import Console
 from rich.table import Table
 
-from secateur.cli.options import message_of
+from secateur.cli.options import message_of, printable
 from secateur.data.views import View
 from secateur.errors import SecateurWarning
 from secateur.latency.timing import Timing
@@ -41,7 +41,7 @@ def table(left: Sequence[str], right: Sequence[str], rows: Iterable[Sequence[str
     for name in (*left, *right, *last):
         made.add_column(name, justify="right" if name in right else "left", overflow="fold")
     for row in rows:
-        made.add_row(*row)
+        made.add_row(*(printable(cell) for cell in row))
     return made
 
 
@@ -85,7 +85,7 @@ def curves_table(curves: Mapping[str, Curve], places: Sequence[float], over: Lit
             else:
                 within = curve.overall[curve.macs <= place]
                 cells.append(f"{100 * within[0]:.1f}" if len(within) else "–")
-        table.add_row(name, *cells)
+        table.add_row(printable(name), *cells)
     return table
 
 
@@ -115,7 +115,7 @@ class Printer:
     def stage(self, text: str) -> Iterator[None]:
         """Say what is being done, while it is."""
         if self.err.is_terminal:
-            with self.err.status(text):
+            with self.err.status(printable(text)):
                 yield
         else:
             self.note(f"{text} …")
@@ -123,7 +123,7 @@ class Printer:
 
     def note(self, text: str) -> None:
         """Something worth knowing."""
-        self.err.print(text, markup=False, soft_wrap=True)
+        self.err.print(printable(text), markup=False, soft_wrap=True)
 
     def progress(self) -> bool | Listener:
         """How a pruning loop shows its progress: as a bar on a terminal, else in lines."""
@@ -133,7 +133,8 @@ class Printer:
         """Print, unless only JSON is wanted."""
         if not self.as_json:
             # A terminal wraps text itself, so that paths and addresses can be copied.
-            self.out.print(value, markup=False, soft_wrap=isinstance(value, str))
+            text = isinstance(value, str)
+            self.out.print(printable(value) if text else value, markup=False, soft_wrap=text)
 
     def json(self, value: Mapping[str, Any]) -> None:
         """Print, if JSON is wanted."""

@@ -21,11 +21,14 @@ from secateur.cli.task import Task
 from secateur.data.images import Photographs
 from secateur.errors import FileFormatError, NothingToPruneError, SecateurError, TargetError
 from secateur.files.onnx import export
-from secateur.files.saved import PLANS, save
+from secateur.files.saved import check_replaceable, save
 from secateur.loop.checkpoint import digest as numbers_digest
+from secateur.loop.checkpoint import is_checkpoint
 from secateur.models import Opened
+from secateur.running.tensor_files import parse_json
 
 CHECKPOINT, RUN, WEIGHTS = "checkpoint.safetensors", "run.json", "weights_digest"
+_LARGEST_NOTE = 2**24
 # Options that do not change the results.
 _ASIDE = {"out", "fresh", "as_json"}
 # What may change between an interrupted run and the one that continues it: names of files that are compared by
@@ -61,9 +64,10 @@ def check_folder(out: Path, **data: Path | None) -> None:
 
 def check_model(out: Path) -> None:
     """Refuse to replace what secateur did not write."""
-    old = out / "model"
-    if old.exists() and not (old / PLANS).is_file():
-        raise SecateurError(f"{old} exists and was not written by secateur; it would be replaced.", fix="another --out")
+    try:
+        check_replaceable(out / "model")
+    except SecateurError as error:
+        raise SecateurError(error.what, where=error.where, fix="another --out") from error
 
 
 def write_model(opened: Opened, out: Path, example: Tensor | None, printer: Printer) -> dict[str, Path]:
@@ -120,7 +124,7 @@ class Run:
     def begin(cls, out: Path, asked: Mapping[str, Any], fresh: bool, printer: Printer) -> Run:
         """Start a run, or continue an unfinished one of the same command. Two requests are never mixed."""
         note, unfinished = out / RUN, bool(_checkpoints(out)) and not fresh
-        earlier = note.read_text(encoding="utf-8", errors="replace") if note.is_file() else None
+        earlier = _read_note(note)
         before, files, finished = _understood(earlier)
         # Names of files may differ if what is in them does not.
         other = [
@@ -138,6 +142,9 @@ class Run:
             printer.note(f"this run replaces the earlier result in {out} ({what})")
         if fresh:
             _forget(out)
+            for path in _checkpoints(out):
+                what = f"{path} is not a checkpoint of secateur, or too damaged to tell; it is left alone."
+                raise SecateurError(what, where=path, fix="move it away, or another --out")
         try:
             # Files of the earlier run stay listed until they are replaced, so that none is left over.
             atomic.write(note, json.dumps({"asked": asked, "finished": False, "files": files}, indent=1))
@@ -156,12 +163,13 @@ class Run:
         try:
             yield
         except (TargetError, NothingToPruneError) as error:
-            if getattr(error.result, "plan", None) is None:
+            if getattr(error.result, "plan", None) is None and is_checkpoint(self.checkpoint):
                 self.checkpoint.unlink(missing_ok=True)
             if not _checkpoints(self.out):  # `compare` may have finished other criteria
-                (self.out / RUN).unlink(missing_ok=True)
-                if self.earlier is not None:
-                    (self.out / RUN).write_text(self.earlier, encoding="utf-8")
+                if self.earlier is None:
+                    (self.out / RUN).unlink(missing_ok=True)
+                else:
+                    atomic.write(self.out / RUN, self.earlier)
             raise
         except FileFormatError as error:
             if Path(error.where) in _checkpoints(self.out):
@@ -176,14 +184,23 @@ class Run:
         earlier = {Path(str(file)).name for file in _understood(self.earlier)[1].values()}
         for name in earlier & _REPLACED - set(written):
             (self.out / name).unlink(missing_ok=True)
-        atomic.write(self.out / RUN, json.dumps({"asked": self.asked, "finished": True, **summary}, indent=1))
+        with atomic.naming_failures(self.out / RUN):
+            atomic.write(self.out / RUN, json.dumps({"asked": self.asked, "finished": True, **summary}, indent=1))
         _forget(self.out)
+
+
+def _read_note(note: Path) -> str | None:
+    """What an earlier run noted, if anything. A note that is too large to be one says nothing."""
+    if not note.is_file():
+        return None
+    with note.open("rb") as file:
+        return file.read(_LARGEST_NOTE).decode(errors="replace")
 
 
 def _understood(note: str | None) -> tuple[dict[str, Any], dict[str, str], bool]:
     """What a note says was asked for, which files are there, and whether the run was finished."""
     try:
-        found = json.loads(note or "")
+        found = parse_json((note or "").encode())
         return dict(found["asked"]), dict(found.get("files", {})), found["finished"] is True
     except (ValueError, KeyError, TypeError, AttributeError):
         return {}, {}, False
@@ -208,5 +225,7 @@ def _checkpoints(out: Path) -> list[Path]:
 
 
 def _forget(out: Path) -> None:
+    """Delete the checkpoints; a file of the user's with such a name stays."""
     for path in _checkpoints(out):
-        path.unlink()
+        if is_checkpoint(path):
+            path.unlink()

@@ -39,7 +39,7 @@ _SIMPLE = bool | int | float | str
 _LONGEST = 16  # settings; longer lists are data
 _SHOWN = 32  # numbers kept of each output
 _OUTPUTS = 8
-_LARGEST_INPUT = 2**26  # numbers; limits the memory that a file can make us use
+_LARGEST_INPUT = 2**23  # numbers of all inputs; limits the memory that a file can make us use
 _EXACT, _COARSE, _HALF = 1e-3, 1e-2, 5e-2  # relative to the largest output; processors and libraries round differently
 _USELESS = 1e-3  # if random numbers or rounding change a model by so much, its output identifies nothing
 
@@ -166,6 +166,8 @@ def _like(model: nn.Module) -> Tensor:
 
 def _outputs(model: nn.Module, form: Mapping[str, Any], samples: int, nudge: float) -> list[dict[str, Any]]:
     """Some numbers of each output in evaluation mode, and its shape."""
+    if _size(form, samples) > _LARGEST_INPUT:
+        raise ValueError("too large")
     with quiet(), torch.autocast(_like(model).device.type, enabled=False):
         torch.manual_seed(1 if nudge else 0)  # so that a forward that draws random numbers differs between two calls
         inputs = _made(form, samples, nudge, _like(model), np.random.RandomState(0))  # numpy guarantees these numbers
@@ -178,6 +180,19 @@ def _outputs(model: nn.Module, form: Mapping[str, Any], samples: int, nudge: flo
     return kept
 
 
+def _size(form: Mapping[str, Any], samples: int) -> int:
+    """How many numbers the inputs of a form have; an input counts at least once."""
+    parts = form["named"].values() if "named" in form else form.get("items")
+    if parts is not None:
+        return 1 + sum(_size(part, samples) for part in parts)
+    return max(1, math.prod(_shape(form, samples))) if "value" not in form else 1
+
+
+def _shape(form: Mapping[str, Any], samples: int) -> list[int]:
+    shape = [int(size) for size in form["shape"]]
+    return [min(shape[0], samples), *shape[1:]] if shape and samples else shape
+
+
 def _made(form: Mapping[str, Any], samples: int, nudge: float, like: Tensor, draw: np.random.RandomState) -> Example:
     """Inputs of a form. Real numbers have the model's own precision, and are scaled by `1 + nudge`."""
     if "named" in form:
@@ -186,11 +201,7 @@ def _made(form: Mapping[str, Any], samples: int, nudge: float, like: Tensor, dra
         return tuple(_made(item, samples, nudge, like, draw) for item in form["items"])
     if "value" in form:
         return form["value"]
-    shape, low, high = [int(size) for size in form["shape"]], float(form["low"]), float(form["high"])
-    if shape and samples:
-        shape[0] = min(shape[0], samples)
-    if math.prod(shape) > _LARGEST_INPUT:
-        raise ValueError("too large")
+    shape, low, high = _shape(form, samples), float(form["low"]), float(form["high"])
     shares = draw.random_sample(shape)
     if form["kind"] == "real":
         low, high = (low, high) if low < high else (-1.0, 1.0)

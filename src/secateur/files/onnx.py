@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import io
 import os
 import warnings
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from secateur.arguments import check_flag, check_path
-from secateur.atomic import replacing
+from secateur.atomic import naming_failures, replacing
 from secateur.errors import SecateurError, SecateurWarning, VerificationError
 from secateur.latency.timing import Timing, medians, repeated
 from secateur.nest import tensors_in
@@ -38,7 +39,7 @@ def export(model: nn.Module, path: str | os.PathLike[str], example: Example, *, 
     args, kwargs = arguments(example)
     with quiet():
         expected = tensors_in(run_or_explain(model, example))
-    with replacing(target) as staged:
+    with naming_failures(target), replacing(target) as staged:
         if target.suffix == ".onnx":
             found = _to_onnx(model, staged, args, kwargs, dynamic_batch)
         else:
@@ -153,5 +154,7 @@ def _to_pt2(model: nn.Module, file: Path, args: tuple[Any, ...], kwargs: dict[st
     with quiet():
         program = torch.export.export(model, args, kwargs, strict=False)
         outputs = tensors_in(program.module()(*args, **kwargs))
-    torch.export.save(program, file)
+    content = io.BytesIO()  # torch's own writer says nothing useful about a full disk
+    torch.export.save(program, content)
+    file.write_bytes(content.getvalue())
     return outputs

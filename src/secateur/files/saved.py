@@ -5,11 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
 from torch import Tensor, nn
 
 from secateur import atomic
@@ -19,21 +19,25 @@ from secateur.files.fingerprint import answer, answer_gap, differences, settings
 from secateur.plans.plan import Plan
 from secateur.running.copies import unwrap
 from secateur.running.sandbox import leaves_no_trace
-from secateur.running.tensor_files import fill, read_safetensors
+from secateur.running.tensor_files import fill, parse_json, read_sealed, sealed
 from secateur.surgery.cut import cut
 from secateur.surgery.provenance import provenance_of, remember, remember_inputs
 
 WEIGHTS, PLANS = "model.safetensors", "plan.json"
 FORMAT = "secateur-model-1"
-_LARGEST_PLAN = 256 * 2**20
+_LARGEST_PLAN, _MOST_PLANS = 64 * 2**20, 1000  # limits on what a file can make us use
+# What hostile plans can raise while a model is cut.
+_DAMAGE = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+_OURS = re.compile(rb'\s*\{\s*"format":\s*"secateur-model-')
 
 
 @leaves_no_trace
 def save(result: Any, path: str | os.PathLike[str], *, about: Mapping[str, Any] | None = None) -> None:
     """Write a pruned model (or a `Result`) to a folder: `model.safetensors` and `plan.json`.
 
-    The folder appears whole or not at all. An older one of the same name is replaced. `about` is a note in JSON types,
-    read back by the function `about`. The command line uses it for where the model came from.
+    A model that was saved there before is replaced: whoever loads, even after a crash, gets the old one or the new. A
+    folder with anything else in it is refused. `about` is a note in JSON types, read back by the function `about`. The
+    command line uses it for where the model came from.
     """
     if isinstance(result, str | os.PathLike):
         raise SecateurError(
@@ -51,17 +55,51 @@ def save(result: Any, path: str | os.PathLike[str], *, about: Mapping[str, Any] 
             f"this {type(model).__name__} carries no plan: it was not made by secateur.apply, prune or load.",
             fix="for an unpruned model, use torch's state_dict and safetensors",
         )
+    folder = Path(path)
+    check_replaceable(folder)
     note = {"about": dict(about)} if about is not None else {}
     known = {"settings": settings(model), "answer": answer(model, origin.inputs, origin.plans[-1].after.macs)}
     plans = [json.loads(plan.to_json()) for plan in origin.plans]
-    text = json.dumps({"format": FORMAT, **note, "fingerprint": known, "plans": plans})
+    text = json.dumps({"format": FORMAT, **note, "fingerprint": known, "plans": plans}).encode()
+    if len(text) > _LARGEST_PLAN or len(plans) > _MOST_PLANS:
+        raise SecateurError(
+            f"the {len(plans)} plans of this model are too large for a file.", fix="save its state_dict"
+        )
     own = _own_tensors(model)
     names = {id(tensor): name for name, tensor in reversed(own.items())}  # tied tensors once, by their first name
     state = {name: own[name].detach().contiguous().clone() for name in names.values()}
-    with atomic.replacing_folder(path) as folder:
-        (folder / PLANS).write_bytes(text.encode())
-        metadata = {"format": FORMAT, "plan": hashlib.sha256(text.encode()).hexdigest()}
-        safetensors.torch.save_file(state, folder / WEIGHTS, metadata)
+    weights = sealed(state, json.dumps({"format": FORMAT, "plan": hashlib.sha256(text).hexdigest()}))
+    with atomic.naming_failures(folder):
+        atomic.write_together(folder, {PLANS: text, WEIGHTS: weights})
+
+
+def check_replaceable(folder: Path) -> None:
+    """Raise unless a model may be saved there: nothing of the user's is ever removed or replaced."""
+    why = ""
+    with atomic.naming_failures(folder):
+        if folder.name in ("", ".."):
+            why = "is not a folder for one model"
+        elif folder.is_symlink():
+            why = "is a link"
+        elif folder.exists() and not folder.is_dir():
+            why = "is a file; a model is saved as a folder"
+        elif folder.is_dir() and (others := _not_ours(folder)):
+            more = f" and {len(others) - 3} more" if len(others) > 3 else ""
+            why = f"holds what was not written by secateur ({', '.join(others[:3])}{more})"
+    if why:
+        fix = "the name of a new folder, or of one that holds only a saved model"
+        raise SecateurError(f"{folder} {why}; nothing is saved.", where=folder, fix=fix)
+
+
+def _not_ours(folder: Path) -> list[str]:
+    """Names in a folder that are not part of a saved model."""
+    there = {file.name: file for file in sorted(folder.iterdir())}
+    plan = there.get(PLANS)
+    ours = {file.name for name in (PLANS, WEIGHTS) for file in atomic.leftovers(folder / name)}
+    if plan is not None and plan.is_file():
+        with plan.open("rb") as file:
+            ours |= {PLANS, WEIGHTS} if _OURS.match(file.read(100)) else set()
+    return [name for name, file in there.items() if name not in ours or file.is_symlink() or not file.is_file()]
 
 
 @leaves_no_trace
@@ -87,18 +125,15 @@ def load(path: str | os.PathLike[str], model: nn.Module) -> nn.Module:
     check_path("path", path, "the folder that sc.save wrote")
     fresh, folder = unwrap(model), Path(path)
     data, digest = _read_json(folder)
-    plans = [Plan.from_json(json.dumps(item)) for item in data["plans"]]
-    if not (folder / WEIGHTS).is_file():
-        raise FileFormatError(f"{folder} is not a model saved by secateur: it has no {WEIGHTS}")
-    state, metadata = read_safetensors(folder / WEIGHTS)
-    if metadata.get("format") != FORMAT or metadata.get("plan") != digest:
-        raise FileFormatError(f"{folder}: {WEIGHTS} and {PLANS} do not belong together (one was edited or replaced)")
+    state = _read_weights(folder, digest)
+    plans = [Plan.from_data(item) for item in data["plans"]]
     small: nn.Module = fresh
     for plan in plans:
         try:
             bigger, small = small, cut(small, plan)
-        except PlanError as error:
-            raise FileFormatError(f"{folder} does not fit {type(model).__name__}: {error}") from error
+        except (PlanError, *_DAMAGE) as error:
+            what = f"{folder} does not fit {type(model).__name__}: {error}"
+            raise FileFormatError(what, where=folder) from error
         remember(small, bigger, plan)
     kinds = {tensor.dtype for tensor in state.values() if tensor.is_floating_point()}
     if len(kinds) == 1:
@@ -147,14 +182,35 @@ def _recognise(model: nn.Module, known: Any, folder: Path) -> None:
 def _read_json(folder: Path) -> tuple[dict[str, Any], str]:
     path = folder / PLANS
     if not folder.is_dir() or not path.is_file():
-        raise FileFormatError(f"{folder} is not a model saved by secateur: it has no {PLANS}")
-    if path.stat().st_size > _LARGEST_PLAN:
-        raise FileFormatError(f"{path} is larger than any plan")
-    raw = path.read_bytes()
+        raise FileFormatError(f"{folder} is not a model saved by secateur: it has no {PLANS}", where=folder)
     try:
-        data = json.loads(raw.decode())
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise FileFormatError(f"{path} is damaged: {error}") from error
+        if path.stat().st_size > _LARGEST_PLAN:
+            raise ValueError("it is larger than any plan")
+        raw = path.read_bytes()
+        data = parse_json(raw)
+    except (OSError, ValueError) as error:
+        raise FileFormatError(f"{path} is damaged: {error}", where=path) from error
     if not isinstance(data, dict) or data.get("format") != FORMAT or not isinstance(data.get("plans"), list):
-        raise FileFormatError(f"{path} was not written by this version of secateur (expected format {FORMAT!r})")
+        what = f"{path} was not written by this version of secateur (expected format {FORMAT!r})"
+        raise FileFormatError(what, where=path)
+    if not 1 <= len(data["plans"]) <= _MOST_PLANS:
+        raise FileFormatError(f"{path} is damaged: it has {len(data['plans'])} plans.", where=path)
     return data, hashlib.sha256(raw).hexdigest()
+
+
+def _read_weights(folder: Path, digest: str) -> dict[str, Tensor]:
+    """The tensors that belong to the plan of that digest. A save that was killed left them under a staged name."""
+    first: FileFormatError | None = None
+    for path in atomic.candidates(folder / WEIGHTS):
+        try:
+            state, text, older = read_sealed(path)
+            known = parse_json(text.encode()) if text else older
+            if isinstance(known, dict) and (known.get("format"), known.get("plan")) == (FORMAT, digest):
+                return state
+            raise ValueError
+        except ValueError:
+            what = f"{folder}: {WEIGHTS} and {PLANS} do not belong together (one was edited or replaced)"
+            first = first or FileFormatError(what, where=folder)
+        except FileFormatError as error:
+            first = first or error
+    raise first or FileFormatError(f"{folder} is not a model saved by secateur: it has no {WEIGHTS}", where=folder)

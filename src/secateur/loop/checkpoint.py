@@ -5,20 +5,19 @@ The header also holds the identity of the run: short texts by which its model, d
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import safetensors.torch
 import torch
 from torch import Tensor, nn
 
 from secateur import atomic
-from secateur.errors import CheckpointError, FileFormatError
+from secateur.errors import CheckpointError, FileFormatError, SecateurError
 from secateur.loop.settings import Repairer, Settings
 from secateur.loop.steps import RunState, seeded
 from secateur.nest import tensors_in
@@ -28,13 +27,14 @@ from secateur.relevance.conservation import Conservation, Flow
 from secateur.results.history import History
 from secateur.running.batches import Data, as_batch, is_pair
 from secateur.running.processes import is_first, same_everywhere, wait
-from secateur.running.tensor_files import fill, read_safetensors
+from secateur.running.tensor_files import digest_of, fill, parse_json, read_sealed, sealed
 from secateur.structure.graph import Graph
 from secateur.surgery.cut import cut
 from secateur.surgery.optimizer import carry as carry_over
 from secateur.surgery.provenance import remember
 
 FORMAT = "secateur-loop-1"
+_MOST_STEPS, _LARGEST_HEADER = 10**6, 64 * 2**20
 #: Settings that older files do not have.
 _ADDED = frozenset({"data", "loss", "finetune", "batch_size"})
 #: Settings that are too long to be shown.
@@ -71,7 +71,7 @@ class Checkpoint:
             }  # fmt: skip
             saved = {name: tensor.detach().contiguous().cpu().clone() for name, tensor in tensors.items()}
             try:
-                atomic.write(self.path, safetensors.torch.save(saved, {"secateur": json.dumps(header)}))
+                atomic.write(self.path, sealed(saved, json.dumps(header)))
             except OSError as error:
                 raise CheckpointError(
                     f"the checkpoint {self.path} could not be written ({error}); the one before it, if any, is intact.",
@@ -87,16 +87,26 @@ class Checkpoint:
         header, tensors = self._read()
         try:
             self._check_identity(header["settings"])
-            state.step, state.done = int(header["step"]), str(header["done"])
-            state.history = History.from_json(json.dumps(header["history"]))
-            plan, carried, books = header["plan"], header["carried"], header.get("books")
-            if books is not None:
-                books = Conservation(books["start"], books["input"], tuple(Flow(**flow) for flow in books["flows"]))
-        except (KeyError, TypeError, AttributeError) as error:
+            self._fill(state, header, tensors)
+        except (SecateurError, MemoryError):
+            raise
+        except Exception as error:  # `load_state_dict` of an optimizer or of the user's own may raise anything
             what = f"{self.path} is damaged: {type(error).__name__}: {error}"
             raise FileFormatError(what, where=self.path) from error
+        return True
+
+    def _fill(self, state: RunState, header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        state.step, state.done = _counted(header["step"]), str(header["done"])
+        if not 1 <= len(header["history"]) <= _MOST_STEPS:
+            raise ValueError("the length of its history")
+        state.history = History.from_json(json.dumps(header["history"]))
+        plan, carried, books = header["plan"], header["carried"], header.get("books")
+        if books is not None:
+            books = Conservation(books["start"], books["input"], tuple(Flow(**flow) for flow in books["flows"]))
         if plan is not None:
             state.plan = replace(Plan.from_json(plan), example=self.graph.example)
+            if max(state.plan.groups, default=0) >= len(self.graph.root):
+                raise ValueError("its plan has groups that the model does not have")
             small = cut(self.original, state.plan)
             for item in self.settings.schedule.carry:
                 carry_over(item, state.model, small, state.plan)
@@ -108,13 +118,12 @@ class Checkpoint:
         makers, criterion = self.graph.producers, self.settings.criterion
         units = {makers[int(i)].sites[0]: values.numpy() for i, values in _under("score/", tensors).items()}
         state.scores = Scores(criterion.name, units, criterion.aggregate, books) if units else None
-        return True
 
     def _read(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        tensors, metadata = read_safetensors(self.path)
+        tensors, text, _ = read_sealed(self.path)
         try:
-            header = json.loads(metadata.get("secateur", "null"))
-        except (ValueError, RecursionError) as error:
+            header = parse_json(text.encode() or b"null")
+        except ValueError as error:
             what = f"{self.path} is not a checkpoint, or is damaged: {error}"
             raise FileFormatError(what, where=self.path) from error
         if not isinstance(header, dict) or header.get("format") != FORMAT:
@@ -132,6 +141,20 @@ class Checkpoint:
             )
             fix = "another checkpoint path, or remove the file"
             raise FileFormatError(f"{self.path} belongs to another run: {what}.", where=self.path, fix=fix)
+
+
+def _counted(value: Any) -> int:
+    """A number of steps. A run with another number would not end."""
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _MOST_STEPS:
+        raise ValueError(f"{value!r} is no number of steps")
+    return value
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether a file was written as a checkpoint, damaged or not."""
+    with suppress(OSError), path.open("rb") as file:
+        return FORMAT.encode() in file.read(8 + min(int.from_bytes(file.read(8), "little"), _LARGEST_HEADER))
+    return False
 
 
 def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -223,7 +246,7 @@ def _digest(*samples: Any) -> str:
         sample = as_batch(sample) if pair else sample
         tensors += tensors_in(sample)
         plain += [item for item in sample if isinstance(item, int | float | str)] if pair else []
-    return _digest_tensors((str(i), tensor) for i, tensor in enumerate(tensors)) + (f" {plain}" if plain else "")
+    return digest_of((str(i), tensor) for i, tensor in enumerate(tensors)) + (f" {plain}" if plain else "")
 
 
 # -- a model's numbers -------------------------------------------------------------------------------------------------
@@ -234,16 +257,7 @@ def numbers(model: nn.Module) -> dict[str, Tensor]:
 
 def digest(model: nn.Module) -> str:
     """A fingerprint of a model's numbers: a checkpoint made from other weights must not be mixed with these."""
-    return _digest_tensors(numbers(model).items())
-
-
-def _digest_tensors(named: Iterable[tuple[str, Tensor]]) -> str:
-    found = hashlib.sha256()
-    for name, tensor in named:
-        found.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-        flat = tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8)
-        found.update(np.ascontiguousarray(flat.numpy()).data)
-    return found.hexdigest()
+    return digest_of(numbers(model).items())
 
 
 # -- nested state of optimizers, schedulers and the like ---------------------------------------------------------------

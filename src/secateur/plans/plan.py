@@ -90,6 +90,11 @@ class Plan:
             data = json.loads(text)
         except (json.JSONDecodeError, RecursionError) as error:
             raise FileFormatError(f"not a plan: the text is not valid JSON ({error})") from error
+        return cls.from_data(data)
+
+    @classmethod
+    def from_data(cls, data: Any) -> Plan:
+        """A plan from what JSON holds."""
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             found = data.get("format") if isinstance(data, dict) else type(data).__name__
             raise FileFormatError(f"not a plan of this version: expected format {FORMAT!r}, found {found!r}")
@@ -106,7 +111,7 @@ class Plan:
                 before=Cost(_count(data["before"]["params"]), _count(data["before"]["macs"])),
                 after=Cost(_count(data["after"]["params"]), _count(data["after"]["macs"])),
             )
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise FileFormatError(f"not a plan: {type(error).__name__}: {error}") from error
 
     def __repr__(self) -> str:

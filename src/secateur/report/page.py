@@ -144,7 +144,8 @@ def write_report(
         settings={**_settings(result), **(page.about or {})},
         environment=environment(result.model),
     )
-    return atomic.write(path, html)
+    with atomic.naming_failures(path):
+        return atomic.write(path, html)
 
 
 def _seen(source: nn.Module, result: Record, data: Data, classes: Names, page: Page) -> tuple[Changes | None, str]:

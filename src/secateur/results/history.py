@@ -131,15 +131,26 @@ class Record:
         return f"{self.cost_before} → {self.cost_after}; {self.stopped}\n{self.history}"
 
 
+# What JSON may hold for a field, by its type.
+_KINDS: dict[Any, tuple[type, ...]] = {
+    "int": (int,), "float": (int, float), "float | None": (int, float, type(None)), "str": (str,), "bool": (bool,),
+}  # fmt: skip
+
+
 def _row(item: Any) -> Row:
     if not isinstance(item, dict):
         raise ValueError(f"expected a row, found {type(item).__name__}")
     known = {name: value for name, value in item.items() if name in Row.__dataclass_fields__}  # older files have more
+    for name, value in known.items():
+        kinds = _KINDS.get(Row.__dataclass_fields__[name].type)
+        if kinds is not None and (not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds)):
+            raise ValueError(f"{name} is {value!r}")
     return Row(**{**known, "metrics": {str(k): float(v) for k, v in item.get("metrics", {}).items()}})
 
 
 def written(text: str, path: str | Path | None) -> str:
     """The text, also written to `path` if given."""
     if path is not None:
-        atomic.write(path, text)
+        with atomic.naming_failures(path):
+            atomic.write(path, text)
     return text

@@ -1,25 +1,108 @@
-"""Tensors from files, and into models. Nothing is unpickled."""
+"""Tensors from files, and into models. Nothing is unpickled.
+
+A *sealed* file holds tensors, a text and a digest over both, so that no changed bit passes unnoticed.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
-import safetensors
+import numpy as np
+import safetensors.torch
 import torch
 from torch import Tensor
 
 from secateur.errors import FileFormatError
 
+_KEY = "secateur"
+_HEX = 64  # digits of a digest
+# Limits, checked before any work, on what a file can make us use.
+_LARGEST_HEADER, _MOST_TENSORS = 64 * 2**20, 100_000
+_LARGEST_JSON, _MOST_CONTAINERS, _MOST_QUOTES = 64 * 2**20, 2**20, 2**22
+
 
 def read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """The tensors of a file by name, and its metadata."""
     try:
+        _check_header(path)
         with safetensors.safe_open(path, framework="pt") as file:
             return {key: file.get_tensor(key) for key in file.keys()}, file.metadata() or {}  # noqa: SIM118
-    except (safetensors.SafetensorError, ValueError, RuntimeError, OSError) as error:
-        raise FileFormatError(f"{path} is damaged or not a safetensors file: {error}", where=path) from error
+    except MemoryError:
+        raise
+    except Exception as error:  # the reader raises many kinds of errors on damaged files
+        what = f"{path} is damaged or not a safetensors file: {error}"
+        raise FileFormatError(what, where=path) from error
+
+
+def _check_header(path: Path) -> None:
+    """Raise ValueError if the header is too large, or names a tensor twice: safetensors would keep one of them."""
+    with open(path, "rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        if size > _LARGEST_HEADER:
+            raise ValueError(f"its header of {size} bytes is too large")
+        header = file.read(size)
+    if header.count(b'"dtype"') > _MOST_TENSORS:
+        raise ValueError(f"it has more than {_MOST_TENSORS} tensors")
+    parse_json(header, hook=_without_repeats)
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a name occurs twice")
+    return found
+
+
+def parse_json(raw: bytes, hook: Any = None) -> Any:
+    """JSON from a file. Raises ValueError if it is damaged, too deep, or so large that it could exhaust memory."""
+    counts = ((len(raw), _LARGEST_JSON), (raw.count(b"[") + raw.count(b"{"), _MOST_CONTAINERS))
+    if any(count > most for count, most in (*counts, (raw.count(b'"'), _MOST_QUOTES))):
+        raise ValueError("it is too large")
+    try:
+        return json.loads(raw.decode(), object_pairs_hook=hook)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+
+
+def sealed(tensors: Mapping[str, Tensor], text: str) -> bytes:
+    """A safetensors file with a text and a digest over everything. Equal content gives equal bytes."""
+    return safetensors.torch.save(dict(tensors), {_KEY: _seal(tensors, text) + text})
+
+
+def read_sealed(path: Path) -> tuple[dict[str, Tensor], str, dict[str, str]]:
+    """The tensors and the text of a sealed file, and all metadata. A file that is not as it was written is refused.
+
+    Files of older versions have no digest: their text begins with a brace.
+    """
+    tensors, metadata = read_safetensors(path)
+    text = metadata.get(_KEY, "")
+    if text and not text.startswith("{"):
+        seal, text = text[:_HEX], text[_HEX:]
+        if set(metadata) != {_KEY} or seal != _seal(tensors, text):
+            raise FileFormatError(
+                f"{path} is damaged: its content is not what was written.", where=path, fix="copy or make it again"
+            )
+    return tensors, text, metadata
+
+
+def _seal(tensors: Mapping[str, Tensor], text: str) -> str:
+    whole = f"{hashlib.sha256(text.encode()).hexdigest()} {digest_of((n, tensors[n]) for n in sorted(tensors))}"
+    return hashlib.sha256(whole.encode()).hexdigest()
+
+
+def digest_of(named: Iterable[tuple[str, Tensor]]) -> str:
+    """A digest of tensors in their order: names, shapes, dtypes and all bytes."""
+    found = hashlib.sha256()
+    for name, tensor in named:
+        found.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        flat = tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8)
+        found.update(np.ascontiguousarray(flat.numpy()).data)
+    return found.hexdigest()
 
 
 def fill(
