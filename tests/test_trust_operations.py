@@ -510,7 +510,7 @@ def test_explain_refuses_what_the_model_does_not_take() -> None:
     with pytest.raises(ForwardError, match=r"\(3, 2, 6, 6\)"):
         sc.explain(net, x[:, :2])
     assert torch.equal(sc.explain(net, x.numpy()).input, sc.explain(net, x).input)
-    with pytest.raises(CriterionError, match="there is no composite 'alpha'"):
+    with pytest.raises(CriterionError, match="there is no composite='alpha'"):
         sc.explain(net, x, composite="alpha")
 
 

@@ -20,7 +20,7 @@ from secateur.relevance.ledger import Absolute
 from secateur.relevance.rules import Rule
 from secateur.relevance.weights import path_of
 from secateur.running.batches import as_tensors
-from secateur.running.copies import shared_copy, unwrap
+from secateur.running.copies import check_followed, shared_copy, unwrap
 from secateur.running.logits import one_output
 from secateur.running.sandbox import isolated, leaves_no_trace, run_or_explain
 
@@ -84,7 +84,9 @@ def explain(
     if not tensors_in(inputs):
         what = f"inputs is a {type(inputs).__name__} without a tensor."
         raise DataError(what, fix="a tensor, or a tuple or dict of tensors")
-    engine = RelevancePass(shared_copy(unwrap(model)), composite, absolute=absolute)
+    original = unwrap(model)
+    check_followed(original)  # before it is copied: what cannot be followed often cannot be copied
+    engine = RelevancePass(shared_copy(original), composite, absolute=absolute)
     try:
         output, heat = engine.run(inputs, starter(target, start, samples_in(inputs)))
     except SecateurError:
