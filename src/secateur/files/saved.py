@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from secateur import atomic
 from secateur.arguments import check_path
 from secateur.errors import FileFormatError, PlanError, SecateurError
+from secateur.files.architecture import build_from
 from secateur.files.fingerprint import answer, answer_gap, differences, settings
 from secateur.plans.plan import Plan
 from secateur.running.copies import unwrap
@@ -48,15 +49,21 @@ def save(result: Any, path: str | os.PathLike[str], *, about: Mapping[str, Any] 
     model = result if isinstance(result, nn.Module) else getattr(result, "model", None)
     if not isinstance(model, nn.Module):
         raise SecateurError(f"cannot save a {type(result).__name__}.", fix="give a pruned module or a Result")
-    model = unwrap(model)
+    folder = Path(path)
+    check_replaceable(folder)
+    files = saved_files(unwrap(model), about)
+    with atomic.naming_failures(folder):
+        atomic.write_together(folder, files)
+
+
+def saved_files(model: nn.Module, about: Mapping[str, Any] | None = None) -> dict[str, bytes]:
+    """What `save` writes, by the names of the files. The first one decides which of the others are valid."""
     origin = provenance_of(model)
     if not origin.plans:
         raise SecateurError(
             f"this {type(model).__name__} carries no plan: it was not made by secateur.apply, prune or load.",
             fix="for an unpruned model, use torch's state_dict and safetensors",
         )
-    folder = Path(path)
-    check_replaceable(folder)
     note = {"about": dict(about)} if about is not None else {}
     known = {"settings": settings(model), "answer": answer(model, origin.inputs, origin.plans[-1].after.macs)}
     plans = [json.loads(plan.to_json()) for plan in origin.plans]
@@ -69,8 +76,7 @@ def save(result: Any, path: str | os.PathLike[str], *, about: Mapping[str, Any] 
     names = {id(tensor): name for name, tensor in reversed(own.items())}  # tied tensors once, by their first name
     state = {name: own[name].detach().contiguous().clone() for name in names.values()}
     weights = sealed(state, json.dumps({"format": FORMAT, "plan": hashlib.sha256(text).hexdigest()}))
-    with atomic.naming_failures(folder):
-        atomic.write_together(folder, {PLANS: text, WEIGHTS: weights})
+    return {PLANS: text, WEIGHTS: weights}
 
 
 def check_replaceable(folder: Path) -> None:
@@ -103,8 +109,10 @@ def _not_ours(folder: Path) -> list[str]:
 
 
 @leaves_no_trace
-def load(path: str | os.PathLike[str], model: nn.Module) -> nn.Module:
+def load(path: str | os.PathLike[str], model: nn.Module | None = None) -> nn.Module:
     """Rebuild a saved model from a freshly built original (its weights do not matter).
+
+    A folder of `Result.save_pretrained` needs no original: it is built from the folder's config, by transformers.
 
     An original that is built differently (another stride or activation) is refused, even if all shapes fit: the
     settings of torch's modules and the output on fixed inputs are compared with what was saved.
@@ -123,7 +131,13 @@ def load(path: str | os.PathLike[str], model: nn.Module) -> nn.Module:
     if isinstance(path, nn.Module):
         raise SecateurError("load takes the path first, but got a model.", fix="sc.load(path, model)")
     check_path("path", path, "the folder that sc.save wrote")
-    fresh, folder = unwrap(model), Path(path)
+    folder = Path(path)
+    if model is None:
+        model, complete = build_from(folder)
+        model.eval()
+        if complete:
+            return model
+    fresh = unwrap(model)
     data, digest = _read_json(folder)
     state = _read_weights(folder, digest)
     plans = [Plan.from_data(item) for item in data["plans"]]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -12,6 +13,7 @@ from secateur.analysis.analyze import analyze
 from secateur.arguments import check_callable, check_path
 from secateur.criteria.registry import Choice, criterion_named
 from secateur.errors import SecateurError
+from secateur.files.pretrained import save_pretrained
 from secateur.loop.checkpoint import Checkpoint
 from secateur.loop.planner import Planner
 from secateur.loop.progress import Progress, StepDone
@@ -66,6 +68,23 @@ class Result(Record):
             path, self, data=data, test=test, inputs=inputs, original=original, comparison=comparison, classes=classes,
             page=page,
         )  # fmt: skip
+
+    @leaves_no_trace
+    def save_pretrained(self, path: str | Path, *, tokenizer: Any = None) -> Path:
+        """Write a pruned Hugging Face model as a folder with config, weights, tokenizer and a model card.
+
+        With the same widths in all blocks (`Limits(uniform=True)`), stock `from_pretrained` loads it. Otherwise
+        `secateur.load(path)` does, and stock `from_pretrained` refuses it. Without `tokenizer`, its files are copied
+        from the folder that the model was loaded from.
+        """
+        return save_pretrained(self.model, path, tokenizer=tokenizer, facts=self._facts())
+
+    def _facts(self) -> dict[str, str]:
+        """Lines for a model card."""
+        asked = {name: str(value) for name, value in self.settings.items() if value is not None}
+        metrics = [row.metrics for row in self.history if row.held and row.metrics]
+        gained = {name: f"{metrics[0][name]:.4g} → {last:.4g}" for row in metrics[-1:] for name, last in row.items()}
+        return {**gained, **asked, "ended": self.stopped}
 
 
 @leaves_no_trace

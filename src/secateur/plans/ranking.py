@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_left
 from collections.abc import Mapping
 
@@ -14,7 +15,7 @@ from secateur.plans.plan import Mask, Plan, plan_for
 from secateur.plans.scores import Aggregation, Scores, Values
 from secateur.plans.targets import Limits, Target
 from secateur.structure.cost import Cost, Price, human
-from secateur.structure.graph import Graph
+from secateur.structure.graph import Graph, Layer
 
 
 def plan(
@@ -90,6 +91,9 @@ class _Chooser:
         elif limits.scope in ("cost", "time"):
             key = self._per_cost(candidates, scores.aggregate, spared)
         self.order: Labels = candidates[np.argsort(key, kind="stable")]
+        self.ends: Labels = np.arange(len(candidates) + 1)  # after how many groups of the order a plan may end
+        if limits.uniform:
+            self._in_tiers(candidates, key)
 
     def _shares(self, candidates: Labels) -> Values:
         """Each group's rank as a fraction of its layer, which is the first one that makes its units."""
@@ -102,6 +106,25 @@ class _Chooser:
         for part in np.split(order, np.flatnonzero(np.diff(home[order])) + 1):
             share[part] = (np.arange(len(part)) + 1) / len(part)
         return share
+
+    def _in_tiers(self, candidates: Labels, key: Values) -> None:
+        """Blocks of the same kind lose their lowest group together, then their second lowest, and so on."""
+        keys = np.full(len(self.graph.root), np.nan)
+        keys[candidates] = key
+        tiers: list[tuple[float, Labels]] = []
+        for family in families(self.graph):
+            own = [layer.groups[np.isfinite(keys[layer.groups])] for layer in family]
+            if not min(map(len, own)):
+                continue
+            ranked = np.stack(
+                [groups[np.argsort(keys[groups], kind="stable")][-min(map(len, own)) :] for groups in own]
+            )
+            # A tier never leaves before one of lower scores.
+            worth = np.maximum.accumulate(keys[ranked].mean(0))
+            tiers += zip(worth.tolist(), ranked.T, strict=True)
+        tiers.sort(key=lambda tier: tier[0])
+        self.order = np.concatenate([np.zeros(0, np.int64), *(groups for _, groups in tiers)])
+        self.ends = np.cumsum([0, *(len(groups) for _, groups in tiers)])
 
     def _per_cost(self, candidates: Labels, aggregate: Aggregation, spared: Price) -> Values:
         """What the group's units score in all, per operation that leaves with them."""
@@ -132,10 +155,13 @@ class _Chooser:
     def mask(self, count: int) -> Mask:
         """What is gone when the first `count` groups of the order leave, after rounding."""
         removed = self.gone.copy()
-        removed[self.order[:count]] = True
+        removed[self.order[: self._end(count)]] = True
         if self.limits.round_to > 1:
             self._round(removed)
         return removed
+
+    def _end(self, count: int) -> int:
+        return int(self.ends[np.searchsorted(self.ends, count, "right") - 1])
 
     def _round(self, removed: Mask) -> None:
         """Bring back the best removed groups of each layer until it keeps a multiple of `round_to` channels."""
@@ -169,7 +195,7 @@ class _Chooser:
                 fix="a smaller share, or fewer ignored layers",
                 remove=given,
             )
-        count = int(np.searchsorted(sums, goal, "right"))
+        count = self._end(int(np.searchsorted(sums, goal, "right")))
         if count == 0 and not already:
             raise NothingToPruneError(
                 f"{{remove}} of {total} units is less than the smallest group ({int(units[self.order].min())} units): "
@@ -223,6 +249,16 @@ class _Chooser:
             )
         counts = range(len(self.order))
         return self.mask(bisect_left(counts, True, key=lambda count: fits(self.graph.cost_of(self.mask(count)))))
+
+
+def families(graph: Graph) -> list[list[Layer]]:
+    """Layers that differ only by numbers in their paths, such as those of the blocks of a transformer."""
+    found: dict[tuple[str, int, int], list[Layer]] = {}
+    for layer in graph.layers:
+        if layer.prunable:
+            kind = re.sub(r"\d+", "*", " ".join((layer.name, *layer.paths)))
+            found.setdefault((kind, len(layer.groups), int(graph.units[layer.groups].sum())), []).append(layer)
+    return list(found.values())
 
 
 def nothing_may_leave(graph: Graph, limits: Limits) -> NothingToPruneError:

@@ -113,7 +113,8 @@ class Limits:
     `scope` says which units compete: all ("global"), those of a layer ("layer"), or all by score per MAC ("cost") or
     per estimated time ("time"). None is "global" for `plan`; `prune` chooses by criterion. `ignore` and `only` are
     wildcards on module paths; a module's name stands for everything in it. Every layer keeps at least `min_units`, and
-    a multiple of `round_to` channels.
+    a multiple of `round_to` channels. With `uniform`, layers that differ only by the number of their block keep the
+    same width, as the config of a Hugging Face model needs it.
 
     >>> Limits(round_to=8, ignore="head")
     Limits(ignore=('head',), round_to=8)
@@ -124,6 +125,7 @@ class Limits:
     only: Sequence[str] = ("*",)
     min_units: int = 1
     round_to: int = 1
+    uniform: bool = False
 
     __repr__ = brief
 
@@ -132,6 +134,7 @@ class Limits:
             object.__setattr__(self, name, arguments.patterns(name, getattr(self, name), error=TargetError))
         if self.scope is not None:
             arguments.check_choice("scope", self.scope, get_args(Scope), error=TargetError)
+        arguments.check_flag("uniform", self.uniform)
         for name in ("min_units", "round_to"):
             why = "layers are never emptied"
             arguments.check_count(name, getattr(self, name), why=why, error=TargetError)

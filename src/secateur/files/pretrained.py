@@ -1,0 +1,159 @@
+"""Folders of Hugging Face models: written so that stock `from_pretrained` loads them, wherever its config can say it.
+
+A model with the same widths in all blocks is written with a plain `config.json`. One whose blocks differ is written
+with its plan, for `secateur.load`: no config of transformers can describe it, and stock `from_pretrained` refuses it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import nn
+
+from secateur import atomic
+from secateur.arguments import check_path
+from secateur.errors import SecateurError, VerificationError
+from secateur.files.architecture import CONFIG, FIELD, is_pretrained, note_of, plain_config, stock_config
+from secateur.files.saved import check_replaceable, saved_files
+from secateur.nest import tensors_of_output
+from secateur.running.copies import shared_copy, unwrap
+from secateur.running.sandbox import quiet
+from secateur.surgery.provenance import plans_of
+from secateur.version import __version__
+
+CARD = "README.md"
+# What belongs to a tokenizer or processor and is copied as it is.
+_COMPANIONS = (
+    "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "vocab.json", "vocab.txt", "merges.txt", "spiece.model", "sentencepiece.bpe.model", "chat_template.jinja",
+    "generation_config.json", "preprocessor_config.json", "processor_config.json",
+)  # fmt: skip
+
+
+def save_pretrained(
+    model: nn.Module, path: str | os.PathLike[str], *, tokenizer: Any = None, facts: Mapping[str, str] | None = None
+) -> Path:
+    """Write a pruned Hugging Face model with config, tokenizer, generation config and a model card.
+
+    `tokenizer` is saved too. Without one, its files are copied from the folder that the model was loaded from, if
+    there is one. `facts` are lines of the card.
+    """
+    model = unwrap(model)
+    check_path("path", path, "the folder to write, as in result.save_pretrained(path)")
+    if not is_pretrained(model):
+        raise SecateurError(f"{type(model).__name__} is not a model of transformers.", fix="sc.save(result, path)")
+    if not plans_of(model):
+        raise SecateurError(
+            f"this {type(model).__name__} carries no plan: it was not made by secateur.",
+            fix="model.save_pretrained(path), for an unpruned model",
+        )
+    folder = Path(path)
+    _check_free(folder)
+    config = stock_config(model)
+    files = dict(_companions(model, tokenizer))
+    mode = "per layer" if config is None else "uniform"
+    note = {"version": __version__, "widths": mode}
+    if config is None:
+        files |= {CONFIG: _json({**plain_config(model.config), FIELD: note, "architectures": [type(model).__name__]})}
+        files = {**saved_files(model), **files}
+    else:
+        setattr(config, FIELD, note)
+        files = {**_stock_files(model, config), **files}
+    files[CARD] = card(model, mode, facts or {}).encode()
+    with atomic.naming_failures(folder):
+        atomic.write_together(folder, files)
+    return folder
+
+
+def _check_free(folder: Path) -> None:
+    """Raise unless the folder is new, empty, or one of ours."""
+    if folder.is_dir() and not folder.is_symlink() and note_of(folder) is not None:
+        return
+    check_replaceable(folder)
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+def _stock_files(model: Any, config: Any) -> dict[str, bytes]:
+    """What transformers itself writes for the model of that config, after it loaded that with the same output."""
+    config.dtype = next(model.parameters()).dtype
+    stock = type(model)(config).to(config.dtype)
+    stock.load_state_dict(shared_copy(model).state_dict())
+    if getattr(model, "generation_config", None) is not None:
+        stock.generation_config = model.generation_config
+    with TemporaryDirectory() as place:
+        stock.save_pretrained(place, max_shard_size="1000GB")
+        _check_same(shared_copy(model).eval(), type(model).from_pretrained(place, local_files_only=True).eval())
+        return {file.name: file.read_bytes() for file in sorted(Path(place).iterdir())}
+
+
+def _check_same(small: Any, stock: Any) -> None:
+    """Raise unless the stock model computes what the pruned one computes."""
+    with quiet():
+        torch.manual_seed(0)
+        inputs = {
+            name: torch.rand(tensor.shape).to(tensor) if tensor.is_floating_point() else tensor
+            for name, tensor in small.dummy_inputs.items()
+        }
+        outputs = [tensors_of_output(net(**inputs)) for net in (shared_copy(small).cpu(), stock)]
+    gaps = [float((a - b).abs().max() / b.abs().max()) for a, b in zip(*outputs, strict=True) if a.is_floating_point()]
+    allowed = 16 * torch.finfo(next(small.parameters()).dtype).eps
+    if not gaps or not max(gaps) <= allowed:
+        raise VerificationError(
+            f"transformers loads a model that differs from the pruned one by {max(gaps, default=1):.2g} (allowed "
+            f"{allowed:.2g}); nothing is written.",
+            fix="sc.save(result, path), and please report the model",
+        )
+
+
+def _companions(model: Any, tokenizer: Any) -> Iterator[tuple[str, bytes]]:
+    """The files of the tokenizer, from the object given or from where the model was loaded from."""
+    if tokenizer is not None:
+        with TemporaryDirectory() as place:
+            tokenizer.save_pretrained(place)
+            yield from ((file.name, file.read_bytes()) for file in sorted(Path(place).iterdir()) if file.is_file())
+        return
+    source = Path(str(getattr(model.config, "_name_or_path", "") or "."))
+    if source.is_dir() and (source / CONFIG).is_file():
+        for name in _COMPANIONS:
+            if (source / name).is_file():
+                yield name, (source / name).read_bytes()
+
+
+def _json(content: Mapping[str, Any]) -> bytes:
+    return (json.dumps(content, indent=2, sort_keys=True) + "\n").encode()
+
+
+def card(model: nn.Module, mode: str, facts: Mapping[str, str]) -> str:
+    """The model card, from the facts of the run."""
+    plans, kind = plans_of(model), type(model).__name__
+    before, after = plans[0].before, plans[-1].after
+    base = str(getattr(model.config, "_name_or_path", "") or "")
+    named = base if base and not Path(base).exists() else ""
+    head = ["library_name: transformers", "tags: [pruned, secateur]", *([f"base_model: {named}"] if named else [])]
+    share = 100 * after.params / max(before.params, 1)
+    loading = (
+        [f"from transformers import {kind}", f'model = {kind}.from_pretrained("FOLDER")']
+        if mode == "uniform"
+        else ["import secateur", 'model = secateur.load("FOLDER")']
+    )  # fmt: skip
+    why = "" if mode == "uniform" else "Its layers have different widths, which no config of transformers describes.\n"
+    rows = {
+        "parameters": f"{before.params:,} → {after.params:,} ({share:.1f} %)",
+        "MACs of the example": f"{before.macs:,} → {after.macs:,}",
+        **facts,
+    }
+    lines = "\n".join(f"| {name} | {text} |" for name, text in rows.items())
+    widths = "\n".join(f"| {name} | {had} | {has} |" for name, (had, has) in plans[-1].layers.items() if has < had)
+    code = "\n".join(loading)
+    return (
+        "---\n" + "\n".join(head) + f"\n---\n\n# {kind}, pruned\n\n"
+        f"Units that the data needed least were removed by secateur "
+        f"{__version__}.\n{why}\n| | |\n|---|---|\n{lines}\n\n```python\n{code}\n```\n\n"
+        f"## What left\n\n| layer | units before | units after |\n|---|---|---|\n{widths}\n"
+    )

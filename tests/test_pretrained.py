@@ -1,0 +1,192 @@
+"""Pruned Hugging Face models as folders: what stock `from_pretrained` loads, and what only secateur does."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+import secateur as sc
+from secateur.errors import FileFormatError, SecateurError
+from secateur.plans import Limits
+
+IDS = torch.randint(0, 64, (2, 9), generator=torch.Generator().manual_seed(1))
+
+
+def llama(**changes: Any) -> Any:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    config = transformers.LlamaConfig(**{**sizes, **heads, "use_cache": False, **changes})
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+def bert() -> Any:
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4
+    )
+    return transformers.BertForSequenceClassification(config).eval()
+
+
+def pruned(model: nn.Module, remove: float = 0.3, **limits: Any) -> sc.Result:
+    data = [({"input_ids": IDS}, None)]
+    return sc.prune(model, data, "random", remove=remove, limits=Limits(**limits), repair=None, progress=False)
+
+
+def logits(model: nn.Module) -> Tensor:
+    with torch.no_grad():
+        return model(input_ids=IDS).logits
+
+
+def widths(model: nn.Module) -> list[int]:
+    return [
+        len(weight)
+        for name, weight in model.named_parameters()
+        if name.endswith(("up_proj.weight", "gate_proj.weight"))
+    ]
+
+
+def test_uniform_widths_are_the_same_in_every_block() -> None:
+    result = pruned(llama(), uniform=True, only="*.mlp.*")
+    assert len(set(widths(result.model))) == 1
+    assert widths(result.model)[0] < 48
+
+
+def test_uniform_keeps_the_best_units_of_each_block() -> None:
+    """In each block those units stay that have its highest scores."""
+    model = llama()
+    graph = sc.analyze(model, {"input_ids": IDS})
+    scores = sc.score(model, None, "weight", graph=graph)
+    plan = sc.plan(graph, scores, remove=0.4, limits=Limits(uniform=True, only="*.mlp.*"))
+    values = scores.of(graph)
+    gone = set(plan.groups)
+    layers = [layer for layer in graph.layers if ".mlp." in layer.name and layer.prunable]
+    lost = [[int(g) for g in layer.groups if int(g) in gone] for layer in layers]
+    assert len(layers) == 3
+    assert len({len(groups) for groups in lost}) == 1
+    assert lost[0]
+    for layer, groups in zip(layers, lost, strict=True):
+        kept = [int(g) for g in layer.groups if int(g) not in gone]
+        assert max(values[groups]) <= min(values[kept])
+
+
+@pytest.mark.parametrize("multiple", [8, 16])
+def test_uniform_widths_are_multiples(multiple: int) -> None:
+    kept = widths(pruned(llama(), 0.5, uniform=True, round_to=multiple, only="*.mlp.*").model)
+    assert len(set(kept)) == 1
+    assert kept[0] % multiple == 0
+    assert kept[0] < 48
+
+
+def test_stock_from_pretrained_loads_uniform_widths_with_equal_logits(tmp_path: Path) -> None:
+    result = pruned(llama(), uniform=True, only="*.mlp.*")
+    folder = result.save_pretrained(tmp_path / "small")
+    config = json.loads((folder / "config.json").read_text())
+    assert config["intermediate_size"] == widths(result.model)[0]
+    assert config["hidden_size"] == 32
+    stock = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    assert type(stock) is transformers.LlamaForCausalLM
+    assert torch.equal(logits(stock.eval()), logits(result.model))
+    assert torch.equal(logits(sc.load(folder)), logits(result.model))
+    stock.generate(IDS, max_new_tokens=3, do_sample=False)
+
+
+def test_half_precision_stays(tmp_path: Path) -> None:
+    llama().save_pretrained(tmp_path / "original")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "original", dtype=torch.bfloat16)
+    result = pruned(model.eval(), uniform=True, only="*.mlp.*")
+    stock = transformers.AutoModelForCausalLM.from_pretrained(result.save_pretrained(tmp_path / "small"))
+    assert stock.dtype == torch.bfloat16
+    assert torch.equal(logits(stock), logits(result.model))
+
+
+def test_widths_per_layer_are_loaded_by_us_and_refused_by_stock(tmp_path: Path) -> None:
+    result = pruned(llama(), only="*.mlp.*", scope="global")
+    assert len(set(widths(result.model))) > 1
+    folder = result.save_pretrained(tmp_path / "small")
+    assert json.loads((folder / "config.json").read_text())["secateur"]["widths"] == "per layer"
+    again = sc.load(folder)
+    assert type(again) is transformers.LlamaForCausalLM
+    assert torch.equal(logits(again), logits(result.model))
+    with pytest.raises(RuntimeError, match="mismatch"):
+        transformers.AutoModelForCausalLM.from_pretrained(folder)
+
+
+def test_heads_that_no_config_describes_go_to_our_own_loader(tmp_path: Path) -> None:
+    """BERT's config derives the width of a head from the number of heads."""
+    result = pruned(bert(), remove=0.25, uniform=True)
+    folder = result.save_pretrained(tmp_path / "small")
+    assert torch.equal(logits(sc.load(folder)), logits(result.model))
+
+
+def test_the_tokenizer_and_the_generation_config_are_copied(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    model = llama()
+    model.generation_config.max_new_tokens = 7
+    model.save_pretrained(source)
+    (source / "tokenizer.json").write_text('{"version": "1.0"}')
+    (source / "chat_template.jinja").write_text("{{ messages }}")
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(source)
+    for number, limits in enumerate(({"uniform": True}, {"scope": "global"})):
+        folder = pruned(loaded, only="*.mlp.*", **limits).save_pretrained(tmp_path / f"small{number}")
+        assert (folder / "tokenizer.json").read_text() == '{"version": "1.0"}'
+        assert (folder / "chat_template.jinja").read_text() == "{{ messages }}"
+        assert json.loads((folder / "generation_config.json").read_text())["max_new_tokens"] == 7
+
+
+def test_the_card_states_the_facts_of_the_run(tmp_path: Path) -> None:
+    result = pruned(llama(), uniform=True, only="*.mlp.*")
+    text = (result.save_pretrained(tmp_path / "small") / "README.md").read_text()
+    assert text.startswith("---\nlibrary_name: transformers\n")
+    before, after = (sum(p.numel() for p in m.parameters()) for m in (llama(), result.model))
+    assert f"{before:,} → {after:,}" in text
+    assert "random" in text
+    assert "LlamaForCausalLM.from_pretrained" in text
+    assert str(tmp_path) not in text
+
+
+def test_a_folder_of_the_users_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "chapter.tex").write_text("years of work")
+    with pytest.raises(SecateurError, match=r"chapter\.tex"):
+        pruned(llama(), uniform=True).save_pretrained(tmp_path / "thesis")
+    assert os.listdir(tmp_path / "thesis") == ["chapter.tex"]
+
+
+def test_an_unpruned_model_of_transformers_is_not_replaced(tmp_path: Path) -> None:
+    llama().save_pretrained(tmp_path / "original")
+    with pytest.raises(SecateurError, match=r"not written by secateur"):
+        pruned(llama(), uniform=True).save_pretrained(tmp_path / "original")
+
+
+def test_our_own_folder_is_replaced(tmp_path: Path) -> None:
+    pruned(llama(), uniform=True, only="*.mlp.*").save_pretrained(tmp_path / "small")
+    result = pruned(llama(), remove=0.5, scope="global", only="*.mlp.*")
+    folder = result.save_pretrained(tmp_path / "small")
+    assert torch.equal(logits(sc.load(folder)), logits(result.model))
+    assert not [name for name in os.listdir(folder) if name.startswith(".")]
+
+
+def test_what_is_no_model_of_transformers_is_refused(tmp_path: Path) -> None:
+    net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    result = sc.prune(net, (torch.rand(4, 4), torch.arange(4) % 2), remove=0.5, progress=False)
+    with pytest.raises(SecateurError, match=r"Sequential is not a model of transformers\. Fix: sc\.save"):
+        result.save_pretrained(tmp_path / "small")
+    sc.save(result, tmp_path / "plain")
+    with pytest.raises(SecateurError, match="does not say which model"):
+        sc.load(tmp_path / "plain")
+
+
+def test_a_config_that_names_something_else_is_refused(tmp_path: Path) -> None:
+    folder = pruned(llama(), uniform=True, only="*.mlp.*").save_pretrained(tmp_path / "small")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "architectures": ["Trainer"]}))
+    with pytest.raises(FileFormatError, match=r"'Trainer', which is no model"):
+        sc.load(folder)
