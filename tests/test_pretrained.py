@@ -190,3 +190,23 @@ def test_a_config_that_names_something_else_is_refused(tmp_path: Path) -> None:
     (folder / "config.json").write_text(json.dumps({**config, "architectures": ["Trainer"]}))
     with pytest.raises(FileFormatError, match=r"'Trainer', which is no model"):
         sc.load(folder)
+
+
+@pytest.mark.parametrize(("make", "batch"), [(llama, 2), (bert, 1)])
+def test_onnx_takes_any_batch_and_any_length(make: Any, batch: int, tmp_path: Path) -> None:
+    import onnxruntime
+
+    model = make()
+    model.config.use_cache = True
+    inputs = {"input_ids": IDS[:batch], "attention_mask": torch.ones_like(IDS[:batch])}
+    file = sc.export(model, tmp_path / "model.onnx", inputs)
+    session = onnxruntime.InferenceSession(str(file))
+    assert len(session.get_outputs()) == 1  # no caches
+    assert model.config.use_cache is True
+    mask = torch.ones(3, 17, dtype=torch.int64)
+    mask[2, 11:] = 0
+    ids = torch.randint(0, 64, (3, 17), generator=torch.Generator().manual_seed(2))
+    found = session.run(None, {"input_ids": ids.numpy(), "attention_mask": mask.numpy()})[0]
+    with torch.no_grad():
+        expected = model(ids, attention_mask=mask).logits
+    torch.testing.assert_close(torch.from_numpy(found), expected, rtol=1e-4, atol=1e-5)

@@ -18,7 +18,7 @@ from secateur.arguments import check_flag, check_path
 from secateur.atomic import naming_failures, replacing
 from secateur.errors import SecateurError, SecateurWarning, VerificationError
 from secateur.latency.timing import Timing, medians, repeated
-from secateur.nest import tensors_in
+from secateur.nest import map_leaves, map_tensors, tensors_in
 from secateur.running.copies import shared_copy, unwrap
 from secateur.running.sandbox import Example, arguments, leaves_no_trace, quiet, run_or_explain
 
@@ -27,7 +27,9 @@ from secateur.running.sandbox import Example, arguments, leaves_no_trace, quiet,
 def export(model: nn.Module, path: str | os.PathLike[str], example: Example, *, dynamic_batch: bool = True) -> Path:
     """Write a model as `.onnx` (checked with ONNX Runtime) or `.pt2` (`torch.export`), by the ending of `path`.
 
-    The exported model must give PyTorch's output on the example (relative 1e-4), or no file is written.
+    The exported model must give PyTorch's output on the example (relative 1e-4), or no file is written. An ONNX file
+    takes any batch size and, for tokens, any length; with `dynamic_batch=False`, the sizes of the example only. Caches
+    of a Hugging Face model are left out.
     """
     model = unwrap(model)
     check_path("path", path, "export(model, path, example), with a name that ends in .onnx or .pt2")
@@ -36,6 +38,8 @@ def export(model: nn.Module, path: str | os.PathLike[str], example: Example, *, 
     if target.suffix not in (".onnx", ".pt2"):
         raise SecateurError(f"cannot export to {target.name!r}.", fix="a name that ends in .onnx or .pt2")
     model = shared_copy(model).eval()
+    if getattr(getattr(model, "config", None), "use_cache", False):
+        model.config.use_cache = False  # type: ignore[union-attr]  # the copy's own
     args, kwargs = arguments(example)
     with quiet():
         expected = tensors_in(run_or_explain(model, example))
@@ -105,33 +109,112 @@ def _to_onnx(
         import onnxscript  # noqa: F401
     except ImportError as error:
         raise SecateurError("exporting to ONNX needs other packages.", fix="pip install 'secateur[export]'") from error
-    options: dict[str, Any] = {"kwargs": kwargs or None, "dynamo": True, "external_data": False, "verbose": False}
-    free = dynamic_batch and not kwargs and all(isinstance(a, Tensor) and a.ndim and a.shape[0] > 1 for a in args)
-    batch = torch.export.Dim("batch", min=1)
-    shapes = _in_place(model, tuple({0: batch} for _ in args)) if free else None
-    try:
-        torch.onnx.export(model, args, file, dynamic_shapes=shapes, **options)
-    except Exception:
-        if not free:
-            raise
-        # Some forwards fix the batch size, e.g. by reshaping with constants. A file for one batch size is still useful.
-        torch.onnx.export(model, args, file, **options)
+    options: dict[str, Any] = {"dynamo": True, "external_data": False, "verbose": False}
+    wide = _in_batches(model, (args, kwargs)) if dynamic_batch else None
+    if wide is not None:
+        try:
+            torch.onnx.export(
+                model, wide[0], file, kwargs=wide[1] or None, dynamic_shapes=_free_shapes(model, *wide), **options
+            )
+        except Exception:
+            wide = None
+    if wide is None:
+        # Some forwards fix the sizes, e.g. by reshaping with constants. A file for one batch size is still useful.
+        torch.onnx.export(model, args, file, kwargs=kwargs or None, **options)
     try:
         session = _session(file)
-        inputs = [tensor.detach().cpu().numpy() for tensor in tensors_in((args, kwargs))]
-        feeds = {item.name: numbers for item, numbers in zip(session.get_inputs(), inputs, strict=True)}
-        outputs = [torch.from_numpy(item) for item in session.run(None, feeds)]
+        outputs = _answers(session, (args, kwargs))
     except Exception as error:  # numpy has no bfloat16; ONNX Runtime has no kernels for some operations in other types
         raise VerificationError(
             f"ONNX Runtime cannot run the exported {type(model).__name__}, so it cannot be checked and is not "
             f"kept ({' '.join(str(error).split())}).",
             fix=_fix(model) or "a name that ends in .pt2, for torch.export",
         ) from error
-    size = _fixed(session)
-    if free and size is not None:
-        fact = f"the exported {type(model).__name__} takes batches of {size} only: its forward fixes the batch size."
-        warnings.warn(SecateurWarning(fact, fix="export with an example of the batch size that you need"), stacklevel=3)
+    if dynamic_batch:
+        _check_free(model, session, args, kwargs)
     return outputs
+
+
+def _answers(session: Any, inputs: Any) -> list[Tensor]:
+    """What ONNX Runtime computes. Inputs that the exporter found unused are left out."""
+    tensors = [tensor.detach().cpu().numpy() for tensor in tensors_in(inputs)]
+    feeds = {item.name: numbers for item, numbers in zip(session.get_inputs(), tensors, strict=True)}
+    return [torch.from_numpy(item) for item in session.run(None, feeds)]
+
+
+def _in_batches(model: nn.Module, inputs: Any) -> Any:
+    """Inputs of at least two samples and, for tokens, two positions, without which no size is free; None if there are
+    none, or the model takes no two samples."""
+    tensors = tensors_in(inputs)
+    if not tensors or any(not t.ndim or t.shape[0] != tensors[0].shape[0] for t in tensors) or not len(tensors[0]):
+        return None
+    if len(tensors[0]) > 1:
+        return inputs
+    twice = map_tensors(lambda t: torch.cat([t, t]), inputs)
+    with quiet():
+        try:
+            model(*twice[0], **twice[1])
+        except Exception:  # the user's forward may raise anything
+            return None
+    return twice
+
+
+def _free_shapes(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Which sizes of the inputs are free: the batch, and the length of token ids and their masks."""
+    batch, length = torch.export.Dim("batch", min=1), torch.export.Dim("length", min=1)
+    count = _token_count((args, kwargs))
+
+    def free(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return None
+        tokens = count is not None and value.ndim > 1 and value.shape[1] == count and not value.is_floating_point()
+        return {0: batch, 1: length} if tokens else {0: batch}
+
+    if kwargs:
+        names = list(inspect.signature(model.forward).parameters)
+        named = dict(zip(names, args, strict=False)) | kwargs
+        return {name: map_leaves(free, value) for name, value in named.items()}
+    return _in_place(model, tuple(map_leaves(free, value) for value in args))
+
+
+def _token_count(inputs: Any) -> int | None:
+    """The length of the first input of token ids; None if there is none."""
+    ids = [t for t in tensors_in(inputs) if t.ndim == 2 and not t.is_floating_point() and t.shape[1] > 1]
+    return ids[0].shape[1] if ids else None
+
+
+def _check_free(model: nn.Module, session: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Warn of sizes that are fixed although they should be free; raise if another size gives another output."""
+    fact = f"the exported {type(model).__name__} takes"
+    size, count = _fixed(session), _token_count((args, kwargs))
+    if size is not None and len(tensors_in((args, kwargs))[0]):
+        what = f"{fact} batches of {size} only: its forward fixes the batch size."
+        fix = "export with an example of the batch size that you need"
+        warnings.warn(SecateurWarning(what, fix=fix), stacklevel=5)
+        return
+    if count is not None and any(item.shape[1:2] == [count] for item in session.get_inputs()):
+        what = f"{fact} {count} tokens only: its forward fixes the length."
+        warnings.warn(SecateurWarning(what, fix="export with an example of the length that you need"), stacklevel=5)
+        return
+
+    def larger(tensor: Tensor) -> Tensor:
+        more = torch.cat([tensor, tensor[:1]])
+        tokens = count is not None and tensor.ndim > 1 and tensor.shape[1] == count and not tensor.is_floating_point()
+        return torch.cat([more, more[:, :1]], 1) if tokens else more
+
+    other = map_tensors(larger, (args, kwargs))
+    with quiet():
+        try:
+            expected = tensors_in(model(*other[0], **other[1]))
+        except Exception:  # a size that the model itself does not take
+            return
+    found = _answers(session, other)
+    gap = max(_gap(a, b) for a, b in zip(found, expected, strict=True))
+    if not gap <= 1e-4:
+        raise VerificationError(
+            f"on inputs of another size the exported model differs from PyTorch's by {gap:.2g} (allowed 1e-4).",
+            fix="dynamic_batch=False, for a file that takes the sizes of the example only",
+        )
 
 
 def _fix(model: nn.Module) -> str:
