@@ -480,7 +480,11 @@ def other_loss(output: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(output, targets, label_smoothing=0.1)
 
 
-def test_a_resumed_run_has_the_same_data_loss_batches_and_training(tmp_path: Path) -> None:
+def other_measure(model: nn.Module) -> float:
+    return 0.25
+
+
+def test_a_resumed_run_has_the_same_data_loss_batches_training_and_measure(tmp_path: Path) -> None:
     path, (x, y) = tmp_path / "run.safetensors", data()
     tune = FineTune((x, y), epochs=1, lr=0.01)
     settings = {"criterion": Taylor(), "remove": 0.2, "schedule": Schedule(step=0.1, finetune=tune, batch_size=5)}
@@ -498,6 +502,7 @@ def test_a_resumed_run_has_the_same_data_loss_batches_and_training(tmp_path: Pat
         "other data$": lambda: run((x, y.flip(0))),
         "loss was 'None', is now 'test_loop.other_loss'": lambda: run(criterion=Taylor(loss=other_loss)),
         "batch_size was 5, is now 6": lambda: run(schedule=Schedule(**{**again, "batch_size": 6})),
+        "evaluate was 'None', is now 'test_loop.other_measure'": lambda: run(evaluate=other_measure),
         "other finetune": lambda: run(schedule=Schedule(**{**again, "finetune": FineTune((x, y), epochs=2, lr=0.01)})),
     }.items():
         with pytest.raises(FileFormatError, match=what.removesuffix("$")):
@@ -593,13 +598,12 @@ KILL_ME = Path(__file__).parent.parent / "benchmarks" / "kills.py"
 
 
 def test_killed_processes_end_the_same(tmp_path: Path) -> None:
-    """Three kills at random moments; `benchmarks/kills.py` does 25."""
-    done = subprocess.run(
-        [sys.executable, str(KILL_ME), "--kills", "3", "--folder", str(tmp_path)],
-        capture_output=True, text=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    """A few kills of the API and of the command line; `benchmarks/kills.py` does hundreds."""
+    command = [sys.executable, str(KILL_ME), "--kills", "2", "--operations", "2", "--folder", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "3 of 3 identical" in done.stdout
+    for row in ("API, random moments | 2", "API, every file operation | 2", "command, random moments | 2"):
+        assert row in done.stdout
 
 
 # -- bad input ---------------------------------------------------------------------------------------------------------
