@@ -82,7 +82,7 @@ class Checkpoint:
 
     def restore(self, state: RunState) -> bool:
         """Bring a new state to where the file is; False if there is no file. The file of another run is refused."""
-        if not self.path.exists():
+        if not same_everywhere(self.path.exists()):
             return False
         header, tensors = self._read()
         try:
@@ -93,6 +93,7 @@ class Checkpoint:
         except Exception as error:  # `load_state_dict` of an optimizer or of the user's own may raise anything
             what = f"{self.path} is damaged: {type(error).__name__}: {error}"
             raise FileFormatError(what, where=self.path) from error
+        wait()  # until all have read it
         return True
 
     def _fill(self, state: RunState, header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
