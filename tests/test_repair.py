@@ -676,21 +676,21 @@ def test_never_far_behind_on_fresh_samples(digits: Any) -> None:
 
 def test_stepwise_repairs_start_from_the_original_and_resume(digits: Any, tmp_path: Any) -> None:
     model, data, fresh = digits
-    seen = []
+    seen: list[str] = []
 
-    def stop(net: nn.Module) -> float:
+    def evaluate(net: nn.Module) -> float:
         seen.append(digest(net))
-        if len(seen) == 4:
+        if len(seen) == 5 + 4:  # in the second run
             raise KeyboardInterrupt
         return 1.0
 
     data = (data[0][::4], data[1][::4])
-    asked = {"remove": 0.4, "repair": Repair("ridge", copies=1), "progress": False}
+    asked = {"remove": 0.4, "repair": Repair("ridge", copies=1), "progress": False, "evaluate": evaluate}
     asked["schedule"] = Schedule(step=0.1, rescore=False)
-    whole = sc.prune(model, data, **asked, evaluate=lambda net: 1.0, checkpoint=tmp_path / "a.safetensors")
+    whole = sc.prune(model, data, **asked, checkpoint=tmp_path / "a.safetensors")
     with pytest.raises(KeyboardInterrupt):
-        sc.prune(model, data, **asked, evaluate=stop, checkpoint=tmp_path / "b.safetensors")
-    resumed = sc.prune(model, data, **asked, evaluate=lambda net: 1.0, checkpoint=tmp_path / "b.safetensors")
+        sc.prune(model, data, **asked, checkpoint=tmp_path / "b.safetensors")
+    resumed = sc.prune(model, data, **asked, checkpoint=tmp_path / "b.safetensors")
     assert digest(resumed.model) == digest(whole.model)
     assert [row.units for row in resumed.history] == [row.units for row in whole.history]
     assert len(whole.history) == 5
