@@ -47,7 +47,7 @@ from secateur.plans import Limits
 from secateur.plans.plan import difference, renumbered
 from secateur.plans.ranking import plan
 from secateur.results.history import History
-from secateur.running.progress import Event
+from secateur.running.progress import Event, Scoring
 from secateur.surgery.apply import apply
 from secateur.surgery.optimizer import carry
 
@@ -723,6 +723,18 @@ def test_progress_only_on_a_terminal(rich: bool, monkeypatch: pytest.MonkeyPatch
     with Progress(False, 2, silent) as progress:
         progress(StepDone(row))
     assert silent.getvalue() == ""
+
+
+@pytest.mark.parametrize("rich", [True, False])
+def test_names_reach_the_terminal_without_control_characters(rich: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not rich:
+        monkeypatch.setitem(sys.modules, "rich.console", None)
+    stream = Terminal()
+    with Progress(True, 2, stream) as progress:
+        progress(Scoring("a\x1b]0;owned\x07[red]b"))
+    assert "\x1b]0" not in stream.getvalue()
+    assert "\x07" not in stream.getvalue()
+    assert r"a\x1b]0;owned\x07[red]b" in stream.getvalue() or rich
 
 
 def test_progress_in_words() -> None:

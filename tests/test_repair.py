@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import secateur as sc
 from constructs import CONSTRUCTS, build
 from oracle import fingerprint, outputs, random_scores, relative_gap, same
-from secateur.errors import DataError, RepairError, SecateurWarning
+from secateur.errors import DataError, NotFiniteError, RepairError, SecateurWarning
 from secateur.loop import Schedule
 from secateur.loop.checkpoint import digest
 from secateur.plans import Limits
@@ -906,3 +906,46 @@ def test_further_rounds_leave_free_what_the_relu_cuts_off(
         wanted = np.where(cut, (np.minimum(shown, 0) - offset) / scale, target)
     np.testing.assert_allclose(array(outcome.model.b.weight), array(small.b.weight) + change.T, rtol=1e-6, atol=1e-8)
     np.testing.assert_allclose(array(outcome.model.b.bias), array(small.b.bias) + constant, rtol=1e-6, atol=1e-8)
+
+
+def test_weights_of_the_original_that_are_not_finite_are_refused() -> None:
+    net, x = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)), torch.rand(12, 4)
+    small = without(net, x, "0", [1, 2])
+    with torch.no_grad():
+        net[0].weight[1, 0] = torch.nan  # a unit that the smaller model does not have
+    with pytest.raises(NotFiniteError, match=r"`0\.weight` of Sequential has NaN"):
+        repair(small, net, (x, None))
+
+
+class Mixture(nn.Module):
+    """Two experts, each of which sees the samples that the gate gives it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.gate = nn.Linear(4, 8), nn.Linear(8, 2)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 8)) for _ in range(2))
+        self.last = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x).relu()
+        chosen, made = self.gate(h).argmax(1), torch.zeros_like(h)
+        for number, expert in enumerate(self.experts):
+            mine = (chosen == number).nonzero()[:, 0]
+            made = made.index_copy(0, mine, expert(h[mine]))
+        return self.last(made)
+
+
+@pytest.mark.parametrize("at_once", [None, 16])
+@pytest.mark.parametrize("seed", range(3))
+def test_experts_that_see_some_samples_stay_as_they_are(seed: int, at_once: int | None) -> None:
+    torch.manual_seed(seed)
+    net, x = Mixture().double().eval(), torch.randn(60, 4, dtype=torch.float64)
+    with torch.no_grad():  # each gets half of them
+        net.gate.bias -= net.gate(net.first(x).relu()).median(0).values
+    small = without(net, x, "experts.0.0", [0, 5])
+    outcome = Repair("ridge", at_once=at_once).examine(small, net, (x, None))
+    assert not [name for name in outcome.layers if name.startswith("experts")]
+    assert "last.weight" in outcome.layers
+    for number in range(2):
+        assert digest(outcome.model.experts[number]) == digest(small.experts[number])
+    assert outcome.divergence[outcome.method] <= outcome.divergence["none"]

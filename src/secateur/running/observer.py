@@ -176,6 +176,15 @@ def refuse_checkpoint(site: Site) -> None:
         frame = frame.f_back
 
 
+def refuse_autocast(site: Site) -> None:
+    """Refuse autocast inside a forward: it changes number formats between what is seen and what is computed."""
+    if torch._C._is_any_autocast_enabled():
+        raise UnsupportedModelError(
+            f"{site} runs under torch.autocast, which the forward switches on: relevance cannot follow its casts.",
+            fix="switch it off in the forward and let the caller decide, or another criterion, such as 'taylor'",
+        )
+
+
 class _Thread(threading.local):
     """The observers of this thread, the innermost last."""
 
