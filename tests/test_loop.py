@@ -8,6 +8,7 @@ import json
 import math
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -602,8 +603,8 @@ def test_killed_processes_end_the_same(tmp_path: Path) -> None:
     command = [sys.executable, str(KILL_ME), "--kills", "2", "--operations", "2", "--folder", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stdout + done.stderr
-    for row in ("API, random moments | 2", "API, every file operation | 2", "command, random moments | 2"):
-        assert row in done.stdout
+    for row in ("API, random", "API, file operations", "command, random", "command, file operations"):
+        assert re.search(rf"{row}.* \| 2 \| 2 \| 0 \| 0 \| 0 \|", done.stdout)
 
 
 # -- bad input ---------------------------------------------------------------------------------------------------------
