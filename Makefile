@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: test lint types unit docs test-slow demo dist dist-check clean
+.PHONY: test lint types unit docs test-slow demo dist dist-check audit clean
 
 test: lint types unit
 
@@ -52,6 +52,14 @@ dist-check: dist
 	cd $(FRESH)/empty && ../venv/bin/python -c "import secateur; assert 'site-packages' in secateur.__file__, secateur.__file__"
 	cd $(FRESH)/empty && ../venv/bin/secateur --version
 	cd $(FRESH)/empty && ../venv/bin/secateur demo --out demo
+
+# Look for dangerous code, and for known weaknesses of what we depend on. The second needs the network.
+AUDIT := build/audit
+audit:
+	$(PYTHON) -m venv $(AUDIT)
+	$(AUDIT)/bin/python -m pip install --quiet bandit pip-audit
+	$(AUDIT)/bin/bandit --quiet --configfile pyproject.toml --recursive src
+	$(AUDIT)/bin/pip-audit .
 
 clean:
 	rm -rf $(VENV) build dist site

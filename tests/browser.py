@@ -59,7 +59,7 @@ def chromium() -> Iterator[Any]:
     if program is None:
         _without("there is no Chromium here (Debian: apt-get install chromium)")
     with sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=program)
+        browser = driver.chromium.launch(executable_path=program, timeout=0)  # a busy machine may take its time
         yield browser
         browser.close()
 
@@ -74,6 +74,7 @@ def _without(reason: str) -> None:
 def opened(browser: Any, path: Path, width: int, scheme: str) -> Iterator[Any]:
     """The page in a window of that width; it must load without a word on the console and ask for nothing else."""
     context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
+    context.set_default_timeout(0)
     page = context.new_page()
     said: list[str] = []
     asked: list[str] = []

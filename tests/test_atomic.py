@@ -6,6 +6,7 @@ import os
 import stat
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -84,6 +85,23 @@ def test_several_files_are_replaced_together(tmp_path: Path, monkeypatch: pytest
     assert sorted(os.listdir(target)) == ["a.json", "b.bin"]
     assert (target / "a.json").read_bytes() == b"two"
     assert os.listdir(tmp_path) == ["deep"]
+
+
+def test_of_two_writers_the_last_one_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second one begins when the first has replaced one of its files."""
+    replace = os.replace
+    second = threading.Thread(target=write_together, args=(tmp_path, {"a.json": b"two", "b.bin": b"two"}))
+
+    def replaced(source: Path, target: Path) -> None:
+        replace(source, target)
+        if threading.current_thread() is not second and target.name == "a.json":
+            second.start()
+            second.join(0.3)  # without a lock, this is enough to do everything in between
+
+    monkeypatch.setattr(os, "replace", replaced)
+    write_together(tmp_path, {"a.json": b"one", "b.bin": b"one"})
+    second.join()
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == {"a.json": b"two", "b.bin": b"two"}
 
 
 def test_leftovers_of_killed_processes_are_removed_by_the_next_write(tmp_path: Path) -> None:

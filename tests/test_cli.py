@@ -65,7 +65,8 @@ def test_prune_speaks_to_people_too(place: Place, tmp_path: Path) -> None:
     assert "red: output 2; 2 images to score on, 5 to test on" in result.stderr
 
 
-def test_both_models_are_timed_in_both_runtimes(place: Place, tmp_path: Path) -> None:
+def test_both_models_are_timed_in_both_runtimes(place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")  # long times break no line
     args = [word for word in place.job if word not in ("--no-latency", "--no-report")]
     result = invoke("prune", *args, "--out", tmp_path / "s", "--keep-macs", 0.6, "--onnx")
     assert result.exit_code == 0, result.stderr

@@ -121,7 +121,7 @@ def test_an_edited_plan_is_noticed(tmp_path: Path) -> None:
         sc.load(tmp_path / "m", build("residual")[0])
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_hostile_plans_are_refused_or_fit(data: st.DataObject) -> None:
     """Whatever stands in a plan, reading and applying it ends in a named error or a model that was verified."""

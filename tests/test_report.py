@@ -307,6 +307,28 @@ def test_units_that_leave_a_transposed_convolution_are_its_outputs(tmp_path: Pat
     assert found["2"] != list(result.plan.cuts["2.weight"].get(0, ()))
 
 
+def test_heads_that_leave_are_listed(tmp_path: Path) -> None:
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.read, self.mix = nn.Linear(6, 16), nn.MultiheadAttention(16, 4, batch_first=True)
+            self.last = nn.Linear(16, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.read(x)
+            return self.last(self.mix(h, h, h, need_weights=False)[0].mean(1))
+
+    torch.manual_seed(0)
+    data = torch.rand(4, 5, 6), torch.arange(4) % 3
+    result = sc.prune(Both(), data, "weight", remove=0.5, limits=Limits("layer"), progress=False)
+    listed = parse(result.report(tmp_path / "r.html", page=QUIET).read_text("utf-8")).by_id("plan").find("dl")[0]
+    found = {dt.text: _expanded(dd.text) for dt, dd in zip(listed.find("dt"), listed.find("dd"), strict=True)}
+    (heads,) = result.plan.heads
+    assert heads.removed
+    assert found["mix"] == list(heads.removed)
+    assert found["read"] == list(result.plan.cuts["read.bias"][0])
+
+
 def test_a_few_samples_of_every_class() -> None:
     x, y = torch.arange(10.0).view(10, 1), torch.tensor([0, 0, 0, 1, 0, 2, 2, 1, 0, 0])
     chosen, classes = some_of((x, y), 4)

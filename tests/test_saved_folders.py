@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import secateur as sc
+from secateur import atomic
 from secateur.errors import FileFormatError, SecateurError
 from secateur.files import fingerprint
 
@@ -222,3 +223,20 @@ def test_a_fingerprint_cannot_ask_for_large_inputs(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(fingerprint, "_made", lambda *_: pytest.fail("made the inputs"))
     for inputs in ({**form, "shape": [1, 2**24]}, {"items": [{**form, "shape": [2**16]}] * 2**10}):
         assert fingerprint.answer_gap({**saved, "samples": 0, "inputs": inputs}, network()) is None
+
+
+def test_a_model_that_is_saved_while_it_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the look at the plan and the look at the weights, both are replaced."""
+    first, second = smaller(), smaller(0.3)
+    sc.save(first, tmp_path / "m")
+    candidates = atomic.candidates
+    later = [second]
+
+    def looked(path: Path) -> list[Path]:
+        if later:
+            sc.save(later.pop(), tmp_path / "m")
+        return candidates(path)
+
+    monkeypatch.setattr(atomic, "candidates", looked)
+    found = sc.load(tmp_path / "m", network())
+    assert all(torch.equal(a, b) for a, b in zip(found.parameters(), second.parameters(), strict=True))

@@ -6,6 +6,7 @@ import inspect
 import re
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,13 +19,16 @@ from torch.utils.checkpoint import checkpoint
 import secateur as sc
 from secateur.criteria import Taylor
 from secateur.errors import CriterionError, DataError, ForwardError, RelevanceError, UnsupportedModelError
+from secateur.loop import Schedule
 from secateur.ops.table import _SIGNATURES, function_name, known_functions
 from secateur.relevance import Attention, Composite, On
 from secateur.relevance.backward import Backward
 from secateur.relevance.engine import RelevancePass
 from secateur.relevance.explain import starter
 from secateur.relevance.rules import Epsilon
+from secateur.running.sandbox import isolated
 from secateur.structure.cost import count_macs
+from secateur.surgery.mask import mask
 
 Body = Callable[[Any, Tensor, Tensor], Tensor]
 
@@ -569,3 +573,119 @@ def test_deep_nesting_that_fits_is_followed() -> None:
     net, x = nested(100), torch.rand(6, 4)
     assert sc.analyze(net, x).total_units == 6
     sc.explain(net, x)
+
+
+# -- compiled parts, autocast, outputs in objects, masks ---------------------------------------------------------------
+class Parts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU())
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.head(self.body(x))
+
+
+def test_compiled_parts_are_followed_as_they_were_written() -> None:
+    x, y = torch.rand(9, 4), torch.arange(9) % 3
+    plain, net = Parts(), Parts()
+    net.body = torch.compile(net.body, backend="eager")  # type: ignore[assignment]
+    names = list(net.state_dict())
+    graph = sc.analyze(net, x[:1])
+    assert str(graph) == str(sc.analyze(plain, x[:1]))
+    for criterion in ("lrp", "taylor", "weight"):
+        found, wanted = (sc.prune(each, (x, y), criterion, remove=0.5, progress=False) for each in (net, plain))
+        assert found.plan == wanted.plan
+        assert list(found.model.state_dict()) == list(wanted.model.state_dict())
+        torch.testing.assert_close(found.model(x), wanted.model(x))
+    torch.testing.assert_close(sc.explain(net, x).heat, sc.explain(plain, x).heat)
+    assert list(net.state_dict()) == names
+    assert type(net.body).__name__ == "OptimizedModule"
+
+
+def test_an_optimizer_follows_a_model_with_compiled_parts() -> None:
+    x, y = torch.rand(9, 4), torch.arange(9) % 3
+    net = Parts()
+    net.body = torch.compile(net.body, backend="eager")  # type: ignore[assignment]
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    result = sc.prune(net, (x, y), remove=0.5, schedule=Schedule(step=0.25, carry=[optimizer]), progress=False)
+    assert {id(p) for p in optimizer.param_groups[0]["params"]} == {id(p) for p in result.model.parameters()}
+
+
+class Cast(Parts):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().forward(x).float()
+
+
+def test_autocast_inside_a_forward() -> None:
+    x, y, net = torch.rand(9, 4), torch.arange(9) % 3, Cast()
+    for criterion in ("taylor", "weight", "activation"):
+        small = sc.prune(net, (x, y), criterion, remove=0.5, progress=False).model
+        assert small(x).shape == (9, 3)
+    for act in (lambda: sc.explain(net, x), lambda: sc.prune(net, (x, y), remove=0.5, progress=False)):
+        with pytest.raises(UnsupportedModelError, match=r"linear in `body\.0` runs under torch\.autocast"):
+            act()
+
+
+@dataclass(slots=True)
+class Slots:
+    logits: Tensor
+    features: list[Tensor]
+
+
+class InSlots(Parts):
+    def forward(self, x: Tensor) -> Slots:
+        h = self.body(x)
+        return Slots(self.head(h), [h])
+
+
+def test_outputs_in_an_object_with_slots_stay() -> None:
+    x, y, net = torch.rand(9, 4), torch.arange(9) % 3, InSlots()
+    result = sc.prune(net, (x, y), remove=0.5, progress=False)
+    assert set(result.plan.layers) == {"body.0"}
+    small = result.model(x)
+    assert (small.logits.shape, small.features[0].shape) == ((9, 3), (9, 8))
+    assert sc.explain(net, x).output.shape == (9, 3)
+
+
+def test_a_mask_with_a_norm_over_channels_takes_other_sizes() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.GroupNorm(1, 8), nn.ReLU(), nn.Conv2d(8, 4, 3)).double()
+    graph = sc.analyze(net, torch.rand(1, 3, 6, 6, dtype=torch.float64))
+    plan = sc.plan(graph, sc.score(net, None, "weight", graph=graph), remove=0.5)
+    assert plan.norms
+    small, masked = sc.apply(net, plan), mask(net, plan)
+    for height, width in ((6, 6), (9, 11), (4, 20)):
+        x = torch.rand(2, 3, height, width, dtype=torch.float64)
+        torch.testing.assert_close(masked(x), small(x))
+
+
+def test_targets_that_are_no_class_are_named() -> None:
+    net, x = Parts(), torch.rand(4, 4)
+    for wrong in (-7, 3):
+        with pytest.raises(DataError, match=f"target {wrong} is not among the 3 outputs"):
+            sc.explain(net, x, [0, wrong, 2, 1])
+
+
+def test_random_numbers_of_the_model_s_device_are_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Token ids carry no relevance: the device is known from the weights."""
+
+    class OnDevice:
+        is_cuda, device = True, torch.device("cuda", 3)
+
+    seen: list[list[int]] = []
+
+    class State:
+        def __init__(self, devices: list[int]) -> None:
+            seen.append(devices)
+
+        def restore(self) -> None: ...
+
+    net = Parts()
+    monkeypatch.setattr(net, "parameters", lambda: iter([OnDevice()]))
+    monkeypatch.setattr("secateur.running.sandbox._RandomState", State)
+    with isolated(net, []):
+        pass
+    assert seen == [[3]]

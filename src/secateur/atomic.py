@@ -58,9 +58,30 @@ def write_together(folder: Path, files: Mapping[str, bytes]) -> None:
     """Replace several files of a folder in the order given. The first one decides: see `candidates`.
 
     All are written under staged names before the first is replaced. If the process is killed after that, the others
-    are still there under their staged names, where `candidates` finds them.
+    are still there under their staged names, where `candidates` finds them. Of several writers the last one wins.
     """
     made = _make(folder)
+    with _alone(folder):
+        _write_together(folder, files, made)
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Until the others that write to this folder are done, where the system can tell. No file is needed for that."""
+    handle = None
+    with suppress(ImportError, OSError):
+        import fcntl
+
+        handle = os.open(folder, os.O_RDONLY)
+        fcntl.flock(handle, fcntl.LOCK_EX)
+    try:
+        yield
+    finally:
+        if handle is not None:
+            os.close(handle)
+
+
+def _write_together(folder: Path, files: Mapping[str, bytes], made: list[Path]) -> None:
     decided = False
     try:
         for name, data in files.items():

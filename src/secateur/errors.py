@@ -158,6 +158,10 @@ class CheckpointError(LoopError):
     """A checkpoint could not be written; the one before it is intact."""
 
 
+class ProcessError(SecateurError):
+    """Of several processes, another one failed or has another model."""
+
+
 class RepairError(SecateurError):
     """A smaller model does not belong to the original that it should be repaired by, or cannot be repaired."""
 

@@ -15,11 +15,12 @@ from secateur.cli.demo import demo
 from secateur.cli.explain import explain
 from secateur.cli.export import export
 from secateur.cli.inspect import inspect
-from secateur.cli.options import message_of, printable
+from secateur.cli.options import message_of
 from secateur.cli.output import warnings_as_lines
 from secateur.cli.prune import prune
 from secateur.cli.specialize import specialize
 from secateur.errors import SecateurError
+from secateur.running.progress import printable
 
 # What to install when an optional package is missing.
 _EXTRAS = {

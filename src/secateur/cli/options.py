@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import inspect
 import shlex
-import unicodedata
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from functools import partial, wraps
@@ -21,6 +20,7 @@ from secateur.data.views import Fit, View
 from secateur.errors import Argument, CriterionError, DataError, Message, SecateurError, TargetError
 from secateur.plans.targets import Target, check_share
 from secateur.relevance.composites import PRESETS
+from secateur.running.progress import printable
 
 _model = partial(typer.Option, rich_help_panel="Model")
 _image = partial(typer.Option, rich_help_panel="Images")
@@ -209,13 +209,3 @@ def as_option(argument: Argument) -> str:
 def message_of(error: BaseException) -> str:
     """An error or warning as the command line prints it: in one line, about options."""
     return printable(" ".join((error.render(as_option) if isinstance(error, Message) else str(error)).split()))
-
-
-def printable(text: str) -> str:
-    r"""The text with control characters spelled out: those in the name of a file must not reach a terminal.
-
-    >>> print(printable("a\x1b[2J b\u202e"))
-    a\x1b[2J b\u202e
-    """
-    odd = {c for c in text if c not in "\n\t" and unicodedata.category(c) in ("Cc", "Cf", "Cs")}
-    return text.translate({ord(c): c.encode("unicode_escape").decode() for c in odd}) if odd else text

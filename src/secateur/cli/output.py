@@ -13,13 +13,13 @@ from typing import Any, Literal, TextIO
 from rich.console import Console
 from rich.table import Table
 
-from secateur.cli.options import message_of, printable
+from secateur.cli.options import message_of
 from secateur.data.views import View
 from secateur.errors import SecateurWarning
 from secateur.latency.timing import Timing
 from secateur.loop.progress import StepDone
 from secateur.results.comparison import Curve
-from secateur.running.progress import Event, Listener
+from secateur.running.progress import Event, Listener, printable
 from secateur.structure.cost import Cost, human
 
 # More classes than this are not all listed.

@@ -19,7 +19,7 @@ from secateur.plans.scores import Scores, Values
 from secateur.running.batches import Data, batches, check_inputs, example_of, repeatable
 from secateur.running.copies import unwrap
 from secateur.running.devices import device_of
-from secateur.running.processes import share, sum_over_processes
+from secateur.running.processes import check_same, share, sum_over_processes, together
 from secateur.running.sandbox import check_weights, forked, leaves_no_trace
 from secateur.structure.graph import Graph
 
@@ -72,11 +72,14 @@ def score(
     if start is not None:
         check_kind("start", start, Plan, "the plan that made this model, such as result.plan")
     check_count("batch_size", batch_size)
-    data = repeatable(data)
-    if graph is None:
-        graph = analyze(model, example_of(model, data))
-    check_weights(original)
-    found = scores_of(model, data, wanted, graph, start, batch_size)
+    with together(any(each.data is not False for each in wanted)):
+        data = repeatable(data)
+        if graph is None:
+            graph = analyze(model, example_of(model, data))
+        check_weights(original)
+        if any(each.data is not False for each in wanted):
+            check_same(original)
+        found = scores_of(model, data, wanted, graph, start, batch_size)
     return {scores.criterion: scores for scores in found} if several else found[0]
 
 

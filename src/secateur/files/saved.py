@@ -138,8 +138,7 @@ def load(path: str | os.PathLike[str], model: nn.Module | None = None) -> nn.Mod
         if complete:
             return model
     fresh = unwrap(model)
-    data, digest = _read_json(folder)
-    state = _read_weights(folder, digest)
+    data, state = _read(folder)
     plans = [Plan.from_data(item) for item in data["plans"]]
     small: nn.Module = fresh
     for plan in plans:
@@ -191,6 +190,24 @@ def _recognise(model: nn.Module, known: Any, folder: Path) -> None:
             where=folder,
             fix="build the model that was pruned, by the same code with the same settings",
         )
+
+
+def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Plans and tensors. If a model is saved there at this moment, it is the old one or the new."""
+    while True:
+        before = _stamps(folder)
+        data, digest = _read_json(folder)
+        try:
+            return data, _read_weights(folder, digest)
+        except FileFormatError:
+            if _stamps(folder) == before:
+                raise
+
+
+def _stamps(folder: Path) -> list[tuple[int, int]]:
+    """What changes when a file is replaced."""
+    found = [path.stat() for path in (folder / PLANS, folder / WEIGHTS) if path.exists()]
+    return [(stat.st_ino, stat.st_mtime_ns) for stat in found]
 
 
 def _read_json(folder: Path) -> tuple[dict[str, Any], str]:

@@ -21,7 +21,7 @@ from secateur.errors import CheckpointError, FileFormatError, SecateurError
 from secateur.loop.settings import Repairer, Settings
 from secateur.loop.steps import RunState, seeded
 from secateur.nest import tensors_in
-from secateur.plans.plan import Plan
+from secateur.plans.plan import Plan, plan_for
 from secateur.plans.scores import Scores
 from secateur.relevance.conservation import Conservation, Flow
 from secateur.results.history import History
@@ -36,7 +36,7 @@ from secateur.surgery.provenance import remember
 FORMAT = "secateur-loop-1"
 _MOST_STEPS, _LARGEST_HEADER = 10**6, 64 * 2**20
 #: Settings that older files do not have.
-_ADDED = frozenset({"data", "loss", "finetune", "batch_size"})
+_ADDED = frozenset({"data", "loss", "finetune", "batch_size", "evaluate"})
 #: Settings that are too long to be shown.
 _DIGESTS = frozenset({"weights", "data", "finetune"})
 #: Iterable, but not loaders.
@@ -82,7 +82,7 @@ class Checkpoint:
 
     def restore(self, state: RunState) -> bool:
         """Bring a new state to where the file is; False if there is no file. The file of another run is refused."""
-        if not self.path.exists():
+        if not same_everywhere(self.path.exists()):
             return False
         header, tensors = self._read()
         try:
@@ -93,6 +93,7 @@ class Checkpoint:
         except Exception as error:  # `load_state_dict` of an optimizer or of the user's own may raise anything
             what = f"{self.path} is damaged: {type(error).__name__}: {error}"
             raise FileFormatError(what, where=self.path) from error
+        wait()  # until all have read it
         return True
 
     def _fill(self, state: RunState, header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
@@ -104,9 +105,7 @@ class Checkpoint:
         if books is not None:
             books = Conservation(books["start"], books["input"], tuple(Flow(**flow) for flow in books["flows"]))
         if plan is not None:
-            state.plan = replace(Plan.from_json(plan), example=self.graph.example)
-            if max(state.plan.groups, default=0) >= len(self.graph.root):
-                raise ValueError("its plan has groups that the model does not have")
+            state.plan = self._plan(Plan.from_json(plan))
             small = cut(self.original, state.plan)
             for item in self.settings.schedule.carry:
                 carry_over(item, state.model, small, state.plan)
@@ -118,6 +117,17 @@ class Checkpoint:
         makers, criterion = self.graph.producers, self.settings.criterion
         units = {makers[int(i)].sites[0]: values.numpy() for i, values in _under("score/", tensors).items()}
         state.scores = Scores(criterion.name, units, criterion.aggregate, books) if units else None
+
+    def _plan(self, found: Plan) -> Plan:
+        """The plan that the graph makes of a saved one's groups. Any other content was not written by a run."""
+        removed = np.zeros(len(self.graph.root), np.bool_)
+        if max(found.groups, default=0) >= len(removed):
+            raise ValueError("its plan has groups that the model does not have")
+        removed[list(found.groups)] = True
+        made = plan_for(self.graph, removed)
+        if replace(found, before=made.before, after=made.after) != made:
+            raise ValueError("its plan does not belong to its groups")
+        return made
 
     def _read(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         tensors, text, _ = read_sealed(self.path)
@@ -172,7 +182,7 @@ def identity(settings: Settings, data: Data) -> dict[str, Any]:
     # Each process may bring its own share of the data: that of the first one counts.
     shared = {
         "data": data_identity(data), "loss": described(criterion.loss), "batch_size": schedule.batch_size,
-        "finetune": described(schedule.finetune),
+        "finetune": described(schedule.finetune), "evaluate": described(settings.evaluate),
     }  # fmt: skip
     return own | dict(same_everywhere(shared))
 

@@ -19,11 +19,13 @@ from secateur.plans.targets import Limits, Target
 from secateur.results.comparison import Comparison, curve, overlap, spearman
 from secateur.running.batches import Data, example_of, repeatable
 from secateur.running.copies import unwrap
+from secateur.running.processes import together
 from secateur.running.progress import Listener
 from secateur.running.sandbox import check_weights, leaves_no_trace
 
 
 @leaves_no_trace
+@together()
 def compare(
     model: nn.Module,
     data: Data,

@@ -17,7 +17,7 @@ from secateur.nest import select_samples
 from secateur.running.batches import Data, as_batch, as_data, default_loss, is_pair, size_of
 from secateur.running.devices import device_of, to_device
 from secateur.running.logits import logits_of
-from secateur.running.processes import active, share, synchronise
+from secateur.running.processes import active, agree, in_step, share, synchronise, together
 from secateur.running.sandbox import run
 
 #: `f(model, step)` trains the model in place.
@@ -29,7 +29,8 @@ class FineTune:
     """Train the model in place after each removal: `Schedule(finetune=FineTune(data))`.
 
     `data` is a pair (X, y), shuffled in every epoch, or an iterable of batches, such as a DataLoader. The defaults are
-    the paper's. Frozen parameters stay frozen. With `mixed`, CUDA models compute in half precision.
+    the paper's. Frozen parameters stay frozen. With `mixed`, CUDA models compute in half precision. In several
+    processes, an epoch ends when one of them has no batch left.
 
     >>> net = nn.Linear(3, 2)
     >>> FineTune((torch.rand(8, 3), torch.arange(8) % 2), epochs=2)(net, step=1)
@@ -52,6 +53,7 @@ class FineTune:
         check_callable("loss", self.loss, "a function f(output, targets)")
         check_flag("mixed", self.mixed)
 
+    @together()
     def __call__(self, model: nn.Module, step: int) -> None:
         """Train. Afterwards each module's training flag is what it was."""
         flags = [(module, module.training) for module in model.modules()]
@@ -71,7 +73,7 @@ class FineTune:
             with torch.enable_grad():
                 for epoch in range(self.epochs):
                     seen = 0
-                    for inputs, targets in self._epoch():
+                    for inputs, targets in in_step(self._epoch()):
                         inputs, targets = to_device(inputs, device), to_device(targets, device)
                         optimizer.zero_grad(set_to_none=True)
                         with torch.autocast("cuda", half, enabled=mixed):
@@ -80,6 +82,7 @@ class FineTune:
                                 loss = self.loss(output, targets)
                             else:  # checking asks the device for numbers, so it is done in the first epoch only
                                 loss = default_loss(output.float(), targets, check=epoch == 0)
+                        agree()  # nobody waits for the gradients of a process that has none
                         scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
                         scaler.step(optimizer)
                         scaler.update()

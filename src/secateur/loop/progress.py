@@ -7,7 +7,7 @@ from typing import Any, Self, TextIO
 
 from secateur.results.history import Row
 from secateur.running.processes import is_first
-from secateur.running.progress import Event, Line, Listener
+from secateur.running.progress import Event, Line, Listener, printable
 from secateur.structure.cost import human
 
 
@@ -46,7 +46,8 @@ class Progress:
                 from rich.progress import Progress as Bar
             except ImportError:
                 return self
-            columns = [TextColumn("pruning"), BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn()]
+            words = TextColumn("{task.description}", markup=False)
+            columns = [TextColumn("pruning"), BarColumn(), words, TimeElapsedColumn()]
             self._bar = Bar(*columns, console=Console(file=self._line.stream), transient=True)
             self._bar.start()
             self._bar.add_task("", total=self._steps)
@@ -58,7 +59,7 @@ class Progress:
             self._listener(event)
         step = event.row.step if isinstance(event, StepDone) else None
         if self._bar is not None:
-            self._bar.update(self._bar.task_ids[0], completed=step, description=str(event))
+            self._bar.update(self._bar.task_ids[0], completed=step, description=printable(str(event)))
         elif step is not None:
             self._line(f"{step}{f'/{self._steps}' if self._steps else ''}  {event}")
         else:

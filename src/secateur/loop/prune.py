@@ -26,6 +26,7 @@ from secateur.results.comparison import Comparison
 from secateur.results.history import Record
 from secateur.running.batches import Data, example_of, repeatable
 from secateur.running.copies import copy_with, unwrap
+from secateur.running.processes import check_same, together
 from secateur.running.progress import Listener
 from secateur.running.sandbox import check_weights, leaves_no_trace
 from secateur.structure.graph import Graph
@@ -88,6 +89,7 @@ class Result(Record):
 
 
 @leaves_no_trace
+@together()
 def prune(
     model: nn.Module,
     data: Data,
@@ -166,6 +168,7 @@ def run_loop(
     if graph is None:
         check_weights(original)
         graph = analyze(original, example_of(original, data))
+    check_same(original)
     planner = Planner(graph, settings)
     saved = Checkpoint(Path(checkpoint), original, graph, settings, data) if checkpoint is not None else None
     state = RunState(original)

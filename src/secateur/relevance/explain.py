@@ -153,8 +153,10 @@ def starter(target: Target, start: Literal["one", "logit"] = "one", samples: int
             shape = [d for i, d in enumerate(output.shape) if i != classes]
             if index.dim() == 1 and len(shape) > 1:  # one class per sample, many positions
                 index = index.view(-1, *[1] * (len(shape) - 1))
-            if int(index.max()) >= output.shape[classes] or int(index.min()) < -output.shape[classes]:
-                raise DataError(f"target {int(index.max())} is not among the {output.shape[classes]} outputs.")
+            outside = (index >= output.shape[classes]) | (index < -output.shape[classes])
+            if bool(outside.any()):
+                wrong = int(index[outside].reshape(-1)[0])
+                raise DataError(f"target {wrong} is not among the {output.shape[classes]} outputs.")
             try:
                 index = index.remainder(output.shape[classes]).expand(shape).unsqueeze(classes)
             except RuntimeError:

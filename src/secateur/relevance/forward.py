@@ -19,7 +19,7 @@ from secateur.relevance.accelerators import Attempt, Deviation
 from secateur.relevance.propagation import Propagation
 from secateur.relevance.weights import Weights
 from secateur.running.logits import answer_of, logits_of
-from secateur.running.observer import Observer, refuse_checkpoint
+from secateur.running.observer import Observer, refuse_autocast, refuse_checkpoint
 from secateur.running.sandbox import run
 
 
@@ -74,6 +74,7 @@ class ForwardPass(Observer):
             with torch.no_grad():  # parameters may still have their gradient flag
                 return call.run()
         refuse_checkpoint(call.site)
+        refuse_autocast(call.site)
         if type(operation).relevance is Operation.relevance:
             raise UnknownOperationError(
                 f"the entry for {call.site} ({operation.name}) does not say how relevance passes.",

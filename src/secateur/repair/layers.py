@@ -132,7 +132,8 @@ class Surveyed:
 def survey(model: nn.Module, samples: Example) -> Surveyed:
     """Find the layers that can be repaired. `samples` are one or two.
 
-    Weights that are used more than once or elsewhere are left out, and layers that mix samples.
+    Weights that are used more than once or elsewhere are left out, and layers that mix samples. Layers that run on some
+    samples only, as the experts of a mixture do, are left out when that is seen.
     """
 
     def watched(inputs: Example, alone: _Survey | None = None) -> _Survey:
@@ -318,6 +319,8 @@ class LayerObserver(Observer):
         self._layers = {id(tensors[name]): layer for name, layer in layers.items() if name in tensors}
         self._handle, self._place = handle, place
         self._wanted = Counter(layer.partner for layer in self._layers.values() if layer.partner is not None)
+        #: Layers that run on some samples only: which of them decides the forward.
+        self.varying: set[str] = set()
         self._kept: dict[Site, Tensor] = {INPUT: inputs} if isinstance(inputs, Tensor) else {}
 
     def concerns(self, value: Any) -> bool:
@@ -326,11 +329,19 @@ class LayerObserver(Observer):
     def observe(self, call: Call) -> Any:
         layer = self._layers.get(id(call["weight"])) if isinstance(call.operation, LAYERS) else None
         output = call.run()
-        if layer is not None:
+        if layer is not None and self._complete(layer, call, output):
             output = self._handle(layer, self._rows(layer, call, output), output)
+        elif layer is not None:
+            self.varying.add(layer.weight)
         if call.site in self._wanted and isinstance(output, Tensor):
             self._kept[call.site] = output
         return output
+
+    def _complete(self, layer: RepairableLayer, call: Call, output: Tensor) -> bool:
+        """Whether the layer ran on every position of every sample."""
+        samples: int = self._place.stop - self._place.start
+        channels = output.shape[-1 if isinstance(call.operation, Linear) else 1]
+        return output.numel() == channels * layer.positions * samples
 
     def _rows(self, layer: RepairableLayer, call: Call, output: Tensor) -> Rows:
         def rows(tensor: Tensor) -> Tensor:

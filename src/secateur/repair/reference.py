@@ -56,8 +56,11 @@ class Reference:
         self._answers: list[Answers] = []
         for place, x in samples.chunks(self.at_once):
             self._places.append(place)
-            with quiet(), LayerObserver(copy, self.layers, self._store, place, x):
+            with quiet(), LayerObserver(copy, self.layers, self._store, place, x) as observer:
                 self._answers.append(answers_in(run(copy, x), place.stop - place.start))
+            for name in observer.varying:
+                del self.layers[name]
+                self.targets.pop(name, None)
         #: By weight: the weights of the rows. Layers without an entry weigh all rows alike.
         self.weights = _relevance_weights(copy, self.layers, samples, self.at_once, relevance) if relevance else {}
 

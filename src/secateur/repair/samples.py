@@ -13,6 +13,8 @@ from torch import Tensor
 from secateur.errors import Argument, DataError
 from secateur.nest import map_leaves, select_samples, tensors_in
 from secateur.running.batches import Data, batches, check_inputs, is_pair, size_of
+from secateur.running.devices import to_device
+from secateur.running.processes import active, gathered, share
 
 #: `f(images, generator)` returns altered images of the same shape. The generator lives on the CPU.
 Alter = Callable[[Tensor, torch.Generator], Tensor]
@@ -51,10 +53,12 @@ class Samples:
     ) -> Samples:  # fmt: skip
         """Take at most `most` samples, and hold out a share of them: the same share of each class if targets are known.
 
-        Of a pair (X, y) samples are taken evenly, since classes may lie together there; of batches, the first are.
+        Of a pair (X, y) samples are taken evenly, since classes may lie together there; of batches, the first are. In
+        several processes, each of which has batches of its own, those of all are taken.
         Without `alter`, images are cropped and flipped, and other inputs get no copies.
         """
         inputs, targets, count = [], [], 0
+        shared = not is_pair(data) and active()
         if is_pair(data) and size_of(data[0]) > most:
             index = torch.linspace(0, size_of(data[0]) - 1, most, dtype=torch.float64).round().long()
             data = select_samples(tuple(data), index)
@@ -66,6 +70,9 @@ class Samples:
             count += take
             if count >= most:
                 break
+        if shared:
+            inputs, targets = _of_all(inputs, targets, most, device)
+            count = sum(map(size_of, inputs))
         if not count:
             raise DataError("repair needs data: there is no sample in what was given.")
         numbers = [t for t in targets if t is not None]
@@ -141,6 +148,27 @@ def _held(count: int, targets: Tensor | None, share: float, generator: torch.Gen
         marks[0] = False
     held[order[marks]] = True
     return held
+
+
+def _of_all(
+    inputs: list[Any], targets: list[Tensor | None], most: int, device: torch.device | None
+) -> tuple[list[Any], list[Tensor | None]]:
+    """The batches of all processes, `most` samples altogether, about as many of each process."""
+    counts = gathered(sum(map(size_of, inputs)))
+    left, shares = most, dict.fromkeys(range(len(counts)), 0)
+    for done, number in enumerate(sorted(shares, key=counts.__getitem__)):
+        shares[number] = min(counts[number], left // (len(counts) - done))
+        left -= shares[number]
+    mine = []
+    room = shares[share()[0]]
+    for x, y in zip(inputs, targets, strict=True):
+        take = min(size_of(x), room)
+        room -= take
+        if take:
+            cut = select_samples(x, slice(take)), None if y is None else y[:take]
+            mine.append(to_device(cut, torch.device("cpu")))
+    batches = [batch for part in gathered(mine) for batch in part]
+    return [to_device(x, device) for x, _ in batches], [y for _, y in batches]
 
 
 def _joined(parts: list[Any]) -> Any:

@@ -21,7 +21,7 @@ from secateur.repair.samples import Alter, Samples
 from secateur.running.batches import Data, repeatable
 from secateur.running.copies import copy_with, unwrap
 from secateur.running.devices import device_of
-from secateur.running.processes import synchronise
+from secateur.running.processes import agree, check_same, synchronise, together
 from secateur.running.progress import Line, Listener, Recording
 from secateur.running.sandbox import check_weights, leaves_no_trace, quiet
 
@@ -73,8 +73,14 @@ class Repair:
         return self.examine(small, original, data).model
 
     @leaves_no_trace
+    @together()
     def examine(self, small: nn.Module, original: nn.Module, data: Data, progress: bool | Listener = True) -> Outcome:
-        """The repaired model, and what was done. `progress` draws a line on a terminal; a function receives events."""
+        """The repaired model, and what was done. `progress` draws a line on a terminal; a function receives events.
+
+        In several processes, all samples of all processes take part, and all get the same model.
+        """
+        for model in (small, original):
+            check_same(unwrap(model))
         return self.session(original, data).examine(small, progress)
 
     def session(self, original: nn.Module, data: Data) -> Session:
@@ -99,6 +105,7 @@ class Session:
         small = unwrap(small)
         kept = kept_indices(small, self.original)
         check_weights(small)
+        check_weights(self.original)
         with torch.inference_mode(False):
             reference = self.reference(progress)
             outcome = self._best(small, reference, layers_in_both(small, reference, kept), progress)
@@ -109,7 +116,8 @@ class Session:
         """The original's side. It is computed again if somebody wrote to the model or the data."""
         original, asked = self.original, self.settings
         versions = [version(t) for t in [*original.parameters(), *original.buffers(), *tensors_in(self.data)]]
-        if self._reference is not None and versions == self._versions:
+        known = self._reference is not None and versions == self._versions
+        if not agree(flag=not known) and self._reference is not None:
             return self._reference
         self._reference = None  # its memory is needed now
         tell(Recording())

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from torch import Tensor, nn
 
 from secateur import atomic
@@ -249,9 +250,12 @@ def _layers(result: Record) -> list[LayerRow]:
         units = int(result.graph.units[layer.groups].sum())
         before, after = plan.layers[layer.name] if plan is not None else (units, units)
         weight = f"{layer.paths[0]}.weight"
-        cuts = plan.cuts.get(weight, {}) if plan is not None else {}
-        removed = ranges(cuts.get(unit_dim(result.model, weight), ())) if cuts else ""
-        made.append(LayerRow(layer.name, layer.kind, before, after, layer.paths, removed))
+        gone: Sequence[int] = ()
+        if plan is not None and weight in plan.cuts:
+            gone = plan.cuts[weight].get(unit_dim(result.model, weight), ())
+        elif plan is not None:  # heads, whose weights lie together in one tensor, and recurrent layers
+            gone = np.flatnonzero(np.isin(layer.groups, plan.groups)).tolist()
+        made.append(LayerRow(layer.name, layer.kind, before, after, layer.paths, ranges(gone)))
     return made
 
 

@@ -16,13 +16,24 @@ from secateur.errors import UnsupportedModelError
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The user's own module behind `torch.compile` or DataParallel wrappers."""
+    """The user's own module behind `torch.compile` or DataParallel wrappers.
+
+    If parts of it are compiled, this is a view of it with the same tensors, in which they are not.
+    """
     given: object = model
     if not isinstance(given, nn.Module):
         hint = "call it first" if callable(given) else "build the network and load its weights first"
         if isinstance(getattr(given, "model", None), nn.Module):
             hint = "result.model"
         raise UnsupportedModelError(f"the model is a {type(given).__name__}, not an nn.Module.", fix=hint)
+    model = _inner(model)
+    if any("_orig_mod" in module._modules for _, module in named_modules(model)):
+        return _copied_plain(model, {id(tensor): tensor for _, tensor in named_tensors(model)})
+    return model
+
+
+def _inner(model: nn.Module) -> nn.Module:
+    """What the wrappers of a module are around."""
     while True:
         inner = getattr(model, "_orig_mod", None)
         if inner is None and isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
@@ -69,6 +80,11 @@ def copy_with(model: nn.Module, tensor: Callable[[str, Tensor], Tensor]) -> nn.M
         if isinstance(old, nn.Parameter):
             new = nn.Parameter(new, requires_grad=old.requires_grad)
         memo[id(old)] = new
+    return _copied_plain(model, memo)
+
+
+def _copied_plain(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """A copy with the tensors of the memo, whose parts are not compiled."""
     try:
         made = _copied(model, memo)
     except (RuntimeError, TypeError, ValueError, pickle.PickleError) as error:
@@ -80,8 +96,8 @@ def copy_with(model: nn.Module, tensor: Callable[[str, Tensor], Tensor]) -> nn.M
     for _, module in named_modules(made):
         for name, child in module._modules.items():
             if child is not None and "_orig_mod" in child._modules:
-                setattr(module, name, unwrap(child))
-    return unwrap(made)
+                setattr(module, name, _inner(child))
+    return _inner(made)
 
 
 def named_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:

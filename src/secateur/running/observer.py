@@ -162,9 +162,13 @@ def _bare(tensor: Tensor) -> Tensor:
     return tensor
 
 
+# Torch 2.6 does not say whether there are hooks on saved tensors.
+_hooks_on_saved = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+
+
 def refuse_checkpoint(site: Site) -> None:
     """Refuse gradient checkpointing, which runs a part again in the backward pass, where nobody watches it."""
-    if torch.is_grad_enabled() and torch._C._autograd._top_saved_tensors_default_hooks(False) is None:
+    if torch.is_grad_enabled() and _hooks_on_saved is not None and _hooks_on_saved(False) is None:
         return
     frame: FrameType | None = sys._getframe()
     while frame is not None:
@@ -174,6 +178,15 @@ def refuse_checkpoint(site: Site) -> None:
                 fix="switch checkpointing off, e.g. model.gradient_checkpointing_disable()",
             )
         frame = frame.f_back
+
+
+def refuse_autocast(site: Site) -> None:
+    """Refuse autocast inside a forward: it changes number formats between what is seen and what is computed."""
+    if torch._C._is_any_autocast_enabled():
+        raise UnsupportedModelError(
+            f"{site} runs under torch.autocast, which the forward switches on: relevance cannot follow its casts.",
+            fix="switch it off in the forward and let the caller decide, or another criterion, such as 'taylor'",
+        )
 
 
 class _Thread(threading.local):

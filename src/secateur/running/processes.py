@@ -1,15 +1,26 @@
-"""Many processes: sums are added up over all of them, so that every process makes the same plan."""
+"""Many processes: sums are added up over all of them, so that every process makes the same plan.
+
+Before each message, every process says whether it failed. So an error in one of them is raised in all.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from secateur.errors import ProcessError
 from secateur.running.devices import precise
+from secateur.running.tensor_files import digest_of
+
+Item = TypeVar("Item")
+_inside: ContextVar[bool] = ContextVar("inside", default=False)
+_END: Any = object()
 
 
 def active() -> bool:
@@ -27,6 +38,77 @@ def is_first() -> bool:
     return share()[0] == 0
 
 
+@contextmanager
+def together(wanted: bool = True) -> Iterator[None]:
+    """Work that every process does. If it fails in one, it fails in all, and none waits for another in vain."""
+    if not wanted or not active() or _inside.get():
+        yield
+        return
+    outer = _inside.set(True)
+    try:
+        yield
+        agree()
+    except ProcessError:  # all know
+        raise
+    except Exception as error:
+        with suppress(Exception):  # the connection may be what failed
+            agree(error)
+        raise
+    finally:
+        _inside.reset(outer)
+
+
+def agree(error: Exception | None = None, flag: bool = False) -> bool:
+    """Wait for every process; whether any of them has a flag. If some failed, the others raise an error."""
+    if not active():
+        return flag
+    facts = torch.tensor([float(error is not None), float(flag)], device=_channel(None))
+    dist.all_reduce(facts)
+    failed, flags = facts.tolist()
+    if failed:
+        texts: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(texts, None if error is None else f"{type(error).__name__}: {error}")
+        number, text = next((number, text) for number, text in enumerate(texts) if text is not None)
+        if error is None:
+            raise ProcessError(f"process {number} failed: {text}")
+    return bool(flags)
+
+
+def in_step(items: Iterable[Item]) -> Iterator[Item]:
+    """Items for as long as every process has another one."""
+    source = iter(items)
+    while not agree(flag=(item := next(source, _END)) is _END):
+        yield item
+
+
+def gathered(value: Item) -> list[Item]:
+    """The values of all processes, in the order of their numbers."""
+    if not active():
+        return [value]
+    agree()
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
+def check_same(model: nn.Module) -> None:
+    """Refuse tensors that are not the same in every process, by name."""
+    if not active():
+        return
+    named = [*model.named_parameters(), *model.named_buffers()]
+    first, *others = gathered({name: digest_of([(name, tensor)]) for name, tensor in named})
+    for number, other in enumerate(others, 1):
+        wrong = [name for name in {**first, **other} if first.get(name) != other.get(name)]
+        if wrong:
+            more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+            raise ProcessError(
+                f"`{wrong[0]}`{more} of {type(model).__name__} differs between process 0 and process {number}.",
+                where=wrong[0],
+                fix="give every process the same weights; buffers differ after training with DistributedDataParallel: "
+                "torch.distributed.broadcast(buffer, 0) for each of model.buffers()",
+            )
+
+
 def sum_over_processes(
     parts: Sequence[Tensor | None], sizes: Sequence[int], samples: int, device: torch.device | None
 ) -> tuple[list[Tensor | None], int]:
@@ -37,6 +119,7 @@ def sum_over_processes(
     """
     if not active():
         return list(parts), samples
+    agree()
     device = _channel(device)
     wide = precise(device)
     sent = [
@@ -56,6 +139,7 @@ def same_everywhere(value: Any) -> Any:
     """The first process's value, on all."""
     if not active():
         return value
+    agree()
     box = [value]
     dist.broadcast_object_list(box, 0)
     return box[0]
@@ -63,14 +147,14 @@ def same_everywhere(value: Any) -> Any:
 
 def wait() -> None:
     """Until every process is here."""
-    if active():
-        dist.barrier()
+    agree()
 
 
 def synchronise(model: nn.Module) -> None:
     """Give every process the first one's parameters and buffers."""
     if not active():
         return
+    agree()
     with torch.no_grad():
         for tensor in [*model.parameters(), *model.buffers()]:
             held: Tensor = tensor.data.contiguous()

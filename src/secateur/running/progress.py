@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import time
+import unicodedata
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Self, TextIO
@@ -63,6 +64,16 @@ class Repairing(Event):
         return f"repair: {self.method}{', with all samples' if self.final else ''}, layer {self.layer}/{self.layers}"
 
 
+def printable(text: str) -> str:
+    r"""The text with control characters spelled out: those in the name of a file must not reach a terminal.
+
+    >>> print(printable("a\x1b[2J b\u202e"))
+    a\x1b[2J b\u202e
+    """
+    odd = {c for c in text if c not in "\n\t" and unicodedata.category(c) in ("Cc", "Cf", "Cs")}
+    return text.translate({ord(c): c.encode("unicode_escape").decode() for c in odd}) if odd else text
+
+
 class Line:
     """Shows events on one line of a terminal, each over the one before, and clears it at the end."""
 
@@ -77,7 +88,8 @@ class Line:
     def __call__(self, event: object) -> None:
         """Show this, and the time since the beginning."""
         if self.shown:
-            print(f"\r{event}  {time.perf_counter() - self._begin:.0f} s\x1b[K", end="", file=self.stream, flush=True)
+            text = f"{printable(str(event))}  {time.perf_counter() - self._begin:.0f} s"
+            print(f"\r{text}\x1b[K", end="", file=self.stream, flush=True)
 
     def __exit__(self, *_: object) -> None:
         if self.shown:

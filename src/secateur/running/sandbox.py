@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import wraps
+from itertools import islice
 from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
@@ -105,7 +106,8 @@ def _cuda_devices() -> list[int]:
 def isolated(model: nn.Module, entries: Sequence[Tensor]) -> Iterator[None]:
     """Evaluation mode, gradients on, compiled parts run as written, random numbers given back."""
     eager = set_stance("force_eager")
-    with evaluating(model), torch.inference_mode(False), torch.enable_grad(), eager, forked(entries):
+    used = [*entries, *islice(model.parameters(), 1)]  # a model may draw although its inputs are no entries
+    with evaluating(model), torch.inference_mode(False), torch.enable_grad(), eager, forked(used):
         yield
 
 

@@ -75,6 +75,7 @@ def _masked_norm(call: Call, kept: Tensor) -> Tensor:
     weight, bias, eps = call.get("weight"), call.get("bias"), call.get("eps")
     if isinstance(call.operation, GroupNorm):
         dims = list(range(1, x.ndim))
+        kept = kept[:, :, *[slice(1)] * (x.ndim - 2)]  # whole channels leave, so that the mask fits images of any size
         shape = [1, -1] + [1] * (x.ndim - 2)
         weight, bias = (None if factor is None else factor.view(shape) for factor in (weight, bias))
     else:
