@@ -65,6 +65,9 @@ class _CaptumSums(Accumulator):
         with torch.no_grad():
             made = run(self.subject.model, inputs)
             output = logits_of(made)
+        if output.ndim > 2:
+            what = f"captum attributes one answer per sample, and the output has shape {tuple(output.shape)}."
+            raise CriterionError(what, fix="another criterion, such as 'lrp' or 'taylor'")
         classes: Tensor | int | None = check_targets(targets, output, answer_of(made).entry)
         if one_output(output, size_of(inputs)):
             classes = 0 if output.ndim > 1 else None  # how captum names the only output

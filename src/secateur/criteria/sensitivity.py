@@ -1,8 +1,9 @@
 """Gradient, Taylor and activation: functions of a unit's output z and of the loss gradient g there.
 
 z is the output of the conv or linear call, before batch norm and nonlinearity. g = dL/dz, where L is the mean loss over
-all samples: the criterion's own, or cross-entropy of the logits (binary cross-entropy if there is one). One pass serves
-all of these criteria.
+all samples: the criterion's own, or cross-entropy of the logits (binary cross-entropy if there is one). Where there are
+targets for positions, the loss of a sample is the mean over those that count. Neither there nor among the outputs z of
+its layers does padding count, as an attention mask tells it. One pass serves all of these criteria.
 """
 
 from __future__ import annotations

@@ -39,7 +39,8 @@ class Explanation:
     channel or neuron of each conv and linear layer (per column of an embedding), summed over samples and space, by
     module path; `weights` has the same by parameter name. Layers that only make gates (squeeze-and-excitation, queries
     and keys) take no relevance. They are scored by what the gate lets pass. These scores are not part of the total.
-    `classes` are the explained classes, one for each sample and position, -100 where no relevance starts.
+    `classes` are the explained classes, one for each sample and position, -100 where no relevance starts. `against`
+    are those that they are held against.
     """
 
     input: Tensor | list[Tensor | None]
@@ -50,6 +51,7 @@ class Explanation:
     images: Any = None
     text: Text | None = None
     classes: Tensor | None = None
+    against: Tensor | None = None
 
     def __repr__(self) -> str:
         shape = tuple(self.heat.shape)
@@ -104,7 +106,7 @@ class Explanation:
     def html(self, path: str | Path, *, tokenizer: Any = None, clip: float = 0.995) -> Path:
         """A page that shows the words of each text in colours, as `plot` does, and their numbers."""
         text = self._text()
-        said = [text.said(i, self.output, self.classes, tokenizer) for i in range(len(text.counts))]
+        said = [text.said(i, self.classes, self.against, tokenizer) for i in range(len(text.counts))]
         atomic.write(Path(path), page(text.words(tokenizer), said, self.first_token, clip).encode())
         return Path(path)
 
@@ -172,7 +174,7 @@ def explain(
     units = {name: sums.to(output.dtype) for name, sums in engine.units.items()}
     images, text = next((tensor.detach() for tensor in tensors_in(inputs)), None), _text(inputs, heat, reader.generates)
     paths = {path_of(name): sums for name, sums in units.items()}
-    return Explanation(first, paths, units, output, conservation, images, text, begin.classes)
+    return Explanation(first, paths, units, output, conservation, images, text, begin.classes, begin.others)
 
 
 # -- texts -------------------------------------------------------------------------------------------------------------

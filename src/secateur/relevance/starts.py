@@ -66,6 +66,7 @@ class Starter:
 
     `reader` and the `inputs` tell where classes lie and which positions count. Without them classes are along
     dimension 1. Afterwards `classes` has what was explained: one class for each sample and position, else IGNORED.
+    `others` has the same for `against`.
     """
 
     target: Target = None
@@ -76,9 +77,10 @@ class Starter:
     against: Target = None
     position: Position = None
     classes: Tensor | None = field(default=None, init=False)
+    others: Tensor | None = field(default=None, init=False)
 
     def __call__(self, output: Tensor) -> Tensor:
-        self.classes, target = None, self.target
+        self.classes, self.others, target = None, None, self.target
         if callable(target) and not isinstance(target, Tensor):
             return _checked(target(output), output)
         if isinstance(target, Tensor) and target.is_floating_point():
@@ -89,12 +91,16 @@ class Starter:
         starts = self._places(reading)
         if one_output(reading.logits, self.samples):
             check_single(target, reading.logits)
+            if self.against is not None:
+                what = "{against}, but the model has one output, which is for one class and against the other."
+                raise DataError(what, fix="leave it out", against=Argument("against", self.against))
             return seed(Reading(reading.logits, None, starts, reading.axis), None, self.how, self.samples)
         self.classes = classes = self._classes(reading, target, starts)
-        begun = seed(reading, classes, self.how)
+        relevance = seed(reading, classes, self.how)
         if self.against is None:
-            return begun
-        return begun - seed(reading, self._classes(reading, self.against, starts), self.how)
+            return relevance
+        self.others = self._classes(reading, self.against, starts)
+        return relevance - seed(reading, self.others, self.how)
 
     def _classes(self, reading: Reading, target: Any, starts: Tensor | None) -> Tensor:
         """The class of each sample and position, IGNORED where no relevance starts."""

@@ -21,7 +21,7 @@ _SPACES, _INSIDE = ("Ġ", "▁", " "), "##"
 _UNSPACED = 0x2E80
 # Colours for and against the target, at full strength: black text can be read on both.
 _FOR, _AGAINST = (244, 109, 82), (98, 160, 234)
-_COLUMNS = 76  # letters in a line of a picture
+_COLUMNS = 88  # letters in a line of a picture
 
 
 class Word(NamedTuple):
@@ -62,30 +62,35 @@ class Text:
                 groups = [[i] for i in range(len(places))]
             else:
                 numbers = [int(self.ids[row, p]) for p in places]
-                groups = list(_grouped(_pieces(tokenizer, numbers), _special(tokenizer, numbers)))
+                groups = list(_grouped(tokenizer, numbers))
                 names = [_spelt(tokenizer, [numbers[i] for i in group]) for group in groups]
             tokens = [tuple(places[i] for i in group) for group in groups]
             found.append([Word(n, sum(values[p] for p in t), t) for n, t in zip(names, tokens, strict=True)])
         return found
 
-    def said(self, row: int, output: Tensor, classes: Tensor | None, tokenizer: Any = None) -> str:
+    def said(self, row: int, classes: Tensor | None, against: Tensor | None, tokenizer: Any = None) -> str:
         """What was explained in a text, in words."""
         if classes is None:
-            return "Relevance starts as the given function says."
+            return "Relevance starts at the only output, or as the given function says."
         mine = classes[row].reshape(-1)
         started = (mine != IGNORED).nonzero().ravel()
         if len(started) != 1:
             return f"Relevance starts at {len(started)} positions."
-        number = int(mine[started[0]])
-        name = f"class {number}"
-        if self.speaks:
-            name = f"token {number}" if tokenizer is None else f"“{_spelt(tokenizer, [number])}”"
+        name = self._named(int(mine[started[0]]), tokenizer)
+        if against is not None:
+            name += f" rather than {self._named(int(against[row].reshape(-1)[started[0]]), tokenizer)}"
         if classes.ndim == 1:
             return f"Explained: {name}."
         place = int(started[0])
         if self.counts.shape == classes.shape:
             place = int(self.counts[row, :place].sum())
-        return f"Explained: {name}, as the answer at position {place}."
+        return f"Explained: {name}, the answer at position {place}."
+
+    def _named(self, number: int, tokenizer: Any) -> str:
+        """What a class is called."""
+        if not self.speaks:
+            return f"class {number}"
+        return f"token {number}" if tokenizer is None else f"“{_spelt(tokenizer, [number])}”"
 
 
 # -- words -------------------------------------------------------------------------------------------------------------
@@ -105,33 +110,38 @@ def _pieces(tokenizer: Any, numbers: Sequence[int]) -> list[str]:
     )
 
 
-def _special(tokenizer: Any, numbers: Sequence[int]) -> list[bool]:
-    known = set(getattr(tokenizer, "all_special_ids", ()))
-    return [number in known for number in numbers]
-
-
-def _spelt(tokenizer: Any, numbers: list[int]) -> str:
+def _letters(tokenizer: Any, numbers: Sequence[int]) -> str:
     """The letters of some tokens. A tokenizer knows how bytes become letters."""
     if hasattr(tokenizer, "decode"):
-        text = str(tokenizer.decode(numbers, clean_up_tokenization_spaces=False))
-    else:
-        text = "".join(piece.removeprefix(_INSIDE) for piece in _pieces(tokenizer, numbers))
-    for mark in _SPACES:
-        text = text.removeprefix(mark)
-    text = text.removeprefix(_INSIDE).strip(" ")
+        return str(tokenizer.decode(list(numbers), clean_up_tokenization_spaces=False))
+    return "".join(piece.removeprefix(_INSIDE) for piece in _pieces(tokenizer, numbers))
+
+
+def _spelt(tokenizer: Any, numbers: Sequence[int]) -> str:
+    """A word without the spaces around it, and with signs for what cannot be seen."""
+    text = _letters(tokenizer, numbers).removeprefix(_INSIDE).lstrip("".join(_SPACES)).rstrip(" ")
     return text.replace("\n", "↵").replace("\t", "⇥") or "␣"
 
 
-def _grouped(pieces: Sequence[str], special: Sequence[bool]) -> Iterator[list[int]]:
+def _grouped(tokenizer: Any, numbers: Sequence[int]) -> Iterator[list[int]]:
     """Indices of the tokens that are one word.
 
     Marks tell where a word begins or goes on. If there are none at all, each token is a word. Punctuation stands alone.
     """
+    pieces, special = _pieces(tokenizer, numbers), set(getattr(tokenizer, "all_special_ids", ()))
+    shown = [_letters(tokenizer, [number]) for number in numbers]
     spaced = any(piece.startswith(_SPACES) for piece in pieces)
     inside = any(piece.startswith(_INSIDE) for piece in pieces)
     group: list[int] = []
     for i, piece in enumerate(pieces):
-        if group and not _goes_on(pieces[group[-1]], piece, special[i] or special[group[-1]], spaced, inside):
+        if i and special.isdisjoint(numbers[i - 1 : i + 1]):
+            goes_on = piece.startswith(_INSIDE)
+            if spaced and not inside and not piece.startswith(_SPACES):
+                alone = not shown[i - 1].strip(" ")  # a space that is a token of its own
+                goes_on = alone or (_is_letter(shown[i - 1][-1:]) and _is_letter(shown[i][:1]))
+        else:
+            goes_on = not i
+        if not goes_on:
             yield group
             group = []
         group.append(i)
@@ -139,19 +149,9 @@ def _grouped(pieces: Sequence[str], special: Sequence[bool]) -> Iterator[list[in
         yield group
 
 
-def _goes_on(before: str, piece: str, special: bool, spaced: bool, inside: bool) -> bool:
-    """Whether a token goes on with the word of the one before."""
-    if special:
-        return False
-    if piece.startswith(_INSIDE):
-        return True
-    if inside or not spaced or piece.startswith(_SPACES):
-        return False
-    return _is_letter(before[-1:]) and _is_letter(piece[:1])
-
-
 def _is_letter(letter: str) -> bool:
-    return bool(letter) and unicodedata.category(letter)[0] in "LMN" and ord(letter) < _UNSPACED
+    """Whether words are made of it: letters, digits and apostrophes. A byte that is part of a letter is shown as �."""
+    return letter in ("�", "'", "’") or (unicodedata.category(letter or " ")[0] in "LMN" and ord(letter) < _UNSPACED)
 
 
 # -- colours -----------------------------------------------------------------------------------------------------------
@@ -175,14 +175,15 @@ h1 { font-size: 1.3rem; margin: 0 0 .25rem; } h2 { font-size: 1rem; margin: 2rem
 p { margin: .25rem 0 .75rem; } .note { color: #4a4a4a; font-size: .875rem; }
 .text { border: 1px solid #d0d0d0; border-radius: .5rem; padding: .75rem 1rem; font-size: 1.1rem; line-height: 2.1;
   overflow-wrap: anywhere; }
-.text span { border-radius: .25rem; padding: .15rem .3rem; }
+.text span { border-radius: .25rem; box-decoration-break: clone; -webkit-box-decoration-break: clone;
+  padding: .15rem .3rem; }
 .legend { align-items: center; display: flex; flex-wrap: wrap; gap: .25rem .75rem; }
 .bar { background: linear-gradient(90deg, AGAINST, #fff, FOR); border: 1px solid #d0d0d0; border-radius: .25rem;
   height: .9rem; width: 9rem; }
 details { margin-top: .5rem; } summary { cursor: pointer; }
 table { border-collapse: collapse; font-size: .875rem; margin-top: .5rem; font-variant-numeric: tabular-nums; }
 th, td { border-bottom: 1px solid #e0e0e0; padding: .2rem .75rem .2rem 0; text-align: left; overflow-wrap: anywhere; }
-td + td, th + th { text-align: right; }
+td + td, th + th { overflow-wrap: normal; text-align: right; white-space: nowrap; }
 @media print { body { max-width: none; } span, .bar { print-color-adjust: exact; } }
 """
 
@@ -197,7 +198,7 @@ def page(texts: Sequence[Sequence[Word]], said: Sequence[str], first: float, cli
         '<p class="note legend"><span>against</span><span class="bar" role="img" aria-label="Colours: blue words '
         'speak against what is explained, white ones neither way, red ones for it"></span><span>for what is '
         "explained</span></p>",
-        f'<p class="note">{first:.1%} of all relevance, by size, lies on the first token.</p>',
+        f'<p class="note">{100 * first:.1f} % of all relevance, by size, lies on the first token.</p>',
     ]  # fmt: skip
     for number, (words, what) in enumerate(zip(texts, said, strict=True), 1):
         limit, total = _limit(words, clip), sum(abs(word.relevance) for word in words) or 1.0
@@ -253,7 +254,7 @@ def draw_text(texts: Sequence[Sequence[Word]], path: Path, clip: float = 0.995) 
     FigureCanvasAgg(figure)
     axes = figure.add_axes((0.02, 0, 0.96, 1))
     axes.set_axis_off()
-    axes.set(xlim=(0, _COLUMNS + 6), ylim=(height - 0.2, -0.8))
+    axes.set(xlim=(0, _COLUMNS + 8), ylim=(height - 0.2, -0.8))
     for row, column, word, limit in placed:
         face = "#{:02x}{:02x}{:02x}".format(*_colour(word.relevance, limit))
         box = {"boxstyle": "round,pad=0.2", "facecolor": face, "edgecolor": "none"}

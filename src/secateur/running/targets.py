@@ -86,6 +86,8 @@ class Reader:
         if isinstance(targets, list | tuple) and not tensors_in(targets):
             with suppress(TypeError, ValueError, RuntimeError):
                 targets = torch.as_tensor(targets, device=output.device)
+        if self.two_texts and targets is not None and isinstance(inputs, Mapping):
+            self._check_second(inputs)
         seen = self.view(inputs, targets, output)
         counts, places = seen.counts, (len(output), *seen.logits.shape[2:])
         if self.causal and len(places) == 2:
@@ -101,6 +103,15 @@ class Reader:
             elif counts is not None and targets.shape == counts.shape:
                 targets = targets.masked_fill(~counts.to(targets.device), IGNORED)
         return replace(seen, targets=targets, counts=counts)
+
+    def _check_second(self, inputs: Mapping[str, Any]) -> None:
+        """Refuse a text without the one that the decoder reads: a model would take the first for it."""
+        if not any(inputs.get(name) is not None for name in ("decoder_input_ids", "decoder_inputs_embeds")):
+            raise DataError(
+                f"{type(self._model).__name__} has a decoder, and there are no decoder_input_ids among the inputs.",
+                fix="DataCollatorForSeq2Seq(tokenizer, model=model), or "
+                "model.prepare_decoder_input_ids_from_labels(labels)",
+            )
 
     def axis(self, inputs: Any, targets: Any, output: Tensor) -> int:
         """The dimension of an output along which its classes lie."""
