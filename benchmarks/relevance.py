@@ -26,8 +26,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from secateur.relevance import RelevancePass, _kernels
-from secateur.relevance.explain import starter
 from secateur.relevance.ledger import Page
+from secateur.relevance.starts import starter
 
 Contestant = Callable[[], object]
 OURS = ("secateur, units", "secateur, units and heat map")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from secateur.relevance import Accelerators, RelevancePass
-from secateur.relevance.explain import starter
+from secateur.relevance.starts import starter
 
 NONE = {"fusion": False, "script": False, "cuda_graphs": False, "kernels": False}
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]

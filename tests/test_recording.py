@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from secateur.errors import DataError
 from secateur.relevance import RelevancePass
 from secateur.relevance._cuda_graphs import Recording, _shape_of
-from secateur.relevance.explain import starter
+from secateur.relevance.starts import starter
 
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 BATCHES = 7

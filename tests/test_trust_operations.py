@@ -24,8 +24,8 @@ from secateur.ops.table import _SIGNATURES, function_name, known_functions
 from secateur.relevance import Attention, Composite, On
 from secateur.relevance.backward import Backward
 from secateur.relevance.engine import RelevancePass
-from secateur.relevance.explain import starter
 from secateur.relevance.rules import Epsilon
+from secateur.relevance.starts import starter
 from secateur.running.sandbox import isolated
 from secateur.structure.cost import count_macs
 from secateur.surgery.mask import mask

@@ -14,10 +14,11 @@ from secateur.criteria.criterion import Absolute, Accumulator, Criterion, Norm, 
 from secateur.errors import CriterionError, SecateurError
 from secateur.nest import map_tensors
 from secateur.ops.table import Site
-from secateur.running.batches import Batch, check_targets, size_of
+from secateur.running.batches import Batch, size_of
 from secateur.running.devices import precise
 from secateur.running.logits import answer_of, logits_of, one_output
 from secateur.running.sandbox import run
+from secateur.running.targets import check_targets
 
 _LAYERS = nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d | nn.Linear
 
@@ -64,6 +65,9 @@ class _CaptumSums(Accumulator):
         with torch.no_grad():
             made = run(self.subject.model, inputs)
             output = logits_of(made)
+        if output.ndim > 2:
+            what = f"captum attributes one answer per sample, and the output has shape {tuple(output.shape)}."
+            raise CriterionError(what, fix="another criterion, such as 'lrp' or 'taylor'")
         classes: Tensor | int | None = check_targets(targets, output, answer_of(made).entry)
         if one_output(output, size_of(inputs)):
             classes = 0 if output.ndim > 1 else None  # how captum names the only output

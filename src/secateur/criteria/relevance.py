@@ -16,18 +16,20 @@ from secateur.criteria.criterion import Accumulator, Criterion, Subject, Sums
 from secateur.errors import CriterionError, SecateurError, SecateurWarning
 from secateur.relevance.composites import PRESETS, Composite
 from secateur.relevance.engine import RelevancePass
-from secateur.relevance.explain import starter
 from secateur.relevance.rules import Rule
-from secateur.running.batches import check_targets, size_of
-from secateur.running.logits import one_output
+from secateur.relevance.starts import begun
+from secateur.running.batches import size_of
 from secateur.running.sandbox import refusal
+from secateur.running.targets import Reader
 
 
 @dataclass(frozen=True)
 class LRP(Criterion):
     """Relevance by any composite. Every sample starts with 1 at its true class, or the predicted one without targets.
 
-    A model with one output has no output for class 0, so every sample starts with 1 there, whatever its target.
+    If there is an answer for each position (a token, a pixel), each that counts starts with 1. Without targets, a
+    language model that generates text starts at the next token of its input. A model with one output has no output for
+    class 0, so every sample starts with 1 there, whatever its target.
     """
 
     #: Relevance is conserved: the scores of each layer are shares of one sum.
@@ -55,16 +57,14 @@ class RelevanceSums(Accumulator):
         super().__init__(subject)
         self.criterion = criterion
         absolute: Literal[False, "sample"] = "sample" if criterion.absolute == "sample" else False
+        self.reader = Reader(subject.model)
         self.engine = RelevancePass(subject.model, criterion.composite, absolute=absolute, heat_map=False)
 
     def update(self, inputs: Any, targets: Any) -> None:
         count = size_of(inputs)
 
         def begin(output: Tensor) -> Tensor:
-            known = None if targets is None else check_targets(targets, output, self.engine.entry)
-            # If the only output started with its targets, samples of class 0 would add nothing.
-            wanted = None if one_output(output, count) else known
-            return starter(wanted, self.criterion.start, count)(output)
+            return begun(self.reader, inputs, targets, output, self.criterion.start, count, self.engine.entry)
 
         try:
             self.engine.run(inputs, begin)

@@ -47,7 +47,10 @@ def score(
     """How much the model needs each of its units, according to a criterion; with a list of criteria, a dict of scores.
 
     `data` is an iterable of (inputs, targets), a pair (X, y) of tensors or NumPy arrays, or None where no criterion
-    needs any. Several inputs are a tuple or a dict: ((X1, X2), y).
+    needs any. Several inputs are a tuple or a dict: ((X1, X2), y). A dict alone, as tokenizers and collators of
+    transformers return it, holds its targets as `labels`; -100 is no target. Those of a language model that generates
+    text are the tokens of its input, which it should have said one position before; they need not be given. What an
+    `attention_mask` calls padding does not count.
     `criterion` is "lrp" (or "lrp:<composite>"), "taylor", "gradient", "weight", "activation", "random",
     "captum:<Method>", a function, or an object of `secateur.criteria` with settings of its own, such as
     `Taylor(norm=None, loss=f)`. The default settings are those of the paper.

@@ -1,13 +1,15 @@
 """Gradient, Taylor and activation: functions of a unit's output z and of the loss gradient g there.
 
 z is the output of the conv or linear call, before batch norm and nonlinearity. g = dL/dz, where L is the mean loss over
-all samples: the criterion's own, or cross-entropy of the logits (binary cross-entropy if there is one). One pass serves
-all of these criteria.
+all samples: the criterion's own, or cross-entropy of the logits (binary cross-entropy if there is one). Where there are
+targets for positions, the loss of a sample is the mean over those that count. Neither there nor among the outputs z of
+its layers does padding count, as an attention mask tells it. One pass serves all of these criteria.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -19,11 +21,12 @@ from secateur.errors import CriterionError, SecateurError
 from secateur.ops.conv import Convolution, TransposedConvolution
 from secateur.ops.table import Call
 from secateur.plans.scores import Values
-from secateur.running.batches import default_loss, size_of
+from secateur.running.batches import counted, masks_in, size_of
 from secateur.running.devices import precise
 from secateur.running.logits import answer_of, logits_of
 from secateur.running.observer import Observer, refuse_checkpoint
 from secateur.running.sandbox import refusal, run
+from secateur.running.targets import Reader
 
 
 @dataclass(frozen=True)
@@ -38,13 +41,20 @@ class Sensitivity(Criterion):
         """The number at each position."""
         raise NotImplementedError
 
-    def per_sample(self, z: Tensor, g: Tensor | None, channel: int) -> Tensor:
-        """(samples, units): the mean over the positions of each sample."""
+    def per_sample(self, z: Tensor, g: Tensor | None, channel: int, masks: Sequence[Tensor] = ()) -> Tensor:
+        """(samples, units): the mean over the positions of each sample, without what a mask calls padding."""
         values = self.measure(z, g).movedim(channel, -1)
         if values.ndim == 1:
             values = values.unsqueeze(0)
         wide = torch.promote_types(values.dtype, torch.float32)
-        values = values.flatten(1, -2).mean(1, dtype=wide) if values.ndim > 2 else values.to(wide)
+        flat = next((mask for mask in masks if values.ndim == 2 and mask.numel() == len(values)), None)
+        if flat is not None:  # positions of all samples one after the other
+            values = values.view(*flat.shape, -1)
+        counts = counted(masks, values.shape[:-1])
+        if counts is not None:
+            values = torch.where(counts[..., None], values, 0).sum(1, dtype=wide) / counts.sum(1)[:, None].clamp_min(1)
+        else:
+            values = values.flatten(1, -2).mean(1, dtype=wide) if values.ndim > 2 else values.to(wide)
         return values.abs() if self.absolute == "sample" else values
 
     def accumulate(self, subject: Subject) -> SensitivityPass:
@@ -105,6 +115,7 @@ class SensitivityPass(Accumulator):
         self.loss = criterion.loss
         self.backward = criterion.backward
         self.entries: list[tuple[Sensitivity, Sums]] = [(criterion, self.sums)]
+        self._reader, self._masks = Reader(subject.model), list[Tensor]()
 
     def join(self, criterion: Criterion) -> Accumulator | None:
         """The loss must be the same."""
@@ -118,7 +129,7 @@ class SensitivityPass(Accumulator):
     def update(self, inputs: Any, targets: Any) -> None:
         """Run one batch. Parameters get no gradient: only what units need is computed."""
         count = size_of(inputs)
-        taps = Taps(self)
+        taps, self._masks = Taps(self), masks_in(inputs)
         with torch.inference_mode(False), torch.set_grad_enabled(self.backward):
             try:
                 with taps:
@@ -134,24 +145,24 @@ class SensitivityPass(Accumulator):
                         "the output does not depend on any conv or linear layer by operations that have a gradient.",
                         fix="check that the forward does not detach, or use a criterion without gradients",
                     )
-                loss = self._loss(output, targets, answer_of(made).entry)
+                loss = self._loss(inputs, output, targets, answer_of(made).entry)
                 torch.autograd.grad(loss * count, taps.anchor, allow_unused=True)
         for _, sums in self.entries:
             sums.samples += count
 
-    def _loss(self, output: Tensor, targets: Any, entry: str) -> Tensor:
+    def _loss(self, inputs: Any, output: Tensor, targets: Any, entry: str) -> Tensor:
         if self.loss is not None:
             value = self.loss(output, targets)
             if not isinstance(value, Tensor) or value.numel() != 1:
                 raise CriterionError("loss=f(output, targets) must return one number, the mean over the samples.")
             return value.reshape(())
-        return default_loss(output, targets, entry)
+        return self._reader.read(inputs, targets, output).loss(entry)
 
     def take(self, index: int, channel: int, z: Tensor, g: Tensor | None) -> None:
         """Add what one call says about its units."""
         for criterion, sums in self.entries:
             if criterion.backward == (g is not None):
-                values = criterion.per_sample(z.detach(), g, channel)
+                values = criterion.per_sample(z.detach(), g, channel, self._masks)
                 sums.add(index, values.to(precise(values.device)).sum(0))
 
 

@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from secateur.arguments import check_callable, check_count, check_flag, check_number
 from secateur.errors import DataError
 from secateur.nest import select_samples
-from secateur.running.batches import Data, as_batch, as_data, default_loss, is_pair, size_of
+from secateur.running.batches import Data, as_batch, as_data, is_pair, size_of
 from secateur.running.devices import device_of, to_device
 from secateur.running.logits import logits_of
 from secateur.running.processes import active, agree, in_step, share, synchronise, together
 from secateur.running.sandbox import run
+from secateur.running.targets import Reader
 
 #: `f(model, step)` trains the model in place.
 Tuner = Callable[[nn.Module, int], Any]
@@ -67,6 +68,7 @@ class FineTune:
         half = torch.bfloat16 if mixed and torch.cuda.is_bf16_supported() else torch.float16
         scaler = torch.amp.GradScaler("cuda", enabled=mixed and half is torch.float16)
         net: nn.Module = model.train()
+        reader = Reader(model)
         if active():
             net = nn.parallel.DistributedDataParallel(model, device_ids=[device.index] if cuda and device else None)
         try:
@@ -81,7 +83,7 @@ class FineTune:
                             if self.loss is not None:
                                 loss = self.loss(output, targets)
                             else:  # checking asks the device for numbers, so it is done in the first epoch only
-                                loss = default_loss(output.float(), targets, check=epoch == 0)
+                                loss = reader.read(inputs, targets, output.float()).loss(check=epoch == 0)
                         agree()  # nobody waits for the gradients of a process that has none
                         scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
                         scaler.step(optimizer)

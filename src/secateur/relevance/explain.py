@@ -2,60 +2,118 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
 
-from secateur.arguments import check_choice
-from secateur.errors import DataError, SecateurError
-from secateur.nest import tensors_in
+from secateur import atomic
+from secateur.arguments import check_choice, check_count
+from secateur.errors import Argument, DataError, SecateurError
+from secateur.nest import map_tensors, tensors_in
 from secateur.relevance.composites import Composite
 from secateur.relevance.conservation import Conservation
-from secateur.relevance.engine import RelevancePass, Start
+from secateur.relevance.engine import RelevancePass
 from secateur.relevance.ledger import Absolute
 from secateur.relevance.rules import Rule
+from secateur.relevance.starts import How, Position, Starter, Target, begun, check_target
+from secateur.relevance.text import Text, Word, draw_text, page
 from secateur.relevance.weights import path_of
-from secateur.running.batches import as_tensors
+from secateur.running.batches import as_batch, as_tensors, counted, masks_in
 from secateur.running.copies import check_followed, shared_copy, unwrap
-from secateur.running.logits import one_output
 from secateur.running.sandbox import isolated, leaves_no_trace, run_or_explain
+from secateur.running.targets import Reader, ids_in
 
-Target = int | Sequence[int] | Tensor | Callable[[Tensor], Tensor] | None
 
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Explanation:
     """Relevance of inputs and units for `target`.
 
-    `input` is shaped like the inputs (a list if there were several). `units` has one number per output channel or
-    neuron of each conv and linear layer (per column of an embedding), summed over samples and space, by module path;
-    `weights` has the same by parameter name. Layers that only make gates (squeeze-and-excitation, queries and keys)
-    take no relevance. They are scored by what the gate lets pass. These scores are not part of the total.
+    `input` is shaped like the inputs (a list if there were several). Of token numbers, it has the relevance of what
+    their embeddings return; `heat` and `tokens` add up all embeddings of a token. `units` has one number per output
+    channel or neuron of each conv and linear layer (per column of an embedding), summed over samples and space, by
+    module path; `weights` has the same by parameter name. Layers that only make gates (squeeze-and-excitation, queries
+    and keys) take no relevance. They are scored by what the gate lets pass. These scores are not part of the total.
+    `classes` are the explained classes, one for each sample and position, -100 where no relevance starts. `against`
+    are those that they are held against.
     """
 
     input: Tensor | list[Tensor | None]
     units: dict[str, Tensor]
-    weights: dict[str, Tensor] = field(repr=False)
-    output: Tensor = field(repr=False)
+    weights: dict[str, Tensor]
+    output: Tensor
     conservation: Conservation
-    images: Any = field(repr=False, default=None)
+    images: Any = None
+    text: Text | None = None
+    classes: Tensor | None = None
+    against: Tensor | None = None
+
+    def __repr__(self) -> str:
+        shape = tuple(self.heat.shape)
+        first = "" if self.text is None else f", {self.first_token:.1%} of it on the first token"
+        return f"Explanation(relevance of shape {shape}{first}; {len(self.units)} layers; {self.conservation!r})"
 
     @property
     def heat(self) -> Tensor:
-        """The first input's relevance summed over channels: one map per sample."""
+        """The first input's relevance summed over channels: one map per sample, or one number per token."""
+        if self.text is not None:
+            return self.text.relevance
         first = self.input if isinstance(self.input, Tensor) else next(t for t in self.input if t is not None)
         return first.sum(1) if first.dim() == 4 else first.sum(-1) if first.dim() == 3 else first
 
-    def plot(self, path: str | Path, *, clip: float = 0.995) -> Path:
-        """A PNG: each image beside its heat map. Red speaks for the target, blue against it, white is 0.
+    @property
+    def first_token(self) -> float:
+        """The share of all relevance, by size, that lies on the first token of each text. Many language models attend
+        to that token whatever it is."""
+        return self._text().first_token
+
+    def tokens(self, tokenizer: Any = None) -> list[list[Word]]:
+        """The words of each text with their relevance. `tokenizer` is one of transformers, or gives texts by number;
+        it also tells which tokens are one word. Without it there is a token number for each."""
+        return self._text().words(tokenizer)
+
+    def heads(self, layer: str, count: int) -> Tensor:
+        """The relevance of each of `count` attention heads: sums over the units of a layer, such as a layer of values.
+
+        >>> net = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2))
+        >>> explain(net, torch.rand(3, 4), target=0).heads("0", 3).shape
+        torch.Size([3])
+        """
+        if layer not in self.units:
+            near = difflib.get_close_matches(layer, self.units, 3, 0.3)
+            raise DataError(f"no units are made in `{layer}`.", fix=f"a layer, such as {', '.join(near or self.units)}")
+        check_count("count", count)
+        units = self.units[layer]
+        if len(units) % count:
+            raise DataError(f"`{layer}` has {len(units)} units, which are not {count} heads of one size.")
+        return units.view(count, -1).sum(1)
+
+    def plot(self, path: str | Path, *, clip: float = 0.995, tokenizer: Any = None) -> Path:
+        """A PNG: each image beside its heat map, or the words of each text. Red speaks for the target, blue against it,
+        white is 0.
 
         Colours saturate at the `clip` quantile of the absolute values, so that one pixel does not hide the rest.
         """
+        if self.text is not None:
+            return draw_text(self.tokens(tokenizer), Path(path), clip)
         return draw(self.images, self.heat, Path(path), clip)
+
+    def html(self, path: str | Path, *, tokenizer: Any = None, clip: float = 0.995) -> Path:
+        """A page that shows the words of each text in colours, as `plot` does, and their numbers."""
+        text = self._text()
+        said = [text.said(i, self.classes, self.against, tokenizer) for i in range(len(text.counts))]
+        atomic.write(Path(path), page(text.words(tokenizer), said, self.first_token, clip).encode())
+        return Path(path)
+
+    def _text(self) -> Text:
+        if self.text is None:
+            raise DataError("the inputs are no token numbers, so there are no words.", fix="plot, heat, or units")
+        return self.text
 
 
 @leaves_no_trace
@@ -64,13 +122,20 @@ def explain(
     inputs: Any,
     target: Target = None,
     *,
+    against: Target = None,
+    position: Position = None,
     composite: str | Composite | Rule = "alpha1beta0",
-    start: Literal["one", "logit"] = "one",
+    start: How = "one",
     absolute: Absolute = False,
 ) -> Explanation:
     """Relevance of inputs and units for `target`: a class, one per sample, None for the predicted class, or a function
     from the output to the relevance it starts with. Each sample starts with 1, or with its logit. If a model has one
     output for two classes, relevance starts there whether a target is 0 or 1.
+
+    `against` is another class: it starts with the opposite sign, which explains why the one and not the other.
+    `position` says which position of a text is explained, one for all samples or one for each. It counts tokens that
+    are no padding; -1 is the last. By default this is the last one if the model generates text, else all. The classes
+    of a language model are its tokens.
 
     >>> net = nn.Sequential(nn.Flatten(), nn.Linear(12, 4), nn.ReLU(), nn.Linear(4, 3))
     >>> seen = explain(net, torch.rand(2, 3, 2, 2), target=1)
@@ -79,16 +144,24 @@ def explain(
     """
     check_choice("start", start, ("one", "logit"))
     check_choice("absolute", absolute, get_args(Absolute))
-    _check_target(target)
-    inputs = as_tensors(inputs)
+    check_target(target)
+    check_target(against, "against")
+    if against is not None and (callable(target) or (isinstance(target, Tensor) and target.is_floating_point())):
+        fix = "let the function start with less than 0 there"
+        raise DataError("{against} needs a class as target.", fix=fix, against=Argument("against", against))
+    inputs = as_batch(inputs)[0] if isinstance(inputs, Mapping) else as_tensors(inputs)
     if not tensors_in(inputs):
         what = f"inputs is a {type(inputs).__name__} without a tensor."
         raise DataError(what, fix="a tensor, or a tuple or dict of tensors")
     original = unwrap(model)
     check_followed(original)  # before it is copied: what cannot be followed often cannot be copied
     engine = RelevancePass(shared_copy(original), composite, absolute=absolute)
+    reader = Reader(engine.model)
+    begin = Starter(target, start, samples_in(inputs), reader, inputs, against, position)
     try:
-        output, heat = engine.run(inputs, starter(target, start, samples_in(inputs)))
+        output, heat = engine.run(inputs, begin)
+        if _shared(inputs, heat):
+            heat = _one_by_one(engine, inputs, begin(output))
     except SecateurError:
         raise
     except Exception:
@@ -99,8 +172,67 @@ def explain(
     conservation.warn()
     first = heat[0] if len(heat) == 1 and heat[0] is not None else heat
     units = {name: sums.to(output.dtype) for name, sums in engine.units.items()}
-    images = next((tensor.detach() for tensor in tensors_in(inputs)), None)
-    return Explanation(first, {path_of(n): u for n, u in units.items()}, units, output, conservation, images)
+    images, text = next((tensor.detach() for tensor in tensors_in(inputs)), None), _text(inputs, heat, reader.generates)
+    paths = {path_of(name): sums for name, sums in units.items()}
+    return Explanation(first, paths, units, output, conservation, images, text, begin.classes, begin.others)
+
+
+# -- texts -------------------------------------------------------------------------------------------------------------
+def _token_shape(inputs: Any) -> tuple[int, int] | None:
+    """Samples and positions, if the inputs are a text."""
+    ids = ids_in(inputs)
+    read = inputs.get("inputs_embeds") if ids is None and isinstance(inputs, Mapping) else ids
+    return (read.shape[0], read.shape[1]) if isinstance(read, Tensor) and read.ndim > 1 else None
+
+
+def _embedded(inputs: Any, heat: list[Tensor | None]) -> list[Tensor]:
+    """The relevance of all that is looked up for the tokens: (samples or 1, positions, width) each.
+
+    Words, positions and kinds of tokens have embeddings. What a decoder reads of its own is left out.
+    """
+    shape = _token_shape(inputs)
+    if shape is None:
+        return []
+    samples, length = shape
+    given = [t for t in tensors_in(inputs) if t.is_floating_point()]
+    own = [
+        h for t, h in zip(given, heat, strict=False) if tuple(t.shape[:2]) == shape and t.ndim == 3 and h is not None
+    ]
+    looked_up = [h for h in heat[len(given) :] if h is not None and h.ndim == 3]
+    parts = [h for h in looked_up if len(h) in (1, samples) and h.shape[1] == length]
+    if samples == length:  # a table of positions by positions looks like that too
+        parts = [h for h in parts if h.shape[2] == parts[0].shape[2]]
+    other = inputs.get("decoder_input_ids") if isinstance(inputs, Mapping) else None
+    if isinstance(other, Tensor) and tuple(other.shape) == shape:
+        parts = parts[: (len(parts) + 1) // 2]  # the encoder runs first
+    return own + parts
+
+
+def _shared(inputs: Any, heat: list[Tensor | None]) -> bool:
+    """Whether samples share an embedding, such as that of positions. Then their relevance there is one sum."""
+    parts, shape = _embedded(inputs, heat), _token_shape(inputs)
+    return shape is not None and shape[0] > 1 and any(len(part) == 1 for part in parts)
+
+
+def _one_by_one(engine: RelevancePass, inputs: Any, begun: Tensor) -> list[Tensor | None]:
+    """The relevance of inputs and embeddings, sample by sample."""
+    engine.reset()
+    found, samples = [], len(begun)
+    for i in range(samples):
+        one = map_tensors(lambda t, i=i: t[i : i + 1] if t.ndim and len(t) == samples else t, inputs)  # type: ignore[misc]
+        found.append(engine.run(one, lambda _, i=i: begun[i : i + 1])[1])  # type: ignore[misc]
+    return [None if any(t is None for t in parts) else torch.cat(parts) for parts in zip(*found, strict=True)]
+
+
+def _text(inputs: Any, heat: list[Tensor | None], speaks: bool) -> Text | None:
+    """The relevance of each token; None if the inputs are no text."""
+    parts, shape, ids = _embedded(inputs, heat), _token_shape(inputs), ids_in(inputs)
+    if not parts or shape is None:
+        return None
+    relevance = torch.stack([part.sum(-1).expand(shape) for part in parts]).sum(0)
+    counts = counted(masks_in(inputs, decoder=False), shape)
+    counts = torch.ones(shape, dtype=torch.bool) if counts is None else counts
+    return Text(None if ids is None else ids.detach(), relevance, counts.to(relevance.device), speaks)
 
 
 @leaves_no_trace
@@ -109,15 +241,20 @@ def unit_relevance(
     data: Iterable[tuple[Any, Any]],
     *,
     composite: str | Composite | Rule = "alpha1beta0",
-    start: Literal["one", "logit"] = "one",
+    start: How = "one",
     absolute: Absolute = False,
 ) -> tuple[dict[str, Tensor], Conservation]:
     """Relevance per unit by parameter name, summed over batches of (inputs, targets), and conservation. No heat map."""
     check_choice("start", start, ("one", "logit"))
     check_choice("absolute", absolute, get_args(Absolute))
     engine = RelevancePass(shared_copy(unwrap(model)), composite, absolute=absolute, heat_map=False)
+    reader = Reader(engine.model)
     for inputs, targets in data:
-        engine.run(inputs, starter(targets, start, samples_in(inputs)))
+        samples = samples_in(inputs)
+        at_data = partial(begun, reader, inputs, targets, how=start, samples=samples)
+        engine.run(
+            inputs, at_data if targets is None or isinstance(targets, Tensor) else Starter(targets, start, samples)
+        )
     if not engine.samples:
         raise DataError("there is no batch in the data.")
     conservation = engine.conservation()
@@ -129,77 +266,6 @@ def samples_in(inputs: Any) -> int | None:
     """How many samples a batch has; None if it is a single vector, or has no tensor."""
     tensors = tensors_in(inputs)
     return len(tensors[0]) if tensors and tensors[0].dim() > 1 else None
-
-
-def starter(target: Target, start: Literal["one", "logit"] = "one", samples: int | None = None) -> Start:
-    """The relevance that an output starts with, as a function of the output.
-
-    `samples` tells an output of one number per sample from that of a single sample without a batch dimension.
-    """
-
-    def begin(output: Tensor) -> Tensor:
-        if callable(target) and not isinstance(target, Tensor):
-            return _checked(target(output), output)
-        if isinstance(target, Tensor) and target.is_floating_point():
-            return _checked(target, output)
-        if one_output(output, samples):
-            _check_single(target, output)
-            return torch.ones_like(output) if start == "one" else output
-        classes = 1 if output.dim() > 1 else 0
-        if target is None:
-            index = output.argmax(classes, keepdim=True)
-        else:
-            index = torch.as_tensor(target, device=output.device)
-            shape = [d for i, d in enumerate(output.shape) if i != classes]
-            if index.dim() == 1 and len(shape) > 1:  # one class per sample, many positions
-                index = index.view(-1, *[1] * (len(shape) - 1))
-            outside = (index >= output.shape[classes]) | (index < -output.shape[classes])
-            if bool(outside.any()):
-                wrong = int(index[outside].reshape(-1)[0])
-                raise DataError(f"target {wrong} is not among the {output.shape[classes]} outputs.")
-            try:
-                index = index.remainder(output.shape[classes]).expand(shape).unsqueeze(classes)
-            except RuntimeError:
-                raise DataError(
-                    f"targets of shape {tuple(index.shape)} for an output of shape {tuple(output.shape)}."
-                ) from None
-        values = torch.ones_like(output) if start == "one" else output
-        return torch.zeros_like(output).scatter(classes, index, values.gather(classes, index))
-
-    return begin
-
-
-def _check_target(target: Any) -> None:
-    """Refuse what is no class, no list of classes and no function."""
-    if target is None or callable(target) or isinstance(target, Tensor):
-        return
-    try:
-        index = torch.as_tensor(target)
-    except (TypeError, ValueError, RuntimeError):
-        index = None
-    if index is None or index.is_floating_point() or index.dtype == torch.bool:
-        what = f"target is {target!r}, which is neither a class nor a list of classes."
-        raise DataError(what, fix="a whole number, one per sample, or a function f(output)")
-
-
-def _check_single(target: Any, output: Tensor) -> None:
-    """Class numbers of a model with one output: 0 or 1, one for all, one per sample or one per number."""
-    if target is None:
-        return
-    index = torch.as_tensor(target)
-    if index.dim() and index.shape[0] != (output.shape[0] if output.dim() else 1):
-        raise DataError(f"targets of shape {tuple(index.shape)} for an output of shape {tuple(output.shape)}.")
-    if int(index.max()) > 1 or int(index.min()) < -1:
-        raise DataError(f"target {int(index.max())} for a model with one output, whose classes are 0 and 1.")
-
-
-def _checked(relevance: Tensor, output: Tensor) -> Tensor:
-    if relevance.shape != output.shape:
-        raise DataError(
-            f"the starting relevance has shape {tuple(relevance.shape)}, the output has {tuple(output.shape)}: give "
-            f"one number per output."
-        )
-    return relevance.to(output)
 
 
 # -- pictures ---------------------------------------------------------------------------------------------------------

@@ -157,7 +157,7 @@ class FunctionMap(LinearMap):
         with torch.enable_grad():
             source = a.detach().requires_grad_(True)
             (pulled,) = torch.autograd.grad(self.function(source, weight), source, s)
-        return pulled
+        return pulled.clone() if 0 in pulled.stride() else pulled  # rules write to it, which an expanded one forbids
 
     def spread(self, r: Tensor, a: Tensor) -> Tensor:
         """Evenly, or in proportion to fixed weights of the function."""

@@ -253,15 +253,23 @@ class _LayerFit:
                 if len(index) < samples:
                     part, goal, inputs = rows.of(index), wanted[index], x[index]
                 read = read_rows(call, inputs, part.chosen).flatten(0, 1) if full else None
-                counts = None if weights is None else weights[rows.place][index].ravel()
                 if self._moved is None:
-                    sums.add(part.missing(goal).reshape(shape), part.y.reshape(shape), read, counts)
+                    lacks = part.missing(goal)
                 else:
                     assert read is not None
                     assert self.layer.level is not None
                     assert self.change is not None
-                    more = part.hidden(goal, self.change.adds(read).reshape(part.y.shape), self.layer.level)
-                    self._moved.move(more.reshape(shape), read, counts)
+                    lacks = part.hidden(goal, self.change.adds(read).reshape(part.y.shape), self.layer.level)
+                lacking, own, counts = lacks.reshape(shape), part.y.reshape(shape), None
+                if weights is not None:  # rows that do not count may hold anything
+                    counts = weights[rows.place][index].ravel().to(y.device)
+                    live = counts > 0
+                    lacking, own, counts = lacking[live], own[live], counts[live]
+                    read = None if read is None else read[live]
+                if self._moved is None:
+                    sums.add(lacking, own, read, counts)
+                else:
+                    self._moved.move(lacking, cast("Tensor", read), counts)
 
     def solve(self) -> None:
         """Find the change from the rows."""

@@ -14,15 +14,17 @@ from torch import Tensor, nn
 from secateur.errors import RepairError
 from secateur.nest import select_samples, tensors_of_output
 from secateur.relevance.engine import RelevancePass
-from secateur.relevance.explain import starter
+from secateur.relevance.starts import seed
 from secateur.relevance.weights import LayerUse
 from secateur.repair.layers import LayerObserver, Layers, RepairableLayer, survey
 from secateur.repair.rows import Positions, Rows, wide
 from secateur.repair.samples import Samples
+from secateur.running.batches import counted
 from secateur.running.copies import copy_with, named_tensors, shared_copy
 from secateur.running.devices import device_of
 from secateur.running.logits import logits_of
 from secateur.running.sandbox import evaluating, quiet, run
+from secateur.running.targets import Reader
 
 #: What a model answers to a batch: one or several tensors.
 Answers = list[Tensor]
@@ -46,10 +48,15 @@ class Reference:
         copy = shared_copy(original).eval()
         tensors = dict(named_tensors(copy))
         self.layers: dict[str, RepairableLayer] = {}
+        #: By weight: the weights of the rows. Layers without an entry weigh all rows alike.
+        self.weights: dict[str, Tensor] = {}
         for name, layer in found.layers.items():
             generator = torch.Generator().manual_seed(samples.seed * 7919 + layer.number)
-            positions = Positions.draw(samples.total, layer.positions, most, generator)
+            counts = counted(samples.masks, (samples.total, layer.positions))
+            positions = Positions.draw(samples.total, layer.positions, most, generator, counts)
             self.layers[name] = layer.prepared(tensors, positions)
+            if counts is not None:  # padding is no row
+                self.weights[name] = positions.take(counts[..., None].float(), slice(None))[..., 0]
         #: By weight: the rows (samples, positions, channels) that the layer should return.
         self.targets: dict[str, Tensor] = {}
         self._places: list[slice] = []
@@ -61,15 +68,18 @@ class Reference:
             for name in observer.varying:
                 del self.layers[name]
                 self.targets.pop(name, None)
-        #: By weight: the weights of the rows. Layers without an entry weigh all rows alike.
-        self.weights = _relevance_weights(copy, self.layers, samples, self.at_once, relevance) if relevance else {}
+        if relevance:
+            for name, weights in _relevance_weights(copy, self.layers, samples, self.at_once, relevance).items():
+                self.weights[name] = weights * self.weights.get(name, 1.0)
 
     def divergence(self, answers: list[Answers]) -> float:
         """How far a model's answers, to all samples or to those that judge, are from the original's."""
 
         def judging(place: slice, batch: Answers) -> Answers:
             rows = self.samples.judges[place]
-            return [select_samples(t, rows) if len(t) == len(rows) else t for t in batch]
+            judged = [select_samples(t, rows) if len(t) == len(rows) else t for t in batch]
+            masks = [select_samples(mask[place], rows) for mask in self.samples.masks]
+            return [_without_padding(t, counted(masks, t.shape[:2])) for t in judged]
 
         mine, theirs = (list(map(judging, self._places, side)) for side in (answers, self._answers))
         return divergence_between(mine, theirs)
@@ -113,12 +123,12 @@ def _relevance_weights(
         if use.name in layers:
             seen[use.name] = relevance.abs().movedim(use.channel, -1).sum(-1).movedim(layers[use.name].batch, 0)
 
-    engine = RelevancePass(model, heat_map=False, watch=watch)
+    engine, reader = RelevancePass(model, heat_map=False, watch=watch), Reader(model)
     made: dict[str, Tensor] = {}
     for place, x in samples.chunks(min(at_once, _EXPLAINED_AT_ONCE)):
         seen.clear()
         count = place.stop - place.start
-        engine.run(x, starter(None, samples=count))
+        engine.run(x, lambda output, x=x, n=count: seed(reader.view(x, None, output), None, samples=n))  # type: ignore[misc]
         for name, found in seen.items():
             rows = layers[name].sampled.take(found.reshape(count, -1, 1), place)[..., 0]
             if name not in made:
@@ -154,6 +164,13 @@ def answers_in(output: Any, samples: int) -> Answers:
         return [wide(first).clone()]
     rows = [t for t in tensors_of_output(output) if t.is_floating_point() and t.ndim and len(t) == samples]
     return [wide(t).clone() for t in rows or [first]]
+
+
+def _without_padding(answer: Tensor, counts: Tensor | None) -> Tensor:
+    """An answer that is 0 for padding, in which no two models differ."""
+    if counts is None or answer.ndim < 3:
+        return answer
+    return torch.where(counts.view(*counts.shape, *[1] * (answer.ndim - 2)).to(answer.device), answer, 0)
 
 
 def divergence_between(mine: list[Answers], theirs: list[Answers]) -> float:

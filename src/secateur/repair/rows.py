@@ -38,11 +38,16 @@ class Positions:
     chosen: Tensor | None
 
     @classmethod
-    def draw(cls, samples: int, positions: int, most: int, generator: torch.Generator) -> Positions:
-        """At most `most` positions per sample, drawn for each sample."""
+    def draw(
+        cls, samples: int, positions: int, most: int, generator: torch.Generator, counts: Tensor | None = None
+    ) -> Positions:
+        """At most `most` positions per sample, drawn for each sample: those that count, and then others."""
         if positions <= most:
             return cls(None)
-        return cls(torch.rand(samples, positions, generator=generator).topk(most, dim=1).indices.sort(1).values)
+        lots = torch.rand(samples, positions, generator=generator)
+        if counts is not None:
+            lots += counts.cpu()
+        return cls(lots.topk(most, dim=1).indices.sort(1).values)
 
     def of(self, samples: slice, device: torch.device) -> Tensor | None:
         """The positions of some samples."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from secateur.errors import Argument, DataError
 from secateur.nest import map_leaves, select_samples, tensors_in
-from secateur.running.batches import Data, batches, check_inputs, is_pair, size_of
+from secateur.running.batches import Data, batches, check_inputs, is_pair, masks_in, size_of
 from secateur.running.devices import to_device
 from secateur.running.processes import active, gathered, share
 
@@ -103,6 +103,11 @@ class Samples:
         """For each sample and copy whether the divergence is measured on it: if held out, or if nothing is."""
         return self.held_all if bool(self.held.any()) else torch.ones(self.total, dtype=torch.bool)
 
+    @property
+    def masks(self) -> list[Tensor]:
+        """For each sample and copy which of its tokens are no padding, if there is an attention mask."""
+        return [mask.repeat(1 + self.copies, 1) for mask in masks_in(self.inputs)]
+
     def chunks(self, size: int) -> Iterator[tuple[slice, Any]]:
         """Inputs in batches of about `size`, with their places among all. Their numbers do not depend on `size`."""
         waiting: list[Any] = []
@@ -172,15 +177,36 @@ def _of_all(
 
 
 def _joined(parts: list[Any]) -> Any:
-    """Nests of tensors, joined along their samples."""
+    """Nests of tensors, joined along their samples. Texts are padded at their end, where an attention mask tells."""
     if len(parts) == 1:
         return parts[0]
+    if all(masks_in(part) for part in parts):
+        parts = _padded(parts)
     shapes = [[tuple(t.shape[1:]) for t in tensors_in(part)] for part in parts]
     other = next((shape for shape in shapes if shape != shapes[0]), None)
     if other is not None:
         raise DataError(
             f"repair needs samples of one shape, but batches have {shapes[0]} and {other}.",
-            fix="resize or pad the samples, or {repair}",
+            fix="resize or pad the samples (with an attention_mask among the inputs, texts are padded), or {repair}",
             repair=Argument("repair", None),
         )
     return map_leaves(lambda *of: torch.cat(of) if isinstance(of[0], Tensor) else of[0], *parts)
+
+
+def _padded(parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Batches of texts with tokens of padding after them, such that all are as long as the longest.
+
+    The numbers of these tokens do not matter, and what comes after a text does not move its positions.
+    """
+    made = [dict(part) for part in parts]
+    for name in ("attention_mask", "decoder_attention_mask"):
+        if not all(isinstance(part.get(name), Tensor) for part in parts):
+            continue
+        longest = max(part[name].shape[1] for part in parts)
+        for part, new in zip(parts, made, strict=True):
+            length, prefix = part[name].shape[1], name.removesuffix("attention_mask")
+            for key, value in part.items():
+                mine = key.startswith("decoder_") == bool(prefix)
+                if mine and isinstance(value, Tensor) and value.ndim > 1 and value.shape[1] == length < longest:
+                    new[key] = F.pad(value, [0, 0] * (value.ndim - 2) + [0, longest - length])
+    return made

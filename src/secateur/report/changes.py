@@ -14,13 +14,14 @@ from torch import Tensor, nn
 from secateur.errors import DataError
 from secateur.plans.plan import Plan
 from secateur.relevance.engine import Start
-from secateur.relevance.explain import Explanation, bound, explain, starter, visible
+from secateur.relevance.explain import Explanation, bound, explain, visible
+from secateur.relevance.starts import begun, seed
 from secateur.relevance.weights import path_of
 from secateur.report.document import Page
 from secateur.results.history import Record
 from secateur.running.batches import Data, as_data, batches, is_pair
 from secateur.running.devices import device_of, to_device
-from secateur.running.logits import one_output
+from secateur.running.targets import Reader
 
 Names = Sequence[str] | Mapping[int, str] | None
 Map = np.ndarray[Any, Any]
@@ -102,13 +103,11 @@ def changes(
         raise DataError("there is no input to explain: give inputs=(x, y) with at least one sample.")
     check_scale(x, page)
     composite = page.composite or "alpha1beta0"
-    before = explain(original, x, None if y is None else _begin(y, len(x)), composite=composite)
-    target = y
-    if y is None and not one_output(before.output, len(x)):
-        target = before.output.argmax(1)
+    before = explain(original, x, None if y is None else _begin(original, x, y), composite=composite)
     place = device_of(result.model)
-    begin = None if target is None else _begin(to_device(target, place), len(x))
-    after = explain(result.model, to_device(x, place), begin, composite=composite)
+    there, target, known = (to_device(part, place) for part in (x, y, before.classes))
+    begin = None if y is None and known is None else _begin(result.model, there, target, known)
+    after = explain(result.model, there, begin, composite=composite)
     samples = []
     if x.dim() == 4:
         labels = [name_of(int(c), classes) for c in y] if y is not None and y.dim() == 1 else [""] * len(x)
@@ -118,9 +117,12 @@ def changes(
     return Changes(sorted(samples, key=lambda s: s.agreement), len(x), *_units(original, before, after, result.plan))
 
 
-def _begin(target: Tensor, samples: int) -> Start:
-    """Relevance starts at the target; at the only output of a model whatever the target is, as in scoring."""
-    return lambda output: starter(None if one_output(output, samples) else target, samples=samples)(output)
+def _begin(model: nn.Module, x: Tensor, y: Tensor | None, classes: Tensor | None = None) -> Start:
+    """Relevance starts at the targets, as in scoring; without any, at the classes that the other network predicted."""
+    reader = Reader(model)
+    if y is not None:
+        return lambda output: begun(reader, x, y, output, samples=len(x))
+    return lambda output: seed(reader.view(x, None, output), classes)
 
 
 # -- pictures ----------------------------------------------------------------------------------------------------------

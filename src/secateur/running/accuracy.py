@@ -10,11 +10,12 @@ import torch
 from torch import nn
 
 from secateur.errors import DataError
-from secateur.running.batches import Data, batches, check_targets, is_binary
+from secateur.running.batches import Data, batches
 from secateur.running.copies import shared_copy, unwrap
 from secateur.running.devices import device_of
 from secateur.running.logits import logits_of, one_output
 from secateur.running.sandbox import leaves_no_trace, run
+from secateur.running.targets import IGNORED, Reader, is_binary
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,9 @@ class Accuracy:
 def accuracy(model: nn.Module, data: Data, batch_size: int = 32) -> Accuracy:
     """The accuracy of a model in evaluation mode on a pair (X, y) or on batches of inputs and targets.
 
-    A model with a single output answers 1 where that is positive, else 0.
+    A model with a single output answers 1 where that is positive, else 0. If there is an answer for each position, as
+    for tokens and pixels, the positions are counted: neither padding nor those whose target is -100. A language model
+    of transformers answers for the next token.
 
     >>> accuracy(nn.Identity(), (torch.eye(3), torch.tensor([0, 1, 1])))
     Accuracy(overall=0.6666666666666666, classes={0: 1.0, 1: 0.5}, samples=3)
@@ -45,16 +48,17 @@ def accuracy(model: nn.Module, data: Data, batch_size: int = 32) -> Accuracy:
     right: Counter[int] = Counter()
     seen: Counter[int] = Counter()
     model = shared_copy(unwrap(model)).eval()
+    reader = Reader(model)
     with torch.no_grad():
         for inputs, targets in batches(data, batch_size, device_of(model)):
-            output = logits_of(run(model, inputs))
-            wanted = check_targets(targets, output)
+            reading = reader.read(inputs, targets, logits_of(run(model, inputs)))
+            output, wanted = reading.logits, reading.known()
             single = one_output(output, wanted.numel())
             if wanted.is_floating_point() and not (single and is_binary(wanted)):
                 raise DataError("accuracy needs class numbers as targets; each is 0 or 1 if the model has one output.")
             hits = (output > 0).to(wanted.dtype) == wanted if single else output.argmax(1) == wanted
             right.update(wanted[hits].long().tolist())
-            seen.update(wanted.long().reshape(-1).tolist())
+            seen.update(wanted[wanted != IGNORED].long().tolist())
     if not seen:
-        raise DataError("the test data are empty: there is no batch in them.")
+        raise DataError("the test data are empty: there is no batch in them, or no target that counts.")
     return Accuracy(right.total() / seen.total(), {c: right[c] / seen[c] for c in sorted(seen)}, seen.total())

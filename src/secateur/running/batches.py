@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from secateur.errors import DataError
 from secateur.nest import leaves, map_leaves, select_samples, tensors_in
 from secateur.running.copies import unwrap
 from secateur.running.devices import device_of, to_device
-from secateur.running.logits import one_output
 
 #: An iterable of (inputs, targets), a pair (X, y), or None for criteria that need no data. Inputs are tensors or NumPy
-#: arrays, several of them in a tuple or dict; targets may be a list of numbers as well.
+#: arrays, several of them in a tuple or dict; targets may be a list of numbers as well. A dict alone, such as a
+#: tokenizer or a data collator returns, holds its targets as `labels`.
 Data = Any
 Batch = tuple[Any, Any]
 
@@ -29,14 +28,17 @@ def is_pair(data: Data) -> bool:
     if not isinstance(data, tuple | list) or len(data) != 2:
         return False
     inputs, targets = data
-    # A batch is itself a tuple or list, so that two batches have no array and no numbers in the second place.
+    # A batch is itself a tuple, list or dict, so that two batches have no array and no numbers in the second place.
     return _are_arrays(inputs) and (targets is None or isinstance(targets, _ARRAYS) or _are_numbers(targets))
 
 
 def as_data(data: Data) -> Data:
-    """The data as they are given; a pair (X, y) with arrays and lists of numbers as tensors."""
+    """The data as they are given; a pair (X, y), or a dict of all samples, with arrays and lists as tensors."""
     if is_pair(data):
         return as_batch(data)
+    if isinstance(data, Mapping):
+        batch = as_batch(data)
+        return batch if is_pair(batch) else [batch]
     if isinstance(data, tuple | list) and len(data) == 2:
         inputs, targets = data
         if _are_numbers(inputs):
@@ -51,19 +53,40 @@ def as_data(data: Data) -> Data:
 
 
 def as_batch(batch: Any) -> Batch:
-    """Inputs and targets with arrays and lists of numbers as tensors."""
-    inputs, targets = batch
+    """Inputs and targets with arrays and lists of numbers as tensors. The targets of a dict are its `labels`."""
+    inputs, targets = (batch, None) if isinstance(batch, Mapping) else batch
+    if isinstance(inputs, Mapping):
+        inputs = dict(inputs)
+        labels = inputs.pop("labels", None)
+        if labels is not None and targets is not None:
+            raise DataError("there are labels among the inputs, and targets beside them.", fix="give one of the two")
+        targets = labels if targets is None else targets
     known = torch.tensor(targets) if _are_numbers(targets) else map_leaves(_tensor, targets)
     return as_tensors(inputs), known
 
 
 def as_tensors(inputs: Any) -> Any:
-    """Inputs with arrays as tensors."""
-    return map_leaves(_tensor, inputs)
+    """Inputs with arrays as tensors, a mapping as a dict."""
+    if not isinstance(inputs, Mapping):
+        return map_leaves(_tensor, inputs)
+    for name, value in inputs.items():
+        if isinstance(value, list | tuple | str) and not tensors_in(value):
+            what = f"`{name}` among the inputs is a {type(value).__name__}, not a tensor."
+            raise DataError(
+                what, fix='return_tensors="pt" and padding=True for a tokenizer; a collator for a DataLoader'
+            )
+    found = {name: map_leaves(_tensor, value) for name, value in inputs.items()}
+    ids = found.get("input_ids")
+    if isinstance(ids, Tensor) and ids.ndim != 2:
+        what = f"input_ids have shape {tuple(ids.shape)}; a batch has (samples, positions)."
+        raise DataError(what, fix="input_ids[None] for one sample; DataLoader(…) for a data set of samples")
+    return found
 
 
 def _are_arrays(value: Any) -> bool:
-    """Whether a value is what a model is called on: an array, or a nest of them."""
+    """Whether a value is what a model is called on: an array, a nest of them, or a dict in which there are some."""
+    if isinstance(value, Mapping):
+        return any(isinstance(leaf, _ARRAYS) for leaf in leaves(value))
     kinds = (isinstance(leaf, _ARRAYS) for leaf in leaves(value))
     return next(kinds, False) and all(kinds)
 
@@ -118,11 +141,11 @@ def _plain(data: Data, batch_size: int, share: tuple[int, int]) -> Iterator[Batc
             f"data is a {type(data).__name__}; give an iterable of (inputs, targets), or a pair (X, y) of tensors."
         )
     for batch in data:
-        if not isinstance(batch, tuple | list) or len(batch) != 2:
+        if not isinstance(batch, Mapping) and (not isinstance(batch, tuple | list) or len(batch) != 2):
             raise DataError(
                 f"a batch is a {type(batch).__name__}"
                 + (f" of {len(batch)} items" if isinstance(batch, tuple | list) else "")
-                + "; each must be a pair (inputs, targets), with None for targets that are not known."
+                + "; each must be a pair (inputs, targets), with None for targets that are not known, or a dict."
             )
         yield as_batch(batch)
 
@@ -158,85 +181,22 @@ def size_of(inputs: Any) -> int:
     return len(tensors[0])
 
 
-def check_targets(targets: Any, output: Tensor, entry: str = "") -> Tensor:
-    """Class numbers that fit the output, or an error that says which does not. `entry` is what to call the output.
+def masks_in(inputs: Any, decoder: bool | None = None) -> list[Tensor]:
+    """The attention masks of a batch, (samples, positions): True where there is no padding.
 
-    Those of a model with one output come back shaped like it; class numbers must be 0 or 1 there.
+    `decoder` asks for the one of the decoder alone, or for the other alone.
     """
-    if targets is None:
-        raise DataError("this needs targets, but they are None.", fix="the true class of each sample")
-    known: Tensor = torch.as_tensor(targets, device=output.device)
-    shape = f"{entry} {tuple(output.shape)}".lstrip()
-    if one_output(output, known.numel()):
-        return _single(known, output, shape)
-    if known.is_floating_point():
-        if known.shape != output.shape:
-            raise DataError(
-                f"targets of shape {tuple(known.shape)} are real, and do not fit the output {shape}.",
-                fix="whole class numbers, or your own loss=f(output, targets)",
-            )
-        return known
-    if output.ndim < 2:
-        raise DataError(f"the output has shape {shape}; classes need (samples, classes).", fix="loss=…")
-    expected = (output.shape[0], *output.shape[2:])
-    if tuple(known.shape) != expected:
-        raise DataError(f"targets have shape {tuple(known.shape)}, but the output {shape} asks for {expected}.")
-    low, high, classes = int(known.min()), int(known.max()), output.shape[1]
-    if low < 0 or high >= classes:
-        where = f" in {entry}" if entry else ""
-        raise DataError(
-            f"labels run from {low} to {high}, but the model has {classes} outputs (0 to {classes - 1}){where}.",
-            fix="number the classes as the outputs are, or `specialize` the model to the outputs you need",
-        )
-    return known.long()
+    if not isinstance(inputs, Mapping):
+        return []
+    names = {"attention_mask": False, "decoder_attention_mask": True}
+    masks = [inputs.get(name) for name, second in names.items() if decoder in (None, second)]
+    return [mask != 0 for mask in masks if isinstance(mask, Tensor) and mask.ndim == 2]
 
 
-def _single(known: Tensor, output: Tensor, shape: str) -> Tensor:
-    one_each = output.ndim < 2 or known.numel() == output.numel() == len(output)
-    if not one_each and known.shape not in (output.shape, output.shape[:1] + output.shape[2:]):
-        raise DataError(f"targets have shape {tuple(known.shape)}, but the model has one output, of shape {shape}.")
-    if not known.is_floating_point() and bool(((known < 0) | (known > 1)).any()):
-        raise DataError(
-            f"labels run from {int(known.min())} to {int(known.max())}, but the model has one output, which "
-            "tells 1 from 0.",
-            fix="real numbers (targets.float()) if it predicts a quantity, or an output for each class",
-        )
-    return known.reshape(output.shape)
-
-
-def is_binary(targets: Tensor) -> bool:
-    """Whether all are 0 or 1."""
-    return bool(((targets == 0) | (targets == 1)).all())
-
-
-def are_shares(targets: Tensor) -> bool:
-    """Whether they are ≥ 0 and add up to 1 over the classes."""
-    sums = targets.double().sum(1 if targets.ndim > 1 else 0)
-    return bool((targets >= 0).all()) and bool(((sums - 1).abs() < 1e-2).all())
-
-
-def default_loss(output: Tensor, targets: Any, entry: str = "", *, check: bool = True) -> Tensor:
-    """The mean loss of logits: cross-entropy, or for a model with one output binary cross-entropy.
-
-    Over a single output, softmax is 1 and cross-entropy 0 whatever the weights are.
-    """
-    known = check_targets(targets, output, entry) if check else torch.as_tensor(targets, device=output.device)
-    wide = output.float() if output.dtype in (torch.float16, torch.bfloat16) else output
-    if not one_output(output, known.numel()):
-        if check and known.is_floating_point() and not are_shares(known):
-            raise DataError(
-                f"targets of shape {tuple(known.shape)} are real numbers that are no probabilities of classes: "
-                "cross-entropy does not fit.",
-                fix="your own loss=f(output, targets), e.g. torch.nn.functional.mse_loss",
-            )
-        return F.cross_entropy(wide, known if known.is_floating_point() else known.long())
-    if check and not is_binary(known):
-        raise DataError(
-            f"the model has one output (of shape {tuple(output.shape)}), and targets are not all 0 or 1: "
-            "binary cross-entropy does not fit.",
-            fix="your own loss=f(output, targets), e.g. torch.nn.functional.mse_loss",
-        )
-    return F.binary_cross_entropy_with_logits(wide, known.reshape(output.shape).to(wide.dtype))
+def counted(masks: Sequence[Tensor], shape: Sequence[int]) -> Tensor | None:
+    """Which entries of a tensor of this shape (samples, positions) are no padding; None if no mask tells."""
+    fitting = [mask for mask in masks if tuple(mask.shape) == tuple(shape)]
+    return torch.stack(fitting).any(0) if fitting else None
 
 
 def check_inputs(inputs: Any) -> None:

@@ -164,6 +164,9 @@ def refusal(model: nn.Module, what: str, inputs: Example, error: Exception) -> F
 def _conversion(model: nn.Module, inputs: Example, error: str) -> str:
     if "positional argument" in error:
         return "give what the model's forward takes, without targets"
+    two_texts = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    if two_texts and isinstance(inputs, Mapping) and not any(name.startswith("decoder_") for name in inputs):
+        return "DataCollatorForSeq2Seq(tokenizer, model=model) adds what the decoder reads"
     if not _FORMATS.search(error):
         return ""
     if "'indices'" in error:
