@@ -51,17 +51,18 @@ def given(example: Example, rows: Mapping[int, int]) -> Probe:
     return Probe("random inputs of the example's shapes", inputs)
 
 
-def others(example: Example, rows: Mapping[int, int]) -> Iterator[Probe]:
+def others(example: Example, rows: Mapping[int, int], light: bool) -> Iterator[Probe]:
     """Random inputs in order of what they show: another number of samples and another size, then less.
 
-    The first that the model takes is used. `rows` tells which whole numbers are positions in a table, by address.
+    The first that the model takes is used. `rows` tells which whole numbers are positions in a table, by address. A
+    `light` model sees more samples, since units that are off in a few show nothing.
     """
     tensors = tensors_in(example)
     counts = [t.shape[0] for t in tensors if t.ndim]
     if not counts:
         return
     samples = counts[0]
-    other = 3 if samples == 2 else 2
+    other = 7 if light and samples != 7 else 3 if samples == 2 else 2
     sizes = list(_sizes(tensors))
     tries = [(size, other, False) for size in [*sizes, _SAME]]
     tries += [(size, samples, False) for size in [*sizes[:1], _SAME]]

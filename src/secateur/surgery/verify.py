@@ -34,7 +34,8 @@ _COARSE = 1e-4  # in float32, for a forward that does not run in float64
 _LEAST_SCALE = 1e-6  # an output that should be 0 holds rounding
 # Above these, float32 is tried first: MACs on the example, MACs on our own inputs, and parameters.
 _MACS, _OWN_MACS, _PARAMETERS = 3e8, 2e10, 2e8
-_MOST_CHECKS = 80
+_LIGHT = 1e7
+_MOST_CHECKS, _MOST_ALIKE = 80, 40
 
 
 @dataclass(frozen=True)
@@ -146,7 +147,9 @@ def _trials(model: nn.Module, plan: Plan, example: Example) -> list[Trial]:
             apply=Argument("apply"),
         )
     trials = [first]
-    second, _ = _first_taken(masked, others(example, first.masked.rows), model, plan, _OWN_MACS)
+    second, _ = _first_taken(
+        masked, others(example, first.masked.rows, plan.before.macs < _LIGHT), model, plan, _OWN_MACS
+    )
     trials += [second] if second is not None else []
     if _reads_training(model):
         learning = replace(trials[-1].probe, name=f"{trials[-1].probe.name} in training mode", training=True)
@@ -301,7 +304,7 @@ def _unproven(net: _Net, model: nn.Module, plan: Plan, done: Sequence[tuple[Tria
     plain = [trial for trial, _ in done if not trial.probe.training]
     counts = {len(trial.masked.outputs) for trial in plain}
     columns = list(zip(*(trial.masked.outputs for trial in plain), strict=False))
-    if len(counts) == 1 and columns and all(map(_informs, columns)):
+    if not plain or (len(counts) == 1 and columns and all(map(_informs, columns))):
         return None
     trial, masked = plain[-1], _Net(reference(model, plan))
     masked.run(trial.probe, trial.wide, watch=True)
@@ -382,10 +385,9 @@ def culprits(model: nn.Module, plan: Plan, trial: Trial) -> list[str]:
     rest = [layer for layer in graph.layers if removed[layer.groups].any()]
     while rest and checks < _MOST_CHECKS and fails(rest):
         wrong = enough(rest, [])
-        alike = [layer for layer in rest if _kind(layer) == _kind(wrong[0])]
-        if len(wrong) == 1 and len(alike) > 1:  # blocks of one kind share their code: one more speaks for all
-            another = alike[-1] if alike[-1] is not wrong[0] else alike[0]
-            wrong = alike if fails([another]) else wrong
+        if len(wrong) == 1:  # blocks of one kind share their code
+            alike = [layer for layer in rest if layer is not wrong[0] and _kind(layer) == _kind(wrong[0])]
+            wrong += [layer for layer in alike[:_MOST_ALIKE] if fails([layer])]
         found += wrong
         rest = [layer for layer in rest if not any(layer is item for item in wrong)]
     return [layer.name for layer in found]
