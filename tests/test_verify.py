@@ -279,13 +279,20 @@ def test_buffers_that_a_forward_writes_stay_out_of_it() -> None:
     def counted(net: Any, h: Tensor) -> Tensor:
         net.steps += 1
         net.calls = getattr(net, "calls", 0) + 1
+        net.seen["calls"] = net.seen.get("calls", 0) + 1
+        if net.calls == 1:  # hooks that are made when they are first needed
+            net.last.register_forward_hook(lambda module, args, out: out * 2)
+        h = h * net.seen["calls"] * len(net.last._forward_hooks)
         return h * (1 + 0.1 * net.steps * net.calls)
 
     net = Net(counted)
     net.register_buffer("steps", torch.zeros(()))
+    net.seen = {}  # type: ignore[assignment]
     small = applied(net, IMAGE)
     assert float(small.steps) == float(net.steps) == 0
     assert not hasattr(small, "calls")
+    assert not small.seen
+    assert not small.last._forward_hooks
 
 
 def test_groups_and_norms_at_another_size() -> None:

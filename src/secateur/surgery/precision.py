@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -24,6 +26,7 @@ _NOISE = frozenset(
      "multinomial", "poisson", "normal_", "uniform_", "bernoulli_", "exponential_", "log_normal_", "cauchy_",
      "geometric_", "random_", "gumbel_softmax", "rrelu", "rrelu_")
 )  # fmt: skip
+_CONTAINERS = frozenset({dict, OrderedDict, list, set})
 #: What stands for noise whose shape differs between two models: a value that all distributions can draw.
 _EVEN = 0.375
 
@@ -117,10 +120,11 @@ def widen(net: nn.Module, wide: torch.dtype) -> None:
 
 @contextmanager
 def unwritten(net: nn.Module, training: bool) -> Iterator[None]:
-    """Evaluation or training mode. What a forward writes on its modules is taken back."""
+    """Evaluation or training mode. What a forward writes on its modules, hooks included, is taken back."""
     modules = [module for _, module in named_modules(net)]
-    before = [(module, dict(vars(module)), dict(module._buffers)) for module in modules]
-    numbers = [(b, b.clone()) for _, _, buffers in before for b in buffers.values() if b is not None]
+    before = [(vars(module), dict(vars(module))) for module in modules]
+    held = [(item, copy.copy(item)) for _, state in before for item in state.values() if type(item) in _CONTAINERS]
+    numbers = [(b, b.clone()) for module in modules for b in module._buffers.values() if b is not None]
     try:
         for module in modules:
             module.training = False
@@ -132,10 +136,8 @@ def unwritten(net: nn.Module, training: bool) -> Iterator[None]:
                     module.dropout = 0.0
         yield
     finally:
-        for module, state, buffers in before:
-            vars(module).clear()
-            vars(module).update(state)
-            module._buffers.clear()
-            module._buffers.update(buffers)
+        for item, content in [*before, *held]:
+            item.clear()
+            (item.extend if isinstance(item, list) else item.update)(content)
         for buffer, saved in numbers:
             buffer.copy_(saved)

@@ -29,7 +29,7 @@ from secateur.surgery.probes import Probe, given, others
 log = logging.getLogger("secateur")
 
 # Differences relative to the largest number of an output. What float32 cannot tell from rounding, float64 decides.
-_LIMITS = {torch.float64: 1e-9, torch.float32: 1e-5}
+_LIMITS = {torch.float64: 1e-10, torch.float32: 1e-5}
 _COARSE = 1e-4  # in float32, for a forward that does not run in float64
 _LEAST_SCALE = 1e-6  # an output that should be 0 holds rounding
 # Above these, float32 is tried first: MACs on the example, MACs on our own inputs, and parameters.
