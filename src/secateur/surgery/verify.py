@@ -28,10 +28,10 @@ from secateur.surgery.probes import Probe, given, others
 
 log = logging.getLogger("secateur")
 
-# Differences relative to the largest number of an output. What float32 cannot tell from rounding, float64 decides.
-_LIMITS = {torch.float64: 1e-10, torch.float32: 1e-5}
-_COARSE = 1e-4  # in float32, for a forward that does not run in float64
-_LEAST_SCALE = 1e-6  # an output that should be 0 holds rounding
+# Differences that rounding may make, relative to the largest number of an output, and the least that counts as such a
+# number: an output that should be 0 holds rounding. What float32 cannot tell from rounding, float64 decides.
+_LIMITS = {torch.float64: (1e-10, 1e-6), torch.float32: (1e-5, 1e-30)}
+_COARSE = (1e-4, 1e-6)  # in float32, for a forward that does not run in float64
 # Above these, float32 is tried first: MACs on the example, MACs on our own inputs, and parameters.
 _MACS, _OWN_MACS, _PARAMETERS = 3e8, 2e10, 2e8
 _LIGHT = 1e7
@@ -263,7 +263,7 @@ def _real(tensor: Tensor) -> bool:
 
 def _scales(outputs: Sequence[Sequence[Tensor]]) -> list[float]:
     """The largest number of each output, over all probes."""
-    scales = [_LEAST_SCALE] * max(map(len, outputs), default=0)
+    scales = [0.0] * max(map(len, outputs), default=0)
     for made in outputs:
         for i, tensor in enumerate(made):
             if _real(tensor) and tensor.numel():
@@ -272,8 +272,9 @@ def _scales(outputs: Sequence[Sequence[Tensor]]) -> list[float]:
     return scales
 
 
-def _difference(trial: Trial, outputs: Sequence[Tensor], scales: Sequence[float], limit: float) -> str:
-    """In words: what differs by more than `limit`, or nothing."""
+def _difference(trial: Trial, outputs: Sequence[Tensor], scales: Sequence[float], limits: tuple[float, float]) -> str:
+    """In words: what differs by more than `limits` allow, or nothing."""
+    limit, least = limits
     expected, name = trial.masked.outputs, trial.probe.name
     if len(outputs) != len(expected):
         return f"the smaller model returns {len(outputs)} tensors instead of {len(expected)} on {name}"
@@ -281,7 +282,7 @@ def _difference(trial: Trial, outputs: Sequence[Tensor], scales: Sequence[float]
         where = f"in output {i} of shape {tuple(b.shape)}"
         if a.shape != b.shape:
             return f"removal and zero-masking disagree on {name}: output {i} is {tuple(a.shape)}, not {tuple(b.shape)}"
-        gap = _gap(a, b, scales[i])
+        gap = _gap(a, b, max(scales[i], least))
         if not gap <= (limit if _real(b) else 0):
             return f"removal and zero-masking disagree on {name}: relative difference {gap:.2g} {where}"
     return ""
@@ -315,9 +316,9 @@ def _unproven(net: _Net, model: nn.Module, plan: Plan, done: Sequence[tuple[Tria
         assert dim is not None
         found = net.modules.get(path, [])
         kept = [_without(tensor, dim, gone) for tensor in expected]
-        scales, limit = _scales([kept]), _LIMITS[trial.wide] if trial.wide == torch.float64 else _COARSE
+        scales, limits = _scales([kept]), _LIMITS[trial.wide] if trial.wide == torch.float64 else _COARSE
         inner = replace(trial, masked=replace(trial.masked, outputs=kept))
-        if _difference(inner, found, scales, limit):
+        if _difference(inner, found, scales, limits):
             what = f"removal and zero-masking disagree on {trial.probe.name} in what `{path}` returns"
             return Fault(trial, what)
         proven |= _informs(kept)
