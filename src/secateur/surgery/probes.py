@@ -22,23 +22,8 @@ class Probe:
     training: bool = False
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """Other sizes for some dimensions: `of` maps old ones to new ones."""
-
-    of: Mapping[int, int]
-    dims: frozenset[int]
-
-    def shape(self, tensor: Tensor, samples: int, batch: int) -> tuple[int, ...]:
-        """The shape of a tensor like this one. Dimension 0 counts samples where it has their number."""
-        first = batch if tensor.ndim and tensor.shape[0] == samples else 0
-        return tuple(
-            first if first and not dim else self.of.get(size, size) if dim in self.dims else size
-            for dim, size in enumerate(tensor.shape)
-        )
-
-
-_SAME = Sizes({}, frozenset())
+#: Other sizes: new ones by dimension and old size.
+Sizes = Mapping[tuple[int, int], int]
 
 
 def given(example: Example, rows: Mapping[int, int]) -> Probe:
@@ -64,15 +49,23 @@ def others(example: Example, rows: Mapping[int, int], light: bool) -> Iterator[P
     samples = counts[0]
     other = 7 if light and samples != 7 else 3 if samples == 2 else 2
     sizes = list(_sizes(tensors))
-    tries = [(size, other, False) for size in [*sizes, _SAME]]
-    tries += [(size, samples, False) for size in [*sizes[:1], _SAME]]
-    tries += [(_SAME, other, True), (_SAME, samples, True)]
+    tries = [(size, other, False) for size in [*sizes, {}]]
+    tries += [(size, samples, False) for size in [*sizes[:1], {}]]
+    tries += [({}, other, True), ({}, samples, True)]
     whole = sum(t.numel() for t in tensors)
     for size, batch, keep in tries:
         drawn = _Drawn(rows, _ids(example), keep)
-        inputs = map_tensors(lambda t, d=drawn, s=size, b=batch: d(t, s.shape(t, samples, b)), example)  # type: ignore[misc]
+        inputs = map_tensors(lambda t, d=drawn, s=size, b=batch: d(t, _shape(t, s, samples, b)), example)  # type: ignore[misc]
         share = sum(t.numel() for t in tensors_in(inputs)) / max(whole, 1)
         yield Probe(f"random inputs {describe(inputs)}", inputs, share)
+
+
+def _shape(tensor: Tensor, sizes: Sizes, samples: int, batch: int) -> tuple[int, ...]:
+    """The shape of a tensor like this one. Dimension 0 counts samples where it has their number."""
+    shape = [sizes.get((dim, size), size) for dim, size in enumerate(tensor.shape)]
+    if shape and tensor.shape[0] == samples:
+        shape[0] = batch
+    return tuple(shape)
 
 
 def _sizes(tensors: list[Tensor]) -> Iterator[Sizes]:
@@ -80,24 +73,27 @@ def _sizes(tensors: list[Tensor]) -> Iterator[Sizes]:
     images = [t for t in tensors if t.is_floating_point() and t.ndim >= 4]
     texts = [t for t in tensors if not t.is_floating_point() and t.ndim >= 2]
     series = [t for t in tensors if t.is_floating_point() and t.ndim == 3]
-    if images:
-        sides = set(images[0].shape[2:])
-        for choice in (0, 1):
-            yield Sizes({side: _side(side)[choice] for side in sides}, frozenset({2, 3, 4}))
-    for found, dims in ((texts, (1,)), (series, (1, 2))):
-        for dim in dims if found and not images else ():
+    for found, dims in ((texts, (1,)), ([] if images or texts else series, (1, 2))):
+        for dim in dims if found else ():
             length = found[0].shape[dim]
-            for new in (max(length // 2, 1), length + 4) if length >= 8 else (length + 3,):
-                yield Sizes({length: new}, frozenset({1, 2, 3} if found is texts else {dim}))
+            for new in (length // 2, length + 4) if length >= 8 else (length + 3,):
+                yield dict.fromkeys([(d, length) for d in ((1, 2, 3) if found is texts else (dim,))], new)
+    if images:
+        sides = list(enumerate(images[0].shape))[2:]
+        yield {(dim, side): _side(side)[dim % 2] for dim, side in sides}  # no square: sides must not be mixed up
+        yield {(dim, side): _side(side)[2] for dim, side in sides}
 
 
-def _side(side: int) -> tuple[int, int]:
-    """Two other sides of an image. Small ones are cheap; networks like multiples of 32 or 8."""
+def _side(side: int) -> tuple[int, int, int]:
+    """Other sides of an image: a smaller and a larger one, and one for a square. Networks like multiples of 32 or 8."""
+    if side >= 128:
+        least = max(64, round(0.3 * side / 32) * 32)
+        return least, least + 32, 3 * side // 128 * 32
     if side >= 64:
-        return max(32, round(0.35 * side / 32) * 32), 3 * side // 128 * 32
+        return side, side + 32, 32
     if side >= 16:
-        return 3 * side // 32 * 8, side + 8
-    return (side // 2 if side >= 8 else side + 1), side + 4
+        return 3 * side // 32 * 8, side + 8, side + 8
+    return side, side + 4, side // 2 if side >= 8 else side + 1
 
 
 def _ids(example: Example) -> tuple[int, ...]:
