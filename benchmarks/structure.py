@@ -4,7 +4,7 @@
     python -m benchmarks.structure --every     # every torchvision classifier, secateur alone, once
 
 Both remove half of the channels by a magnitude criterion, with random weights. secateur's time includes the
-verification that removal equals masking (two forward passes); Torch-Pruning verifies nothing.
+verification that removal equals masking (four forward passes); Torch-Pruning verifies nothing.
 """
 
 from __future__ import annotations

@@ -243,12 +243,9 @@ class Mixed(nn.Module):
 
 
 @pytest.mark.parametrize("cast", [False, True])
-def test_half_precision_with_a_norm_in_full_precision(cast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_half_precision_with_a_norm_in_full_precision(cast: bool) -> None:
     torch.manual_seed(0)
-    net, data = Mixed(cast), (X.bfloat16(), Y)
-    sc.prune(net, data, "weight", remove=0.5, progress=False)
-    monkeypatch.setattr("secateur.surgery.apply._TOLERANCE", {torch.bfloat16: 0.0})  # rounding alone does not decide
-    sc.prune(net, data, "weight", remove=0.5, progress=False)
+    assert sc.prune(Mixed(cast), (X.bfloat16(), Y), "weight", remove=0.5, progress=False).plan is not None
 
 
 def test_images_of_several_sizes() -> None:

@@ -123,7 +123,9 @@ class PlanError(SecateurError):
 
 
 class VerificationError(SecateurError):
-    """Removal and zero-masking disagree: the smaller model is withheld."""
+    """Removal and zero-masking disagree: the smaller model is withheld. `layers` are those at fault, if known."""
+
+    layers: tuple[str, ...] = ()
 
 
 class FileFormatError(SecateurError):

@@ -5,15 +5,18 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import fields
-from types import EllipsisType
+from types import BuiltinFunctionType, EllipsisType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 #: Types of arguments in which no tensor can be.
 SCALARS = frozenset({int, float, bool, str, torch.dtype, torch.device, slice, EllipsisType})
 _PLAIN = frozenset({tuple, list, dict})
+#: Objects that are no part of an output, whatever they refer to.
+_CLOSED = (str, bytes, type, ModuleType, FunctionType, MethodType, BuiltinFunctionType, nn.Module, torch.Generator)
+_HIDDEN = frozenset({"__dict__", "__weakref__"})
 
 
 def tensors_in(value: Any) -> list[Tensor]:
@@ -37,8 +40,46 @@ def _collect(value: Any, found: list[Tensor]) -> None:
 
 
 def tensors_of_output(output: Any) -> list[Tensor]:
-    """All tensors that a model returns; those of an object of an unknown type are its attributes."""
-    return tensors_in(output) or tensors_in(getattr(output, "__dict__", None))
+    """All tensors that a model returns, in containers and in the attributes of objects of any type, at any depth.
+
+    What a model keeps for its own next call (an object of a type named `…Cache`) is no output.
+    """
+    found: list[Tensor] = []
+    _explore(output, found, set())
+    return found
+
+
+def _explore(value: Any, found: list[Tensor], seen: set[int]) -> None:
+    if isinstance(value, Tensor):
+        found.append(value)
+        return
+    if value is None or isinstance(value, _CLOSED) or type(value) in SCALARS or id(value) in seen or _is_cache(value):
+        return
+    seen.add(id(value))
+    inside = entries(value)
+    for _, item in inside or ():
+        _explore(item, found, seen)
+    if type(value) not in _PLAIN:
+        more: list[Tensor] = []
+        for _, item in attributes(value):
+            _explore(item, more, seen)
+        # The entries of many containers are attributes too.
+        found += [t for t in more if inside is None or not any(t is known for known in found)]
+
+
+def _is_cache(value: Any) -> bool:
+    return any(kind.__name__.endswith("Cache") for kind in type(value).__mro__)
+
+
+def attributes(value: Any) -> list[tuple[str, Any]]:
+    """The attributes that an object itself holds, by name; also those in `__slots__`."""
+    slots = [name for kind in type(value).__mro__ for name in _names(vars(kind).get("__slots__", ()))]
+    held = [(name, getattr(value, name)) for name in slots if name not in _HIDDEN and hasattr(value, name)]
+    return held + list(getattr(value, "__dict__", {}).items())
+
+
+def _names(slots: Any) -> tuple[str, ...]:
+    return (slots,) if isinstance(slots, str) else tuple(slots)
 
 
 def entries(value: Any) -> list[tuple[Any, Any]] | None:

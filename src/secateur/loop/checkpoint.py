@@ -66,6 +66,7 @@ class Checkpoint:
                         tensors[f"score/{i}"] = torch.from_numpy(state.scores.units[producer.sites[0]])
             header = {
                 "format": FORMAT, "settings": self.identity, "step": state.step, "done": state.done, "carried": carried,
+                "frozen": state.frozen,
                 "plan": state.plan.to_json() if state.plan is not None else None,
                 "history": json.loads(state.history.to_json()), "books": asdict(books) if books is not None else None,
             }  # fmt: skip
@@ -98,6 +99,7 @@ class Checkpoint:
 
     def _fill(self, state: RunState, header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         state.step, state.done = _counted(header["step"]), str(header["done"])
+        state.frozen = {str(name): str(reason) for name, reason in header.get("frozen", {}).items()}
         if not 1 <= len(header["history"]) <= _MOST_STEPS:
             raise ValueError("the length of its history")
         state.history = History.from_json(json.dumps(header["history"]))

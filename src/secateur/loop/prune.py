@@ -179,6 +179,8 @@ def run_loop(
             for item in settings.schedule.carry:
                 carry_over(item, original, state.model, None)
             if saved is not None and saved.restore(state):
+                if state.frozen:
+                    steps.freeze(state.frozen)
                 shown(StepDone(state.history[-1]))
             while not state.done:
                 steps.next(state)
@@ -186,9 +188,9 @@ def run_loop(
                     saved.save(state)
                 shown(StepDone(state.history[-1]))
         except SecateurError as error:
-            error.result = _result(state, original, graph, settings)
+            error.result = _result(state, original, steps.graph, settings)
             raise
-    return _result(state, original, graph, settings)
+    return _result(state, original, steps.graph, settings)
 
 
 def _result(state: RunState, original: nn.Module, graph: Graph, settings: Settings) -> Result:

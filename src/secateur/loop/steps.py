@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -13,7 +14,7 @@ import torch
 from torch import nn
 
 from secateur.criteria.scoring import scores_of
-from secateur.errors import Argument, EvaluationError, SecateurError, TargetError
+from secateur.errors import Argument, EvaluationError, SecateurError, SecateurWarning, TargetError, VerificationError
 from secateur.latency.timing import time_forward
 from secateur.loop.planner import Planner
 from secateur.loop.settings import Settings
@@ -40,6 +41,8 @@ class RunState:
     history: History = field(default_factory=History)
     step: int = 0
     done: str = ""
+    #: Layers whose removal was wrong, with the reason: they stay.
+    frozen: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass
@@ -58,6 +61,11 @@ class Steps:
         open_session = getattr(self.settings.repair, "session", None)
         # What the original answers is computed once for all steps.
         self._session = open_session(self.original, self.data) if open_session is not None else None
+
+    def freeze(self, frozen: Mapping[str, str]) -> None:
+        """From now on these layers stay. Refused if the target cannot be met without them."""
+        self.graph = self.graph.frozen(frozen)
+        self.planner = Planner(self.graph, self.settings)
 
     def next(self, state: RunState) -> None:
         """One step. Step 0 looks at the unpruned model; a step that asks for no more than is gone does nothing."""
@@ -99,9 +107,12 @@ class Steps:
                 blocked = "no smaller group is left to come closer to the target"
                 state.done = blocked if state.plan is None else self.planner.reached(state.plan, blocked)
             return
-        model, latency = self._removed(state, plan), None
-        if target.timed:
-            model, plan, latency = self._to_latency(state, scores, model, plan, limit)
+        try:
+            model, latency = self._removed(state, plan), None
+            if target.timed:
+                model, plan, latency = self._to_latency(state, scores, model, plan, limit)
+        except VerificationError as error:
+            return self._learn(state, plan, error)
         for item in self.settings.schedule.carry:
             carry_over(item, state.model, model, difference(plan, state.plan))
         model = self._improved(model, number)
@@ -145,6 +156,25 @@ class Steps:
             # A repair starts from the original's own weights: repairs of repairs drift away from them.
             return apply(self.original, replace(plan, example=self.graph.example))
         return apply(state.model, difference(plan, state.plan))
+
+    def _learn(self, state: RunState, plan: Plan, error: VerificationError) -> None:
+        """Keep the layers that a removal was wrong for, so that the step is taken again without them."""
+        if not error.layers:  # a later step: the whole plan on the original shows who is at fault
+            try:
+                apply(self.original, plan)
+            except VerificationError as whole:
+                error = whole
+        if not error.layers:
+            raise error
+        named = dict.fromkeys(error.layers, "removal and masking disagree")
+        warnings.warn(
+            SecateurWarning(f"removal and masking disagree for {', '.join(named)}: these layers stay as they are."),
+            stacklevel=2,
+        )
+        state.frozen |= named
+        self.freeze(named)
+        if state.plan is None:
+            state.history.rows[0] = replace(state.history.rows[0], units=self.graph.total_units)
 
     def _improved(self, model: nn.Module, number: int) -> nn.Module:
         """The model after repair and fine-tuning."""

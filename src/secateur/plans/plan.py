@@ -55,7 +55,8 @@ class Plan:
     """Which groups leave: for each parameter and dimension the indices that are cut.
 
     Plans compare by what they cut, print as a table, and round-trip through `to_json` / `from_json`. `example` is the
-    input that the model was analysed with, on which `apply` verifies the removal; a plan from a file has none.
+    input that the model was analysed with, on which `apply` verifies the removal; a plan from a file has none, and no
+    `graph` either.
     """
 
     groups: tuple[int, ...]
@@ -69,6 +70,7 @@ class Plan:
     before: Cost
     after: Cost
     example: Example = field(default=None, compare=False, repr=False)
+    graph: Graph | None = field(default=None, compare=False, repr=False)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Plan:
         return self  # it is frozen
@@ -79,8 +81,8 @@ class Plan:
         return sum(b for b, _ in self.layers.values()), sum(a for _, a in self.layers.values())
 
     def to_json(self) -> str:
-        """The plan as text. The example is left out."""
-        content = {name: value for name, value in vars(self).items() if name != "example"}
+        """The plan as text. The example and the graph are left out."""
+        content = {name: value for name, value in vars(self).items() if name not in ("example", "graph")}
         return json.dumps({"format": FORMAT, **content}, default=_known_fields)
 
     @classmethod
@@ -202,6 +204,7 @@ def plan_for(graph: Graph, removed: Mask, repeated: Sequence[RepeatedSize] | Non
         before=graph.cost,
         after=graph.cost_of(removed),
         example=graph.example,
+        graph=graph,
     )
 
 
@@ -247,6 +250,7 @@ def difference(new: Plan, old: Plan | None) -> Plan:
         attributes=tuple(item for item in attributes if item.before != item.after),
         layers={name: (old.layers[name][1], after) for name, (_, after) in new.layers.items()},
         before=old.after,
+        graph=None,  # its numbers are those of the model before the old plan
     )
 
 

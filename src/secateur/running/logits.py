@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from secateur.errors import RelevanceError, SecateurWarning
-from secateur.nest import entries, tensors_of_output
+from secateur.nest import attributes, entries, tensors_of_output
 
 
 class Answer(NamedTuple):
@@ -61,7 +61,7 @@ def _parts(output: Any) -> Iterator[tuple[str, Any]]:
     """The entries of an output, as they would be written."""
     names = getattr(output, "_fields", None)  # of a NamedTuple
     inside = entries(output)
-    for key, part in vars(output).items() if inside is None else inside:
+    for key, part in attributes(output) if inside is None else inside:
         if names or not isinstance(output, Mapping | tuple | list):
             yield f"output.{names[key] if names else key}", part
         else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -103,6 +103,17 @@ class Graph:
     cost_of: CostModel = field(repr=False)
 
     # `root` maps each label to its group, a label itself; `units` and `prunable` are indexed by group.
+
+    def frozen(self, reasons: Mapping[str, str]) -> Graph:
+        """The same graph in which the layers that `reasons` names must stay, each with its reason."""
+        layers, prunable = [], self.prunable.copy()
+        for layer in self.layers:
+            if layer.prunable and layer.name in reasons:
+                layer = replace(layer, prunable=False, reason=reasons[layer.name])
+                prunable[layer.groups] = False
+            layers.append(layer)
+        prunable.flags.writeable = False
+        return replace(self, layers=tuple(layers), prunable=prunable)
 
     @cached_property
     def cost(self) -> Cost:

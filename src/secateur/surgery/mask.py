@@ -59,7 +59,7 @@ class _NormMask(Observer):
 
     def __init__(self, model: nn.Module, norms: Sequence[NormCut]) -> None:
         super().__init__(model)
-        self._kept = {Site(n.path, n.function, n.visit): torch.from_numpy(kept_places(n)) for n in norms}
+        self._kept = {Site(n.path, n.function, n.visit): _narrowed(torch.from_numpy(kept_places(n))) for n in norms}
 
     def unknown(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return func(*args, **kwargs)
@@ -67,6 +67,14 @@ class _NormMask(Observer):
     def observe(self, call: Call) -> Any:
         kept = self._kept.get(call.site) if isinstance(call.operation, LayerNorm | GroupNorm) else None
         return call.run() if kept is None else _masked_norm(call, kept)
+
+
+def _narrowed(kept: Tensor) -> Tensor:
+    """The places without dimensions along which they are all alike, so that inputs of other sizes fit."""
+    for dim in range(kept.ndim):
+        first = kept.narrow(dim, 0, 1)
+        kept = first if bool((kept == first).all()) else kept
+    return kept
 
 
 def _masked_norm(call: Call, kept: Tensor) -> Tensor:

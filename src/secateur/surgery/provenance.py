@@ -43,7 +43,7 @@ def remember(small: nn.Module, original: nn.Module, plan: Plan) -> None:
     """Note on a smaller model that `plan` made it of `original`, so that it can be saved."""
     before = provenance_of(original)
     form = before.inputs if plan.example is None else inputs_like(plan.example)
-    vars(small)[_ATTRIBUTE] = Provenance((*before.plans, replace(plan, example=None)), form)
+    vars(small)[_ATTRIBUTE] = Provenance((*before.plans, replace(plan, example=None, graph=None)), form)
 
 
 def remember_inputs(model: nn.Module, form: str) -> None:

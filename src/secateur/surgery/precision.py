@@ -1,0 +1,143 @@
+"""Running a copy of a model in a wider number format, with noise that does not depend on how wide its layers are."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from secateur.nest import SCALARS, map_leaves, map_tensors
+from secateur.running.copies import named_modules
+
+_CASTS = frozenset({Tensor.float, Tensor.half, Tensor.bfloat16, Tensor.double})
+_DROPOUTS = frozenset(
+    ("dropout", "dropout_", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout",
+     "feature_dropout")
+)  # fmt: skip
+_NOISE = frozenset(
+    ("rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "normal", "bernoulli",
+     "multinomial", "poisson", "normal_", "uniform_", "bernoulli_", "exponential_", "log_normal_", "cauchy_",
+     "geometric_", "random_", "gumbel_softmax", "rrelu", "rrelu_")
+)  # fmt: skip
+_CONTAINERS = frozenset({dict, OrderedDict, list, set})
+#: What stands for noise whose shape differs between two models: a value that all distributions can draw.
+_EVEN = 0.375
+
+
+class Precise(TorchFunctionMode):
+    """Floats are computed in the format `wide`, whatever casts and constants the forward contains.
+
+    Each call that draws noise gets a seed of its own, so that two models draw the same. The calls in `even`, counted
+    from 0, have one value everywhere: noise of another shape would differ. Dropout drops nothing. `drawn` has the
+    shapes of all noise, and `rows` how many rows the tables have that are read at the positions in a tensor, which is
+    known by its address.
+    """
+
+    def __init__(self, wide: torch.dtype, even: Collection[int] = ()) -> None:
+        super().__init__()
+        self.wide, self.even = wide, even
+        self.drawn: list[tuple[int, ...]] = []
+        self.rows: dict[int, int] = {}
+        self._narrow = {torch.float16, torch.bfloat16, torch.float32} - {wide}
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        if name in ("__get__", "__set__"):
+            return func(*args, **kwargs)
+        if func in _CASTS:
+            return args[0].to(self.wide)
+        in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+        args = tuple(item if in_place and not i else self._widened(item) for i, item in enumerate(args))
+        kwargs = {key: item if key == "out" else self._widened(item) for key, item in kwargs.items()}
+        if name in _DROPOUTS:
+            return args[0] if args else kwargs["input"]
+        if func is F.embedding or name == "one_hot":
+            self._note(*args, **kwargs)
+        elif func is F.scaled_dot_product_attention:
+            args, kwargs = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args, kwargs | {"dropout_p": 0.0}
+            kwargs = {key: item for key, item in kwargs.items() if key != "dropout_p" or len(args) <= 4}
+        made = self._noise(func, name, args, kwargs) if name in _NOISE else func(*args, **kwargs)
+        if isinstance(made, Tensor) and made.dtype in self._narrow and not in_place and "out" not in kwargs:
+            made = made.to(self.wide)
+        return made
+
+    def _widened(self, item: Any) -> Any:
+        kind = type(item)
+        if isinstance(item, Tensor):
+            return item.to(self.wide) if item.dtype in self._narrow else item
+        if kind is torch.dtype:
+            return self.wide if item in self._narrow else item
+        if item is None or kind in SCALARS or kind is torch.Size:
+            return item
+        return map_leaves(self._widened, item) if kind in (tuple, list, dict) else item
+
+    def _note(self, *args: Any, **kwargs: Any) -> None:
+        values = [*args, *kwargs.values()]  # in order, however they are named
+        if len(values) > 1 and isinstance(values[0], Tensor):
+            count = len(values[1]) if isinstance(values[1], Tensor) else int(values[1])
+            if count > 0:
+                place = values[0].data_ptr()
+                self.rows[place] = min(count, self.rows.get(place, count))
+
+    def _noise(self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        number, generator = len(self.drawn), kwargs.get("generator")
+        if generator is None:
+            torch.manual_seed(number)
+            made = func(*args, **kwargs)
+        else:  # the user's own: it stays where it is
+            state = generator.get_state()
+            generator.manual_seed(number)
+            made = func(*args, **kwargs)
+            generator.set_state(state)
+        self.drawn.append(tuple(made.shape))
+        if number in self.even and made.is_floating_point():
+            made.fill_(1.0 if name.startswith("bernoulli") else _EVEN)
+        return made
+
+
+def widen(net: nn.Module, wide: torch.dtype) -> None:
+    """Put the buffers of a copy, and tensors that are plain attributes, into another format, in place.
+
+    Calls cast the parameters they read: that takes no memory for long, and less time than a copy of them all.
+    """
+    for _, module in named_modules(net):
+        for key, value in module._buffers.items():
+            if value is not None and value.is_floating_point():
+                module._buffers[key] = value.to(wide)
+        for key, value in list(vars(module).items()):
+            if isinstance(value, Tensor) or (type(value) in (tuple, list, dict) and not key.startswith("_")):
+                vars(module)[key] = map_tensors(lambda t: t.to(wide) if t.is_floating_point() else t, value)
+
+
+@contextmanager
+def unwritten(net: nn.Module, training: bool) -> Iterator[None]:
+    """Evaluation or training mode. What a forward writes on its modules, hooks included, is taken back."""
+    modules = [module for _, module in named_modules(net)]
+    before = [(vars(module), dict(vars(module))) for module in modules]
+    held = [(item, copy.copy(item)) for _, state in before for item in state.values() if type(item) in _CONTAINERS]
+    numbers = [(b, b.clone()) for module in modules for b in module._buffers.values() if b is not None]
+    try:
+        for module in modules:
+            module.training = False
+        if training:
+            net.train()
+            for module in modules:
+                # Their own code draws, where nobody sees it.
+                if isinstance(module, nn.MultiheadAttention | nn.RNNBase):
+                    module.dropout = 0.0
+        yield
+    finally:
+        for item, content in [*before, *held]:
+            item.clear()
+            (item.extend if isinstance(item, list) else item.update)(content)
+        for buffer, saved in numbers:
+            buffer.copy_(saved)

@@ -1,0 +1,399 @@
+"""Rule zero: removal equals zero-masking, on the example and on inputs of our own, for every output by itself."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from types import CodeType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from secateur.errors import Argument, VerificationError
+from secateur.nest import map_tensors, tensors_of_output
+from secateur.plans.plan import Plan, plan_for
+from secateur.running.copies import named_modules, shared_copy
+from secateur.running.devices import device_of, dtype_of
+from secateur.running.sandbox import Example, quiet, run
+from secateur.structure.graph import Layer
+from secateur.surgery.cut import cut
+from secateur.surgery.mask import reference
+from secateur.surgery.precision import Precise, unwritten, widen
+from secateur.surgery.probes import Probe, given, others
+
+log = logging.getLogger("secateur")
+
+# Differences that rounding may make, relative to the largest number of an output, and the least that counts as such a
+# number: an output that should be 0 holds rounding. What float32 cannot tell from rounding, float64 decides.
+_LIMITS = {torch.float64: (1e-10, 1e-6), torch.float32: (1e-5, 1e-30)}
+_COARSE = (1e-4, 1e-6)  # in float32, for a forward that does not run in float64
+# Above these, float32 is tried first: MACs on the example, MACs on our own inputs, and parameters.
+_MACS, _OWN_MACS, _PARAMETERS = 3e8, 2e10, 2e8
+_LIGHT = 1e7
+_MOST_CHECKS, _MOST_ALIKE = 80, 40
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a model returned, the shapes of the noise it drew, and the tables it read (see `Precise`)."""
+
+    outputs: list[Tensor]
+    drawn: list[tuple[int, ...]]
+    rows: dict[int, int]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A probe that the masked model took, in which format, and what it returned."""
+
+    probe: Probe
+    wide: torch.dtype
+    masked: Seen
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Where the smaller model and the masked one differ, in words."""
+
+    trial: Trial
+    what: str
+
+
+def verify(model: nn.Module, small: nn.Module, plan: Plan, example: Example) -> None:
+    """Raise unless the smaller model and the masked one agree. If the plan knows its graph, the layers are named."""
+    trials = _trials(model, plan, example)
+    fault = _fault(model, small, plan, trials)
+    if fault is None:
+        return
+    names = culprits(model, plan, fault.trial)
+    raise disagreement(fault.what, names, plan)
+
+
+def disagreement(what: str, names: Sequence[str], plan: Plan) -> VerificationError:
+    """The error for a removal that is not a masking. `names` are the layers at fault, if known."""
+    paths: list[str] = []
+    if plan.graph is not None:
+        paths = [layer.paths[0] or layer.name for layer in plan.graph.layers if layer.name in names]
+    cause = f"The removal from {', '.join(names)} is at fault." if names else "The layer at fault is not known."
+    error = VerificationError(
+        "{problem}. {cause} The smaller model is withheld.",
+        fix="{ignore}, and please report the model" if names else "name the layer in {ignore}, and report the model",
+        problem=what,
+        cause=cause,
+        ignore=Argument("ignore", paths) if names else Argument("ignore"),
+    )
+    error.layers = tuple(names)
+    return error
+
+
+class _Net:
+    """A copy that is run in several formats."""
+
+    def __init__(self, net: nn.Module) -> None:
+        self._net = net
+        self.modules: dict[str, list[Tensor]] = {}
+
+    def run(self, probe: Probe, wide: torch.dtype, even: Iterable[int] = (), watch: bool = False) -> Seen:
+        """What the model returns. `watch`: what its layers return as well, in `modules`."""
+        widen(self._net, wide)
+        inputs = map_tensors(lambda t: t.to(wide) if t.is_floating_point() else t, probe.inputs)
+        hooks = self._watch() if watch else []
+        mode = Precise(wide, frozenset(even))
+        try:
+            with quiet(), unwritten(self._net, probe.training):
+                torch.manual_seed(0)
+                with mode:
+                    outputs = run(self._net, inputs)
+            return Seen(tensors_of_output(outputs), mode.drawn, mode.rows)
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _watch(self) -> list[Any]:
+        self.modules.clear()
+
+        def note(path: str) -> Callable[..., None]:
+            return lambda module, args, output: self.modules.setdefault(path, []).append(output)
+
+        layers = [(path, module) for path, module in named_modules(self._net) if _channel_dim(module) is not None]
+        return [module.register_forward_hook(note(path)) for path, module in layers]
+
+
+def _channel_dim(module: nn.Module) -> int | None:
+    """The dimension of the output that the first dimension of the weight makes."""
+    if isinstance(module, nn.Linear):
+        return -1
+    plain = isinstance(module, nn.modules.conv._ConvNd) and not module.transposed
+    return -1 - len(module.kernel_size) if plain else None  # type: ignore[arg-type]
+
+
+# -- the probes that a model takes -------------------------------------------------------------------------------------
+def _trials(model: nn.Module, plan: Plan, example: Example) -> list[Trial]:
+    """The example, then what else the masked model takes, at last in training mode if that may be another forward."""
+    masked = _Net(reference(model, plan))
+    known = [given(example, {}), Probe("the example", example)]
+    first, reason = _first_taken(masked, known, model, plan, _MACS)
+    if first is None:
+        raise VerificationError(
+            "the masked model does not run on the example: {reason}.",
+            fix="{analyze} with the inputs of {apply}, which the model takes in float32",
+            reason=reason,
+            analyze=Argument("analyze"),
+            apply=Argument("apply"),
+        )
+    trials = [first]
+    second, _ = _first_taken(
+        masked, others(example, first.masked.rows, plan.before.macs < _LIGHT), model, plan, _OWN_MACS
+    )
+    trials += [second] if second is not None else []
+    if _reads_training(model):
+        learning = replace(trials[-1].probe, name=f"{trials[-1].probe.name} in training mode", training=True)
+        third, _ = _first_taken(masked, [learning], model, plan, _OWN_MACS)
+        finite = third is not None and all(bool(torch.isfinite(t).all()) for t in third.masked.outputs if _real(t))
+        trials += [third] if third is not None and finite else []
+    return trials
+
+
+def _first_taken(
+    masked: _Net, probes: Iterable[Probe], model: nn.Module, plan: Plan, macs: float
+) -> tuple[Trial | None, str]:
+    """The first probe that the masked model takes, or the first error."""
+    reason = ""
+    for probe in probes:
+        for wide in _formats(model, plan, probe, macs):
+            try:
+                return Trial(probe, wide, masked.run(probe, wide)), ""
+            except Exception as error:  # the user's own code decides what it takes
+                log.debug("%s is not taken: %s", probe.name, error)
+                reason = reason or f"{type(error).__name__}: {error}"
+                if not _about_formats(error):
+                    break
+    return None, reason
+
+
+def _about_formats(error: Exception) -> bool:
+    return re.search(r"type|implemented|Double|Float", str(error)) is not None
+
+
+def _formats(model: nn.Module, plan: Plan, probe: Probe, macs: float) -> tuple[torch.dtype, ...]:
+    """The formats to try, in order."""
+    device = device_of(model)
+    if device is not None and device.type == "mps":
+        return (torch.float32,)
+    if dtype_of(model) == torch.float64:
+        return (torch.float64,)
+    heavy = plan.before.params > _PARAMETERS or plan.before.macs * probe.share > macs
+    return (torch.float32, torch.float64) if heavy else (torch.float64, torch.float32)
+
+
+def _reads_training(model: nn.Module) -> bool:
+    """Whether code outside torch's own modules asks for the mode."""
+    kinds = {kind for _, module in named_modules(model) for kind in type(module).__mro__}
+    own = [kind for kind in kinds if not kind.__module__.startswith("torch.nn.") and kind is not object]
+    functions = [inspect.unwrap(item) for kind in own for item in vars(kind).values() if callable(item)]
+    return any(_names_training(getattr(function, "__code__", None)) for function in functions)
+
+
+def _names_training(code: CodeType | None) -> bool:
+    if code is None:
+        return False
+    return "training" in code.co_names or any(_names_training(c) for c in code.co_consts if isinstance(c, CodeType))
+
+
+# -- comparing ---------------------------------------------------------------------------------------------------------
+def _fault(model: nn.Module, small: nn.Module, plan: Plan, trials: Sequence[Trial]) -> Fault | None:
+    """The first difference that is no rounding."""
+    net, done = _Net(shared_copy(small)), []
+    for trial in trials:
+        found = _run_small(net, model, plan, trial)
+        if isinstance(found, Fault):
+            return found
+        done.append(found)
+    scales = _scales([trial.masked.outputs for trial, _ in done])
+    for trial, seen in done:
+        what = _difference(trial, seen.outputs, scales, _LIMITS[trial.wide])
+        if what and trial.wide != torch.float64:
+            trial, what = _decided(net, model, plan, trial, seen, scales)
+        if what:
+            return Fault(trial, what)
+    return _unproven(net, model, plan, done)
+
+
+def _run_small(net: _Net, model: nn.Module, plan: Plan, trial: Trial) -> tuple[Trial, Seen] | Fault:
+    """What the smaller model returns where the masked one returned something, with the same noise."""
+    try:
+        seen = net.run(trial.probe, trial.wide)
+        if seen.drawn != trial.masked.drawn:
+            # Noise as wide as a layer cannot be the same in both: it is one number everywhere instead.
+            count = max(len(seen.drawn), len(trial.masked.drawn))
+            shapes = [[*drawn, *[()] * (count - len(drawn))] for drawn in (seen.drawn, trial.masked.drawn)]
+            even = [i for i, (a, b) in enumerate(zip(*shapes, strict=True)) if a != b]
+            masked = _Net(reference(model, plan)).run(trial.probe, trial.wide, even)
+            trial, seen = replace(trial, masked=masked), net.run(trial.probe, trial.wide, even)
+    except Exception as error:
+        what = f"the smaller model does not run on {trial.probe.name}: {type(error).__name__}: {error}"
+        return Fault(trial, what.rstrip("."))
+    return trial, seen
+
+
+def _decided(
+    net: _Net, model: nn.Module, plan: Plan, trial: Trial, seen: Seen, scales: Sequence[float]
+) -> tuple[Trial, str]:
+    """The comparison again in double precision, where only a real difference survives."""
+    try:
+        masked = _Net(reference(model, plan)).run(trial.probe, torch.float64)
+    except Exception as error:  # a forward that needs its own precision is judged by that
+        log.debug("no forward in float64: %s", error)
+        return trial, _difference(trial, seen.outputs, scales, _COARSE)
+    trial = replace(trial, wide=torch.float64, masked=masked)
+    found = _run_small(net, model, plan, trial)
+    if isinstance(found, Fault):
+        return found.trial, found.what
+    return found[0], _difference(found[0], found[1].outputs, scales, _LIMITS[torch.float64])
+
+
+def _real(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _scales(outputs: Sequence[Sequence[Tensor]]) -> list[float]:
+    """The largest number of each output, over all probes."""
+    scales = [0.0] * max(map(len, outputs), default=0)
+    for made in outputs:
+        for i, tensor in enumerate(made):
+            if _real(tensor) and tensor.numel():
+                top = float(torch.nan_to_num(tensor.abs(), nan=0.0, posinf=0.0).max())
+                scales[i] = max(scales[i], top)
+    return scales
+
+
+def _difference(trial: Trial, outputs: Sequence[Tensor], scales: Sequence[float], limits: tuple[float, float]) -> str:
+    """In words: what differs by more than `limits` allow, or nothing."""
+    limit, least = limits
+    expected, name = trial.masked.outputs, trial.probe.name
+    if len(outputs) != len(expected):
+        return f"the smaller model returns {len(outputs)} tensors instead of {len(expected)} on {name}"
+    for i, (a, b) in enumerate(zip(outputs, expected, strict=True)):
+        where = f"in output {i} of shape {tuple(b.shape)}"
+        if a.shape != b.shape:
+            return f"removal and zero-masking disagree on {name}: output {i} is {tuple(a.shape)}, not {tuple(b.shape)}"
+        gap = _gap(a, b, max(scales[i], least))
+        if not gap <= (limit if _real(b) else 0):
+            return f"removal and zero-masking disagree on {name}: relative difference {gap:.2g} {where}"
+    return ""
+
+
+def _gap(a: Tensor, b: Tensor, scale: float) -> float:
+    """The largest difference of two tensors relative to `scale`; of whole numbers, the share that differs."""
+    if not b.numel():
+        return 0.0
+    if not _real(b) or not _real(a):
+        return float((a != b).double().mean())
+    same = (a == b) | (a.isnan() & b.isnan())  # infinite or undefined in both
+    gap = float(torch.where(same, 0.0, (a - b).abs()).max()) / scale
+    return gap if gap == gap else float("inf")
+
+
+# -- outputs that prove nothing ----------------------------------------------------------------------------------------
+def _unproven(net: _Net, model: nn.Module, plan: Plan, done: Sequence[tuple[Trial, Seen]]) -> Fault | None:
+    """Outputs that are empty, whole-numbered or constant hide what happens: then every layer is compared."""
+    plain = [trial for trial, _ in done if not trial.probe.training]
+    counts = {len(trial.masked.outputs) for trial in plain}
+    columns = list(zip(*(trial.masked.outputs for trial in plain), strict=False))
+    if not plain or (len(counts) == 1 and columns and all(map(_informs, columns))):
+        return None
+    trial, masked = plain[-1], _Net(reference(model, plan))
+    masked.run(trial.probe, trial.wide, watch=True)
+    net.run(trial.probe, trial.wide, watch=True)
+    proven = any(map(_informs, columns))
+    for path, expected in masked.modules.items():
+        dim, gone = _channel_dim(dict(named_modules(model))[path]), plan.cuts.get(f"{path}.weight", {}).get(0, ())
+        assert dim is not None
+        found = net.modules.get(path, [])
+        kept = [_without(tensor, dim, gone) for tensor in expected]
+        scales, limits = _scales([kept]), _LIMITS[trial.wide] if trial.wide == torch.float64 else _COARSE
+        inner = replace(trial, masked=replace(trial.masked, outputs=kept))
+        if _difference(inner, found, scales, limits):
+            what = f"removal and zero-masking disagree on {trial.probe.name} in what `{path}` returns"
+            return Fault(trial, what)
+        proven |= _informs(kept)
+    if not proven:
+        raise VerificationError(
+            f"{type(model).__name__} returns no real numbers that vary, and neither do its layers: nothing shows "
+            "whether removal equals zero-masking.",
+            fix="a model that returns its logits, and an example with varied numbers",
+        )
+    return None
+
+
+def _without(tensor: Tensor, dim: int, gone: Sequence[int]) -> Tensor:
+    if not gone:
+        return tensor
+    kept = np.delete(np.arange(tensor.shape[dim]), list(gone))
+    return tensor.index_select(dim, torch.from_numpy(kept).to(tensor.device))
+
+
+def _informs(tensors: Sequence[Tensor]) -> bool:
+    """Whether an output, as the probes saw it, holds real numbers that vary."""
+    values = [t.abs().reshape(-1) if t.is_complex() else t.reshape(-1) for t in tensors if _real(t)]
+    values = [t[torch.isfinite(t)] for t in values]
+    values = [t for t in values if t.numel()]
+    if not values or all(bool((t == t.round()).all()) for t in values):
+        return False
+    return max(float(t.max()) for t in values) > min(float(t.min()) for t in values)
+
+
+# -- who is at fault ---------------------------------------------------------------------------------------------------
+def culprits(model: nn.Module, plan: Plan, trial: Trial) -> list[str]:
+    """The layers without whose removal the rest of the plan is right, on this trial. None if the plan has no graph."""
+    graph = plan.graph
+    if graph is None:
+        return []
+    removed = np.zeros(len(graph.root), np.bool_)
+    removed[list(plan.groups)] = True
+    checks = 0
+
+    def fails(layers: Sequence[Layer]) -> bool:
+        nonlocal checks
+        checks += 1
+        some = np.zeros_like(removed)
+        for layer in layers:
+            some[layer.groups] = removed[layer.groups]
+        part = plan_for(graph, some)
+        try:
+            masked = _Net(reference(model, part)).run(trial.probe, trial.wide)
+        except Exception as error:
+            log.debug("no masked forward: %s", error)
+            return False
+        return _fault(model, cut(model, part), part, [replace(trial, masked=masked)]) is not None
+
+    def enough(layers: list[Layer], beside: list[Layer]) -> list[Layer]:
+        """Some of the layers, as few as possible, that are wrong beside the others, which are right alone."""
+        if len(layers) == 1:
+            return layers
+        halves = layers[: len(layers) // 2], layers[len(layers) // 2 :]
+        for half in halves:
+            if fails([*beside, *half]):
+                return enough(half, beside)
+        return enough(halves[0], [*beside, *halves[1]])
+
+    found: list[Layer] = []
+    rest = [layer for layer in graph.layers if removed[layer.groups].any()]
+    while rest and checks < _MOST_CHECKS and fails(rest):
+        wrong = enough(rest, [])
+        if len(wrong) == 1:  # blocks of one kind share their code
+            alike = [layer for layer in rest if layer is not wrong[0] and _kind(layer) == _kind(wrong[0])]
+            wrong += [layer for layer in alike[:_MOST_ALIKE] if fails([layer])]
+        found += wrong
+        rest = [layer for layer in rest if not any(layer is item for item in wrong)]
+    return [layer.name for layer in found]
+
+
+def _kind(layer: Layer) -> str:
+    """What layers have in common whose paths differ in numbers only."""
+    return re.sub(r"\d+", "*", "|".join(layer.paths[:2]))
