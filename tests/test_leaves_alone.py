@@ -128,6 +128,8 @@ CALLS: dict[str, Callable[[nn.Module, Path], Any]] = {
 
 @pytest.mark.parametrize("name", CALLS)
 def test_a_model_is_the_same_bit_for_bit(name: str, tmp_path: Path) -> None:
+    if name == "export" and torch.__version__.startswith("2.6."):
+        pytest.skip("torch 2.6 cannot export a forward that makes a list longer")
     net = made()
     before, numbers = state(net), drawn()
     CALLS[name](net, tmp_path)
