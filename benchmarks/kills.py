@@ -195,7 +195,7 @@ def strike(way: Way, folder: Path, expected: Left, moments: Iterable[float | int
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=25, help="at random moments, for each way")
-    parser.add_argument("--operations", type=int, help="at most so many kills at file operations (default: all)")
+    parser.add_argument("--operations", type=int, help="kills at file operations, spread over a run (default: all)")
     parser.add_argument("--only", choices=["API", "command"])
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--seed", type=int, default=0)
@@ -221,7 +221,8 @@ def main() -> int:
             assert expected.ended, expected.said
         total = int(place.with_suffix(".count").read_text())
         chance = random.Random(options.seed)
-        some = range(total if options.operations is None else min(total, options.operations))
+        count = total if options.operations is None else min(total, options.operations)
+        some = [number * total // count for number in range(count)]
         at_random = (chance.uniform(0, length) for _ in range(10 * options.kills))
         for kind, moments, most in (("random moments", at_random, options.kills), ("file operations", some, total)):
             found = strike(way, folder, expected, moments, most)

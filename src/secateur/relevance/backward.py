@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from secateur.relevance.attention import Attention
 from secateur.relevance.composites import Composite, Place
@@ -176,6 +176,14 @@ class _Step(torch.autograd.Function):
         if r is not None and ctx.gate is not None:
             ctx.gate(r)
         return (None,) * len(ctx.needs_input_grad)
+
+
+def edge_of(tensor: Tensor) -> GradientEdge:
+    """Where the relevance of a tensor enters the graph, which lives as long as this."""
+    if "ownership_token" in GradientEdge._fields:
+        return get_gradient_edge(tensor)
+    with torch.enable_grad():  # torch 2.6: an edge does not own the node of a Python function, but that of a view does
+        return get_gradient_edge(tensor.view_as(tensor))
 
 
 def _relative(place: Place, layers: int) -> Place:

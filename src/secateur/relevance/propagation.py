@@ -13,13 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional as F
 
 from secateur.nest import map_tensors, tensors_in
 from secateur.ops.table import Call, Site
 from secateur.relevance.attention import attend, gate_scores, product, regroup
-from secateur.relevance.backward import Back, Backward, fitted
+from secateur.relevance.backward import Back, Backward, edge_of, fitted
 from secateur.relevance.composites import Place
 from secateur.relevance.layers import Layers
 from secateur.relevance.ledger import total
@@ -74,7 +73,7 @@ class Propagation:
                 output = call.run()
         else:
             backward, shape = self.backward, x.shape
-            edges = [(get_gradient_edge(gate), gate.shape) for gate in gates]
+            edges = [(edge_of(gate), gate.shape) for gate in gates]
             backward.gated = backward.gated or bool(gates)
 
             def back(r: Tensor) -> tuple[Tensor]:
@@ -209,7 +208,7 @@ class Propagation:
         how = backward.attention(place)
         gates = () if how.queries else (q, k)
         backward.gated = backward.gated or any(t.requires_grad for t in gates)
-        edges = [get_gradient_edge(t) if t.requires_grad else None for t in gates]
+        edges = [edge_of(t) if t.requires_grad else None for t in gates]
 
         def back(r: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor | None, ...]:
             groups = q.shape[-3] // k.shape[-3] if q.dim() > 2 else 1
@@ -278,7 +277,7 @@ def _signal(
     place: Place, name: Site,
 ) -> Back:  # fmt: skip
     """A product of a gate (attention weights) with a signal, which gets all relevance. The gate is scored."""
-    weight, edge = gate.detach(), get_gradient_edge(gate)
+    weight, edge = gate.detach(), edge_of(gate)
     of_signal, of_gate = (_flipped(function), function) if left else (function, _flipped(function))
 
     def back(r: Tensor, x: Tensor) -> tuple[Tensor]:
