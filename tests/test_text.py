@@ -610,8 +610,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> tuple[sc.relevance.Explan
     return seen, Pieces(*pieces), path
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("width", [*WIDTHS, A4])
+@pytest.mark.parametrize(("width", "scheme"), zip((*WIDTHS, A4), (*SCHEMES, "light"), strict=True))
 def test_the_words_can_be_read(browser: Any, story: Any, width: int, scheme: str) -> None:
     with opened(browser, story[2], width, scheme) as page:
         check(page)

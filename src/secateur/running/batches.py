@@ -56,8 +56,9 @@ def as_batch(batch: Any) -> Batch:
     """Inputs and targets with arrays and lists of numbers as tensors. The targets of a dict are its `labels`."""
     inputs, targets = (batch, None) if isinstance(batch, Mapping) else batch
     if isinstance(inputs, Mapping):
-        inputs = dict(inputs)
-        labels = inputs.pop("labels", None)
+        labels = inputs.get("labels")
+        if "labels" in inputs:
+            inputs = {name: value for name, value in inputs.items() if name != "labels"}
         if labels is not None and targets is not None:
             raise DataError("there are labels among the inputs, and targets beside them.", fix="give one of the two")
         targets = labels if targets is None else targets
@@ -66,16 +67,16 @@ def as_batch(batch: Any) -> Batch:
 
 
 def as_tensors(inputs: Any) -> Any:
-    """Inputs with arrays as tensors, a mapping as a dict."""
+    """Inputs with arrays as tensors."""
+    found = map_leaves(_tensor, inputs)
     if not isinstance(inputs, Mapping):
-        return map_leaves(_tensor, inputs)
+        return found
     for name, value in inputs.items():
         if isinstance(value, list | tuple | str) and not tensors_in(value):
             what = f"`{name}` among the inputs is a {type(value).__name__}, not a tensor."
             raise DataError(
                 what, fix='return_tensors="pt" and padding=True for a tokenizer; a collator for a DataLoader'
             )
-    found = {name: map_leaves(_tensor, value) for name, value in inputs.items()}
     ids = found.get("input_ids")
     if isinstance(ids, Tensor) and ids.ndim != 2:
         what = f"input_ids have shape {tuple(ids.shape)}; a batch has (samples, positions)."
