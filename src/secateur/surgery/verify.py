@@ -213,7 +213,7 @@ def _fault(model: nn.Module, small: nn.Module, plan: Plan, trials: Sequence[Tria
         found = _run_small(net, model, plan, trial)
         if isinstance(found, Fault):
             return found
-        done.append(found)
+        done += [found] if found is not None else []
     scales = _scales([trial.masked.outputs for trial, _ in done])
     for trial, seen in done:
         what = _difference(trial, seen.outputs, scales, _LIMITS[trial.wide])
@@ -224,8 +224,11 @@ def _fault(model: nn.Module, small: nn.Module, plan: Plan, trials: Sequence[Tria
     return _unproven(net, model, plan, done)
 
 
-def _run_small(net: _Net, model: nn.Module, plan: Plan, trial: Trial) -> tuple[Trial, Seen] | Fault:
-    """What the smaller model returns where the masked one returned something, with the same noise."""
+def _run_small(net: _Net, model: nn.Module, plan: Plan, trial: Trial) -> tuple[Trial, Seen] | Fault | None:
+    """What the smaller model returns where the masked one returned something, with the same noise.
+
+    None if the original, which decides, does not take the probe either.
+    """
     try:
         seen = net.run(trial.probe, trial.wide)
         if seen.drawn != trial.masked.drawn:
@@ -236,9 +239,20 @@ def _run_small(net: _Net, model: nn.Module, plan: Plan, trial: Trial) -> tuple[T
             masked = _Net(reference(model, plan)).run(trial.probe, trial.wide, even)
             trial, seen = replace(trial, masked=masked), net.run(trial.probe, trial.wide, even)
     except Exception as error:
+        if not _takes(model, trial):
+            return None
         what = f"the smaller model does not run on {trial.probe.name}: {type(error).__name__}: {error}"
         return Fault(trial, what.rstrip("."))
     return trial, seen
+
+
+def _takes(model: nn.Module, trial: Trial) -> bool:
+    try:
+        _Net(shared_copy(model)).run(trial.probe, trial.wide)
+    except Exception as error:
+        log.debug("%s is not taken by the original: %s", trial.probe.name, error)
+        return False
+    return True
 
 
 def _decided(
@@ -254,6 +268,8 @@ def _decided(
     found = _run_small(net, model, plan, trial)
     if isinstance(found, Fault):
         return found.trial, found.what
+    if found is None:
+        return trial, ""
     return found[0], _difference(found[0], found[1].outputs, scales, _LIMITS[torch.float64])
 
 
