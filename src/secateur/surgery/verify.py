@@ -34,7 +34,7 @@ _LIMITS = {torch.float64: (1e-10, 1e-6), torch.float32: (1e-5, 1e-30)}
 _COARSE = (1e-4, 1e-6)  # in float32, for a forward that does not run in float64
 # Above these, float32 is tried first: MACs on the example, MACs on our own inputs, and parameters.
 _MACS, _OWN_MACS, _PARAMETERS = 3e8, 2e10, 2e8
-_LIGHT = 1e7
+_LIGHT = 1e7  # in training mode float32 is tried first above this
 _MOST_CHECKS, _MOST_ALIKE = 80, 40
 
 
@@ -153,7 +153,7 @@ def _trials(model: nn.Module, plan: Plan, example: Example) -> list[Trial]:
     trials += [second] if second is not None else []
     if _reads_training(model):
         learning = replace(trials[-1].probe, name=f"{trials[-1].probe.name} in training mode", training=True)
-        third, _ = _first_taken(masked, [learning], model, plan, _OWN_MACS)
+        third, _ = _first_taken(masked, [learning], model, plan, _LIGHT)
         finite = third is not None and all(bool(torch.isfinite(t).all()) for t in third.masked.outputs if _real(t))
         trials += [third] if third is not None and finite else []
     return trials
