@@ -141,7 +141,7 @@ HIDING: dict[str, tuple[nn.Module, Any]] = {
     "large beside small": (Net(roll, lambda net, out: (IMAGE.mean() * 1e9, out * 1e-3)), IMAGE),
     "small in an object": (Net(roll, lambda net, out: [Held({"out": out}), IMAGE[:1].to(out.dtype)]), IMAGE),
     "other batch": (Net(lambda net, h: h.roll(1, 1) if len(h) != 2 else h), IMAGE),
-    "other size": (Net(lambda net, h: h.roll(1, 1) if h.shape[-1] < 16 else h), IMAGE),
+    "other size": (Net(lambda net, h: h.roll(1, 1) if h.shape[-1] != 16 else h), IMAGE),
     "hardly scaled": (Net(lambda net, h: h + 1e-4 * h.roll(1, 1)), IMAGE),
 }
 

@@ -107,7 +107,7 @@ class Checkpoint:
         if books is not None:
             books = Conservation(books["start"], books["input"], tuple(Flow(**flow) for flow in books["flows"]))
         if plan is not None:
-            state.plan = self._plan(Plan.from_json(plan))
+            state.plan = self._plan(Plan.from_json(plan), state.frozen)
             small = cut(self.original, state.plan)
             for item in self.settings.schedule.carry:
                 carry_over(item, state.model, small, state.plan)
@@ -120,13 +120,15 @@ class Checkpoint:
         units = {makers[int(i)].sites[0]: values.numpy() for i, values in _under("score/", tensors).items()}
         state.scores = Scores(criterion.name, units, criterion.aggregate, books) if units else None
 
-    def _plan(self, found: Plan) -> Plan:
+    def _plan(self, found: Plan, frozen: Mapping[str, str]) -> Plan:
         """The plan that the graph makes of a saved one's groups. Any other content was not written by a run."""
         removed = np.zeros(len(self.graph.root), np.bool_)
         if max(found.groups, default=0) >= len(removed):
             raise ValueError("its plan has groups that the model does not have")
         removed[list(found.groups)] = True
-        made = plan_for(self.graph, removed)
+        # A layer that stays since a later step still counts in the plan.
+        stays = {name: reason for name, reason in frozen.items() if name not in found.layers}
+        made = plan_for(self.graph.frozen(stays), removed)
         if replace(found, before=made.before, after=made.after) != made:
             raise ValueError("its plan does not belong to its groups")
         return made

@@ -112,7 +112,8 @@ class Steps:
             if target.timed:
                 model, plan, latency = self._to_latency(state, scores, model, plan, limit)
         except VerificationError as error:
-            return self._learn(state, plan, error)
+            self._learn(state, plan, error)
+            return self.next(state)
         for item in self.settings.schedule.carry:
             carry_over(item, state.model, model, difference(plan, state.plan))
         model = self._improved(model, number)

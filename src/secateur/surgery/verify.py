@@ -34,7 +34,7 @@ _LIMITS = {torch.float64: (1e-10, 1e-6), torch.float32: (1e-5, 1e-30)}
 _COARSE = (1e-4, 1e-6)  # in float32, for a forward that does not run in float64
 # Above these, float32 is tried first: MACs on the example, MACs on our own inputs, and parameters.
 _MACS, _OWN_MACS, _PARAMETERS = 3e8, 2e10, 2e8
-_LIGHT = 1e7
+_LIGHT = 1e7  # in training mode float32 is tried first above this
 _MOST_CHECKS, _MOST_ALIKE = 80, 40
 
 
@@ -153,7 +153,7 @@ def _trials(model: nn.Module, plan: Plan, example: Example) -> list[Trial]:
     trials += [second] if second is not None else []
     if _reads_training(model):
         learning = replace(trials[-1].probe, name=f"{trials[-1].probe.name} in training mode", training=True)
-        third, _ = _first_taken(masked, [learning], model, plan, _OWN_MACS)
+        third, _ = _first_taken(masked, [learning], model, plan, _LIGHT)
         finite = third is not None and all(bool(torch.isfinite(t).all()) for t in third.masked.outputs if _real(t))
         trials += [third] if third is not None and finite else []
     return trials
@@ -213,7 +213,7 @@ def _fault(model: nn.Module, small: nn.Module, plan: Plan, trials: Sequence[Tria
         found = _run_small(net, model, plan, trial)
         if isinstance(found, Fault):
             return found
-        done.append(found)
+        done += [found] if found is not None else []
     scales = _scales([trial.masked.outputs for trial, _ in done])
     for trial, seen in done:
         what = _difference(trial, seen.outputs, scales, _LIMITS[trial.wide])
@@ -224,8 +224,11 @@ def _fault(model: nn.Module, small: nn.Module, plan: Plan, trials: Sequence[Tria
     return _unproven(net, model, plan, done)
 
 
-def _run_small(net: _Net, model: nn.Module, plan: Plan, trial: Trial) -> tuple[Trial, Seen] | Fault:
-    """What the smaller model returns where the masked one returned something, with the same noise."""
+def _run_small(net: _Net, model: nn.Module, plan: Plan, trial: Trial) -> tuple[Trial, Seen] | Fault | None:
+    """What the smaller model returns where the masked one returned something, with the same noise.
+
+    None if the original, which decides, does not take the probe either.
+    """
     try:
         seen = net.run(trial.probe, trial.wide)
         if seen.drawn != trial.masked.drawn:
@@ -236,9 +239,20 @@ def _run_small(net: _Net, model: nn.Module, plan: Plan, trial: Trial) -> tuple[T
             masked = _Net(reference(model, plan)).run(trial.probe, trial.wide, even)
             trial, seen = replace(trial, masked=masked), net.run(trial.probe, trial.wide, even)
     except Exception as error:
+        if not _takes(model, trial):
+            return None
         what = f"the smaller model does not run on {trial.probe.name}: {type(error).__name__}: {error}"
         return Fault(trial, what.rstrip("."))
     return trial, seen
+
+
+def _takes(model: nn.Module, trial: Trial) -> bool:
+    try:
+        _Net(shared_copy(model)).run(trial.probe, trial.wide)
+    except Exception as error:
+        log.debug("%s is not taken by the original: %s", trial.probe.name, error)
+        return False
+    return True
 
 
 def _decided(
@@ -254,6 +268,8 @@ def _decided(
     found = _run_small(net, model, plan, trial)
     if isinstance(found, Fault):
         return found.trial, found.what
+    if found is None:
+        return trial, ""
     return found[0], _difference(found[0], found[1].outputs, scales, _LIMITS[torch.float64])
 
 
