@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from secateur.nest import tensors_in
-from secateur.ops.layers import column, head, narrow, spread, varying
+from secateur.ops.layers import column, head, is_zero, lost, narrow, spread, varying
 from secateur.ops.protocols import LabelVerbs, RelevanceVerbs
 from secateur.ops.table import Call, Operation, Query, Readout, Rule, Ruled, averages, moves, register, register_named
 
@@ -108,7 +108,10 @@ class Concat(_Joined):
                 for rival in tensors:
                     if rival is not tensor:
                         labels.match(layer, rival, dim, call.site)
-                across.setdefault(tuple(varying(layer)), head(layer, [dim]).expand(output.shape))
+                joined, over = head(layer, [dim]).expand(output.shape), tuple(varying(layer))
+                before = across.setdefault(over, joined)
+                if not is_zero(joined):  # 0 only where each of them is
+                    across[over] = lost(before)
         layers += across.values()
         labels.set(output, [layer for layer in layers if bool((narrow(layer) != 0).any())])
 
@@ -137,7 +140,7 @@ class Stack(_Joined):
             ([layer.unsqueeze(dim) for layer in labels.layers(t)], list(t.unsqueeze(dim).shape))
             for t in tensors_in(call["tensors"])
         ]
-        labels.merge(output, operands, call.site)
+        labels.merge(output, operands, call.site, all)
 
 
 class Pad(Operation):
@@ -153,7 +156,8 @@ class Pad(Operation):
                 continue
             if any(amount < 0 for amount in pad):
                 labels.freeze(layer, f"{call.site} cuts units at fixed places")
-            layers.append(F.pad(narrow(layer), pad).expand(output.shape))
+            padded = F.pad(narrow(layer), pad).expand(output.shape)
+            layers.append(lost(padded) if self._constant(call) and call["value"] else padded)
         labels.set(output, layers)
 
     def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
@@ -183,7 +187,7 @@ class Blocks(Ruled):
         else:
             rows = made.reshape(size, -1)
             labels.tie_rows(rows)
-            made = rows[:, 0]
+            made = np.where((rows < 0).any(1), -abs(rows[:, 0]), rows[:, 0])
         labels.set(output, [spread(made, self.after, output.shape)])
 
 
