@@ -18,7 +18,7 @@ from secateur.ops.table import Call, Rule, Ruled, averages, moves, register, reg
 class Reduction(Elementwise):
     """Folds dimensions away, or compares two tensors as `torch.max(a, b)` does. Units across the dimensions pass.
 
-    Units along them are frozen, unless `zero_is_neutral`: zeros do not count, as in a sum. `keeps_zero`: zeros become 0.
+    Units along them are frozen, unless `zero_is_neutral`: zeros do not count, as in a sum. `keeps_zero`: 0 stays 0.
     """
 
     scalars = False

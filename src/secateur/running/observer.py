@@ -21,7 +21,18 @@ from torch.overrides import TorchFunctionMode
 
 from secateur.errors import UnknownOperationError, UnsupportedModelError
 from secateur.nest import tensors_in
-from secateur.ops.table import Call, Decomposed, Function, Operation, Query, Site, function_name, in_order, lookup
+from secateur.ops.table import (
+    Call,
+    Decomposed,
+    Function,
+    Operation,
+    Query,
+    Readout,
+    Site,
+    function_name,
+    in_order,
+    lookup,
+)
 from secateur.running.copies import named_modules
 
 
@@ -51,6 +62,9 @@ class Observer(TorchFunctionMode):
         """The arguments of a call as the operation shall see them, and the tensors among them if that is known."""
         return args, kwargs, None
 
+    def reads_out(self) -> None:
+        """Numbers of a tensor are brought to Python."""
+
     def concerns(self, value: Any) -> bool:
         """Whether a tensor carries what this observer tracks, so that an unknown function on it must be refused."""
         return True
@@ -79,6 +93,8 @@ class Observer(TorchFunctionMode):
         if operation is None:
             return self.unknown(func, args, kwargs)
         if isinstance(operation, Query):
+            if isinstance(operation, Readout):
+                self.reads_out()
             return func(*args, **kwargs)
         if isinstance(operation, Decomposed):
             with self.again():

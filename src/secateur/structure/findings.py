@@ -15,6 +15,7 @@ from torch import Tensor
 
 from secateur.ops.layers import Labels, narrow, varying
 from secateur.ops.table import Site
+from secateur.structure.trace import Step
 
 
 @dataclass(frozen=True)
@@ -126,6 +127,8 @@ class Findings:
         self.norms: list[NormSite] = []
         self.heads: list[tuple[Site, Labels]] = []
         self.producers: dict[int, Producer] = {}
+        #: What every call did.
+        self.steps: dict[Site, Step] = {}
         #: Names of parameters and buffers that took part.
         self.seen: set[str] = set()
 

@@ -72,13 +72,13 @@ class Heads:
     groups: Labels
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class RepeatedSize:
-    """An attribute of the user's own module that repeats the size of an axis and must shrink with it."""
+    """An attribute of the user's own module that is the number of these labels and must shrink with them."""
 
     path: str
     name: str
-    axis: int
+    labels: Labels
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -26,11 +26,12 @@ from secateur.errors import SecateurError
 from secateur.nest import map_leaves, tensors_in
 from secateur.ops.layers import Labels, Layers, compact, is_zero, lost, narrow, spread, varying
 from secateur.ops.protocols import Zero, never
-from secateur.ops.table import Call, Site
+from secateur.ops.table import Call, Function, Site
 from secateur.running.copies import meta_copy, named_tensors, shared_copy
 from secateur.running.observer import Observer
 from secateur.running.sandbox import Example, quiet, run, run_or_explain, to_meta
 from secateur.structure.findings import AxisTable, CostTerm, Findings, NormSite
+from secateur.structure.trace import MAKERS, Step, numbers_made, numbers_of
 
 log = logging.getLogger("secateur")
 
@@ -46,12 +47,25 @@ class LabelPass(Observer):
         super().__init__(model)
         self.found = Findings(axes, lambda: self.path or "the forward")
         self.labels = TensorLabels(model, self.found)
+        #: Whether numbers that tensors hold steer the forward. Then a smaller model may well do other things.
+        self.steered = False
+        self._numberless = all(t.is_meta for _, t in named_tensors(model) if t.is_floating_point())
+
+    def reads_out(self) -> None:
+        self.steered |= not self._numberless
 
     def observe(self, call: Call) -> Any:
         output = call.operation.rehearse(call)
         call.operation.channels(self.labels, call, output)
         self._count_written(call, output)
+        made = tuple((tuple(tensor.shape), self.labels.layers(tensor)) for tensor in tensors_in(output))
+        self.found.steps[call.site] = Step(numbers_of(call), made)
         return output
+
+    def unknown(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func in MAKERS:
+            self.found.steps[self.site(func)] = Step(numbers_made(func, args, kwargs))
+        return super().unknown(func, args, kwargs)
 
     def _count_written(self, call: Call, output: Any) -> None:
         """How many numbers the call writes, by whose they are. Views write none; what is done in place does."""
@@ -172,7 +186,7 @@ class TensorLabels:
         self.tie_rows(rows.numpy())
         heads = _heads(small, dims)
         if not is_zero(small):
-            heads = torch.where(small.amin(dims, keepdim=True) < 0, -heads.abs(), heads)
+            heads = torch.where(small.amin(tuple(dims), keepdim=True) < 0, -heads.abs(), heads)
         return heads.expand(layer.shape)
 
     def freeze_tensor(self, tensor: Any, reason: str) -> None:
