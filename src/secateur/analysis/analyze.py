@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from secateur.analysis.trial import Trial
+from secateur.analysis.variants import freeze_never_run, other_sizes, trains_otherwise
 from secateur.errors import SecateurError, UnsupportedModelError
 from secateur.nest import tensors_of_output
 from secateur.running.copies import check_followed, unwrap
@@ -44,22 +45,34 @@ def analyze(model: nn.Module, example: Example) -> Graph:
             )
     copy, inputs, watched, output = watch_copy(model, example)
     passes = [_with_frozen_output(watched, output)]
-    if any(name not in watched.found.seen for name, _ in model.named_parameters()):
+    unseen = any(name not in watched.found.seen for name, _ in model.named_parameters())
+    if unseen or trains_otherwise(copy, inputs, output):
         # Auxiliary heads run only in training; what they read must shrink with the rest.
         copy.train()
-        try:
-            passes.append(_with_frozen_output(*watch(copy, inputs, watched.found.axes)))
-        except SecateurError:
-            raise
-        except Exception as error:  # e.g. batch norm refuses a single value per channel
-            log.debug("no forward in training mode: %s", error)
-        finally:
-            copy.eval()
+        passes += _another_pass(copy, inputs, watched)
+        copy.eval()
+    if watched.sized and watched.numberless:
+        # Code that reads sizes may couple other units for another input.
+        passes += next((found for x in other_sizes(inputs) if (found := _another_pass(copy, x, watched))), [])
+    freeze_never_run(model, passes)
     trial = Trial(copy, inputs, {} if watched.steered else watched.found.steps)
     while True:
         graph = build(model, example, passes, trial.blocked, tuple(trial.repeated.values()))
         if not trial.finds_more(graph):
             return graph
+
+
+def _another_pass(copy: nn.Module, inputs: Example, first: LabelPass) -> list[Findings]:
+    """What a further label pass finds; nothing if the forward does not run so."""
+    try:
+        return [_with_frozen_output(*watch(copy, inputs, first.found.axes))]
+    except SecateurError:
+        if copy.training:  # what trains must be understood; another size need not be possible
+            raise
+        return []
+    except Exception as error:  # e.g. batch norm refuses a single value per channel
+        log.debug("no further label pass for %s: %s", type(copy).__name__, error)
+        return []
 
 
 def _with_frozen_output(watched: LabelPass, output: Any) -> Findings:

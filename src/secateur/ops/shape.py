@@ -12,7 +12,19 @@ from torch import Tensor
 from secateur.nest import tensors_in
 from secateur.ops.layers import column, head, is_zero, lost, narrow, spread, varying
 from secateur.ops.protocols import LabelVerbs, RelevanceVerbs
-from secateur.ops.table import Call, Operation, Query, Readout, Rule, Ruled, averages, moves, register, register_named
+from secateur.ops.table import (
+    Call,
+    Operation,
+    Query,
+    Readout,
+    Rule,
+    Ruled,
+    SizeQuery,
+    averages,
+    moves,
+    register,
+    register_named,
+)
 
 
 class Move(Ruled):
@@ -292,9 +304,10 @@ register_named("input shifts dims=None", "roll", Roll())
 register_named("input *dims", "flip", Roll())
 register_named("input dim index sparse_grad=False", "gather", Fixed(_LOOKED_UP))
 register_named("input|theta *rest", "affine_grid masked_select nonzero", Fixed(_LOOKED_UP))
-register_named("input *rest", "size dim numel nelement ndimension stride element_size storage_offset data_ptr", Query())
+register_named("input *rest", "dim ndimension stride element_size storage_offset data_ptr", Query())
+register_named("input *rest", "size numel nelement __len__", SizeQuery())
 register_named("input *rest", "is_floating_point is_complex is_contiguous is_same_size is_signed is_inference", Query())
-register_named("input *rest", "is_conj is_neg is_pinned has_names get_device untyped_storage __len__ __hash__", Query())
+register_named("input *rest", "is_conj is_neg is_pinned has_names get_device untyped_storage __hash__", Query())
 register_named("input *rest", "new_zeros new_ones new_empty new_full new_tensor", Query())
 register_named("input *rest", "register_hook retain_grad backward", Query())
 register_named("input *rest", "item tolist numpy is_nonzero __bool__ __int__ __float__ __index__", Readout())
@@ -310,6 +323,7 @@ def _getters(names: str) -> list[Any]:
 
 
 register("input *rest", *_getters("T mT H mH"), operation=Move())
-register("input *rest", *_getters("shape device dtype ndim layout requires_grad grad_fn grad"), operation=Query())
+register("input *rest", *_getters("shape"), operation=SizeQuery())
+register("input *rest", *_getters("device dtype ndim layout requires_grad grad_fn grad"), operation=Query())
 register("input *rest", *_getters("is_cuda is_leaf is_nested is_sparse is_quantized"), operation=Query())
 register("input *rest", torch._assert, torch.get_default_dtype, operation=Query())

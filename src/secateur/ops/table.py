@@ -221,6 +221,10 @@ class Query(Operation):
         pass
 
 
+class SizeQuery(Query):
+    """Brings sizes to Python."""
+
+
 class Readout(Query):
     """Brings numbers to Python."""
 

@@ -27,7 +27,6 @@ from secateur.ops.table import (
     Function,
     Operation,
     Query,
-    Readout,
     Site,
     function_name,
     in_order,
@@ -62,8 +61,8 @@ class Observer(TorchFunctionMode):
         """The arguments of a call as the operation shall see them, and the tensors among them if that is known."""
         return args, kwargs, None
 
-    def reads_out(self) -> None:
-        """Numbers of a tensor are brought to Python."""
+    def asks(self, operation: Query) -> None:
+        """The forward asks for a size, a number or another fact about a tensor."""
 
     def concerns(self, value: Any) -> bool:
         """Whether a tensor carries what this observer tracks, so that an unknown function on it must be refused."""
@@ -93,8 +92,7 @@ class Observer(TorchFunctionMode):
         if operation is None:
             return self.unknown(func, args, kwargs)
         if isinstance(operation, Query):
-            if isinstance(operation, Readout):
-                self.reads_out()
+            self.asks(operation)
             return func(*args, **kwargs)
         if isinstance(operation, Decomposed):
             with self.again():

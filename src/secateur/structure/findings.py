@@ -129,8 +129,9 @@ class Findings:
         self.producers: dict[int, Producer] = {}
         #: What every call did.
         self.steps: dict[Site, Step] = {}
-        #: Names of parameters and buffers that took part.
+        #: Names of parameters and buffers that took part, and paths of modules that ran.
         self.seen: set[str] = set()
+        self.ran: set[str] = {""}
 
     def join(self, a: Labels, b: Labels) -> None:
         """These labels, pair by pair, leave together. A label paired with 0 cannot leave."""

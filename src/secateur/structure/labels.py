@@ -26,7 +26,7 @@ from secateur.errors import SecateurError
 from secateur.nest import map_leaves, tensors_in
 from secateur.ops.layers import Labels, Layers, compact, is_zero, lost, narrow, spread, varying
 from secateur.ops.protocols import Zero, never
-from secateur.ops.table import Call, Function, Site
+from secateur.ops.table import Call, Function, Query, Readout, Site, SizeQuery
 from secateur.running.copies import meta_copy, named_tensors, shared_copy
 from secateur.running.observer import Observer
 from secateur.running.sandbox import Example, quiet, run, run_or_explain, to_meta
@@ -49,10 +49,19 @@ class LabelPass(Observer):
         self.labels = TensorLabels(model, self.found)
         #: Whether numbers that tensors hold steer the forward. Then a smaller model may well do other things.
         self.steered = False
-        self._numberless = all(t.is_meta for _, t in named_tensors(model) if t.is_floating_point())
+        #: Whether code reads sizes, so that it may do other things for another input.
+        self.sized = False
+        self.numberless = all(t.is_meta for _, t in named_tensors(model) if t.is_floating_point())
 
-    def reads_out(self) -> None:
-        self.steered |= not self._numberless
+    def asks(self, operation: Query) -> None:
+        if isinstance(operation, SizeQuery):
+            self.sized = True
+        elif isinstance(operation, Readout):
+            self.steered |= not self.numberless
+
+    def enter(self, module: nn.Module) -> None:
+        super().enter(module)
+        self.found.ran.add(self.path)
 
     def observe(self, call: Call) -> Any:
         output = call.operation.rehearse(call)
