@@ -106,11 +106,17 @@ AS_NUMBERS: dict[str, Body] = {
     "size in a comparison": lambda m, y: y * (y > y.shape[1] / 30),
     "size as a tensor": lambda m, y: y / torch.tensor(float(y.shape[1])),
     "size fills": lambda m, y: y / torch.full((1,), y.shape[1], dtype=y.dtype),
+    "size fills a tensor like it": lambda m, y: y * y.new_full((1,), y.shape[1]),
+    "size as a new tensor": lambda m, y: y * y.new_tensor([y.shape[1]]),
+    "size in an epsilon": lambda m, y: F.layer_norm(y, tuple(y.shape[2:]), eps=0.1 * y.shape[1]),
+    "size in a slope": lambda m, y: F.leaky_relu(y, 1 / y.shape[1]),
+    "size written in place": lambda m, y: y * torch.ones(()).fill_(y.shape[1]),
     "size of a clamp": lambda m, y: y.clamp(max=y.shape[1] / 30),
     "size of a parameter": lambda m, y: y / m.stem.weight.shape[0],
     "in a function": lambda m, y: y * helper(y),
     "out_channels": lambda m, y: y / m.stem.out_channels,
     "branch on a size": lambda m, y: y * 2 if y.shape[1] > 15 else y,
+    "loop over a size": lambda m, y: sum(y for _ in range(y.shape[1] // 4)),
     "another way for a size": lambda m, y: y.tanh() if y.shape[1] > 15 else y.relu(),
 }
 
@@ -120,7 +126,7 @@ def test_sizes_that_are_computed_with_stay(name: str) -> None:
     graph = exact(Image(AS_NUMBERS[name]), picture())
     assert graph.total_units == 6
     assert "size" in reasons(graph)["stem"]
-    if "branch" not in name and "way" not in name:
+    if not name.startswith(("branch", "another", "loop")):
         assert "its size is used as a number in torch" in reasons(graph)["stem"]
 
 

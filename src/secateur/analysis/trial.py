@@ -17,8 +17,6 @@ from secateur.structure.graph import Graph, Layer, RepeatedSize
 from secateur.structure.trace import Comparison, Step, remade
 from secateur.surgery.cut import cut
 
-#: Counts that differ between this many neighbouring layers in the first trial.
-_COUNTS = 5
 Attributes = dict[tuple[str, str], RepeatedSize]
 
 
@@ -46,8 +44,8 @@ class Trial:
         return self._known > before
 
     def _breaks(self, graph: Graph, layers: list[Layer]) -> str | None:
-        """Why these layers cannot shrink, or None. Sizes that must be equal differ in one of two trials."""
-        found = (self._differs(graph, _some_of_each(graph, layers, second)) for second in (False, True))
+        """Why these layers cannot shrink, or None."""
+        found = (self._differs(graph, removed) for removed in _removals(graph, layers))
         return next((reason for reason in found if reason is not None), None)
 
     def _differs(self, graph: Graph, removed: Mask) -> str | None:
@@ -156,12 +154,19 @@ def _alike(layers: list[Layer]) -> list[list[Layer]]:
     return list(kinds.values())
 
 
-def _some_of_each(graph: Graph, layers: list[Layer], second: bool) -> Mask:
-    """Units of every layer to remove: different counts, so that sizes which must equal each other are found. Layers
-    that lose as many in the first trial lose different counts in the second."""
+def _removals(graph: Graph, layers: list[Layer]) -> Iterator[Mask]:
+    """Units of every layer to remove, never all. Each layer loses another number of them, so that sizes which must
+    equal each other are found. If layers are too small for that, they lose other numbers in a second trial."""
+    ordered = sorted(layers, key=lambda layer: len(layer.groups))
+    counts = [1 + rank + len(layer.groups) // 8 for rank, layer in enumerate(ordered)]
+    yield _removal(graph, ordered, counts)
+    if any(count >= max(2, len(layer.groups)) for count, layer in zip(counts, ordered, strict=True)):
+        yield _removal(graph, ordered, [1 + rank % 3 for rank in range(len(ordered))])
+
+
+def _removal(graph: Graph, layers: list[Layer], counts: list[int]) -> Mask:
     removed = np.zeros(len(graph.root), np.bool_)
-    for i, layer in enumerate(layers):
-        wanted = 1 + (i // _COUNTS if second else i) % _COUNTS + (len(layer.groups) // 4 if second else 0)
+    for layer, wanted in zip(layers, counts, strict=True):
         count = max(1, min(wanted, len(layer.groups) - 1))
         begin = (len(layer.groups) - count + 1) // 2
         removed[layer.groups[begin : begin + count]] = True

@@ -63,7 +63,7 @@ class BatchNorm(ChannelNorm):
     def rehearse(self, call: Call) -> Any:
         """Torch takes milliseconds over a batch norm without numbers, by decomposing it; the shape is all we need."""
         x: Tensor = call["input"]
-        if not x.is_meta or (call["training"] and x.numel() == x.shape[1]):  # torch refuses a single number
+        if not x.is_meta:  # with one number per channel, torch would refuse to train; the shape is the same
             return call.run()
         for name in _VECTORS:
             vector = call[name]

@@ -26,7 +26,7 @@ from secateur.errors import SecateurError
 from secateur.nest import map_leaves, tensors_in
 from secateur.ops.layers import Labels, Layers, compact, is_zero, lost, narrow, spread, varying
 from secateur.ops.protocols import Zero, never
-from secateur.ops.table import Call, Function, Query, Readout, Site, SizeQuery
+from secateur.ops.table import Call, Function, Readout, Site, SizeQuery, lookup
 from secateur.running.copies import meta_copy, named_tensors, shared_copy
 from secateur.running.observer import Observer
 from secateur.running.sandbox import Example, quiet, run, run_or_explain, to_meta
@@ -53,11 +53,14 @@ class LabelPass(Observer):
         self.sized = False
         self.numberless = all(t.is_meta for _, t in named_tensors(model) if t.is_floating_point())
 
-    def asks(self, operation: Query) -> None:
+    def passes_by(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        operation = lookup(func)
         if isinstance(operation, SizeQuery):
             self.sized = True
         elif isinstance(operation, Readout):
             self.steered |= not self.numberless
+        elif func in MAKERS:
+            self.found.steps[self.site(func)] = Step(numbers_made(func, args, kwargs))
 
     def enter(self, module: nn.Module) -> None:
         super().enter(module)
@@ -70,11 +73,6 @@ class LabelPass(Observer):
         made = tuple((tuple(tensor.shape), self.labels.layers(tensor)) for tensor in tensors_in(output))
         self.found.steps[call.site] = Step(numbers_of(call), made)
         return output
-
-    def unknown(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if func in MAKERS:
-            self.found.steps[self.site(func)] = Step(numbers_made(func, args, kwargs))
-        return super().unknown(func, args, kwargs)
 
     def _count_written(self, call: Call, output: Any) -> None:
         """How many numbers the call writes, by whose they are. Views write none; what is done in place does."""

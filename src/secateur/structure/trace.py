@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from secateur.nest import leaves, tensors_in
+from secateur.nest import tensors_in
 from secateur.ops.layers import Layers, narrow, varying
 from secateur.ops.table import Call, Function, Site
 from secateur.running.copies import named_modules
@@ -27,6 +27,8 @@ MAKERS: dict[Function, slice] = {
     torch.scalar_tensor: slice(0, 1),
     torch.full: slice(1, 2),
     torch.linspace: slice(0, 2),
+    Tensor.new_tensor: slice(1, 2),
+    Tensor.new_full: slice(2, 3),
 }
 Shape = tuple[int, ...]
 Mask = np.ndarray[tuple[int], np.dtype[np.bool_]]
@@ -56,19 +58,28 @@ def _without(shape: Shape, layers: Layers, gone: Mask) -> Shape:
 
 
 def numbers_of(call: Call) -> tuple[Any, ...]:
-    """The plain numbers that a call computes with."""
-    return _numbers((call.args, call.kwargs)) if call.operation.scalars else ()
+    """The plain numbers that a call computes with. Whole ones may be sizes and places; others never are."""
+    return _numbers((call.args, call.kwargs), _ANY if call.operation.scalars else _BROKEN)
 
 
 def numbers_made(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
     """The plain numbers of which a function without an entry makes a tensor."""
     which = MAKERS.get(function)
     given = kwargs.get("data", kwargs.get("fill_value"))
-    return () if which is None else _numbers((args[which], given))
+    return () if which is None else _numbers((args[which], given), _ANY)
 
 
-def _numbers(values: Any) -> tuple[Any, ...]:
-    return tuple(leaf for leaf in leaves(values) if isinstance(leaf, int | float) and not isinstance(leaf, bool))
+_ANY, _BROKEN = frozenset({int, float}), frozenset({float})
+
+
+def _numbers(values: Any, kinds: Collection[type]) -> tuple[Any, ...]:
+    found: list[Any] = []
+    for value in values.values() if isinstance(values, dict) else values:
+        if type(value) in kinds:
+            found.append(value)
+        elif isinstance(value, tuple | list | dict) and value:
+            found.extend(_numbers(value, kinds))
+    return tuple(found)
 
 
 class Comparison(Rehearsal):
@@ -86,10 +97,9 @@ class Comparison(Rehearsal):
         self._compare(call.site, numbers_of(call), output)
         return output
 
-    def unknown(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def passes_by(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if func in MAKERS:
             self._compare(self.site(func), numbers_made(func, args, kwargs), None)
-        return super().unknown(func, args, kwargs)
 
     def _compare(self, site: Site, numbers: tuple[Any, ...], output: Any) -> None:
         if self.difference is not None or site.path in self._others:
