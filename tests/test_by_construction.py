@@ -457,3 +457,25 @@ def test_norms_keep_the_shape_of_the_example() -> None:
     """A second pass with another size meets the same norms, over other positions."""
     net = nn.Sequential(nn.Conv2d(3, 8, 1), nn.GroupNorm(1, 8), nn.Upsample(scale_factor=2), nn.Conv2d(8, 4, 1))
     assert exact(net, picture()).total_units == 8
+
+
+def test_what_a_forward_keeps_from_its_first_run_changes_nothing() -> None:
+    class Caching(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.bias = nn.Linear(6, 12), nn.Linear(12, 5), nn.Parameter(torch.ones(12))
+            self.kept: dict[int, Tensor] = {}
+
+        def forward(self, x: Tensor) -> Tensor:
+            if len(x) not in self.kept:
+                self.kept[len(x)] = self.bias.abs()
+            return self.b(self.a(x) + self.kept.pop(len(x)))
+
+    class Keeping(Caching):
+        def forward(self, x: Tensor) -> Tensor:
+            if not self.kept:
+                self.kept[0] = torch.arange(7)[:7].view(7, 1) / 7
+            return self.b(self.a(x) + self.bias + 0 * self.kept[0].to(x))
+
+    assert exact(Caching(), words()).total_units == 12
+    assert exact(Keeping(), words()).total_units == 12

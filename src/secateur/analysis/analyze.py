@@ -12,7 +12,7 @@ from secateur.analysis.trial import Trial
 from secateur.analysis.variants import freeze_never_run, other_sizes, trains_otherwise
 from secateur.errors import SecateurError, UnsupportedModelError
 from secateur.nest import tensors_of_output
-from secateur.running.copies import check_followed, unwrap
+from secateur.running.copies import check_followed, meta_copy, shared_copy, unwrap
 from secateur.running.sandbox import Example, leaves_no_trace
 from secateur.structure.findings import Findings
 from secateur.structure.graph import Graph, build
@@ -55,7 +55,9 @@ def analyze(model: nn.Module, example: Example) -> Graph:
         # Code that reads sizes may couple other units for another input.
         passes += next((found for x in other_sizes(inputs) if (found := _another_pass(copy, x, watched))), [])
     freeze_never_run(model, passes)
-    trial = Trial(copy, inputs, {} if watched.steered else watched.found.steps)
+    # A forward may keep what it computed, so that the copy that ran would now do other things.
+    fresh = (meta_copy if watched.numberless else shared_copy)(model).eval()
+    trial = Trial(fresh, inputs, {} if watched.steered else watched.found.steps)
     while True:
         graph = build(model, example, passes, trial.blocked, tuple(trial.repeated.values()))
         if not trial.finds_more(graph):
