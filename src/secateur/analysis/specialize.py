@@ -112,6 +112,7 @@ def _output_rows(model: nn.Module, graph: Graph, example: Example) -> Labels:
     watched, made = watch(shared_copy(model).eval(), example, AxisTable(graph.axes.axes))
     output = logits_of(made)
     found = watched.labels.along(output, 1) if output.ndim > 1 else None
+    found = None if found is None else np.abs(found)
     if found is None or not found.all() or found.max() >= len(graph.root):
         raise UnsupportedModelError(
             f"{type(model).__name__} returns a tensor of shape {tuple(output.shape)} whose dimension 1 is not "

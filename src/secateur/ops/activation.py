@@ -10,7 +10,7 @@ from torch import Tensor
 
 from secateur.ops.elementwise import operands_of
 from secateur.ops.layers import varying
-from secateur.ops.protocols import LabelVerbs, RelevanceVerbs
+from secateur.ops.protocols import LabelVerbs, RelevanceVerbs, never
 from secateur.ops.table import Call, Decomposed, Operation, Ruled, register, register_named, stops
 
 
@@ -18,8 +18,19 @@ class Unary(Ruled):
     """A function of one tensor that leaves every number in its place. What a removed channel would have turned into
     is discarded with its consumers' weights."""
 
+    scalars = True
+
+    def zero(self, call: Call) -> bool:
+        """Whether it makes 0 of 0: it is tried. What depends on other tensors too is not trusted."""
+        if len(call.tensors()) > 1:
+            return False
+        try:
+            return bool((call.on(call.tensors()[0])(torch.zeros(1)) == 0).all())
+        except (RuntimeError, TypeError, ValueError):  # it takes no such tensor
+            return False
+
     def channels(self, labels: LabelVerbs, call: Call, output: Any) -> None:
-        labels.keep(call.tensors()[0], output)
+        labels.keep(call.tensors()[0], output, self.zero(call))
 
 
 class Activation(Unary):
@@ -41,7 +52,9 @@ class Clamp(Activation):
     """Limits numbers: its output is ≥ 0 if the lower bound is. A bound that is a tensor meets them one by one."""
 
     def channels(self, labels: LabelVerbs, call: Call, output: Any) -> None:
-        labels.merge(output, operands_of(labels, *call.tensors()), call.site)
+        tensors = all(item is None or isinstance(item, Tensor) for item in (*call.args, *call.kwargs.values()))
+        zero = all if tensors or self.zero(call) else never
+        labels.merge(output, operands_of(labels, *call.tensors()), call.site, zero)
 
     def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
         if any(bound.requires_grad for bound in call.tensors()[1:]):
@@ -59,6 +72,9 @@ class Identity(Unary):
     def __init__(self, scales: bool = False) -> None:
         super().__init__()
         self.scales = scales
+
+    def zero(self, call: Call) -> bool:
+        return True
 
     def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
         return relevance.copies(call, call.tensors()[0], self.scales)
@@ -78,7 +94,7 @@ class Softmax(Operation):
                 labels.freeze(layer, f"{call.site} normalises over it")
             elif dim in varying(layer):
                 labels.grid(layer, f"{call.site} normalises over it", rigid=[dim])
-        labels.keep(x, output)
+        labels.keep(x, output, zero=False)
 
     def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
         # A softmax is a gate where it multiplies; its logarithm is not.

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from secateur.errors import UnsupportedModelError
 from secateur.ops.elementwise import operands_of
-from secateur.ops.layers import Labels, column, spread, varying
+from secateur.ops.layers import Labels, column, is_zero, spread, varying
 from secateur.ops.protocols import LabelVerbs, RelevanceVerbs
 from secateur.ops.table import Call, Decomposed, Operation, register, register_named
 
@@ -42,10 +42,11 @@ class Contraction(Operation):
                 # Everything inside one head leaves with it.
                 first = next((d for d in over if own[d] in result and own[d] in shared), over[0])
                 units = column(labels.tied(layer, [d for d in over if d != first]))
-                if own[first] in carried:
-                    labels.join(carried[own[first]], units)
-                else:
-                    carried[own[first]] = units
+                known = carried.setdefault(own[first], units)
+                if known is not units:
+                    labels.join(known, units)
+                    # A product is 0 where one factor is.
+                    carried[own[first]] = np.where(units > 0, abs(known), known)
         for letter, units in carried.items():
             for tensor, own in pairs:
                 if letter not in own or tensor.shape[own.index(letter)] == 1:
@@ -54,7 +55,9 @@ class Contraction(Operation):
                     labels.freeze(units, f"multiplied by a tensor of fixed size in {call.site}")
         layers = []
         for letter, units in carried.items():
-            if letter in result:
+            if letter not in result:
+                labels.freeze(units[units < 0], f"summed by {call.site} although it is not 0 when it is masked")
+            else:
                 layers.append(spread(units, result.index(letter), output.shape))
                 if letter in shared:
                     labels.attend(units, call.site)
@@ -92,6 +95,8 @@ class MatMul(Contraction):
 class AddMatMul(MatMul):
     """`baddbmm`, `addmm`, `addmv`: a matmul, then a sum with another term."""
 
+    scalars = True
+
     def equation(self, call: Call) -> Equation:
         a, b = call["batch1"], call["batch2"]
         if b.ndim == 1:  # `addmv`
@@ -100,7 +105,7 @@ class AddMatMul(MatMul):
 
     def channels(self, labels: LabelVerbs, call: Call, output: Any) -> None:
         super().channels(labels, call, output)
-        labels.merge(output, operands_of(labels, output, call["input"]), call.site)
+        labels.merge(output, operands_of(labels, output, call["input"]), call.site, all)
 
     def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
         with relevance.again():
@@ -141,6 +146,8 @@ class Einsum(Contraction):
 class Attention(Operation):
     """`scaled_dot_product_attention`: queries, keys and values of a head leave together; the mask may have heads."""
 
+    scalars = True
+
     def channels(self, labels: LabelVerbs, call: Call, output: Any) -> None:
         query, key, value, mask = call["query"], call["key"], call["value"], call["attn_mask"]
         pairs = math.prod(query.shape[:-1]) * key.shape[-2]
@@ -166,7 +173,8 @@ class Attention(Operation):
         carrying = {id(t) for t in (query, key, value) if labels.layers(t)}
         if len(carrying) < len({id(query), id(key), id(value)}):
             labels.freeze(first, f"attends to a tensor of fixed size in {call.site}")
-        labels.set(output, [spread(first, dim, output.shape)])
+        zero = all(map(is_zero, labels.layers(value)))  # heads make 0 of values of 0
+        labels.set(output, [spread(first if zero else -abs(first), dim, output.shape)])
         labels.attend(first, call.site)
         labels.cost(call.site, pairs * (query.shape[-1] + value.shape[-1]), first)
         if mask is not None and labels.layers(mask):

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from secateur.nest import tensors_in
 from secateur.ops.layers import Layers
-from secateur.ops.protocols import LabelVerbs, RelevanceVerbs
-from secateur.ops.table import Call, Ruled, moves, passes, register, register_named, stops
+from secateur.ops.protocols import LabelVerbs, RelevanceVerbs, Zero, first, never
+from secateur.ops.table import Call, Rule, Ruled, moves, passes, register, register_named, stops
 
 
 def operands_of(labels: LabelVerbs, *tensors: Tensor | None) -> list[tuple[Layers, list[int]]]:
@@ -19,15 +19,37 @@ def operands_of(labels: LabelVerbs, *tensors: Tensor | None) -> list[tuple[Layer
 
 
 class Elementwise(Ruled):
-    """Numbers meet position by position, with broadcasting: what they belong to must leave together."""
+    """Numbers meet position by position, with broadcasting: what they belong to must leave together.
+
+    `zero`: whether the result is 0, given which of the operands are.
+    """
+
+    scalars = True
+
+    def __init__(self, rule: Rule = moves, zero: Zero = never) -> None:
+        super().__init__(rule)
+        self._zero = zero
+
+    def zero(self, call: Call) -> Zero:
+        """The same for one call, whose plain numbers count as well."""
+        return self._zero
 
     def channels(self, labels: LabelVerbs, call: Call, output: Any) -> None:
         for tensor in tensors_in(output):
-            labels.merge(tensor, operands_of(labels, *call.tensors()), call.site)
+            labels.merge(tensor, operands_of(labels, *call.tensors()), call.site, self.zero(call))
 
 
 class Choice(Elementwise):
     """One of two tensors, position by position. With the condition alone, `where` lists the places that are true."""
+
+    def zero(self, call: Call) -> Zero:
+        """Where both are."""
+        chosen = [call["input"], call["other"]]
+        tensors = sum(isinstance(item, Tensor) for item in chosen)
+        if any(not isinstance(item, Tensor) and item != 0 for item in chosen):
+            return never
+        condition = next(i for i, tensor in enumerate(call.tensors()) if tensor is call["condition"])
+        return lambda zeros: tensors > 0 and all(zero for i, zero in enumerate(zeros) if i != condition)
 
     def channels(self, labels: LabelVerbs, call: Call, output: Any) -> None:
         if call.get("other") is not None:
@@ -48,8 +70,13 @@ class Sum(Elementwise):
     """Addition, or subtraction with `sign=-1`. `reflected`: the second argument comes first, as in `rsub`."""
 
     def __init__(self, sign: int = 1, reflected: bool = False) -> None:
-        super().__init__()
+        super().__init__(zero=all)
         self.sign, self.reflected = sign, reflected
+
+    def zero(self, call: Call) -> Zero:
+        """Where all terms are."""
+        terms = call["input"], call.get("other")
+        return all if all(isinstance(term, Tensor) or term == 0 for term in terms) else never
 
     def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
         a, b = call["input"], call.get("other")
@@ -59,6 +86,9 @@ class Sum(Elementwise):
 
 class Product(Elementwise):
     """Multiplication: gates, scales, masks. Relevance goes to the signal."""
+
+    def __init__(self) -> None:
+        super().__init__(zero=any)
 
     def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
         return relevance.gates(call, [call["input"], call.get("other")])
@@ -71,7 +101,7 @@ class Quotient(Elementwise):
     """
 
     def __init__(self, reflected: bool = False) -> None:
-        super().__init__()
+        super().__init__(zero=never if reflected else first)
         self.reflected = reflected
 
     def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
@@ -80,13 +110,30 @@ class Quotient(Elementwise):
         return relevance.passes(call, upper if isinstance(upper, Tensor) and upper.requires_grad else lower)
 
 
+class MaskedFill(Elementwise):
+    """Writes one number where a mask is true."""
+
+    def zero(self, call: Call) -> Zero:
+        """Where the tensor is, if the number is 0."""
+        value = call["value"]
+        return first if not isinstance(value, Tensor) and value == 0 else never
+
+
 class Fill(Ruled):
     """A tensor like another, filled with a constant; masks that overwrite. Its shape follows the other's."""
+
+    scalars = True
+
+    def __init__(self, rule: Rule, zero: bool = False) -> None:
+        super().__init__(rule)
+        self.zero = zero
 
     def channels(self, labels: LabelVerbs, call: Call, output: Any) -> None:
         source = call.tensors()[0]
         if source.shape == output.shape:
-            labels.keep(source, output)
+            labels.keep(source, output, self.zero)
+            if self.zero:
+                labels.set(output, [layer.abs() for layer in labels.layers(output)])
 
 
 def _interpolates(relevance: RelevanceVerbs, call: Call) -> Any:
@@ -115,17 +162,18 @@ register_named("input other rounding_mode=None", "div divide true_divide", Quoti
 register_named("input other", "__truediv__ floor_divide __floordiv__", Quotient(), in_place="__itruediv__")
 register_named("input other", "remainder __mod__ fmod", Quotient())
 register_named("input other", "__rtruediv__ __rdiv__", Quotient(reflected=True))
-register_named("input end weight", "lerp", Elementwise(_interpolates), in_place="lerp_")
-register_named("input tensor1 tensor2 value=1", "addcmul", Elementwise(_adds_product), in_place="addcmul_")
+register_named("input end weight", "lerp", Elementwise(_interpolates, all), in_place="lerp_")
+register_named("input tensor1 tensor2 value=1", "addcmul", Elementwise(_adds_product, all), in_place="addcmul_")
 register_named("input tensor1 tensor2 value=1", "addcdiv", Elementwise(_adds_quotient), in_place="addcdiv_")
-register_named("input other", "maximum minimum", Elementwise(moves))
+register_named("input other", "maximum minimum", Elementwise(moves, all))
 register_named("input other|exponent", "atan2 __rpow__ float_power", Elementwise(passes))
 register_named("input other", "eq ne gt lt ge le __eq__ __ne__ __gt__ __lt__ __ge__ __le__ __xor__", Elementwise(stops))
 register_named("input other", "logical_and logical_or bitwise_and bitwise_or __and__ __or__", Elementwise(stops))
 register_named("input", "isnan isinf isfinite", Elementwise(stops))
-register_named("input mask value", "masked_fill", Elementwise(moves), in_place="masked_fill_")
-register_named("input *rest", "zeros_like ones_like empty_like full_like rand_like randn_like", Fill(stops))
-register_named("input *rest", "fill bernoulli", Fill(stops), in_place="fill_ bernoulli_ zero_ normal_ uniform_")
+register_named("input mask value", "masked_fill", MaskedFill(moves), in_place="masked_fill_")
+register_named("input *rest", "zeros_like", Fill(stops, zero=True), in_place="zero_")
+register_named("input *rest", "ones_like empty_like full_like rand_like randn_like", Fill(stops))
+register_named("input *rest", "fill bernoulli", Fill(stops), in_place="fill_ bernoulli_ normal_ uniform_")
 register("input *rest", Tensor.exponential_, operation=Fill(stops), writes=True)
 register("condition input other", torch.where, operation=Choice())
 register("input condition other", Tensor.where, operation=Choice())

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 #: Label numbers: one per index along an axis of a parameter; 0 means none.
+#: In a layer, a negative label is that of a unit whose number there may differ from 0 although the unit is masked.
 Labels = npt.NDArray[np.int64]
 #: What a tensor carries: tensors of labels, each of its shape.
 Layers = list[Tensor]
@@ -40,6 +41,19 @@ def narrow(layer: Tensor) -> Tensor:
 def column(layer: Tensor) -> Labels:
     """The labels of a layer that varies along a single dimension."""
     return narrow(layer).reshape(-1).numpy()
+
+
+def is_zero(layer: Tensor) -> bool:
+    """Whether the numbers are 0 where a unit is masked."""
+    small = layer.as_strided(
+        [size if stride else 1 for size, stride in zip(layer.shape, layer.stride(), strict=True)], layer.stride()
+    )
+    return bool(small.numpy().min() >= 0)
+
+
+def lost(layer: Tensor) -> Tensor:
+    """The layer of numbers that are not 0 where a unit is masked."""
+    return narrow(layer).abs().neg().expand(layer.shape)
 
 
 def compact(layer: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from secateur.ops.layers import Labels, column, spread, varying
+from secateur.ops.layers import Labels, column, lost, spread, varying
 from secateur.ops.protocols import LabelVerbs, RelevanceVerbs
 from secateur.ops.table import Call, Operation, register
 
@@ -28,6 +28,8 @@ def read_by_weight(labels: LabelVerbs, call: Call, read: Labels | None, taken: L
     """The units `read` leave with the columns `taken` of the weight that reads them."""
     if read is not None and taken is not None:
         labels.join(taken, read)
+        # The weight may be an activation too.
+        labels.freeze(read[(read < 0) & (taken < 0)], f"summed by {call.site} although it is not 0 when it is masked")
     else:
         labels.freeze(taken, "reads the model's input or another tensor of fixed size")
         labels.freeze(read, f"read by {call.site} through a weight of fixed size")
@@ -46,6 +48,8 @@ class Linear(Operation):
         crossing = [column(layer) for layer in passing if len(varying(layer)) == 1]
         labels.cost(call.site, output.numel() * weight.shape[-1], made, taken, *crossing)
         layers = [layer[..., :1].expand(output.shape) for layer in passing]
+        if call["bias"] is not None:  # added to what carries another kind of units
+            layers = [lost(layer) for layer in layers]
         if made is not None:
             produce_with_bias(labels, made, call, "neuron")
             layers.insert(0, spread(made, output.ndim - 1, output.shape))

@@ -11,7 +11,7 @@ from torch import Tensor
 from secateur.ops.activation import Unary
 from secateur.ops.elementwise import operands_of
 from secateur.ops.layers import spread
-from secateur.ops.protocols import LabelVerbs, RelevanceVerbs
+from secateur.ops.protocols import LabelVerbs, RelevanceVerbs, Zero, first
 from secateur.ops.table import Call, Ruled, passes, register, register_named
 
 _VECTORS = ("running_mean", "running_var", "weight", "bias")
@@ -19,6 +19,10 @@ _VECTORS = ("running_mean", "running_var", "weight", "bias")
 
 class PerChannel(Ruled):
     """The input meets vectors with one number per channel, which leave with their channels."""
+
+    def zero(self, call: Call) -> Zero:
+        """Where the input is."""
+        return first
 
     def channels(self, labels: LabelVerbs, call: Call, output: Any) -> None:
         x = call["input"]
@@ -29,10 +33,19 @@ class PerChannel(Ruled):
             if vector is not None and vector.numel() > 1:
                 held = labels.along(vector, 0)
                 operands.append(([] if held is None else [spread(held, 1, own)], own))
-        labels.merge(output, operands, call.site)
+        labels.merge(output, operands, call.site, self.zero(call))
 
 
-class BatchNorm(PerChannel):
+class ChannelNorm(PerChannel):
+    """Normalises channels, then scales and shifts each of them."""
+
+    def zero(self, call: Call) -> Zero:
+        """Where all vectors are, if a scale is among them; else the input must be 0 as well."""
+        scaled = call.get("weight") is not None
+        return lambda zeros: all(zeros[1:]) and (scaled or zeros[0])
+
+
+class BatchNorm(ChannelNorm):
     """Per channel: mean and variance from buffers, scale and shift from parameters."""
 
     differentiates = False
@@ -50,7 +63,7 @@ class BatchNorm(PerChannel):
     def rehearse(self, call: Call) -> Any:
         """Torch takes milliseconds over a batch norm without numbers, by decomposing it; the shape is all we need."""
         x: Tensor = call["input"]
-        if not x.is_meta or call["training"]:
+        if not x.is_meta:  # with one number per channel, torch would refuse to train; the shape is the same
             return call.run()
         for name in _VECTORS:
             vector = call[name]
@@ -59,7 +72,7 @@ class BatchNorm(PerChannel):
         return torch.empty_like(x)
 
 
-class InstanceNorm(PerChannel):
+class InstanceNorm(ChannelNorm):
     """Per channel and sample."""
 
     differentiates = False
@@ -72,7 +85,9 @@ class LayerNorm(Ruled):
         x, shape = call["input"], call["normalized_shape"]
         count = len(shape) if isinstance(shape, tuple | list) else 1
         labels.mixes(x, range(x.ndim - count, x.ndim), call.site)
-        labels.merge(output, operands_of(labels, x, call["weight"], call.get("bias")), call.site)
+        # Of what it mixes, the masked reference makes zeros. Units elsewhere get the shift.
+        operands = operands_of(labels, x, call["weight"], call.get("bias"))
+        labels.merge(output, operands, call.site, lambda zeros: all(zeros[1:]) if len(zeros) > 1 else zeros[0])
 
     def rehearse(self, call: Call) -> Any:
         """The shape is the input's: torch decomposes the norm, which takes milliseconds."""
@@ -88,7 +103,7 @@ class RMSNorm(LayerNorm):
     """Layer norm without the mean."""
 
 
-class GroupNorm(PerChannel):
+class GroupNorm(ChannelNorm):
     """Over groups of neighbouring channels: a group of channels leaves at once. One group is a layer norm."""
 
     def channels(self, labels: LabelVerbs, call: Call, output: Any) -> None:
@@ -102,6 +117,14 @@ class GroupNorm(PerChannel):
             for layer in labels.others(x, [0, 1]):
                 labels.freeze(layer, f"{call.site} takes statistics over it")
         super().channels(labels, call, output)
+
+
+class Normalize(Unary):
+    """Divides by a p-norm, which zeros do not change, so that removal equals masking."""
+
+    def channels(self, labels: LabelVerbs, call: Call, output: Any) -> None:
+        labels.sums(call["input"], [int(call["dim"]) % output.ndim], call.site)
+        labels.keep(call["input"], output)
 
 
 class LocalResponseNorm(Unary):
@@ -131,6 +154,5 @@ register_named("input normalized_shape weight=None bias=None eps=1e-5", "layer_n
 register_named("input normalized_shape weight=None eps=None", "rms_norm", RMSNorm(passes))
 register_named("input num_groups weight=None bias=None eps=1e-5", "group_norm", GroupNorm(passes))
 register_named("input weight", "prelu", PerChannel(passes))  # one slope per channel, or one for all
-# Zeros do not change a p-norm, so that removal equals masking.
-register("input p=2 dim=1 eps=1e-12 out=None", F.normalize, operation=Unary(passes))
+register("input p=2 dim=1 eps=1e-12 out=None", F.normalize, operation=Normalize(passes))
 register("input size alpha=1e-4 beta=0.75 k=1", F.local_response_norm, operation=LocalResponseNorm(passes))

@@ -17,6 +17,20 @@ if TYPE_CHECKING:
     from secateur.ops.table import Call, Site
 
 
+#: Whether a result is 0, given which of its operands are. `all` and `any` are such functions.
+Zero = Callable[[Sequence[bool]], bool]
+
+
+def never(zeros: Sequence[bool]) -> bool:
+    """What is computed may differ from 0 although the operands are 0."""
+    return False
+
+
+def first(zeros: Sequence[bool]) -> bool:
+    """0 where the first operand is."""
+    return zeros[0]
+
+
 class LabelVerbs(Protocol):
     """What `Operation.channels` may ask and tell a label pass."""
 
@@ -68,17 +82,25 @@ class LabelVerbs(Protocol):
     def mixes(self, tensor: Tensor, dims: Sequence[int], site: Site) -> None:
         """A norm over `dims`, in which units take part."""
 
+    def sums(self, tensor: Tensor, dims: Sequence[int], site: Site) -> None:
+        """A sum over `dims`, in which zeros do not count: units that are not 0 when they are masked cannot leave."""
+
     def move(self, call: Call, output: Any) -> None:
         """The data are moved: move the labels by the same call."""
 
-    def keep(self, source: Tensor, output: Tensor) -> None:
-        """The output carries what the source carries, in the same places."""
+    def keep(self, source: Tensor, output: Tensor, zero: bool = True) -> None:
+        """The output carries what the source carries, in the same places. `zero`: and is 0 where the source is."""
 
     def carry(self, source: Tensor, output: Tensor, mixed: Sequence[int], reason: str) -> None:
         """The dimensions in `mixed` are mixed: units along them are frozen, others go on."""
 
-    def merge(self, output: Tensor, operands: Sequence[tuple[Layers, Sequence[int]]], site: Site) -> None:
-        """Operands (layers and shape) meet position by position: labels that meet leave together."""
+    def merge(
+        self, output: Tensor, operands: Sequence[tuple[Layers, Sequence[int]]], site: Site, zero: Zero = never
+    ) -> None:
+        """Operands (layers and shape) meet position by position: labels that meet leave together.
+
+        `zero`: whether the output is 0 at a masked unit, given which of the operands are surely 0 there.
+        """
 
     def match(self, layer: Tensor, rival: Tensor, dim: int, site: Site) -> None:
         """A layer meets another tensor that is joined to its own along `dim`."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from secateur.nest import tensors_in
 from secateur.ops.elementwise import Elementwise
-from secateur.ops.layers import head, varying
+from secateur.ops.layers import head, lost, varying
 from secateur.ops.protocols import LabelVerbs
 from secateur.ops.table import Call, Rule, Ruled, averages, moves, register, register_named, stops
 
@@ -18,12 +18,14 @@ from secateur.ops.table import Call, Rule, Ruled, averages, moves, register, reg
 class Reduction(Elementwise):
     """Folds dimensions away, or compares two tensors as `torch.max(a, b)` does. Units across the dimensions pass.
 
-    Units along them are frozen, unless `zero_is_neutral`: zeros do not count, as in a sum.
+    Units along them are frozen, unless `zero_is_neutral`: zeros do not count, as in a sum. `keeps_zero`: 0 stays 0.
     """
 
-    def __init__(self, rule: Rule, zero_is_neutral: bool = False) -> None:
-        super().__init__(rule)
-        self.zero_is_neutral = zero_is_neutral
+    scalars = False
+
+    def __init__(self, rule: Rule, zero_is_neutral: bool = False, keeps_zero: bool = True) -> None:
+        super().__init__(rule, all)
+        self.zero_is_neutral, self.keeps_zero = zero_is_neutral, keeps_zero
 
     def channels(self, labels: LabelVerbs, call: Call, output: Any) -> None:
         x = call["input"]
@@ -32,6 +34,8 @@ class Reduction(Elementwise):
             super().channels(labels, call, output)
             return
         kept = []
+        if self.zero_is_neutral:
+            labels.sums(x, dims, call.site)
         for layer in labels.layers(x):
             over = varying(layer)
             if not set(over) & set(dims):
@@ -40,6 +44,8 @@ class Reduction(Elementwise):
                 kept.append(labels.tied(layer, [d for d in over if d in dims]))
             elif not self.zero_is_neutral:
                 labels.freeze(layer, f"{call.site} runs over it")
+        if not self.keeps_zero:
+            kept = [lost(layer) for layer in kept]
         for tensor in tensors_in(output):
             labels.set(tensor, [head(layer, dims).reshape(tensor.shape) for layer in kept])
 
@@ -75,7 +81,8 @@ register_named("input p=2 dim=None keepdim=False", "norm", Reduction(stops, zero
 register_named("input dim=None keepdim=False dtype=None", "mean nanmean", Reduction(averages))
 # Maximum and minimum, hard or soft: relevance goes to the winner, a zero may win.
 register_named("input dim|other=None keepdim=False", "max min amax amin argmax argmin median", Reduction(moves))
-register_named("input dim=None keepdim=False", "mode any all logsumexp", Reduction(moves))
+register_named("input dim=None keepdim=False", "mode any all", Reduction(moves))
+register_named("input dim=None keepdim=False", "logsumexp", Reduction(moves, keeps_zero=False))
 register_named("input dim=None correction|unbiased=1 keepdim=False", "var std var_mean std_mean", Reduction(stops))
 register_named("input dim=None keepdim=False dtype=None", "prod", Reduction(stops))
 register_named("input dim=-1", "cumprod", Cumulative(stops))

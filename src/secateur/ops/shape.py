@@ -10,9 +10,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from secateur.nest import tensors_in
-from secateur.ops.layers import column, head, narrow, spread, varying
+from secateur.ops.layers import column, head, is_zero, lost, narrow, spread, varying
 from secateur.ops.protocols import LabelVerbs, RelevanceVerbs
-from secateur.ops.table import Call, Operation, Query, Readout, Rule, Ruled, averages, moves, register, register_named
+from secateur.ops.table import (
+    Call,
+    Operation,
+    Query,
+    Readout,
+    Rule,
+    Ruled,
+    SizeQuery,
+    averages,
+    moves,
+    register,
+    register_named,
+)
 
 
 class Move(Ruled):
@@ -108,7 +120,10 @@ class Concat(_Joined):
                 for rival in tensors:
                     if rival is not tensor:
                         labels.match(layer, rival, dim, call.site)
-                across.setdefault(tuple(varying(layer)), head(layer, [dim]).expand(output.shape))
+                joined, over = head(layer, [dim]).expand(output.shape), tuple(varying(layer))
+                before = across.setdefault(over, joined)
+                if not is_zero(joined):  # 0 only where each of them is
+                    across[over] = lost(before)
         layers += across.values()
         labels.set(output, [layer for layer in layers if bool((narrow(layer) != 0).any())])
 
@@ -137,7 +152,7 @@ class Stack(_Joined):
             ([layer.unsqueeze(dim) for layer in labels.layers(t)], list(t.unsqueeze(dim).shape))
             for t in tensors_in(call["tensors"])
         ]
-        labels.merge(output, operands, call.site)
+        labels.merge(output, operands, call.site, all)
 
 
 class Pad(Operation):
@@ -153,7 +168,8 @@ class Pad(Operation):
                 continue
             if any(amount < 0 for amount in pad):
                 labels.freeze(layer, f"{call.site} cuts units at fixed places")
-            layers.append(F.pad(narrow(layer), pad).expand(output.shape))
+            padded = F.pad(narrow(layer), pad).expand(output.shape)
+            layers.append(lost(padded) if self._constant(call) and call["value"] else padded)
         labels.set(output, layers)
 
     def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
@@ -183,7 +199,7 @@ class Blocks(Ruled):
         else:
             rows = made.reshape(size, -1)
             labels.tie_rows(rows)
-            made = rows[:, 0]
+            made = np.where((rows < 0).any(1), -abs(rows[:, 0]), rows[:, 0])
         labels.set(output, [spread(made, self.after, output.shape)])
 
 
@@ -288,9 +304,10 @@ register_named("input shifts dims=None", "roll", Roll())
 register_named("input *dims", "flip", Roll())
 register_named("input dim index sparse_grad=False", "gather", Fixed(_LOOKED_UP))
 register_named("input|theta *rest", "affine_grid masked_select nonzero", Fixed(_LOOKED_UP))
-register_named("input *rest", "size dim numel nelement ndimension stride element_size storage_offset data_ptr", Query())
+register_named("input *rest", "dim ndimension stride element_size storage_offset data_ptr", Query())
+register_named("input *rest", "size numel nelement __len__", SizeQuery())
 register_named("input *rest", "is_floating_point is_complex is_contiguous is_same_size is_signed is_inference", Query())
-register_named("input *rest", "is_conj is_neg is_pinned has_names get_device untyped_storage __len__ __hash__", Query())
+register_named("input *rest", "is_conj is_neg is_pinned has_names get_device untyped_storage __hash__", Query())
 register_named("input *rest", "new_zeros new_ones new_empty new_full new_tensor", Query())
 register_named("input *rest", "register_hook retain_grad backward", Query())
 register_named("input *rest", "item tolist numpy is_nonzero __bool__ __int__ __float__ __index__", Readout())
@@ -306,6 +323,7 @@ def _getters(names: str) -> list[Any]:
 
 
 register("input *rest", *_getters("T mT H mH"), operation=Move())
-register("input *rest", *_getters("shape device dtype ndim layout requires_grad grad_fn grad"), operation=Query())
+register("input *rest", *_getters("shape"), operation=SizeQuery())
+register("input *rest", *_getters("device dtype ndim layout requires_grad grad_fn grad"), operation=Query())
 register("input *rest", *_getters("is_cuda is_leaf is_nested is_sparse is_quantized"), operation=Query())
 register("input *rest", torch._assert, torch.get_default_dtype, operation=Query())

@@ -157,6 +157,8 @@ class Operation:
     settles: bool = True
     #: Whether it is a ReLU, which a layer can be computed together with.
     rectifies: bool = False
+    #: Whether plain numbers among the arguments are computed with. In other operations they are sizes and places.
+    scalars: bool = False
 
     @property
     def name(self) -> str:
@@ -217,6 +219,10 @@ class Query(Operation):
 
     def channels(self, labels: LabelVerbs, call: Call, output: Any) -> None:
         pass
+
+
+class SizeQuery(Query):
+    """Brings sizes to Python."""
 
 
 class Readout(Query):

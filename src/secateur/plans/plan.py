@@ -184,9 +184,9 @@ def plan_for(graph: Graph, removed: Mask, repeated: Sequence[RepeatedSize] | Non
             norms.append(NormCut(site.path, site.function, site.visit, tuple(norm.labels.shape), indices))
     attributes = []
     for item in graph.repeated if repeated is None else repeated:
-        axis = graph.axes.axes[item.axis]
-        if indices := _places(gone[axis.base : axis.base + axis.size]):
-            attributes.append(AttributeCut(item.path, item.name, axis.size, axis.size - len(indices)))
+        if indices := _places(gone[item.labels]):
+            size = len(item.labels)
+            attributes.append(AttributeCut(item.path, item.name, size, size - len(indices)))
     layers = {}
     for layer in graph.layers:
         if layer.prunable:

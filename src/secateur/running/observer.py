@@ -21,7 +21,17 @@ from torch.overrides import TorchFunctionMode
 
 from secateur.errors import UnknownOperationError, UnsupportedModelError
 from secateur.nest import tensors_in
-from secateur.ops.table import Call, Decomposed, Function, Operation, Query, Site, function_name, in_order, lookup
+from secateur.ops.table import (
+    Call,
+    Decomposed,
+    Function,
+    Operation,
+    Query,
+    Site,
+    function_name,
+    in_order,
+    lookup,
+)
 from secateur.running.copies import named_modules
 
 
@@ -51,6 +61,9 @@ class Observer(TorchFunctionMode):
         """The arguments of a call as the operation shall see them, and the tensors among them if that is known."""
         return args, kwargs, None
 
+    def passes_by(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A function that is not observed: it asks about a tensor, or has no entry."""
+
     def concerns(self, value: Any) -> bool:
         """Whether a tensor carries what this observer tracks, so that an unknown function on it must be refused."""
         return True
@@ -77,8 +90,10 @@ class Observer(TorchFunctionMode):
         if torch._C._functorch.maybe_current_level() is not None and self._is_transformed(func, args, kwargs):
             return func(*args, **kwargs)
         if operation is None:
+            self.passes_by(func, args, kwargs)
             return self.unknown(func, args, kwargs)
         if isinstance(operation, Query):
+            self.passes_by(func, args, kwargs)
             return func(*args, **kwargs)
         if isinstance(operation, Decomposed):
             with self.again():

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from secateur.ops.layers import Labels, narrow, varying
 from secateur.ops.table import Site
+from secateur.structure.trace import Step
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,10 @@ class Producer:
 
 
 class Findings:
-    """Collects what operations say about labels. `where` names the module that is running, for reasons."""
+    """Collects what operations say about labels. `where` names the module that is running, for reasons.
+
+    Negative labels, as layers have them, mean the same units as positive ones here.
+    """
 
     def __init__(self, axes: AxisTable, where: Callable[[], str]) -> None:
         self.axes, self.where = axes, where
@@ -123,12 +127,15 @@ class Findings:
         self.norms: list[NormSite] = []
         self.heads: list[tuple[Site, Labels]] = []
         self.producers: dict[int, Producer] = {}
-        #: Names of parameters and buffers that took part.
+        #: What every call did.
+        self.steps: dict[Site, Step] = {}
+        #: Names of parameters and buffers that took part, and paths of modules that ran.
         self.seen: set[str] = set()
+        self.ran: set[str] = {""}
 
     def join(self, a: Labels, b: Labels) -> None:
         """These labels, pair by pair, leave together. A label paired with 0 cannot leave."""
-        pairs = np.stack([np.ravel(a), np.ravel(b)], 1)
+        pairs = np.abs(np.stack([np.ravel(a), np.ravel(b)], 1))
         pairs = pairs[pairs[:, 0] != pairs[:, 1]]
         if not len(pairs):
             return
@@ -154,27 +161,28 @@ class Findings:
             return
         if isinstance(labels, Tensor):
             labels = narrow(labels).reshape(-1).numpy()
-        ids = np.unique(labels)
+        ids = np.unique(np.abs(labels))
         ids = ids[ids != 0]
         if len(ids):
             self.frozen.append((ids, reason))
 
     def cost(self, site: Site, total: float, *axes: Labels | None) -> None:
         """`total` multiply-accumulates now, proportional to what is kept along each of `axes`."""
-        known = [axis for axis in axes if axis is not None]
+        known = [np.abs(axis) for axis in axes if axis is not None]
         for axis in known:
             total /= len(axis)
         self.macs.append(CostTerm(site, total, known))
 
     def produce(self, labels: Labels, site: Site, kind: str) -> None:
         """These labels number units that are made here: filters, neurons."""
+        labels = np.abs(labels)
         first = int(labels[0])
         before = self.producers[first].sites if first in self.producers else ()
         self.producers[first] = Producer((*before, site), kind, labels)
 
     def attend(self, labels: Labels, site: Site) -> None:
         """An attention product with one label per head."""
-        self.heads.append((site, labels))
+        self.heads.append((site, np.abs(labels)))
 
     def grid(
         self, layer: Tensor, reason: str, rigid: Sequence[int] = (), joins: Sequence[tuple[int, Labels]] = ()
@@ -183,8 +191,8 @@ class Findings:
         dims = varying(layer)
         if not dims:
             return
-        labels = narrow(layer).reshape([layer.shape[d] for d in dims]).numpy()
+        labels = np.abs(narrow(layer).reshape([layer.shape[d] for d in dims]).numpy())
         where = {d: i for i, d in enumerate(dims)}
         fixed = frozenset(where[d] for d in rigid if d in where)
-        joined = tuple((where[d], np.asarray(j)) for d, j in joins if d in where)
+        joined = tuple((where[d], np.abs(j)) for d, j in joins if d in where)
         self.grids.append(Grid(labels, fixed, joined, reason))

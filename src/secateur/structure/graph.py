@@ -12,6 +12,7 @@ import numpy as np
 from torch import nn
 
 from secateur.ops.layers import Labels
+from secateur.ops.table import Site
 from secateur.running.copies import named_tensors
 from secateur.running.sandbox import Example
 from secateur.structure.cost import Cost, CostModel, Mask, human
@@ -72,13 +73,13 @@ class Heads:
     groups: Labels
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class RepeatedSize:
-    """An attribute of the user's own module that repeats the size of an axis and must shrink with it."""
+    """An attribute of the user's own module that is the number of these labels and must shrink with them."""
 
     path: str
     name: str
-    axis: int
+    labels: Labels
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -236,7 +237,7 @@ def build(
         units=makers.units,
         prunable=prunable,
         heads=heads,
-        norms=tuple(norm for p in passes for norm in p.norms),
+        norms=_norms(passes),
         shapes=shapes,
         parameters=parameters,
         producers=makers.producers,
@@ -247,6 +248,12 @@ def build(
         model_name=type(model).__name__,
         cost_of=CostModel({name: shapes[name] for name in parameters}, root, main),
     )
+
+
+def _norms(passes: Sequence[Findings]) -> tuple[NormSite, ...]:
+    """The norms of all passes, each once per site and as the first pass that met it saw it: shapes may differ."""
+    known: dict[Site, int] = {}
+    return tuple(n for i, p in enumerate(passes) for n in p.norms if known.setdefault(n.site, i) == i)
 
 
 class Makers:

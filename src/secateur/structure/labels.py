@@ -4,6 +4,9 @@ Each tensor carries *layers*. A layer is a tensor of labels of the same shape; t
 the number there belongs to, 0 that it belongs to none. Where a layer does not depend on a dimension it has stride 0
 there, so layers are cheap. Data movement is applied to the layers themselves, and is therefore right by construction. A
 tensor has more than one layer where two kinds of units cross in it, as channels and tokens do in a mixer.
+
+A negative label says that the number may differ from 0 although its unit is masked: after `exp`, `sigmoid`, `x + 1`. A
+sum over such units would count them in the masked model, and not in the smaller one.
 """
 
 from __future__ import annotations
@@ -15,17 +18,20 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from secateur.errors import SecateurError
 from secateur.nest import map_leaves, tensors_in
-from secateur.ops.layers import Labels, Layers, compact, narrow, spread, varying
-from secateur.ops.table import Call, Site
+from secateur.ops.layers import Labels, Layers, compact, is_zero, lost, narrow, spread, varying
+from secateur.ops.protocols import Zero, never
+from secateur.ops.table import Call, Function, Readout, Site, SizeQuery, lookup
 from secateur.running.copies import meta_copy, named_tensors, shared_copy
 from secateur.running.observer import Observer
 from secateur.running.sandbox import Example, quiet, run, run_or_explain, to_meta
 from secateur.structure.findings import AxisTable, CostTerm, Findings, NormSite
+from secateur.structure.trace import MAKERS, Step, numbers_made, numbers_of
 
 log = logging.getLogger("secateur")
 
@@ -41,11 +47,31 @@ class LabelPass(Observer):
         super().__init__(model)
         self.found = Findings(axes, lambda: self.path or "the forward")
         self.labels = TensorLabels(model, self.found)
+        #: Whether numbers that tensors hold steer the forward. Then a smaller model may well do other things.
+        self.steered = False
+        #: Whether code reads sizes, so that it may do other things for another input.
+        self.sized = False
+        self.numberless = all(t.is_meta for _, t in named_tensors(model) if t.is_floating_point())
+
+    def passes_by(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        operation = lookup(func)
+        if isinstance(operation, SizeQuery):
+            self.sized = True
+        elif isinstance(operation, Readout):
+            self.steered |= not self.numberless
+        elif func in MAKERS:
+            self.found.steps[self.site(func)] = Step(numbers_made(func, args, kwargs))
+
+    def enter(self, module: nn.Module) -> None:
+        super().enter(module)
+        self.found.ran.add(self.path)
 
     def observe(self, call: Call) -> Any:
         output = call.operation.rehearse(call)
         call.operation.channels(self.labels, call, output)
         self._count_written(call, output)
+        made = tuple((tuple(tensor.shape), self.labels.layers(tensor)) for tensor in tensors_in(output))
+        self.found.steps[call.site] = Step(numbers_of(call), made)
         return output
 
     def _count_written(self, call: Call, output: Any) -> None:
@@ -58,7 +84,9 @@ class LabelPass(Observer):
             axes = {over[0]: narrow(layer) for layer in self.labels.layers(tensor) if len(over := varying(layer)) == 1}
             if axes:
                 share = tensor.numel() / math.prod(tensor.shape[dim] for dim in axes)
-                self.found.written.append(CostTerm(call.site, share, [a.reshape(-1).numpy() for a in axes.values()]))
+                self.found.written.append(
+                    CostTerm(call.site, share, [np.abs(a.reshape(-1).numpy()) for a in axes.values()])
+                )
 
     def concerns(self, value: Any) -> bool:
         return bool(self.labels.layers(value))
@@ -157,11 +185,16 @@ class TensorLabels:
 
     def tied(self, layer: Tensor, dims: Sequence[int]) -> Tensor:
         """The layer after tying its labels along `dims`, which it then no longer varies over."""
+        if not dims:
+            return layer
         small = narrow(layer)
         rest = [d for d in range(small.ndim) if d not in dims]
         rows = small.permute(*rest, *dims).reshape(int(np.prod([small.shape[d] for d in rest])), -1)
         self.tie_rows(rows.numpy())
-        return _heads(small, dims).expand(layer.shape)
+        heads = _heads(small, dims)
+        if not is_zero(small):
+            heads = torch.where(small.amin(tuple(dims), keepdim=True) < 0, -heads.abs(), heads)
+        return heads.expand(layer.shape)
 
     def freeze_tensor(self, tensor: Any, reason: str) -> None:
         """Everything a tensor carries can never leave."""
@@ -174,9 +207,16 @@ class TensorLabels:
             over = varying(layer)
             if set(over) <= set(dims):
                 others = [d for d in range(layer.ndim) if d not in dims]
-                self.found.norms.append(NormSite(site, _heads(layer, others)))
+                self.found.norms.append(NormSite(site, _heads(layer, others).abs()))
             elif set(over) & set(dims):
                 self.grid(layer, f"{site} mixes a part of it", rigid=[d for d in over if d in dims])
+
+    def sums(self, tensor: Tensor, dims: Sequence[int], site: Site) -> None:
+        """A sum over `dims`, in which zeros do not count: units that are not 0 when they are masked cannot leave."""
+        for layer in self.layers(tensor):
+            summed = [d for d in varying(layer) if d in dims]
+            if summed and not is_zero(layer):
+                self.grid(layer, f"summed by {site} although it is not 0 when it is masked", rigid=summed)
 
     def move(self, call: Call, output: Any) -> None:
         """Data movement: do to the labels what the call does to the numbers. The first tensor is what moves."""
@@ -192,9 +232,10 @@ class TensorLabels:
         for i, tensor in enumerate(tensors_in(output)):
             self.set(tensor, [tensors_in(result)[i] for result in results])
 
-    def keep(self, source: Tensor, output: Tensor) -> None:
-        """The output has the source's shape and its labels."""
-        self.set(output, self.layers(source))
+    def keep(self, source: Tensor, output: Tensor, zero: bool = True) -> None:
+        """The output has the source's shape and its labels. `zero`: it is 0 where the source is."""
+        layers = self.layers(source)
+        self.set(output, layers if zero else [lost(layer) for layer in layers])
 
     def carry(self, source: Tensor, output: Tensor, mixed: Sequence[int], reason: str) -> None:
         """Same number of dimensions, other sizes along `mixed`: labels that vary there are frozen, the rest go on."""
@@ -207,11 +248,14 @@ class TensorLabels:
                 kept.append(_heads(layer, mixed).expand(output.shape))
         self.set(output, kept)
 
-    def merge(self, output: Tensor, operands: Sequence[tuple[Layers, Sequence[int]]], site: Site) -> None:
+    def merge(
+        self, output: Tensor, operands: Sequence[tuple[Layers, Sequence[int]]], site: Site, zero: Zero = never
+    ) -> None:
         """Pointwise arithmetic: labels that meet leave together.
 
         Each operand is its layers and its shape. A dimension along which an operand is broadcast asks nothing of it;
-        one along which it is present but carries no label cannot shrink.
+        one along which it is present but carries no label cannot shrink. `zero`: whether the output is 0 at a masked
+        unit, given which operands are.
         """
         shape = tuple(output.shape)
         aligned = [[layer.expand(shape) for layer in layers] for layers, _ in operands]
@@ -220,8 +264,16 @@ class TensorLabels:
             for layer in aligned[i]:
                 _meet(self.found, layer, aligned[j], present[j], site, first=i < j)
         kept: dict[tuple[int, ...], Tensor] = {}
-        for layer in itertools.chain(*aligned):
-            kept.setdefault(tuple(varying(layer)), layer)
+        zeros: dict[tuple[int, ...], list[bool]] = {}
+        for i, layer in ((i, layer) for i, layers in enumerate(aligned) for layer in layers):
+            over = tuple(varying(layer))
+            kept.setdefault(over, layer)
+            zeros.setdefault(over, [False] * len(operands))[i] = is_zero(layer)
+        for over, layer in kept.items():
+            if not zero(zeros[over]):
+                kept[over] = lost(layer)
+            elif not zeros[over][0]:
+                kept[over] = narrow(layer).abs().expand(shape)
         self.set(output, list(kept.values()))
 
     def match(self, layer: Tensor, rival: Tensor, dim: int, site: Site) -> None:

@@ -1,0 +1,177 @@
+"""Trial removals: units are removed from a copy without numbers, and its forward is compared with the whole model's."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+from torch import nn
+
+from secateur.ops.layers import Labels
+from secateur.ops.table import Site
+from secateur.plans.plan import plan_for
+from secateur.running.sandbox import Example, quiet, run
+from secateur.structure.cost import Mask
+from secateur.structure.graph import Graph, Layer, RepeatedSize
+from secateur.structure.trace import Comparison, Step, remade
+from secateur.surgery.cut import cut
+
+Attributes = dict[tuple[str, str], RepeatedSize]
+
+
+class Trial:
+    """Removes units from a copy and runs it, to find sizes that are written into the forward.
+
+    `blocked` has the layers that break it, with the reason; `repeated` the attributes that repeat a layer's size.
+    """
+
+    def __init__(self, copy: nn.Module, inputs: Example, steps: dict[Site, Step]) -> None:
+        """`steps`: what the forward of the whole copy did; empty if numbers steer it."""
+        self.copy, self.inputs, self.steps = copy, inputs, steps
+        self.blocked: dict[str, str] = {}
+        self.repeated: Attributes = {}
+        self._remade = remade(copy)
+
+    @property
+    def _known(self) -> int:
+        return len(self.blocked) + len(self.repeated)
+
+    def finds_more(self, graph: Graph) -> bool:
+        """Try some units of every layer at once. If layers break the forward, the rest must be tried again."""
+        before = self._known
+        self._search(graph, [layer for layer in graph.layers if layer.prunable])
+        return self._known > before
+
+    def _breaks(self, graph: Graph, layers: list[Layer]) -> str | None:
+        """Why these layers cannot shrink, or None."""
+        found = (self._differs(graph, removed) for removed in _removals(graph, layers))
+        return next((reason for reason in found if reason is not None), None)
+
+    def _differs(self, graph: Graph, removed: Mask) -> str | None:
+        small = cut(self.copy, plan_for(graph, removed, tuple(self.repeated.values())))
+        gone = removed[graph.root]
+        gone[0] = False
+        with quiet():
+            try:
+                with Comparison(small, self.steps, gone, self._remade) as compared:
+                    run(small, self.inputs)
+            except Exception as error:
+                text = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+                return f"a size is written into the forward ({text})"
+        return compared.finish() if self.steps else None
+
+    def _search(self, graph: Graph, layers: list[Layer]) -> None:
+        """Find the layers that break the forward. Blocks of one kind share their code, so one speaks for all."""
+        reason = self._breaks(graph, layers)
+        if reason is None:
+            return
+        kinds = _alike(layers)
+        if len(kinds) == 1:
+            if self._repeats(graph, layers):
+                return
+            alone = reason if len(layers) == 1 else self._breaks(graph, layers[:1])
+            if alone is not None:
+                return self._block(layers, alone)
+            kinds = [layers[: len(layers) // 2], layers[len(layers) // 2 :]]
+        before = self._known
+        for kind in kinds:
+            self._search(graph, kind)
+        if self._known == before:
+            # Each is fine alone, together they are not: only the first kind may shrink.
+            for kind in kinds[1:]:
+                self._block(kind, reason)
+
+    def _block(self, layers: list[Layer], reason: str) -> None:
+        self.blocked.update({layer.name: reason for layer in layers})
+
+    def _repeats(self, graph: Graph, layers: list[Layer]) -> bool:
+        """Whether the forward runs once attributes that repeat the layers' sizes shrink too: those that it needs, no
+        others. Blocks of one kind have the same attributes."""
+        before = self.repeated
+        kinds: dict[tuple[str, str], Attributes] = {}
+        for item in _attributes(graph, self.copy, layers):
+            if (item.path, item.name) not in before:
+                kinds.setdefault((_kind(item.path), item.name), {})[item.path, item.name] = item
+        runs: list[Attributes] = []
+        for kind in kinds.values():
+            self.repeated = before | kind
+            if self._breaks(graph, layers) is None:
+                runs.append(kind)
+        if not runs and len(kinds) > 1:
+            needed = dict(kinds)
+            if self._runs_with(graph, layers, before, needed.values()):
+                for key in kinds:
+                    rest = {k: v for k, v in needed.items() if k != key}
+                    if self._runs_with(graph, layers, before, rest.values()):
+                        needed = rest
+                runs = [{k: v for kind in needed.values() for k, v in kind.items()}]
+        # Two attributes of which either would do: nobody knows which one is the size.
+        self.repeated = before | runs[0] if len(runs) == 1 else before
+        return len(runs) == 1
+
+    def _runs_with(self, graph: Graph, layers: list[Layer], before: Attributes, kinds: Iterable[Attributes]) -> bool:
+        self.repeated = before | {k: v for kind in kinds for k, v in kind.items()}
+        return self._breaks(graph, layers) is None
+
+
+def _attributes(graph: Graph, model: nn.Module, layers: list[Layer]) -> Iterator[RepeatedSize]:
+    """Numbers kept by the user's own modules, around the layers, that equal a size that shrinks."""
+    for layer in layers:
+        for position in np.unique(graph.axis_of[graph.labels_of(int(layer.groups[0]))]).tolist():
+            axis = graph.axes.axes[position]
+            if axis.parameter:
+                yield from _equal(model, axis.parameter.rpartition(".")[0], axis.labels.numpy())
+        for head in graph.heads:
+            if np.isin(layer.groups, head.groups).any():
+                yield from _equal(model, head.path, head.groups)
+
+
+def _equal(model: nn.Module, path: str, labels: Labels) -> Iterator[RepeatedSize]:
+    """Attributes of the module at `path` and of those around it that equal the number of these labels."""
+    parts = path.split(".") if path else []
+    for end in range(len(parts), -1, -1):
+        path = ".".join(parts[:end])
+        module = model.get_submodule(path)
+        if type(module).__module__.startswith("torch.nn."):
+            continue
+        parents = [kind for kind in type(module).__mro__ if kind.__module__.startswith("torch.nn.")]
+        known = {name for kind in parents for name in getattr(kind, "__constants__", ())}  # `cut` sets those
+        for name, value in vars(module).items():
+            if type(value) is int and value == len(labels) and name not in known:
+                yield RepeatedSize(path, name, labels)
+
+
+def _kind(path: str) -> str:
+    return re.sub(r"\d+", "*", path)
+
+
+def _alike(layers: list[Layer]) -> list[list[Layer]]:
+    """Layers whose paths differ in numbers only, together."""
+    kinds: dict[str, list[Layer]] = {}
+    for layer in layers:
+        kinds.setdefault(_kind("|".join(layer.paths[:2])), []).append(layer)
+    return list(kinds.values())
+
+
+def _removals(graph: Graph, layers: list[Layer]) -> Iterator[Mask]:
+    """Units of every layer to remove, never all. Each layer loses another number of them, so that sizes which must
+    equal each other are found. If layers are too small for that, they lose other numbers in a second trial."""
+    ordered = sorted(layers, key=lambda layer: len(layer.groups))
+    counts = [1 + rank + len(layer.groups) // 8 for rank, layer in enumerate(ordered)]
+    yield _removal(graph, ordered, counts)
+    if any(count >= max(2, len(layer.groups)) for count, layer in zip(counts, ordered, strict=True)):
+        yield _removal(graph, ordered, [1 + rank % 3 for rank in range(len(ordered))])
+
+
+def _removal(graph: Graph, layers: list[Layer], counts: list[int]) -> Mask:
+    removed = np.zeros(len(graph.root), np.bool_)
+    for layer, wanted in zip(layers, counts, strict=True):
+        count = max(1, min(wanted, len(layer.groups) - 1))
+        begin = (len(layer.groups) - count + 1) // 2
+        removed[layer.groups[begin : begin + count]] = True
+    for axis in graph.axes.axes:  # small layers may be split among several; none may be emptied
+        groups = graph.root[axis.span]
+        if removed[groups].all():
+            removed[groups[0]] = False
+    return removed
