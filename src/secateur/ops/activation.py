@@ -26,7 +26,7 @@ class Unary(Ruled):
             return False
         try:
             return bool((call.on(call.tensors()[0])(torch.zeros(1)) == 0).all())
-        except (RuntimeError, TypeError, ValueError):  # it takes no such tensor
+        except (LookupError, RuntimeError, TypeError, ValueError):  # it takes no such tensor
             return False
 
     def channels(self, labels: LabelVerbs, call: Call, output: Any) -> None:
