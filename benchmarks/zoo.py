@@ -3,6 +3,7 @@
     python -m benchmarks.zoo torchvision            all classification models
     python -m benchmarks.zoo torchvision --smallest  one per family, with ONNX
     python -m benchmarks.zoo timm                    one per family, smallest member
+    python -m benchmarks.zoo --hf                    all families of transformers, tiny (benchmarks/zoo_transformers.py)
 
 Weights are random, with random BatchNorm statistics and non-zero biases, so that mistakes show. Results are appended
 to a JSON-lines file as they come (`--out`), so that an interrupted run goes on where it stopped; the table is printed
@@ -243,13 +244,20 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("zoo", choices=["torchvision", "timm"])
+    parser.add_argument("zoo", nargs="?", choices=["torchvision", "timm"])
+    parser.add_argument("--hf", action="store_true", help="the families of transformers instead")
     parser.add_argument("--smallest", action="store_true", help="one member per family, ONNX included")
     parser.add_argument("--only", nargs="*", help="just these models")
     parser.add_argument("--size", type=int, help="input size for models that take any (torchvision)")
     parser.add_argument("--out", type=Path, default=Path("out/zoo.jsonl"))
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
+    if options.hf:
+        from benchmarks import zoo_transformers
+
+        return zoo_transformers.main(options.only)
+    if options.zoo is None:
+        parser.error("name a zoo, or give --hf")
     names = options.only or (
         TIMM_SMALLEST if options.zoo == "timm" else TORCHVISION_SMALLEST if options.smallest else torchvision_models()
     )

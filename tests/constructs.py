@@ -254,7 +254,7 @@ CONSTRUCTS: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
     "constant": _net(lambda m, x: m.c(x * torch.ones(16, 1, 1)), c=conv()),
     "constants in view": _net(lambda m, x: m.c(x.view(x.shape[0], 4, 4, 8, 8).sum(2).repeat(1, 4, 1, 1)), c=conv()),
     "sigmoid between": _sequential(conv(3, 8), nn.Sigmoid(), conv(8, 8), nn.Softplus(), conv(8, 4)),
-    "channel mean": _net(lambda m, x: m.d(m.c(x) + x.mean(1, keepdim=True)), c=conv(), d=conv()),
+    "channel maximum": _net(lambda m, x: m.d(m.c(x) + x.amax(1, keepdim=True)), c=conv(), d=conv()),
     "channel sum": _net(lambda m, x: m.d(m.c(x) + x.sum(1, keepdim=True)), c=conv(), d=conv()),
     "channel softmax": _net(lambda m, x: m.d(m.c(x).softmax(1)), c=conv(), d=conv()),
     "stack": _net(lambda m, x: m.e(torch.stack([m.c(x), m.d(x)]).sum(0)), c=conv(), d=conv(), e=conv()),

@@ -37,13 +37,18 @@ def zeroed(model: nn.Module, graph: sc.Graph, plan: sc.Plan) -> nn.Module:
         for (parameter, dim), indices in slices.items():
             tensors[parameter].index_fill_(dim, torch.tensor(indices), 0)
     for path, module in masked.named_modules():
-        if isinstance(module, nn.LayerNorm | nn.RMSNorm) or (
-            isinstance(module, nn.GroupNorm) and module.num_groups == 1
-        ):
-            removed = slices.get((f"{path}.weight" if path else "weight", 0), [])
-            if removed:
-                module.register_forward_hook(partial(_over_kept, removed))
+        removed = slices.get((f"{path}.weight" if path else "weight", 0), [])
+        if removed and _mixes(module):
+            module.register_forward_hook(partial(_over_kept, removed))
     return masked
+
+
+def _mixes(module: nn.Module) -> bool:
+    """Whether a module is a norm over all channels: torch's own, or one with a `weight` that is written by hand."""
+    if isinstance(module, nn.GroupNorm):
+        return module.num_groups == 1
+    batch = isinstance(module, nn.modules.batchnorm._NormBase)
+    return "Norm" in type(module).__name__ and not batch and getattr(module, "weight", torch.empty(0, 0)).ndim == 1
 
 
 def _over_kept(removed: list[int], module: nn.Module, args: tuple[Tensor], output: Tensor) -> Tensor:
@@ -53,7 +58,15 @@ def _over_kept(removed: list[int], module: nn.Module, args: tuple[Tensor], outpu
     last = x.movedim(1, -1) if first else x
     kept = sorted(set(range(last.shape[-1])) - set(removed))
     made = torch.zeros_like(last)
-    made[..., kept] = norm_by_formula(module, last[..., kept], kept)
+    if isinstance(module, nn.LayerNorm | nn.RMSNorm | nn.GroupNorm):
+        made[..., kept] = norm_by_formula(module, last[..., kept], kept)
+    else:  # the module itself, built for fewer channels
+        small = copy.copy(module)
+        small._forward_hooks = type(module._forward_hooks)()
+        small._parameters = {
+            name: None if p is None else nn.Parameter(p[kept]) for name, p in module._parameters.items()
+        }
+        made[..., kept] = small(last[..., kept])
     return made.movedim(-1, 1) if first else made
 
 

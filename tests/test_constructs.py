@@ -11,7 +11,8 @@ from torch import nn
 import secateur as sc
 from constructs import CONSTRUCTS, build, randomise
 from oracle import fingerprint, norm_by_formula, outputs, random_scores, relative_gap, same, zeroed
-from secateur.errors import NothingToPruneError
+from secateur.errors import NothingToPruneError, UnsupportedModelError
+from secateur.nest import tensors_of_output
 from secateur.plans import Limits
 
 
@@ -48,7 +49,7 @@ def test_removal_equals_masking(name: str, share: float) -> None:
         ("lstm", 10),
         ("reused", 12 + 12),
         ("slices", 8 + 16 * 2),  # the first eight channels are pinned by the code
-        ("channel mean", 16 * 2),  # the averaged channels stay
+        ("channel maximum", 16 * 2),  # those among which the maximum is taken stay
         ("constant", 16),
     ],
 )
@@ -87,6 +88,106 @@ def test_norms_that_mix_channels_equal_their_formula(name: str, affine: bool) ->
         for how in ("remove", "mask"):
             found = sc.apply(model, plan, how=how)(example).movedim(1, -1)
             assert relative_gap([found], [expected]) < 1e-12
+
+
+STATISTICS = {
+    "RMS norm by hand": lambda x: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6),
+    "RMS norm in float": lambda x: (x.double() * torch.rsqrt((x * x).mean(dim=-1, keepdim=True) + 0.1)).type_as(x),
+    "layer norm by hand": lambda x: (
+        (x - x.mean(-1, True)) / ((x - x.mean(-1, True)) ** 2).mean(-1, True).add(0.1).sqrt()
+    ),
+    "variance": lambda x: (x - x.mean(-1, keepdim=True)) / torch.sqrt(x.var(-1, keepdim=True, unbiased=False) + 0.1),
+    "sample deviation": lambda x: x / (x.std(-1, keepdim=True) + 0.1),
+    "both": lambda x: x / torch.var_mean(x, -1, keepdim=True)[0],
+    "mean": lambda x: x.sigmoid() + x.sigmoid().mean(-1, keepdim=True),
+    "sum of what is not zero": lambda x: x * (x + 1).sum(-1, keepdim=True),
+    "softmax by hand": lambda x: x.exp() / x.exp().sum(-1, keepdim=True),
+    "global response": lambda x: (g := x.norm(p=2, dim=1, keepdim=True)) / (g.mean(-1, keepdim=True) + 1e-6) * x,
+    "vector norm": lambda x: x / torch.linalg.vector_norm(x, ord=2, dim=(1, 2), keepdim=True),
+    "vector norm of x": lambda x: x / torch.linalg.vector_norm(x=x, dim=-1, keepdim=True).add(0.3),
+}
+
+
+@pytest.mark.parametrize("name", STATISTICS)
+def test_statistics_over_channels_are_those_of_the_kept_ones(name: str) -> None:
+    """Removal and masking against the same few lines on the kept channels, for one layer and by hand."""
+    torch.manual_seed(0)
+    model = Wrapped(STATISTICS[name]).double().eval()
+    example = torch.randn(2, 4, 5).double()
+    graph = sc.analyze(model, example)
+    plan = sc.plan(graph, random_scores(graph, 1), remove=0.4)
+    kept = sorted(set(range(12)) - set(plan.cuts["first.weight"][0]))
+    assert 0 < len(kept) < 12
+    for x in (example, torch.randn(3, 6, 5).double()):
+        with torch.no_grad():
+            hidden = STATISTICS[name](x @ model.first.weight[kept].T + model.first.bias[kept])
+            expected = hidden @ model.last.weight[:, kept].T + model.last.bias
+            for how in ("remove", "mask"):
+                assert relative_gap([sc.apply(model, plan, how=how)(x)], [expected]) < 1e-12
+
+
+class Wrapped(nn.Module):
+    """A function between two layers."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.first, self.last, self.function = nn.Linear(5, 12), nn.Linear(12, 3), function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.function(self.first(x)))
+
+
+def _by_matmul(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return x @ w + b
+
+
+PRODUCTS = {
+    "matmul": (_by_matmul, False),
+    "transposed": (lambda x, w, b: torch.matmul(x, w.T) + b, True),
+    "transposed view": (lambda x, w, b: x @ w.transpose(0, 1).contiguous() + b, True),
+    "cast": (lambda x, w, b: x @ w.float().double() + b, False),
+    "addmm": (lambda x, w, b: torch.addmm(b, x.reshape(-1, x.shape[-1]), w).view(*x.shape[:-1], -1), False),
+    "einsum": (lambda x, w, b: torch.einsum("bni,io->bno", x, w) + b, False),
+    "einsum of rows": (lambda x, w, b: torch.einsum("...i,oi->...o", x, w) + b, True),
+}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_a_product_with_a_parameter_is_a_linear_layer(name: str) -> None:
+    """Its columns are neurons: removal and masking against the product with the kept ones."""
+    torch.manual_seed(0)
+    function, rows = PRODUCTS[name]
+    model = Multiplied(function, rows).double().eval()
+    example = torch.randn(2, 4, 5).double()
+    graph = sc.analyze(model, example)
+    assert [(layer.kind, layer.prunable, len(layer.groups)) for layer in graph.layers[:2]] == [("neuron", True, 12)] * 2
+    plan = sc.plan(graph, random_scores(graph, 1), remove=0.4)
+    kept = [sorted(set(range(12)) - set(plan.cuts[f"b{i}"][0])) for i in (1, 2)]
+    w1, w2, w3 = ((w.T if rows else w).detach() for w in (model.w1, model.w2, model.w3))
+    b1, b2, b3 = (b.detach() for b in (model.b1, model.b2, model.b3))
+    for x in (example, torch.randn(3, 6, 5).double()):
+        hidden = torch.tanh(x @ w1[:, kept[0]] + b1[kept[0]])
+        hidden = torch.tanh(hidden @ w2[kept[0]][:, kept[1]] + b2[kept[1]])
+        for how in ("remove", "mask"):
+            small = sc.apply(model, plan, how=how)
+            assert relative_gap([small(x).detach()], [hidden @ w3[kept[1]] + b3]) < 1e-12
+            assert how == "mask" or sc.measure(small, example, latency=False) == plan.after
+
+
+class Multiplied(nn.Module):
+    """Three products with parameters."""
+
+    def __init__(self, function: Any, rows: bool) -> None:
+        super().__init__()
+        sizes = ((5, 12), (12, 12), (12, 3))
+        self.w1, self.w2, self.w3 = (nn.Parameter(torch.randn(*(size[::-1] if rows else size))) for size in sizes)
+        self.b1, self.b2, self.b3 = (nn.Parameter(torch.randn(size[1])) for size in sizes)
+        self.function = function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.function(x, self.w1, self.b1))
+        x = torch.tanh(self.function(x, self.w2, self.b2))
+        return self.function(x, self.w3, self.b3)
 
 
 def test_frozen_parameters_are_pruned_and_stay_frozen() -> None:
@@ -179,3 +280,39 @@ def test_a_norm_over_all_dimensions_without_parameters_shrinks() -> None:
     graph = sc.analyze(net, torch.randn(5, 4))
     small: Any = sc.apply(net, sc.plan(graph, sc.score(net, None, "weight", graph=graph), remove=0.5))
     assert small.norm.normalized_shape == (5, 3)
+
+
+class Answers(nn.Module):
+    """Returns its features beside an answer."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.body, self.last, self.name = nn.Linear(5, 12), nn.Linear(12, 3), name
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        x = self.body(x).relu()
+        return {"features": x, "hidden_states": x, self.name: self.last(x)}
+
+
+def test_outputs_that_do_not_count_may_become_narrower() -> None:
+    model, example = Answers("kind").double(), torch.randn(2, 5).double()
+    assert sc.analyze(model, example).total_units == 0
+    assert sc.analyze(model, example, output=["kind", "features"]).total_units == 0
+    graph = sc.analyze(model, example, output="kind")
+    assert graph.total_units == 12
+    plan = sc.Plan.from_json(sc.plan(graph, random_scores(graph), remove=0.5).to_json())
+    small = sc.apply(model, plan, example=example)
+    assert small(example)["features"].shape == (2, 6)
+    assert relative_gap([small(example)["kind"]], [zeroed(model, graph, plan)(example)["kind"]]) < 1e-12
+
+
+def test_an_output_that_the_model_does_not_return_is_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match="features, hidden_states, kind, but output names logits"):
+        sc.analyze(Answers("kind"), torch.randn(2, 5), output="logits")
+
+
+def test_beside_logits_states_do_not_count_and_other_entries_do() -> None:
+    model, example = Answers("logits"), torch.randn(2, 5)
+    reasons = {layer.name: layer.reason for layer in sc.analyze(model, example).layers}
+    assert reasons == {"body": "model output", "last": "model output"}  # because of the features
+    assert [t.shape[-1] for t in tensors_of_output(model(example))] == [12, 3]

@@ -108,6 +108,30 @@ def test_the_name_of_a_module_stands_for_what_is_in_it() -> None:
     assert all(name.startswith("0.") for name, (had, has) in only.layers.items() if has < had)
 
 
+class Stream(nn.Module):
+    """Two modules write the same channels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.block, self.head = (
+            nn.Linear(4, 8),
+            nn.Sequential(nn.Linear(8, 12), nn.Linear(12, 8)),
+            nn.Linear(8, 2),
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        return self.head(x + self.block(x))
+
+
+def test_only_takes_a_stream_if_all_modules_that_write_it_lie_within() -> None:
+    graph = sc.analyze(Stream(), torch.zeros(1, 4))
+    scores = sc.score(Stream(), None, "weight", graph=graph)
+    for only, expected in (("block", {"block.0"}), (["block", "stem"], {"block.0", "stem"})):
+        plan = sc.plan(graph, scores, remove=0.3, limits=Limits(only=only, scope="layer"))
+        assert {name for name, (had, has) in plan.layers.items() if has < had} == expected
+
+
 @pytest.mark.parametrize("option", ["ignore", "only"])
 def test_a_name_that_no_layer_has_is_refused(option: str) -> None:
     graph = graph_of(chain(16, 32))

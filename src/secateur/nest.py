@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import fields
 from types import BuiltinFunctionType, EllipsisType, FunctionType, MethodType, ModuleType
@@ -17,6 +18,8 @@ _PLAIN = frozenset({tuple, list, dict})
 #: Objects that are no part of an output, whatever they refer to.
 _CLOSED = (str, bytes, type, ModuleType, FunctionType, MethodType, BuiltinFunctionType, nn.Module, torch.Generator)
 _HIDDEN = frozenset({"__dict__", "__weakref__"})
+#: Names of what a model returns from its inside.
+_INNER = re.compile(r"hidden_states?$|attentions$|past_key_values|cache_params|mems$|router_logits|^state$")
 
 
 def tensors_in(value: Any) -> list[Tensor]:
@@ -39,11 +42,17 @@ def _collect(value: Any, found: list[Tensor]) -> None:
             _collect(item, found)
 
 
-def tensors_of_output(output: Any) -> list[Tensor]:
-    """All tensors that a model returns, in containers and in the attributes of objects of any type, at any depth.
+def tensors_of_output(output: Any, names: Iterable[str] = ()) -> list[Tensor]:
+    """The tensors that a model returns, in containers and in the attributes of objects of any type, at any depth.
 
-    What a model keeps for its own next call (an object of a type named `…Cache`) is no output.
+    What a model keeps for its own next call (an object of a type named `…Cache`) is no output. `names`: the entries
+    that count. Without them, what Hugging Face models return from their inside beside `logits` does not count.
     """
+    inside = dict(output) if isinstance(output, Mapping) else None
+    if names:
+        output = [inside.get(name) if inside is not None else getattr(output, name, None) for name in names]
+    elif inside is not None and isinstance(inside.get("logits"), Tensor):
+        output = [part for name, part in inside.items() if not _INNER.search(str(name))]
     found: list[Tensor] = []
     _explore(output, found, set())
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -10,8 +11,8 @@ from torch.nn.utils import parametrize
 
 from secateur.analysis.trial import Trial
 from secateur.analysis.variants import freeze_never_run, other_sizes, trains_otherwise
-from secateur.errors import SecateurError, UnsupportedModelError
-from secateur.nest import tensors_of_output
+from secateur.errors import Argument, SecateurError, UnsupportedModelError
+from secateur.nest import entries, tensors_of_output
 from secateur.running.copies import check_followed, meta_copy, shared_copy, unwrap
 from secateur.running.sandbox import Example, leaves_no_trace
 from secateur.structure.findings import Findings
@@ -22,11 +23,14 @@ log = logging.getLogger("secateur")
 
 
 @leaves_no_trace
-def analyze(model: nn.Module, example: Example) -> Graph:
+def analyze(model: nn.Module, example: Example, output: str | Sequence[str] = ()) -> Graph:
     """Find the groups of coupled units of a model, which may leave, and what they cost.
 
     `example` is an input the model runs on: a tensor, a tuple of positional inputs or a dict of named ones. The model
     is not changed.
+
+    What the model returns keeps its size. If it returns several things, `output` names those that count, such as
+    "logits"; the others may become narrower. Beside logits, hidden states and caches do not count.
 
     >>> import torch
     >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3))
@@ -43,31 +47,38 @@ def analyze(model: nn.Module, example: Example) -> Graph:
                 "it is computed from could change it.",
                 fix="torch.nn.utils.parametrize.remove_parametrizations(module, name) first",
             )
-    copy, inputs, watched, output = watch_copy(model, example)
-    passes = [_with_frozen_output(watched, output)]
+    names = (output,) if isinstance(output, str) else tuple(output)
+    copy, inputs, watched, made = watch_copy(model, example)
+    if names and len(names) > sum(bool(tensors_of_output(made, [name])) for name in names):
+        raise UnsupportedModelError(
+            f"the model returns {_entries(made)}, but {{output}} names {', '.join(names)}.",
+            fix="name entries of what it returns",
+            output=Argument("output"),
+        )
+    passes = [_with_frozen_output(watched, made, names)]
     unseen = any(name not in watched.found.seen for name, _ in model.named_parameters())
-    if unseen or trains_otherwise(copy, inputs, output):
+    if unseen or trains_otherwise(copy, inputs, made):
         # Auxiliary heads run only in training; what they read must shrink with the rest.
         copy.train()
-        passes += _another_pass(copy, inputs, watched)
+        passes += _another_pass(copy, inputs, watched, names)
         copy.eval()
     if watched.sized and watched.numberless:
         # Code that reads sizes may couple other units for another input.
-        passes += next((found for x in other_sizes(inputs) if (found := _another_pass(copy, x, watched))), [])
+        passes += next((found for x in other_sizes(inputs) if (found := _another_pass(copy, x, watched, names))), [])
     freeze_never_run(model, passes)
     # A forward may keep what it computed, so that the copy that ran would now do other things.
     fresh = (meta_copy if watched.numberless else shared_copy)(model).eval()
     trial = Trial(fresh, inputs, {} if watched.steered else watched.found.steps)
     while True:
-        graph = build(model, example, passes, trial.blocked, tuple(trial.repeated.values()))
+        graph = build(model, example, passes, trial.blocked, tuple(trial.repeated.values()), names)
         if not trial.finds_more(graph):
             return graph
 
 
-def _another_pass(copy: nn.Module, inputs: Example, first: LabelPass) -> list[Findings]:
+def _another_pass(copy: nn.Module, inputs: Example, first: LabelPass, names: Sequence[str]) -> list[Findings]:
     """What a further label pass finds; nothing if the forward does not run so."""
     try:
-        return [_with_frozen_output(*watch(copy, inputs, first.found.axes))]
+        return [_with_frozen_output(*watch(copy, inputs, first.found.axes), names)]
     except SecateurError:
         if copy.training:  # what trains must be understood; another size need not be possible
             raise
@@ -77,7 +88,12 @@ def _another_pass(copy: nn.Module, inputs: Example, first: LabelPass) -> list[Fi
         return []
 
 
-def _with_frozen_output(watched: LabelPass, output: Any) -> Findings:
-    for tensor in tensors_of_output(output):
+def _entries(output: Any) -> str:
+    inside = entries(output)
+    return type(output).__name__ if inside is None else ", ".join(str(name) for name, _ in inside)
+
+
+def _with_frozen_output(watched: LabelPass, output: Any, names: Sequence[str]) -> Findings:
+    for tensor in tensors_of_output(output, names):
         watched.labels.freeze_tensor(tensor, "model output")
     return watched.found

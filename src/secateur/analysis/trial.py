@@ -15,7 +15,7 @@ from secateur.running.sandbox import Example, quiet, run
 from secateur.structure.cost import Mask
 from secateur.structure.graph import Graph, Layer, RepeatedSize
 from secateur.structure.trace import Comparison, Step, remade
-from secateur.surgery.cut import cut
+from secateur.surgery.cut import cut, is_conv1d
 
 Attributes = dict[tuple[str, str], RepeatedSize]
 
@@ -133,7 +133,7 @@ def _equal(model: nn.Module, path: str, labels: Labels) -> Iterator[RepeatedSize
     for end in range(len(parts), -1, -1):
         path = ".".join(parts[:end])
         module = model.get_submodule(path)
-        if type(module).__module__.startswith("torch.nn."):
+        if type(module).__module__.startswith("torch.nn.") or is_conv1d(module):
             continue
         parents = [kind for kind in type(module).__mro__ if kind.__module__.startswith("torch.nn.")]
         known = {name for kind in parents for name in getattr(kind, "__constants__", ())}  # `cut` sets those

@@ -1,4 +1,4 @@
-"""Products of activations: matmul, einsum, attention. A head is a unit."""
+"""Matrix products, einsum, attention. With a parameter they are linear layers; otherwise a head is a unit."""
 
 from __future__ import annotations
 
@@ -47,19 +47,29 @@ class Contraction(Operation):
                     labels.join(known, units)
                     # A product is 0 where one factor is.
                     carried[own[first]] = np.where(units > 0, abs(known), known)
+        fixed: set[str] = set()
         for letter, units in carried.items():
             for tensor, own in pairs:
                 if letter not in own or tensor.shape[own.index(letter)] == 1:
                     continue
-                if not any(own[d] == letter for layer in labels.layers(tensor) for d in varying(layer)):
+                if any(own[d] == letter for layer in labels.layers(tensor) for d in varying(layer)):
+                    continue
+                if tensor.stride(own.index(letter)):
                     labels.freeze(units, f"multiplied by a tensor of fixed size in {call.site}")
+                else:  # one tensor for all units, such as the value of a head that all queries share
+                    fixed |= set(own) & set(result) & set(carried) - shared
+        for letter in fixed:
+            labels.freeze(carried[letter], f"width of a head that all queries share in {call.site}")
         layers = []
         for letter, units in carried.items():
             if letter not in result:
                 labels.freeze(units[units < 0], f"summed by {call.site} although it is not 0 when it is masked")
-            else:
+            elif letter not in fixed:
                 layers.append(spread(units, result.index(letter), output.shape))
-                if letter in shared:
+                if any(labels.is_weight(tensor) and letter in own for tensor, own in pairs):
+                    if letter == result[-1] and len(np.unique(units)) == len(units):
+                        labels.produce(units, call.site, "neuron")
+                elif letter in shared:
                     labels.attend(units, call.site)
         labels.cost(call.site, math.prod(sizes.values()), *carried.values())
         labels.set(output, layers)
@@ -114,6 +124,23 @@ class AddMatMul(MatMul):
             return product + (call["input"] if call["beta"] == 1 else call["input"] * call["beta"])
 
 
+class GroupedMatMul(Contraction):
+    """Rows (sorted by expert) times the matrix of their expert: (rows, in) and (experts, in, out). Experts stay."""
+
+    def equation(self, call: Call) -> Equation:
+        return [call["input"], call["weight"]], ["ik", "ekj"], "ij"
+
+    def channels(self, labels: LabelVerbs, call: Call, output: Any) -> None:
+        rows, weight = call["input"], call["weight"]
+        if rows.ndim != 2 or weight.ndim != 3 or call["bias"] is not None:
+            raise UnsupportedModelError(
+                f"{call.site} of tensors of shape {tuple(rows.shape)} and {tuple(weight.shape)}, or with a bias.",
+                fix="give (rows, in) and (experts, in, out), and add the bias afterwards",
+            )
+        labels.freeze(labels.along(weight, 0), f"experts among which {call.site} chooses")
+        super().channels(labels, call, output)
+
+
 class Einsum(Contraction):
     """Any einsum of two tensors in which no index is repeated within one of them."""
 
@@ -166,6 +193,9 @@ class Attention(Operation):
             labels.cost(call.site, pairs * value.shape[-1], *map(column, layers[:1]))
             labels.set(output, [layer[..., :1, :].expand(output.shape) for layer in labels.layers(value)])
             return
+        for layer in labels.layers(value):
+            if varying(layer) == [value.ndim - 1]:
+                labels.freeze(layer, f"width of a head that all queries share in {call.site}")
         dim, first = heads[0]
         for _, other in heads[1:]:
             if len(first) % len(other) == 0:  # fewer keys and values than queries: grouped queries
@@ -177,10 +207,11 @@ class Attention(Operation):
         labels.set(output, [spread(first if zero else -abs(first), dim, output.shape)])
         labels.attend(first, call.site)
         labels.cost(call.site, pairs * (query.shape[-1] + value.shape[-1]), first)
-        if mask is not None and labels.layers(mask):
+        if mask is not None:
             scores = torch.empty((*query.shape[:-1], key.shape[-2]), device="meta")
             operands = [([spread(first, dim, scores.shape)], list(scores.shape)), *operands_of(labels, mask)]
             labels.merge(scores, operands, call.site)
+            labels.bind([mask], scores)
 
     def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
         query, key, mask = call["query"], call["key"], call["attn_mask"]
@@ -270,6 +301,12 @@ def _additive(hidden: Tensor, like: Tensor) -> Tensor:
 register_named("input other|mat2|vec|tensor", "matmul bmm mm mv dot __matmul__", MatMul())
 register_named("input other", "__rmatmul__", MatMul(reflected=True))
 register_named("input batch1|mat1|mat batch2|mat2|vec beta=1 alpha=1", "baddbmm addmm addmv", AddMatMul())
+register(
+    "input|mat_a weight|mat_b|mat2 offs=None bias=None out_dtype=None",
+    getattr(F, "grouped_mm", None),
+    getattr(torch, "_grouped_mm", None),
+    operation=GroupedMatMul(),
+)
 register("equation *operands", torch.einsum, torch.functional.einsum, operation=Einsum())
 register_named(
     "query key value attn_mask=None dropout_p=0 is_causal=False scale=None enable_gqa=False",

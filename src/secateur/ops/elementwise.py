@@ -10,12 +10,24 @@ from torch import Tensor
 from secateur.nest import tensors_in
 from secateur.ops.layers import Layers
 from secateur.ops.protocols import LabelVerbs, RelevanceVerbs, Zero, first, never
-from secateur.ops.table import Call, Rule, Ruled, moves, passes, register, register_named, stops
+from secateur.ops.table import Call, Query, Rule, Ruled, moves, passes, register, register_named, stops
 
 
 def operands_of(labels: LabelVerbs, *tensors: Tensor | None) -> list[tuple[Layers, list[int]]]:
-    """Tensors as `LabelVerbs.merge` takes them."""
-    return [(labels.layers(tensor), list(tensor.shape)) for tensor in tensors if tensor is not None]
+    """Tensors as `LabelVerbs.merge` takes them. Dimensions along which one fits anything are broadcast.
+
+    Whether the code makes it as large as what it meets, a trial removal finds out.
+    """
+    return [
+        (labels.layers(t), [1 if d in free(labels, t) else n for d, n in enumerate(t.shape)])
+        for t in tensors
+        if t is not None
+    ]
+
+
+def free(labels: LabelVerbs, tensor: Tensor) -> frozenset[int]:
+    """The dimensions along which a tensor is expanded, or fits whatever it meets."""
+    return labels.fits(tensor) | {d for d, stride in enumerate(tensor.stride()) if not stride}
 
 
 class Elementwise(Ruled):
@@ -37,6 +49,7 @@ class Elementwise(Ruled):
     def channels(self, labels: LabelVerbs, call: Call, output: Any) -> None:
         for tensor in tensors_in(output):
             labels.merge(tensor, operands_of(labels, *call.tensors()), call.site, self.zero(call))
+            labels.bind(call.tensors(), tensor)
 
 
 class Choice(Elementwise):
@@ -136,6 +149,10 @@ class Fill(Ruled):
                 labels.set(output, [layer.abs() for layer in labels.layers(output)])
 
 
+class Blank(Query):
+    """A tensor with the same number everywhere: it fits whatever it meets."""
+
+
 def _interpolates(relevance: RelevanceVerbs, call: Call) -> Any:
     """A weighted mean of two tensors, as the products and the sum that it is."""
     with relevance.again():
@@ -175,5 +192,7 @@ register_named("input *rest", "zeros_like", Fill(stops, zero=True), in_place="ze
 register_named("input *rest", "ones_like empty_like full_like rand_like randn_like", Fill(stops))
 register_named("input *rest", "fill bernoulli", Fill(stops), in_place="fill_ bernoulli_ normal_ uniform_")
 register("input *rest", Tensor.exponential_, operation=Fill(stops), writes=True)
+register("*size", torch.zeros, torch.ones, torch.full, torch.empty, operation=Blank())
+register_named("input *size", "new_zeros new_ones new_full new_empty", Blank())
 register("condition input other", torch.where, operation=Choice())
 register("input condition other", Tensor.where, operation=Choice())

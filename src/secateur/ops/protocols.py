@@ -49,6 +49,18 @@ class LabelVerbs(Protocol):
     def parameter(self, tensor: Any) -> str | None:
         """The name of a parameter or buffer, or None."""
 
+    def is_weight(self, tensor: Any) -> bool:
+        """Whether a tensor is a parameter or buffer, or computed from nothing else."""
+
+    def fits(self, tensor: Any) -> frozenset[int]:
+        """The dimensions along which a tensor repeats one number, and was made to fit whatever it meets."""
+
+    def bind(self, tensors: Sequence[Tensor], output: Tensor) -> None:
+        """Tensors met: those that fitted anything are as large as what they met from now on."""
+
+    def follows(self) -> bool:
+        """Whether the module that runs computes places from its number of heads, which shrinks with them."""
+
     def virtual(self, size: int) -> Labels:
         """New labels for channels that no parameter axis numbers one by one."""
 

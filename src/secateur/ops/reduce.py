@@ -18,14 +18,15 @@ from secateur.ops.table import Call, Rule, Ruled, averages, moves, register, reg
 class Reduction(Elementwise):
     """Folds dimensions away, or compares two tensors as `torch.max(a, b)` does. Units across the dimensions pass.
 
-    Units along them are frozen, unless `zero_is_neutral`: zeros do not count, as in a sum. `keeps_zero`: 0 stays 0.
+    Units along them are frozen, unless it is a `statistic`, as a sum or a mean: the smaller model computes it over what
+    is kept, and the masked reference does the same. `keeps_zero`: 0 stays 0.
     """
 
     scalars = False
 
-    def __init__(self, rule: Rule, zero_is_neutral: bool = False, keeps_zero: bool = True) -> None:
+    def __init__(self, rule: Rule, statistic: bool = False, keeps_zero: bool = True) -> None:
         super().__init__(rule, all)
-        self.zero_is_neutral, self.keeps_zero = zero_is_neutral, keeps_zero
+        self.statistic, self.keeps_zero = statistic, keeps_zero
 
     def channels(self, labels: LabelVerbs, call: Call, output: Any) -> None:
         x = call["input"]
@@ -34,15 +35,15 @@ class Reduction(Elementwise):
             super().channels(labels, call, output)
             return
         kept = []
-        if self.zero_is_neutral:
-            labels.sums(x, dims, call.site)
+        if self.statistic:
+            labels.mixes(x, dims, call.site)
         for layer in labels.layers(x):
             over = varying(layer)
             if not set(over) & set(dims):
                 kept.append(layer)
             elif not set(over) <= set(dims):  # e.g. units numbered (branch, channel), branches reduced
                 kept.append(labels.tied(layer, [d for d in over if d in dims]))
-            elif not self.zero_is_neutral:
+            elif not self.statistic:
                 labels.freeze(layer, f"{call.site} runs over it")
         if not self.keeps_zero:
             kept = [lost(layer) for layer in kept]
@@ -76,19 +77,23 @@ class Cumulative(Ruled):
                 labels.keep(x, tensor)
 
 
-register_named("input dim=None keepdim=False dtype=None", "sum nansum", Reduction(averages, zero_is_neutral=True))
-register_named("input p=2 dim=None keepdim=False", "norm", Reduction(stops, zero_is_neutral=True))
-register_named("input dim=None keepdim=False dtype=None", "mean nanmean", Reduction(averages))
+register_named("input dim=None keepdim=False dtype=None", "sum nansum", Reduction(averages, statistic=True))
+register_named("input p=2 dim=None keepdim=False", "norm", Reduction(stops, statistic=True))
+register_named("input dim=None keepdim=False dtype=None", "mean nanmean", Reduction(averages, statistic=True))
 # Maximum and minimum, hard or soft: relevance goes to the winner, a zero may win.
 register_named("input dim|other=None keepdim=False", "max min amax amin argmax argmin median", Reduction(moves))
 register_named("input dim=None keepdim=False", "mode any all", Reduction(moves))
 register_named("input dim=None keepdim=False", "logsumexp", Reduction(moves, keeps_zero=False))
-register_named("input dim=None correction|unbiased=1 keepdim=False", "var std var_mean std_mean", Reduction(stops))
+register_named(
+    "input dim=None correction|unbiased=1 keepdim=False", "var std var_mean std_mean", Reduction(stops, statistic=True)
+)
 register_named("input dim=None keepdim=False dtype=None", "prod", Reduction(stops))
 register_named("input dim=-1", "cumprod", Cumulative(stops))
 register_named("input dim=-1", "cumsum", Cumulative(averages))
 register_named("input dim=-1", "sort argsort", Cumulative(moves))
 register_named("input k dim=-1", "topk", Cumulative(moves))
 register(
-    "input ord=None dim=None keepdim=False", torch.linalg.vector_norm, operation=Reduction(stops, zero_is_neutral=True)
+    "input|x ord=2 dim=None keepdim=False dtype=None",
+    torch.linalg.vector_norm,
+    operation=Reduction(stops, statistic=True),
 )

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from secateur.nest import tensors_in
+from secateur.ops.elementwise import free
 from secateur.ops.layers import column, head, is_zero, lost, narrow, spread, varying
 from secateur.ops.protocols import LabelVerbs, RelevanceVerbs
 from secateur.ops.table import (
@@ -82,7 +83,7 @@ class Split(Move):
                 labels.grid(layer, f"{call.site} cuts it at fixed places", rigid=[dim])
             elif len(sizes) == 1:
                 labels.tie_rows(narrow(layer).reshape(len(parts), -1).numpy().T)
-            else:
+            elif not labels.follows():
                 labels.freeze(layer, f"{call.site} cuts it at fixed places")
         labels.move(call, output)
 
@@ -103,17 +104,27 @@ class Concat(_Joined):
         dim = call["dim"] % output.ndim
         if not any(labels.layers(t) for t in tensors):
             return
-        queue = []
-        for tensor in tensors:
-            along = [layer for layer in labels.layers(tensor) if dim in varying(layer)]
-            for extra in along[1:]:
-                labels.freeze(extra, f"{call.site} joins tensors in which two kinds of units cross")
-            blank = torch.zeros((1,) * tensor.ndim, dtype=torch.int64).expand(tensor.shape)
-            queue.append(along[0] if along else blank)
-        if all(varying(layer) in ([], [dim]) for layer in queue):
-            elsewhere = [d for d in range(output.ndim) if d != dim]
-            queue = [head(layer, elsewhere) for layer in queue]
-        layers = [torch.cat(queue, dim).expand(output.shape)]
+        owned = [{tuple(varying(la)): la for la in labels.layers(t) if dim in varying(la)} for t in tensors]
+        for kind, layer in [item for own in owned for item in own.items()]:
+            for tensor, own in zip(tensors, owned, strict=True):
+                # One vector for all units, expanded: each copy belongs to the unit beside it.
+                if kind not in own and len(kind) > 1 and {*kind} - {dim} <= free(labels, tensor):
+                    own[kind] = head(layer, [dim]).expand(tensor.shape)
+        common = [kind for kind in owned[0] if all(kind in own for own in owned)]
+        for own in owned:
+            for kind in list(own) if common else list(own)[1:]:
+                if kind not in common:
+                    labels.freeze(own[kind], f"{call.site} joins tensors in which two kinds of units cross")
+        blank = torch.zeros((1,) * output.ndim, dtype=torch.int64)
+        layers = []
+        for kind in common or [()]:
+            queue = []
+            for tensor, own in zip(tensors, owned, strict=True):
+                queue.append(own.get(kind, next(iter(own.values()), blank.expand(tensor.shape))))
+            if all(varying(layer) in ([], [dim]) for layer in queue):
+                elsewhere = [d for d in range(output.ndim) if d != dim]
+                queue = [head(layer, elsewhere) for layer in queue]
+            layers.append(torch.cat(queue, dim).expand(output.shape))
         across: dict[tuple[int, ...], Tensor] = {}
         for tensor in tensors:
             for layer in labels.others(tensor, [dim]):
@@ -216,6 +227,26 @@ class Fixed(Ruled):
             labels.freeze_tensor(tensor, f"{call.site} {self.deed}")
 
 
+class IndexAdd(Operation):
+    """Rows are added to computed places along one dimension. Units across it go on."""
+
+    def channels(self, labels: LabelVerbs, call: Call, output: Any) -> None:
+        x, source, dim = call["input"], call["source"], int(call["dim"]) % output.ndim
+        operands = []
+        for tensor in (x, source):
+            for layer in labels.layers(tensor):
+                if dim in varying(layer):
+                    labels.freeze(layer, f"{call.site} writes it into computed places")
+            own = [1 if d == dim else size for d, size in enumerate(tensor.shape)]
+            # Zeros without labels were made to fit what is added to them.
+            if tensor is source or labels.layers(tensor):
+                operands.append(([head(layer, [dim]) for layer in labels.others(tensor, [dim])], own))
+        labels.merge(output, operands, call.site)
+
+    def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
+        return relevance.moves(call)
+
+
 class Roll(Move):
     """Rolling space is harmless; rolling units is not."""
 
@@ -271,6 +302,8 @@ def _pin(labels: LabelVerbs, layer: Tensor, dim: int, item: Any, call: Call) -> 
     if len(varying(layer)) > 1:
         labels.grid(layer, reason, rigid=[dim])
         return
+    if isinstance(item, slice) and item.step in (None, 1) and labels.follows():
+        return
     pinned = np.zeros(size, bool)
     for edge in (start, stop if stop < size else 0):  # what lies between an edge and the end it is counted from
         pinned[slice(edge) if edge >= 0 else slice(edge, None)] = True
@@ -289,8 +322,9 @@ register_named("input dim start length", "narrow", Slice())
 register_named("input dim index", "select index_select", Slice())
 register_named("input indices dim=None", "take_along_dim", Fixed(_LOOKED_UP))
 register("input index value", Tensor.__setitem__, operation=Fixed(_WRITTEN), writes=True)
-register_named("input *rest", "scatter scatter_add masked_scatter index_add", Fixed(_WRITTEN), in_place="copy_")
+register_named("input *rest", "scatter scatter_add masked_scatter", Fixed(_WRITTEN), in_place="copy_")
 register_named("input *rest", "index_put index_copy", Fixed(_WRITTEN), in_place="index_put_ index_copy_ scatter_")
+register_named("input dim index source alpha=1", "index_add", IndexAdd(), in_place="index_add_")
 register_named("input chunks|indices|sections|tensor_indices_or_sections dim=0", "chunk tensor_split", Split())
 register_named("input|tensor split_size_or_sections|split_size|split_sizes dim=0", "split split_with_sizes", Split())
 register_named("input dim=0", "unbind", Split())
@@ -308,7 +342,7 @@ register_named("input *rest", "dim ndimension stride element_size storage_offset
 register_named("input *rest", "size numel nelement __len__", SizeQuery())
 register_named("input *rest", "is_floating_point is_complex is_contiguous is_same_size is_signed is_inference", Query())
 register_named("input *rest", "is_conj is_neg is_pinned has_names get_device untyped_storage __hash__", Query())
-register_named("input *rest", "new_zeros new_ones new_empty new_full new_tensor", Query())
+register_named("input *rest", "new_tensor", Query())
 register_named("input *rest", "register_hook retain_grad backward", Query())
 register_named("input *rest", "item tolist numpy is_nonzero __bool__ __int__ __float__ __index__", Readout())
 register_named("input *rest", "__repr__ __format__ __array__", Readout())

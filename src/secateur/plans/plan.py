@@ -56,7 +56,7 @@ class Plan:
 
     Plans compare by what they cut, print as a table, and round-trip through `to_json` / `from_json`. `example` is the
     input that the model was analysed with, on which `apply` verifies the removal; a plan from a file has none, and no
-    `graph` either.
+    `graph` either. `output` names what of the model's output counts; if nothing, all does.
     """
 
     groups: tuple[int, ...]
@@ -69,6 +69,7 @@ class Plan:
     model: str
     before: Cost
     after: Cost
+    output: tuple[str, ...] = ()
     example: Example = field(default=None, compare=False, repr=False)
     graph: Graph | None = field(default=None, compare=False, repr=False)
 
@@ -112,6 +113,7 @@ class Plan:
                 model=str(data["model"]),
                 before=Cost(_count(data["before"]["params"]), _count(data["before"]["macs"])),
                 after=Cost(_count(data["after"]["params"]), _count(data["after"]["macs"])),
+                output=tuple(str(name) for name in data.get("output", ())),
             )
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise FileFormatError(f"not a plan: {type(error).__name__}: {error}") from error
@@ -203,6 +205,7 @@ def plan_for(graph: Graph, removed: Mask, repeated: Sequence[RepeatedSize] | Non
         model=graph.model_name,
         before=graph.cost,
         after=graph.cost_of(removed),
+        output=graph.output,
         example=graph.example,
         graph=graph,
     )

@@ -68,7 +68,7 @@ class _Chooser:
         self.gone: Mask = np.zeros(len(graph.root), np.bool_)
         if start is not None:
             self.gone[list(start.groups)] = True
-        layers = [layer for layer in graph.layers if layer.matches(limits.only) and not layer.matches(limits.ignore)]
+        layers = [layer for layer in graph.layers if layer.within(limits.only) and not layer.matches(limits.ignore)]
         free = [g[graph.prunable[g] & ~self.gone[g]] for g in (layer.groups for layer in layers)]
         candidates: Labels = np.concatenate(free) if free else np.zeros(0, np.int64)
         if not len(candidates):

@@ -112,8 +112,9 @@ class Limits:
 
     `scope` says which units compete: all ("global"), those of a layer ("layer"), or all by score per MAC ("cost") or
     per estimated time ("time"). None is "global" for `plan`; `prune` chooses by criterion. `ignore` and `only` are
-    wildcards on module paths; a module's name stands for everything in it. Every layer keeps at least `min_units`, and
-    a multiple of `round_to` channels. With `uniform`, layers that differ only by the number of their block keep the
+    wildcards on module paths; a module's name stands for everything in it. A stream that several modules write is
+    ignored if one of them is, and taken by `only` if all are. Every layer keeps at least `min_units`, and a multiple of
+    `round_to` channels. With `uniform`, layers that differ only by the number of their block keep the
     same width, as the config of a Hugging Face model needs it.
 
     >>> Limits(round_to=8, ignore="head")

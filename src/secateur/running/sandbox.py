@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import random
 import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import wraps
+from functools import cache, wraps
 from itertools import islice
 from typing import Any, ParamSpec, TypeVar
 
@@ -142,9 +143,16 @@ def arguments(example: Example) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def run(model: nn.Module, example: Example) -> Any:
-    """Call the model on an example."""
+    """Call the model on an example. A language model keeps no keys and values for a next call."""
     args, kwargs = arguments(example)
+    if _takes_use_cache(type(model).forward):
+        kwargs.setdefault("use_cache", False)
     return model(*args, **kwargs)
+
+
+@cache
+def _takes_use_cache(forward: Callable[..., Any]) -> bool:
+    return "use_cache" in inspect.signature(forward).parameters
 
 
 def run_or_explain(model: nn.Module, example: Example) -> Any:

@@ -48,6 +48,7 @@ class Coupling:
         frozen: set[int] = set()
         while True:
             before, undecided = len(self._left), []
+            idle: list[tuple[Labels, str]] = []
             for i, grid in enumerate(grids):
                 view = self.root[grid.labels]
                 live = _live_axes(view)
@@ -62,10 +63,13 @@ class Coupling:
                     continue
                 line = _slices(view, axis)[:, 0]
                 for where, labels in grid.joins:
-                    if where == axis and not np.array_equal(self.root[labels], line):
+                    if where != axis:
+                        idle.append((labels[labels != 0], grid.reason))
+                    elif not np.array_equal(self.root[labels], line):
                         self._join(line, labels)
             if len(self._left) == before:
                 if not undecided:
+                    self._frozen += idle  # they meet an axis that keeps its size
                     return
                 self._tie(undecided[0])
             self.root = components(self._total, self._left, self._right)

@@ -181,8 +181,9 @@ class Findings:
         self.producers[first] = Producer((*before, site), kind, labels)
 
     def attend(self, labels: Labels, site: Site) -> None:
-        """An attention product with one label per head."""
-        self.heads.append((site, np.abs(labels)))
+        """An attention product with one label per head, or one per sample and head."""
+        labels = np.abs(labels)
+        self.heads.append((site, labels[np.sort(np.unique(labels, return_index=True)[1])]))
 
     def grid(
         self, layer: Tensor, reason: str, rigid: Sequence[int] = (), joins: Sequence[tuple[int, Labels]] = ()

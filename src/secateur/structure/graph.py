@@ -58,11 +58,15 @@ class Layer:
 
     def matches(self, patterns: Sequence[str]) -> bool:
         """Whether any module of the layer, or one that it is part of, fits any wildcard."""
-        return any(
-            fnmatch.fnmatchcase(path, pattern) or fnmatch.fnmatchcase(path, f"{pattern}.*")
-            for path in self.paths
-            for pattern in patterns
-        )
+        return any(_fits(path, patterns) for path in self.paths)
+
+    def within(self, patterns: Sequence[str]) -> bool:
+        """Whether every module of the layer, or one that it is part of, fits a wildcard."""
+        return all(_fits(path, patterns) for path in self.paths)
+
+
+def _fits(path: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatch.fnmatchcase(path, p) or fnmatch.fnmatchcase(path, f"{p}.*") for p in patterns)
 
 
 @dataclass(frozen=True)
@@ -100,6 +104,7 @@ class Graph:
     unused: tuple[str, ...]
     repeated: tuple[RepeatedSize, ...]
     example: Example
+    output: tuple[str, ...]
     model_name: str
     cost_of: CostModel = field(repr=False)
 
@@ -208,6 +213,7 @@ def build(
     passes: list[Findings],
     blocked: dict[str, str],
     repeated: Sequence[RepeatedSize],
+    output: tuple[str, ...] = (),
 ) -> Graph:
     """Put together what the label passes found. `blocked` names layers that trial removals showed to be rigid."""
     main, axes = passes[0], passes[0].axes
@@ -245,6 +251,7 @@ def build(
         unused=tuple(sorted(parameters.difference(*(p.seen for p in passes)))),
         repeated=tuple(repeated),
         example=example,
+        output=output,
         model_name=type(model).__name__,
         cost_of=CostModel({name: shapes[name] for name in parameters}, root, main),
     )

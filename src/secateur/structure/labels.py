@@ -24,10 +24,14 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from secateur.errors import SecateurError
 from secateur.nest import map_leaves, tensors_in
-from secateur.ops.layers import Labels, Layers, compact, is_zero, lost, narrow, spread, varying
+from secateur.ops.activation import Unary
+from secateur.ops.elementwise import Blank, free
+from secateur.ops.layers import Labels, Layers, column, compact, is_zero, lost, narrow, spread, varying
 from secateur.ops.protocols import Zero, never
+from secateur.ops.shape import Move
 from secateur.ops.table import Call, Function, Readout, Site, SizeQuery, lookup
-from secateur.running.copies import meta_copy, named_tensors, shared_copy
+from secateur.running.copies import meta_copy, named_modules, named_tensors, shared_copy
+from secateur.running.heads import reads_heads
 from secateur.running.observer import Observer
 from secateur.running.sandbox import Example, quiet, run, run_or_explain, to_meta
 from secateur.structure.findings import AxisTable, CostTerm, Findings, NormSite
@@ -68,11 +72,20 @@ class LabelPass(Observer):
 
     def observe(self, call: Call) -> Any:
         output = call.operation.rehearse(call)
+        self.labels.trace(call, output)
         call.operation.channels(self.labels, call, output)
         self._count_written(call, output)
         made = tuple((tuple(tensor.shape), self.labels.layers(tensor)) for tensor in tensors_in(output))
         self.found.steps[call.site] = Step(numbers_of(call), made)
         return output
+
+    def __torch_function__(
+        self, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        made = super().__torch_function__(func, types, args, kwargs)
+        if isinstance(lookup(func), Blank):
+            self.labels.blank(made)
+        return made
 
     def _count_written(self, call: Call, output: Any) -> None:
         """How many numbers the call writes, by whose they are. Views write none; what is done in place does."""
@@ -124,6 +137,9 @@ class TensorLabels:
         self.found = found
         self._layers: Any = WeakIdKeyDictionary()
         self._names = {id(tensor): name for name, tensor in named_tensors(model)}
+        self._weights: Any = WeakIdKeyDictionary((tensor, True) for _, tensor in named_tensors(model))
+        self._blank: Any = WeakIdKeyDictionary()
+        self._following = {path for path, module in named_modules(model) if reads_heads(module)}
         # What needs no tensors, operations tell the findings at once.
         self.join, self.tie_rows, self.freeze, self.grid = found.join, found.tie_rows, found.freeze, found.grid
         self.cost, self.produce, self.attend = found.cost, found.produce, found.attend
@@ -160,6 +176,56 @@ class TensorLabels:
         """The name of a tensor if it is a parameter or buffer of the model."""
         return self._names.get(id(tensor))
 
+    def is_weight(self, tensor: Any) -> bool:
+        """Whether a tensor is a parameter or buffer, or computed from nothing else."""
+        return tensor in self._weights
+
+    def blank(self, tensor: Tensor) -> None:
+        """A tensor has the same number everywhere."""
+        self._blank[tensor] = frozenset(range(tensor.ndim))
+
+    def fits(self, tensor: Any) -> frozenset[int]:
+        """The dimensions along which a tensor repeats one number, and was made to fit whatever it meets."""
+        return self._blank.get(tensor, frozenset())  # type: ignore[no-any-return]
+
+    def bind(self, tensors: Sequence[Tensor], output: Tensor) -> None:
+        """Tensors met: those that fitted anything are as large as what they met from now on. What they became fits."""
+        blanks = [
+            (tensor, self._blank[tensor], output.ndim - tensor.ndim) for tensor in tensors if tensor in self._blank
+        ]
+        if not blanks:
+            return
+        met = {over[0]: column(layer) for layer in self.layers(output) if len(over := varying(layer)) == 1}
+        for tensor, dims, offset in blanks:
+            bound = {d for d in dims if d + offset in met and tensor.shape[d] > 1}
+            self._layers[tensor] = [*self.layers(tensor), *(spread(met[d + offset], d, tensor.shape) for d in bound)]
+            self._blank[tensor] = dims - bound
+        apart = [
+            {d + output.ndim - t.ndim for d, n in enumerate(t.shape) if n > 1 and d not in free(self, t)}
+            for t in tensors
+        ]
+        taken = set().union(*apart, *(varying(layer) for layer in self.layers(output)))
+        self._blank[output] = frozenset(range(output.ndim)) - taken
+
+    def trace(self, call: Call, output: Any) -> None:
+        """What is computed from parameters alone is a weight too. What is moved from a blank is blank."""
+        sources = call.tensors()
+        if call.writes and sources:
+            self._blank.pop(sources[0], None)
+        if sources and all(source in self._weights for source in sources):
+            self._weights.update((tensor, True) for tensor in tensors_in(output))
+        if sources and isinstance(call.operation, Move | Unary) and sources[0] in self._blank:
+            dims = self._blank[sources[0]]
+            for tensor in tensors_in(output):
+                if isinstance(call.operation, Unary):
+                    self._blank[tensor] = dims
+                elif len(dims) == sources[0].ndim and not self.layers(sources[0]):
+                    self.blank(tensor)
+
+    def follows(self) -> bool:
+        """Whether the module that runs computes places from its number of heads, which shrinks with them."""
+        return self.found.where() in self._following
+
     def along(self, tensor: Tensor, dim: int) -> Labels | None:
         """The labels along one dimension; None if there are none. Layers that also vary elsewhere are tied first."""
         dim %= tensor.ndim
@@ -168,10 +234,10 @@ class TensorLabels:
             if dim not in varying(layer):
                 continue
             layer = self.tied(layer, [d for d in varying(layer) if d != dim])
-            column = narrow(layer).reshape(-1).numpy()
+            line = column(layer)
             if found is not None:
-                self.join(found, column)
-            found = column
+                self.join(found, line)
+            found = line
         return found
 
     def others(self, tensor: Tensor, dims: Sequence[int]) -> Layers:
@@ -206,8 +272,7 @@ class TensorLabels:
         for layer in self.layers(tensor):
             over = varying(layer)
             if set(over) <= set(dims):
-                others = [d for d in range(layer.ndim) if d not in dims]
-                self.found.norms.append(NormSite(site, _heads(layer, others).abs()))
+                self.found.norms.append(NormSite(site, narrow(layer).abs()))
             elif set(over) & set(dims):
                 self.grid(layer, f"{site} mixes a part of it", rigid=[d for d in over if d in dims])
 
@@ -278,11 +343,17 @@ class TensorLabels:
 
     def match(self, layer: Tensor, rival: Tensor, dim: int, site: Site) -> None:
         """A layer of one tensor against another tensor joined to it along `dim`, which the layer does not vary over."""
-        partners = [r for r in self.others(rival, [dim]) if set(varying(r)) & set(varying(layer))]
+        over, reason = varying(layer), f"joined by {site} to a tensor whose size is fixed"
+        partners = [r for r in self.layers(rival) if set(varying(r)) & set(over)]
         for partner in partners:
-            _pair(self.found, _heads(layer, [dim]), _heads(partner, [dim]))
+            if dim not in varying(partner):
+                _pair(self.found, _heads(layer, [dim]), _heads(partner, [dim]))
+            elif len(over) == 1:
+                self.found.grid(partner, reason, joins=[(over[0], column(layer))])
+            else:
+                self.freeze(layer, reason)
         if not partners:
-            self.grid(layer, f"joined by {site} to a tensor whose size is fixed", rigid=varying(layer))
+            self.grid(layer, reason, rigid=over)
 
 
 def _meet(found: Findings, layer: Tensor, rivals: Layers, present: frozenset[int], site: Site, first: bool) -> None:
@@ -291,18 +362,17 @@ def _meet(found: Findings, layer: Tensor, rivals: Layers, present: frozenset[int
     shared = dims & present
     if not shared:
         return
-    partners = [rival for rival in rivals if set(varying(rival)) & dims]
-    if shared == dims:
-        if not partners:
-            found.grid(layer, f"combined by {site} with a tensor whose size is fixed", rigid=sorted(dims))
-        elif first:
-            for rival in partners:
+    partners = [(over, rival) for rival in rivals if dims.intersection(over := varying(rival))]
+    # A single line of labels meets each line of a grid. If the grid is cut the other way, as heads that meet a rotary
+    # factor are, that asks nothing of them.
+    lines = [(over[0], column(rival)) for over, rival in partners if len(over) == 1 < len(dims)]
+    if first and shared == dims:
+        for over, rival in partners:
+            if (len(over) > 1) == (len(dims) > 1):
                 _pair(found, layer, rival)
-        return
-    lines = [(varying(rival), rival) for rival in partners]
-    joins = [(over[0], narrow(rival).reshape(-1).numpy()) for over, rival in lines if len(over) == 1]
-    rigid = sorted(shared - {d for d, _ in joins})
-    found.grid(layer, f"combined by {site} with a tensor whose size is fixed", rigid, joins)
+    labelled = {d for over, _ in partners for d in over} if shared == dims else {d for d, _ in lines}
+    if lines or shared - labelled:
+        found.grid(layer, f"combined by {site} with a tensor whose size is fixed", sorted(shared - labelled), lines)
 
 
 def _pair(found: Findings, a: Tensor, b: Tensor) -> None:

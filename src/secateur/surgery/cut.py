@@ -13,12 +13,8 @@ from torch import Tensor, nn
 from secateur.errors import PlanError
 from secateur.plans.plan import AttributeCut, NormCut, Plan
 from secateur.running.copies import copy_with, named_modules, named_tensors, unwrap
+from secateur.running.heads import fit_heads
 from secateur.surgery.attention import narrow_attention
-
-# Names under which attention modules of the common libraries keep their number of heads.
-_HEAD_COUNTS = ("num_heads", "n_heads", "n_head", "heads", "nhead", "num_attention_heads")
-# Names of widths that are a number of heads times the width of a head.
-_HEAD_WIDTHS = ("attn_dim", "all_head_size", "inner_dim", "embed_dim_inner", "attention_dim", "dim_attn")
 
 
 def check_fits(model: nn.Module, plan: Plan) -> None:
@@ -96,8 +92,8 @@ def _fit(module: Any, old: Any, path: str, plan: Plan) -> None:
         vector = module.weight if module.weight is not None else module.running_mean
         if vector is not None:
             module.num_features = len(vector)
-    elif isinstance(module, nn.LayerNorm | nn.RMSNorm):
-        scale: Tensor | None = module.weight  # absent without elementwise_affine
+    elif isinstance(module, nn.LayerNorm | nn.RMSNorm) or isinstance(vars(module).get("normalized_shape"), tuple):
+        scale: Tensor | None = getattr(module, "weight", None)  # absent without elementwise_affine
         module.normalized_shape = _norm_shape(old.normalized_shape, path, plan) if scale is None else tuple(scale.shape)
     elif isinstance(module, nn.GroupNorm):
         kept = len(module.weight) if module.weight is not None else old.num_channels
@@ -108,18 +104,25 @@ def _fit(module: Any, old: Any, path: str, plan: Plan) -> None:
         module.num_parameters = len(module.weight)
     elif isinstance(module, nn.Embedding):
         module.num_embeddings, module.embedding_dim = module.weight.shape
+    elif is_conv1d(module):
+        module.nx, module.nf = module.weight.shape
     elif isinstance(module, nn.RNNBase):
         module.input_size = module.all_weights[0][0].shape[1]
         module._flat_weights = [getattr(module, name) for name in module._flat_weights_names]
 
 
+def is_conv1d(module: nn.Module) -> bool:
+    """Whether a module is the linear layer of GPT-2, which remembers its sizes as `nx` and `nf`."""
+    return type(module).__name__ == "Conv1D" and {"nx", "nf"} <= vars(module).keys()
+
+
 def _fit_attribute(small: nn.Module, item: AttributeCut) -> None:
-    """Set a remembered size. Only a number that is there and has the expected value is replaced."""
+    """Set a remembered size, unless it is set already. Only a number with the expected value is replaced."""
     try:
         module = small.get_submodule(item.path)
     except AttributeError:
         module = None
-    if module is None or vars(module).get(item.name) != item.before:
+    if module is None or vars(module).get(item.name) not in (item.before, item.after):
         raise PlanError(
             f"the plan sets `{item.path}`.{item.name} from {item.before} to {item.after}, but this model has "
             "no such number.",
@@ -132,8 +135,9 @@ def _norm_shape(shape: tuple[int, ...], path: str, plan: Plan) -> tuple[int, ...
     """The shape that a norm without parameters normalises after the cut."""
     for norm in plan.norms:
         if norm.path == path:
-            kept = kept_places(norm)[(0,) * (len(norm.shape) - len(shape))]
-            return tuple(len(np.unique(places)) for places in np.nonzero(kept))
+            places = np.nonzero(kept_places(norm))[-len(shape) :]
+            sizes = zip(shape, norm.shape[-len(shape) :], places, strict=True)
+            return tuple(size if had == 1 else len(np.unique(at)) for size, had, at in sizes)
     return shape
 
 
@@ -145,13 +149,5 @@ def _fit_heads(small: nn.Module, before: dict[str, nn.Module], path: str, had: i
         old = before.get(where)
         if old is None or isinstance(old, nn.MultiheadAttention):
             continue
-        module = small.get_submodule(where)
-        for name in _HEAD_WIDTHS:
-            value = vars(old).get(name)
-            if isinstance(value, int) and value % had == 0:
-                setattr(module, name, value // had * has)
-        counts = [name for name in _HEAD_COUNTS if vars(old).get(name) == had]
-        for name in counts:
-            setattr(module, name, has)
-        if counts:
+        if fit_heads(small.get_submodule(where), old, had, has):
             return

@@ -59,14 +59,30 @@ class _NormMask(Observer):
 
     def __init__(self, model: nn.Module, norms: Sequence[NormCut]) -> None:
         super().__init__(model)
-        self._kept = {Site(n.path, n.function, n.visit): _narrowed(torch.from_numpy(kept_places(n))) for n in norms}
+        self._kept: dict[Site, Tensor] = {}
+        for norm in norms:  # several, where kinds of units cross in a tensor
+            site, kept = Site(norm.path, norm.function, norm.visit), _narrowed(torch.from_numpy(kept_places(norm)))
+            self._kept[site] = kept & self._kept[site] if site in self._kept else kept
 
     def unknown(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return func(*args, **kwargs)
 
     def observe(self, call: Call) -> Any:
-        kept = self._kept.get(call.site) if isinstance(call.operation, LayerNorm | GroupNorm) else None
-        return call.run() if kept is None else _masked_norm(call, kept)
+        kept = self._kept.get(call.site)
+        if kept is None:
+            return call.run()
+        return _masked_norm(call, kept) if isinstance(call.operation, LayerNorm | GroupNorm) else _reduced(call, kept)
+
+
+def _reduced(call: Call, kept: Tensor) -> Any:
+    """A sum, a mean or another statistic of the kept places, which are whole slices."""
+    x: Tensor = call["input"]
+    small = x
+    for dim, size in enumerate(kept.shape):
+        if size > 1:
+            places = kept.movedim(dim, 0).reshape(size, -1).any(1).nonzero().squeeze(1)
+            small = small.index_select(dim, places.to(x.device))
+    return call.on(x)(small)
 
 
 def _narrowed(kept: Tensor) -> Tensor:

@@ -94,8 +94,8 @@ def disagreement(what: str, names: Sequence[str], plan: Plan) -> VerificationErr
 class _Net:
     """A copy that is run in several formats."""
 
-    def __init__(self, net: nn.Module) -> None:
-        self._net = net
+    def __init__(self, net: nn.Module, output: tuple[str, ...]) -> None:
+        self._net, self._output = net, output
         self.modules: dict[str, list[Tensor]] = {}
 
     def run(self, probe: Probe, wide: torch.dtype, even: Iterable[int] = (), watch: bool = False) -> Seen:
@@ -109,7 +109,7 @@ class _Net:
                 torch.manual_seed(0)
                 with mode:
                     outputs = run(self._net, inputs)
-            return Seen(tensors_of_output(outputs), mode.drawn, mode.rows)
+            return Seen(tensors_of_output(outputs, self._output), mode.drawn, mode.rows)
         finally:
             for hook in hooks:
                 hook.remove()
@@ -135,7 +135,7 @@ def _channel_dim(module: nn.Module) -> int | None:
 # -- the probes that a model takes -------------------------------------------------------------------------------------
 def _trials(model: nn.Module, plan: Plan, example: Example) -> list[Trial]:
     """The example, then what else the masked model takes, at last in training mode if that may be another forward."""
-    masked = _Net(reference(model, plan))
+    masked = _Net(reference(model, plan), plan.output)
     known = [given(example, {}), Probe("the example", example)]
     first, reason = _first_taken(masked, known, model, plan, _MACS)
     if first is None:
@@ -208,7 +208,7 @@ def _names_training(code: CodeType | None) -> bool:
 # -- comparing ---------------------------------------------------------------------------------------------------------
 def _fault(model: nn.Module, small: nn.Module, plan: Plan, trials: Sequence[Trial]) -> Fault | None:
     """The first difference that is no rounding."""
-    net, done = _Net(shared_copy(small)), []
+    net, done = _Net(shared_copy(small), plan.output), []
     for trial in trials:
         found = _run_small(net, model, plan, trial)
         if isinstance(found, Fault):
@@ -236,7 +236,7 @@ def _run_small(net: _Net, model: nn.Module, plan: Plan, trial: Trial) -> tuple[T
             count = max(len(seen.drawn), len(trial.masked.drawn))
             shapes = [[*drawn, *[()] * (count - len(drawn))] for drawn in (seen.drawn, trial.masked.drawn)]
             even = [i for i, (a, b) in enumerate(zip(*shapes, strict=True)) if a != b]
-            masked = _Net(reference(model, plan)).run(trial.probe, trial.wide, even)
+            masked = _Net(reference(model, plan), plan.output).run(trial.probe, trial.wide, even)
             trial, seen = replace(trial, masked=masked), net.run(trial.probe, trial.wide, even)
     except Exception as error:
         if not _takes(model, trial):
@@ -248,7 +248,7 @@ def _run_small(net: _Net, model: nn.Module, plan: Plan, trial: Trial) -> tuple[T
 
 def _takes(model: nn.Module, trial: Trial) -> bool:
     try:
-        _Net(shared_copy(model)).run(trial.probe, trial.wide)
+        _Net(shared_copy(model), ()).run(trial.probe, trial.wide)
     except Exception as error:
         log.debug("%s is not taken by the original: %s", trial.probe.name, error)
         return False
@@ -260,7 +260,7 @@ def _decided(
 ) -> tuple[Trial, str]:
     """The comparison again in double precision, where only a real difference survives."""
     try:
-        masked = _Net(reference(model, plan)).run(trial.probe, torch.float64)
+        masked = _Net(reference(model, plan), plan.output).run(trial.probe, torch.float64)
     except Exception as error:  # a forward that needs its own precision is judged by that
         log.debug("no forward in float64: %s", error)
         return trial, _difference(trial, seen.outputs, scales, _COARSE)
@@ -323,7 +323,7 @@ def _unproven(net: _Net, model: nn.Module, plan: Plan, done: Sequence[tuple[Tria
     columns = list(zip(*(trial.masked.outputs for trial in plain), strict=False))
     if not plain or (len(counts) == 1 and columns and all(map(_informs, columns))):
         return None
-    trial, masked = plain[-1], _Net(reference(model, plan))
+    trial, masked = plain[-1], _Net(reference(model, plan), plan.output)
     masked.run(trial.probe, trial.wide, watch=True)
     net.run(trial.probe, trial.wide, watch=True)
     proven = any(map(_informs, columns))
@@ -382,7 +382,7 @@ def culprits(model: nn.Module, plan: Plan, trial: Trial) -> list[str]:
             some[layer.groups] = removed[layer.groups]
         part = plan_for(graph, some)
         try:
-            masked = _Net(reference(model, part)).run(trial.probe, trial.wide)
+            masked = _Net(reference(model, part), part.output).run(trial.probe, trial.wide)
         except Exception as error:
             log.debug("no masked forward: %s", error)
             return False

@@ -1,0 +1,182 @@
+"""Tiny models of every family of `transformers`, built from configurations without a network, and inputs for them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers.models.auto import modeling_auto as auto
+
+from secateur.structure.graph import Graph
+
+#: Small sizes, by the names that configurations use for them.
+SIZES: dict[int, str] = {
+    2: """num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers num_decoder_layers num_blocks
+        num_encoder_layers num_key_value_heads num_experts_per_tok moe_k moe_topk type_vocab_size num_kv_heads
+        multi_query_group_num top_k_experts num_experts_per_token moe_top_k""",
+    4: """num_attention_heads n_head n_heads num_heads encoder_attention_heads decoder_attention_heads num_experts
+        num_local_experts n_routed_experts moe_num_experts num_conv_pos_embedding_groups mamba_d_conv state_size
+        n_groups_ num_codebooks""",
+    8: """head_dim patch_size d_kv attention_head_dim kv_channels v_head_dim qk_nope_head_dim qk_rope_head_dim
+        linear_key_head_dim linear_value_head_dim global_head_dim mamba_d_head attention_head_size""",
+    16: "kv_lora_rank q_lora_rank num_conv_pos_embeddings index_head_dim",
+    32: """hidden_size d_model n_embd dim embed_dim emb_dim embedding_size width cross_attention_hidden_size image_size
+        projection_dim word_embed_proj_dim d_embed num_mel_bins model_dim encoder_hidden_size attention_hidden_size
+        lru_width""",
+    48: """intermediate_size ffn_dim encoder_ffn_dim decoder_ffn_dim n_inner d_ff ffn_hidden_size d_inner
+        moe_intermediate_size shared_expert_intermediate_size dense_intermediate_size intermediate_size_mlp""",
+    64: "max_position_embeddings n_positions max_source_positions max_target_positions n_ctx context_length",
+    128: "vocab_size",
+}
+_BY_NAME = {name: size for size, names in SIZES.items() for name in names.split()}
+_TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 0, "sep_token_id": 2}
+_STAGES = {"hidden_sizes": [8, 16, 24, 32], "depths": [1, 1, 1, 1], "image_size": 64}
+_WINDOWS = {"embed_dim": 16, "depths": [1, 1], "num_heads": [2, 4], "patch_size": 4, "window_size": 4}
+_WAVES = {"conv_dim": [16] * 7}
+#: What the sizes above do not fit.
+SPECIAL: dict[str, dict[str, Any]] = {
+    "bamba": {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_expand": 2, "mamba_n_groups": 1},
+    "bigbird_pegasus": {"attention_type": "original_full"},
+    "big_bird": {"attention_type": "original_full"},
+    "codegen": {"rotary_dim": 4},
+    "gptj": {"rotary_dim": 4},
+    "convnext": _STAGES,
+    "convnextv2": _STAGES,
+    "data2vec-audio": _WAVES,
+    "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_chunk_size": 8},
+    "falcon_mamba": {"time_step_rank": 4},
+    "funnel": {"block_sizes": [1, 1], "d_head": 8},
+    "hubert": _WAVES,
+    "poolformer": _STAGES,
+    "regnet": {**_STAGES, "embedding_size": 8, "groups_width": 4},
+    "resnet": {**_STAGES, "embedding_size": 8},
+    "segformer": {**_STAGES, "num_attention_heads": [1, 2, 2, 4]},
+    "swin": _WINDOWS,
+    "swinv2": _WINDOWS,
+    "wav2vec2": _WAVES,
+    "wavlm": _WAVES,
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "mamba": {"time_step_rank": 4},
+    "mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 1},
+    "modernbert": {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 8},
+    "mpt": {"max_seq_len": 64},
+    "mobilebert": {"intra_bottleneck_size": 16, "embedding_size": 16, "true_hidden_size": 16},
+    "nystromformer": {"num_landmarks": 4, "segment_means_seq_len": 8},
+    "recurrent_gemma": {"block_types": ["recurrent", "attention"], "attention_window_size": 16},
+    "rwkv": {"attention_hidden_size": 32},
+    "squeezebert": {f"{x}_groups": 2 for x in ("q", "k", "v", "post_attention", "intermediate", "output")},
+    "whisper": {"max_source_positions": 16},
+    "zamba": {"layers_block_type": ["mamba", "hybrid"], "attention_hidden_size": 64, "attention_head_dim": 16},
+}
+MAPPINGS = [
+    "CAUSAL_LM",
+    "MASKED_LM",
+    "SEQ_TO_SEQ_CAUSAL_LM",
+    "SEQUENCE_CLASSIFICATION",
+    "IMAGE_CLASSIFICATION",
+    "AUDIO_CLASSIFICATION",
+    "CTC",
+    "SPEECH_SEQ_2_SEQ",
+]
+_OUTPUTS = ("model output", "entries of an embedding")
+
+
+def config_of(kind: type, **given: Any) -> Any:
+    """A small configuration of a class."""
+    known = kind().to_dict()  # type: ignore[attr-defined]
+    if "q_lora_rank" in known or "kv_lora_rank" in known:
+        given.setdefault("num_key_value_heads", 4)  # all heads have their own keys, from one latent
+    sizes = {name: size for name, size in {**_BY_NAME, **_TOKENS}.items() if type(known.get(name)) is int}
+    return kind(**{**sizes, **given})
+
+
+def families() -> Iterator[tuple[str, str]]:
+    """The name of each family with the mapping that has its model: language models first."""
+    seen: set[str] = set()
+    for mapping in MAPPINGS:
+        for family in getattr(auto, f"MODEL_FOR_{mapping}_MAPPING_NAMES"):
+            if family not in seen:
+                seen.add(family)
+                yield family, mapping
+
+
+def build(family: str, mapping: str, **given: Any) -> nn.Module:
+    """A tiny model of a family, with weights with which mistakes show, in double precision."""
+    kind = transformers.CONFIG_MAPPING[family]
+    if kind.sub_configs:
+        raise ValueError("made of models of other families")
+    config = config_of(kind, **{**SPECIAL.get(family, {}), **given})
+    config._experts_implementation = "eager"  # grouped products know no double precision
+    names = getattr(auto, f"MODEL_FOR_{mapping}_MAPPING_NAMES")[family]
+    model = getattr(transformers, names if isinstance(names, str) else names[0])
+    if sum(v for k, v in vars(config).items() if k in ("num_hidden_layers", "n_layer") and isinstance(v, int)) > 8:
+        raise ValueError("no small configuration")
+    with torch.device("meta"):
+        count = sum(p.numel() for p in model(config).parameters())
+    if count > 3_000_000:
+        raise ValueError(f"no small configuration: {count} parameters")
+    torch.manual_seed(0)
+    return randomise(model(config))
+
+
+def randomise(model: nn.Module, seed: int = 0) -> nn.Module:
+    """Weights with which mistakes show: initial values are often zero or one. In double precision."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            new = torch.randn(parameter.shape, generator=generator)
+            if parameter.ndim > 1:
+                parameter.copy_(new if "embed" in name else new / parameter.shape[-1] ** 0.5)
+            elif name.endswith("bias"):
+                parameter.copy_(new * 0.1)
+            else:
+                parameter.copy_(parameter + 0.2 * new)
+    return model.double().eval()
+
+
+def tokens(batch: int, length: int, pad: int = 0, seed: int = 0, **more: Tensor) -> dict[str, Tensor]:
+    """Token numbers; the last `pad` of the first sample are masked."""
+    ids = torch.randint(3, 100, (batch, length), generator=torch.Generator().manual_seed(seed))
+    mask = torch.ones_like(ids)
+    if pad:
+        ids[0, length - pad :], mask[0, length - pad :] = 0, 0
+    return {"input_ids": ids, "attention_mask": mask, **more}
+
+
+def inputs(model: Any, batch: int = 2, length: int = 8, pad: int = 0, seed: int = 0) -> dict[str, Tensor]:
+    """An example for a model of any family."""
+    generator = torch.Generator().manual_seed(seed)
+    dtype = next(model.parameters()).dtype
+    config, main, taken = model.config, model.main_input_name, inspect.signature(model.forward).parameters
+    if main == "pixel_values":
+        size = getattr(config, "image_size", 32)
+        size = tuple(size) if isinstance(size, list | tuple) else (size, size)
+        given = {main: torch.randn(batch, getattr(config, "num_channels", 3), *size, generator=generator).to(dtype)}
+    elif main == "input_values":
+        given = {main: torch.randn(batch, 1000 + 200 * length, generator=generator).to(dtype)}
+    elif main == "input_features":
+        frames = 2 * config.max_source_positions if hasattr(config, "max_source_positions") else 32 + 4 * length
+        given = {main: torch.randn(batch, config.num_mel_bins, frames, generator=generator).to(dtype)}
+    else:
+        given = tokens(batch, length, pad, seed)
+    if config.is_encoder_decoder:
+        wide = tokens(batch, length + 1, 0, seed + 1)
+        given["decoder_input_ids"] = wide["input_ids"]
+    return {name: value for name, value in given.items() if name in taken}
+
+
+def parts(graph: Graph) -> dict[str, tuple[int, int, str]]:
+    """How many units of each part of a transformer may leave, of how many, and why others may not."""
+    found: dict[str, tuple[int, int, str]] = {}
+    for layer in graph.layers:
+        if layer.reason in _OUTPUTS:
+            continue
+        part = "heads" if layer.kind == "head" else "width" if len(layer.paths) > 2 else "neurons"
+        free, all_units, why = found.get(part, (0, 0, ""))
+        units = int(graph.units[layer.groups].sum())
+        found[part] = free + units * layer.prunable, all_units + units, why or layer.reason or ""
+    return found

@@ -1,0 +1,68 @@
+"""Numbers of heads: where attention modules of the common libraries keep them, and which of them their code reads."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable
+from functools import cache
+from types import CodeType
+from typing import Any
+
+from torch import nn
+
+#: Names of the number of heads.
+COUNTS = ("num_heads", "n_heads", "n_head", "heads", "nhead", "num_attention_heads")
+#: Names of the number of key and value heads, and of how many heads of the queries share one of them.
+SHARED_COUNTS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "kv_heads", "num_heads_kv")
+SHARING = ("num_key_value_groups", "num_kv_groups", "n_rep", "num_queries_per_kv")
+#: Names of widths that are a number of heads times the width of a head.
+WIDTHS = ("attn_dim", "all_head_size", "inner_dim", "embed_dim_inner", "attention_dim", "dim_attn")
+
+
+def reads_heads(module: nn.Module) -> bool:
+    """Whether a module's forward computes places from a number of heads in its configuration."""
+    return "config" in vars(module) and not _read(type(module).forward).isdisjoint({*COUNTS, *SHARED_COUNTS})
+
+
+@cache
+def _read(forward: Callable[..., Any]) -> frozenset[str]:
+    """The names of attributes that a function reads."""
+    code = getattr(inspect.unwrap(forward), "__code__", None)
+    return frozenset(code.co_names if isinstance(code, CodeType) else ())
+
+
+def fit_heads(module: Any, old: nn.Module, had: int, has: int) -> bool:
+    """Adjust the numbers by which a module remembers its heads. Whether it remembers any."""
+    known = vars(old)
+    for name in WIDTHS:
+        if type(value := known.get(name)) is int and value % had == 0:
+            setattr(module, name, value // had * has)
+    counts = [name for name in COUNTS if known.get(name) == had]
+    sharing = [name for name in SHARING if type(known.get(name)) is int]
+    changed = dict.fromkeys(counts, has)
+    # Either all heads of the queries share one key, or whole groups of them leave.
+    changed |= {name: has for name in sharing if known[name] == had > 1}
+    changed |= _shrunk(known, had, has)
+    for name, value in changed.items():
+        setattr(module, name, value)
+    if reads_heads(old):
+        _fit_config(module, _read(type(old).forward), had, has)
+    return bool(counts or sharing)
+
+
+def _shrunk(known: dict[str, Any], had: int, has: int) -> dict[str, int]:
+    """Numbers of keys that shrink with the heads."""
+    values = {name: known[name] for name in SHARED_COUNTS if type(known.get(name)) is int and known[name] > 1}
+    return {name: value * has // had for name, value in values.items() if value * has % had == 0}
+
+
+def _fit_config(module: Any, read: frozenset[str], had: int, has: int) -> None:
+    """Give a module its own configuration if its forward reads numbers there that other layers keep."""
+    known = vars(module.config)
+    changed = {name: has for name in COUNTS if name in read and known.get(name) == had and name not in vars(module)}
+    changed |= {k: v for k, v in _shrunk(known, had, has).items() if k in read and k not in vars(module)}
+    if changed:
+        module.config = copy.copy(module.config)
+        for name, value in changed.items():
+            setattr(module.config, name, value)

@@ -1,0 +1,88 @@
+"""One member of each large family of `transformers`: what may leave, and removal against zeros in the weights.
+
+The reference is independent: weights of removed units are zero, and each norm is the module itself, built for fewer
+channels. It is compared in double precision, on other lengths and with padding.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import secateur as sc
+from benchmarks.tiny_transformers import build, inputs, parts
+from oracle import random_scores, zeroed
+
+# Forwards cast to single precision in places.
+_ROUNDING = 1e-6
+_LM, _MASKED, _SEQ2SEQ = "CAUSAL_LM", "MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM"
+_EAGER = {"attn_implementation": "eager"}
+#: Family, mapping, settings, and for each part how many units may leave, of how many.
+MODELS: dict[str, tuple[str, str, dict[str, Any], dict[str, tuple[int, int]]]] = {
+    "llama": ("llama", _LM, {}, {"width": (160, 160), "heads": (4, 4), "neurons": (192, 192)}),
+    "llama, every head its own key": (
+        "llama",
+        _LM,
+        {"num_key_value_heads": 4},
+        {"width": (160, 160), "heads": (8, 8), "neurons": (192, 192)},
+    ),
+    "llama, one key": (
+        "llama",
+        _LM,
+        {"num_key_value_heads": 1},
+        {"width": (160, 160), "heads": (8, 8), "neurons": (192, 224)},
+    ),
+    "llama, one key, eager": (
+        "llama",
+        _LM,
+        {"num_key_value_heads": 1, **_EAGER},
+        {"width": (160, 160), "heads": (8, 8), "neurons": (192, 224)},
+    ),
+    "qwen3": ("qwen3", _LM, {}, {"width": (160, 160), "heads": (4, 4), "neurons": (192, 192)}),
+    "gemma3": ("gemma3_text", _LM, _EAGER, {"width": (160, 160), "heads": (4, 4), "neurons": (192, 192)}),
+    "phi3": ("phi3", _LM, {}, {"width": (160, 160), "heads": (4, 4), "neurons": (192, 192)}),
+    "gpt_bigcode": ("gpt_bigcode", _LM, {}, {"width": (192, 192), "heads": (8, 8), "neurons": (256, 288)}),
+    "gpt2": ("gpt2", _LM, {}, {"width": (192, 192), "heads": (8, 8), "neurons": (256, 256)}),
+    "gpt_neox": ("gpt_neox", _LM, {}, {"width": (160, 160), "heads": (8, 8), "neurons": (96, 96)}),
+    "bert": ("bert", _MASKED, {}, {"width": (256, 256), "heads": (8, 8), "neurons": (96, 96)}),
+    "modernbert": ("modernbert", _MASKED, {}, {"width": (192, 192), "heads": (8, 8), "neurons": (192, 192)}),
+    "deberta": ("deberta-v2", _MASKED, {}, {"width": (256, 256), "heads": (8, 8), "neurons": (96, 96)}),
+    "mixtral": ("mixtral", _LM, {}, {"width": (160, 160), "heads": (4, 4), "neurons": (192, 200)}),
+    "mamba": ("mamba", _LM, {}, {"width": (96, 96), "neurons": (312, 312)}),
+    "t5": ("t5", _SEQ2SEQ, {}, {"width": (352, 352), "heads": (24, 24), "neurons": (192, 192)}),
+    # The forward of BART takes one channel out by position, to ask for its shape.
+    "bart": ("bart", _SEQ2SEQ, {}, {"width": (403, 416), "heads": (24, 24), "neurons": (192, 192)}),
+    "whisper": (
+        "whisper",
+        "SPEECH_SEQ_2_SEQ",
+        {},
+        {"width": (416, 416), "heads": (24, 24), "neurons": (224, 224)},
+    ),
+    "vit": ("vit", "IMAGE_CLASSIFICATION", {}, {"width": (160, 160), "heads": (8, 8), "neurons": (96, 96)}),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_removal_equals_zeros_in_the_weights(name: str) -> None:
+    family, mapping, given, expected = MODELS[name]
+    model = build(family, mapping, **given)
+    graph = sc.analyze(model, inputs(model))
+    assert {part: counts[:2] for part, counts in parts(graph).items()} == expected
+    others = [inputs(model), inputs(model, 3, 11, 0, 1), inputs(model, 2, 13, 4, 2)]
+    for seed, share in enumerate((0.3, 0.6)):
+        plan = sc.plan(graph, random_scores(graph, seed), remove=share)
+        small, reference = sc.apply(model, plan), zeroed(model, graph, plan)
+        for example in others:
+            expected_logits = logits(reference, example)
+            assert float(expected_logits.std()) > 1e-3
+            gap = (logits(small, example) - expected_logits).abs().max() / expected_logits.abs().max()
+            assert float(gap) < _ROUNDING
+        assert sc.measure(small, inputs(model), latency=False) == plan.after
+
+
+def logits(model: nn.Module, example: dict[str, Tensor]) -> Tensor:
+    with torch.no_grad():
+        return model(**example).logits  # type: ignore[no-any-return]
