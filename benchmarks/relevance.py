@@ -1,6 +1,7 @@
 """Speed and memory of a relevance pass against a gradient pass and the LRP libraries, in one run.
 
     python -m benchmarks.relevance                     # ResNet-18 and VGG-16, 8 images of 224²
+    python -m benchmarks.relevance --models llama vit bert   # small transformers: 6 layers (ViT: 12), width 384
     python -m benchmarks.relevance --device cuda       # ResNet-50, VGG-16, ResNet-18, batch 64, channels-last, TF32
 
 The gradient pass is forward and backward with parameter gradients. Contestants take turns, so that a busy moment of
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import importlib.util
 import statistics
 import subprocess
 import sys
@@ -20,6 +22,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -33,7 +36,53 @@ Contestant = Callable[[], object]
 OURS = ("secateur, units", "secateur, units and heat map")
 
 
+def transformer(name: str, patched: bool = False) -> nn.Module:
+    """A small transformer with random weights; `patched`: of classes of its own, changed by lxt."""
+    import transformers
+
+    modeling = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
+    if patched:
+        spec = importlib.util.spec_from_file_location(f"{modeling.__name__}_patched", modeling.__file__)
+        assert spec is not None
+        assert spec.loader is not None
+        modeling = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = modeling
+        spec.loader.exec_module(modeling)
+        patch_with_lxt(modeling)
+    torch.manual_seed(0)
+    same = {"hidden_size": 384, "num_attention_heads": 6, "num_hidden_layers": 6, "intermediate_size": 1024}
+    if name == "llama":
+        config = transformers.LlamaConfig(**same, num_key_value_heads=2, vocab_size=VOCABULARY, use_cache=False)
+        net = modeling.LlamaForCausalLM(config)
+    elif name == "bert":
+        config = transformers.BertConfig(**same, vocab_size=VOCABULARY, num_labels=1000)
+        net = modeling.BertForSequenceClassification(config)
+    else:  # ViT-S/16
+        config = transformers.ViTConfig(**same | {"num_hidden_layers": 12, "intermediate_size": 1536}, num_labels=1000)
+        net = modeling.ViTForImageClassification(config)
+    return net.eval()
+
+
+def patch_with_lxt(modeling: Any) -> None:
+    """What `lxt.efficient.monkey_patch` does, which does not import with transformers 5."""
+    from transformers import pytorch_utils
+
+    vars(pytorch_utils).setdefault("find_pruneable_heads_and_indices", None)
+    from lxt.efficient import patches
+
+    class Table(dict[str, Any]):
+        def get_interface(self, name: str, default: object) -> object:
+            return self.get(name, default)
+
+    patches.patch_method(patches.gated_mlp_forward, modeling.LlamaMLP)
+    patches.patch_method(patches.rms_norm_forward, modeling.LlamaRMSNorm)
+    patches.patch_attention(modeling)
+    modeling.ALL_ATTENTION_FUNCTIONS = Table(modeling.ALL_ATTENTION_FUNCTIONS)
+
+
 def build(name: str, device: str) -> nn.Module:
+    if name in TRANSFORMERS:
+        return transformer(name).to(device)
     from torchvision import models
 
     torch.manual_seed(0)
@@ -47,27 +96,44 @@ def build(name: str, device: str) -> nn.Module:
     return net.cuda().to(memory_format=torch.channels_last) if device == "cuda" else net
 
 
-def batch(args: argparse.Namespace) -> tuple[torch.Tensor, torch.Tensor]:
+def batch(args: argparse.Namespace, name: str = "") -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
+    if name in ("llama", "bert"):
+        ids = torch.randint(VOCABULARY, (args.batch, 128), generator=generator).to(args.device)
+        return ids, torch.randint(1000, (args.batch,), generator=generator).to(args.device)
     x = torch.randn(args.batch, 3, args.size, args.size, generator=generator).to(args.device)
     y = torch.randint(1000, (args.batch,), generator=generator).to(args.device)
     return (x.to(memory_format=torch.channels_last) if args.device == "cuda" else x), y
 
 
 def own(name: str, args: argparse.Namespace) -> dict[str, Contestant]:
-    net, (x, y) = build(name, args.device), batch(args)
+    net, (x, y) = build(name, args.device), batch(args, name)
 
     def gradient() -> None:
         net.zero_grad(set_to_none=True)
-        F.cross_entropy(net(x), y).backward()
+        F.cross_entropy(logits(net(x)), y).backward()
 
     units, heat = RelevancePass(net, heat_map=False), RelevancePass(net)
     args.passes[name] = units
+    start = starter(y) if name not in TRANSFORMERS else lambda output: at_class(output, y)
     return {
         "gradient pass": gradient,
-        OURS[0]: lambda: units.run(x, starter(y)),
-        OURS[1]: lambda: heat.run(x, starter(y)),
+        OURS[0]: lambda: units.run(x, start),
+        OURS[1]: lambda: heat.run(x, start),
     }
+
+
+def logits(output: object) -> torch.Tensor:
+    """One row of logits per sample: those of the last token."""
+    found: torch.Tensor = getattr(output, "logits", output)  # type: ignore[assignment]
+    return found[:, -1] if found.dim() == 3 else found
+
+
+def at_class(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Relevance of a transformer's output: the logit of the class, at the last token."""
+    seed, rows = torch.zeros_like(output), torch.arange(len(y), device=y.device)
+    logits(seed)[rows, y] = logits(output)[rows, y]
+    return seed
 
 
 # -- rivals ------------------------------------------------------------------------------------------------------------
@@ -119,6 +185,21 @@ def captum(name: str, args: argparse.Namespace) -> Contestant:
     return run
 
 
+def lxt(name: str, args: argparse.Namespace) -> Contestant:
+    """AttnLRP of its authors: input times gradient, with patched modules."""
+    if name != "llama":
+        raise ValueError("its patch is for other versions of transformers")
+    net, (ids, y) = transformer(name, patched=True).to(args.device).requires_grad_(False), batch(args, name)
+    table, rows = net.get_input_embeddings(), torch.arange(args.batch)  # type: ignore[operator]
+
+    def run() -> None:
+        x = table(ids).requires_grad_(True)
+        logits(net(inputs_embeds=x))[rows, y].sum().backward()
+        (x * x.grad).sum(-1)
+
+    return run
+
+
 def out_of_place(net: nn.Module) -> nn.Module:
     for module in net.modules():
         if isinstance(module, nn.ReLU):
@@ -130,7 +211,10 @@ RIVALS: dict[str, tuple[str, Callable[[str, argparse.Namespace], Contestant]]] =
     "zplus": ("zennit ZPlus", zennit("zplus")),
     "alphabeta": ("zennit AlphaBeta(1, 0)", zennit("alphabeta")),
     "captum": ("captum LRP, α1β0", captum),
+    "lxt": ("lxt", lxt),
 }
+TRANSFORMERS = ("llama", "vit", "bert")
+VOCABULARY = 4096
 
 
 # -- measuring ---------------------------------------------------------------------------------------------------------
@@ -248,6 +332,8 @@ def report(name: str, args: argparse.Namespace) -> None:
     runs, missing = own(name, args), dict[str, str]()
     units = args.passes[name]
     for rival in args.rivals:
+        if (rival == "lxt") != (name in TRANSFORMERS):
+            continue
         who, make = RIVALS[rival]
         try:
             runs[who] = make(name, args)

@@ -202,7 +202,7 @@ def test_parts_of_one_weight_go_to_their_rows():
     rows = seen.weights["attention.in_proj_weight"]
     assert rows.shape == (24,)
     assert bool((rows.view(3, 8) != 0).any(1).all())
-    gate = explain(net, torch.randn(2, 3, 8), 1).weights["attention.in_proj_weight"]
+    gate = explain(net, torch.randn(2, 3, 8), 1, composite="alpha1beta0").weights["attention.in_proj_weight"]
     for part in gate.view(3, 8):  # what gates is scored by what passes, see test_gates.py
         assert float(part.sum()) == pytest.approx(2)
     assert seen.weights["attention.out_proj.weight"].shape == (8,)

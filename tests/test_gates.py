@@ -100,7 +100,7 @@ def test_queries_and_keys_are_scored_by_what_attention_gathers(packed, need_weig
         def forward(self, x):
             return self.attention(x, x, x, need_weights=need_weights)[0].mean(1)
 
-    weights = explain(Attend(), torch.randn(2, 5, 8), 1).weights
+    weights = explain(Attend(), torch.randn(2, 5, 8), 1, composite="alpha1beta0").weights
     if packed:
         queries, keys, values = weights["attention.in_proj_weight"].view(3, 8)
     else:

@@ -121,11 +121,11 @@ def _entry(path: Path, file: Path, output: Tensor, names: list[str], wanted: int
 
 def _layers(seen: list[Explanation]) -> list[dict[str, Any]]:
     """For each layer the share of relevance that arrives, and how few units hold nine tenths of it."""
-    total = sum(item.conservation.start for item in seen) or 1.0
+    total = sum(item.conservation.size for item in seen) or 1.0
     rows = []
     for path in seen[0].units:
         units = torch.stack([item.units[path] for item in seen]).sum(0).abs().double().cpu().numpy()
-        arrives = sum(item.conservation.layers.get(path, 0.0) * item.conservation.start for item in seen) / total
+        arrives = sum(item.conservation.layers.get(path, 0.0) * item.conservation.size for item in seen) / total
         ranked = np.sort(units)[::-1].cumsum()
         hold = int(np.searchsorted(ranked, 0.9 * ranked[-1]) + 1) if ranked[-1] > 0 else 0
         rows.append({"layer": path, "arrives": float(arrives), "units": len(units), "hold_90": hold})

@@ -25,11 +25,12 @@ from secateur.running.targets import Reader
 
 @dataclass(frozen=True)
 class LRP(Criterion):
-    """Relevance by any composite. Every sample starts with 1 at its true class, or the predicted one without targets.
+    """Relevance by any composite: by default "attnlrp" for models with attention, "alpha1beta0" for all others.
 
-    If there is an answer for each position (a token, a pixel), each that counts starts with 1. Without targets, a
-    language model that generates text starts at the next token of its input. A model with one output has no output for
-    class 0, so every sample starts with 1 there, whatever its target.
+    Every sample starts at its true class, or the predicted one without targets: with 1 or, under "attnlrp", with its
+    logit. `start` says otherwise. If there is an answer for each position (a token, a pixel), each that counts starts
+    so. Without targets, a language model that generates text starts at the next token of its input. A model with one
+    output has no output for class 0, so every sample starts there, whatever its target.
     """
 
     #: Relevance is conserved: the scores of each layer are shares of one sum.
@@ -37,12 +38,12 @@ class LRP(Criterion):
     unseen_is_zero: ClassVar[bool] = True
 
     name: str = "lrp"
-    composite: str | Composite | Rule = "alpha1beta0"
-    start: Literal["one", "logit"] = "one"
+    composite: str | Composite | Rule | None = None
+    start: Literal["one", "logit"] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choice("start", self.start, ("one", "logit"), error=CriterionError)
+        check_choice("start", self.start, (None, "one", "logit"), error=CriterionError)
         if isinstance(self.composite, str) and self.composite not in PRESETS:
             raise CriterionError(f"there is no composite {self.composite!r}.", fix=f"a preset, of {', '.join(PRESETS)}")
 
@@ -64,7 +65,8 @@ class RelevanceSums(Accumulator):
         count = size_of(inputs)
 
         def begin(output: Tensor) -> Tensor:
-            return begun(self.reader, inputs, targets, output, self.criterion.start, count, self.engine.entry)
+            start = self.criterion.start or self.engine.composite.start
+            return begun(self.reader, inputs, targets, output, start, count, self.engine.entry)
 
         try:
             self.engine.run(inputs, begin)

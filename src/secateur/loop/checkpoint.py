@@ -105,7 +105,8 @@ class Checkpoint:
         state.history = History.from_json(json.dumps(header["history"]))
         plan, carried, books = header["plan"], header["carried"], header.get("books")
         if books is not None:
-            books = Conservation(books["start"], books["input"], tuple(Flow(**flow) for flow in books["flows"]))
+            books = Conservation(books["start"], books["input"], tuple(Flow(**flow) for flow in books["flows"]),
+                                 float(books["size"]), str(books["composite"]))  # fmt: skip
         if plan is not None:
             state.plan = self._plan(Plan.from_json(plan), state.frozen)
             small = cut(self.original, state.plan)

@@ -200,7 +200,8 @@ def _result(state: RunState, original: nn.Module, graph: Graph, settings: Settin
     latencies = [row.latency for row in state.history if row.held and row.latency is not None]
     if latencies:
         before, after = replace(before, latency=latencies[0]), replace(after, latency=latencies[-1])
+    composite = state.scores.composite if state.scores is not None else ""
     return Result(
         state.model, state.plan, state.history, graph, state.scores, before, after, state.done, original,
-        settings.shown(),
+        settings.shown() | ({"composite": composite} if composite else {}),
     )  # fmt: skip

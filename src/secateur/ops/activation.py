@@ -102,6 +102,11 @@ class Softmax(Operation):
         return relevance.passes(call, x) if self.log else relevance.softmaxes(call, x)
 
 
+def _scales(relevance: RelevanceVerbs, call: Call) -> Any:
+    """Unchanged: the numbers are only scaled."""
+    return relevance.scales(call, call.tensors()[0])
+
+
 def _glu(input: Tensor, dim: int = -1) -> Tensor:
     """A gated linear unit, spelt out."""
     value, gate = input.chunk(2, dim)
@@ -115,8 +120,9 @@ for _operation, _plain, _in_place in (
     (Clamp(), "hardtanh clamp clip clamp_min", "hardtanh_ clamp_ clip_"),
     (Activation(), "gelu silu mish tanh hardswish elu selu celu leaky_relu rrelu threshold", "tanh_ elu_ selu_ celu_"),
     (Activation(), "softsign logsigmoid tanhshrink softshrink hardshrink", "leaky_relu_ threshold_"),
-    (Activation(), "expm1 log log1p log2 rsqrt sign reciprocal clamp_max round floor ceil erf sin cos", "neg_ pow_"),
-    (Activation(), "neg negative nan_to_num pow __pow__", ""),
+    (Activation(), "expm1 log log1p log2 rsqrt sign reciprocal clamp_max round floor ceil erf sin cos", "pow_"),
+    (Activation(), "nan_to_num pow __pow__", ""),
+    (Unary(_scales), "neg negative __neg__", "neg_"),
     (Unary(stops), "logical_not", ""),
     (Identity(), "clone contiguous detach float half double bfloat16 to type_as type int long bool", "detach_"),
     (Identity(), "cpu cuda positive", "requires_grad_"),

@@ -118,6 +118,10 @@ class AddMatMul(MatMul):
         labels.merge(output, operands_of(labels, output, call["input"]), call.site, all)
 
     def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
+        x, weight, bias = call["batch1"], call["batch2"], call["input"]
+        constant = weight.ndim == 2 and bias.ndim == 1 and not weight.requires_grad and not bias.requires_grad
+        if x.requires_grad and constant and call["alpha"] == call["beta"] == 1 and len(bias) == weight.shape[1]:
+            return relevance.dense(call, x, weight, bias, columns=True)  # as GPT-2 writes its layers
         with relevance.again():
             product = call["batch1"] @ call["batch2"]
             product = product if call["alpha"] == 1 else product * call["alpha"]

@@ -108,19 +108,23 @@ class Product(Elementwise):
 
 
 class Quotient(Elementwise):
-    """Division and its remainders. `reflected`: the second argument is divided by the first.
+    """Division and its remainders. `reflected`: the second argument is divided by the first. `rounds`: the result is
+    rounded, or what rounding leaves.
 
     Relevance goes to what is divided, and to a divisor only if it alone carries any.
     """
 
-    def __init__(self, reflected: bool = False) -> None:
+    def __init__(self, reflected: bool = False, rounds: bool = False) -> None:
         super().__init__(zero=never if reflected else first)
-        self.reflected = reflected
+        self.reflected, self.rounds = reflected, rounds
 
     def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
         a, b = call["input"], call.get("other")
         upper, lower = (b, a) if self.reflected else (a, b)
-        return relevance.passes(call, upper if isinstance(upper, Tensor) and upper.requires_grad else lower)
+        if not isinstance(upper, Tensor) or not upper.requires_grad:
+            return relevance.passes(call, lower)
+        rounds = self.rounds or call.get("rounding_mode") is not None
+        return relevance.passes(call, upper) if rounds else relevance.scales(call, upper)
 
 
 class MaskedFill(Elementwise):
@@ -176,8 +180,8 @@ register_named("input other alpha=1 out=None", "sub subtract __sub__", Sum(sign=
 register_named("input other alpha=1", "rsub __rsub__", Sum(sign=-1, reflected=True))
 register_named("input other", "mul multiply __mul__ __rmul__", Product(), in_place="mul_ __imul__")
 register_named("input other rounding_mode=None", "div divide true_divide", Quotient(), in_place="div_")
-register_named("input other", "__truediv__ floor_divide __floordiv__", Quotient(), in_place="__itruediv__")
-register_named("input other", "remainder __mod__ fmod", Quotient())
+register_named("input other", "__truediv__", Quotient(), in_place="__itruediv__")
+register_named("input other", "floor_divide __floordiv__ remainder __mod__ fmod", Quotient(rounds=True))
 register_named("input other", "__rtruediv__ __rdiv__", Quotient(reflected=True))
 register_named("input end weight", "lerp", Elementwise(_interpolates, all), in_place="lerp_")
 register_named("input tensor1 tensor2 value=1", "addcmul", Elementwise(_adds_product, all), in_place="addcmul_")

@@ -65,7 +65,7 @@ class Linear(Operation):
 
     def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
         if call["weight"].grad_fn is None:
-            return relevance.dense(call)
+            return relevance.dense(call, call["input"], call["weight"], call["bias"])
         with relevance.again():  # a weight that is an activation: a matrix product
             product = call["input"] @ call["weight"].mT
             return product if call["bias"] is None else product + call["bias"]

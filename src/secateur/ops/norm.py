@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -77,6 +78,12 @@ class InstanceNorm(ChannelNorm):
 
     differentiates = False
 
+    def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
+        x = call["input"]
+        if not call["use_input_stats"]:
+            return relevance.passes(call, x)
+        return relevance.normalises(call, x, x.shape[0] * x.shape[1], *_per_channel(call, x))
+
 
 class LayerNorm(Ruled):
     """Over the last dimensions, all channels together. Removal leaves the norm over the kept channels."""
@@ -98,9 +105,17 @@ class LayerNorm(Ruled):
         )
         return torch.empty_like(x) if x.is_meta and fits else call.run()
 
+    def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
+        x, shape = call["input"], call["normalized_shape"]
+        width = math.prod(shape) if isinstance(shape, tuple | list) else shape
+        return relevance.normalises(call, x, x.numel() // width, call["weight"], call["bias"])
+
 
 class RMSNorm(LayerNorm):
-    """Layer norm without the mean."""
+    """Layer norm without the mean: a scale."""
+
+    def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
+        return relevance.passes(call, call["input"])
 
 
 class GroupNorm(ChannelNorm):
@@ -117,6 +132,16 @@ class GroupNorm(ChannelNorm):
             for layer in labels.others(x, [0, 1]):
                 labels.freeze(layer, f"{call.site} takes statistics over it")
         super().channels(labels, call, output)
+
+    def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
+        x = call["input"]
+        return relevance.normalises(call, x, x.shape[0] * int(call["num_groups"]), *_per_channel(call, x))
+
+
+def _per_channel(call: Call, x: Tensor) -> list[Tensor | None]:
+    """Weight and bias of a norm, shaped so that they meet the channels of `x`."""
+    shape = (-1, *[1] * (x.ndim - 2))
+    return [None if call[name] is None else call[name].view(shape) for name in ("weight", "bias")]
 
 
 class Normalize(Unary):

@@ -124,8 +124,8 @@ class RelevanceVerbs(Protocol):
     def again(self) -> AbstractContextManager[Any]:
         """A context in which calls that the operation makes are observed too."""
 
-    def dense(self, call: Call) -> Tensor:
-        """A linear layer, by the rule of the composite."""
+    def dense(self, call: Call, x: Tensor, weight: Tensor, bias: Tensor | None, columns: bool = False) -> Tensor:
+        """A linear layer, by the rule of the composite. Its units are the rows of the weight, or the columns."""
 
     def convolves(self, call: Call, spatial: int, transposed: bool = False) -> Tensor:
         """A convolution over `spatial` dimensions, by the rule of the composite."""
@@ -138,6 +138,12 @@ class RelevanceVerbs(Protocol):
 
     def passes(self, call: Call, x: Tensor, *, nonneg: bool = False, gate: bool = False) -> Any:
         """Relevance passes unchanged to `x`. The output may be known to be ≥ 0, or a gate where it multiplies."""
+
+    def scales(self, call: Call, x: Tensor) -> Any:
+        """`x` is scaled by something that takes no relevance."""
+
+    def normalises(self, call: Call, x: Tensor, rows: int, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        """A norm: each of the `rows` into which `x` falls gets mean 0 and variance 1. Weight and bias broadcast."""
 
     def copies(self, call: Call, x: Tensor, scales: bool = False) -> Any:
         """The same numbers again; `scales` where some may be scaled, as by dropout in training mode."""

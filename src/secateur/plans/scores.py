@@ -29,14 +29,24 @@ class Scores:
     aggregate: Aggregation = "mean"
     conservation: Conservation | None = field(default=None, compare=False, repr=False)
 
+    @property
+    def composite(self) -> str:
+        """For scores by relevance, the composite that was used; empty for others."""
+        return "" if self.conservation is None else self.conservation.composite
+
+    @property
+    def _by(self) -> str:
+        known = not self.composite or self.criterion == f"lrp:{self.composite}"
+        return self.criterion if known else f"{self.criterion} ({self.composite})"
+
     def __repr__(self) -> str:
         count = sum(map(len, self.units.values()))
-        return f"<Scores by {self.criterion}: {count} units of {len(self.units)} layers>"
+        return f"<Scores by {self._by}: {count} units of {len(self.units)} layers>"
 
     def __str__(self) -> str:
         width = max([len(site.path) for site in self.units] + [5])
         lines = [
-            f"scores by {self.criterion}",
+            f"scores by {self._by}",
             "",
             f"{'layer'.ljust(width)}   units      lowest      median     highest",
         ]

@@ -25,19 +25,32 @@ class Accelerators:
     kernels: bool = True
 
 
+class Attends(Exception):
+    """The model has attention, so that another composite is the better choice."""
+
+
 class Deviation(Exception):
     """The forward pass does not make the calls that it made before."""
 
 
 class Attempt:
-    """One try at a batch. `expected`: it should make the same calls as the batch before."""
+    """One try at a batch. `expected`: it should make the same calls as the batch before.
 
-    def __init__(self, expected: bool) -> None:
-        self.expected = expected
-        self.failed = False
+    `undecided`: attention decides which composite is used.
+    """
+
+    def __init__(self, expected: bool, undecided: bool = False) -> None:
+        self.expected, self.undecided = expected, undecided
+        self.failed = self.attends = False
 
     def deviates(self) -> None:
         """It makes other calls: give up this try. The flag is for models that catch every exception."""
         if self.expected:
             self.failed = True
             raise Deviation
+
+    def meets_attention(self) -> None:
+        """The model attends: give up this try if that decides."""
+        if self.undecided:
+            self.attends = True
+            raise Attends

@@ -15,7 +15,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from secateur.relevance.attention import Attention
 from secateur.relevance.composites import Composite, Place
 from secateur.relevance.conservation import slack
-from secateur.relevance.ledger import HALF, Journal, Page, Sum, total
+from secateur.relevance.ledger import HALF, Journal, Page, Sum, total, wide
 from secateur.relevance.linear_maps import LinearMap
 from secateur.relevance.rules import Rule
 
@@ -127,19 +127,30 @@ class Backward:
     def run(self, output: Tensor, seed: Tensor) -> tuple[list[Tensor | None], Page]:
         """The relevance of each input if that of the output is `seed`, and the sums recorded on the way."""
         leaves = [leaf for leaf, _, _ in self.leaves.values()]
-        found = torch.autograd.grad(output, leaves, seed, allow_unused=True, retain_graph=self.gated)
+        begin = self.begin(output.detach(), seed)
+        found = torch.autograd.grad(output, leaves, begin, allow_unused=True, retain_graph=self.gated)
         self._score_gates(leaves)
         heat: list[Tensor | None] = []
-        for relevance, (_, embedding, constant) in zip(found, self.leaves.values(), strict=True):
+        for arrived, (leaf, embedding, constant) in zip(found, self.leaves.values(), strict=True):
+            relevance = None if arrived is None else self.end(leaf.detach(), arrived)
             if not constant:
                 heat.append(relevance)
             if relevance is not None and constant:
                 self.flow(constant, "constant", total(relevance), None, absorbs=True)
             elif relevance is not None and embedding:
                 self.journal.columns(embedding, relevance)
-        odd = (~torch.isfinite(output.detach())).sum() + (~torch.isfinite(seed)).sum()
-        arrived = [total(relevance) for relevance in heat if relevance is not None]
-        return heat, self.journal.gather(odd, total(seed), *arrived)
+        begun, size = total(seed), torch.linalg.vector_norm(seed, 1, dtype=wide(seed))
+        odd = ~torch.isfinite(total(output.detach()) + size)  # NaN and infinity survive in a sum, which is cheap
+        sums = [total(relevance) for relevance in heat if relevance is not None]
+        return heat, self.journal.gather(odd, begun, size, *sums)
+
+    def begin(self, output: Tensor, seed: Tensor) -> Tensor:
+        """What flows back from the output, if its relevance is `seed`."""
+        return seed
+
+    def end(self, leaf: Tensor, arrived: Tensor) -> Tensor:
+        """The relevance of a leaf, from what flowed back to it."""
+        return arrived
 
     def _score_gates(self, leaves: Sequence[Tensor]) -> None:
         """Score the layers that only make gates (squeeze-and-excitation, queries and keys).

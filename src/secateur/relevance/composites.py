@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Literal
 
 from secateur.errors import Argument, CriterionError
 from secateur.relevance.attention import Attention
@@ -59,9 +60,16 @@ class On:
 class Composite:
     """Lines of rules. The first that fits a place decides. The default is α1β0, with attention weights as gates."""
 
-    def __init__(self, *lines: On, name: str = "custom") -> None:
-        self.lines = lines
-        self.name = name
+    def __init__(self, *lines: On, name: str = "custom", modified_gradient: bool = False) -> None:
+        self.lines, self.name = lines, name
+        #: Whether the rules amount to input times a modified gradient (`gradients.py`), whatever the lines say.
+        self.modified_gradient = modified_gradient
+
+    @property
+    def start(self) -> Literal["one", "logit"]:
+        """The relevance that an output starts with unless told otherwise. Signed rules would turn a negative logit's
+        relevance around if it started with 1, and a logit near 0 would outweigh all others."""
+        return "logit" if self.modified_gradient else "one"
 
     def rule(self, place: Place) -> Rule:
         """The rule for a layer, a pool, a sum or a product."""
@@ -90,9 +98,18 @@ PRESETS: dict[str, Composite] = {
     "epsilon_gamma_box": Composite(
         On(Box(), first=True, kind="conv"), On(Epsilon(1e-6), kind="linear"), On(Gamma(0.25)), name="epsilon_gamma_box"
     ),
-    # Transformers (arXiv 2402.05602): queries and keys take part, norms pass relevance. γ in layers, sums and pools
-    # keeps the numbers from exploding; ε alone reaches 10^19 on a random ViT.
-    "attnlrp": Composite(On(Attention(queries=True)), On(Norm(1e-9), kind="matmul"), On(Gamma(0.25)), name="attnlrp"),
+    # Transformers, as published (arXiv 2402.05602): ε in layers and sums, queries and keys take part, products share
+    # half and half. Biases and the constant part of a softmax absorb.
+    "attnlrp": Composite(
+        On(Attention(queries=True, constant="absorb")),
+        On(Epsilon(1e-9, bias="absorb")),
+        name="attnlrp",
+        modified_gradient=True,
+    ),
+    # The same with γ in layers, sums and pools, and without absorption: less noise on images.
+    "attnlrp_gamma": Composite(
+        On(Attention(queries=True)), On(Norm(1e-9), kind="matmul"), On(Gamma(0.25)), name="attnlrp_gamma"
+    ),
     # The rule set of the authors' ResNet script: ε in linear layers, pools and sums.
     "script-resnet": Composite(
         On(Epsilon(1e-6, bias="absorb"), kind="linear"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -10,6 +11,9 @@ import torch
 from torch import Tensor
 
 from secateur.errors import ConservationWarning
+
+# How many times the start may arrive at one operation before a warning. Trained and random models stay below 20.
+_EXPLODED = 100
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,8 @@ class Conservation:
     start: float
     input: float
     flows: tuple[Flow, ...] = field(repr=False)
+    size: float = 0.0  # of the start, signs aside
+    composite: str = ""  # by which rules
 
     @property
     def absorbed(self) -> float:
@@ -73,6 +79,10 @@ class Conservation:
         if not abs(self.missing) <= tolerance and not any(abs(share) > tolerance for share in self.leaks.values()):
             verb = "is missing" if self.missing > 0 else "too much arrives"
             _warn(f"{abs(self.missing):.1%} of the relevance {verb} at the input, no single operation being at fault")
+        peak = max(self.flows, key=lambda flow: abs(flow.arrived), default=None)
+        if peak is not None and abs(self._share(peak.arrived)) > _EXPLODED:
+            times = f"{abs(self._share(peak.arrived)):.3g} times what it started with"
+            _warn(f"relevance grows to {times} at `{peak.name}`, because positive and negative parts cancel")
 
     def __str__(self) -> str:
         lines = [f"start {self.start:.6g}, input {self.input:.6g}, absorbed {self.absorbed:.6g}"]
@@ -85,7 +95,8 @@ class Conservation:
         return "\n".join(lines)
 
     def _share(self, value: float) -> float:
-        return value / self.start if self.start else value
+        whole = math.copysign(self.size, self.start) if self.size else self.start
+        return value / whole if whole else value
 
     def _shares(self, values: Iterable[tuple[str, float]]) -> dict[str, float]:
         shares: dict[str, float] = {}

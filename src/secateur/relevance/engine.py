@@ -16,12 +16,13 @@ from secateur.relevance import _kernels
 from secateur.relevance._cuda_graphs import Recorder
 from secateur.relevance._fusion import Fusion, Habits
 from secateur.relevance._script import Script
-from secateur.relevance.accelerators import Accelerators, Attempt, Deviation
+from secateur.relevance.accelerators import Accelerators, Attempt, Attends, Deviation
 from secateur.relevance.activations import Activations
 from secateur.relevance.backward import Backward
-from secateur.relevance.composites import Composite, Place, composite_named
+from secateur.relevance.composites import PRESETS, Composite, Place, composite_named
 from secateur.relevance.conservation import Conservation, slack
 from secateur.relevance.forward import ForwardPass, check_input
+from secateur.relevance.gradients import GradientBackward, GradientLayers, GradientPropagation
 from secateur.relevance.layers import Layers
 from secateur.relevance.ledger import HALF, Absolute, Batch, Journal, Ledger, Page, Watch
 from secateur.relevance.propagation import Propagation
@@ -32,7 +33,7 @@ from secateur.running.logits import logits_of
 from secateur.running.sandbox import isolated, run
 
 Start = Callable[[Tensor], Tensor]
-_SAFE = "alpha1beta0"
+_SAFE, _ATTENTIVE = "alpha1beta0", "attnlrp"
 
 
 class _Deeper(Deviation):
@@ -42,6 +43,7 @@ class _Deeper(Deviation):
 class RelevancePass:
     """Propagates relevance through a model, batch after batch. Unit sums and conservation add up until `reset`.
 
+    Without a `composite`, it is "attnlrp" if the model has attention, and "alpha1beta0" if not.
     `units` maps the name of each weight to one number per output channel or neuron. `absolute` takes absolute values
     per "sample" (after summing over space) or per "element" before they are summed. Without `heat_map`, relevance stops
     at the layers that read the input, which is faster. `watch` is called with each layer and the relevance of its
@@ -51,7 +53,7 @@ class RelevancePass:
     def __init__(
         self,
         model: nn.Module,
-        composite: str | Composite | Rule = "alpha1beta0",
+        composite: str | Composite | Rule | None = None,
         *,
         absolute: Absolute = False,
         heat_map: bool = True,
@@ -60,14 +62,15 @@ class RelevancePass:
     ) -> None:
         self.model = unwrap(model)
         check_followed(self.model)
-        self.composite = composite_named(composite)
+        self.composite = composite_named(_SAFE if composite is None else composite)
+        self._undecided = composite is None
         self.absolute, self.heat_map, self.watch, self.accelerators = absolute, heat_map, watch, accelerators
         #: Layers that once could not pass on all relevance.
         self.attentive: set[str] = set()
         self._rules: dict[tuple[Place, int], Rule] = {}
         self.weights = Weights(self.model)
         self.forward = ForwardPass(self.model, self.weights, Script() if accelerators.script else None)
-        self._habits = Habits(accelerators.fusion)
+        self._habits = Habits(accelerators.fusion and not self.composite.modified_gradient)
         self._depth = 0  # how many layers the batch before had
         self._seen = False  # whether a batch has run, so that the next one is expected to make the same calls
         self._regular = False  # whether the last batch did
@@ -101,7 +104,7 @@ class RelevancePass:
 
     def conservation(self) -> Conservation:
         """What every operation received and passed on, in all batches so far."""
-        return self._ledger.conservation()
+        return self._ledger.conservation(self.composite.name)
 
     def run(self, inputs: Any, start: Start) -> tuple[Tensor, list[Tensor | None]]:
         """One batch: returns the model's output and the relevance of each input tensor (None for those without)."""
@@ -119,9 +122,12 @@ class RelevancePass:
     def begin(self, inputs: Any, attempt: Attempt) -> tuple[Propagation, Any]:
         """A new propagation, and the inputs as tensors that carry relevance."""
         known, journal = Activations(), Journal(self.absolute, self.watch)
-        backward = Backward(self.composite, self._rules, journal, self.attentive, self._depth)
+        kinds: Any = (Backward, Layers, Propagation)
+        if self.composite.modified_gradient:
+            kinds = (GradientBackward, GradientLayers, GradientPropagation)
+        backward: Backward = kinds[0](self.composite, self._rules, journal, self.attentive, self._depth)
         fusion = Fusion(self._habits, self.weights, known, attempt)
-        layers = Layers(self.weights, self._ledger, known, backward, fusion, attempt, self.heat_map)
+        layers = kinds[1](self.weights, self._ledger, known, backward, fusion, attempt, self.heat_map)
 
         def enter(tensor: Tensor) -> Tensor:
             if not tensor.is_floating_point():
@@ -131,15 +137,15 @@ class RelevancePass:
 
         with torch.inference_mode(False):
             entries = map_tensors(enter, inputs)
-        return Propagation(self.forward.again, layers), entries
+        return kinds[2](self.forward.again, layers), entries
 
     def finish(self, value: Tensor, heat: list[Tensor | None], page: Page) -> Batch:
         """The results of a batch. Waits for the device."""
-        flows, (wrong, begun, *reached) = page.read()
+        flows, (wrong, begun, size, *reached) = page.read()
         if wrong:
             fix = "check the weights" if value.dtype not in HALF else _remedy(self.model, self.composite, value)
             raise RelevanceError(f"the output, where relevance starts, is not finite{_blame(self.model)}.", fix=fix)
-        return Batch(value, heat, page.layout, page.units, flows, begun, sum(reached))
+        return Batch(value, heat, page.layout, page.units, flows, begun, size, sum(reached))
 
     def _propagate(self, inputs: Any, start: Start) -> Batch:
         """One batch: replayed, or run as the batch before, or run without any expectation."""
@@ -156,12 +162,20 @@ class RelevancePass:
                 self._seen = self._regular = False
         self._forget_calls()
         try:
-            batch = self._attempt(inputs, start, Attempt(expected=False))
-        except _Deeper:
+            batch = self._attempt(inputs, start, Attempt(expected=False, undecided=self._undecided))
+        except (_Deeper, Attends) as reason:
+            if isinstance(reason, Attends):
+                self._use(PRESETS[_ATTENTIVE])
             self._forget_calls()
             batch = self._attempt(inputs, start, Attempt(expected=False))
-        self._seen = True
+        self._seen, self._undecided = True, False
         return batch
+
+    def _use(self, composite: Composite) -> None:
+        """From now on this composite. Nothing was added up with another one."""
+        self.composite, self._undecided = composite, False
+        self._ledger = Ledger()
+        self._habits = Habits(self.accelerators.fusion and not composite.modified_gradient)
 
     def _attempt(self, inputs: Any, start: Start, attempt: Attempt) -> Batch:
         propagation, entries = self.begin(inputs, attempt)

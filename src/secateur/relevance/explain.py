@@ -59,6 +59,11 @@ class Explanation:
         return f"Explanation(relevance of shape {shape}{first}; {len(self.units)} layers; {self.conservation!r})"
 
     @property
+    def composite(self) -> str:
+        """The composite that was used."""
+        return self.conservation.composite
+
+    @property
     def heat(self) -> Tensor:
         """The first input's relevance summed over channels: one map per sample, or one number per token."""
         if self.text is not None:
@@ -124,8 +129,8 @@ def explain(
     *,
     against: Target = None,
     position: Position = None,
-    composite: str | Composite | Rule = "alpha1beta0",
-    start: How = "one",
+    composite: str | Composite | Rule | None = None,
+    start: How | None = None,
     absolute: Absolute = False,
 ) -> Explanation:
     """Relevance of inputs and units for `target`: a class, one per sample, None for the predicted class, or a function
@@ -137,12 +142,15 @@ def explain(
     are no padding; -1 is the last. By default this is the last one if the model generates text, else all. The classes
     of a language model are its tokens.
 
+    Without a `composite`, it is "attnlrp" for models with attention, which starts with the logit, and "alpha1beta0" for
+    all others, which starts with 1. `.composite` says which was used.
+
     >>> net = nn.Sequential(nn.Flatten(), nn.Linear(12, 4), nn.ReLU(), nn.Linear(4, 3))
     >>> seen = explain(net, torch.rand(2, 3, 2, 2), target=1)
     >>> seen.input.shape, seen.units["1"].shape
     (torch.Size([2, 3, 2, 2]), torch.Size([4]))
     """
-    check_choice("start", start, ("one", "logit"))
+    check_choice("start", start, (None, "one", "logit"))
     check_choice("absolute", absolute, get_args(Absolute))
     check_target(target)
     check_target(against, "against")
@@ -157,7 +165,8 @@ def explain(
     check_followed(original)  # before it is copied: what cannot be followed often cannot be copied
     engine = RelevancePass(shared_copy(original), composite, absolute=absolute)
     reader = Reader(engine.model)
-    begin = Starter(target, start, samples_in(inputs), reader, inputs, against, position)
+    how = lambda: start or engine.composite.start  # noqa: E731 (only the forward tells which composite is used)
+    begin = Starter(target, how, samples_in(inputs), reader, inputs, against, position)
     try:
         output, heat = engine.run(inputs, begin)
         if _shared(inputs, heat):
@@ -240,20 +249,21 @@ def unit_relevance(
     model: nn.Module,
     data: Iterable[tuple[Any, Any]],
     *,
-    composite: str | Composite | Rule = "alpha1beta0",
-    start: How = "one",
+    composite: str | Composite | Rule | None = None,
+    start: How | None = None,
     absolute: Absolute = False,
 ) -> tuple[dict[str, Tensor], Conservation]:
     """Relevance per unit by parameter name, summed over batches of (inputs, targets), and conservation. No heat map."""
-    check_choice("start", start, ("one", "logit"))
+    check_choice("start", start, (None, "one", "logit"))
     check_choice("absolute", absolute, get_args(Absolute))
     engine = RelevancePass(shared_copy(unwrap(model)), composite, absolute=absolute, heat_map=False)
     reader = Reader(engine.model)
+    how = lambda: start or engine.composite.start  # noqa: E731
     for inputs, targets in data:
         samples = samples_in(inputs)
-        at_data = partial(begun, reader, inputs, targets, how=start, samples=samples)
+        at_data = partial(begun, reader, inputs, targets, how=how, samples=samples)
         engine.run(
-            inputs, at_data if targets is None or isinstance(targets, Tensor) else Starter(targets, start, samples)
+            inputs, at_data if targets is None or isinstance(targets, Tensor) else Starter(targets, how, samples)
         )
     if not engine.samples:
         raise DataError("there is no batch in the data.")

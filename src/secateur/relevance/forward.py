@@ -15,7 +15,7 @@ from secateur.errors import DataError, RelevanceError, UnknownOperationError
 from secateur.nest import SCALARS
 from secateur.ops.table import Call, Function, Operation, Query, Site
 from secateur.relevance._script import Script
-from secateur.relevance.accelerators import Attempt, Deviation
+from secateur.relevance.accelerators import Attempt, Attends, Deviation
 from secateur.relevance.propagation import Propagation
 from secateur.relevance.weights import Weights
 from secateur.running.logits import answer_of, logits_of
@@ -56,6 +56,8 @@ class ForwardPass(Observer):
                 output: Tensor = self._present(logits_of(made), [], True)
         finally:
             del self._propagation
+        if attempt.attends:
+            raise Attends
         if attempt.failed or self._ahead is not None:
             raise Deviation
         if not output.requires_grad:
@@ -117,7 +119,7 @@ class ForwardPass(Observer):
 
     def _begin_call(self, operation: Operation | None) -> None:
         self._carrying, self._ahead = False, None
-        self._differentiates = operation is None or operation.differentiates
+        self._differentiates = self._propagation.native or operation is None or operation.differentiates
 
     def _present(self, value: Any, tensors: list[Tensor], settles: bool) -> Any:
         kind = type(value)

@@ -32,11 +32,20 @@ class Layers:
         self.activations, self.backward, self.fusion = activations, backward, fusion
         self._weights, self._ledger, self._attempt, self._heat_map = weights, ledger, attempt, heat_map
 
-    def dense(self, call: Call) -> Tensor:
-        use = self._weights.uses.get(call.site)
-        if use is None or use.source is not self._weights.source(call["weight"]):
-            use = self._use(call, DenseMap, call["weight"].shape[0], "linear", -1)
-        return self._layer(call, call.run, call["input"], use)
+    def dense(self, call: Call, x: Tensor, weight: Tensor, bias: Tensor | None, columns: bool = False) -> Tensor:
+        use, axis = self._weights.uses.get(call.site), int(columns)
+        if use is None or use.source is not self._weights.source(weight):
+            use = self._use(call, DenseMap, weight, "linear", -1, axis=axis)
+        return self._layer(call, call.run, x, weight.mT if columns else weight, bias, use)
+
+    def is_weight(self, tensor: Tensor) -> bool:
+        """Whether a constant matrix is a parameter of the model, so that a product with it is a layer."""
+        return tensor.dim() == 2 and self._weights.is_owned(tensor)
+
+    def meets_attention(self) -> bool:
+        """The model attends. If the composite depends on that, this try is given up."""
+        self._attempt.meets_attention()
+        return True
 
     def convolves(self, call: Call, spatial: int, transposed: bool = False) -> Tensor:
         x, weight, use = call["input"], call["weight"], self._weights.uses.get(call.site)
@@ -44,12 +53,11 @@ class Layers:
         if use is None or use.source is not self._weights.source(weight) or use.options != options:
             further = call["output_padding"] if transposed else 0
             geometry = Geometry.of(tuple(weight.shape[2:]), *map(_hashable, options), transposed, _hashable(further))
-            outputs = weight.shape[1] * geometry.groups if transposed else weight.shape[0]
-            use = self._use(call, geometry, outputs, "conv", 1, options)
+            use = self._use(call, geometry, weight, "conv", 1, options)
         if x.dim() > spatial + 1 or not x.requires_grad:
-            return self._layer(call, call.run, x, use)
+            return self._layer(call, call.run, x, weight, call["bias"], use)
         single, run = x.unsqueeze(0), call.on(x)  # input without a batch dimension gets one
-        return self._layer(call, lambda: run(single), single, use)[0]
+        return self._layer(call, lambda: run(single), single, weight, call["bias"], use)[0]
 
     def batch_norm(self, call: Call, x: Tensor) -> Tensor:
         record, weights = self.activations.linear.get(x), self._weights
@@ -65,18 +73,20 @@ class Layers:
 
     def enters_here(self, call: Call, weight: Tensor) -> Tensor:
         width = weight.shape[1]  # the units are the columns of the weight, and what reaches them is their score
-        name, _ = self._weights.name(weight, call, width)
+        name, _ = self._weights.name(weight, call, width, axis=1)
         self._ledger.open(call.site, name, slice(0, width), width, weight.device)
         return self.backward.add_leaf(call.run().detach(), embedding=name)
 
     def _use(
-        self, call: Call, build: Build, outputs: int, kind: str, channel: int, options: tuple[Any, ...] = ()
-    ) -> LayerUse:
+        self, call: Call, build: Build, weight: Tensor, kind: str, channel: int, options: tuple[Any, ...] = (),
+        axis: int = 0,
+    ) -> LayerUse:  # fmt: skip
         """What there is to know about a layer before it runs. It stays true as long as the weight is the same."""
         if call.site in self._weights.uses:
             self._attempt.deviates()
-        weight, transposed = call["weight"], isinstance(build, Geometry) and build.transposed
-        name, rows = self._weights.name(weight, call, outputs)
+        transposed = isinstance(build, Geometry) and build.transposed
+        outputs = weight.shape[1] * build.groups if transposed else weight.shape[axis]  # type: ignore[attr-defined]
+        name, rows = self._weights.name(weight, call, outputs, axis)
         height = rows.stop if transposed else max(rows.stop, self._weights.heights.get(name, 0))
         self._ledger.open(call.site, name, rows, height, weight.device)
         use = LayerUse(call.site, self._weights.source(weight), options, build, name, rows, kind, channel)
@@ -84,14 +94,16 @@ class Layers:
             self._weights.uses[call.site] = use
         return use
 
-    def _layer(self, call: Call, run: Callable[[], Tensor], x: Tensor, use: LayerUse) -> Tensor:
+    def _layer(
+        self, call: Call, run: Callable[[], Tensor], x: Tensor, weight: Tensor, bias: Tensor | None, use: LayerUse
+    ) -> Tensor:
         """A conv or linear layer. Its output remembers how it was made, in case a batch norm follows."""
         index, weights = self.backward.layers, self._weights
         self.backward.layers += 1
         if not x.requires_grad:
             with torch.no_grad():
                 return self.activations.run(call)  # type: ignore[no-any-return]
-        record = LinearCall(x, call["weight"], call["bias"], use, index)
+        record = LinearCall(x, weight, bias, use, index)
         output = self.fusion.layer(record, self._step)
         if output is None:
             output = self._step(run, record, lambda a: weights.prepared(record))

@@ -43,6 +43,11 @@ class Journal:
         # Sums by channel of relevance on its way to a layer, with the dimension and the version of the tensor.
         self._summed: TensorFacts[tuple[int, int, Tensor]] = TensorFacts()
 
+    @property
+    def plain(self) -> bool:
+        """Whether it adds up all rows of a layer's output and shows them to nobody."""
+        return not self._absolute and self._watch is None
+
     def flow(self, name: object, kind: str, arrived: Sum, passed: Sum, absorbs: bool = False) -> None:
         self._flows.append((name, kind, arrived, passed, absorbs))
 
@@ -99,12 +104,12 @@ class Journal:
         channel %= r.dim()
         if self._absolute == "element":
             r = r.abs()
-        wide = _wide(r)
+        dtype = wide(r)
         others = [d for d in range(r.dim()) if d != channel]
         if self._absolute == "sample" and others and others[0] == 0:
-            r = r.sum(others[1:], dtype=wide).abs() if others[1:] else r.abs()
+            r = r.sum(others[1:], dtype=dtype).abs() if others[1:] else r.abs()
             others = [0]
-        return r.sum(others, dtype=wide) if others else r
+        return r.sum(others, dtype=dtype) if others else r
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,6 +145,7 @@ class Batch:
     row: Tensor
     flows: list[Flow]
     start: float
+    size: float  # of the start, signs aside
     input: float
 
 
@@ -153,8 +159,7 @@ class Ledger:
         self._heights: dict[str, tuple[int, torch.device]] = {}
         self._rows: dict[Layout, Tensor] = {}
         self._flows: dict[tuple[str, str], list[Any]] = {}
-        self._start = 0.0
-        self._input = 0.0
+        self._start = self._size = self._input = 0.0
 
     def open(self, site: Site, name: str, rows: slice, height: int, device: torch.device) -> None:
         """Units of a weight, some rows of which a call uses."""
@@ -164,6 +169,7 @@ class Ledger:
     def add(self, batch: Batch) -> None:
         self.samples += batch.output.shape[0] if batch.output.dim() > 1 else 1
         self._start += batch.start
+        self._size += batch.size
         self._input += batch.input
         for flow in batch.flows:
             entry = self._flows.setdefault((flow.name, flow.kind), [0.0, 0.0, flow.absorbs])
@@ -184,18 +190,20 @@ class Ledger:
                 sums[name][start:stop] += part.to(sums[name].device)
         return sums
 
-    def conservation(self) -> Conservation:
+    def conservation(self, composite: str = "") -> Conservation:
         order = reversed(list(self._flows.items()))
         return Conservation(
             self._start, self._input,
             tuple(Flow(name, kind, a, p, absorbs) for (name, kind), (a, p, absorbs) in order if kind != "stop"),
+            self._size, composite,
         )  # fmt: skip
 
 
 def total(r: Tensor) -> Tensor:
     """The sum, in float32 at least."""
-    return r.sum(dtype=_wide(r))
+    return r.sum(dtype=wide(r))
 
 
-def _wide(r: Tensor) -> torch.dtype:
+def wide(r: Tensor) -> torch.dtype:
+    """In which numbers to add up."""
     return torch.float32 if r.dtype in HALF else r.dtype

@@ -28,11 +28,14 @@ from secateur.relevance.linear_maps import AveragingMap, Bilinear, FunctionMap, 
 class Propagation:
     """The propagation of one batch. Implements the verbs that operations may use."""
 
+    #: Whether torch differentiates layers, too, so that their weights must not look like activations.
+    native = False
+
     def __init__(self, again: Callable[[], AbstractContextManager[Any]], layers: Layers) -> None:
         self.again = again
         self.activations, self.backward, self.fusion = layers.activations, layers.backward, layers.fusion
         self.dense, self.convolves, self.batch_norm = layers.dense, layers.convolves, layers.batch_norm
-        self.enters_here = layers.enters_here
+        self.enters_here, self.layers = layers.enters_here, layers
 
     def moves(self, call: Call) -> Any:
         """Data movement: autograd moves relevance back the same way. Facts about the numbers move along."""
@@ -87,6 +90,12 @@ class Propagation:
         if gate:
             self.activations.gate[output] = True
         return output
+
+    def scales(self, call: Call, x: Tensor) -> Any:
+        return self.passes(call, x)
+
+    def normalises(self, call: Call, x: Tensor, rows: int, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        return self.passes(call, x)  # type: ignore[no-any-return]
 
     def stops(self, call: Call) -> Any:
         with torch.no_grad():
@@ -158,12 +167,7 @@ class Propagation:
     def gates(self, call: Call, factors: Sequence[Any]) -> Tensor:
         """A product: relevance goes to the signal. A factor is a gate if it carries no relevance, if it comes out of a
         sigmoid, softmax or the like, or if it is broadcast. Several signals share evenly."""
-        known = self.activations
-        signals = [t for t in factors if _carries(t)]
-        if len(signals) > 1:
-            signals = [t for t in signals if t not in known.gate] or signals
-            size = max(t.numel() for t in signals)
-            signals = [t for t in signals if t.numel() == size]
+        known, signals = self.activations, self._signals(factors)
         if all(t is signals[0] for t in signals):
             gates = [t for t in factors if _carries(t) and t is not signals[0]]
             nonneg = all(t in known.nonneg if isinstance(t, Tensor) else t >= 0 for t in factors)
@@ -176,9 +180,20 @@ class Propagation:
 
         return self._step(call, back, *signals, saves=False)
 
+    def _signals(self, factors: Sequence[Any]) -> list[Tensor]:
+        """The factors of a product that are no gates."""
+        signals = [t for t in factors if _carries(t)]
+        if len(signals) > 1:
+            signals = [t for t in signals if t not in self.activations.gate] or signals
+            size = max(t.numel() for t in signals)
+            signals = [t for t in signals if t.numel() == size]
+        return signals
+
     def multiplies(self, call: Call, a: Tensor, b: Tensor, function: Bilinear) -> Tensor:
         """A bilinear function such as a matmul. A constant factor acts as a weight, attention weights as a gate."""
         known, backward, name = self.activations, self.backward, call.site
+        if function is torch.matmul and a.dim() > 1 and not b.requires_grad and self.layers.is_weight(b):
+            return self.dense(call, a, b, None, columns=True)
         place, attention = (backward.place(kind, name.path) for kind in ("matmul", "attention"))
         inputs: tuple[Tensor, ...] = (a, b)
         logits = known.logits.get(a)
@@ -187,7 +202,7 @@ class Propagation:
             x, weight = (a, b) if a.requires_grad else (b, a)
             inputs, nonneg, bound = (x,), x in known.nonneg, function if x is a else _flipped(function)
             back: Back = lambda r, x: backward.share(r, x, FunctionMap(bound, weight), place, name, nonneg)  # noqa: E731
-        elif logits is not None and backward.attention(attention).queries:
+        elif logits is not None and self.layers.meets_attention() and backward.attention(attention).queries:
             inputs = (logits, b)
             back = _logits_and_values(backward, a.detach(), known.offset.get(logits), attention, name)
         elif gated is not None:
@@ -203,6 +218,7 @@ class Propagation:
 
     def attends(self, call: Call, scale: float, mask: Callable[[], Tensor | None]) -> Tensor:
         """The attention weights are recomputed in the backward pass."""
+        self.layers.meets_attention()
         backward, place, name = self.backward, self.backward.place("attention", call.site.path), call.site
         q, k, v = call["query"], call["key"], call["value"]
         how = backward.attention(place)
@@ -215,7 +231,8 @@ class Propagation:
             if groups > 1:  # grouped queries: each key serves several
                 k, v = k.repeat_interleave(groups, -3), v.repeat_interleave(groups, -3)
             logits, added = scale * (q @ k.mT), mask()
-            weights = (logits if added is None else logits + added).softmax(-1)
+            # A row in which everything is masked has no weights at all.
+            weights = logits.softmax(-1) if added is None else (logits + added).softmax(-1).nan_to_num_(nan=0.0)
             if how.queries:
                 pulled, for_v = attend(how, logits, weights, v, r)
                 pulled = pulled * (scale / 2)

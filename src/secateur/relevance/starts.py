@@ -16,9 +16,11 @@ from secateur.running.targets import IGNORED, Reader, Reading, check_targets
 Target = int | Sequence[int] | Tensor | Callable[[Tensor], Tensor] | None
 Position = int | Sequence[int] | Tensor | None
 How = Literal["one", "logit"]
+#: The same, or a function that says it once the model has run.
+Choice = How | Callable[[], How]
 
 
-def seed(reading: Reading, classes: Tensor | None, how: How = "one", samples: int | None = None) -> Tensor:
+def seed(reading: Reading, classes: Tensor | None, how: Choice = "one", samples: int | None = None) -> Tensor:
     """The relevance that an output starts with: 1 or the logit at the class of each position that counts.
 
     `classes` is IGNORED where no relevance starts, None for the predicted class everywhere. A model with one output
@@ -26,7 +28,7 @@ def seed(reading: Reading, classes: Tensor | None, how: How = "one", samples: in
     without a batch dimension.
     """
     logits, counts = reading.logits, reading.counts
-    values = torch.ones_like(logits) if how == "one" else logits
+    values = torch.ones_like(logits) if (how() if callable(how) else how) == "one" else logits
     axis = 1 if logits.ndim > 1 else 0
     if one_output(logits, samples):
         if classes is not None and logits.ndim > 2 and classes.numel() == logits.numel():
@@ -40,7 +42,7 @@ def seed(reading: Reading, classes: Tensor | None, how: How = "one", samples: in
 
 
 def begun(
-    reader: Reader, inputs: Any, targets: Any, output: Tensor, how: How = "one", samples: int | None = None,
+    reader: Reader, inputs: Any, targets: Any, output: Tensor, how: Choice = "one", samples: int | None = None,
     entry: str = "",
 ) -> Tensor:  # fmt: skip
     """The relevance that an output starts with at the targets of the data, or at the predicted classes without any.
@@ -70,7 +72,7 @@ class Starter:
     """
 
     target: Target = None
-    how: How = "one"
+    how: Choice = "one"
     samples: int | None = None
     reader: Reader | None = None
     inputs: Any = None

@@ -56,7 +56,8 @@ class Weights:
         self._maps: dict[Hashable, tuple[Any, LinearMap]] = {}
         self._plain: dict[int, tuple[Tensor, Tensor]] = {}  # by the identity of the parameter
         self._parameters: dict[int, Tensor] = {}  # by the identity of what stands for it
-        self._names: dict[int, tuple[Tensor, str]] = {}  # by the identity of the parameter
+        self._names: dict[tuple[int, int], tuple[Tensor, str]] = {}  # by the identity of the parameter, and the axis
+        self._axes: dict[str, int] = {}  # along which axis of each parameter its units lie
         self._owners: dict[int, list[tuple[str, Tensor]]] | None = None  # by the address of the storage
         #: The number of units of each parameter, of which a call may use only some rows.
         self.heights: dict[str, int] = {}
@@ -94,28 +95,59 @@ class Weights:
             self._maps[key] = (sources, build(weight, bias))
         return self._maps[key][1]
 
-    def name(self, weight: Tensor, call: Call, outputs: int) -> tuple[str, slice]:
-        """The parameter that a weight is part of, and its rows. A computed weight is named by its module."""
+    def name(self, weight: Tensor, call: Call, outputs: int, axis: int = 0) -> tuple[str, slice]:
+        """The parameter that a weight is part of, and its rows (columns for axis 1) that make the outputs.
+
+        A computed weight is named by its module, and so is one whose units lie along the other axis elsewhere: an
+        embedding that is the last layer as well.
+        """
         source = self.source(weight)
-        known = self._names.get(id(source))
+        known = self._names.get((id(source), axis))
         if known is not None and known[0] is source:
             return known[1], slice(0, outputs)
+        owned = self._owner(weight, axis)
+        if owned is None:
+            return f"{call.site.path or call.site.function}.weight", slice(0, outputs)
+        name, owner, along, first = owned
+        if self._axes.setdefault(name, along) != along:
+            other = f"{call.site.path or call.site.function}.weight"
+            name = other if other != name else f"{name}.T"
+        self.heights[name] = owner.shape[along]
+        if source is owner:
+            self._names[id(owner), axis] = (owner, name)
+        return name, slice(first, first + outputs)
+
+    def is_owned(self, weight: Tensor) -> bool:
+        """Whether a matrix is a parameter, or part of one, transposed or not."""
+        return self._owner(weight, 1) is not None
+
+    def _owner(self, weight: Tensor, axis: int) -> tuple[str, Tensor, int, int] | None:
+        """The parameter that a weight is part of, the axis of its units there, and the first of them."""
         if self._owners is None:
             self._owners = {}
             for name, parameter in self.model.named_parameters():
                 if parameter.dim() > 1:
                     self._owners.setdefault(parameter.untyped_storage().data_ptr(), []).append((name, parameter))
-                    self.heights[name] = parameter.shape[0]
         for name, owner in self._owners.get(weight.untyped_storage().data_ptr(), []):
             offset = weight.data_ptr() - owner.data_ptr()
-            inside = 0 <= offset < owner.numel() * owner.element_size()
-            if inside and weight.shape[1:] == owner.shape[1:]:
-                row = owner.stride(0) * owner.element_size()
-                first = offset // row if row else 0
-                if source is owner:
-                    self._names[id(owner)] = (owner, name)
-                return name, slice(first, first + outputs)
-        return f"{call.site.path or call.site.function}.weight", slice(0, outputs)
+            along = _axis_in(owner, weight, axis)
+            if along is not None and 0 <= offset < owner.numel() * owner.element_size():
+                step = owner.stride(along) * owner.element_size()
+                return name, owner, along, offset // step if step else 0
+        return None
+
+
+def _axis_in(owner: Tensor, weight: Tensor, axis: int) -> int | None:
+    """Which axis of a parameter is this axis of a part of it, which may be transposed; None if it is no such part."""
+    if weight.dim() != 2 or owner.dim() != 2:
+        return axis if weight.shape[1:] == owner.shape[1:] else None
+    for along, part in ((axis, weight), (1 - axis, weight.mT)):
+        across = 1 - along
+        if part.shape[across] == owner.shape[across] and (
+            part.shape[across] == 1 or part.stride(across) == owner.stride(across)
+        ):
+            return along
+    return None
 
 
 def _bits(tensor: Tensor) -> tuple[Hashable, ...]:

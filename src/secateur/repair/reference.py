@@ -123,7 +123,7 @@ def _relevance_weights(
         if use.name in layers:
             seen[use.name] = relevance.abs().movedim(use.channel, -1).sum(-1).movedim(layers[use.name].batch, 0)
 
-    engine, reader = RelevancePass(model, heat_map=False, watch=watch), Reader(model)
+    engine, reader = RelevancePass(model, "alpha1beta0", heat_map=False, watch=watch), Reader(model)
     made: dict[str, Tensor] = {}
     for place, x in samples.chunks(min(at_once, _EXPLAINED_AT_ONCE)):
         seen.clear()

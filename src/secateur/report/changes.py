@@ -102,12 +102,11 @@ def changes(
     if not isinstance(x, Tensor) or not len(x):
         raise DataError("there is no input to explain: give inputs=(x, y) with at least one sample.")
     check_scale(x, page)
-    composite = page.composite or "alpha1beta0"
-    before = explain(original, x, None if y is None else _begin(original, x, y), composite=composite)
+    before = explain(original, x, None if y is None else _begin(original, x, y), composite=page.composite)
     place = device_of(result.model)
     there, target, known = (to_device(part, place) for part in (x, y, before.classes))
     begin = None if y is None and known is None else _begin(result.model, there, target, known)
-    after = explain(result.model, there, begin, composite=composite)
+    after = explain(result.model, there, begin, composite=page.composite)
     samples = []
     if x.dim() == 4:
         labels = [name_of(int(c), classes) for c in y] if y is not None and y.dim() == 1 else [""] * len(x)
