@@ -112,7 +112,7 @@ class Comparison(Rehearsal):
             self.difference = f"its size is used as a number in {site}"
         elif output is not None:
             for made, wanted in zip(tensors_in(output), step.shapes(self._gone), strict=False):
-                if wanted is not None and tuple(made.shape) != wanted:
+                if wanted is not None and not _fits(made, wanted):
                     self.difference = (
                         f"a size is written into the forward ({site} makes {tuple(made.shape)} instead of {wanted})"
                     )
@@ -123,6 +123,13 @@ class Comparison(Rehearsal):
         if self.difference is None and missing:
             return f"the forward does not call {missing[0]} when it has another size"
         return self.difference
+
+
+def _fits(made: Tensor, wanted: Shape) -> bool:
+    """Whether a tensor has this shape. Copies along a dimension in which it is expanded are as many as are needed."""
+    if made.ndim != len(wanted):
+        return False
+    return all(a == b or not s for a, b, s in zip(made.shape, wanted, made.stride(), strict=True))
 
 
 def remade(model: nn.Module) -> set[str]:
