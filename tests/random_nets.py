@@ -1,6 +1,14 @@
-"""Random networks composed of the constructs, for property tests."""
+"""Random networks: composed of the constructs, for property tests, and as source code, for fuzzing."""
 
 from __future__ import annotations
+
+import random
+import re
+import sys
+from dataclasses import dataclass
+from textwrap import indent
+from types import ModuleType
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -8,6 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from constructs import randomise, shuffle
+from random_blocks import IMAGES, PRELUDE, TOKENS, VECTORS
 
 BLOCKS = [
     "conv", "depthwise", "grouped", "residual", "bottleneck", "gate", "concat", "shuffle", "chunk", "glu", "scale",
@@ -148,3 +157,181 @@ def networks(draw: st.DrawFn) -> RandomNet:
     torch.manual_seed(draw(st.integers(0, 1000)))
     net = RandomNet(kinds, width, flatten)
     return randomise(net).eval()
+
+
+# -- networks as source code -------------------------------------------------------------------------------------------
+OUTPUTS = [
+    "y", "y", "y", "y", "y", "y", "(y, y.sigmoid())", "{'logits': y}", "[y]", "(y, None)", "Out(y, y * 100)",
+    "[Box(y)]", "{'out': Box(y), 'n': 3}", "(y, {'features': x})", "Pair(y, x)",
+    "[Out(y[i], x[i]) for i in range(len(y))]",
+    "{'boxes': y * 1000, 'scores': y[..., :2] * 1e-3}", "(y.argmax(-1), y)", "y.argmax(-1)", "y > 0", "Named(logits=y)",
+    "torch.distributions.Normal(y, 1.0)", "Slots(y)", "(y.softmax(-1), x.mean())", "y.round()", "y.log_softmax(-1)",
+    "{'dist': Box(Box(x))}", "Box([y, (y, {'z': Box(y + 1)})])", "y.squeeze()", "y[..., 0]", "y.exp().clamp_max(99)",
+]  # fmt: skip
+_OBJECTS = """
+Pair = namedtuple("Pair", "first second")
+
+class Named(OrderedDict):
+    def __getattr__(self, name):
+        return self[name]
+
+@dataclass
+class Out:
+    logits: torch.Tensor
+    boxes: torch.Tensor
+    step: int = 0
+
+@dataclass(slots=True)
+class Slots:
+    logits: torch.Tensor
+
+class Box:
+    def __init__(self, inside):
+        self.inside = inside
+"""
+_ACTS = [
+    "F.relu", "F.relu", "F.relu", "F.gelu", "F.silu", "torch.tanh", "F.leaky_relu", "torch.sigmoid", "F.elu",
+    "F.softplus", "F.hardswish", "F.mish", "torch.sin", "torch.cos", "torch.abs", "F.softsign", "F.relu6",
+    "torch.square", "F.selu", "torch.Tensor.relu", "F.tanhshrink", "F.logsigmoid", "F.hardtanh",
+]  # fmt: skip
+_FORMATS = [torch.float32] * 16 + [torch.float64, torch.float64, torch.bfloat16, torch.bfloat16, torch.float16]
+_EXAMPLES = ["random"] * 8 + ["zeros", "zeros", "ones", "half", "positive", "one sample", "short"]
+
+
+def _table(text: str) -> dict[str, tuple[str, str]]:
+    parts = [part.partition("\n") for part in text.split("## ")[1:]]
+    return {name.strip(): (body.split("--\n")[0], body.split("--\n")[1]) for name, _, body in parts}
+
+
+TABLES = {"image": _table(IMAGES), "tokens": _table(TOKENS), "vector": _table(VECTORS)}
+_SIZES = {"image": (8, 12), "tokens": (6, 9), "ids": (6, 9), "vector": (6, 6)}
+
+
+@dataclass(frozen=True)
+class Network:
+    """A random network as source code, and what it is called on."""
+
+    number: int
+    source: str
+    blocks: tuple[str, ...]
+    family: str
+    example: str
+    dtype: torch.dtype
+    form: str
+    extra: bool
+    training: bool
+    output: str
+
+    @property
+    def traits(self) -> tuple[str, ...]:
+        """What it is made of, for counts."""
+        rest = [
+            f"output: {self.output}",
+            f"example: {self.example}",
+            f"format: {str(self.dtype).removeprefix('torch.')}",
+        ]
+        rest += [f"input: {self.form}", *["input: optional"] * self.extra, *["in training mode"] * self.training]
+        rest += ["heads that only training returns"] * ("self.aux" in self.source)
+        return (*self.blocks, *rest)
+
+    def build(self) -> nn.Module:
+        """The same module every time."""
+        module = ModuleType("random_network")
+        sys.modules[module.__name__] = module  # dataclasses look themselves up
+        exec(compile(self.source, f"<network {self.number}>", "exec"), vars(module))
+        torch.manual_seed(self.number)
+        net: nn.Module = randomise(module.Net())
+        net._apply(lambda t: t.to(self.dtype) if t.is_floating_point() else t)
+        return net.train(self.training)
+
+    def inputs(self, seed: int, kind: str = "random", batch: int = 3, size: int = 0, extra: bool = False) -> Any:
+        """What the network is called on. `size` 1 is another height, width or length than that of the example."""
+        draw = torch.Generator().manual_seed(seed)
+        n, t = (1 if kind == "one sample" else batch), _SIZES[self.family][size]
+        if kind == "short" and self.family in ("tokens", "ids") and not any(b.endswith("!") for b in self.blocks):
+            t = 1
+        shape = {"image": (n, 3, t, t), "tokens": (n, t, 6), "ids": (n, t), "vector": (n, 6)}[self.family]
+        if self.family == "ids":
+            x = torch.randint(0, 11, shape, generator=draw)
+            x = torch.full_like(x, 0 if kind == "zeros" else 1) if kind in ("zeros", "ones", "half") else x
+        else:
+            x = torch.randn(shape, generator=draw)
+            x = {"zeros": 0 * x, "ones": 0 * x + 1, "half": 0 * x + 0.5, "positive": x.abs(), "negative": -x.abs()}.get(
+                kind, x
+            )
+            x = x.to(self.dtype)
+        given = {"x": x} | ({"extra": torch.randn(n, 4, generator=draw).to(self.dtype)} if extra else {})
+        return given if self.form == "dict" else tuple(given.values()) if self.form == "tuple" or extra else x
+
+
+def _filled(text: str, rng: random.Random, width: int, heads: int) -> str:
+    """Source code without alternatives and placeholders."""
+    while "«" in text:
+        text = re.sub("«([^«»]*)»", lambda found: rng.choice(found[1].split("|")), text)
+    text = re.sub(r"\$act", lambda _: rng.choice(_ACTS), text)
+    return text.replace("$c", str(width)).replace("$h", str(heads))
+
+
+_STEMS = {
+    "image": "conv(3, $c)", "tokens": "nn.Linear(6, $c)", "ids": "nn.Embedding(11, $c)", "vector": "nn.Linear(6, $c)",
+}  # fmt: skip
+_ADDED = {"image": "[:, :, None, None]", "tokens": "[:, None]", "vector": ""}
+_POOLS = {
+    "image": [
+        "x = x.mean((2, 3))", "x = x.mean((2, 3))", "x = F.adaptive_avg_pool2d(x, 1).flatten(1)", "x = x.amax((2, 3))",
+        "x = x.flatten(2).mean(-1)", "x = x.permute(0, 2, 3, 1)", "x = x.flatten(1)",
+    ],
+    "tokens": ["x = x.mean(1)", "x = x[:, 0]", "x = x[:, -1]", "pass", "x = x.amax(1)", "x = x.mean(dim=-2)"],
+    "vector": ["pass"],
+}  # fmt: skip
+
+
+def network(number: int, *, only: str | None = None) -> Network:
+    """The random network of that number. `only` is the name of a block, such as "image: conv", that it consists of."""
+    rng = random.Random(number)
+    family = only.split(": ")[0] if only else rng.choices(["image", "tokens", "ids", "vector"], [9, 6, 2, 4])[0]
+    stage, (width, heads) = "tokens" if family == "ids" else family, rng.choice([(8, 2), (8, 4), (12, 2), (16, 4)])
+    parts, names, classes = [f"self.stem = {_STEMS[family]}"], [], []
+    calls = [rng.choice(["x = self.stem(x)", "x = self.stem(x)", "x = $act(self.stem(x))"])]
+    extra = rng.random() < 0.08
+    if extra:
+        parts.append("self.extra = nn.Linear(4, $c)")
+        calls.append(f"if extra is not None:\n    x = x {rng.choice('+*')} self.extra(extra){_ADDED[stage]}")
+    free = True  # whether the size may vary
+    for i in range(1 if only else rng.choice([1, 1, 2, 2, 3, 4])):
+        if i and stage != "vector" and rng.random() < 0.15:
+            calls.append("x = F.avg_pool2d(x, 2).flatten(2).transpose(1, 2)" if stage == "image" else "x = x.mean(1)")
+            stage, free = ("tokens", False) if stage == "image" else ("vector", free)
+        name = only.split(": ")[1] if only else rng.choice([b for b in TABLES[stage] if free or not b.endswith("!")])
+        names.append(f"{stage}: {name}")
+        init, run = TABLES[stage][name]
+        classes.append(_module(f"Block{i}", init, "x", run.rstrip(), f"  # {name}"))
+        parts.append(f"self.block{i} = Block{i}()")
+        calls.append(f"x = self.block{i}(x)")
+        if "BatchNorm" not in init and rng.random() < 0.05:
+            calls.append(f"x = self.block{i}(x)")
+    calls.append(rng.choice(_POOLS[stage]))
+    wide = "$c * 64" if calls[-1] == "x = x.flatten(1)" else "$c"
+    output = rng.choice(OUTPUTS)
+    tied = family == "ids" and rng.random() < 0.3
+    head = "nn.Linear($c, 11, bias=False)\nself.head.weight = self.stem.weight" if tied else f"nn.Linear({wide}, 5)"
+    parts.append(f"self.head = {head}")
+    calls.append("y = self.head(x)")
+    if rng.random() < 0.06:
+        parts.append(f"self.aux = nn.Linear({wide}, 3)")
+        calls.append(f"if self.training:\n    return {output}, self.aux(x)")
+    if rng.random() < 0.04:
+        parts.append("self.spare = nn.Linear($c, $c)")
+    calls.append(f"return {output}")
+    net = _module("Net", "\n".join(parts), "x, extra=None" if extra else "x", "\n".join(calls))
+    source = _filled("\n\n".join([*classes, net]), rng, width, heads)
+    objects = _OBJECTS if re.search(r"Out\(|Box\(|Pair\(|Named\(|Slots\(", output) else ""
+    return Network(
+        number, f"{PRELUDE}{objects}\n{source}\n", tuple(names), family, rng.choice(_EXAMPLES), rng.choice(_FORMATS),
+        rng.choice(["tensor", "tensor", "tensor", "tuple", "dict"]), extra, rng.random() < 0.15, output,
+    )  # fmt: skip
+
+
+def _module(name: str, init: str, takes: str, run: str, note: str = "") -> str:
+    head = f"class {name}(nn.Module):{note}\n    def __init__(self):\n        super().__init__()\n"
+    return f"{head}{indent(init.rstrip(), ' ' * 8)}\n    def forward(self, {takes}):\n{indent(run, ' ' * 8)}"
