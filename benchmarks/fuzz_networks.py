@@ -65,6 +65,8 @@ from random_nets import Network, network
 SECONDS = 20
 GOOD = ("exact", "kept", "refused")
 BAD = ("SILENT", "FOREIGN", "ENDLESS", "TOUCHED", "COST", "LEAK", "INVALID")
+CRITERIA = ("random", "random", "lrp", "lrp", "lrp", "weight", "taylor", "gradient", "activation")
+COMPOSITES = ("alpha1beta0", "alpha1beta0", "epsilon_plus", "attnlrp")
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,7 @@ class Verdict:
     cause: str = ""
     traits: tuple[str, ...] = ()
     family: str = ""
+    relevance: str = "not asked for"
     seconds: float = 0.0
 
 
@@ -294,11 +297,16 @@ def check_tensors(model: nn.Module, small: nn.Module, plan: sc.Plan) -> None:
     old = dict([*model.named_parameters(), *model.named_buffers()])
     for name, new in [*small.named_parameters(), *small.named_buffers()]:
         wanted = old[name]
+        learned = wanted.requires_grad
         for dim, indices in plan.cuts.get(name, {}).items():
             kept = [i for i in range(wanted.shape[dim]) if i not in set(indices)]
             wanted = wanted.index_select(dim, torch.tensor(kept, dtype=torch.long))
-        if new.dtype != wanted.dtype or _kept(new) != _kept(wanted):
+        if new.requires_grad != learned or _kept(new) != _kept(wanted):
             raise _Fault("TOUCHED", f"weights of the new model: {name}")
+    modes = {path: module.training for path, module in model.named_modules()}
+    for path, module in small.named_modules():
+        if module.training != modes.get(path, module.training):
+            raise _Fault("TOUCHED", f"the mode of the new model: {path}")
 
 
 # -- the judge ---------------------------------------------------------------------------------------------------------
@@ -312,6 +320,14 @@ def probes(net: Network) -> Iterator[tuple[str, Any, bool]]:
     if net.family != "vector":
         yield "another size", net.inputs(5, size=1), False
     yield "training mode", net.inputs(6), True
+
+
+def check_formats(model: nn.Module, small: nn.Module, example: Any) -> None:
+    """Outputs on the example have the number formats that they had."""
+    with torch.no_grad():
+        was, now = ([t.dtype for t in flat(called(copy.deepcopy(m).eval(), example))] for m in (model, small))
+    if was != now:
+        raise _Fault("SILENT", f"outputs of formats {now[:4]} instead of {was[:4]}")
 
 
 def compare(net: Network, model: nn.Module, small: nn.Module, plan: sc.Plan) -> None:
@@ -337,40 +353,50 @@ def compare(net: Network, model: nn.Module, small: nn.Module, plan: sc.Plan) -> 
         raise _Fault("INVALID", "the reference runs on no fresh input")
 
 
-def explained(model: nn.Module, graph: sc.Graph, example: Any, dtype: torch.dtype) -> None:
+def explained(model: nn.Module, example: Any, dtype: torch.dtype, composite: str) -> str:
     """Relevance is refused by name, warned of, or finite and conserved."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            seen = sc.explain(model, example, lambda out: torch.ones_like(out))
-        except sc.SecateurError:
-            return
+            seen = sc.explain(model, example, torch.ones_like, composite=composite)
+        except sc.SecateurError as error:
+            return f"refused: {type(error).__name__}"
     told = any(isinstance(item.message, sc.errors.ConservationWarning) for item in caught)
     heat = [t for t in (seen.input if isinstance(seen.input, list) else [seen.input]) if t is not None]
     if not all(bool(t.isfinite().all()) for t in [*heat, *seen.units.values()]):
         raise _Fault("LEAK", "relevance is not finite")
     if told or dtype not in (torch.float32, torch.float64):
-        return
+        return "warned" if told else "in half precision"
     start = seen.output.numel()
     arrived = sum(float(t.double().sum()) for t in heat) if heat else seen.conservation.input
     missing = (start - arrived - seen.conservation.absorbed) / max(start, 1)
     if not abs(missing) <= 1e-3:
         raise _Fault("LEAK", f"{missing:.1%} of the relevance is missing")
+    return "conserved"
 
 
-def lrp_scores(model: nn.Module, graph: sc.Graph, inputs: Any) -> sc.Scores | None:
-    first = (
-        next(iter(inputs.values())) if isinstance(inputs, dict) else inputs[0] if isinstance(inputs, tuple) else inputs
-    )
+def scored(model: nn.Module, graph: sc.Graph, inputs: Any, criterion: str) -> sc.Scores | None:
+    """Scores, or None if they are refused by name."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            scores = sc.score(model, [(inputs, torch.zeros(len(first), dtype=torch.long))], "lrp", graph=graph)
+            data = [(inputs, torch.zeros(len(next(flat(inputs))), dtype=torch.long))]
+            scores = sc.score(model, data, criterion, graph=graph)
         except sc.SecateurError:
             return None
     if not all(np.isfinite(values).all() for values in scores.units.values()):
-        raise _Fault("LEAK", "scores are not finite")
+        raise _Fault("LEAK", f"scores of {criterion} are not finite")
     return scores
+
+
+def repaired(model: nn.Module, small: nn.Module, net: Network, method: str) -> None:
+    """Repair is refused by name, or gives a model that runs."""
+    try:
+        better = sc.repair(small, model, [(net.inputs(7), None)], method, copies=1, progress=False)
+    except sc.SecateurError:
+        return
+    with torch.no_grad():
+        called(better.eval(), net.inputs(8))
 
 
 def runnable(net: Network) -> tuple[Network, nn.Module, Any]:
@@ -387,7 +413,8 @@ def runnable(net: Network) -> tuple[Network, nn.Module, Any]:
 def judged(net: Network) -> Verdict:
     """Analyse, plan, apply, compare, explain."""
     rng = random.Random(net.number)
-    step = "build"
+    criterion = rng.choice(CRITERIA)
+    step, relevance = "build", "not asked for"
     try:
         net, model, example = runnable(net)
         before = snapshot(model, example)
@@ -395,19 +422,14 @@ def judged(net: Network) -> Verdict:
         ending, cause = "exact", ""
         graph = sc.analyze(model, example)
         check_untouched(before, model, example, step)
-        scores = random_scores(graph, net.number)
-        way = rng.random()
-        if way < 0.35:
-            step = "score"
-            scores = lrp_scores(model, graph, example) or scores
-        elif way < 0.5:
-            step = "score"
-            scores = sc.score(model, None, "weight", graph=graph)
+        step = f"score by {criterion}"
+        scores = None if criterion == "random" else scored(model, graph, example, criterion)
         check_untouched(before, model, example, step)
         step = "plan"
         plan = None
         try:
             limits = Limits(scope=rng.choice(["global", "layer"]))
+            scores = scores or random_scores(graph, net.number)
             plan = sc.plan(graph, scores, remove=rng.uniform(0.1, 0.8), limits=limits)
         except (NothingToPruneError, TargetError) as error:
             silent = [layer.name for layer in graph.layers if not layer.prunable and not layer.reason]
@@ -420,14 +442,19 @@ def judged(net: Network) -> Verdict:
             check_untouched(before, model, example, step)
             step = "the judge"
             check_tensors(model, small, plan)
+            check_formats(model, small, example)
             compare(net, model, small, plan)
             step = "measure"
             cost = sc.measure(small, example, latency=False)
             if (cost.params, cost.macs) != (plan.after.params, plan.after.macs):
                 raise _Fault("COST", f"planned {plan.after}, measured {cost}")
-        if way > 0.6:
+            if rng.random() < 0.15:
+                step = "repair"
+                repaired(model, small, net, rng.choice(["best", "mean", "norm", "ridge"]))
+                check_untouched(before, model, example, step)
+        if rng.random() < 0.4:
             step = "explain"
-            explained(model, graph, example, net.dtype)
+            relevance = explained(model, example, net.dtype, rng.choice(COMPOSITES))
             check_untouched(before, model, example, step)
     except _Fault as fault:
         ending, cause = fault.ending, fault.cause
@@ -443,13 +470,13 @@ def judged(net: Network) -> Verdict:
         ending, cause = "FOREIGN", f"{type(error).__name__} in {step}, {at}: {_line(error)}"
         if isinstance(error, KeyboardInterrupt):
             raise
-    return Verdict(net.number, ending, cause, net.traits, net.family)
+    return Verdict(net.number, ending, cause, net.traits, net.family, relevance)
 
 
 def smallest(net: Network, ending: str) -> Network:
     """A network with fewer blocks, a plain output and a plain example that ends in the same way."""
     tries = [(rf" *(self\.block{i} = Block{i}\(\)|x = self\.block{i}\(x\))\n", "") for i in range(len(net.blocks))]
-    tries += [(r"return (?!super).*\Z", "return y\n"), (r"x = [\w.]+\((self\.stem\(x\))\)", r"x = \1")]
+    tries += [(r"return .*\n*\Z", "return y\n"), (r"x = [\w.]+\((self\.stem\(x\))\)", r"x = \1")]
     for pattern, new in tries:
         other = replace(net, source=re.sub(pattern, new, net.source))
         net = other if other.source != net.source and judged(other).ending == ending else net
@@ -531,26 +558,21 @@ def verdicts(numbers: list[int], workers: int) -> Iterator[Verdict]:
                 hire()
 
 
-def report(found: list[Verdict], shown: int) -> None:
+def report(found: list[Verdict]) -> None:
+    """Counts by family and by everything that a network contains."""
     counts = Counter(v.ending for v in found)
-    endings = [e for e in (*GOOD, *BAD) if counts[e] or e not in ("INVALID",)]
-    print(f"| {len(found)} random networks | " + " | ".join(endings) + " |\n|---|" + "---:|" * len(endings))
-    families = defaultdict(Counter)
-    traits = defaultdict(Counter)
+    endings = [e for e in (*GOOD, *BAD) if counts[e] or e != "INVALID"]
+    rows: dict[str, Counter[str]] = defaultdict(Counter)
     for v in found:
-        families[v.family][v.ending] += 1
-        for trait in dict.fromkeys(v.traits):
-            traits[trait][v.ending] += 1
-    for family, row in sorted(families.items()):
-        print(f"| {family} | " + " | ".join(str(row[e]) for e in endings) + " |")
-    print("| all | " + " | ".join(str(counts[e]) for e in endings) + " |\n")
-    print("| contains | " + " | ".join(endings) + " |\n|---|" + "---:|" * len(endings))
-    for trait, row in sorted(traits.items()):
-        print(f"| {trait} | " + " | ".join(str(row[e] or "") for e in endings) + " |")
+        for name in dict.fromkeys(("all", f"family: {v.family}", *v.traits)):
+            rows[name][v.ending] += 1
+    print(f"| {len(found)} random networks | " + " | ".join(endings) + " |\n|---|" + "---:|" * len(endings))
+    for name, row in sorted(rows.items(), key=lambda item: (item[0] != "all", item[0])):
+        print(f"| {name} | " + " | ".join(str(row[e] or "") for e in endings) + " |")
     refused = Counter(v.cause.split(":")[0] for v in found if v.ending == "refused")
     print("\nrefused: " + ", ".join(f"{name} {count}" for name, count in refused.most_common()))
-    for v in [v for v in found if v.ending in BAD][:shown]:
-        print(f"\n{v.number}: {v.ending} {v.cause} ({', '.join(v.traits)}; {v.seconds:.1f} s)")
+    relevance = Counter(v.relevance for v in found)
+    print("relevance: " + ", ".join(f"{name} {count}" for name, count in relevance.most_common()))
 
 
 def show(net: Network) -> None:
@@ -591,7 +613,7 @@ def main() -> int:
                 bad = sum(v.ending in BAD for v in found)
                 print(f"{len(found)} of {len(numbers)}, {bad} bad, {rate:.1f} networks/s", file=sys.stderr, flush=True)
     found.sort(key=lambda v: v.number)
-    report(found, 0)
+    report(found)
     for verdict in [v for v in found if v.ending in BAD and v.ending != "ENDLESS"][: options.shown]:
         show(smallest(network(verdict.number), verdict.ending))
     return int(any(v.ending in BAD for v in found))
