@@ -192,15 +192,13 @@ def flat(value: Any, depth: int = 0) -> Iterator[Tensor]:
 def outputs(model: nn.Module, inputs: Any, training: bool) -> list[Tensor]:
     """What a model in double precision returns in two calls, one after the other."""
     model = copy.deepcopy(model).train(training)
-    before, drawn = torch.get_default_dtype(), torch.get_rng_state()
+    before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
-    torch.manual_seed(0)
     try:
-        with torch.no_grad(), _Even():
+        with torch.no_grad(), torch.random.fork_rng(), _Even():
             return [t.clone() for _ in range(2) for t in flat(called(model, each(lambda t: _wide(t.clone()), inputs)))]
     finally:
         torch.set_default_dtype(before)
-        torch.set_rng_state(drawn)
 
 
 def gap(found: list[Tensor], wanted: list[Tensor]) -> float:
@@ -324,7 +322,7 @@ def probes(net: Network) -> Iterator[tuple[str, Any, bool]]:
 
 def check_formats(model: nn.Module, small: nn.Module, example: Any) -> None:
     """Outputs on the example have the number formats that they had."""
-    with torch.no_grad():
+    with torch.no_grad(), torch.random.fork_rng():
         was, now = ([t.dtype for t in flat(called(copy.deepcopy(m).eval(), example))] for m in (model, small))
     if was != now:
         raise _Fault("SILENT", f"outputs of formats {now[:4]} instead of {was[:4]}")
@@ -395,7 +393,7 @@ def repaired(model: nn.Module, small: nn.Module, net: Network, method: str) -> N
         better = sc.repair(small, model, [(net.inputs(7), None)], method, copies=1, progress=False)
     except sc.SecateurError:
         return
-    with torch.no_grad():
+    with torch.no_grad(), torch.random.fork_rng():
         called(better.eval(), net.inputs(8))
 
 

@@ -50,6 +50,13 @@ def test_random_networks(part: int) -> None:
     assert not bad, "\n".join(map(str, bad))
 
 
+@pytest.mark.parametrize("number", [1281])
+def test_networks_that_once_failed(number: int) -> None:
+    """1281: `explain` of a grid sample in half precision."""
+    verdict = fuzz.judged_in_time(number)
+    assert verdict.ending in fuzz.GOOD, verdict
+
+
 # -- does the judge see what it should see? ----------------------------------------------------------------------------
 PLAIN = """
 import torch

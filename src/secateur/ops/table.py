@@ -129,10 +129,12 @@ class Call:
         """The call as a function of its argument `x`, everything else as it is. It does not keep `x` alive."""
         function, names, values = self.function, tuple(self.kwargs), (*self.args, *self.kwargs.values())
         place = next(i for i, value in enumerate(values) if value is x)
-        before, after, positional = values[:place], values[place + 1 :], len(self.args)
+        before, after, positional, dtype = values[:place], values[place + 1 :], len(self.args), x.dtype
 
         def run(value: Tensor) -> Any:
             given = (*before, value, *after)
+            if value.dtype != dtype:  # a rule left half precision for a while
+                given = tuple(v.to(value.dtype) if isinstance(v, Tensor) and v.dtype == dtype else v for v in given)
             return function(*given[:positional], **dict(zip(names, given[positional:], strict=True)))
 
         return run
