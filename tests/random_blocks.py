@@ -498,9 +498,9 @@ self.a, self.b = nn.Linear(8, 10), nn.Linear(10, 8)
 --
 return x + self.b($act(self.a(x)))«|.transpose(2, 3)»
 ## flattened and back !
-self.a = nn.Linear($c * 64, $c * 64)
+self.a, self.b = nn.Linear($c * 64, 9), nn.Linear(9, $c * 64)
 --
-return self.a(x.flatten(1)).«view_as(x)|view(x.shape)|view(-1, $c, 8, 8)|unflatten(1, ($c, 8, 8))|reshape(len(x), -1, 8, 8)|view(x.size())»
+return self.b(self.a(x.flatten(1))).«view_as(x)|view(x.shape)|view(-1, $c, 8, 8)|unflatten(1, ($c, 8, 8))|reshape(len(x), -1, 8, 8)|view(x.size())»
 ## convolution of lines
 self.a, self.b = nn.Conv1d($c, 6, 3, padding=1), nn.Conv1d(6, $c, 1)
 --
