@@ -50,9 +50,9 @@ def test_random_networks(part: int) -> None:
     assert not bad, "\n".join(map(str, bad))
 
 
-@pytest.mark.parametrize("number", [1281])
+@pytest.mark.parametrize("number", [1281, 6210])
 def test_networks_that_once_failed(number: int) -> None:
-    """1281: `explain` of a grid sample in half precision."""
+    """1281: `explain` of a grid sample in half precision. 6210: `F.normalize` over two dimensions."""
     verdict = fuzz.judged_in_time(number)
     assert verdict.ending in fuzz.GOOD, verdict
 

@@ -148,7 +148,8 @@ class Normalize(Unary):
     """Divides by a p-norm, which zeros do not change, so that removal equals masking."""
 
     def channels(self, labels: LabelVerbs, call: Call, output: Any) -> None:
-        labels.sums(call["input"], [int(call["dim"]) % output.ndim], call.site)
+        dims = call["dim"] if isinstance(call["dim"], tuple | list) else [call["dim"]]
+        labels.sums(call["input"], [int(dim) % output.ndim for dim in dims], call.site)
         labels.keep(call["input"], output)
 
 
