@@ -134,7 +134,7 @@ class ConvMap(LinearMap):
         ones = self.weight.new_ones((1, 1, *kernel))
         single = ConvMap(ones, None, replace(self.geometry, groups=1))
         seen = single(a.new_ones((1, 1, *space)), ones) * width
-        per_group = r.reshape(r.shape[0], groups, -1, *r.shape[2:]).sum(2)
+        per_group = r.reshape(r.shape[0], groups, r.shape[1] // groups, *r.shape[2:]).sum(2)  # -1 fails without samples
         share = per_group / seen.clamp(min=1)
         pulled = self.adjoint(share, ones.expand(groups, 1, *kernel), a[:, :groups])
         return pulled.unsqueeze(2).expand(-1, -1, width, *space).reshape(a.shape)
