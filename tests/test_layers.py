@@ -83,8 +83,8 @@ def checked(monkeypatch: pytest.MonkeyPatch) -> list[Graph]:
     """Every graph that `analyze` builds on its way, each compared with the slow loop."""
     found: list[Graph] = []
 
-    def build(model: Any, example: Any, passes: Any, blocked: Any, repeated: Any) -> Graph:
-        graph = BUILD(model, example, passes, blocked, repeated)
+    def build(model: Any, example: Any, passes: Any, blocked: Any, *more: Any) -> Graph:
+        graph = BUILD(model, example, passes, blocked, *more)
         layers, units, leave, producers = expected(passes, blocked)
         have = [(x.name, x.kind, x.paths, x.groups.tolist(), x.prunable, x.reason) for x in graph.layers]
         assert have == layers

@@ -99,14 +99,18 @@ class Checkpoint:
 
     def _fill(self, state: RunState, header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         state.step, state.done = _counted(header["step"]), str(header["done"])
-        state.frozen = {str(name): str(reason) for name, reason in header.get("frozen", {}).items()}
+        state.frozen = dict(header.get("frozen", {}))
+        if not all(isinstance(reason, str) for reason in state.frozen.values()) or not state.frozen.keys() <= {
+            layer.name for layer in self.graph.layers
+        }:
+            raise ValueError("the layers that stay are not the model's")
         if not 1 <= len(header["history"]) <= _MOST_STEPS:
             raise ValueError("the length of its history")
         state.history = History.from_json(json.dumps(header["history"]))
         plan, carried, books = header["plan"], header["carried"], header.get("books")
         if books is not None:
             books = Conservation(books["start"], books["input"], tuple(Flow(**flow) for flow in books["flows"]),
-                                 float(books["size"]), str(books["composite"]))  # fmt: skip
+                                 float(books.get("size", 0.0)), str(books.get("composite", "")))  # fmt: skip
         if plan is not None:
             state.plan = self._plan(Plan.from_json(plan), state.frozen)
             small = cut(self.original, state.plan)
@@ -148,6 +152,10 @@ class Checkpoint:
 
     def _check_identity(self, found: Mapping[str, Any]) -> None:
         wanted = json.loads(json.dumps(self.identity))
+        if not self.graph.heads:  # what older versions call the default of models without attention
+            older = wanted["criterion"].replace("composite=None", "composite='alpha1beta0'")
+            if found.get("criterion") == older.replace("start=None", "start='one'"):
+                wanted["criterion"] = found["criterion"]
         other = [key for key in wanted if found.get(key) != wanted[key] and (key in found or key not in _ADDED)]
         if other:
             what = "; ".join(

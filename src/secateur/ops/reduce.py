@@ -18,15 +18,16 @@ from secateur.ops.table import Call, Rule, Ruled, averages, moves, register, reg
 class Reduction(Elementwise):
     """Folds dimensions away, or compares two tensors as `torch.max(a, b)` does. Units across the dimensions pass.
 
-    Units along them are frozen, unless it is a `statistic`, as a sum or a mean: the smaller model computes it over what
-    is kept, and the masked reference does the same. `keeps_zero`: 0 stays 0.
+    Units along them are frozen, unless it is a `statistic`, as a mean or a variance: the smaller model computes it over
+    what is kept, and the masked reference does the same. In a sum (`adds`) zeros do not count, so that units may leave
+    if they are 0 when they are masked. `keeps_zero`: 0 stays 0.
     """
 
     scalars = False
 
-    def __init__(self, rule: Rule, statistic: bool = False, keeps_zero: bool = True) -> None:
+    def __init__(self, rule: Rule, statistic: bool = False, adds: bool = False, keeps_zero: bool = True) -> None:
         super().__init__(rule, all)
-        self.statistic, self.keeps_zero = statistic, keeps_zero
+        self.statistic, self.adds, self.keeps_zero = statistic, adds, keeps_zero
 
     def channels(self, labels: LabelVerbs, call: Call, output: Any) -> None:
         x = call["input"]
@@ -37,13 +38,15 @@ class Reduction(Elementwise):
         kept = []
         if self.statistic:
             labels.mixes(x, dims, call.site)
+        if self.adds:
+            labels.sums(x, dims, call.site)
         for layer in labels.layers(x):
             over = varying(layer)
             if not set(over) & set(dims):
                 kept.append(layer)
             elif not set(over) <= set(dims):  # e.g. units numbered (branch, channel), branches reduced
                 kept.append(labels.tied(layer, [d for d in over if d in dims]))
-            elif not self.statistic:
+            elif not (self.statistic or self.adds):
                 labels.freeze(layer, f"{call.site} runs over it")
         if not self.keeps_zero:
             kept = [lost(layer) for layer in kept]
@@ -77,8 +80,8 @@ class Cumulative(Ruled):
                 labels.keep(x, tensor)
 
 
-register_named("input dim=None keepdim=False dtype=None", "sum nansum", Reduction(averages, statistic=True))
-register_named("input p=2 dim=None keepdim=False", "norm", Reduction(stops, statistic=True))
+register_named("input dim=None keepdim=False dtype=None", "sum nansum", Reduction(averages, adds=True))
+register_named("input p=2 dim=None keepdim=False", "norm", Reduction(stops, adds=True))
 register_named("input dim=None keepdim=False dtype=None", "mean nanmean", Reduction(averages, statistic=True))
 # Maximum and minimum, hard or soft: relevance goes to the winner, a zero may win.
 register_named("input dim|other=None keepdim=False", "max min amax amin argmax argmin median", Reduction(moves))
@@ -95,5 +98,5 @@ register_named("input k dim=-1", "topk", Cumulative(moves))
 register(
     "input|x ord=2 dim=None keepdim=False dtype=None",
     torch.linalg.vector_norm,
-    operation=Reduction(stops, statistic=True),
+    operation=Reduction(stops, adds=True),
 )
