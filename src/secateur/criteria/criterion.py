@@ -21,9 +21,9 @@ from secateur.structure.findings import Producer
 from secateur.structure.graph import Graph
 
 Norm = Literal[1, 2] | None
-Absolute = Literal["after", "sample"] | None
+Absolute = Literal["after", "sample", "square"] | None
 Loss = Callable[[Tensor, Any], Tensor]
-_SETTINGS = {"norm": (None, 1, 2), "absolute": (None, "after", "sample"), "aggregate": get_args(Aggregation)}
+_SETTINGS = {"norm": (None, 1, 2), "absolute": (None, "after", "sample", "square"), "aggregate": get_args(Aggregation)}
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,8 @@ class Criterion:
     """A way to score units.
 
     `norm` divides each layer's scores by their l1 or l2 norm. `absolute` is taken of the sum over all samples
-    ("after"), of each sample's sum ("sample"), or not at all (None). `aggregate` makes the score of a group from those
+    ("after"), of each sample's sum ("sample"), or not at all (None); "square" adds up squares at each position, for
+    criteria that are shares of the output (LRP, Taylor, captum's). `aggregate` makes the score of a group from those
     of its coupled units: "mean", "sum" or "max". `loss(output, targets)`, a mean over samples, replaces the default
     loss of criteria that use gradients.
     """

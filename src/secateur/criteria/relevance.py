@@ -16,6 +16,7 @@ from secateur.criteria.criterion import Accumulator, Criterion, Subject, Sums
 from secateur.errors import CriterionError, SecateurError, SecateurWarning
 from secateur.relevance.composites import PRESETS, Composite
 from secateur.relevance.engine import RelevancePass
+from secateur.relevance.ledger import Absolute
 from secateur.relevance.rules import Rule
 from secateur.relevance.starts import begun
 from secateur.running.batches import size_of
@@ -57,7 +58,7 @@ class RelevanceSums(Accumulator):
     def __init__(self, subject: Subject, criterion: LRP) -> None:
         super().__init__(subject)
         self.criterion = criterion
-        absolute: Literal[False, "sample"] = "sample" if criterion.absolute == "sample" else False
+        absolute: Absolute = criterion.absolute if criterion.absolute in ("sample", "square") else False
         self.reader = Reader(subject.model)
         self.engine = RelevancePass(subject.model, criterion.composite, absolute=absolute, heat_map=False)
 

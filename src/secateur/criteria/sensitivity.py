@@ -44,6 +44,8 @@ class Sensitivity(Criterion):
     def per_sample(self, z: Tensor, g: Tensor | None, channel: int, masks: Sequence[Tensor] = ()) -> Tensor:
         """(samples, units): the mean over the positions of each sample, without what a mask calls padding."""
         values = self.measure(z, g).movedim(channel, -1)
+        if self.absolute == "square":
+            values = values.to(torch.promote_types(values.dtype, torch.float32)).square()
         if values.ndim == 1:
             values = values.unsqueeze(0)
         wide = torch.promote_types(values.dtype, torch.float32)

@@ -20,8 +20,8 @@ from secateur.relevance.weights import LayerUse
 from secateur.running.devices import precise
 from secateur.running.tensor_facts import TensorFacts
 
-#: Absolute values before summing: not at all, of each sample's sum over space, or of each element.
-Absolute = Literal[False, "sample", "element"]
+#: Absolute values before summing: not at all, of each sample's sum over space, of each element, or its square.
+Absolute = Literal[False, "sample", "element", "square"]
 #: Is shown the relevance of each layer's outputs.
 Watch = Callable[[LayerUse, Tensor], None]
 #: A tensor whose entries add up to a sum; None if that is 0.
@@ -105,6 +105,8 @@ class Journal:
         if self._absolute == "element":
             r = r.abs()
         dtype = wide(r)
+        if self._absolute == "square":
+            r = r.to(dtype).square()
         others = [d for d in range(r.dim()) if d != channel]
         if self._absolute == "sample" and others and others[0] == 0:
             r = r.sum(others[1:], dtype=dtype).abs() if others[1:] else r.abs()

@@ -123,7 +123,10 @@ Layers = Mapping[str, RepairableLayer]
 
 @dataclass(frozen=True)
 class Surveyed:
-    """The layers that can be repaired, by weight and in order of execution, and the largest activation of a sample."""
+    """The layers that can be repaired, by weight and in order of execution.
+
+    `largest` is the largest activation of a sample up to the last of them.
+    """
 
     layers: dict[str, RepairableLayer]
     largest: int
@@ -153,7 +156,7 @@ def survey(model: nn.Module, samples: Example) -> Surveyed:
         if norm is not None:
             norm = replace(norm, alone=found.uses[norm.mean] == 1 == reads[0])
         layers[layer.weight] = replace(layer, norm=norm, rectified=layer.rectified and sum(reads) == len(reads))
-    return Surveyed(layers, found.largest // 2)
+    return Surveyed(layers, max((found.largest[layer.number] for layer in layers.values()), default=1) // 2)
 
 
 class _Survey(Observer):
@@ -174,8 +177,9 @@ class _Survey(Observer):
         self.probes: dict[str, tuple[torch.Size, Tensor]] = {}
         #: The pass with one sample alone, if this one has two.
         self._alone = alone
-        #: The largest activation, in elements.
-        self.largest = 0
+        #: The largest activation up to each layer, and so far, in elements.
+        self.largest: dict[int, int] = {}
+        self._largest = 0
         # Facts hold for a version of the tensor: a write to it, through any view, makes them void.
         self._made: TensorFacts[tuple[int, Site, int]] = TensorFacts()
         self._stage: TensorFacts[tuple[int, int, int]] = TensorFacts()
@@ -194,7 +198,7 @@ class _Survey(Observer):
         output = call.run()
         if not isinstance(output, Tensor):
             return output
-        self.largest = max(self.largest, output.numel())
+        self._largest = max(self._largest, output.numel())
         if call.writes:
             self._stage.forget(output)
         if isinstance(operation, LAYERS):
@@ -237,6 +241,7 @@ class _Survey(Observer):
             channels = output.shape[-1 if linear else 1]
             layer = replace(layer, batch=batch, channels=channels, positions=output.numel() // 2 // channels)
         self.layers[self._number] = layer
+        self.largest[self._number] = self._largest
         return self._number
 
     def _batch(self, weight: str, output: Tensor) -> int | None:

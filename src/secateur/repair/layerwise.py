@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from secateur.ops.linear import Linear
 from secateur.repair.corrections import NOTHING, Change, Correction, best_change
 from secateur.repair.layers import LayerObserver, Layers, RepairableLayer, survey
 from secateur.repair.moments import Moments, Regression, moments_for
-from secateur.repair.reference import Reference, answers_in
+from secateur.repair.reference import Answers, Reference, answers_in
 from secateur.repair.rows import Rows, channel_last, read_rows
 from secateur.running.copies import copy_with, named_tensors
 from secateur.running.progress import Listener, Repairing
@@ -113,16 +113,17 @@ class LayerCorrector:
         self._chosen: dict[str, Correction] = {}
         self._changed: set[str] = set()
         self._errors: dict[str, tuple[float, float]] = {}
+        self.wanted: Callable[[str], Tensor] = reference.wanted  # what a layer should return
 
     def run(self) -> Outcome:
         """Correct all layers: in one pass if all samples fit into memory, else with a pass for each layer."""
         model, samples, at_once = self._copy, self.reference.samples, self.reference.at_once
-        answers = []
+        answers: list[Answers] = []
         with quiet(), evaluating(model):
             if samples.total <= at_once:
                 place, x = next(samples.chunks(at_once))
-                with LayerObserver(model, self.layers, self._correct, place, x):
-                    answers.append(answers_in(run(model, x), samples.total))
+                with self.reference.beside(place, x) as self.wanted:
+                    self._run_once(model, place, x, answers)
             else:
                 for layer in sorted(self.layers.values(), key=lambda layer: layer.number):
                     fit, only = _LayerFit(self, layer), {layer.weight: layer}
@@ -135,12 +136,18 @@ class LayerCorrector:
                         self._finish(layer, fit.change)
                 for place, x in samples.chunks(at_once):
                     answers.append(answers_in(run(model, x), place.stop - place.start))
-        divergence = {self.method.name: self.reference.divergence(answers)}
+        sparse = self.reference.sparse
+        found = self.reference.divergence_of(model) if sparse else self.reference.divergence(answers)
+        divergence = {self.method.name: found}
         # What the forward wrote to the copy (counters, averages) stays there.
         corrected = copy_with(
             self._small, lambda name, old: (self._tensors[name] if name in self._changed else old).detach().clone()
         )
         return Outcome(corrected, self.method.name, divergence, self._chosen, self._errors)
+
+    def _run_once(self, model: nn.Module, place: slice, x: Any, answers: list[Answers]) -> None:
+        with suppress(_Enough), LayerObserver(model, self.layers, self._correct, place, x):
+            answers.append(answers_in(run(model, x), self.reference.samples.total))
 
     def choose(self, layer: RepairableLayer, fit: Moments, held: Moments) -> Change:
         """The change of a layer that is best on held-out rows."""
@@ -163,6 +170,8 @@ class LayerCorrector:
         change = fit.change
         assert change is not None
         self._finish(layer, change)
+        if self.reference.sparse and len(self._chosen) == len(self.layers):
+            raise _Enough  # the answers are large, and looked at elsewhere
         if change.empty:
             return output
         if change.weight is not None or output.dtype not in (torch.float32, torch.float64):
@@ -222,7 +231,7 @@ class _LayerFit:
     def add(self, rows: Rows) -> None:
         """Add the rows of some samples; in further rounds, move those that fit."""
         call, y, reference = rows.call, rows.y, self._corrector.reference
-        wanted = self.layer.left(reference.targets[self.layer.weight][rows.place])
+        wanted = self.layer.left(self._corrector.wanted(self.layer.weight)[rows.place])
         if wanted.shape != y.shape:
             raise RepairError(
                 f"`{self.layer.weight}` returns rows of shape {tuple(y.shape)}, but {tuple(wanted.shape)} are left of "

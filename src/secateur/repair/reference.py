@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from secateur.relevance.engine import RelevancePass
 from secateur.relevance.starts import seed
 from secateur.relevance.weights import LayerUse
 from secateur.repair.layers import LayerObserver, Layers, RepairableLayer, survey
+from secateur.repair.lockstep import Lockstep
 from secateur.repair.rows import Positions, Rows, wide
 from secateur.repair.samples import Samples
 from secateur.running.batches import counted
@@ -30,6 +32,10 @@ from secateur.running.targets import Reader
 Answers = list[Tensor]
 # The memory that the rows of all layers may take together.
 _MOST_BYTES = 4 * 2**30
+# What each regression needs of rows if they are not kept for all layers.
+_ROWS_PER_FEATURE = 24
+# Answers to long texts: positions of each sample, and samples at once.
+_JUDGED, _ANSWERED_AT_ONCE = 32, 8
 # Relevance needs what a gradient needs, so fewer samples are in flight than in a forward pass.
 _EXPLAINED_AT_ONCE = 32
 
@@ -44,13 +50,16 @@ class Reference:
         found = survey(original, samples.two)
         device = device_of(original) or torch.device("cpu")
         self.at_once = at_once if at_once is not None else max(16, memory_of(device) // 32 // max(found.largest, 1))
-        most = _per_sample(found.layers.values(), samples.total, rows)
         copy = shared_copy(original).eval()
         tensors = dict(named_tensors(copy))
         self.layers: dict[str, RepairableLayer] = {}
         #: By weight: the weights of the rows. Layers without an entry weigh all rows alike.
         self.weights: dict[str, Tensor] = {}
+        kept = _per_sample(found.layers.values(), samples.total, rows)
+        #: Whether rows are not kept: the original runs again beside each smaller model.
+        self.streams = kept < max(1, rows // samples.total) and samples.total <= self.at_once
         for name, layer in found.layers.items():
+            most = _alone(layer, tensors[layer.weight], samples.total, rows) if self.streams else kept
             generator = torch.Generator().manual_seed(samples.seed * 7919 + layer.number)
             counts = counted(samples.masks, (samples.total, layer.positions))
             positions = Positions.draw(samples.total, layer.positions, most, generator, counts)
@@ -59,21 +68,49 @@ class Reference:
                 self.weights[name] = positions.take(counts[..., None].float(), slice(None))[..., 0]
         #: By weight: the rows (samples, positions, channels) that the layer should return.
         self.targets: dict[str, Tensor] = {}
+        self._original = copy
         self._places: list[slice] = []
         self._answers: list[Answers] = []
-        for place, x in samples.chunks(self.at_once):
-            self._places.append(place)
-            with quiet(), LayerObserver(copy, self.layers, self._store, place, x) as observer:
-                self._answers.append(answers_in(run(copy, x), place.stop - place.start))
-            for name in observer.varying:
-                del self.layers[name]
-                self.targets.pop(name, None)
+        #: Whether answers are kept for some positions of samples that judge only: all of them are too large.
+        self.sparse = self.streams
+        if self.sparse:
+            self._answers = self._judged(copy)
+        else:
+            for place, x in samples.chunks(self.at_once):
+                self._places.append(place)
+                with quiet(), LayerObserver(copy, self.layers, self._store, place, x) as observer:
+                    self._answers.append(answers_in(run(copy, x), place.stop - place.start))
+                for name in observer.varying:
+                    del self.layers[name]
+                    self.targets.pop(name, None)
         if relevance:
             for name, weights in _relevance_weights(copy, self.layers, samples, self.at_once, relevance).items():
                 self.weights[name] = weights * self.weights.get(name, 1.0)
 
+    def beside(self, place: slice, x: Any) -> AbstractContextManager[Callable[[str], Tensor]]:
+        """What each layer of the original should return on all samples, by weight, while a smaller model runs."""
+        return _stepping(self._original, self.layers, place, x) if self.streams else nullcontext(self.wanted)
+
+    def wanted(self, weight: str) -> Tensor:
+        """What a layer should return, of all samples."""
+        return self.targets[weight]
+
+    def _judged(self, model: nn.Module) -> list[Answers]:
+        """The answers to samples that judge, at some positions of each, a few samples at a time."""
+        judges, found = self.samples.judges.nonzero().ravel(), []
+        with quiet(), evaluating(model):
+            for begin in range(0, len(judges), _ANSWERED_AT_ONCE):
+                index = judges[begin : begin + _ANSWERED_AT_ONCE]
+                x = self.samples.of(index)
+                answers = answers_in(run(model, x), len(index))
+                masks = [mask[index.to(mask.device)] for mask in self.samples.masks]
+                found.append([_at_positions(answer, counted(masks, answer.shape[:2])) for answer in answers])
+        return found
+
     def divergence(self, answers: list[Answers]) -> float:
         """How far a model's answers, to all samples or to those that judge, are from the original's."""
+        if self.sparse:
+            return divergence_between(answers, self._answers)
 
         def judging(place: slice, batch: Answers) -> Answers:
             rows = self.samples.judges[place]
@@ -88,6 +125,8 @@ class Reference:
         """How far a model is from the original. Only samples that judge are run where that is possible."""
         answers: list[Answers] = []
         copy = copy_with(model, lambda name, old: old.detach().clone())
+        if self.sparse:
+            return self.divergence(self._judged(copy))
         with quiet(), evaluating(copy):
             for (place, x), wanted in zip(self.samples.chunks(self.at_once), self._answers, strict=True):
                 rows = self.samples.judges[place]
@@ -155,6 +194,28 @@ def _per_sample(layers: Iterable[RepairableLayer], samples: int, rows: int) -> i
     while most > 1 and 4 * samples * sum(width * min(count, most) for width, count in sizes) > _MOST_BYTES:
         most -= max(1, most // 8)
     return most
+
+
+def _alone(layer: RepairableLayer, weight: Tensor, samples: int, rows: int) -> int:
+    """How many positions of each sample take part where rows are held for one layer at a time: at least so many as a
+    regression needs, and no more than a share of the memory."""
+    needed = max(rows, _ROWS_PER_FEATURE * (weight[0].numel() if weight.ndim == 2 else 0))
+    return max(1, min(needed, _MOST_BYTES // 8 // 4 // max(layer.channels, 1)) // samples)
+
+
+@contextmanager
+def _stepping(model: nn.Module, layers: Layers, place: slice, x: Any) -> Iterator[Callable[[str], Tensor]]:
+    with Lockstep(model, layers, place, x) as original:
+        yield original.take
+
+
+def _at_positions(answer: Tensor, counts: Tensor | None) -> Tensor:
+    """Answers for tokens as rows of classes, at some positions of each sample, evenly; padding is none. Others stay."""
+    if answer.ndim != 3:
+        return answer
+    index = torch.linspace(0, answer.shape[1] - 1, min(_JUDGED, answer.shape[1])).long().to(answer.device)
+    rows = answer[:, index].flatten(0, 1)
+    return rows if counts is None else rows[counts.to(answer.device)[:, index].flatten()]
 
 
 def answers_in(output: Any, samples: int) -> Answers:

@@ -108,6 +108,10 @@ class Samples:
         """For each sample and copy which of its tokens are no padding, if there is an attention mask."""
         return [mask.repeat(1 + self.copies, 1) for mask in masks_in(self.inputs)]
 
+    def of(self, index: Tensor) -> Any:
+        """Some samples. They must be no copies."""
+        return select_samples(self.inputs, index)
+
     def chunks(self, size: int) -> Iterator[tuple[slice, Any]]:
         """Inputs in batches of about `size`, with their places among all. Their numbers do not depend on `size`."""
         waiting: list[Any] = []
