@@ -29,9 +29,6 @@ from secateur.repair import Repair
 CONTEXT = 1024
 
 
-class Wanda(Activation):
-    """‖W column‖ · ‖x‖ of what the output projection reads, summed by unit: a structured Wanda, written with a function."""
-
 
 def criteria() -> dict[str, Any]:
     """Each by a name for the table."""
@@ -40,7 +37,6 @@ def criteria() -> dict[str, Any]:
         "lrp, signed": LRP(absolute=None),
         "lrp, per sample": LRP(absolute="sample"),
         "lrp, squares": LRP(absolute="square"),
-        "lrp:epsilon, squares": LRP(composite="epsilon", absolute="square"),
         "taylor": "taylor",
         "taylor, squares": Taylor(norm=None, absolute="square"),
         "activation": "activation",
