@@ -14,6 +14,7 @@ import json
 import math
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,23 +23,59 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import secateur as sc
-from secateur.criteria import LRP, Activation, Taylor
+from secateur.criteria import LRP, Custom, Taylor
+from secateur.loop import Schedule
 from secateur.plans import Limits
-from secateur.repair import Repair
 
 CONTEXT = 1024
 
+
+def by_columns(model: nn.Module, batches: list[Any], fluctuation: bool) -> dict[str, Tensor]:
+    """What the output projection of each MLP reads, per neuron: its norm (or variance) times the norm of its column.
+
+    Wanda-sp: ‖x‖ · ‖W‖. FLAP: the variance of x times ‖W‖², standardised in each layer so that layers compare.
+    """
+    sums: dict[str, list[Any]] = {}
+
+    def hook(name: str) -> Any:
+        def see(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+            x = inputs[0].detach().double().flatten(0, -2)
+            known = sums.setdefault(name, [0.0, 0.0, 0])
+            known[0], known[1], known[2] = known[0] + x.sum(0), known[1] + x.square().sum(0), known[2] + len(x)
+
+        return see
+
+    blocks = {name: module for name, module in model.named_modules() if name.endswith(".mlp")}
+    handles = [block.down_proj.register_forward_hook(hook(name)) for name, block in blocks.items()]  # type: ignore
+    with torch.no_grad():
+        for inputs, _ in batches:
+            model(**inputs)
+    for handle in handles:
+        handle.remove()
+    found = {}
+    for name, block in blocks.items():
+        total, squares, count = sums[name]
+        weight = block.down_proj.weight.detach().double()  # type: ignore
+        if fluctuation:
+            value = (squares / count - (total / count).square()) * weight.square().sum(0)
+            value = (value - value.mean()) / value.std()
+            value = value - value.min()
+        else:
+            value = (squares / count).sqrt() * weight.norm(dim=0)
+        found |= {f"{name}.gate_proj": value.cpu(), f"{name}.up_proj": value.cpu()}
+    return found
 
 
 def criteria() -> dict[str, Any]:
     """Each by a name for the table."""
     return {
         "default": "lrp",
-        "lrp, signed": LRP(absolute=None),
-        "lrp, per sample": LRP(absolute="sample"),
-        "lrp, squares": LRP(absolute="square"),
+        "lrp, |sum|": LRP(absolute="after"),
+        "lrp, |sum| of a sample": LRP(absolute="sample"),
         "taylor": "taylor",
         "taylor, squares": Taylor(norm=None, absolute="square"),
+        "wanda-sp": Custom(name="wanda-sp", function=partial(by_columns, fluctuation=False), norm=1),
+        "flap": Custom(name="flap", function=partial(by_columns, fluctuation=True)),
         "activation": "activation",
         "weight": "weight",
         "random": "random",
@@ -88,7 +125,9 @@ def settings(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
 def limits_for(scope: str, only: str) -> Limits:
     parts = tuple(only.split(",")) if only else ("*",)
     uniform, kind = scope.startswith("uniform"), scope.removeprefix("uniform").strip() or None
-    return Limits(scope=None if kind in (None, "default") else kind, only=parts, uniform=uniform, round_to=32 if uniform else 1)  # type: ignore[arg-type]
+    return Limits(
+        scope=None if kind in (None, "default") else kind, only=parts, uniform=uniform, round_to=32 if uniform else 1
+    )  # type: ignore[arg-type]
 
 
 def main() -> None:
@@ -114,12 +153,18 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     tokenizer = AutoTokenizer.from_pretrained(given.model)
     model = AutoModelForCausalLM.from_pretrained(given.model, dtype=torch.float32).to(device).eval()
-    valid, test = (tokenizer((given.text / f"{n}.txt").read_text(), return_tensors="pt").input_ids[0] for n in ("valid", "test"))
+    valid, test = (
+        tokenizer((given.text / f"{n}.txt").read_text(), return_tensors="pt").input_ids[0] for n in ("valid", "test")
+    )
     begins = torch.linspace(0, len(valid) - given.tokens - 1, given.sequences).long()
     ids = torch.stack([valid[b : b + given.tokens] for b in begins.tolist()]).to(device)
     data = [({"input_ids": part}, None) for part in ids.split(8)]
     whole, inner = sum(p.numel() for p in model.parameters()), body(model)
-    print(f"dense: perplexity {perplexity(model, test, device):.2f}, {speed(model, device):.0f} tokens/s on {device.type}", flush=True)
+    print(
+        f"dense: perplexity {perplexity(model, test, device):.2f}, {speed(model, device):.0f} tokens/s",
+        device.type,
+        flush=True,
+    )
     for setting in settings(given):
         if any(all(row.get(k) == v for k, v in setting.items()) for row in done):
             continue
@@ -127,10 +172,15 @@ def main() -> None:
         keep = {"params": (whole - inner + setting["left"] * inner) / whole}
         try:
             result = sc.prune(
-                model, data, criteria()[setting["criterion"]], keep=keep, schedule=sc.loop.Schedule(one_shot=True, rescore=False, batch_size=8),
+                model,
+                data,
+                criteria()[setting["criterion"]],
+                keep=keep,
+                schedule=Schedule(one_shot=True, rescore=False),
                 limits=limits_for(setting["scope"], setting["only"]),
-                repair=None if setting["repair"] == "none" else Repair(setting["repair"]), progress=False,
-            )  # fmt: skip
+                repair=None if setting["repair"] == "none" else setting["repair"],
+                progress=False,
+            )
         except sc.SecateurError as error:
             print(setting, type(error).__name__, error, flush=True)
             continue
@@ -152,10 +202,15 @@ def main() -> None:
 def table(rows: list[dict[str, Any]]) -> str:
     """Markdown: a line per setting, a column per share."""
     shares = sorted({row["left"] for row in rows}, reverse=True)
-    lines = ["| criterion | ranking | repair | " + " | ".join(f"{100 * s:.0f} %" for s in shares) + " |", "|---" * (3 + len(shares)) + "|"]
+    lines = [
+        "| criterion | ranking | repair | " + " | ".join(f"{100 * s:.0f} %" for s in shares) + " |",
+        "|---" * (3 + len(shares)) + "|",
+    ]
     keys = dict.fromkeys((row["criterion"], row["scope"], row["only"], row["repair"]) for row in rows)
     for key in keys:
-        found = {row["left"]: row for row in rows if (row["criterion"], row["scope"], row["only"], row["repair"]) == key}
+        found = {
+            row["left"]: row for row in rows if (row["criterion"], row["scope"], row["only"], row["repair"]) == key
+        }
         cells = [f"{found[s]['ppl']:.2f}" if s in found else "" for s in shares]
         where = key[1] + (f", {key[2]}" if key[2] else "")
         lines.append(f"| {key[0]} | {where} | {key[3]} | " + " | ".join(cells) + " |")

@@ -1,5 +1,7 @@
 """LRP: the relevance that passes through each unit, Σ R over samples and positions. Layers are not normalised.
 
+Under "attnlrp" relevance has signs, which cancel out over tokens. There, squares are added up: Σ R².
+
 Units that only make a gate (squeeze-and-excitation, queries, keys) get no relevance. They are scored by the relevance
 that the gate lets pass. Without that their score would be 0, and they would always leave first.
 """
@@ -30,8 +32,9 @@ class LRP(Criterion):
 
     Every sample starts at its true class, or the predicted one without targets: with 1 or, under "attnlrp", with its
     logit. `start` says otherwise. If there is an answer for each position (a token, a pixel), each that counts starts
-    so. Without targets, a language model that generates text starts at the next token of its input. A model with one
-    output has no output for class 0, so every sample starts there, whatever its target.
+    so. Relevance is added up, squared under "attnlrp"; `absolute` says otherwise. Without targets, a language model
+    that generates text starts at the next token of its input. A model with one output has no output for class 0, so
+    every sample starts there, whatever its target.
     """
 
     #: Relevance is conserved: the scores of each layer are shares of one sum.
@@ -58,7 +61,9 @@ class RelevanceSums(Accumulator):
     def __init__(self, subject: Subject, criterion: LRP) -> None:
         super().__init__(subject)
         self.criterion = criterion
-        absolute: Absolute = criterion.absolute if criterion.absolute in ("sample", "square") else False
+        absolute: Absolute | None = None if criterion.absolute is None else False
+        if criterion.absolute in ("sample", "square"):
+            absolute = criterion.absolute
         self.reader = Reader(subject.model)
         self.engine = RelevancePass(subject.model, criterion.composite, absolute=absolute, heat_map=False)
 

@@ -127,9 +127,11 @@ class _Chooser:
         self.ends = np.cumsum([0, *(len(groups) for _, groups in tiers)])
 
     def _per_cost(self, candidates: Labels, aggregate: Aggregation, spared: Price) -> Values:
-        """What the group's units score in all, per operation that leaves with them."""
-        units = self.graph.units[candidates]
-        total = self.value[candidates] * (1 if aggregate == "sum" else units)
+        """What the group's channels score in all, per operation that leaves with them."""
+        channels = np.zeros(len(self.graph.root), np.int64)  # a head is one unit, but has as many as it is wide
+        for producer in self.graph.producers:
+            np.add.at(channels, self.graph.root[producer.labels], 1)
+        total = self.value[candidates] * (1 if aggregate == "sum" else channels[candidates])
         saved = self.graph.cost_of.savings(self.gone, spared)[candidates]
         # What saves nothing is not worth its score, however low: it leaves last, not first.
         return np.asarray(total / np.maximum(saved, 1e-6 * max(float(saved.max()), 1.0)))

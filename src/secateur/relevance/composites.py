@@ -71,6 +71,12 @@ class Composite:
         relevance around if it started with 1, and a logit near 0 would outweigh all others."""
         return "logit" if self.modified_gradient else "one"
 
+    @property
+    def absolute(self) -> Literal[False, "square"]:
+        """How the relevance of a unit adds up over positions unless told otherwise. Signed relevance cancels out over
+        tokens; the mean square of its effect on the output says what would be lost."""
+        return "square" if self.modified_gradient else False
+
     def rule(self, place: Place) -> Rule:
         """The rule for a layer, a pool, a sum or a product."""
         return next((on.rule for on in self.lines if isinstance(on.rule, Rule) and on.fits(place)), AlphaBeta(1, 0))

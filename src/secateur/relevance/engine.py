@@ -45,7 +45,8 @@ class RelevancePass:
 
     Without a `composite`, it is "attnlrp" if the model has attention, and "alpha1beta0" if not.
     `units` maps the name of each weight to one number per output channel or neuron. `absolute` takes absolute values
-    per "sample" (after summing over space) or per "element" before they are summed. Without `heat_map`, relevance stops
+    per "sample" (after summing over space) or per "element", or the "square" of each element, before they are summed;
+    None leaves it to the composite. Without `heat_map`, relevance stops
     at the layers that read the input, which is faster. `watch` is called with each layer and the relevance of its
     outputs. `accelerators` are speed-ups that can be switched off.
     """
@@ -55,7 +56,7 @@ class RelevancePass:
         model: nn.Module,
         composite: str | Composite | Rule | None = None,
         *,
-        absolute: Absolute = False,
+        absolute: Absolute | None = False,
         heat_map: bool = True,
         watch: Watch | None = None,
         accelerators: Accelerators = Accelerators(),  # noqa: B008 (frozen)
@@ -121,7 +122,8 @@ class RelevancePass:
     # -- one batch -------------------------------------------------------------------------------------------------
     def begin(self, inputs: Any, attempt: Attempt) -> tuple[Propagation, Any]:
         """A new propagation, and the inputs as tensors that carry relevance."""
-        known, journal = Activations(), Journal(self.absolute, self.watch)
+        absolute = self.composite.absolute if self.absolute is None else self.absolute
+        known, journal = Activations(), Journal(absolute, self.watch)
         kinds: Any = (Backward, Layers, Propagation)
         if self.composite.modified_gradient:
             kinds = (GradientBackward, GradientLayers, GradientPropagation)
