@@ -50,6 +50,15 @@ def table(left: Sequence[str], right: Sequence[str], rows: Iterable[Sequence[str
     return made
 
 
+def change(before: float, after: float) -> str:
+    """How much larger a number became.
+
+    >>> change(20, 22), change(20, 90)
+    ('+10.0 %', '4.5 times')
+    """
+    return f"{100 * (after / before - 1):+.1f} %" if after < 2 * before else f"{after / before:.4g} times"
+
+
 def headline(
     before: Cost,
     after: Cost,
@@ -72,7 +81,7 @@ def headline(
         first, last = metrics[0], metrics[-1]
         if PERPLEXITY in first:
             was, now = first[PERPLEXITY], last[PERPLEXITY]
-            rows.append((PERPLEXITY, f"{was:.2f}", f"{now:.2f}", f"{100 * (now / was - 1):+.1f} %"))
+            rows.append((PERPLEXITY, f"{was:.2f}", f"{now:.2f}", change(was, now)))
         classes = [name for name in first if name not in ("overall", PERPLEXITY)]
         if len(classes) > _CLASSES:  # those that lost most
             classes = sorted(classes, key=lambda name: last[name] - first[name])[:_CLASSES]
@@ -80,8 +89,8 @@ def headline(
             title = f"  {name}"
             if name == "overall":
                 title = "next-token accuracy" if PERPLEXITY in first else "accuracy"
-            change = f"{100 * (last[name] - first[name]):+.1f} points"
-            rows.append((title, f"{100 * first[name]:.1f} %", f"{100 * last[name]:.1f} %", change))
+            points = f"{100 * (last[name] - first[name]):+.1f} points"
+            rows.append((title, f"{100 * first[name]:.1f} %", f"{100 * last[name]:.1f} %", points))
     return table(("",), ("before", "after", "change"), rows)
 
 

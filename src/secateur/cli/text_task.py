@@ -96,9 +96,10 @@ class TextTask:
     @property
     def evaluate(self) -> Callable[[nn.Module], dict[str, float]] | None:
         """What a model is measured by: perplexity and accuracy of the next token, or accuracy by class."""
-        return None if self.test is None else self._measured
+        return None if self.test is None else self.measure
 
-    def _measured(self, model: nn.Module) -> dict[str, float]:
+    def measure(self, model: nn.Module) -> dict[str, float]:
+        """The numbers, by name."""
         if not self.classes:
             return perplexity(model, self.test).named()
         names = [f"class {name}" if name in ("overall", "worst") else name for name in self.classes]
