@@ -22,6 +22,7 @@ from secateur.data.text import Tokens, read_sentences, read_text
 from secateur.errors import DataError, ModelError, SecateurError
 from secateur.models import build, open_model
 from secateur.models.hub import tokenizer_of
+from secateur.report import Page
 from secateur.running.accuracy import perplexity
 from tiny_text import WORDS, classifier, language_model, running, sentences, tokenizer
 
@@ -198,6 +199,23 @@ def test_max_drop_stops_in_time(desk: Desk, tmp_path: Path) -> None:
     assert "would have lost more accuracy" in found["stopped"] or "left" in found["stopped"]
 
 
+def test_a_report_in_python_takes_batches_of_tokens(desk: Desk, tmp_path: Path) -> None:
+    model, ids = (
+        build(f"hf:{desk.model}"),
+        torch.randint(2, len(WORDS), (6, 8), generator=torch.Generator().manual_seed(0)),
+    )
+    result = sc.prune(model, {"input_ids": ids}, "weight", keep={"params": 0.8}, repair=None, progress=False)
+    held_out = [({"input_ids": part}, None) for part in ids.split(4)]
+    page = result.report(
+        tmp_path / "r.html", data=held_out, test=held_out, page=Page(latency=False, tokenizer=tokenizer())
+    ).read_text()
+    for net in (model, result.model):
+        assert f"{by_hand(net, ids)[0]:.2f}" in page
+    assert "Next-token accuracy on 42 held-out tokens" in page
+    assert page.count('<p class="words">') == 8  # four passages, before and after
+    assert page.count(f">{WORDS[int(ids[0, 0])]}</span>") >= 2
+
+
 # -- inspect, explain, export ------------------------------------------------------------------------------------------
 def test_inspect_needs_no_text(desk: Desk) -> None:
     found = succeed("inspect", f"hf:{desk.model}")
@@ -346,6 +364,7 @@ def test_options_that_do_not_fit(desk: Desk, tmp_path: Path) -> None:
     out = ["--keep-params", 0.8, "--out", tmp_path / "o"]
     model, kind = f"hf:{desk.model}", f"hf:{desk.classifier}"
     assert "LlamaForCausalLM reads text. Fix: --text FILE" in fail("prune", model, *out)
+    assert "are the same file" in fail("prune", model, "--text", desk.text, "--test-text", desk.text, *out)
     assert "--images is for images" in fail("prune", model, "--text", desk.text, "--images", tmp_path, *out)
     assert "Fix: --test-text" in fail("prune", model, "--text", desk.text, "--test", tmp_path, *out)
     assert "--labels says more about --text" in fail("prune", model, "--labels", *out)

@@ -53,7 +53,10 @@ _COLUMNS = "Names of these two columns. Default: text, sentence, …, and label,
 _TEST_TEXT = "File of held-out text. Without it the last fifth of --text is held out."
 _TOKENS = "Length of the sequences that units are scored on."
 _SEQUENCES = "How many sequences (or texts with labels) units are scored on. They are drawn evenly."
-_TEST_SEQUENCES = "How many sequences the perplexity is measured on, each up to 1024 tokens; or texts with labels."
+_TEST_SEQUENCES = (
+    "How many sequences, each up to 1024 tokens, the perplexity is measured on, or texts with labels. Default: 64, "
+    "or with labels 1000."
+)
 _SIZE = "Side of the network's input. Default: 224, or what timm says."
 _FIT = "Take the centre (crop, the default) or squeeze the whole image into the square."
 _MEAN = "Mean of the training pixels, 0 to 1: three numbers, or one for grey. Default: ImageNet's."
@@ -106,7 +109,7 @@ class Texts:
     test_text: Annotated[Path | None, _text(help=_TEST_TEXT)] = None
     tokens: Annotated[int, _text(min=2, help=_TOKENS)] = 256
     sequences: Annotated[int, _text(min=1, help=_SEQUENCES)] = 128
-    test_sequences: Annotated[int, _text(min=1, help=_TEST_SEQUENCES)] = 64
+    test_sequences: Annotated[int | None, _text(min=1, help=_TEST_SEQUENCES)] = None
 
     def check(self, images: Images) -> None:
         """Refuse options for images beside text, and options for text without any."""
@@ -126,6 +129,9 @@ class Texts:
         for option in (name for name, value in given.items() if value):
             fix = "--test-text" if option == "--test" else f"leave out {option}"
             raise DataError(f"{option} is for images, but --text is given.", fix=fix)
+        if self.test_text is not None and self.test_text.resolve() == self.text.resolve():
+            what = f"--text and --test-text are the same file, {self.text}."
+            raise DataError(what, fix="another --test-text, or none: then the last fifth is held out")
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,9 @@ def change(before: float, after: float) -> str:
     >>> change(20, 22), change(20, 90)
     ('+10.0 %', '4.5 times')
     """
-    return f"{100 * (after / before - 1):+.1f} %" if after < 2 * before else f"{after / before:.4g} times"
+    if after >= 2 * before:
+        return f"{after / before:.4g} times"
+    return f"{100 * (after / before - 1):+.1f} %".replace("-0.0", "+0.0")
 
 
 def headline(

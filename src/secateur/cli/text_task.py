@@ -30,6 +30,7 @@ from secateur.running.devices import device_of, to_device
 from secateur.running.targets import Reader
 
 _HELD_OUT = 0.2  # of the text, if there is no other to test on
+_TEST = 64, 1000  # sequences to test on, or texts with labels, if the user does not say
 _CONTEXT = 1024  # tokens that a prediction sees at most, as in published perplexities
 _LOGITS = 2**27  # numbers that a model may return for one batch
 _SHOWN, _PASSAGE = 2, 24  # passages in the report, and their tokens
@@ -195,7 +196,7 @@ def _running(opened: Opened, tokenizer: Any, given: Texts, most: int) -> TextTas
         (tokens, held), name = tokens.split(_HELD_OUT), f"the last fifth of {given.text}"
     ids = tokens.sequences(given.tokens, given.sequences, str(given.text))
     context = min(_CONTEXT, most, max(len(held) + len(held.begin), 2))
-    rows = held.sequences(context, given.test_sequences, name)
+    rows = held.sequences(context, given.test_sequences or _TEST[0], name)
     outputs = len(model.get_input_embeddings().weight)
     about = f"{_count(len(ids), 'sequence')} of {given.tokens} tokens of {given.text}"
     tested = f"{_count(len(rows), 'sequence')} of {context} tokens of {name}"
@@ -223,7 +224,7 @@ def _labelled(opened: Opened, tokenizer: Any, given: Texts, most: int) -> TextTa
         held, where = read_sentences(given.test_text, outputs, names, columns), str(given.test_text)
     else:
         (texts, held), where = texts.split(_HELD_OUT), f"the last fifth of {given.text}"
-    drawn, tested = texts.draw(given.sequences), held.draw(given.test_sequences)
+    drawn, tested = texts.draw(given.sequences), held.draw(given.test_sequences or _TEST[1])
     about = f"{_of_classes(drawn)} of {given.text}", f"{_of_classes(tested)} of {where}"
     reference = drawn.batches(tokenizer, 16, given.tokens)
     test = tested.batches(tokenizer, 16, given.tokens) if len(tested) else None
