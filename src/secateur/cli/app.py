@@ -29,6 +29,7 @@ _EXTRAS = {
     "PIL": "vision",
     "torchvision": "vision",
     "timm": "timm",
+    "transformers": "hf",
     "onnx": "export",
     "sklearn": "demo",
 }

@@ -1,4 +1,4 @@
-"""`secateur explain`: which pixels and which units decided a model's output."""
+"""`secateur explain`: which pixels or words, and which units, decided a model's output."""
 
 from __future__ import annotations
 
@@ -13,52 +13,94 @@ import typer
 from torch import Tensor
 
 from secateur.cli import options as o
+from secateur.cli.explain_text import explain_texts
 from secateur.cli.output import Printer, table
 from secateur.cli.run_folder import check_folder, keep_apart
 from secateur.cli.task import output_names, outputs_in, read_model
 from secateur.data.images import images_in, load
 from secateur.errors import DataError, SecateurError
+from secateur.models.hub import reads_text
 from secateur.relevance.composites import PRESETS
 from secateur.relevance.explain import Explanation, draw
 from secateur.relevance.explain import explain as run_explain
 from secateur.running.devices import device_of
 
 _BATCH = 8
-_TARGET = "The output to explain, by number or ImageNet name. Default: the one that won."
-_COMPOSITE = f"Which rules apply where: {', '.join(PRESETS)}."
+_TARGET = "The output to explain, by number or name; of a language model a word. Default: the one that won."
+_AGAINST = "Another output: explain why --target and not this one."
+_POSITION = "Which answer of a language model is explained, counted in tokens; -1 is the last, the default."
+_COMPOSITE = (
+    f"Which rules apply where: {', '.join(PRESETS)}. Default: epsilon_gamma_box for images; attnlrp for text, if the "
+    "model has attention."
+)
 
 
 @o.grouped()
 def explain(
     *,
     source: o.Source,
-    images: Annotated[list[Path], typer.Argument(help="Images, or folders of images.", show_default=False)],
-    out: o.Out,
+    images: Annotated[
+        list[Path] | None, typer.Argument(help="Images, or folders of images.", show_default=False)
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder to write to; for text also a file.html.", show_default=False)],
+    text: Annotated[str | None, typer.Option(help="A sentence, or a file with a text in each line.")] = None,
     target: Annotated[str | None, typer.Option(help=_TARGET)] = None,
-    composite: Annotated[str, typer.Option(help=_COMPOSITE)] = "epsilon_gamma_box",
-    limit: Annotated[int, typer.Option(min=1, help="At most so many images.")] = 16,
+    against: Annotated[str | None, typer.Option(help=_AGAINST)] = None,
+    position: Annotated[int | None, typer.Option(help=_POSITION)] = None,
+    composite: Annotated[str | None, typer.Option(help=_COMPOSITE)] = None,
+    limit: Annotated[int, typer.Option(min=1, help="At most so many images, or lines of a file.")] = 16,
     strict: o.Strict = False,
     seen: o.Seen,
     as_json: o.AsJson = False,
 ) -> None:
-    """Draw heat maps: red pixels speak for the output, blue ones against it. Count relevance by layer.
+    """Draw heat maps: red pixels or words speak for the output, blue ones against it.
 
-    Writes one PNG per image into --out. The table says how many units of each layer hold 90 % of the relevance, and
-    the last line whether relevance was conserved.
+    Writes one PNG per image into --out, or one page with all texts. The table for images says how many units of each
+    layer hold 90 % of the relevance. The last line says whether relevance was conserved.
 
     Example: secateur explain torchvision:resnet50 --weights default cat.jpg dog.jpg --out maps
 
     Example: secateur explain small photos --target 1 --out maps
+
+    Example: secateur explain hf:my-model --text "The capital of France is" --target Paris --against London
+    --out why.html
     """
-    if composite not in PRESETS:
+    if composite is not None and composite not in PRESETS:
         raise SecateurError(f"there is no composite {composite!r}; there are {', '.join(PRESETS)}.")
-    check_folder(out)
+    check_folder(out.parent if text is not None and out.suffix else out)
+    printer = Printer(as_json)
+    if text is None and not images:
+        raise DataError("there is nothing to explain.", fix='images, folders of images, or --text "a sentence"')
+    if text is not None:
+        if images:
+            raise DataError(f"--text is given, and images too ({images[0]}).", fix="one of the two")
+        with printer.stage("building the model"):
+            opened = read_model(source, seen)
+        if not reads_text(opened.model):
+            raise DataError(f"{type(opened.model).__name__} reads no text.", fix="images instead of --text")
+        explain_texts(
+            opened, text, out, printer,
+            target=target, against=against, position=position, composite=composite, limit=limit,
+        )  # fmt: skip
+        return
+    for option, value in (("--against", against), ("--position", position)):
+        if value is not None:
+            raise DataError(f"{option} is for text.", fix=f"leave out {option}")
+    _explain_images(source, seen, images or [], out, printer, target, composite or "epsilon_gamma_box", limit, strict)
+
+
+def _explain_images(
+    source: o.Source, seen: o.Seen, images: list[Path], out: Path, printer: Printer,
+    target: str | None, composite: str, limit: int, strict: bool,
+) -> None:  # fmt: skip
+    """Heat maps of images, and relevance by layer."""
     for folder in images:
         if folder.is_dir():
             keep_apart(out, folder, "images", above=False)  # or the next call would explain heat maps
-    printer = Printer(as_json)
     with printer.stage("building the model and reading images"):
         opened = read_model(source, seen)
+        if reads_text(opened.model):
+            raise DataError(f"{type(opened.model).__name__} reads text, not images.", fix='--text "a sentence"')
         names = output_names(opened)
         wanted = _target(target, names)
         paths = _in_turn([path for item in images for path in (images_in(item) if item.is_dir() else [item])])

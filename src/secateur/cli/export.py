@@ -12,6 +12,7 @@ from secateur.cli.output import Printer, expects
 from secateur.cli.task import noise, read_model
 from secateur.data.imagenet import title
 from secateur.files.onnx import export as run_export
+from secateur.models.hub import reads_text
 from secateur.structure.cost import human
 
 
@@ -42,14 +43,15 @@ def export(
         path = run_export(
             opened.model, file, noise(opened, fixed_batch or 2), dynamic_batch=fixed_batch is None
         )  # fmt: skip
-    view = opened.origin.view
+    view, text = opened.origin.view, reads_text(opened.model)
+    shape = {"input": [fixed_batch, view.channels, view.size, view.size], "mean": view.mean, "std": view.std}
     printer.json(
         {
-            "file": str(path), "bytes": path.stat().st_size,
-            "input": [fixed_batch, view.channels, view.size, view.size],
-            "mean": view.mean, "std": view.std, "classes": list(opened.origin.classes),
+            "file": str(path), "bytes": path.stat().st_size, **({"input": [fixed_batch, None]} if text else shape),
+            "classes": list(opened.origin.classes),
         }
     )  # fmt: skip
-    printer.result(f"{path}: {human(path.stat().st_size)}B, same output as PyTorch; {expects(view, fixed_batch)}")
+    takes = f"token numbers, {fixed_batch or 'N'} x tokens" if text else expects(view, fixed_batch)
+    printer.result(f"{path}: {human(path.stat().st_size)}B, same output as PyTorch; {takes}")
     if opened.origin.classes:
         printer.result(f"outputs: {', '.join(map(title, opened.origin.classes))}")

@@ -10,9 +10,10 @@ import typer
 from secateur.analysis.analyze import analyze
 from secateur.cli import options as o
 from secateur.cli.output import Printer, table
-from secateur.cli.task import noise, read_model
+from secateur.cli.task import noise, read_model, sample_of
 from secateur.latency.measure import measure
 from secateur.latency.timing import time_forward
+from secateur.nest import tensors_in
 from secateur.structure.cost import human
 from secateur.structure.graph import Graph
 
@@ -22,16 +23,18 @@ def inspect(
     *,
     source: o.Source,
     seen: o.Seen,
-    latency: Annotated[bool, typer.Option("--latency", help="Also time 1 and 32 images.")] = False,
+    latency: Annotated[bool, typer.Option("--latency", help="Also time 1 and 32 samples.")] = False,
     as_json: o.AsJson = False,
 ) -> None:
     """Show a model's layers, what they cost, what may leave, and what may not and why.
 
-    No images are needed.
+    No images and no text are needed.
 
     Example: secateur inspect torchvision:mobilenet_v3_small
 
     Example: secateur inspect net.py:make --input-size 64 --json
+
+    Example: secateur inspect hf:my-language-model
     """
     printer = Printer(as_json)
     with printer.stage("analysing"):
@@ -45,14 +48,15 @@ def inspect(
             "model": graph.model_name, "params": cost.params, "macs": cost.macs, "latency_1": one,
             "latency_32": many, "units": units, "removable_units": graph.total_units,
             "groups": len(graph), "removable_groups": len(graph.candidates), "layers": rows, "unused": graph.unused,
-            "input": list(noise(opened).shape), "classes": list(opened.origin.classes),
+            "input": list(tensors_in(noise(opened))[0].shape), "classes": list(opened.origin.classes),
         }
     )  # fmt: skip
     printer.result(table(("layer", "kind"), ("groups", "units", "MACs"), map(_cells, rows), ("may leave",)))
-    side, costs = opened.origin.view.size, f"{human(cost.params)} parameters, {human(cost.macs)} MACs"
-    printer.result(f"{graph.model_name}: {costs} per image of {side} x {side}")
+    sample = sample_of(opened)
+    costs = f"{human(cost.params)} parameters, {human(cost.macs)} MACs"
+    printer.result(f"{graph.model_name}: {costs} per {sample}")
     if one is not None and many is not None:
-        printer.result(f"{1000 * one:.1f} ms for one image, {1000 * many:.1f} ms for 32")
+        printer.result(f"{1000 * one:.1f} ms for one {sample.partition(' ')[0]}, {1000 * many:.1f} ms for 32")
     printer.result(f"{graph.total_units} of {units} units may leave, in {len(graph.candidates)} groups")
     reasons: dict[str, list[str]] = defaultdict(list)
     for row in rows:

@@ -24,11 +24,13 @@ from secateur.running.progress import printable
 
 _model = partial(typer.Option, rich_help_panel="Model")
 _image = partial(typer.Option, rich_help_panel="Images")
+_text = partial(typer.Option, rich_help_panel="Text")
 _view = partial(typer.Option, rich_help_panel="How images are seen")
 
 _FORMS = (
-    "torchvision:NAME, timm:NAME, FILE.py:FACTORY (runs that file), or a folder that secateur wrote. Options follow a "
-    "question mark: torchvision:resnet50?num_classes=10"
+    "torchvision:NAME, timm:NAME, hf:FOLDER or hf:NAME (Hugging Face, with its weights and tokenizer), FILE.py:FACTORY "
+    "(runs that file), or a folder that secateur wrote. Options follow a question mark: "
+    "torchvision:resnet50?num_classes=10"
 )
 _WEIGHTS = (
     "File with the weights (.safetensors, or a state dict), or 'default' to download the zoo's own. Without it they "
@@ -45,6 +47,16 @@ _TEST_COUNT = "Images of each class that accuracy is measured on. Default: up to
 _MERGE = "How the probabilities of outputs that mean the same become one"
 _FAIR = "The mean is fairer to small groups"
 _MERGE_BY_DATA = f"{_MERGE}; 'auto' takes what suits the images that units are scored on. {_FAIR}."
+_TEXT = "Text file that units are scored on, for a language model. With --labels: a CSV, TSV or JSONL file."
+_LABELS = "The model is a classifier: --text is a table with a column of texts and one of labels."
+_COLUMNS = "Names of these two columns. Default: text, sentence, …, and label, target, …."
+_TEST_TEXT = "File of held-out text. Without it the last fifth of --text is held out."
+_TOKENS = "Length of the sequences that units are scored on."
+_SEQUENCES = "How many sequences (or texts with labels) units are scored on. They are drawn evenly."
+_TEST_SEQUENCES = (
+    "How many sequences, each up to 1024 tokens, the perplexity is measured on, or texts with labels. Default: 64, "
+    "or with labels 1000."
+)
 _SIZE = "Side of the network's input. Default: 224, or what timm says."
 _FIT = "Take the centre (crop, the default) or squeeze the whole image into the square."
 _MEAN = "Mean of the training pixels, 0 to 1: three numbers, or one for grey. Default: ImageNet's."
@@ -78,6 +90,48 @@ class Images:
     test_per_class: Annotated[int | None, _image(min=1, help=_TEST_COUNT)] = None
     merge: Annotated[Literal["auto", Merge], _image(help=_MERGE_BY_DATA)] = "auto"
     strict: Strict = False
+
+
+@dataclass(frozen=True)
+class SomeImages(Images):
+    """The same, for commands that take text as well."""
+
+    images: Annotated[Path | None, _image(help="Folder with one folder of images per class.")] = None  # type: ignore[assignment]
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Options that say which text is used for what."""
+
+    text: Annotated[Path | None, _text(help=_TEXT)] = None
+    labels: Annotated[bool, _text("--labels", help=_LABELS)] = False
+    columns: Annotated[str | None, _text(help=_COLUMNS, metavar="TEXT,LABEL")] = None
+    test_text: Annotated[Path | None, _text(help=_TEST_TEXT)] = None
+    tokens: Annotated[int, _text(min=2, help=_TOKENS)] = 256
+    sequences: Annotated[int, _text(min=1, help=_SEQUENCES)] = 128
+    test_sequences: Annotated[int | None, _text(min=1, help=_TEST_SEQUENCES)] = None
+
+    def check(self, images: Images) -> None:
+        """Refuse options for images beside text, and options for text without any."""
+        if self.text is None:
+            given: dict[str, object] = {
+                "--labels": self.labels,
+                "--columns": self.columns,
+                "--test-text": self.test_text,
+            }
+            for option in (name for name, value in given.items() if value):
+                raise DataError(f"{option} says more about --text, which is missing.", fix="--text FILE")
+            return
+        given = {
+            "--images": images.images, "--outputs": images.outputs, "--test": images.test,
+            "--per-class": images.per_class, "--test-per-class": images.test_per_class,
+        }  # fmt: skip
+        for option in (name for name, value in given.items() if value):
+            fix = "--test-text" if option == "--test" else f"leave out {option}"
+            raise DataError(f"{option} is for images, but --text is given.", fix=fix)
+        if self.test_text is not None and self.test_text.resolve() == self.text.resolve():
+            what = f"--text and --test-text are the same file, {self.text}."
+            raise DataError(what, fix="another --test-text, or none: then the last fifth is held out")
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from secateur.errors import SecateurWarning
 from secateur.latency.timing import Timing
 from secateur.loop.progress import StepDone
 from secateur.results.comparison import Curve
+from secateur.running.accuracy import PERPLEXITY
 from secateur.running.progress import Event, Listener, printable
 from secateur.structure.cost import Cost, human
 
@@ -27,12 +28,16 @@ _CLASSES = 12
 
 
 def sides(before: Cost, after: Cost, timings: Sequence[Timing] = ()) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What two models cost, for JSON: parameters, MACs for one image, seconds by batch size where measured."""
+    """What two models cost, for JSON: parameters, MACs for one sample, seconds by batch size where measured."""
     names = [f"{'onnx_' if timing.runtime != 'PyTorch' else ''}latency_{timing.batch}" for timing in timings]
-    return (
+    found = (
         {"params": before.params, "macs": before.macs, **dict(zip(names, (t.before for t in timings), strict=True))},
         {"params": after.params, "macs": after.macs, **dict(zip(names, (t.after for t in timings), strict=True))},
     )
+    for timing in (timing for timing in timings if timing.tokens):
+        for side, rate in zip(found, timing.rates, strict=True):
+            side[f"tokens_per_second_{timing.batch}"] = rate
+    return found
 
 
 def table(left: Sequence[str], right: Sequence[str], rows: Iterable[Sequence[str]], last: Sequence[str] = ()) -> Table:
@@ -45,26 +50,49 @@ def table(left: Sequence[str], right: Sequence[str], rows: Iterable[Sequence[str
     return made
 
 
+def change(before: float, after: float) -> str:
+    """How much larger a number became.
+
+    >>> change(20, 22), change(20, 90)
+    ('+10.0 %', '4.5 times')
+    """
+    if after >= 2 * before:
+        return f"{after / before:.4g} times"
+    return f"{100 * (after / before - 1):+.1f} %".replace("-0.0", "+0.0")
+
+
 def headline(
-    before: Cost, after: Cost, timings: Sequence[Timing] = (), metrics: Sequence[Mapping[str, float]] = ()
+    before: Cost,
+    after: Cost,
+    timings: Sequence[Timing] = (),
+    metrics: Sequence[Mapping[str, float]] = (),
+    sample: str = "image",
 ) -> Table:
     """Before and after, side by side. `metrics` are the accuracies before and after, if there are any."""
     rows: list[Sequence[str]] = []
-    for title, old, new in (("parameters", before.params, after.params), ("MACs per image", before.macs, after.macs)):
+    macs = f"MACs per {sample}"
+    for title, old, new in (("parameters", before.params, after.params), (macs, before.macs, after.macs)):
         rows.append((title, human(old), human(new), f"{100 * new / old:.1f} % left" if old else "–"))
     for timing in timings:
         title = f"latency, batch {timing.batch}, {timing.runtime}"
-        seconds = (f"{1000 * side:.1f} ms" for side in (timing.before, timing.after))
-        rows.append((title, *seconds, f"{timing.gain:.2f}x as fast"))
+        speeds: Iterable[str] = (f"{1000 * side:.1f} ms" for side in (timing.before, timing.after))
+        if timing.tokens:
+            title, speeds = f"tokens/s, batch {timing.batch} x {timing.tokens}", (f"{r:,.0f}" for r in timing.rates)
+        rows.append((title, *speeds, f"{timing.gain:.2f}x as fast"))
     if metrics:
         first, last = metrics[0], metrics[-1]
-        classes = [name for name in first if name != "overall"]
+        if PERPLEXITY in first:
+            was, now = first[PERPLEXITY], last[PERPLEXITY]
+            rows.append((PERPLEXITY, f"{was:.2f}", f"{now:.2f}", change(was, now)))
+        classes = [name for name in first if name not in ("overall", PERPLEXITY)]
         if len(classes) > _CLASSES:  # those that lost most
             classes = sorted(classes, key=lambda name: last[name] - first[name])[:_CLASSES]
         for name in ["overall", *classes]:
-            title = "accuracy" if name == "overall" else f"  {name}"
-            change = f"{100 * (last[name] - first[name]):+.1f} points"
-            rows.append((title, f"{100 * first[name]:.1f} %", f"{100 * last[name]:.1f} %", change))
+            title = f"  {name}"
+            if name == "overall":
+                title = "next-token accuracy" if PERPLEXITY in first else "accuracy"
+            points = f"{100 * (last[name] - first[name]):+.1f} points"
+            rows.append((title, f"{100 * first[name]:.1f} %", f"{100 * last[name]:.1f} %", points))
     return table(("",), ("before", "after", "change"), rows)
 
 

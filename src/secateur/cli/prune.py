@@ -1,42 +1,32 @@
-"""`secateur prune`: from a model and a folder of photographs to a smaller model, a history and a report."""
+"""`secateur prune`: from a model and photographs or text to a smaller model, a history and a report."""
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Annotated, Literal
 
 import typer
-from torch import nn
 
 from secateur.cli import options as o
-from secateur.cli.output import Printer, expects, headline, sides
+from secateur.cli.output import Printer, headline, sides
 from secateur.cli.run_folder import Run, check_folder, check_model, need_packages, request, write_model
 from secateur.cli.task import Task, read_model, read_task
-from secateur.data.imagenet import title
-from secateur.errors import SecateurError, SecateurWarning
-from secateur.files.onnx import export, fixed_batch, time_onnx
+from secateur.cli.text_task import TextTask, how_to_open, read_text_task
+from secateur.errors import SecateurError
 from secateur.latency.measure import measure
-from secateur.latency.timing import Timing, time_batches
 from secateur.loop.finetune import FineTune
 from secateur.loop.prune import Result
 from secateur.loop.prune import prune as run_prune
 from secateur.loop.settings import Schedule
+from secateur.models import Opened
+from secateur.models.hub import reads_text
+from secateur.nest import select_samples
 from secateur.plans.targets import Limits, Scope
-from secateur.report import Page
-from secateur.running.devices import device_of
-from secateur.structure.cost import human, size_of
 from secateur.surgery.provenance import plans_of
 
 _target = partial(typer.Option, rich_help_panel="Target (one is needed)")
 _method = partial(typer.Option, rich_help_panel="Method")
 _more = partial(typer.Option, rich_help_panel="What is written")
-
-_SHOWN = 6  # images with heat maps in the report
 
 _DROP = "Stop before accuracy falls by more than this: 0.01 is one point. Alone, or beside another target."
 _CRITERION = "lrp, taylor, gradient, weight, activation, random, lrp:COMPOSITE or captum:METHOD."
@@ -54,6 +44,7 @@ _SCOPE = (
     "time. Default: cost with lrp (time with --keep-latency), layer with other criteria; global where --step, "
     "--rescore, --finetune-epochs or --repair none ask for the paper's algorithm."
 )
+_UNIFORM = "The same width in all blocks of a transformer, so that stock transformers loads the result."
 _REPAIR = (
     "Regress what is left back to the original's outputs, without training. 'auto' does so unless --finetune-epochs, "
     "--step or --rescore asks for the paper's algorithm; 'none' is that algorithm too."
@@ -65,11 +56,12 @@ def prune(
     ctx: typer.Context,
     *,
     out: o.Out,
-    images: o.Images,
+    images: o.SomeImages,
+    texts: o.Texts,
     source: o.Source,
     keep_macs: Annotated[float | None, _target(help="MACs to keep: a share, 0.5, or a number, 2e9.")] = None,
     keep_params: Annotated[float | None, _target(help="Parameters to keep: a share or a number.")] = None,
-    keep_latency: Annotated[float | None, _target(help="Share of the measured latency of one image to keep.")] = None,
+    keep_latency: Annotated[float | None, _target(help="Share of the measured latency of one sample to keep.")] = None,
     remove: Annotated[float | None, _target(help="Share of the units to remove.")] = None,
     max_drop: Annotated[float | None, _target(min=0.0, max=1.0, help=_DROP)] = None,
     specialize: Annotated[bool, _method(help="Keep only the outputs that the class folders mean.")] = True,
@@ -77,6 +69,7 @@ def prune(
     step: Annotated[float | None, _method(help=_STEP)] = None,
     rescore: Annotated[bool | None, _method(help=_RESCORE)] = None,
     scope: Annotated[Scope | None, _method(help=_SCOPE)] = None,
+    uniform: Annotated[bool, _method("--uniform", help=_UNIFORM)] = False,
     round_to: Annotated[int, _method(min=1, help="Widths that are multiples of this; 8 suits hardware.")] = 8,
     ignore: Annotated[list[str] | None, _method(help=_IGNORE)] = None,
     repair: Annotated[Literal["auto", "best", "none", "mean", "norm", "ridge"], _method(help=_REPAIR)] = "auto",
@@ -86,15 +79,15 @@ def prune(
     seen: o.Seen,
     onnx: Annotated[bool, _more("--onnx", help="Also write model.onnx, checked.")] = False,
     report: Annotated[bool, _more(help="Write report.html.")] = True,
-    latency: Annotated[bool, _more(help="Time both models for 1 and for 32 images.")] = True,
+    latency: Annotated[bool, _more(help="Time both models, for one sample and for a batch.")] = True,
     fresh: o.Fresh = False,
     as_json: o.AsJson = False,
 ) -> None:
-    """Make a model smaller, keeping what your images need.
+    """Make a model smaller, keeping what your images or your text need.
 
-    A few images per class score the units, others measure accuracy. Everything lands in --out: model/ (safetensors and
-    plan), history.csv, report.html, run.json and, with --onnx, model.onnx. An interrupted run goes on when the same
-    command is given again.
+    A few images per class, or a few sequences of text, score the units. Others measure accuracy and perplexity.
+    Everything lands in --out: model/, history.csv, report.html, run.json and, with --onnx, model.onnx. An interrupted
+    run goes on when the same command is given again.
 
     Example, cats and dogs out of ImageNet's thousand classes, at half of the MACs:
 
@@ -104,6 +97,14 @@ def prune(
     Example, your own trained network, one folder per output, at most one point of accuracy lost:
 
     secateur prune net.py:make --weights net.safetensors --images train --test test --max-drop 0.01 --out small
+
+    Example, a language model at 80 % of its parameters, in a form that transformers loads:
+
+    secateur prune hf:my-model --text train.txt --test-text test.txt --keep-params 0.8 --uniform --out small
+
+    Example, a classifier of texts:
+
+    secateur prune hf:my-classifier --text train.csv --labels --keep-params 0.6 --out small
     """
     keep = {k: v for k, v in (("macs", keep_macs), ("params", keep_params), ("latency", keep_latency)) if v is not None}
     if not keep and remove is None and max_drop is None:
@@ -113,143 +114,95 @@ def prune(
         )
     o.check_target(step, remove, keep, max_drop)
     o.check_criteria(criterion)
+    texts.check(images)
     check_folder(out, images=images.images, test=images.test)
-    check_model(out)
+    check_model(out, pretrained=texts.text is not None)
     if report:
         need_packages("report", "--no-report", "jinja2", "matplotlib")
     if onnx:
         need_packages("export", "no --onnx", "onnx", "onnxscript", "onnxruntime")
     printer = Printer(as_json)
-    with printer.stage("building the model and reading images"):
-        task = read_task(read_model(source, seen), images, seed, narrow=specialize)
+    with printer.stage(f"building the model and reading {'images' if texts.text is None else 'text'}"):
+        task = _task(read_model(source, seen), images, texts, seed, specialize)
     if task.test is None and max_drop is not None:
-        raise SecateurError(
-            "--max-drop needs images that are not used for scoring.", fix="--test, or a smaller --per-class"
+        kind, fix = (
+            ("images", "--test, or a smaller --per-class") if isinstance(task, Task) else ("texts", "--test-text")
         )
-    _introduce(printer, task)
+        raise SecateurError(f"--max-drop needs {kind} that are not used for scoring.", fix=fix)
+    for line in task.introduction():
+        printer.note(line)
     run = Run.begin(out, request(ctx, task), fresh, printer)
     tuner = None
     if finetune_epochs:
-        batches = task.training().training(20, device_of(task.model))
-        tuner = FineTune(batches, epochs=finetune_epochs, lr=learning_rate)
+        tuner = FineTune(task.training_batches(), epochs=finetune_epochs, lr=learning_rate)
     # `prune` chooses what the user leaves open.
     schedule = Schedule(step=step, rescore=rescore, finetune=tuner, seed=seed)
-    limits = Limits(scope=scope, round_to=round_to, ignore=tuple(ignore or ()))
+    limits = Limits(scope=scope, round_to=round_to, ignore=tuple(ignore or ()), uniform=uniform)
     printer.note(f"pruning by {criterion}; you can interrupt this, and the same command goes on")
     with run.working():
         result = run_prune(
             task.model, task.data(), criterion, remove, keep or None, schedule, limits=limits, repair=repair,
-            evaluate=_accuracy(task) if task.test is not None else None, max_drop=max_drop, checkpoint=run.checkpoint,
-            progress=printer.progress(),
+            evaluate=task.evaluate, max_drop=max_drop, checkpoint=run.checkpoint, progress=printer.progress(),
         )  # fmt: skip
     if not plans_of(result.model):
         raise SecateurError(
             f"nothing was removed ({result.stopped}), so nothing is written.",
-            fix="a larger --max-drop, more images, or smaller steps with repair (--step 0.01 --repair best)",
+            fix="a larger --max-drop, more samples, or smaller steps with repair (--step 0.01 --repair best)",
         )
-    _write(run, task, result, printer, onnx=onnx, latency=latency, report=report)
+    _write(run, task, result, printer, onnx=onnx, latency=latency, report=report, uniform=uniform)
 
 
-def _accuracy(task: Task) -> Callable[[nn.Module], dict[str, float]]:
-    """Accuracy, with a warning if it is low before anything is removed: then pruning is not what is wrong."""
-    whole, chance = size_of(task.model), 1 / len(task.classes)
-
-    def accuracy(model: nn.Module) -> dict[str, float]:
-        found = task.accuracy(model)
-        if size_of(model) == whole and found["overall"] < (1 + chance) / 2:
-            warnings.warn(
-                f"the unpruned model is right on only {100 * found['overall']:.1f} % of the test images (chance is "
-                f"{100 * chance:.1f} %). Are the weights for exactly this architecture, are --outputs and --merge "
-                f"right, and are --input-size, --mean and --std those of its training?",
-                SecateurWarning,
-                stacklevel=2,
-            )
-        return found
-
-    return accuracy
+def _task(opened: Opened, images: o.Images, texts: o.Texts, seed: int, narrow: bool) -> Task | TextTask:
+    """The task that fits the model: of text or of images."""
+    if reads_text(opened.model):
+        if texts.text is None:
+            raise SecateurError(f"{type(opened.model).__name__} reads text.", fix="--text FILE")
+        return read_text_task(opened, texts)
+    if texts.text is not None:
+        what = f"{type(opened.model).__name__} is no model of text that the command line knows; these are hf:FOLDER."
+        raise SecateurError(what, fix="--images FOLDER for a model of images; else the Python functions")
+    if images.images is None:
+        raise SecateurError("there is nothing to score units on.", fix="--images FOLDER, or --text FILE for text")
+    return read_task(opened, images, seed, narrow=narrow)
 
 
-def _introduce(printer: Printer, task: Task) -> None:
-    """Say which images are used for what."""
-    had, has = size_of(task.whole), size_of(task.model)
-    if has < had:
-        printer.note(f"outputs that no folder means are removed first: {human(had)} → {human(has)} parameters")
-    for name, members in task.outputs.items():
-        scored, tested = (photos.counts[name] if photos is not None else 0 for photos in (task.reference, task.test))
-        printer.note(f"{title(name)}: {_described(members)}; {scored} images to score on, {tested} to test on")
-    if task.merge is not None:
-        printer.note(f"outputs that mean the same become one: {task.merge} of their probabilities")
-    if task.test is None:
-        printer.note("no image is left to test on, so accuracy is not measured. Fix: --test, or a smaller --per-class.")
-
-
-def _write(run: Run, task: Task, result: Result, printer: Printer, *, onnx: bool, latency: bool, report: bool) -> None:
+def _write(
+    run: Run,
+    task: Task | TextTask,
+    result: Result,
+    printer: Printer,
+    *,
+    onnx: bool,
+    latency: bool,
+    report: bool,
+    uniform: bool,
+) -> None:
     """Write the model, its history, ONNX, timings and the report; note that the run is finished; print the outcome."""
     out = run.out
-    pruned = replace(task.opened, model=result.model)
-    models = write_model(pruned, out, task.example() if onnx else None, printer)
+    example = task.example()
+    models = write_model(result.model, partial(task.save, result), out, example if onnx else None, printer)
     files = {"model": models.pop("model"), "history": out / "history.csv", **models}
     result.history.to_csv(files["history"])
-    timings = _timed(printer, task, result, files.get("onnx")) if latency else []
+    timings = task.times(result, files.get("onnx"), printer) if latency else []
     if report:
-        with printer.stage("drawing heat maps and writing the report"):
-            files["report"] = _report(out / "report.html", task, result, timings)
-    had, has = (measure(model, task.example()[:1], latency=False) for model in (task.model, result.model))
+        with printer.stage("explaining a few samples and writing the report"):
+            files["report"] = task.report(out / "report.html", result, timings)
+    one = select_samples(example, slice(1))
+    had, has = (measure(model, one, latency=False) for model in (task.model, result.model))
     before, after = sides(had, has, timings)
     metrics = [row.metrics for row in result.history if row.held and row.metrics]
     summary = {
         "stopped": result.stopped, "before": before, "after": after,
-        "accuracy": {"before": metrics[0], "after": metrics[-1]} if metrics else None,
-        "images": {"reference": len(task.reference), "test": len(task.test) if task.test is not None else 0},
+        "accuracy": {"before": metrics[0], "after": metrics[-1]} if metrics else None, **task.counts,
         "steps": len(result.history) - 1, "seconds": round(printer.seconds, 1),
         "files": {name: str(path) for name, path in files.items()},
     }  # fmt: skip
     run.end(summary, [path.name for path in files.values()])
     printer.json(summary)
-    printer.result(headline(had, has, timings, metrics))
+    printer.result(headline(had, has, timings, metrics, task.sample))
     if onnx:
-        classes = ", ".join(map(title, task.opened.origin.classes))
-        expected = expects(task.reference.view, fixed_batch(files["onnx"]))
-        printer.result(f"{files['onnx'].name}: {expected}{f'; outputs: {classes}' if classes else ''}")
+        printer.result(f"{files['onnx'].name}: {task.exported(files['onnx'])}")
+    if isinstance(task, TextTask):
+        printer.result(f"model: {how_to_open(files['model'], result, uniform)}")
     written = ", ".join(path.name for path in files.values())
     printer.result(f"{result.stopped}; {summary['seconds']:.0f} s. Written to {out}: {written}")
-
-
-def _timed(printer: Printer, task: Task, result: Result, onnx: Path | None) -> list[Timing]:
-    """Both models in turn, in PyTorch and, if there is an ONNX file, in ONNX Runtime."""
-    example = task.example()
-    with printer.stage("timing both models for 1 and for 32 images"):
-        found = time_batches(task.model, result.model, example)
-    if onnx is None or example.device.type != "cpu":
-        return found
-    with printer.stage("timing both models in ONNX Runtime"), TemporaryDirectory() as folder:
-        try:
-            whole = export(task.model, Path(folder) / "unpruned.onnx", example)
-        except (SecateurError, RuntimeError) as error:
-            printer.note(f"ONNX timings are left out: the unpruned model cannot be exported ({o.message_of(error)})")
-            return found
-        return [*found, *time_onnx(whole, onnx, example)]
-
-
-def _report(path: Path, task: Task, result: Result, timings: Sequence[Timing]) -> Path:
-    view = task.reference.view
-    about = {
-        "images scored on": str(len(task.reference)),
-        "images tested on": str(len(task.test)) if task.test is not None else "none",
-        "outputs": "; ".join(f"{title(name)}: {_described(members)}" for name, members in task.outputs.items()),
-        **({"merged by": task.merge} if task.merge is not None else {}),
-    }
-    page = Page(
-        title=f"{task.opened.origin.model} pruned by {result.settings['criterion']}", about=about,
-        latency=timings or False, mean=view.mean, std=view.std,
-    )  # fmt: skip
-    classes = {number: title(name) for number, name in zip(task.reference.targets, task.classes, strict=True)}
-    photos = task.test if task.test is not None else task.reference
-    few = photos.draw(max(1, _SHOWN // len(photos.classes)), at_most=True).of(photos.classes[:_SHOWN])
-    inputs = few.tensors(device_of(task.model))
-    return result.report(path, inputs=inputs, original=task.model, classes=classes, page=page)
-
-
-def _described(members: Sequence[int]) -> str:
-    """The outputs of a class in words."""
-    return f"output {members[0]}" if len(members) == 1 else f"{len(members)} outputs, {members[0]} to {members[-1]}"

@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 import json
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import typer
-from torch import Tensor
+from torch import nn
 
 from secateur import atomic
 from secateur.cli.output import Printer
 from secateur.cli.task import Task
-from secateur.data.images import Photographs
+from secateur.cli.text_task import TextTask
 from secateur.errors import FileFormatError, NothingToPruneError, SecateurError, TargetError
 from secateur.files.onnx import export
-from secateur.files.saved import check_replaceable, save
+from secateur.files.pretrained import check_free
+from secateur.files.saved import check_replaceable
 from secateur.loop.checkpoint import digest as numbers_digest
 from secateur.loop.checkpoint import is_checkpoint
-from secateur.models import Opened
 from secateur.running.tensor_files import parse_json
 
 CHECKPOINT, RUN, WEIGHTS = "checkpoint.safetensors", "run.json", "weights_digest"
@@ -35,7 +34,8 @@ _ASIDE = {"out", "fresh", "as_json"}
 # content, the device, and what is written at the end.
 _FREE = {
     "weights", "images", "test", "original", "per_class", "test_per_class", "strict", "device", "onnx", "report",
-    "latency", "size", "fit", "mean", "std",
+    "latency", "size", "fit", "mean", "std", "text", "test_text", "labels", "columns", "tokens", "sequences",
+    "test_sequences",
 }  # fmt: skip
 # Entries of a request that are not options.
 _FOUND = {"command", "model", "outputs", "merge", "view", "reference", "held_out", "criteria"}
@@ -62,21 +62,23 @@ def check_folder(out: Path, **data: Path | None) -> None:
         raise SecateurError(f"--out {out} cannot be made: {nearest} may not be written to.", fix="another --out")
 
 
-def check_model(out: Path) -> None:
-    """Refuse to replace what secateur did not write."""
+def check_model(out: Path, pretrained: bool = False) -> None:
+    """Refuse to replace what secateur did not write, or wrote in another form: `pretrained` is that of transformers."""
     try:
-        check_replaceable(out / "model")
+        (check_free if pretrained else check_replaceable)(out / "model")
     except SecateurError as error:
         raise SecateurError(error.what, where=error.where, fix="another --out") from error
 
 
-def write_model(opened: Opened, out: Path, example: Tensor | None, printer: Printer) -> dict[str, Path]:
+def write_model(
+    model: nn.Module, save: Callable[[Path], object], out: Path, example: Any, printer: Printer
+) -> dict[str, Path]:
     """Save a smaller model, also as ONNX if there is an example, and return what was written where."""
     files = {"model": out / "model"}
-    save(opened.model, files["model"], about={"origin": opened.origin.to_dict()})
+    save(files["model"])
     if example is not None:
         with printer.stage("writing ONNX and checking it with ONNX Runtime"):
-            files["onnx"] = export(opened.model, out / "model.onnx", example)
+            files["onnx"] = export(model, out / "model.onnx", example)
     return files
 
 
@@ -91,23 +93,10 @@ def keep_apart(out: Path, folder: Path, option: str, *, above: bool = True) -> N
         )
 
 
-def digest(photos: Photographs | None) -> str | None:
-    """A fingerprint of images and their order, by names and sizes."""
-    if photos is None:
-        return None
-    found = hashlib.sha256()
-    for path, label in zip(photos.paths, photos.labels, strict=True):
-        found.update(f"{path.name} {path.stat().st_size} {label}\n".encode())
-    return f"{len(photos)} images, {found.hexdigest()[:16]}"
-
-
-def request(ctx: typer.Context, task: Task, **chosen: Any) -> dict[str, Any]:
+def request(ctx: typer.Context, task: Task | TextTask, **chosen: Any) -> dict[str, Any]:
     """Everything that this command was asked for, and what was found for it, in JSON's types."""
     given = {name: value for name, value in ctx.params.items() if name not in _ASIDE}
-    found = {
-        "outputs": task.outputs, "merge": task.merge, "view": asdict(task.reference.view),
-        "reference": digest(task.reference), "held_out": digest(task.test), WEIGHTS: numbers_digest(task.model)[:16],
-    }  # fmt: skip
+    found = {**task.found(), WEIGHTS: numbers_digest(task.model)[:16]}
     asked: dict[str, Any] = json.loads(json.dumps({"command": ctx.info_name, **given, **found, **chosen}, default=str))
     return asked
 
@@ -211,9 +200,9 @@ def _difference(key: str, before: Any, now: Any) -> str:
     if key == WEIGHTS:
         return "other weights"
     if key in ("reference", "held_out"):  # digests mean nothing to people
-        before, now = (str(side).partition(",")[0] if side is not None else "no images" for side in (before, now))
+        before, now = (str(side).partition(",")[0] if side is not None else "nothing" for side in (before, now))
         if before == now:
-            return f"{key}: other images, or in another order"
+            return f"{key}: other {'images' if 'image' in now else 'texts'}, or in another order"
     option = key if key in _FOUND else f"--{key.replace('_', '-')}"
     was, is_now = ("not given" if value is None else value for value in (before, now))
     return f"{option} was {was}, is now {is_now}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated
 
 import typer
@@ -12,6 +13,7 @@ from secateur.cli.run_folder import check_folder, check_model, write_model
 from secateur.cli.task import keep_outputs, noise, output_names, outputs_in, read_model
 from secateur.data.outputs import Outputs, assignments, parse
 from secateur.errors import DataError
+from secateur.files.saved import save
 from secateur.latency.measure import measure
 from secateur.surgery.provenance import plans_of
 
@@ -51,7 +53,8 @@ def specialize(
         narrow = keep_outputs(opened, chosen, len(names), merge)
     if not plans_of(narrow.model):
         raise DataError(f"these are all {len(names)} outputs, in order: there is nothing to remove.")
-    files = write_model(narrow, out, noise(narrow, 2) if onnx else None, printer)
+    keep = partial(save, narrow.model, about={"origin": narrow.origin.to_dict()})
+    files = write_model(narrow.model, keep, out, noise(narrow, 2) if onnx else None, printer)
     written = {name: str(path) for name, path in files.items()}
     had, has = (measure(model, noise(opened), latency=False) for model in (opened.model, narrow.model))
     before, after = sides(had, has)

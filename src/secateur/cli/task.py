@@ -2,32 +2,46 @@
 
 from __future__ import annotations
 
+import hashlib
 import warnings
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from secateur.analysis.specialize import Merge, specialize
-from secateur.cli.options import Images, Seen, Source, device_named
+from secateur.cli.options import Images, Seen, Source, device_named, message_of
+from secateur.cli.output import Printer, expects
 from secateur.data import imagenet
+from secateur.data.imagenet import title
 from secateur.data.images import Photographs, read
 from secateur.data.outputs import Outputs, match, parse
-from secateur.errors import DataError, SecateurWarning
+from secateur.errors import DataError, SecateurError, SecateurWarning
+from secateur.files.onnx import export, fixed_batch, time_onnx
+from secateur.files.saved import save
+from secateur.latency.timing import Timing, time_batches
+from secateur.loop.prune import Result
 from secateur.models import Opened, open_model
+from secateur.models.hub import HUB, longest_text, reads_text
 from secateur.models.zoo import runs_code
+from secateur.report import Page
 from secateur.running.accuracy import accuracy
 from secateur.running.batches import Data
 from secateur.running.copies import shared_copy
 from secateur.running.devices import device_of
 from secateur.running.logits import logits_of
 from secateur.running.sandbox import quiet, run_or_explain
+from secateur.structure.cost import human, size_of
 from secateur.surgery.provenance import plans_of
 
 # How many images per class are used if the user does not say.
 _REFERENCE, _TEST = 10, 50
+_SHOWN = 6  # images with heat maps in the report
+_LENGTH = 64  # tokens of random text
 # Up to this many images are held in memory as numbers: about 600 MB at the usual size.
 _FEW = 1024
 
@@ -36,7 +50,7 @@ def read_model(source: Source, seen: Seen, *, trained: bool = True) -> Opened:
     """The model on its device, with the view that applies. `trained`: warn if no weights are given."""
     model = source.model
     found = open_model(model, source.weights, device_named(source.device), source.original)
-    if trained and source.weights is None and found.origin.model == model:
+    if trained and source.weights is None and found.origin.model == model and not model.startswith(HUB):
         file, _, factory = model.partition("?")[0].rpartition(":")
         maker = f"{factory}()" if file else Path(factory).name
         if runs_code(model):
@@ -48,11 +62,26 @@ def read_model(source: Source, seen: Seen, *, trained: bool = True) -> Opened:
     return replace(found, origin=replace(found.origin, view=seen.over(found.origin.view)))
 
 
-def noise(opened: Opened, batch: int = 1) -> Tensor:
-    """Random inputs of the right shape, always the same."""
+def noise(opened: Opened, batch: int = 1) -> Any:
+    """Random inputs of the right shape, always the same: images, or named token numbers."""
+    device, generator = device_of(opened.model), torch.Generator().manual_seed(0)
+    if reads_text(opened.model):
+        model: Any = opened.model
+        shape = batch, min(_LENGTH, longest_text(model))
+        ids = torch.randint(len(model.get_input_embeddings().weight), shape, generator=generator).to(device)
+        second = {"decoder_input_ids": ids} if getattr(model.config, "is_encoder_decoder", False) else {}
+        return {"input_ids": ids, **second}
     view = opened.origin.view
-    pixels = torch.rand(batch, view.channels, view.size, view.size, generator=torch.Generator().manual_seed(0))
-    return view.normalise(pixels * 255).to(device_of(opened.model))
+    pixels = torch.rand(batch, view.channels, view.size, view.size, generator=generator)
+    return view.normalise(pixels * 255).to(device)
+
+
+def sample_of(opened: Opened) -> str:
+    """What one sample of such inputs is, in words."""
+    if reads_text(opened.model):
+        return f"text of {noise(opened)['input_ids'].shape[1]} tokens"
+    side = opened.origin.view.size
+    return f"image of {side} x {side}"
 
 
 def count_outputs(opened: Opened) -> int:
@@ -71,7 +100,7 @@ def output_names(opened: Opened) -> list[str]:
     """What the outputs mean, as far as is known."""
     count = count_outputs(opened)
     if len(opened.origin.classes) == count:
-        return [imagenet.title(name) for name in opened.origin.classes]
+        return [title(name) for name in opened.origin.classes]
     if count == imagenet.COUNT:
         return [entry.name for entry in imagenet.entries()]
     return [f"output {i}" for i in range(count)]
@@ -93,6 +122,7 @@ class Task:
     rest: Photographs  # neither reference nor test: more images to fine-tune on
     test: Photographs | None
     merge: Merge | None  # how outputs that mean the same became one
+    sample: ClassVar[str] = "image"
 
     @property
     def model(self) -> nn.Module:
@@ -125,12 +155,125 @@ class Task:
         found = accuracy(model, self.test.batches(32, device_of(model)))
         shares = [found.classes.get(target, 0.0) for target in self.test.targets]
         # Two words have another meaning among metrics.
-        names = [f"class {name}" if name in ("overall", "worst") else imagenet.title(name) for name in self.classes]
+        names = [f"class {name}" if name in ("overall", "worst") else title(name) for name in self.classes]
         return {"overall": found.overall, **dict(zip(names, shares, strict=True))}
+
+    # -- pruning ---------------------------------------------------------------------------------------------------
+    def found(self) -> dict[str, Any]:
+        """What a run is recognised by, beside the options."""
+        return {
+            "outputs": self.outputs, "merge": self.merge, "view": asdict(self.reference.view),
+            "reference": digest(self.reference), "held_out": digest(self.test),
+        }  # fmt: skip
+
+    @property
+    def counts(self) -> dict[str, Any]:
+        """How many samples are used for what, for JSON."""
+        return {"images": {"reference": len(self.reference), "test": len(self.test) if self.test is not None else 0}}
+
+    def introduction(self) -> list[str]:
+        """Which images are used for what, in lines."""
+        had, has, lines = size_of(self.whole), size_of(self.model), []
+        if has < had:
+            lines.append(f"outputs that no folder means are removed first: {human(had)} → {human(has)} parameters")
+        for name, members in self.outputs.items():
+            scored, tested = (photos.counts[name] if photos else 0 for photos in (self.reference, self.test))
+            lines.append(f"{title(name)}: {_described(members)}; {scored} images to score on, {tested} to test on")
+        if self.merge is not None:
+            lines.append(f"outputs that mean the same become one: {self.merge} of their probabilities")
+        if self.test is None:
+            lines.append(
+                "no image is left to test on, so accuracy is not measured. Fix: --test, or a smaller --per-class."
+            )
+        return lines
+
+    @property
+    def evaluate(self) -> Callable[[nn.Module], dict[str, float]] | None:
+        """Accuracy, with a warning if it is low before anything is removed: then pruning is not what is wrong."""
+        if self.test is None:
+            return None
+        whole, chance = size_of(self.model), 1 / len(self.classes)
+
+        def accuracy(model: nn.Module) -> dict[str, float]:
+            found = self.accuracy(model)
+            if size_of(model) == whole and found["overall"] < (1 + chance) / 2:
+                warnings.warn(
+                    f"the unpruned model is right on only {100 * found['overall']:.1f} % of the test images (chance is "
+                    f"{100 * chance:.1f} %). Are the weights for exactly this architecture, are --outputs and --merge "
+                    f"right, and are --input-size, --mean and --std those of its training?",
+                    SecateurWarning,
+                    stacklevel=2,
+                )
+            return found
+
+        return accuracy
+
+    def training_batches(self) -> Any:
+        """For fine-tuning."""
+        return self.training().training(20, device_of(self.model))
+
+    def save(self, result: Result, folder: Path) -> None:
+        """Write the smaller model and where it came from."""
+        save(result.model, folder, about={"origin": self.opened.origin.to_dict()})
+
+    def times(self, result: Result, onnx: Path | None, printer: Printer) -> list[Timing]:
+        """Both models in turn, in PyTorch and, if there is an ONNX file, in ONNX Runtime."""
+        example = self.example()
+        with printer.stage("timing both models for 1 and for 32 images"):
+            found = time_batches(self.model, result.model, example)
+        if onnx is None or example.device.type != "cpu":
+            return found
+        with printer.stage("timing both models in ONNX Runtime"), TemporaryDirectory() as folder:
+            try:
+                whole = export(self.model, Path(folder) / "unpruned.onnx", example)
+            except (SecateurError, RuntimeError) as error:
+                printer.note(f"ONNX timings are left out: the unpruned model cannot be exported ({message_of(error)})")
+                return found
+            return [*found, *time_onnx(whole, onnx, example)]
+
+    def report(self, path: Path, result: Result, timings: Sequence[Timing]) -> Path:
+        """Write the page, with heat maps of a few images."""
+        view = self.reference.view
+        about = {
+            "images scored on": str(len(self.reference)),
+            "images tested on": str(len(self.test)) if self.test is not None else "none",
+            "outputs": "; ".join(f"{title(name)}: {_described(members)}" for name, members in self.outputs.items()),
+            **({"merged by": self.merge} if self.merge is not None else {}),
+        }
+        page = Page(
+            title=f"{self.opened.origin.model} pruned by {result.settings['criterion']}", about=about,
+            latency=timings or False, mean=view.mean, std=view.std,
+        )  # fmt: skip
+        classes = {number: title(name) for number, name in zip(self.reference.targets, self.classes, strict=True)}
+        photos = self.test if self.test is not None else self.reference
+        few = photos.draw(max(1, _SHOWN // len(photos.classes)), at_most=True).of(photos.classes[:_SHOWN])
+        inputs = few.tensors(device_of(self.model))
+        return result.report(path, inputs=inputs, original=self.model, classes=classes, page=page)
+
+    def exported(self, onnx: Path) -> str:
+        """What the exported model takes and returns, in words."""
+        classes = ", ".join(map(title, self.opened.origin.classes))
+        return expects(self.reference.view, fixed_batch(onnx)) + (f"; outputs: {classes}" if classes else "")
+
+
+def digest(photos: Photographs | None) -> str | None:
+    """A fingerprint of images and their order, by names and sizes."""
+    if photos is None:
+        return None
+    found = hashlib.sha256()
+    for path, label in zip(photos.paths, photos.labels, strict=True):
+        found.update(f"{path.name} {path.stat().st_size} {label}\n".encode())
+    return f"{len(photos)} images, {found.hexdigest()[:16]}"
+
+
+def _described(members: Sequence[int]) -> str:
+    """The outputs of a class in words."""
+    return f"output {members[0]}" if len(members) == 1 else f"{len(members)} outputs, {members[0]} to {members[-1]}"
 
 
 def read_task(opened: Opened, given: Images, seed: int, narrow: bool) -> Task:
     """Match folders and outputs, keep only those outputs if `narrow`, and divide the photographs."""
+    assert given.images is not None
     photos = read(given.images, view=opened.origin.view, strict=given.strict)
     count = count_outputs(opened)
     chosen = match(photos.classes, count, given.outputs or (), opened.origin.classes)

@@ -42,25 +42,27 @@ def build_from(folder: Path) -> tuple[nn.Module, bool]:
             f"{folder} does not say which model it was cut from.",
             fix="sc.load(path, model), with a freshly built original",
         )
-    kind, config = _architecture(folder)
+    kind, config = architecture(folder, fix="sc.load(path, model), with a freshly built original")
     if note.get("widths") == "uniform":
         return kind.from_pretrained(folder, local_files_only=True, trust_remote_code=False), True
     with torch.random.fork_rng(devices=[]):
         return kind(config), False
 
 
-def _architecture(folder: Path) -> tuple[Any, Any]:
-    """The class that a config names, which must be one of transformers' own, and the config."""
+def architecture(source: str | Path, fix: str) -> tuple[Any, Any]:
+    """The class that the config of a folder or of a name in the hub gives, one of transformers' own, and the config."""
     import transformers
 
-    config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    local = Path(source).is_dir()
+    config = transformers.AutoConfig.from_pretrained(source, local_files_only=local, trust_remote_code=False)
     names = getattr(config, "architectures", None) or [""]
     kind = getattr(transformers, str(names[0]), None)
     if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
+        where = Path(source) / CONFIG
         raise FileFormatError(
-            f"{folder / CONFIG} names {names[0]!r}, which is no model of transformers {transformers.__version__}.",
-            where=folder / CONFIG,
-            fix="sc.load(path, model), with a freshly built original",
+            f"{where} names {names[0]!r}, which is no model of transformers {transformers.__version__}.",
+            where=where,
+            fix=fix,
         )
     return kind, config
 

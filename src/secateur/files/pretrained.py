@@ -54,7 +54,7 @@ def save_pretrained(
             fix="model.save_pretrained(path), for an unpruned model",
         )
     folder = Path(path)
-    _check_free(folder)
+    check_free(folder)
     config = stock_config(model)
     files = dict(_companions(model, tokenizer))
     mode = "per layer" if config is None else "uniform"
@@ -71,7 +71,7 @@ def save_pretrained(
     return folder
 
 
-def _check_free(folder: Path) -> None:
+def check_free(folder: Path) -> None:
     """Raise unless the folder is new, empty, or one of ours."""
     if folder.is_dir() and not folder.is_symlink() and note_of(folder) is not None:
         return

@@ -56,17 +56,26 @@ def medians(calls: Sequence[Callable[[], object]], repeats: int = 20) -> list[fl
 
 @dataclass(frozen=True)
 class Timing:
-    """Median seconds for one batch before and after pruning, measured in turn. `runtime` is what ran the models."""
+    """Median seconds for one batch before and after pruning, measured in turn. `runtime` is what ran the models.
+
+    `tokens` is the length of each text of the batch; 0 if samples are no texts.
+    """
 
     batch: int
     before: float
     after: float
     runtime: str = "PyTorch"
+    tokens: int = 0
 
     @property
     def gain(self) -> float:
         """How many times as fast."""
         return self.before / self.after
+
+    @property
+    def rates(self) -> tuple[float, float]:
+        """Tokens per second before and after."""
+        return self.batch * self.tokens / self.before, self.batch * self.tokens / self.after
 
 
 def time_batches(

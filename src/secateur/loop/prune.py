@@ -43,7 +43,7 @@ class Result(Record):
         *,
         data: Data = None,
         test: Data = None,
-        inputs: tuple[Tensor, Tensor | None] | None = None,
+        inputs: tuple[Any, Tensor | None] | None = None,
         original: nn.Module | None = None,
         comparison: Comparison | Mapping[str, Result] | None = None,
         classes: Sequence[str] | Mapping[int, str] | None = None,
@@ -51,11 +51,12 @@ class Result(Record):
     ) -> Path:
         """Write a page about this run: one HTML file with charts, tables and heat maps that needs nothing else.
 
-        Heat maps before and after are drawn for `inputs`, a pair (x, y), or for a few samples of `data`. If samples of
-        `data` cannot be explained (for example because the model has several inputs), the page says why and has no heat
-        maps. On `test` the accuracy of both models is measured, also by class. `classes` names the outputs.
-        `comparison` (of `compare`, or results by name) adds the curves of several criteria. `original` is the unpruned
-        model, if the result does not know it. `page`, a `secateur.report.Page`, holds the title and other details.
+        Heat maps before and after are drawn for `inputs`, a pair (x, y), or for a few samples of `data`. Texts are
+        shown in words, if the page has a tokenizer. If samples of `data` cannot be explained (for example because the
+        model has several inputs), the page says why and has no heat maps. On `test` the accuracy of both models is
+        measured, also by class. `classes` names the outputs. `comparison` (of `compare`, or results by name) adds the
+        curves of several criteria. `original` is the unpruned model, if the result does not know it. `page`, a
+        `secateur.report.Page`, holds the title and other details.
 
         >>> import tempfile, torch, secateur as sc
         >>> net = nn.Sequential(nn.Linear(4, 20), nn.ReLU(), nn.Linear(20, 3))

@@ -14,7 +14,9 @@ from torch import nn
 from secateur.analysis.specialize import MergedOutputs
 from secateur.data.views import View
 from secateur.errors import Argument, DataError, FileFormatError, ModelError
+from secateur.files.architecture import CONFIG, note_of
 from secateur.files.saved import PLANS, about, load
+from secateur.models.hub import HUB, hub_view, label_names, open_hub, reads_text
 from secateur.models.weights import fill
 from secateur.models.zoo import FORMS, fresh, input_size, runs_code
 
@@ -67,10 +69,11 @@ class Origin:
 
 @dataclass(frozen=True)
 class Opened:
-    """A model ready for use, and its origin."""
+    """A model ready for use, and its origin. `stored` is the number format that it had on disk, if that is known."""
 
     model: nn.Module
     origin: Origin
+    stored: torch.dtype | None = None
 
 
 def build(
@@ -78,8 +81,8 @@ def build(
 ) -> nn.Module:
     """A model in evaluation mode from a text, with weights from a file or, with `"default"`, from its zoo's download.
 
-    `spec` is `torchvision:NAME`, `timm:NAME`, `FILE.py:FACTORY` (which runs that file) or a folder saved by the command
-    line; options follow a question mark.
+    `spec` is `torchvision:NAME`, `timm:NAME`, `hf:FOLDER` or `hf:NAME` (Hugging Face, with its weights),
+    `FILE.py:FACTORY` (which runs that file) or a folder saved by the command line; options follow a question mark.
 
     >>> build("torchvision:resnet18?num_classes=3").fc.out_features
     3
@@ -94,18 +97,23 @@ def open_model(
     original: str | None = None,
 ) -> Opened:
     """As `build`, with the origin. `original` says what a saved folder was cut from, if rebuilding that runs code."""
-    folder = saved_folder(spec)
-    if folder is not None:
-        if weights is not None:
-            raise ModelError(
-                "{folder} holds its own weights.", fix="leave out {weights}, which is for unpruned models",
-                folder=folder, weights=Argument("weights"),
-            )  # fmt: skip
+    folder = None if spec.startswith(HUB) else saved_folder(spec)
+    hub = f"{HUB}{folder}" if folder is not None and note_of(folder) is not None else spec
+    if weights is not None and (folder is not None or hub.startswith(HUB)):
+        raise ModelError(
+            "{folder} holds its own weights.", fix="leave out {weights}, which is for unpruned models",
+            folder=folder or spec, weights=Argument("weights"),
+        )  # fmt: skip
+    if original is not None and (folder is None or hub.startswith(HUB)):
+        what = "{original} is for folders saved by secateur that do not describe their model; {spec!r} is none."
+        raise ModelError(what, original=Argument("original"), spec=spec)
+    if hub.startswith(HUB):
+        model, stored = open_hub(hub)
+        view = View() if reads_text(model) else hub_view(hub, model)
+        opened = Opened(model, Origin(hub, view, label_names(model)), stored)
+    elif folder is not None:
         opened = _saved(folder, original)
     else:
-        if original is not None:
-            what = "{original} is for folders saved by secateur; {spec!r} is none."
-            raise ModelError(what, original=Argument("original"), spec=spec)
         model = fresh(spec, pretrained=str(weights) == "default")
         if weights is not None and str(weights) != "default":
             fill(model, weights)
@@ -117,10 +125,11 @@ def open_model(
 def saved_folder(spec: str) -> Path | None:
     """The folder of a saved model, if the text names one: itself, or the `model` inside a run's output folder."""
     for folder in (Path(spec), Path(spec) / "model"):
-        if (folder / PLANS).is_file():
+        if (folder / PLANS).is_file() or note_of(folder) is not None:
             return folder
     if Path(spec).is_dir():
-        raise ModelError(f"{spec} is a folder, but no model was saved in it ({PLANS} is missing).", fix=f"give {FORMS}")
+        fix = f"{HUB}{spec}" if (Path(spec) / CONFIG).is_file() else f"give {FORMS}"
+        raise ModelError(f"{spec} is a folder, but no model was saved in it ({PLANS} is missing).", fix=fix)
     return None
 
 

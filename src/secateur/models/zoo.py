@@ -1,4 +1,4 @@
-"""Fresh models from a text: `torchvision:NAME`, `timm:NAME`, `FILE.py:FACTORY`, with options after a `?`."""
+"""Fresh models from a text: `torchvision:NAME`, `timm:NAME`, `hf:FOLDER`, `FILE.py:FACTORY`, options after a `?`."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from urllib.parse import parse_qsl
 from torch import nn
 
 from secateur.errors import Argument, ModelError
+from secateur.models.hub import HUB, fresh_hub
 
-FORMS = "torchvision:NAME, timm:NAME, FILE.py:FACTORY, or a folder saved by secateur"
+FORMS = "torchvision:NAME, timm:NAME, hf:FOLDER, hf:NAME, FILE.py:FACTORY, or a folder saved by secateur"
 
 # Options that would download or read weights without the user asking for it.
 _RESERVED = {"weights", "weights_backbone", "pretrained", "checkpoint_path", "pretrained_cfg", "cache_dir"}
@@ -30,6 +31,8 @@ def fresh(spec: str, pretrained: bool = False) -> nn.Module:
     >>> fresh("torchvision:resnet18?num_classes=3").fc
     Linear(in_features=512, out_features=3, bias=True)
     """
+    if spec.startswith(HUB):
+        return fresh_hub(spec)
     body, options = _options(spec)
     zoo, colon, name = body.partition(":")
     if colon and zoo in ("torchvision", "timm"):
@@ -63,7 +66,7 @@ def input_size(spec: str) -> int:
 
 def runs_code(spec: str) -> bool:
     """Whether building this model runs a file of the user's."""
-    return not spec.startswith(("torchvision:", "timm:"))
+    return not spec.startswith(("torchvision:", "timm:", HUB))
 
 
 def _options(spec: str) -> tuple[str, dict[str, Any]]:

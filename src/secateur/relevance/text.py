@@ -76,9 +76,9 @@ class Text:
         started = (mine != IGNORED).nonzero().ravel()
         if len(started) != 1:
             return f"Relevance starts at {len(started)} positions."
-        name = self._named(int(mine[started[0]]), tokenizer)
+        name = self.named(int(mine[started[0]]), tokenizer)
         if against is not None:
-            name += f" rather than {self._named(int(against[row].reshape(-1)[started[0]]), tokenizer)}"
+            name += f" rather than {self.named(int(against[row].reshape(-1)[started[0]]), tokenizer)}"
         if classes.ndim == 1:
             return f"Explained: {name}."
         place = int(started[0])
@@ -86,7 +86,7 @@ class Text:
             place = int(self.counts[row, :place].sum())
         return f"Explained: {name}, the answer at position {place}."
 
-    def _named(self, number: int, tokenizer: Any) -> str:
+    def named(self, number: int, tokenizer: Any = None) -> str:
         """What a class is called."""
         if not self.speaks:
             return f"class {number}"
@@ -167,6 +167,24 @@ def _colour(relevance: float, limit: float) -> tuple[int, int, int]:
     return tuple(round(255 + (channel - 255) * strength) for channel in full)  # type: ignore[return-value]
 
 
+class Shade(NamedTuple):
+    """A word as a page shows it: its letters, its colour in CSS, its relevance, and its share of all relevance."""
+
+    text: str
+    colour: str
+    relevance: str
+    share: str
+
+
+def shaded(words: Sequence[Word], clip: float = 0.995) -> list[Shade]:
+    """The words of a text with their colours. Nothing is escaped yet."""
+    limit, total = _limit(words, clip), sum(abs(word.relevance) for word in words) or 1.0
+    return [
+        Shade(w.text, f"rgb{_colour(w.relevance, limit)}", _minus(f"{w.relevance:.4g}"), _signed(w.relevance / total))
+        for w in words
+    ]
+
+
 _STYLE = """
 :root { color-scheme: light; }
 body { background: #fff; color: #1a1a1a; margin: 0 auto; max-width: 52rem; padding: 1.5rem 1rem 3rem;
@@ -201,20 +219,13 @@ def page(texts: Sequence[Sequence[Word]], said: Sequence[str], first: float, cli
         f'<p class="note">{100 * first:.1f} % of all relevance, by size, lies on the first token.</p>',
     ]  # fmt: skip
     for number, (words, what) in enumerate(zip(texts, said, strict=True), 1):
-        limit, total = _limit(words, clip), sum(abs(word.relevance) for word in words) or 1.0
-        shown = [(html.escape(word.text), word.relevance, word.relevance / total) for word in words]
+        shown = [shade._replace(text=html.escape(shade.text)) for shade in shaded(words, clip)]
         parts.append(f"<section><h2>Text {number}</h2><p>{html.escape(what)}</p>")
         parts.append('<p class="text">')
-        parts += [
-            f'<span style="background: rgb{_colour(r, limit)}" title="{_signed(share)}">{text}</span>'
-            for text, r, share in shown
-        ]
+        parts += [f'<span style="background: {w.colour}" title="{w.share}">{w.text}</span>' for w in shown]
         parts.append("</p><details><summary>Numbers</summary><table><thead><tr><th scope=col>word</th>")
         parts.append("<th scope=col>relevance</th><th scope=col>share</th></tr></thead><tbody>")
-        parts += [
-            f"<tr><td>{text}</td><td>{_minus(f'{r:.4g}')}</td><td>{_signed(share)}</td></tr>"
-            for text, r, share in shown
-        ]
+        parts += [f"<tr><td>{w.text}</td><td>{w.relevance}</td><td>{w.share}</td></tr>" for w in shown]
         parts.append("</tbody></table></details></section>")
     return "\n".join([*parts, "</main></body></html>", ""])
 

@@ -12,16 +12,18 @@ import torch
 from torch import Tensor, nn
 
 from secateur.errors import DataError
+from secateur.nest import select_samples
 from secateur.plans.plan import Plan
 from secateur.relevance.engine import Start
 from secateur.relevance.explain import Explanation, bound, explain, visible
 from secateur.relevance.starts import begun, seed
+from secateur.relevance.text import Shade, shaded
 from secateur.relevance.weights import path_of
 from secateur.report.document import Page
 from secateur.results.history import Record
-from secateur.running.batches import Data, as_data, batches, is_pair
+from secateur.running.batches import Data, as_data, batches, is_pair, size_of
 from secateur.running.devices import device_of, to_device
-from secateur.running.targets import Reader
+from secateur.running.targets import IGNORED, Reader, ids_in
 
 Names = Sequence[str] | Mapping[int, str] | None
 Map = np.ndarray[Any, Any]
@@ -49,6 +51,17 @@ class Sample:
 
 
 @dataclass(frozen=True)
+class Passage:
+    """One text: what was explained, what the network said before and after, and the words in their colours."""
+
+    explained: str
+    said: tuple[str, str]
+    before: Sequence[Shade]
+    after: Sequence[Shade]
+    agreement: float
+
+
+@dataclass(frozen=True)
 class UnitChange:
     """A unit, by its layer and its place in the unpruned network, and its share of all relevance."""
 
@@ -62,20 +75,24 @@ class UnitChange:
 class Changes:
     """Samples, the one that changed most first; units that left with the most relevance, and those that gained most.
 
-    `hardest_hit` is the layer whose removed units had the largest share of its relevance, with that share.
+    Samples are pictures, or passages of text. `hardest_hit` is the layer whose removed units had the largest share of
+    its relevance, with that share.
     """
 
     samples: Sequence[Sample]
+    passages: Sequence[Passage]
     count: int
     removed: Sequence[UnitChange]
     gained: Sequence[UnitChange]
     hardest_hit: tuple[str, float] | None
 
 
-def some_of(data: Data, count: int) -> tuple[Tensor, Tensor | None]:
+def some_of(data: Data, count: int) -> tuple[Any, Tensor | None]:
     """A few samples, as many classes as can be among them: the first of each class, then the second, …"""
     data = as_data(data)
     inputs, targets = data if is_pair(data) else next(batches(data), (None, None))
+    if isinstance(inputs, Mapping) and ids_in(inputs) is not None:
+        return select_samples(inputs, slice(count)), targets[:count] if isinstance(targets, Tensor) else None
     if not isinstance(inputs, Tensor):
         raise DataError(
             f"heat maps need a tensor of inputs, not {type(inputs).__name__}.",
@@ -95,33 +112,73 @@ def some_of(data: Data, count: int) -> tuple[Tensor, Tensor | None]:
 
 
 def changes(
-    original: nn.Module, result: Record, inputs: tuple[Tensor, Tensor | None], classes: Names, page: Page
+    original: nn.Module, result: Record, inputs: tuple[Any, Tensor | None], classes: Names, page: Page
 ) -> Changes:
     """Explain the same inputs with both networks and compare. Each sample starts with relevance 1 at its class."""
     x, y = (to_device(part, device_of(original)) for part in inputs)
-    if not isinstance(x, Tensor) or not len(x):
+    text = isinstance(x, Mapping) and ids_in(x) is not None
+    if not (isinstance(x, Tensor) or text) or not (count := size_of(x)):
         raise DataError("there is no input to explain: give inputs=(x, y) with at least one sample.")
     check_scale(x, page)
-    before = explain(original, x, None if y is None else _begin(original, x, y), composite=page.composite)
+    start: Any = y if y is None or text else _begin(original, x, y)  # of a text, the page names the explained class
+    before = explain(original, x, start, composite=page.composite, start="one")
     place = device_of(result.model)
     there, target, known = (to_device(part, place) for part in (x, y, before.classes))
-    begin = None if y is None and known is None else _begin(result.model, there, target, known)
-    after = explain(result.model, there, begin, composite=page.composite)
-    samples = []
-    if x.dim() == 4:
+    begin: Any = None if y is None and known is None else _begin(result.model, there, target, known)
+    after = explain(
+        result.model, there, target if text and y is not None else begin, composite=page.composite, start="one"
+    )
+    samples, passages = list[Sample](), list[Passage]()
+    if before.text is not None and after.text is not None:
+        passages = [_passage(i, before, after, classes, page.tokenizer) for i in range(count)]
+    elif isinstance(x, Tensor) and x.dim() == 4:
         labels = [name_of(int(c), classes) for c in y] if y is not None and y.dim() == 1 else [""] * len(x)
         said = zip(*(_said(seen.output, len(x), classes) for seen in (before, after)), strict=True)
         maps = (seen.heat.detach().double().cpu() for seen in (before, after))
         samples = [_sample(*parts) for parts in zip(labels, said, _pictures(x, page), *maps, strict=True)]
-    return Changes(sorted(samples, key=lambda s: s.agreement), len(x), *_units(original, before, after, result.plan))
+    samples.sort(key=lambda sample: sample.agreement)
+    passages.sort(key=lambda passage: passage.agreement)
+    return Changes(samples, passages, count, *_units(original, before, after, result.plan))
 
 
-def _begin(model: nn.Module, x: Tensor, y: Tensor | None, classes: Tensor | None = None) -> Start:
+def _begin(model: nn.Module, x: Any, y: Tensor | None, classes: Tensor | None = None) -> Start:
     """Relevance starts at the targets, as in scoring; without any, at the classes that the other network predicted."""
     reader = Reader(model)
     if y is not None:
-        return lambda output: begun(reader, x, y, output, samples=len(x))
+        return lambda output: begun(reader, x, y, output, samples=size_of(x))
     return lambda output: seed(reader.view(x, None, output), classes)
+
+
+# -- texts -------------------------------------------------------------------------------------------------------------
+def _passage(row: int, before: Explanation, after: Explanation, classes: Names, tokenizer: Any) -> Passage:
+    old, new = before.text, after.text
+    assert old is not None
+    assert new is not None
+    place = _place(before, row)
+
+    def says(seen: Explanation) -> str:
+        logits = seen.output[row] if place is None else seen.output[row, place]
+        if logits.dim() != 1 or len(logits) < 2:
+            return ""
+        sure, which = logits.detach().double().softmax(0).max(0)
+        number = int(which)
+        name = old.named(number, tokenizer) if old.speaks else name_of(number, classes)
+        return f"{name} ({100 * float(sure):.0f} %)"
+
+    heats = [text.relevance[row][old.counts[row]].detach().double().cpu().numpy() for text in (old, new)]
+    explained = old.said(row, before.classes, before.against, tokenizer)
+    if not old.speaks and before.classes is not None and before.classes.dim() == 1:
+        explained = f"Explained: {name_of(int(before.classes[row]), classes)}."
+    was, now = (shaded(text.words(tokenizer)[row]) for text in (old, new))
+    return Passage(explained, (says(before), says(after)), was, now, agreement(*heats))
+
+
+def _place(seen: Explanation, row: int) -> int | None:
+    """The position of a text whose answer was explained; None if there is an answer for the text as a whole."""
+    if seen.output.dim() < 3 or seen.classes is None:
+        return None
+    places = (seen.classes[row].reshape(-1) != IGNORED).nonzero().ravel()
+    return int(places[-1]) if len(places) else None
 
 
 # -- pictures ----------------------------------------------------------------------------------------------------------
@@ -136,10 +193,10 @@ def _sample(label: str, said: tuple[str, str], picture: bytes, old: Tensor, new:
     return Sample(label, said, picture, before, after, moved, alike, gained, lost, coarse)
 
 
-def check_scale(x: Tensor, page: Page) -> None:
+def check_scale(x: Any, page: Page) -> None:
     """Mean and deviation of the pixels must fit the pictures."""
     for name, values in (("mean", page.mean), ("std", page.std)):
-        if x.dim() == 4 and values is not None and len(values) not in (1, x.shape[1]):
+        if isinstance(x, Tensor) and x.dim() == 4 and values is not None and len(values) not in (1, x.shape[1]):
             raise DataError(f"{name} has {len(values)} numbers, but the pictures have {x.shape[1]} channels.")
 
 

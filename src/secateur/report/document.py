@@ -21,7 +21,7 @@ class Page:
 
     `about` is shown among the settings. Both models are timed in turn for batches of 1 and 32, unless `latency` is
     False or holds what was measured already. Heat maps are made with `composite`, by default that of the run. `mean`
-    and `std` are those that the images were normalised with.
+    and `std` are those that the images were normalised with. `tokenizer` gives the words of texts.
     """
 
     title: str | None = None
@@ -30,6 +30,7 @@ class Page:
     composite: str | Composite | Rule | None = None
     mean: Sequence[float] | None = None
     std: Sequence[float] | None = None
+    tokenizer: Any = None
 
     __repr__ = brief
 

@@ -31,9 +31,10 @@ from secateur.report.document import Page, Table, fill, number, percent
 from secateur.report.environment import environment
 from secateur.results.comparison import Comparison
 from secateur.results.history import Record
-from secateur.running.accuracy import accuracy
+from secateur.running.accuracy import PERPLEXITY, accuracy, perplexity
 from secateur.running.batches import Data, repeatable
 from secateur.running.copies import unwrap
+from secateur.running.targets import Reader
 from secateur.structure.cost import human
 
 _SAMPLES = 4  # shown as heat maps when they are taken from the data
@@ -85,7 +86,7 @@ def write_report(
     *,
     data: Data = None,
     test: Data = None,
-    inputs: tuple[Tensor, Tensor | None] | None = None,
+    inputs: tuple[Any, Tensor | None] | None = None,
     original: nn.Module | None = None,
     comparison: Comparison | Mapping[str, Record] | None = None,
     classes: Names = None,
@@ -182,12 +183,17 @@ def _lead(result: Record, criterion: str) -> str:
 
 def _measured(result: Record, source: nn.Module | None, test: Data, classes: Names, metric: Metric) -> Measured | None:
     """On the test data, or else by the `evaluate` of the run."""
+    if source is not None and test is not None and Reader(source).causal:
+        first, last = (perplexity(model, test) for model in (source, result.model))
+        title = f"Next-token accuracy on {first.tokens} held-out tokens"
+        return Measured(title, Metric(percent=True), first.named(), last.named())
     if source is not None and test is not None:
         old, new = (accuracy(model, test) for model in (source, result.model))
         title = f"Accuracy on {old.samples} held-out samples"
         return Measured(title, Metric(percent=True), *(a.named(lambda c: name_of(c, classes)) for a in (old, new)))
     rows = [row.metrics for row in result.history if row.held]
-    return Measured(metric.word.capitalize(), metric, rows[0], rows[-1]) if "overall" in rows[0] else None
+    title = "Next-token accuracy" if PERPLEXITY in rows[0] else metric.word.capitalize()
+    return Measured(title, metric, rows[0], rows[-1]) if "overall" in rows[0] else None
 
 
 def _tiles(result: Record, measured: Measured | None) -> list[Tile]:
@@ -196,10 +202,14 @@ def _tiles(result: Record, measured: Measured | None) -> list[Tile]:
         values, metric = (measured.before["overall"], measured.after["overall"]), measured.metric
         before, after = map(metric.text, values)
         tiles.append(Tile(measured.title, after, before, metric.change(*values)))
+        if PERPLEXITY in measured.before and PERPLEXITY in measured.after:
+            was, now = measured.before[PERPLEXITY], measured.after[PERPLEXITY]
+            change = f"{number(100 * (now / was - 1), '+.1f')} %"
+            tiles.insert(0, Tile("Perplexity", f"{now:.2f}", f"{was:.2f}", change))
     old, new = result.cost_before, result.cost_after
-    for name, was, now in (("Parameters", old.params, new.params), ("MACs", old.macs, new.macs)):
-        share = now / max(was, 1)
-        tiles.append(Tile(name, human(now), human(was), f"{100 * share:.1f} % left", share))
+    for name, had, has in (("Parameters", old.params, new.params), ("MACs", old.macs, new.macs)):
+        share = has / max(had, 1)
+        tiles.append(Tile(name, human(has), human(had), f"{100 * share:.1f} % left", share))
     return tiles
 
 
@@ -219,9 +229,14 @@ def _speeds(result: Record, source: nn.Module | None, latency: bool | Sequence[T
     tiles = []
     for t in timings:
         name, change = f"{t.runtime}, batch of {t.batch}", f"{t.gain:.2f} times as fast"
-        tiles.append(Tile(name, _milliseconds(t.after), _milliseconds(t.before), change, 1 / t.gain))
+        if t.tokens:
+            was, now = (f"{rate:,.0f} tokens/s" for rate in t.rates)
+            tiles.append(Tile(f"{name}, {t.tokens} tokens each", now, was, change))
+        else:
+            tiles.append(Tile(name, _milliseconds(t.after), _milliseconds(t.before), change, 1 / t.gain))
     sample = describe(example) if len(timings) == 1 else "samples like the example"
-    return tiles, f"Latency is the median of up to {_REPEATS} forward passes on {sample}{turns}, measured {when}."
+    what = "Speed is that of reading a text, by" if timings[0].tokens else "Latency is"
+    return tiles, f"{what} the median of up to {_REPEATS} forward passes on {sample}{turns}, measured {when}."
 
 
 def _milliseconds(seconds: float) -> str:
@@ -235,7 +250,7 @@ def _class_table(measured: Measured | None) -> Table | None:
     if measured is None:
         return None
     metric, before, after = measured.metric, measured.before, measured.after
-    names = [name for name in before if name in after and name != "overall"]
+    names = [name for name in before if name in after and name not in ("overall", PERPLEXITY)]
     names.sort(key=lambda name: after[name] - before[name])
     lines = [(n, metric.bare(before[n]), metric.bare(after[n]), metric.change(before[n], after[n])) for n in names]
     return Table.of(f"{metric.name} by class", ("class",), ("before", "after", "change"), lines) if lines else None

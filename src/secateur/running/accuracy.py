@@ -1,12 +1,14 @@
-"""How often a classifier is right."""
+"""How often a classifier is right, and how well a language model foretells a text."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from secateur.errors import DataError
@@ -16,6 +18,9 @@ from secateur.running.devices import device_of
 from secateur.running.logits import logits_of, one_output
 from secateur.running.sandbox import leaves_no_trace, run
 from secateur.running.targets import IGNORED, Reader, is_binary
+
+#: What the perplexity is called among metrics.
+PERPLEXITY = "perplexity"
 
 
 @dataclass(frozen=True)
@@ -62,3 +67,48 @@ def accuracy(model: nn.Module, data: Data, batch_size: int = 32) -> Accuracy:
     if not seen:
         raise DataError("the test data are empty: there is no batch in them, or no target that counts.")
     return Accuracy(right.total() / seen.total(), {c: right[c] / seen[c] for c in sorted(seen)}, seen.total())
+
+
+@dataclass(frozen=True)
+class Perplexity:
+    """How well a language model foretells the next token of some texts. `float(…)` is the perplexity.
+
+    The perplexity is the exponential of the mean negative log-likelihood of a token. `accuracy` is the share of tokens
+    to which the model gave the highest probability.
+    """
+
+    perplexity: float
+    accuracy: float
+    tokens: int
+
+    def __float__(self) -> float:
+        return self.perplexity
+
+    def named(self) -> dict[str, float]:
+        """The numbers as `prune(evaluate=…)` and a history hold them: the accuracy is "overall"."""
+        return {"overall": self.accuracy, PERPLEXITY: self.perplexity}
+
+
+@leaves_no_trace
+def perplexity(model: nn.Module, data: Data, batch_size: int = 8) -> Perplexity:
+    """The perplexity of a language model of transformers in evaluation mode on batches of token numbers.
+
+    Each sequence is a text of its own: its first token is given, and all others are foretold. Padding does not count.
+    """
+    model = shared_copy(unwrap(model)).eval()
+    reader = Reader(model)
+    if not reader.causal:
+        raise DataError(f"{type(model).__name__} does not foretell the next token.", fix="accuracy(model, data)")
+    loss, right, tokens = 0.0, 0, 0
+    with torch.no_grad():
+        for inputs, targets in batches(data, batch_size, device_of(model)):
+            reading = reader.read(inputs, targets, logits_of(run(model, inputs)))
+            for logits, wanted in zip(reading.logits, reading.known(), strict=True):  # one at a time: logits are large
+                counts = wanted != IGNORED
+                rows, wanted = logits.movedim(0, -1)[counts].float(), wanted[counts]
+                loss += float(F.cross_entropy(rows, wanted, reduction="sum").double())
+                right += int((rows.argmax(1) == wanted).sum())
+                tokens += len(wanted)
+    if not tokens:
+        raise DataError("the test data are empty: there is no token to foretell.")
+    return Perplexity(math.exp(min(loss / tokens, 700.0)), right / tokens, tokens)

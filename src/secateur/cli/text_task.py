@@ -1,0 +1,249 @@
+"""The task of a command about text: a language model or a text classifier, its tokenizer, and the texts."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from secateur.cli.options import Texts
+from secateur.cli.output import Printer
+from secateur.cli.task import count_outputs
+from secateur.data.text import Batch, Sentences, Tokens, in_batches, read_sentences, read_text
+from secateur.errors import Argument, DataError
+from secateur.files.architecture import note_of
+from secateur.files.onnx import fixed_batch
+from secateur.latency.timing import Timing, time_in_turn
+from secateur.loop.prune import Result
+from secateur.models import Opened
+from secateur.models.hub import HUB, label_names, longest_text, quiet_hub, tokenizer_of
+from secateur.nest import select_samples
+from secateur.report import Page
+from secateur.running.accuracy import accuracy, perplexity
+from secateur.running.devices import device_of, to_device
+from secateur.running.targets import Reader
+
+_HELD_OUT = 0.2  # of the text, if there is no other to test on
+_TEST = 64, 1000  # sequences to test on, or texts with labels, if the user does not say
+_CONTEXT = 1024  # tokens that a prediction sees at most, as in published perplexities
+_LOGITS = 2**27  # numbers that a model may return for one batch
+_SHOWN, _PASSAGE = 2, 24  # passages in the report, and their tokens
+_BATCHES = 1, 8
+
+
+@dataclass(frozen=True, eq=False)
+class TextTask:
+    """A model of text, and the texts to score units and to measure it on. `classes` is empty for a language model."""
+
+    opened: Opened
+    tokenizer: Any
+    length: int
+    reference: list[Batch]
+    test: list[Batch] | None
+    about: tuple[str, str]  # what units are scored on, and what the model is tested on
+    classes: tuple[str, ...] = ()
+
+    @property
+    def model(self) -> nn.Module:
+        """The model."""
+        return self.opened.model
+
+    @property
+    def sample(self) -> str:
+        """What one sample is, in words."""
+        return f"{self.example()['input_ids'].shape[1]} tokens"
+
+    def data(self) -> list[Batch]:
+        """The texts to score on."""
+        found: list[Batch] = to_device(self.reference, device_of(self.model))
+        return found
+
+    def example(self) -> dict[str, Tensor]:
+        """Two of these texts."""
+        found: dict[str, Tensor] = to_device(select_samples(self.reference[0][0], slice(2)), device_of(self.model))
+        if len(found["input_ids"]) < 2:
+            return {name: torch.cat([tensor, tensor]) for name, tensor in found.items()}
+        return found
+
+    def found(self) -> dict[str, Any]:
+        """What a run is recognised by, beside the options."""
+        sets = {"reference": self.reference, "held_out": self.test}
+        return {name: None if data is None else f"{self._size(data)}, {_digest(data)}" for name, data in sets.items()}
+
+    def _size(self, data: Sequence[Batch]) -> str:
+        """How much text there is, in words."""
+        count, length = sum(len(inputs["input_ids"]) for inputs, _ in data), data[0][0]["input_ids"].shape[1]
+        return _count(count, "text") if self.classes else f"{_count(count, 'sequence')} of {length} tokens"
+
+    @property
+    def counts(self) -> dict[str, Any]:
+        """How many samples are used for what, for JSON."""
+        scored, tested = (
+            sum(len(inputs["input_ids"]) for inputs, _ in data) for data in (self.reference, self.test or [])
+        )
+        return {"texts": {"reference": scored, "test": tested, "tokens": self.length}}
+
+    def introduction(self) -> list[str]:
+        """Which texts are used for what, in lines."""
+        tested = f"tested on: {self.about[1]}" if self.test is not None else "there is no text to test on"
+        return [f"scored on: {self.about[0]}", tested]
+
+    @property
+    def evaluate(self) -> Callable[[nn.Module], dict[str, float]] | None:
+        """What a model is measured by: perplexity and accuracy of the next token, or accuracy by class."""
+        return None if self.test is None else self.measure
+
+    def measure(self, model: nn.Module) -> dict[str, float]:
+        """The numbers, by name."""
+        if not self.classes:
+            return perplexity(model, self.test).named()
+        names = [f"class {name}" if name in ("overall", "worst") else name for name in self.classes]
+        return accuracy(model, self.test).named(lambda number: names[number])
+
+    def training_batches(self) -> Any:
+        """For fine-tuning."""
+        return self.data()
+
+    def save(self, result: Result, folder: Path) -> None:
+        """Write the smaller model as transformers does, in the number format that the unpruned one has on disk."""
+        small, stored = result.model, self.opened.stored
+        if stored is not None and any(p.dtype != stored for p in small.parameters()):
+            small = deepcopy(small).to(stored)
+        with quiet_hub():
+            replace(result, model=small).save_pretrained(folder, tokenizer=self.tokenizer)
+
+    def times(self, result: Result, onnx: Path | None, printer: Printer) -> list[Timing]:
+        """Both models in turn."""
+        example, found = select_samples(self.example(), slice(1)), []
+        with printer.stage(f"timing both models for {' and for '.join(map(str, _BATCHES))} texts"):
+            for batch in _BATCHES:
+                inputs = {name: tensor.expand(batch, -1).contiguous() for name, tensor in example.items()}
+                before, after = time_in_turn([self.model, result.model], inputs)
+                found.append(Timing(batch, before, after, tokens=example["input_ids"].shape[1]))
+        return found
+
+    def report(self, path: Path, result: Result, timings: Sequence[Timing]) -> Path:
+        """Write the page, with the words of a few passages in colours."""
+        about = {"scored on": self.about[0], "tested on": self.about[1]}
+        page = Page(
+            title=f"{self.opened.origin.model.removeprefix(HUB)} pruned by {result.settings['criterion']}", about=about,
+            latency=timings or False, tokenizer=self.tokenizer,
+        )  # fmt: skip
+        return result.report(
+            path, inputs=self._passages(), original=self.model, classes=self.classes or None, page=page
+        )
+
+    def _passages(self) -> tuple[dict[str, Tensor], Tensor | None]:
+        """Short texts to explain: of different classes, or from different places."""
+        batches = self.test if self.test is not None else self.reference
+        inputs, targets = batches[0]
+        if targets is not None:
+            order = sorted(range(len(targets)), key=lambda i: (targets[:i].tolist().count(int(targets[i])), i))
+            chosen = torch.tensor(order[:_SHOWN])
+            return select_samples(inputs, chosen), targets[chosen]
+        rows = torch.cat([inputs["input_ids"] for inputs, _ in batches])[:, :_PASSAGE]
+        return {"input_ids": rows[:: max(1, len(rows) // _SHOWN)][:_SHOWN]}, None
+
+    def exported(self, onnx: Path) -> str:
+        """What the exported model takes, in words."""
+        return f"{', '.join(self.example())}, each {fixed_batch(onnx) or 'N'} x tokens"
+
+
+def how_to_open(folder: Path, result: Result, uniform: bool) -> str:
+    """How a saved folder is opened, in words."""
+    if (note_of(folder) or {}).get("widths") == "uniform":
+        return f"transformers opens it by itself: {type(result.model).__name__}.from_pretrained(folder)"
+    if not uniform:
+        return "its blocks have different widths: secateur.load(folder) opens it. For transformers alone: --uniform"
+    model: Any = result.model
+    path = next((name for name, part in model.named_modules() if part is model.get_input_embeddings()), "")
+    width = (
+        [name for name, (had, has) in result.plan.layers.items() if name == path and has < had] if result.plan else []
+    )
+    fix = f"--ignore {path}, which keeps the width between blocks" if width else "--ignore '*attention*'"
+    return f"no config of transformers describes its widths: secateur.load(folder) opens it. Fix: {fix}"
+
+
+def read_text_task(opened: Opened, given: Texts) -> TextTask:
+    """Read the texts and divide them."""
+    assert given.text is not None
+    tokenizer = tokenizer_of(opened.origin.model)
+    most = longest_text(opened.model, tokenizer)
+    if given.tokens > most:
+        tokens = Argument("tokens", given.tokens)
+        raise DataError("{tokens}: this model takes at most {most} tokens.", tokens=tokens, most=most)
+    return (_labelled if given.labels else _running)(opened, tokenizer, given, most)
+
+
+def _running(opened: Opened, tokenizer: Any, given: Texts, most: int) -> TextTask:
+    """A language model and running text."""
+    model: Any = opened.model
+    if not Reader(model).causal:
+        raise DataError(
+            f"{type(model).__name__} does not foretell the next token, so that plain text is not enough.",
+            fix="--labels, if it is a classifier of texts; else the Python functions",
+        )
+    tokens = Tokens.of(read_text(given.text), tokenizer)  # type: ignore[arg-type]
+    if given.test_text is not None:
+        held, name = Tokens.of(read_text(given.test_text), tokenizer), str(given.test_text)
+    else:
+        (tokens, held), name = tokens.split(_HELD_OUT), f"the last fifth of {given.text}"
+    ids = tokens.sequences(given.tokens, given.sequences, str(given.text))
+    context = min(_CONTEXT, most, max(len(held) + len(held.begin), 2))
+    rows = held.sequences(context, given.test_sequences or _TEST[0], name)
+    outputs = len(model.get_input_embeddings().weight)
+    about = f"{_count(len(ids), 'sequence')} of {given.tokens} tokens of {given.text}"
+    tested = f"{_count(len(rows), 'sequence')} of {context} tokens of {name}"
+    size = {length: max(1, min(32, _LOGITS // (length * outputs))) for length in (given.tokens, context)}
+    reference, test = in_batches(ids, size[given.tokens]), in_batches(rows, size[context])
+    return TextTask(opened, tokenizer, given.tokens, reference, test, (about, tested))
+
+
+def _labelled(opened: Opened, tokenizer: Any, given: Texts, most: int) -> TextTask:
+    """A classifier and texts with labels."""
+    assert given.text is not None
+    outputs, names = count_outputs(opened), label_names(opened.model)
+    columns = tuple(part.strip() for part in given.columns.split(",")) if given.columns is not None else None
+    if columns is not None and (len(columns) != 2 or not all(columns)):
+        raise DataError(
+            "{columns} must name two columns, as in TEXT,LABEL.", columns=Argument("columns", given.columns)
+        )
+    if tokenizer.pad_token_id is None:
+        raise DataError(
+            "the tokenizer has no token for padding, so that texts of different lengths make no batch.",
+            fix="the tokenizer that the classifier was trained with, saved beside it",
+        )
+    texts = read_sentences(given.text, outputs, names, columns)
+    if given.test_text is not None:
+        held, where = read_sentences(given.test_text, outputs, names, columns), str(given.test_text)
+    else:
+        (texts, held), where = texts.split(_HELD_OUT), f"the last fifth of {given.text}"
+    drawn, tested = texts.draw(given.sequences), held.draw(given.test_sequences or _TEST[1])
+    about = f"{_of_classes(drawn)} of {given.text}", f"{_of_classes(tested)} of {where}"
+    reference = drawn.batches(tokenizer, 16, given.tokens)
+    test = tested.batches(tokenizer, 16, given.tokens) if len(tested) else None
+    return TextTask(opened, tokenizer, given.tokens, reference, test, about, drawn.classes)
+
+
+def _of_classes(texts: Sentences) -> str:
+    each = ", ".join(f"{number} {name}" for name, number in list(texts.counts.items())[:6])
+    return f"{_count(len(texts), 'text')} ({each}{', …' if len(texts.classes) > 6 else ''})"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def _digest(batches: Sequence[Batch]) -> str:
+    """A fingerprint of batches."""
+    found = hashlib.sha256()
+    for inputs, targets in batches:
+        for tensor in (*inputs.values(), *([] if targets is None else [targets])):
+            found.update(f"{tuple(tensor.shape)}".encode() + tensor.cpu().numpy().tobytes())
+    return found.hexdigest()[:16]

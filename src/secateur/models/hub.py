@@ -1,0 +1,222 @@
+"""Models of Hugging Face: `hf:FOLDER`, or `hf:NAME` of its hub. A folder needs no network. No code of theirs is run."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from secateur.data.views import View
+from secateur.errors import DataError, FileFormatError, ModelError, SecateurError
+from secateur.files.architecture import CONFIG, architecture, is_pretrained, note_of
+from secateur.files.saved import load
+from secateur.running.tensor_files import parse_json
+
+HUB = "hf:"
+_PROCESSOR = "preprocessor_config.json"
+_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+def pretrained_folder(path: Path) -> Path | None:
+    """The folder of a model, if there is one: itself, or the `model` inside a run's output folder."""
+    return next((folder for folder in (path, path / "model") if (folder / CONFIG).is_file()), None)
+
+
+def source_of(spec: str) -> str:
+    """The folder, or the name in the hub, that `hf:…` means."""
+    name = spec.removeprefix(HUB).partition("?")[0]
+    folder = Path(name).expanduser()
+    if name and folder.is_dir():
+        found = pretrained_folder(folder)
+        if found is None:
+            raise ModelError(
+                f"{folder} holds no model of Hugging Face ({CONFIG} is missing).", fix="hf:FOLDER or hf:NAME"
+            )
+        return str(found)
+    if not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", name):
+        raise ModelError(f"there is no folder {name!r}.", fix="hf:FOLDER, or hf:NAME such as hf:openai-community/gpt2")
+    return name
+
+
+def open_hub(spec: str) -> tuple[nn.Module, torch.dtype | None]:
+    """The model with its weights, as float32 unless `?dtype=` says otherwise, and the number format of its files."""
+    source, dtype = source_of(spec), _dtype(spec)
+    with _reading(spec):
+        if note_of(Path(source)) is not None:  # ours: the blocks may have different widths
+            model, missing = load(source), list[str]()
+        else:
+            kind, _ = architecture(source, fix="another model, or a factory of your own: FILE.py:FACTORY")
+            model, info = kind.from_pretrained(source, dtype="auto", output_loading_info=True, **_safely(source))
+            missing = sorted(map(str, info["missing_keys"]))
+    if missing:
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        raise ModelError(
+            f"{spec}: there are no weights for {', '.join(missing[:3])}{more}; they would be random.",
+            fix="the folder of a model that was trained as a whole",
+        )
+    stored = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
+    # Scores and corrections are sums over many positions, and half precision is slow on a CPU.
+    return model.to(dtype or torch.float32).eval(), stored
+
+
+def fresh_hub(spec: str) -> nn.Module:
+    """The architecture, with random weights."""
+    source = source_of(spec)
+    with _reading(spec), torch.random.fork_rng(devices=[]):
+        kind, config = architecture(source, fix="another model")
+        model: nn.Module = kind(config)
+    return model.eval()
+
+
+def tokenizer_of(spec: str) -> Any:
+    """The tokenizer that lies beside a model."""
+    source = source_of(spec)
+    try:
+        with _reading(spec):
+            from transformers import AutoTokenizer
+
+            return AutoTokenizer.from_pretrained(source, **_safely(source))
+    except ModelError as error:
+        raise ModelError(
+            f"{spec} has no tokenizer that can be read ({error.what.removeprefix(spec).lstrip(' :').rstrip('.')}).",
+            fix=f"tokenizer.save_pretrained({source!r}), with the tokenizer that the model was trained with",
+        ) from error
+
+
+def reads_text(model: nn.Module) -> bool:
+    """Whether a model is one of transformers that reads token numbers. Those that read sound are refused."""
+    kind = getattr(model, "main_input_name", "") if is_pretrained(model) else ""
+    if kind not in ("", "input_ids", "pixel_values"):
+        raise ModelError(
+            f"{type(model).__name__} reads {kind}; the command line has text and images.", fix="the Python functions"
+        )
+    return kind == "input_ids"
+
+
+def longest_text(model: nn.Module, tokenizer: Any = None) -> int:
+    """The most tokens that a model takes; a very large number if it does not say."""
+    config = getattr(model, "config", None)
+    known = [getattr(config, "max_position_embeddings", None), getattr(tokenizer, "model_max_length", None)]
+    return min((number for number in known if isinstance(number, int) and number > 0), default=2**31)
+
+
+def hub_view(spec: str, model: nn.Module) -> View:
+    """What an image model expects: from the settings of its processor, or the size in its config."""
+    size = getattr(model.config, "image_size", None)
+    known = View(size if isinstance(size, int) else 224)
+    notes = _processor(source_of(spec))
+    if not notes:
+        return known
+    try:
+        crop = bool(notes.get("do_center_crop", False)) or "shortest_edge" in _sides(notes.get("size"))
+        side = _side(notes.get("crop_size") if notes.get("do_center_crop") else notes.get("size"), known.size)
+        plain = not notes.get("do_normalize", True)
+        mean, std = (
+            tuple(map(float, (default,) * 3 if plain else notes.get(name) or usual))
+            for name, default, usual in (("image_mean", 0, known.mean), ("image_std", 1, known.std))
+        )
+        return View(side, "crop" if crop else "squash", mean, std)
+    except (TypeError, ValueError, DataError) as error:
+        raise ModelError(f"{spec}: its {_PROCESSOR} cannot be read ({error}).") from error
+
+
+def label_names(model: nn.Module) -> tuple[str, ...]:
+    """What the config calls the outputs of a classifier; empty if it has no names for them."""
+    names = getattr(getattr(model, "config", None), "id2label", None)
+    if not isinstance(names, Mapping) or sorted(names) != list(range(len(names))):
+        return ()
+    found = tuple(str(names[number]) for number in range(len(names)))
+    generic = all(re.fullmatch(r"LABEL_\d+", name) for name in found)
+    return () if generic or len(set(found)) < len(found) else found
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+def _safely(source: str) -> dict[str, Any]:
+    return {"trust_remote_code": False, "local_files_only": Path(source).is_dir()}
+
+
+@contextmanager
+def quiet_hub() -> Iterator[None]:
+    """Keep transformers from drawing bars and from advice."""
+    import transformers.utils.logging as module
+
+    logging: Any = module
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
+
+
+@contextmanager
+def _reading(spec: str) -> Iterator[None]:
+    """Turn what transformers raises into an error with a name."""
+    if importlib.util.find_spec("transformers") is None:
+        raise SecateurError(f"{spec} needs transformers.", fix="pip install 'secateur[hf]'")
+    try:
+        with quiet_hub():
+            yield
+    except FileFormatError as error:
+        raise ModelError(f"{spec}: {error.what}", where=error.where, fix=error.fix) from error
+    except (SecateurError, MemoryError):
+        raise
+    except Exception as error:  # transformers raises many kinds of errors
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        name = spec.removeprefix(HUB).partition("?")[0]
+        folder = Path(name).expanduser().is_dir()
+        what = "cannot be read" if folder else "is no folder, and the hub has no such model or cannot be reached"
+        raise ModelError(
+            f"{spec} {what}: {first.rstrip('.')}.",
+            fix="a folder written by save_pretrained" if folder else "hf:FOLDER, or a name of the hub and a network",
+        ) from error
+
+
+def _dtype(spec: str) -> torch.dtype | None:
+    """The number format in `?dtype=…`."""
+    options = spec.partition("?")[2]
+    if not options:
+        return None
+    name, _, value = options.partition("=")
+    if name != "dtype" or value not in _DTYPES:
+        raise ModelError(f"{spec}: {options!r} is no option of hf:….", fix=f"?dtype= with {', '.join(_DTYPES)}")
+    return _DTYPES[value]
+
+
+def _processor(source: str) -> dict[str, Any]:
+    """The settings of an image processor; empty if there are none."""
+    if Path(source).is_dir():
+        path = Path(source) / _PROCESSOR
+    else:
+        from transformers.utils.hub import cached_file
+
+        found = cached_file(source, _PROCESSOR, _raise_exceptions_for_missing_entries=False)
+        path = Path(found or "")
+    if not path.is_file():
+        return {}
+    try:
+        notes = parse_json(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} is damaged: {error}", where=path) from error
+    return notes if isinstance(notes, dict) else {}
+
+
+def _sides(size: Any) -> dict[str, int]:
+    return size if isinstance(size, dict) else {} if size is None else {"height": size, "width": size}
+
+
+def _side(size: Any, usual: int) -> int:
+    """The side of a square."""
+    sides = set(_sides(size).values()) or {usual}
+    if len(sides) > 1:
+        raise ValueError(f"images of {size} are no squares")
+    return int(sides.pop())
