@@ -1,24 +1,19 @@
-"""Hugging Face models: the config that describes a pruned one, and building one from the config of a folder."""
+"""Hugging Face models: the config that describes a pruned one."""
 
 from __future__ import annotations
 
 import itertools
 import json
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from secateur.errors import FileFormatError, SecateurError
+from secateur.files.pretrained_folder import FIELD
 from secateur.running.copies import unwrap
-from secateur.running.tensor_files import parse_json
 from secateur.surgery.provenance import plans_of
 
-CONFIG = "config.json"
-#: The field of `config.json` that says what secateur did.
-FIELD = "secateur"
 # Sizes that a config may leave open, to be derived from others.
 _OPEN = ("n_inner", "head_dim", "intermediate_size", "ffn_dim", "num_key_value_heads")
 _TRIES = 400  # configs that are built, without numbers, before a model counts as one that no config describes
@@ -30,52 +25,6 @@ def is_pretrained(model: nn.Module) -> bool:
     return hasattr(config, "to_dict") and hasattr(type(config), "model_type") and hasattr(model, "save_pretrained")
 
 
-# -- from a folder -----------------------------------------------------------------------------------------------------
-def build_from(folder: Path) -> tuple[nn.Module, bool]:
-    """The model that a folder's config describes, and whether its weights are in it already. No code there is run.
-
-    A folder of uniform widths is loaded as transformers does. Of others the unpruned model is built.
-    """
-    note = note_of(folder)
-    if note is None:
-        raise SecateurError(
-            f"{folder} does not say which model it was cut from.",
-            fix="sc.load(path, model), with a freshly built original",
-        )
-    kind, config = _architecture(folder)
-    if note.get("widths") == "uniform":
-        return kind.from_pretrained(folder, local_files_only=True, trust_remote_code=False), True
-    with torch.random.fork_rng(devices=[]):
-        return kind(config), False
-
-
-def _architecture(folder: Path) -> tuple[Any, Any]:
-    """The class that a config names, which must be one of transformers' own, and the config."""
-    import transformers
-
-    config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    names = getattr(config, "architectures", None) or [""]
-    kind = getattr(transformers, str(names[0]), None)
-    if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
-        raise FileFormatError(
-            f"{folder / CONFIG} names {names[0]!r}, which is no model of transformers {transformers.__version__}.",
-            where=folder / CONFIG,
-            fix="sc.load(path, model), with a freshly built original",
-        )
-    return kind, config
-
-
-def note_of(folder: Path) -> dict[str, Any] | None:
-    """What the config of a folder says about secateur."""
-    try:
-        found = parse_json((folder / CONFIG).read_bytes())
-    except (OSError, ValueError):
-        return None
-    note = found.get(FIELD) if isinstance(found, dict) else None
-    return note if isinstance(note, dict) else None
-
-
-# -- for a model -------------------------------------------------------------------------------------------------------
 def stock_config(model: nn.Module) -> Any | None:
     """The config from which transformers builds a model of exactly these shapes, or None if there is none.
 
