@@ -1,19 +1,24 @@
-"""Hugging Face models: the config that describes a pruned one."""
+"""Hugging Face models: the config that describes a pruned one, and building one from the config of a folder."""
 
 from __future__ import annotations
 
 import itertools
 import json
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from secateur.files.pretrained_folder import FIELD
+from secateur.errors import FileFormatError
 from secateur.running.copies import unwrap
+from secateur.running.tensor_files import parse_json
 from secateur.surgery.provenance import plans_of
 
+CONFIG = "config.json"
+#: The field of `config.json` that says what secateur did.
+FIELD = "secateur"
 # Sizes that a config may leave open, to be derived from others.
 _OPEN = ("n_inner", "head_dim", "intermediate_size", "ffn_dim", "num_key_value_heads")
 _TRIES = 400  # configs that are built, without numbers, before a model counts as one that no config describes
@@ -25,6 +30,36 @@ def is_pretrained(model: nn.Module) -> bool:
     return hasattr(config, "to_dict") and hasattr(type(config), "model_type") and hasattr(model, "save_pretrained")
 
 
+# -- from a folder -----------------------------------------------------------------------------------------------------
+def architecture(source: str | Path, fix: str) -> tuple[Any, Any]:
+    """The class that the config of a folder or of a name in the hub gives, one of transformers' own, and the config."""
+    import transformers
+
+    local = Path(source).is_dir()
+    config = transformers.AutoConfig.from_pretrained(source, local_files_only=local, trust_remote_code=False)
+    names = getattr(config, "architectures", None) or [""]
+    kind = getattr(transformers, str(names[0]), None)
+    if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
+        where = Path(source) / CONFIG
+        raise FileFormatError(
+            f"{where} names {names[0]!r}, which is no model of transformers {transformers.__version__}.",
+            where=where,
+            fix=fix,
+        )
+    return kind, config
+
+
+def note_of(folder: Path) -> dict[str, Any] | None:
+    """What the config of a folder says about secateur."""
+    try:
+        found = parse_json((folder / CONFIG).read_bytes())
+    except (OSError, ValueError):
+        return None
+    note = found.get(FIELD) if isinstance(found, dict) else None
+    return note if isinstance(note, dict) else None
+
+
+# -- for a model -------------------------------------------------------------------------------------------------------
 def stock_config(model: nn.Module) -> Any | None:
     """The config from which transformers builds a model of exactly these shapes, or None if there is none.
 

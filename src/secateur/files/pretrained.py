@@ -19,8 +19,8 @@ from torch import nn
 from secateur import atomic
 from secateur.arguments import check_path
 from secateur.errors import SecateurError, VerificationError
-from secateur.files.architecture import is_pretrained, plain_config, stock_config
-from secateur.files.pretrained_folder import CONFIG, note_of, with_digests
+from secateur.files.architecture import CONFIG, is_pretrained, note_of, plain_config, stock_config
+from secateur.files.pretrained_folder import with_digests
 from secateur.files.saved import check_replaceable, saved_files
 from secateur.nest import tensors_of_output
 from secateur.running.copies import shared_copy, unwrap

@@ -21,11 +21,10 @@ from torch import nn
 from torch.nn.modules import module as registration
 
 from secateur.errors import FileFormatError, SecateurError
+from secateur.files.architecture import CONFIG, FIELD, architecture
 from secateur.running.tensor_files import parse_json, sizes_in
 
-CONFIG, WEIGHTS = "config.json", "model.safetensors"
-#: The field of `config.json` that says what secateur did.
-FIELD = "secateur"
+WEIGHTS = "model.safetensors"
 # What else decides which model is loaded. The weights of a folder with a plan are guarded by that plan.
 _GUARDED = ("generation_config.json", "plan.json")
 # Entries that make transformers run other code or read other files. We never write them.
@@ -56,15 +55,6 @@ def _digest(config: Mapping[str, Any]) -> str:
     except RecursionError:  # nothing that we wrote
         return ""
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def note_of(folder: Path) -> dict[str, Any] | None:
-    """What the config of a folder says about secateur."""
-    try:
-        note = _read_config(folder).get(FIELD)
-    except SecateurError:
-        return None
-    return note if isinstance(note, dict) else None
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
@@ -127,7 +117,7 @@ def build_from(folder: Path) -> tuple[nn.Module, bool]:
 def _build(folder: Path, config: Mapping[str, Any], sizes: list[int]) -> tuple[nn.Module, bool]:
     import transformers
 
-    kind, made = _architecture(folder)
+    kind, made = architecture(folder, _FIX)
     uniform = config[FIELD].get("widths") == "uniform"
     times = 2 if uniform else _TIMES
     with _limited(folder, times * sum(sizes), _TIMES * (len(sizes) + 16)), torch.device("meta"):
@@ -150,22 +140,6 @@ def _build(folder: Path, config: Mapping[str, Any], sizes: list[int]) -> tuple[n
         text = "; ".join(f"{key} {', '.join(names[:3])}" for key, names in wrong.items())
         raise FileFormatError(f"{folder} does not fit {kind.__name__}: {text}", where=folder)
     return model, True
-
-
-def _architecture(folder: Path) -> tuple[Any, Any]:
-    """The class that a config names, which must be one of transformers' own, and the config."""
-    import transformers
-
-    config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    names = getattr(config, "architectures", None) or [""]
-    kind = getattr(transformers, str(names[0]), None)
-    if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
-        raise FileFormatError(
-            f"{folder / CONFIG} names {names[0]!r}, which is no model of transformers {transformers.__version__}.",
-            where=folder / CONFIG,
-            fix=_FIX,
-        )
-    return kind, config
 
 
 # -- limits ------------------------------------------------------------------------------------------------------------
