@@ -187,6 +187,15 @@ def test_what_is_no_model_of_transformers_is_refused(tmp_path: Path) -> None:
         sc.load(tmp_path / "plain")
 
 
+def test_uniform_widths_replace_widths_per_layer(tmp_path: Path) -> None:
+    pruned(llama(), scope="global", only="*.mlp.*").save_pretrained(tmp_path / "small")
+    assert (tmp_path / "small" / "plan.json").exists()
+    result = pruned(llama(), uniform=True, only="*.mlp.*")
+    folder = result.save_pretrained(tmp_path / "small")
+    assert torch.equal(logits(sc.load(folder)), logits(result.model))
+    assert not (folder / "plan.json").exists()
+
+
 @pytest.fixture(scope="module", params=["uniform", "per layer"])
 def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     limits: dict[str, Any] = {"uniform": True} if request.param == "uniform" else {"scope": "global"}

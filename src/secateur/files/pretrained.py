@@ -20,7 +20,7 @@ from secateur import atomic
 from secateur.arguments import check_path
 from secateur.errors import SecateurError, VerificationError
 from secateur.files.architecture import CONFIG, is_pretrained, note_of, plain_config, stock_config
-from secateur.files.pretrained_folder import with_digests
+from secateur.files.pretrained_folder import GUARDED, with_digests
 from secateur.files.saved import check_replaceable, saved_files
 from secateur.nest import tensors_of_output
 from secateur.running.copies import shared_copy, unwrap
@@ -70,6 +70,8 @@ def save_pretrained(
     files[CARD] = card(model, mode, facts or {}).encode()
     with atomic.naming_failures(folder):
         atomic.write_together(folder, files)
+        for name in GUARDED - files.keys():  # of the model that was here before
+            (folder / name).unlink(missing_ok=True)
     return folder
 
 

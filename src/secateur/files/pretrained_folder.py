@@ -26,7 +26,7 @@ from secateur.running.tensor_files import parse_json, sizes_in
 
 WEIGHTS = "model.safetensors"
 # What else decides which model is loaded. The weights of a folder with a plan are guarded by that plan.
-_GUARDED = ("generation_config.json", "plan.json")
+GUARDED = frozenset({"generation_config.json", "plan.json"})
 # Entries that make transformers run other code or read other files. We never write them.
 _FOREIGN = re.compile(r"auto_map|quantization_config|transformers_weights|.*_implementation(_internal)?")
 # Whole numbers that count no modules and size no lists: they may be large.
@@ -41,7 +41,7 @@ _FIX = "sc.load(path, model), with a freshly built original"
 # -- digests -----------------------------------------------------------------------------------------------------------
 def with_digests(config: Mapping[str, Any], note: Mapping[str, Any], files: Mapping[str, bytes]) -> bytes:
     """The text of `config.json` with a note that holds the digests of itself and of the files beside it."""
-    guarded = [name for name in files if name in _GUARDED or (name == WEIGHTS and "plan.json" not in files)]
+    guarded = [name for name in files if name in GUARDED or (name == WEIGHTS and "plan.json" not in files)]
     digests = {name: hashlib.sha256(files[name]).hexdigest() for name in guarded}
     whole = {**config, FIELD: {**note, "files": digests}}
     whole[FIELD]["digest"] = _digest(whole)
@@ -73,7 +73,7 @@ def _check_unchanged(folder: Path, config: Mapping[str, Any]) -> None:
     note = config[FIELD]
     files = note.get("files")
     changed = [] if note.get("digest") == _digest(config) else [CONFIG]
-    for name in (*_GUARDED, WEIGHTS):
+    for name in (*sorted(GUARDED), WEIGHTS):
         known = files.get(name) if isinstance(files, dict) else None
         path = folder / name
         found = _digest_of_file(path) if path.is_file() and (known or name != WEIGHTS) else None
