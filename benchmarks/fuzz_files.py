@@ -1,4 +1,4 @@
-"""Damage saved models, checkpoints, run.json and weights files, and see what loading makes of them.
+"""Damage saved models, folders for transformers, checkpoints, run.json and weights, and see what loading makes of them.
 
     python -m benchmarks.fuzz_files --cases 20000          # about ten minutes on two cores
     python -m benchmarks.fuzz_files --cases 400 --seed 1   # a taste of it
@@ -31,7 +31,7 @@ import tempfile
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,9 @@ from torch import nn
 import secateur as sc
 from secateur.cli.output import Printer
 from secateur.cli.run_folder import Run
+from secateur.files.pretrained_folder import with_digests
 from secateur.models.weights import read_weights
+from secateur.plans import Limits
 from secateur.running.tensor_files import read_sealed, sealed
 
 SECONDS, BYTES = 5, 2**30
@@ -171,6 +173,67 @@ def _reseal_checkpoint(place: Path, draw: random.Random) -> None:
     path.write_bytes(sealed(tensors, _json_value(text.encode(), draw).decode()))
 
 
+_IDS = torch.arange(18).reshape(2, 9) * 5 % 32
+
+
+def _make_llama(place: Path, **limits: Any) -> None:
+    import transformers
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3}
+    config = transformers.LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2, use_cache=False)
+    model = transformers.LlamaForCausalLM(config).eval()
+    model.generation_config.max_new_tokens = 7
+    model.save_pretrained(place / "original")  # the generation config is copied from there
+    model = transformers.LlamaForCausalLM.from_pretrained(place / "original")
+    chosen = Limits(only="*.mlp.*", **limits)
+    result = sc.prune(model, [({"input_ids": _IDS}, None)], "random", remove=0.3, limits=chosen, progress=False)
+    result.save_pretrained(place / "hf")
+    shutil.rmtree(place / "original")
+
+
+def _make_uniform(place: Path) -> None:
+    _make_llama(place, uniform=True)
+
+
+def _make_per_layer(place: Path) -> None:
+    _make_llama(place, scope="global")
+    assert (place / "hf" / "plan.json").is_file()
+
+
+def _read_hf(place: Path) -> list[torch.Tensor]:
+    """Logits, weights, and the settings for generating, as numbers."""
+    model: Any = sc.load(place / "hf")
+    with torch.no_grad():
+        logits = model(input_ids=_IDS, return_dict=True).logits
+    settings = torch.frombuffer(bytearray(model.generation_config.to_json_string().encode()), dtype=torch.uint8)
+    return [logits, *model.state_dict().values(), settings]
+
+
+def reseal_hf(folder: Path, changed: Mapping[str, bytes]) -> None:
+    """Change files, and make all digests fit again."""
+    files = {file.name: file.read_bytes() for file in folder.iterdir()} | changed
+    if "plan.json" in files:
+        state, seal, _ = read_sealed(folder / "model.safetensors")
+        digest = hashlib.sha256(files["plan.json"]).hexdigest()
+        files["model.safetensors"] = sealed(state, json.dumps({**json.loads(seal), "plan": digest}))
+    config = json.loads(files["config.json"])
+    if isinstance(config, dict) and isinstance(note := config.pop("secateur", None), dict):
+        kept = {key: value for key, value in note.items() if key not in ("files", "digest")}
+        files["config.json"] = with_digests(config, kept, files)
+    for name, raw in files.items():
+        (folder / name).write_bytes(raw)
+
+
+def _reseal_hf(place: Path, draw: random.Random) -> None:
+    names = ["config.json"] * 4 + ["generation_config.json", "plan.json", "model.safetensors"]
+    target = place / "hf" / draw.choice(names)
+    if not target.is_file() or (target.name == "model.safetensors" and (place / "hf" / "plan.json").is_file()):
+        target = place / "hf" / "config.json"
+    reseal_hf(place / "hf", {target.name: _json_value(target.read_bytes(), draw)})
+
+
+_HF = ("hf/config.json", "hf/generation_config.json", "hf/model.safetensors")
 KINDS = [
     Kind("saved model", ("saved/plan.json", "saved/model.safetensors"), _make_folder, _read_folder),
     Kind("checkpoint", ("run.safetensors",), _make_checkpoint, _read_checkpoint),
@@ -178,6 +241,10 @@ KINDS = [
     Kind("weights", ("w.safetensors",), _make_weights, _read_weights, guarded=False),
     Kind("resealed model", (), _make_folder, _read_folder, False, _reseal_folder),
     Kind("resealed checkpoint", (), _make_checkpoint, _read_checkpoint, False, _reseal_checkpoint),
+    Kind("uniform folder", _HF, _make_uniform, _read_hf),
+    Kind("per-layer folder", (*_HF, "hf/plan.json"), _make_per_layer, _read_hf),
+    Kind("resealed uniform", (), _make_uniform, _read_hf, False, _reseal_hf),
+    Kind("resealed per-layer", (), _make_per_layer, _read_hf, False, _reseal_hf),
 ]
 
 
@@ -336,9 +403,11 @@ def main() -> int:
     parser.add_argument("--cases", type=int, default=20_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", type=int, help="one case by its number, with its error")
+    parser.add_argument("--kinds", nargs="+", help="only these, as in the table")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     args = parser.parse_args()
     numbers = [args.only] if args.only is not None else list(range(args.cases))
+    numbers = [n for n in numbers if not args.kinds or KINDS[n % len(KINDS)].name in args.kinds]
     counts: Counter[tuple[str, str]] = Counter()
     bad: list[Found] = []
     with tempfile.TemporaryDirectory() as originals:

@@ -3,6 +3,7 @@ alone (same plan, same weights, bit for bit) or be refused in one line, and leav
 
     python benchmarks/kills.py --kills 100               # both ways: random moments, then every file operation
     python benchmarks/kills.py --kills 3 --only API --operations 0
+    python benchmarks/kills.py --only API --operations 0 --seed 1 --minutes 8    # a piece of it
 
 A kill at a file operation strikes before the file is opened for writing, renamed or deleted: the next one strikes after
 that. The network and the data are small, so that most of a run's time is spent between its files.
@@ -163,14 +164,16 @@ def watch(place: Path, at: int | None) -> list[int]:
     return seen
 
 
-def strike(way: Way, folder: Path, expected: Left, moments: Iterable[float | int], most: int) -> Counter[str]:
+def strike(
+    way: Way, folder: Path, expected: Left, moments: Iterable[float | int], most: int, until: float
+) -> Counter[str]:
     """Kill a run at each of the moments (seconds, or the number of a file operation), and start it again.
 
-    A run that had ended by then does not count. Up to `most` runs do.
+    A run that had ended by then does not count. Up to `most` runs do, as long as there is time.
     """
     counts: Counter[str] = Counter()
     for number, moment in enumerate(moments):
-        if counts["kills"] == most:
+        if counts["kills"] == most or time.monotonic() > until:
             break
         kind = "operation" if isinstance(moment, int) else "moment"
         place = folder / f"{way.name}-{kind}-{number}"
@@ -196,15 +199,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=25, help="at random moments, for each way")
     parser.add_argument("--operations", type=int, help="kills at file operations, spread over a run (default: all)")
+    parser.add_argument("--first", type=int, default=0, help="the first of these file operations")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="then stop, and count what was done")
     parser.add_argument("--only", choices=["API", "command"])
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
+    begun = time.monotonic()
     import matplotlib.pyplot  # noqa: F401  (slow to import; the children inherit it)
     import torch._dynamo
 
     torch.set_num_threads(1)
     folder = (options.folder or Path(tempfile.mkdtemp())).resolve()
+    folder.mkdir(parents=True, exist_ok=True)
     furnish(folder)
     ways = [Way("API", by_api, folder), Way("command", by_command, folder)]
     bad = 0
@@ -222,10 +229,10 @@ def main() -> int:
         total = int(place.with_suffix(".count").read_text())
         chance = random.Random(options.seed)
         count = total if options.operations is None else min(total, options.operations)
-        some = [number * total // count for number in range(count)]
+        some = [number * total // count for number in range(count)][options.first :]
         at_random = (chance.uniform(0, length) for _ in range(10 * options.kills))
         for kind, moments, most in (("random moments", at_random, options.kills), ("file operations", some, total)):
-            found = strike(way, folder, expected, moments, most)
+            found = strike(way, folder, expected, moments, most, begun + 60 * options.minutes)
             numbers = [found[key] for key in ("kills", "identical", "refused", "WRONG", "litter")]
             print(f"| {way.name}, {kind} | " + " | ".join(map(str, numbers)) + " |", flush=True)
             bad += found["WRONG"] + found["litter"]

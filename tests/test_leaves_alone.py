@@ -170,6 +170,10 @@ def meta_default() -> Iterator[None]:
         yield
     finally:
         torch.set_default_device(None)
+        try:
+            torch.get_default_device()
+        except AttributeError:  # torch 2.6 still looks for the context that it has just left
+            del torch._GLOBAL_DEVICE_CONTEXT.device_context
 
 
 CONTEXTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {

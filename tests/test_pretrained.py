@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import transformers
 from torch import Tensor, nn
 
 import secateur as sc
+from benchmarks.fuzz_files import reseal_hf
 from secateur.errors import FileFormatError, SecateurError
 from secateur.plans import Limits
 
@@ -184,12 +187,131 @@ def test_what_is_no_model_of_transformers_is_refused(tmp_path: Path) -> None:
         sc.load(tmp_path / "plain")
 
 
-def test_a_config_that_names_something_else_is_refused(tmp_path: Path) -> None:
-    folder = pruned(llama(), uniform=True, only="*.mlp.*").save_pretrained(tmp_path / "small")
+def test_uniform_widths_replace_widths_per_layer(tmp_path: Path) -> None:
+    pruned(llama(), scope="global", only="*.mlp.*").save_pretrained(tmp_path / "small")
+    assert (tmp_path / "small" / "plan.json").exists()
+    result = pruned(llama(), uniform=True, only="*.mlp.*")
+    folder = result.save_pretrained(tmp_path / "small")
+    assert torch.equal(logits(sc.load(folder)), logits(result.model))
+    assert not (folder / "plan.json").exists()
+
+
+@pytest.fixture(scope="module", params=["uniform", "per layer"])
+def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    limits: dict[str, Any] = {"uniform": True} if request.param == "uniform" else {"scope": "global"}
+    place = tmp_path_factory.mktemp("written")
+    model = llama()
+    model.save_pretrained(place / "original")
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(place / "original")
+    folder = pruned(loaded, only="*.mlp.*", **limits).save_pretrained(place / "small")
+    assert json.loads((folder / "config.json").read_text())["secateur"]["widths"] == request.param
+    return folder
+
+
+@pytest.fixture
+def folder(written: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(written, tmp_path / "small"))
+
+
+def hostile(folder: Path, **changes: Any) -> None:
+    """A config with other entries whose digests fit."""
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "architectures": ["Trainer"]}))
-    with pytest.raises(FileFormatError, match=r"'Trainer', which is no model"):
+    reseal_hf(folder, {"config.json": json.dumps({**config, **changes}).encode()})
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new"),
+    [
+        ("config.json", b'"rms_norm_eps": 1e-06', b'"rms_norm_eps": 2e-06'),
+        ("config.json", b'"digest"', b'"digesT"'),
+        ("generation_config.json", b'"transformers_version"', b'"temperature": 3.0, "transformers_version"'),
+    ],
+)
+def test_a_folder_that_was_changed_is_refused(folder: Path, file: str, old: bytes, new: bytes) -> None:
+    raw = (folder / file).read_bytes()
+    assert raw.count(old) == 1
+    (folder / file).write_bytes(raw.replace(old, new))
+    with pytest.raises(FileFormatError, match=rf"not as it was written: {file} changed"):
         sc.load(folder)
+
+
+def test_a_flipped_bit_of_the_weights_is_refused(folder: Path) -> None:
+    raw = bytearray((folder / "model.safetensors").read_bytes())
+    raw[-3] ^= 1
+    (folder / "model.safetensors").write_bytes(raw)
+    with pytest.raises(FileFormatError, match=r"model\.safetensors changed|is damaged"):
+        sc.load(folder)
+
+
+def test_a_file_that_is_missing_is_named(folder: Path) -> None:
+    (folder / "generation_config.json").unlink()
+    with pytest.raises(FileFormatError, match=r"generation_config\.json changed"):
+        sc.load(folder)
+
+
+def test_a_config_that_is_no_json_is_refused(folder: Path) -> None:
+    (folder / "config.json").write_text("{]")
+    with pytest.raises(FileFormatError, match=r"config\.json is damaged"):
+        sc.load(folder)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architectures": ["Trainer"]}, r"'Trainer', which is no model"),
+        ({"num_hidden_layers": 10**9}, r"num_hidden_layers = 1000000000, but there are only"),
+        ({"num_hidden_layers": 100_000}, r"far larger than the weights"),
+        ({"hidden_size": 10**12}, r"hidden_size = 1000000000000, but there are only"),
+        ({"hidden_size": 2**20}, r"far larger than the weights"),
+        ({"intermediate_size": 2**20}, r"far larger than the weights"),
+        ({"vocab_size": 2**20}, r"far larger than the weights"),
+        ({"num_labels": 10**9}, r"num_labels = 1000000000"),
+        ({"model_type": "gpt2", "n_layer": 10**9}, r"n_layer = 1000000000"),
+        ({"hidden_size": -3}, r"transformers cannot build"),
+        ({"hidden_act": "no such"}, r"transformers cannot build"),
+        ({"rope_parameters": {"rope_type": "no such"}}, r"transformers cannot build"),
+        ({"model_type": "no such"}, r"transformers cannot build"),
+        ({"attn_implementation": "someone/kernel"}, r"entry 'attn_implementation'"),
+        ({"text_config": {"auto_map": {"AutoModel": "code.Model"}}}, r"entry 'auto_map'"),
+        ({"quantization_config": {"quant_method": "bitsandbytes"}}, r"entry 'quantization_config'"),
+        ({"transformers_weights": "other.safetensors"}, r"entry 'transformers_weights'"),
+        ({"intermediate_size": 40}, r"does not fit LlamaForCausalLM|transformers cannot build"),
+        ({"num_hidden_layers": 4}, r"does not fit LlamaForCausalLM"),
+        ({"num_hidden_layers": 2}, r"does not fit LlamaForCausalLM"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_hostile_configs_are_refused_before_they_cost_anything(folder: Path, changes: Any, message: str) -> None:
+    hostile(folder, **changes)
+    begin = time.process_time()
+    with pytest.raises(FileFormatError, match=message):
+        sc.load(folder)
+    assert time.process_time() - begin < 5
+
+
+def test_an_adapter_beside_the_model_is_not_loaded(folder: Path) -> None:
+    (folder / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "elsewhere"}')
+    with pytest.raises(FileFormatError, match="also holds an adapter"):
+        sc.load(folder)
+
+
+def test_what_is_checked_before_a_folder_is_built_leaves_no_trace(folder: Path) -> None:
+    """The hooks that limit building are gone, and the random numbers are the user's."""
+    state = torch.get_rng_state()
+    sc.load(folder)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not nn.modules.module._global_parameter_registration_hooks
+    assert not nn.modules.module._global_module_registration_hooks
+    assert not nn.modules.module._global_buffer_registration_hooks
+
+
+def test_the_generation_config_is_loaded_too(tmp_path: Path) -> None:
+    model = llama()
+    model.generation_config.max_new_tokens = 7
+    model.save_pretrained(tmp_path / "original")
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "original")
+    result = pruned(loaded, only="*.mlp.*", scope="global")
+    assert sc.load(result.save_pretrained(tmp_path / "small")).generation_config.max_new_tokens == 7
 
 
 @pytest.mark.parametrize(("make", "batch"), [(llama, 2), (bert, 1)])

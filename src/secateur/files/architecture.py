@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from secateur.errors import FileFormatError, SecateurError
+from secateur.errors import FileFormatError
 from secateur.running.copies import unwrap
 from secateur.running.tensor_files import parse_json
 from secateur.surgery.provenance import plans_of
@@ -31,24 +31,6 @@ def is_pretrained(model: nn.Module) -> bool:
 
 
 # -- from a folder -----------------------------------------------------------------------------------------------------
-def build_from(folder: Path) -> tuple[nn.Module, bool]:
-    """The model that a folder's config describes, and whether its weights are in it already. No code there is run.
-
-    A folder of uniform widths is loaded as transformers does. Of others the unpruned model is built.
-    """
-    note = note_of(folder)
-    if note is None:
-        raise SecateurError(
-            f"{folder} does not say which model it was cut from.",
-            fix="sc.load(path, model), with a freshly built original",
-        )
-    kind, config = architecture(folder, fix="sc.load(path, model), with a freshly built original")
-    if note.get("widths") == "uniform":
-        return kind.from_pretrained(folder, local_files_only=True, trust_remote_code=False), True
-    with torch.random.fork_rng(devices=[]):
-        return kind(config), False
-
-
 def architecture(source: str | Path, fix: str) -> tuple[Any, Any]:
     """The class that the config of a folder or of a name in the hub gives, one of transformers' own, and the config."""
     import transformers

@@ -161,7 +161,8 @@ def _in_batches(model: nn.Module, inputs: Any) -> Any:
 
 def _free_shapes(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Which sizes of the inputs are free: the batch, and the length of token ids and their masks."""
-    batch, length = torch.export.Dim("batch", min=1), torch.export.Dim("length", min=1)
+    # With an upper limit, since torch 2.6 refuses a size that might be the largest whole number.
+    batch, length = (torch.export.Dim(name, min=1, max=2**31 - 1) for name in ("batch", "length"))
     count = _token_count((args, kwargs))
 
     def free(value: Any) -> Any:

@@ -19,7 +19,8 @@ from torch import nn
 from secateur import atomic
 from secateur.arguments import check_path
 from secateur.errors import SecateurError, VerificationError
-from secateur.files.architecture import CONFIG, FIELD, is_pretrained, note_of, plain_config, stock_config
+from secateur.files.architecture import CONFIG, is_pretrained, note_of, plain_config, stock_config
+from secateur.files.pretrained_folder import GUARDED, with_digests
 from secateur.files.saved import check_replaceable, saved_files
 from secateur.nest import tensors_of_output
 from secateur.running.copies import shared_copy, unwrap
@@ -60,14 +61,17 @@ def save_pretrained(
     mode = "per layer" if config is None else "uniform"
     note = {"version": __version__, "widths": mode}
     if config is None:
-        files |= {CONFIG: _json({**plain_config(model.config), FIELD: note, "architectures": [type(model).__name__]})}
+        described = {**plain_config(model.config), "architectures": [type(model).__name__]}
         files = {**saved_files(model), **files}
     else:
-        setattr(config, FIELD, note)
         files = {**_stock_files(model, config), **files}
+        described = json.loads(files[CONFIG])
+    files[CONFIG] = with_digests(described, note, files)
     files[CARD] = card(model, mode, facts or {}).encode()
     with atomic.naming_failures(folder):
         atomic.write_together(folder, files)
+        for name in GUARDED - files.keys():  # of the model that was here before
+            (folder / name).unlink(missing_ok=True)
     return folder
 
 
@@ -123,10 +127,6 @@ def _companions(model: Any, tokenizer: Any) -> Iterator[tuple[str, bytes]]:
         for name in _COMPANIONS:
             if (source / name).is_file():
                 yield name, (source / name).read_bytes()
-
-
-def _json(content: Mapping[str, Any]) -> bytes:
-    return (json.dumps(content, indent=2, sort_keys=True) + "\n").encode()
 
 
 def card(model: nn.Module, mode: str, facts: Mapping[str, str]) -> str:

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from secateur import atomic
 from secateur.arguments import check_path
 from secateur.errors import FileFormatError, PlanError, SecateurError
-from secateur.files.architecture import build_from
 from secateur.files.fingerprint import answer, answer_gap, differences, settings
+from secateur.files.pretrained_folder import build_from
 from secateur.plans.plan import Plan
 from secateur.running.copies import unwrap
 from secateur.running.sandbox import leaves_no_trace

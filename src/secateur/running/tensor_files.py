@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -39,8 +40,19 @@ def read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         raise FileFormatError(what, where=path) from error
 
 
-def _check_header(path: Path) -> None:
-    """Raise ValueError if the header is too large, or names a tensor twice: safetensors would keep one of them."""
+def sizes_in(path: Path) -> list[int]:
+    """How many numbers each tensor of a file has. The file is long enough for them."""
+    try:
+        header = _check_header(path)
+        with safetensors.safe_open(path, framework="pt"):  # which compares the sizes with the length of the file
+            return [math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__"]
+    except Exception as error:
+        what = f"{path} is damaged or not a safetensors file: {error}"
+        raise FileFormatError(what, where=path) from error
+
+
+def _check_header(path: Path) -> Any:
+    """The header. Raises ValueError if it is too large, or names a tensor twice: safetensors would keep one of them."""
     with open(path, "rb") as file:
         size = int.from_bytes(file.read(8), "little")
         if size > _LARGEST_HEADER:
@@ -48,7 +60,7 @@ def _check_header(path: Path) -> None:
         header = file.read(size)
     if header.count(b'"dtype"') > _MOST_TENSORS:
         raise ValueError(f"it has more than {_MOST_TENSORS} tensors")
-    parse_json(header, hook=_without_repeats)
+    return parse_json(header, hook=_without_repeats)
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

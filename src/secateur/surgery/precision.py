@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -76,7 +75,7 @@ class Precise(TorchFunctionMode):
             return item.to(self.wide) if item.dtype in self._narrow else item
         if kind is torch.dtype:
             return self.wide if item in self._narrow else item
-        if item is None or kind in SCALARS or kind is torch.Size:
+        if item is None or kind in SCALARS or kind is torch.Size or _is_plain(item):
             return item
         return map_leaves(self._widened, item) if kind in (tuple, list, dict) else item
 
@@ -104,6 +103,11 @@ class Precise(TorchFunctionMode):
         return made
 
 
+def _is_plain(item: Any) -> bool:
+    """Whether it is a list or tuple of numbers, as a stride is."""
+    return type(item) in (tuple, list) and all(type(part) in SCALARS for part in item)
+
+
 def widen(net: nn.Module, wide: torch.dtype) -> None:
     """Put the buffers of a copy, and tensors that are plain attributes, into another format, in place.
 
@@ -114,7 +118,8 @@ def widen(net: nn.Module, wide: torch.dtype) -> None:
             if value is not None and value.is_floating_point():
                 module._buffers[key] = value.to(wide)
         for key, value in list(vars(module).items()):
-            if isinstance(value, Tensor) or (type(value) in (tuple, list, dict) and not key.startswith("_")):
+            nested = type(value) in (tuple, list, dict) and not key.startswith("_") and not _is_plain(value)
+            if isinstance(value, Tensor) or nested:
                 vars(module)[key] = map_tensors(lambda t: t.to(wide) if t.is_floating_point() else t, value)
 
 
@@ -123,7 +128,8 @@ def unwritten(net: nn.Module, training: bool) -> Iterator[None]:
     """Evaluation or training mode. What a forward writes on its modules, hooks included, is taken back."""
     modules = [module for _, module in named_modules(net)]
     before = [(vars(module), dict(vars(module))) for module in modules]
-    held = [(item, copy.copy(item)) for _, state in before for item in state.values() if type(item) in _CONTAINERS]
+    items = [item for _, state in before for item in state.values() if type(item) in _CONTAINERS]
+    held = [(item, type(item)(item) if item else ()) for item in items]  # most are empty
     numbers = [(b, b.clone()) for module in modules for b in module._buffers.values() if b is not None]
     try:
         for module in modules:
@@ -137,7 +143,8 @@ def unwritten(net: nn.Module, training: bool) -> Iterator[None]:
         yield
     finally:
         for item, content in [*before, *held]:
-            item.clear()
-            (item.extend if isinstance(item, list) else item.update)(content)
+            if item or content:
+                item.clear()
+                (item.extend if isinstance(item, list) else item.update)(content)
         for buffer, saved in numbers:
             buffer.copy_(saved)

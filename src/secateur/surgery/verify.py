@@ -66,8 +66,9 @@ class Fault:
 
 def verify(model: nn.Module, small: nn.Module, plan: Plan, example: Example) -> None:
     """Raise unless the smaller model and the masked one agree. If the plan knows its graph, the layers are named."""
-    trials = _trials(model, plan, example)
-    fault = _fault(model, small, plan, trials)
+    masked = _Net(reference(model, plan), plan.output)
+    trials = _trials(model, masked, plan, example)
+    fault = _fault(model, masked, small, plan, trials)
     if fault is None:
         return
     names = culprits(model, plan, fault.trial)
@@ -96,11 +97,14 @@ class _Net:
 
     def __init__(self, net: nn.Module, output: tuple[str, ...]) -> None:
         self._net, self._output = net, output
+        self._wide: torch.dtype | None = None
         self.modules: dict[str, list[Tensor]] = {}
 
     def run(self, probe: Probe, wide: torch.dtype, even: Iterable[int] = (), watch: bool = False) -> Seen:
         """What the model returns. `watch`: what its layers return as well, in `modules`."""
-        widen(self._net, wide)
+        if wide != self._wide:
+            widen(self._net, wide)
+            self._wide = wide
         inputs = map_tensors(lambda t: t.to(wide) if t.is_floating_point() else t, probe.inputs)
         hooks = self._watch() if watch else []
         mode = Precise(wide, frozenset(even))
@@ -133,9 +137,8 @@ def _channel_dim(module: nn.Module) -> int | None:
 
 
 # -- the probes that a model takes -------------------------------------------------------------------------------------
-def _trials(model: nn.Module, plan: Plan, example: Example) -> list[Trial]:
+def _trials(model: nn.Module, masked: _Net, plan: Plan, example: Example) -> list[Trial]:
     """The example, then what else the masked model takes, at last in training mode if that may be another forward."""
-    masked = _Net(reference(model, plan), plan.output)
     known = [given(example, {}), Probe("the example", example)]
     first, reason = _first_taken(masked, known, model, plan, _MACS)
     if first is None:
@@ -206,11 +209,11 @@ def _names_training(code: CodeType | None) -> bool:
 
 
 # -- comparing ---------------------------------------------------------------------------------------------------------
-def _fault(model: nn.Module, small: nn.Module, plan: Plan, trials: Sequence[Trial]) -> Fault | None:
+def _fault(model: nn.Module, masked: _Net, small: nn.Module, plan: Plan, trials: Sequence[Trial]) -> Fault | None:
     """The first difference that is no rounding."""
     net, done = _Net(shared_copy(small), plan.output), []
     for trial in trials:
-        found = _run_small(net, model, plan, trial)
+        found = _run_small(net, model, masked, trial)
         if isinstance(found, Fault):
             return found
         done += [found] if found is not None else []
@@ -218,13 +221,13 @@ def _fault(model: nn.Module, small: nn.Module, plan: Plan, trials: Sequence[Tria
     for trial, seen in done:
         what = _difference(trial, seen.outputs, scales, _LIMITS[trial.wide])
         if what and trial.wide != torch.float64:
-            trial, what = _decided(net, model, plan, trial, seen, scales)
+            trial, what = _decided(net, model, masked, trial, seen, scales)
         if what:
             return Fault(trial, what)
-    return _unproven(net, model, plan, done)
+    return _unproven(net, model, masked, plan, done)
 
 
-def _run_small(net: _Net, model: nn.Module, plan: Plan, trial: Trial) -> tuple[Trial, Seen] | Fault | None:
+def _run_small(net: _Net, model: nn.Module, masked: _Net, trial: Trial) -> tuple[Trial, Seen] | Fault | None:
     """What the smaller model returns where the masked one returned something, with the same noise.
 
     None if the original, which decides, does not take the probe either.
@@ -236,8 +239,8 @@ def _run_small(net: _Net, model: nn.Module, plan: Plan, trial: Trial) -> tuple[T
             count = max(len(seen.drawn), len(trial.masked.drawn))
             shapes = [[*drawn, *[()] * (count - len(drawn))] for drawn in (seen.drawn, trial.masked.drawn)]
             even = [i for i, (a, b) in enumerate(zip(*shapes, strict=True)) if a != b]
-            masked = _Net(reference(model, plan), plan.output).run(trial.probe, trial.wide, even)
-            trial, seen = replace(trial, masked=masked), net.run(trial.probe, trial.wide, even)
+            trial = replace(trial, masked=masked.run(trial.probe, trial.wide, even))
+            seen = net.run(trial.probe, trial.wide, even)
     except Exception as error:
         if not _takes(model, trial):
             return None
@@ -256,16 +259,16 @@ def _takes(model: nn.Module, trial: Trial) -> bool:
 
 
 def _decided(
-    net: _Net, model: nn.Module, plan: Plan, trial: Trial, seen: Seen, scales: Sequence[float]
+    net: _Net, model: nn.Module, masked: _Net, trial: Trial, seen: Seen, scales: Sequence[float]
 ) -> tuple[Trial, str]:
     """The comparison again in double precision, where only a real difference survives."""
     try:
-        masked = _Net(reference(model, plan), plan.output).run(trial.probe, torch.float64)
+        expected = masked.run(trial.probe, torch.float64)
     except Exception as error:  # a forward that needs its own precision is judged by that
         log.debug("no forward in float64: %s", error)
         return trial, _difference(trial, seen.outputs, scales, _COARSE)
-    trial = replace(trial, wide=torch.float64, masked=masked)
-    found = _run_small(net, model, plan, trial)
+    trial = replace(trial, wide=torch.float64, masked=expected)
+    found = _run_small(net, model, masked, trial)
     if isinstance(found, Fault):
         return found.trial, found.what
     if found is None:
@@ -316,19 +319,21 @@ def _gap(a: Tensor, b: Tensor, scale: float) -> float:
 
 
 # -- outputs that prove nothing ----------------------------------------------------------------------------------------
-def _unproven(net: _Net, model: nn.Module, plan: Plan, done: Sequence[tuple[Trial, Seen]]) -> Fault | None:
+def _unproven(
+    net: _Net, model: nn.Module, masked: _Net, plan: Plan, done: Sequence[tuple[Trial, Seen]]
+) -> Fault | None:
     """Outputs that are empty, whole-numbered or constant hide what happens: then every layer is compared."""
     plain = [trial for trial, _ in done if not trial.probe.training]
     counts = {len(trial.masked.outputs) for trial in plain}
     columns = list(zip(*(trial.masked.outputs for trial in plain), strict=False))
     if not plain or (len(counts) == 1 and columns and all(map(_informs, columns))):
         return None
-    trial, masked = plain[-1], _Net(reference(model, plan), plan.output)
+    trial, modules = plain[-1], dict(named_modules(model))
     masked.run(trial.probe, trial.wide, watch=True)
     net.run(trial.probe, trial.wide, watch=True)
     proven = any(map(_informs, columns))
     for path, expected in masked.modules.items():
-        dim, gone = _channel_dim(dict(named_modules(model))[path]), plan.cuts.get(f"{path}.weight", {}).get(0, ())
+        dim, gone = _channel_dim(modules[path]), plan.cuts.get(f"{path}.weight", {}).get(0, ())
         assert dim is not None
         found = net.modules.get(path, [])
         kept = [_without(tensor, dim, gone) for tensor in expected]
@@ -382,11 +387,12 @@ def culprits(model: nn.Module, plan: Plan, trial: Trial) -> list[str]:
             some[layer.groups] = removed[layer.groups]
         part = plan_for(graph, some)
         try:
-            masked = _Net(reference(model, part), part.output).run(trial.probe, trial.wide)
+            masked = _Net(reference(model, part), part.output)
+            expected = masked.run(trial.probe, trial.wide)
         except Exception as error:
             log.debug("no masked forward: %s", error)
             return False
-        return _fault(model, cut(model, part), part, [replace(trial, masked=masked)]) is not None
+        return _fault(model, masked, cut(model, part), part, [replace(trial, masked=expected)]) is not None
 
     def enough(layers: list[Layer], beside: list[Layer]) -> list[Layer]:
         """Some of the layers, as few as possible, that are wrong beside the others, which are right alone."""
