@@ -345,7 +345,7 @@ register_named("input *rest", "is_conj is_neg is_pinned has_names get_device unt
 register_named("input *rest", "new_tensor", Query())
 register_named("input *rest", "register_hook retain_grad backward", Query())
 register_named("input *rest", "item tolist numpy is_nonzero __bool__ __int__ __float__ __index__", Readout())
-register_named("input *rest", "__repr__ __format__ __array__", Readout())
+register_named("input *rest", "__repr__ __format__ __array__ equal allclose", Readout())
 register("input kernel_size dilation=1 padding=0 stride=1", F.unfold, operation=Blocks(after=-2))
 register("input output_size kernel_size dilation=1 padding=0 stride=1", F.fold, operation=Blocks(averages, before=-2))
 register("input *rest", F.grid_sample, operation=Fixed(_LOOKED_UP, averages))  # shares among pixels

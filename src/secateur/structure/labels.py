@@ -14,7 +14,9 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -29,15 +31,22 @@ from secateur.ops.elementwise import Blank, free
 from secateur.ops.layers import Labels, Layers, column, compact, is_zero, lost, narrow, spread, varying
 from secateur.ops.protocols import Zero, never
 from secateur.ops.shape import Move
-from secateur.ops.table import Call, Function, Readout, Site, SizeQuery, lookup
+from secateur.ops.table import Call, Function, Operation, Readout, Site, SizeQuery, lookup
 from secateur.running.copies import meta_copy, named_modules, named_tensors, shared_copy
 from secateur.running.heads import reads_heads
 from secateur.running.observer import Observer
 from secateur.running.sandbox import Example, quiet, run, run_or_explain, to_meta
 from secateur.structure.findings import AxisTable, CostTerm, Findings, NormSite
+from secateur.structure.followed import Questions, Reading, Shape, Size, follow, plain
 from secateur.structure.trace import MAKERS, Step, numbers_made, numbers_of
 
 log = logging.getLogger("secateur")
+
+
+#: Show numbers to people.
+_SHOWN = {Tensor.__repr__, Tensor.__format__}
+#: Must return numbers of Python's own types.
+_NUMBERS = {Tensor.__int__, Tensor.__float__, Tensor.__index__}
 
 
 class NeedsNumbers(Exception):
@@ -47,7 +56,7 @@ class NeedsNumbers(Exception):
 class LabelPass(Observer):
     """Watches one forward pass: `labels` is what operations speak to, `found` what they said."""
 
-    def __init__(self, model: nn.Module, axes: AxisTable) -> None:
+    def __init__(self, model: nn.Module, axes: AxisTable, questions: Questions) -> None:
         super().__init__(model)
         self.found = Findings(axes, lambda: self.path or "the forward")
         self.labels = TensorLabels(model, self.found)
@@ -55,6 +64,10 @@ class LabelPass(Observer):
         self.steered = False
         #: Whether code reads sizes, so that it may do other things for another input.
         self.sized = False
+        #: Whether it compares sizes in a way that only trial removals can judge.
+        self.unsure = False
+        self.questions = questions
+        self._spelt_out = 0
         self.numberless = all(t.is_meta for _, t in named_tensors(model) if t.is_floating_point())
 
     def passes_by(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -83,9 +96,80 @@ class LabelPass(Observer):
         self, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         made = super().__torch_function__(func, types, args, kwargs)
-        if isinstance(lookup(func), Blank):
+        operation = lookup(func)
+        if isinstance(operation, Blank):
             self.labels.blank(made)
+        elif self._spelt_out:
+            pass
+        elif isinstance(operation, SizeQuery):
+            return self._sizes(func, (*args, *(kwargs or {}).values()), made)
+        elif isinstance(operation, Readout):
+            return self._readings(func, tensors_in((args, kwargs)), made)
         return made
+
+    def present(
+        self, operation: Operation | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any], list[Tensor] | None]:
+        # What our own code compares is no question.
+        return plain(args), plain(kwargs), None
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        self._spelt_out += 1
+        try:
+            with super().again():
+                yield
+        finally:
+            self._spelt_out -= 1
+
+    def _sizes(self, func: Function, args: tuple[Any, ...], made: Any) -> Any:
+        """Sizes that may shrink, followed until the forward compares them."""
+        tensor = args[0]
+        name = self.labels.parameter(tensor)
+        over = set(range(tensor.ndim)) if name else {d for layer in self.labels.layers(tensor) for d in varying(layer)}
+        if not over:
+            return made
+        if func is Tensor.__len__:  # Python takes nothing but an int
+            self.unsure |= 0 in over
+            return made
+
+        def unsure() -> None:
+            self.unsure = True
+
+        def size(dims: Collection[int], form: str = "size") -> Size:
+            return Size(partial(self._compared, tensor, name, dims), unsure, self._asked(), form)
+
+        if isinstance(made, torch.Size):
+            return Shape(follow(n, size([d])) if d in over else n for d, n in enumerate(made))
+        if len(args) == 1:
+            return follow(made, size(over, "product"))
+        dim = plain(args[1]) % tensor.ndim
+        return follow(made, size([dim])) if dim in over else made
+
+    def _asked(self) -> Callable[[bool], bool]:
+        return partial(self.questions.answer, self.path)
+
+    def _compared(self, tensor: Tensor, name: str | None, dims: Collection[int]) -> None:
+        reason = f"its size is compared in {self.found.where()}"
+        with torch._C.DisableTorchFunction():  # the forward is running
+            if name is not None:
+                for dim in dims:
+                    self.found.freeze(self.found.axes.of(name, dim, tensor.shape[dim]).labels, reason)
+                return
+            for layer in self.labels.layers(tensor):
+                self.found.grid(layer, reason, rigid=sorted(dims))
+
+    def _readings(self, func: Function, tensors: list[Tensor], made: Any) -> Any:
+        """Numbers of tensors: what code decides by them, other numbers would decide otherwise."""
+        if func in _SHOWN:
+            return made
+        for tensor in tensors:
+            self.labels.freeze_tensor(tensor, f"its numbers are read one by one in {self.found.where()}")
+        if isinstance(made, bool):
+            return self._asked()(made)
+        if func in _NUMBERS and isinstance(made, int | float):
+            return self.questions.number(self.path, made)
+        return follow(made, Reading(self._asked()))
 
     def _count_written(self, call: Call, output: Any) -> None:
         """How many numbers the call writes, by whose they are. Views write none; what is done in place does."""
@@ -105,9 +189,11 @@ class LabelPass(Observer):
         return bool(self.labels.layers(value))
 
 
-def watch(model: nn.Module, example: Example, axes: AxisTable | None = None) -> tuple[LabelPass, Any]:
+def watch(
+    model: nn.Module, example: Example, axes: AxisTable | None = None, questions: Questions | None = None
+) -> tuple[LabelPass, Any]:
     """Run a copy of a model under a label pass. Returns the pass and the model's output."""
-    watched = LabelPass(model, AxisTable() if axes is None else axes)
+    watched = LabelPass(model, AxisTable() if axes is None else axes, questions or Questions())
     with quiet(), watched:
         return watched, run(model, example)
 
