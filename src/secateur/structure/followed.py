@@ -79,8 +79,8 @@ class Reading:
         return self.asked(compare(value, other))
 
 
-class _Followed:
-    """What followed whole and broken numbers have in common."""
+class Followed:
+    """A number that is followed: what whole and broken ones have in common."""
 
     origins: tuple[Origin, ...] = ()
 
@@ -91,11 +91,11 @@ class _Followed:
         return hash(plain(self))
 
 
-class FollowedInt(_Followed, int):
+class FollowedInt(Followed, int):
     """A whole number that is followed."""
 
 
-class FollowedFloat(_Followed, float):
+class FollowedFloat(Followed, float):
     """A broken number that is followed."""
 
 
@@ -116,7 +116,7 @@ def follow(value: Any, *origins: Origin) -> Any:
 
 def plain(value: Any) -> Any:
     """The same value without followed numbers."""
-    if isinstance(value, _Followed):
+    if isinstance(value, Followed):
         return int(value) if isinstance(value, int) else float(value)  # type: ignore[arg-type]
     if isinstance(value, Shape):
         return torch.Size([int(size) for size in value])
@@ -127,7 +127,7 @@ def plain(value: Any) -> Any:
     return {name: plain(item) for name, item in value.items()} if type(value) is dict else value
 
 
-def _compared(one: _Followed, compare: Comparison, other: Any) -> bool:
+def _compared(one: Followed, compare: Comparison, other: Any) -> bool:
     value, rival = plain(one), plain(other)
     answer = compare(value, rival)
     for origin in one.origins:
@@ -163,10 +163,10 @@ def _computing(name: str, reflected: bool) -> Callable[[Any, Any], Any]:
 
 
 for _compare in _MIRRORED:
-    setattr(_Followed, f"__{_compare.__name__}__", _comparing(_compare))
+    setattr(Followed, f"__{_compare.__name__}__", _comparing(_compare))
 for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):
-    setattr(_Followed, f"__{_name}__", _computing(_name, reflected=False))
-    setattr(_Followed, f"__r{_name}__", _computing(_name, reflected=True))
+    setattr(Followed, f"__{_name}__", _computing(_name, reflected=False))
+    setattr(Followed, f"__r{_name}__", _computing(_name, reflected=True))
 
 
 class Shape(tuple[Any, ...]):

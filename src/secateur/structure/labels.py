@@ -16,6 +16,7 @@ import logging
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -67,7 +68,7 @@ class LabelPass(Observer):
         #: Whether it compares sizes in a way that only trial removals can judge.
         self.unsure = False
         self.questions = questions
-        self._spelt_out = 0
+        self._spelt_out, self._follows, self._watch = 0, False, _Watch(self)
         self.numberless = all(t.is_meta for _, t in named_tensors(model) if t.is_floating_point())
 
     def passes_by(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -92,6 +93,10 @@ class LabelPass(Observer):
         self.found.steps[call.site] = Step(numbers_of(call), made)
         return output
 
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        self._watch.end()
+
     def __torch_function__(
         self, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -110,8 +115,9 @@ class LabelPass(Observer):
     def present(
         self, operation: Operation | None, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any], list[Tensor] | None]:
-        # What our own code compares is no question.
-        return plain(args), plain(kwargs), None
+        if self._follows:  # what our own code compares is no question
+            return plain(args), plain(kwargs), None
+        return args, kwargs, None
 
     @contextmanager
     def again(self) -> Iterator[None]:
@@ -132,32 +138,21 @@ class LabelPass(Observer):
         if func is Tensor.__len__:  # Python takes nothing but an int
             self.unsure |= 0 in over
             return made
-
-        def unsure() -> None:
-            self.unsure = True
-
-        def size(dims: Collection[int], form: str = "size") -> Size:
-            return Size(partial(self._compared, tensor, name, dims), unsure, self._asked(), form)
-
+        self._follows = True
         if isinstance(made, torch.Size):
-            return Shape(follow(n, size([d])) if d in over else n for d, n in enumerate(made))
+            return Shape(follow(n, self._size(tensor, [d])) if d in over else n for d, n in enumerate(made))
         if len(args) == 1:
-            return follow(made, size(over, "product"))
+            return follow(made, self._size(tensor, over, "product"))
         dim = plain(args[1]) % tensor.ndim
-        return follow(made, size([dim])) if dim in over else made
+        return follow(made, self._size(tensor, [dim])) if dim in over else made
+
+    def _size(self, tensor: Tensor, dims: Collection[int], form: str = "size") -> Size:
+        place = len(self._watch.sizes)
+        self._watch.sizes.append((tensor, dims))
+        return Size(partial(_compared, self._watch, place), partial(_unsure, self._watch), self._asked(), form)
 
     def _asked(self) -> Callable[[bool], bool]:
-        return partial(self.questions.answer, self.path)
-
-    def _compared(self, tensor: Tensor, name: str | None, dims: Collection[int]) -> None:
-        reason = f"its size is compared in {self.found.where()}"
-        with torch._C.DisableTorchFunction():  # the forward is running
-            if name is not None:
-                for dim in dims:
-                    self.found.freeze(self.found.axes.of(name, dim, tensor.shape[dim]).labels, reason)
-                return
-            for layer in self.labels.layers(tensor):
-                self.found.grid(layer, reason, rigid=sorted(dims))
+        return partial(_asked, self._watch, self.path)
 
     def _readings(self, func: Function, tensors: list[Tensor], made: Any) -> Any:
         """Numbers of tensors: what code decides by them, other numbers would decide otherwise."""
@@ -169,6 +164,7 @@ class LabelPass(Observer):
             return self._asked()(made)
         if func in _NUMBERS and isinstance(made, int | float):
             return self.questions.number(self.path, made)
+        self._follows = True
         return follow(made, Reading(self._asked()))
 
     def _count_written(self, call: Call, output: Any) -> None:
@@ -187,6 +183,42 @@ class LabelPass(Observer):
 
     def concerns(self, value: Any) -> bool:
         return bool(self.labels.layers(value))
+
+
+@dataclass
+class _Watch:
+    """A label pass while it runs. Code may keep followed numbers for longer, and shall keep nothing else alive."""
+
+    running: LabelPass | None
+    sizes: list[tuple[Tensor, Collection[int]]] = field(default_factory=list)
+
+    def end(self) -> None:
+        self.running = None
+        self.sizes.clear()
+
+
+def _compared(watch: _Watch, place: int) -> None:
+    """A size is compared: it must stay."""
+    if watch.running is None:
+        return
+    (tensor, dims), labels, found = watch.sizes[place], watch.running.labels, watch.running.found
+    reason, name = f"its size is compared in {found.where()}", labels.parameter(tensor)
+    with torch._C.DisableTorchFunction():  # the forward is running
+        if name is None:
+            for layer in labels.layers(tensor):
+                found.grid(layer, reason, rigid=sorted(dims))
+        else:
+            for dim in dims:
+                found.freeze(found.axes.of(name, dim, tensor.shape[dim]).labels, reason)
+
+
+def _unsure(watch: _Watch) -> None:
+    if watch.running is not None:
+        watch.running.unsure = True
+
+
+def _asked(watch: _Watch, path: str, answer: bool) -> bool:
+    return answer if watch.running is None else watch.running.questions.answer(path, answer)
 
 
 def watch(
