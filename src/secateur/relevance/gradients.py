@@ -299,8 +299,8 @@ def differentiated(backward: GradientBackward, call: Call, x: Tensor, kind: str)
 
 
 def _on_gradient(output: Tensor, hook: Callable[[Tensor], Tensor | None]) -> None:
-    """Show g to a function, which may replace it."""
-    output.register_hook(hook)  # type: ignore[no-untyped-call]
+    """Show g to a function, which may replace it. A gate to which no relevance goes gets none."""
+    output.register_hook(lambda g: None if g is None else hook(g))  # type: ignore[no-untyped-call]
 
 
 def _without_dead_rows(mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
