@@ -116,15 +116,18 @@ def follow(value: Any, *origins: Origin) -> Any:
 
 def plain(value: Any) -> Any:
     """The same value without followed numbers."""
-    if isinstance(value, Followed):
-        return int(value) if isinstance(value, int) else float(value)  # type: ignore[arg-type]
-    if isinstance(value, Shape):
-        return torch.Size([int(size) for size in value])
-    if isinstance(value, slice):
-        return slice(plain(value.start), plain(value.stop), plain(value.step))
-    if type(value) in (tuple, list):
-        return type(value)(plain(item) for item in value)
-    return {name: plain(item) for name, item in value.items()} if type(value) is dict else value
+    change = _PLAIN.get(type(value))  # every argument of every call comes through here
+    return value if change is None else change(value)
+
+
+_PLAIN: dict[type, Callable[[Any], Any]] = {
+    FollowedInt: int.__int__,
+    FollowedFloat: float.__float__,
+    slice: lambda cut: slice(plain(cut.start), plain(cut.stop), plain(cut.step)),
+    tuple: lambda items: tuple([plain(item) for item in items]),
+    list: lambda items: [plain(item) for item in items],
+    dict: lambda items: {name: plain(item) for name, item in items.items()},
+}
 
 
 def _compared(one: Followed, compare: Comparison, other: Any) -> bool:
@@ -187,6 +190,9 @@ class Shape(tuple[Any, ...]):
 
     def __radd__(self, other: Any) -> Shape:
         return Shape((*other, *self))
+
+
+_PLAIN[Shape] = lambda sizes: torch.Size([plain(size) for size in sizes])
 
 
 @dataclass(frozen=True)

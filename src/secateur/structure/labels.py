@@ -32,7 +32,7 @@ from secateur.ops.elementwise import Blank, free
 from secateur.ops.layers import Labels, Layers, column, compact, is_zero, lost, narrow, spread, varying
 from secateur.ops.protocols import Zero, never
 from secateur.ops.shape import Move
-from secateur.ops.table import Call, Function, Operation, Readout, Site, SizeQuery, lookup
+from secateur.ops.table import Call, Function, Operation, Query, Readout, Site, SizeQuery, lookup
 from secateur.running.copies import meta_copy, named_modules, named_tensors, shared_copy
 from secateur.running.heads import reads_heads
 from secateur.running.observer import Observer
@@ -102,10 +102,12 @@ class LabelPass(Observer):
     ) -> Any:
         made = super().__torch_function__(func, types, args, kwargs)
         operation = lookup(func)
+        if not isinstance(operation, Query):
+            return made
         if isinstance(operation, Blank):
             self.labels.blank(made)
         elif self._spelt_out:
-            pass
+            return made
         elif isinstance(operation, SizeQuery):
             return self._sizes(func, (*args, *(kwargs or {}).values()), made)
         elif isinstance(operation, Readout):
