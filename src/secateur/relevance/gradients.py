@@ -145,8 +145,8 @@ class GradientPropagation(Propagation):
             return (fitted((made[0] / x).nan_to_num_(0.0, 0.0, 0.0).mul_(g), x.shape),)
 
         output = self._step(call, back, x, run=run)
-        if output.shape == x.shape:
-            output.grad_fn.elementwise = True  # type: ignore[union-attr]
+        if output.shape == x.shape and output.grad_fn is not None:  # the forward may switch gradients off
+            output.grad_fn.elementwise = True  # type: ignore[attr-defined]
         return output
 
     def scales(self, call: Call, x: Tensor) -> Any:
