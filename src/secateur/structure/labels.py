@@ -57,7 +57,7 @@ class NeedsNumbers(Exception):
 class LabelPass(Observer):
     """Watches one forward pass: `labels` is what operations speak to, `found` what they said."""
 
-    def __init__(self, model: nn.Module, axes: AxisTable, questions: Questions) -> None:
+    def __init__(self, model: nn.Module, axes: AxisTable, questions: Questions | None = None) -> None:
         super().__init__(model)
         self.found = Findings(axes, lambda: self.path or "the forward")
         self.labels = TensorLabels(model, self.found)
@@ -67,7 +67,7 @@ class LabelPass(Observer):
         self.sized = False
         #: Whether it compares sizes in a way that only trial removals can judge.
         self.unsure = False
-        self.questions = questions
+        self.questions = questions or Questions()
         self._spelt_out, self._follows, self._watch = 0, False, _Watch(self)
         self.numberless = all(t.is_meta for _, t in named_tensors(model) if t.is_floating_point())
 
@@ -227,7 +227,7 @@ def watch(
     model: nn.Module, example: Example, axes: AxisTable | None = None, questions: Questions | None = None
 ) -> tuple[LabelPass, Any]:
     """Run a copy of a model under a label pass. Returns the pass and the model's output."""
-    watched = LabelPass(model, AxisTable() if axes is None else axes, questions or Questions())
+    watched = LabelPass(model, AxisTable() if axes is None else axes, questions)
     with quiet(), watched:
         return watched, run(model, example)
 
