@@ -260,6 +260,28 @@ CONSTRUCTS: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
     "stack": _net(lambda m, x: m.e(torch.stack([m.c(x), m.d(x)]).sum(0)), c=conv(), d=conv(), e=conv()),
     "interpolate": _net(lambda m, x: m.d(F.interpolate(m.c(x), scale_factor=2)), c=conv(), d=conv()),
     "reflect pad": _net(lambda m, x: m.d(F.pad(m.c(x), (1, 1, 1, 1), mode="reflect")), c=conv(), d=conv()),
+    "vstack": _net(lambda m, x: m.c(sum(torch.vstack([x, m.d(x)]).chunk(2))), c=conv(), d=conv()),
+    "hstack": _net(lambda m, x: m.c(torch.hstack([x, m.d(x)])), c=conv(32), d=conv(16, 16)),
+    "column_stack": lambda: (Net(lambda m, x: m.c(torch.column_stack((x, x))), c=conv(32)), image()),
+    "broadcast_tensors": _net(
+        lambda m, x: m.c(torch.mul(*torch.broadcast_tensors(x, x.mean((2, 3), keepdim=True)))), c=conv()
+    ),
+    "diff": _net(lambda m, x: m.c(torch.diff(x, dim=2)), c=conv()),
+    "diff of units": _net(lambda m, x: m.c(m.d(x).diff(dim=1)), c=conv(15), d=conv()),
+    "windows": _net(lambda m, x: m.c(x.unfold(2, 3, 2).mean(-1)), c=conv()),
+    "windows of units": _net(lambda m, x: m.c(m.d(x).unfold(1, 4, 4).sum(-1)), c=conv(4), d=conv()),
+    "exp2, trunc, hypot": _net(lambda m, x: m.c(torch.hypot(m.d(x).exp2(), torch.trunc(3 * x))), c=conv(), d=conv()),
+    "tensordot": _net(
+        lambda m, x: m.c(torch.tensordot(x, m.d(x).mean((0, 2, 3)), dims=([1], [0]))[:, None]), c=conv(1), d=conv()
+    ),
+    "inner": _net(
+        lambda m, x: m.c(torch.inner(m.d(x).movedim(1, -1), x.mean((2, 3))).movedim(-1, 1)), c=conv(2), d=conv()
+    ),
+    "cdist": _net(
+        lambda m, x: m.c(torch.cdist(m.d(x).flatten(2).mT, x.flatten(2).mT).mean(2).view(2, 1, 8, 8)),
+        c=conv(1),
+        d=conv(),
+    ),
     "reused": lambda: (Reused(), image()),
     "transformer": lambda: (Tokens(), image()),
     "transformer, RMS norm": lambda: (Tokens(norm=nn.RMSNorm), image()),

@@ -627,3 +627,48 @@ def test_half_precision():
     seen = explain(net.to(torch.bfloat16), IDS, seed_at(-1), composite="attnlrp")
     assert seen.input.dtype == torch.bfloat16
     assert float(F.cosine_similarity(seen.input.float().flatten(), wanted.input.flatten(), dim=0)) > 0.98
+
+
+def test_a_gate_made_of_products_gets_no_relevance():
+    """Nothing goes back through a gate, so that the product in it has no gradient at all."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(8, 6), nn.Linear(8, 6)
+            self.stem, self.head = nn.Linear(6, 8, bias=False), nn.Linear(8, 5, bias=False)
+
+        def forward(self, x, gate=None):
+            x = self.stem(x)
+            gate = torch.sigmoid((self.a(x) * self.b(x)).sum(-1, keepdim=True)) if gate is None else gate
+            return self.head(x * gate)
+
+    torch.manual_seed(0)
+    net, x = Net().double(), torch.randn(2, 6, 6, dtype=torch.float64)
+    hidden = net.stem(x)
+    gate = torch.sigmoid((net.a(hidden) * net.b(hidden)).sum(-1, keepdim=True)).detach()
+    z = x.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(net(z, gate).sum(), z)
+    seen = explain(net, x, lambda z: z, composite="attnlrp")
+    torch.testing.assert_close(seen.input, x * gradient, rtol=1e-4, atol=1e-6)
+
+
+def test_a_factor_without_gradients_is_a_constant():
+    """A part that the forward computes under `no_grad` gets no relevance."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.stem, self.head = nn.Linear(6, 8, bias=False), nn.Linear(8, 5, bias=False)
+
+        def forward(self, x):
+            x = self.stem(x)
+            with torch.no_grad():
+                scale = x.sigmoid()
+            return self.head(x * scale)
+
+    torch.manual_seed(0)
+    net, x = Net().double(), torch.randn(2, 6, dtype=torch.float64).requires_grad_()
+    (gradient,) = torch.autograd.grad(net(x).sum(), x)
+    seen = explain(net, x.detach(), lambda z: z, composite="attnlrp")
+    torch.testing.assert_close(seen.input, (x * gradient).detach(), rtol=1e-4, atol=1e-6)

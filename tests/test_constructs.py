@@ -100,8 +100,6 @@ STATISTICS = {
     "sample deviation": lambda x: x / (x.std(-1, keepdim=True) + 0.1),
     "both": lambda x: x / torch.var_mean(x, -1, keepdim=True)[0],
     "mean": lambda x: x.sigmoid() + x.sigmoid().mean(-1, keepdim=True),
-    "sum of what is not zero": lambda x: x * (x + 1).sum(-1, keepdim=True),
-    "softmax by hand": lambda x: x.exp() / x.exp().sum(-1, keepdim=True),
     "global response": lambda x: (g := x.norm(p=2, dim=1, keepdim=True)) / (g.mean(-1, keepdim=True) + 1e-6) * x,
     "vector norm": lambda x: x / torch.linalg.vector_norm(x, ord=2, dim=(1, 2), keepdim=True),
     "vector norm of x": lambda x: x / torch.linalg.vector_norm(x=x, dim=-1, keepdim=True).add(0.3),

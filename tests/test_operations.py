@@ -11,8 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import secateur as sc
+from secateur.nest import tensors_in
 from secateur.ops import Call, Site, lookup
 from secateur.ops.table import known_functions
+from secateur.running.observer import Observer
 
 
 def call_of(function: Any, *args: Any, **kwargs: Any) -> Call:
@@ -107,3 +109,49 @@ def test_a_weight_of_fixed_size_fixes_what_it_reads(convolves: Callable[..., Ten
             return self.last(convolves(self.first(x), torch.ones(6, 6, 1)))
 
     assert sc.analyze(Blurred(), torch.rand(1, 3, 9)).total_units == 0
+
+
+SPELT_OUT: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "vstack": lambda a, b: torch.vstack([a, b]),
+    "vstack of vectors": lambda a, b: torch.vstack((a[0], b[1], a[0, 0].expand(5))),
+    "hstack": lambda a, b: torch.hstack([a, b]),
+    "hstack of vectors": lambda a, b: torch.hstack([a[0], b[0], a[0, 0]]),
+    "column_stack": lambda a, b: torch.column_stack([a, b[:, 0], b]),
+    "column_stack of numbers": lambda a, b: torch.column_stack([a[0, 0], b[0, 0]]),
+    "broadcast_tensors": lambda a, b: torch.broadcast_tensors(a, b[:, :1], b[None, 0]),
+    "diff": lambda a, b: torch.diff(a),
+    "second diff": lambda a, b: a.diff(2, 0, prepend=b, append=b[:1]),
+    "hypot": lambda a, b: torch.hypot(a, b[:1]),
+    "exp2 and trunc": lambda a, b: (a.exp2() + 3 * b).trunc(),
+    "tensordot": lambda a, b: torch.tensordot(a, b),
+    "tensordot of one dimension": lambda a, b: torch.tensordot(a, b.T, 1),
+    "tensordot of named dimensions": lambda a, b: torch.tensordot(a[None], b, dims=([-1, 1], [1, -2])),
+    "outer tensordot": lambda a, b: torch.tensordot(a, b, dims=0),
+    "inner": lambda a, b: torch.inner(a, b[:2]),
+    "inner of vectors": lambda a, b: torch.inner(a[0], b[0]) + torch.inner(a, b[0, 0]).sum(),
+    "cdist": lambda a, b: torch.cdist(a, b[:3]),
+    "cdist of batches": lambda a, b: torch.cdist(a[None], b[None], p=1.0),
+    "windows": lambda a, b: a.unfold(1, 2, 2) + b.unfold(-1, 2, 2),
+}
+
+
+@pytest.mark.parametrize("name", SPELT_OUT)
+def test_what_is_spelt_out_is_what_torch_computes(name: str) -> None:
+    function = SPELT_OUT[name]
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(3, 5), nn.Linear(3, 5)
+
+        def forward(self, x: Tensor) -> Any:
+            return function(self.a(x), self.b(x))
+
+    torch.manual_seed(0)
+    model, x = Net().double(), torch.randn(4, 3, dtype=torch.float64)
+    with torch.no_grad(), Observer(model):
+        found = model(x)
+    with torch.no_grad():
+        for a, b in zip(tensors_in(found), tensors_in(model(x)), strict=True):
+            torch.testing.assert_close(a, b)
+    sc.analyze(model, x)  # no function is unknown

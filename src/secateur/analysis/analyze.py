@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from torch import nn
 from torch.nn.utils import parametrize
 
 from secateur.analysis.trial import Trial
-from secateur.analysis.variants import freeze_never_run, other_sizes, trains_otherwise
+from secateur.analysis.variants import freeze_never_run, other_answers, other_sizes, trains_otherwise
 from secateur.errors import Argument, SecateurError, UnsupportedModelError
 from secateur.nest import entries, tensors_of_output
 from secateur.running.copies import check_followed, meta_copy, shared_copy, unwrap
 from secateur.running.sandbox import Example, leaves_no_trace
 from secateur.structure.findings import Findings
+from secateur.structure.followed import Question, Questions
 from secateur.structure.graph import Graph, build
 from secateur.structure.labels import LabelPass, watch, watch_copy
 
@@ -62,25 +63,43 @@ def analyze(model: nn.Module, example: Example, output: str | Sequence[str] = ()
         copy.train()
         passes += _another_pass(copy, inputs, watched, names)
         copy.eval()
+    if watched.questions.asked:
+        passes += _other_answers(model, watched, inputs, names)
     if watched.sized and watched.numberless:
         # Code that reads sizes may couple other units for another input.
         passes += next((found for x in other_sizes(inputs) if (found := _another_pass(copy, x, watched, names))), [])
     freeze_never_run(model, passes)
-    # A forward may keep what it computed, so that the copy that ran would now do other things.
-    fresh = (meta_copy if watched.numberless else shared_copy)(model).eval()
-    trial = Trial(fresh, inputs, {} if watched.steered else watched.found.steps)
+    fresh = _fresh(model, watched)
+    trial = Trial(fresh, inputs, {} if watched.steered else watched.found.steps, watched.unsure)
     while True:
         graph = build(model, example, passes, trial.blocked, tuple(trial.repeated.values()), names)
         if not trial.finds_more(graph):
             return graph
 
 
-def _another_pass(copy: nn.Module, inputs: Example, first: LabelPass, names: Sequence[str]) -> list[Findings]:
+def _fresh(model: nn.Module, watched: LabelPass) -> nn.Module:
+    """A copy of the kind that was watched. The one that ran may keep what it computed, and would do other things."""
+    return (meta_copy if watched.numberless else shared_copy)(model).eval()
+
+
+def _other_answers(model: nn.Module, first: LabelPass, inputs: Example, names: Sequence[str]) -> list[Findings]:
+    """What further label passes find in which tensors answer otherwise."""
+
+    def run(questions: Questions) -> tuple[Findings, Collection[Question]] | None:
+        found = _another_pass(_fresh(model, first), inputs, first, names, questions)
+        return (found[0], questions.asked) if found else None
+
+    return other_answers(first.questions.asked, run)
+
+
+def _another_pass(
+    copy: nn.Module, inputs: Example, first: LabelPass, names: Sequence[str], questions: Questions | None = None
+) -> list[Findings]:
     """What a further label pass finds; nothing if the forward does not run so."""
     try:
-        return [_with_frozen_output(*watch(copy, inputs, first.found.axes), names)]
+        return [_with_frozen_output(*watch(copy, inputs, first.found.axes, questions), names)]
     except SecateurError:
-        if copy.training:  # what trains must be understood; another size need not be possible
+        if copy.training or questions:  # what trains must be understood; another size need not be possible
             raise
         return []
     except Exception as error:  # e.g. batch norm refuses a single value per channel

@@ -26,9 +26,9 @@ class Trial:
     `blocked` has the layers that break it, with the reason; `repeated` the attributes that repeat a layer's size.
     """
 
-    def __init__(self, copy: nn.Module, inputs: Example, steps: dict[Site, Step]) -> None:
-        """`steps`: what the forward of the whole copy did; empty if numbers steer it."""
-        self.copy, self.inputs, self.steps = copy, inputs, steps
+    def __init__(self, copy: nn.Module, inputs: Example, steps: dict[Site, Step], thorough: bool = False) -> None:
+        """`steps`: what the forward of the whole copy did; empty if numbers steer it. `thorough`: sizes steer it."""
+        self.copy, self.inputs, self.steps, self.thorough = copy, inputs, steps, thorough
         self.blocked: dict[str, str] = {}
         self.repeated: Attributes = {}
         self._remade = remade(copy)
@@ -45,7 +45,7 @@ class Trial:
 
     def _breaks(self, graph: Graph, layers: list[Layer]) -> str | None:
         """Why these layers cannot shrink, or None."""
-        found = (self._differs(graph, removed) for removed in _removals(graph, layers))
+        found = (self._differs(graph, removed) for removed in _removals(graph, layers, self.thorough))
         return next((reason for reason in found if reason is not None), None)
 
     def _differs(self, graph: Graph, removed: Mask) -> str | None:
@@ -154,14 +154,18 @@ def _alike(layers: list[Layer]) -> list[list[Layer]]:
     return list(kinds.values())
 
 
-def _removals(graph: Graph, layers: list[Layer]) -> Iterator[Mask]:
+def _removals(graph: Graph, layers: list[Layer], thorough: bool) -> Iterator[Mask]:
     """Units of every layer to remove, never all. Each layer loses another number of them, so that sizes which must
-    equal each other are found. If layers are too small for that, they lose other numbers in a second trial."""
+    equal each other are found. If layers are too small for that, they lose other numbers in a second trial. Thorough
+    trials also remove one more, so that any remainder changes, and all but one, so that any limit is crossed."""
     ordered = sorted(layers, key=lambda layer: len(layer.groups))
     counts = [1 + rank + len(layer.groups) // 8 for rank, layer in enumerate(ordered)]
     yield _removal(graph, ordered, counts)
     if any(count >= max(2, len(layer.groups)) for count, layer in zip(counts, ordered, strict=True)):
         yield _removal(graph, ordered, [1 + rank % 3 for rank in range(len(ordered))])
+    if thorough:
+        yield _removal(graph, ordered, [count + 1 for count in counts])
+        yield _removal(graph, ordered, [len(layer.groups) for layer in ordered])
 
 
 def _removal(graph: Graph, layers: list[Layer], counts: list[int]) -> Mask:

@@ -1,9 +1,10 @@
-"""What the example does not show: layers that never ran, a training forward that differs, inputs of another size."""
+"""What the example does not show: layers that never ran, a training forward that differs, inputs of another size, and
+what the forward does if numbers in tensors are others."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import cache
 from types import FunctionType
 from typing import Any
@@ -16,10 +17,13 @@ from secateur.running.copies import named_modules, named_tensors
 from secateur.running.observer import Rehearsal
 from secateur.running.sandbox import Example, quiet, run
 from secateur.structure.findings import Findings
+from secateur.structure.followed import Question, Questions
 
 log = logging.getLogger("secateur")
 #: How many pixels an image gets in addition. Most networks halve images five times.
 _MORE_PIXELS = 32
+#: How many lines of code that ask tensors for numbers get other answers, and in how many forwards.
+_MOST_LINES, _MOST_PASSES = 16, 32
 
 
 def trains_otherwise(copy: nn.Module, inputs: Example, output: Any) -> bool:
@@ -62,6 +66,50 @@ def _larger(tensor: Tensor, more: int) -> Tensor:
     return tensor.new_empty((*tensor.shape[:2], *(size + more for size in tensor.shape[2:])))
 
 
+def other_answers(
+    first: Collection[Question], watch: Callable[[Questions], tuple[Findings, Collection[Question]] | None]
+) -> list[Findings]:
+    """What the forward does if tensors answer otherwise, where code asks them for numbers.
+
+    `first` is what it asked; `watch` runs it with other answers, and returns None if it fails then. Every line of code
+    gets other answers once. Then every two questions get all four pairs of answers: of n questions, those whose number
+    has a certain binary digit are turned, or the others. What a branch adds is asked in its turn.
+    """
+    lines: dict[str, bool] = {}
+    tried: set[frozenset[Question]] = set()
+    found: list[Findings] = []
+    asked = dict.fromkeys(first)
+
+    def turn(some: Iterable[Question]) -> bool:
+        turned = frozenset(some)
+        if not turned or turned in tried:
+            return True
+        tried.add(turned)
+        seen = watch(Questions(turned, 4 * len(asked) + 1000))
+        if seen is not None:
+            found.append(seen[0])
+            asked.update(dict.fromkeys(seen[1]))
+        return seen is not None
+
+    while len(tried) < _MOST_PASSES:
+        before = len(tried)
+        for line in dict.fromkeys(q.line for q in asked):
+            if line not in lines and len(lines) < _MOST_LINES:
+                lines[line] = turn(q for q in asked if q.line == line)
+        free = [q for q in asked if lines.get(q.line)]
+        turn(free)
+        for digit in range(len(free).bit_length() if len(free) > 1 else 0):
+            for value in (0, 1):
+                turn(q for number, q in enumerate(free) if number >> digit & 1 == value)
+        if len(tried) == before:
+            break
+    for question in asked:
+        if question.line not in lines:
+            reason = f"numbers decide what `{question.path or 'the forward'}` does, in more ways than can be tried"
+            _freeze_inside(found, question.path, None, reason)
+    return found
+
+
 def freeze_never_run(model: nn.Module, passes: Sequence[Findings]) -> None:
     """Keep what a layer that never ran may read or add to: units around it whose number is one of its sizes."""
     names = {id(tensor): name for name, tensor in named_tensors(model)}
@@ -90,7 +138,7 @@ def _sizes(module: nn.Module) -> set[int]:
     return sizes - {1}
 
 
-def _freeze_inside(passes: Sequence[Findings], path: str, sizes: set[int], reason: str) -> bool:
+def _freeze_inside(passes: Sequence[Findings], path: str, sizes: set[int] | None, reason: str) -> bool:
     """Freeze units, of any of these numbers, of tensors that are made inside a module. Whether there are any."""
     before = sum(len(found.frozen) for found in passes)
     for found in passes:
@@ -100,6 +148,6 @@ def _freeze_inside(passes: Sequence[Findings], path: str, sizes: set[int], reaso
             for shape, layers in step.made:
                 for layer in layers:
                     over = varying(layer)
-                    if len(over) == 1 and shape[over[0]] in sizes:
+                    if sizes is None or (len(over) == 1 and shape[over[0]] in sizes):
                         found.freeze(layer, reason)
     return sum(len(found.frozen) for found in passes) > before

@@ -311,6 +311,38 @@ register(
     getattr(torch, "_grouped_mm", None),
     operation=GroupedMatMul(),
 )
+
+
+def _tensordot(a: Tensor, b: Tensor, dims: Any = 2, out: None = None) -> Tensor:
+    """A sum of products over pairs of dimensions, as an einsum."""
+    if isinstance(dims, Tensor):
+        dims = dims.tolist()
+    count = dims if isinstance(dims, int) else 0
+    pairs = (range(a.ndim - count, a.ndim), range(count)) if isinstance(dims, int) else dims
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    own, other = list(letters[: a.ndim]), list(letters[a.ndim : a.ndim + b.ndim])
+    summed = [(int(i) % a.ndim, int(j) % b.ndim) for i, j in zip(*pairs, strict=True)]
+    for i, j in summed:
+        other[j] = own[i]
+    shared = {own[i] for i, _ in summed}
+    kept = [letter for letter in (*own, *other) if letter not in shared]
+    return torch.einsum(f"{''.join(own)},{''.join(other)}->{''.join(kept)}", a, b)
+
+
+def _inner(input: Tensor, other: Tensor, out: None = None) -> Tensor:
+    """Products of vectors along the last dimension."""
+    return _tensordot(input, other, ([-1], [-1])) if input.ndim and other.ndim else input * other
+
+
+def _cdist(x1: Tensor, x2: Tensor, p: float = 2.0, compute_mode: str = "") -> Tensor:
+    """The distance of every two rows."""
+    lengths: Tensor = torch.linalg.vector_norm(x1.unsqueeze(-2) - x2.unsqueeze(-3), p, -1)
+    return lengths
+
+
+register_named("a b dims=2 out=None", "tensordot", Decomposed(_tensordot))
+register_named("input other out=None", "inner", Decomposed(_inner))
+register_named("x1 x2 p=2.0 compute_mode=None", "cdist", Decomposed(_cdist))
 register("equation *operands", torch.einsum, torch.functional.einsum, operation=Einsum())
 register_named(
     "query key value attn_mask=None dropout_p=0 is_causal=False scale=None enable_gqa=False",

@@ -10,7 +10,7 @@ from torch import Tensor
 from secateur.nest import tensors_in
 from secateur.ops.layers import Layers
 from secateur.ops.protocols import LabelVerbs, RelevanceVerbs, Zero, first, never
-from secateur.ops.table import Call, Query, Rule, Ruled, moves, passes, register, register_named, stops
+from secateur.ops.table import Call, Decomposed, Query, Rule, Ruled, moves, passes, register, register_named, stops
 
 
 def operands_of(labels: LabelVerbs, *tensors: Tensor | None) -> list[tuple[Layers, list[int]]]:
@@ -175,6 +175,11 @@ def _adds_quotient(relevance: RelevanceVerbs, call: Call) -> Any:
         return call["input"] + call["value"] * (call["tensor1"] / call["tensor2"])
 
 
+def _hypot(input: Tensor, other: Tensor) -> Tensor:
+    """The length of the vector of two numbers."""
+    return (input.square() + other.square()).sqrt()
+
+
 register_named("input other alpha=1 out=None", "add __add__ __radd__", Sum(), in_place="add_ __iadd__")
 register_named("input other alpha=1 out=None", "sub subtract __sub__", Sum(sign=-1), in_place="sub_ __isub__")
 register_named("input other alpha=1", "rsub __rsub__", Sum(sign=-1, reflected=True))
@@ -187,6 +192,7 @@ register_named("input end weight", "lerp", Elementwise(_interpolates, all), in_p
 register_named("input tensor1 tensor2 value=1", "addcmul", Elementwise(_adds_product, all), in_place="addcmul_")
 register_named("input tensor1 tensor2 value=1", "addcdiv", Elementwise(_adds_quotient), in_place="addcdiv_")
 register_named("input other", "maximum minimum", Elementwise(moves, all))
+register_named("input other", "hypot", Decomposed(_hypot))
 register_named("input other|exponent", "atan2 __rpow__ float_power", Elementwise(passes))
 register_named("input other", "eq ne gt lt ge le __eq__ __ne__ __gt__ __lt__ __ge__ __le__ __xor__", Elementwise(stops))
 register_named("input other", "logical_and logical_or bitwise_and bitwise_or __and__ __or__", Elementwise(stops))

@@ -15,6 +15,8 @@ from secateur.ops.layers import column, head, is_zero, lost, narrow, spread, var
 from secateur.ops.protocols import LabelVerbs, RelevanceVerbs
 from secateur.ops.table import (
     Call,
+    Decomposed,
+    Function,
     Operation,
     Query,
     Readout,
@@ -260,6 +262,44 @@ class Roll(Move):
         labels.move(call, output)
 
 
+class Windows(Move):
+    """`Tensor.unfold`: overlapping windows of space pass; windows of units are at fixed places."""
+
+    def channels(self, labels: LabelVerbs, call: Call, output: Any) -> None:
+        x = call["input"]
+        for layer in labels.layers(x):
+            if call["dimension"] % x.ndim in varying(layer):
+                labels.freeze(layer, f"{call.site} cuts it at fixed places")
+        labels.move(call, output)
+
+
+def _stacked(dim: int, least: int) -> Function:
+    """`vstack` and its like: tensors with too few dimensions get one, then they are joined along another."""
+
+    def body(tensors: Any, out: None = None) -> Tensor:
+        rows = [t.reshape(1) if t.ndim == 0 else t for t in tensors]
+        rows = [t.unsqueeze(dim) if t.ndim < least else t for t in rows]
+        return torch.cat(rows, min(dim, rows[0].ndim - 1))
+
+    return body
+
+
+def _broadcast_tensors(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Tensors expanded to the shape that they have together."""
+    shape: torch.Size = torch.broadcast_shapes(*(t.shape for t in tensors))  # type: ignore[no-untyped-call]
+    return tuple(t.expand(shape) for t in tensors)
+
+
+def _diff(input: Tensor, n: int = 1, dim: int = -1, prepend: Any = None, append: Any = None) -> Tensor:
+    """Differences of neighbours."""
+    parts = [part for part in (prepend, input, append) if part is not None]
+    made = torch.cat(parts, dim) if len(parts) > 1 else input
+    for _ in range(n):
+        size = made.shape[dim] - 1
+        made = made.narrow(dim, 1, size) - made.narrow(dim, 0, size)
+    return made
+
+
 def _by_dimension(call: Call, ndim: int) -> list[tuple[int, Any]]:
     """Which dimension each part of an index addresses."""
     if call.get("dim") is not None:
@@ -330,6 +370,12 @@ register_named("input|tensor split_size_or_sections|split_size|split_sizes dim=0
 register_named("input dim=0", "unbind", Split())
 register_named("tensors dim=0 out=None", "cat concat concatenate", Concat())
 register_named("tensors dim=0 out=None", "stack", Stack())
+register_named("tensors out=None", "vstack row_stack", Decomposed(_stacked(0, least=2)))
+register_named("tensors out=None", "hstack", Decomposed(_stacked(1, least=1)))
+register_named("tensors out=None", "column_stack", Decomposed(_stacked(1, least=2)))
+register_named("*tensors", "broadcast_tensors", Decomposed(_broadcast_tensors))
+register_named("input n=1 dim=-1 prepend=None append=None", "diff", Decomposed(_diff))
+register("input dimension size step", Tensor.unfold, operation=Windows())
 register_named("input pad mode=None value=None", "pad", Pad())
 register_named("input *sizes", "expand repeat tile broadcast_to expand_as", Repeat())
 register_named("input repeats dim=None output_size=None", "repeat_interleave", Repeat())
@@ -345,7 +391,7 @@ register_named("input *rest", "is_conj is_neg is_pinned has_names get_device unt
 register_named("input *rest", "new_tensor", Query())
 register_named("input *rest", "register_hook retain_grad backward", Query())
 register_named("input *rest", "item tolist numpy is_nonzero __bool__ __int__ __float__ __index__", Readout())
-register_named("input *rest", "__repr__ __format__ __array__", Readout())
+register_named("input *rest", "__repr__ __format__ __array__ equal allclose", Readout())
 register("input kernel_size dilation=1 padding=0 stride=1", F.unfold, operation=Blocks(after=-2))
 register("input output_size kernel_size dilation=1 padding=0 stride=1", F.fold, operation=Blocks(averages, before=-2))
 register("input *rest", F.grid_sample, operation=Fixed(_LOOKED_UP, averages))  # shares among pixels

@@ -145,8 +145,8 @@ class GradientPropagation(Propagation):
             return (fitted((made[0] / x).nan_to_num_(0.0, 0.0, 0.0).mul_(g), x.shape),)
 
         output = self._step(call, back, x, run=run)
-        if output.shape == x.shape:
-            output.grad_fn.elementwise = True  # type: ignore[union-attr]
+        if output.shape == x.shape and output.grad_fn is not None:  # the forward may switch gradients off
+            output.grad_fn.elementwise = True  # type: ignore[attr-defined]
         return output
 
     def scales(self, call: Call, x: Tensor) -> Any:
@@ -299,8 +299,8 @@ def differentiated(backward: GradientBackward, call: Call, x: Tensor, kind: str)
 
 
 def _on_gradient(output: Tensor, hook: Callable[[Tensor], Tensor | None]) -> None:
-    """Show g to a function, which may replace it."""
-    output.register_hook(hook)  # type: ignore[no-untyped-call]
+    """Show g to a function, which may replace it. A gate to which no relevance goes gets none."""
+    output.register_hook(lambda g: None if g is None else hook(g))  # type: ignore[no-untyped-call]
 
 
 def _without_dead_rows(mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:

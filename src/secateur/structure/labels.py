@@ -14,7 +14,10 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -29,15 +32,22 @@ from secateur.ops.elementwise import Blank, free
 from secateur.ops.layers import Labels, Layers, column, compact, is_zero, lost, narrow, spread, varying
 from secateur.ops.protocols import Zero, never
 from secateur.ops.shape import Move
-from secateur.ops.table import Call, Function, Readout, Site, SizeQuery, lookup
+from secateur.ops.table import Call, Function, Operation, Query, Readout, Site, SizeQuery, lookup
 from secateur.running.copies import meta_copy, named_modules, named_tensors, shared_copy
 from secateur.running.heads import reads_heads
 from secateur.running.observer import Observer
 from secateur.running.sandbox import Example, quiet, run, run_or_explain, to_meta
 from secateur.structure.findings import AxisTable, CostTerm, Findings, NormSite
+from secateur.structure.followed import Questions, Reading, Shape, Size, follow, plain
 from secateur.structure.trace import MAKERS, Step, numbers_made, numbers_of
 
 log = logging.getLogger("secateur")
+
+
+#: Show numbers to people.
+_SHOWN = {Tensor.__repr__, Tensor.__format__}
+#: Must return numbers of Python's own types.
+_NUMBERS = {Tensor.__int__, Tensor.__float__, Tensor.__index__}
 
 
 class NeedsNumbers(Exception):
@@ -47,7 +57,7 @@ class NeedsNumbers(Exception):
 class LabelPass(Observer):
     """Watches one forward pass: `labels` is what operations speak to, `found` what they said."""
 
-    def __init__(self, model: nn.Module, axes: AxisTable) -> None:
+    def __init__(self, model: nn.Module, axes: AxisTable, questions: Questions | None = None) -> None:
         super().__init__(model)
         self.found = Findings(axes, lambda: self.path or "the forward")
         self.labels = TensorLabels(model, self.found)
@@ -55,6 +65,10 @@ class LabelPass(Observer):
         self.steered = False
         #: Whether code reads sizes, so that it may do other things for another input.
         self.sized = False
+        #: Whether it compares sizes in a way that only trial removals can judge.
+        self.unsure = False
+        self.questions = questions or Questions()
+        self._spelt_out, self._follows, self._watch = 0, False, _Watch(self)
         self.numberless = all(t.is_meta for _, t in named_tensors(model) if t.is_floating_point())
 
     def passes_by(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -79,13 +93,81 @@ class LabelPass(Observer):
         self.found.steps[call.site] = Step(numbers_of(call), made)
         return output
 
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        self._watch.end()
+
     def __torch_function__(
         self, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         made = super().__torch_function__(func, types, args, kwargs)
-        if isinstance(lookup(func), Blank):
+        operation = lookup(func)
+        if not isinstance(operation, Query):
+            return made
+        if isinstance(operation, Blank):
             self.labels.blank(made)
+        elif self._spelt_out:
+            return made
+        elif isinstance(operation, SizeQuery):
+            return self._sizes(func, (*args, *(kwargs or {}).values()), made)
+        elif isinstance(operation, Readout):
+            return self._readings(func, tensors_in((args, kwargs)), made)
         return made
+
+    def present(
+        self, operation: Operation | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any], list[Tensor] | None]:
+        if self._follows:  # what our own code compares is no question
+            return plain(args), plain(kwargs), None
+        return args, kwargs, None
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        self._spelt_out += 1
+        try:
+            with super().again():
+                yield
+        finally:
+            self._spelt_out -= 1
+
+    def _sizes(self, func: Function, args: tuple[Any, ...], made: Any) -> Any:
+        """Sizes that may shrink, followed until the forward compares them."""
+        tensor = args[0]
+        name = self.labels.parameter(tensor)
+        over = set(range(tensor.ndim)) if name else {d for layer in self.labels.layers(tensor) for d in varying(layer)}
+        if not over:
+            return made
+        if func is Tensor.__len__:  # Python takes nothing but an int
+            self.unsure |= 0 in over
+            return made
+        self._follows = True
+        if isinstance(made, torch.Size):
+            return Shape(follow(n, self._size(tensor, [d])) if d in over else n for d, n in enumerate(made))
+        if len(args) == 1:
+            return follow(made, self._size(tensor, over, "product"))
+        dim = plain(args[1]) % tensor.ndim
+        return follow(made, self._size(tensor, [dim])) if dim in over else made
+
+    def _size(self, tensor: Tensor, dims: Collection[int], form: str = "size") -> Size:
+        place = len(self._watch.sizes)
+        self._watch.sizes.append((tensor, dims))
+        return Size(partial(_compared, self._watch, place), partial(_unsure, self._watch), self._asked(), form)
+
+    def _asked(self) -> Callable[[bool], bool]:
+        return partial(_asked, self._watch, self.path)
+
+    def _readings(self, func: Function, tensors: list[Tensor], made: Any) -> Any:
+        """Numbers of tensors: what code decides by them, other numbers would decide otherwise."""
+        if func in _SHOWN:
+            return made
+        for tensor in tensors:
+            self.labels.freeze_tensor(tensor, f"its numbers are read one by one in {self.found.where()}")
+        if isinstance(made, bool):
+            return self._asked()(made)
+        if func in _NUMBERS and isinstance(made, int | float):
+            return self.questions.number(self.path, made)
+        self._follows = True
+        return follow(made, Reading(self._asked()))
 
     def _count_written(self, call: Call, output: Any) -> None:
         """How many numbers the call writes, by whose they are. Views write none; what is done in place does."""
@@ -105,9 +187,47 @@ class LabelPass(Observer):
         return bool(self.labels.layers(value))
 
 
-def watch(model: nn.Module, example: Example, axes: AxisTable | None = None) -> tuple[LabelPass, Any]:
+@dataclass
+class _Watch:
+    """A label pass while it runs. Code may keep followed numbers for longer, and shall keep nothing else alive."""
+
+    running: LabelPass | None
+    sizes: list[tuple[Tensor, Collection[int]]] = field(default_factory=list)
+
+    def end(self) -> None:
+        self.running = None
+        self.sizes.clear()
+
+
+def _compared(watch: _Watch, place: int) -> None:
+    """A size is compared: it must stay."""
+    if watch.running is None:
+        return
+    (tensor, dims), labels, found = watch.sizes[place], watch.running.labels, watch.running.found
+    reason, name = f"its size is compared in {found.where()}", labels.parameter(tensor)
+    with torch._C.DisableTorchFunction():  # the forward is running
+        if name is None:
+            for layer in labels.layers(tensor):
+                found.grid(layer, reason, rigid=sorted(dims))
+        else:
+            for dim in dims:
+                found.freeze(found.axes.of(name, dim, tensor.shape[dim]).labels, reason)
+
+
+def _unsure(watch: _Watch) -> None:
+    if watch.running is not None:
+        watch.running.unsure = True
+
+
+def _asked(watch: _Watch, path: str, answer: bool) -> bool:
+    return answer if watch.running is None else watch.running.questions.answer(path, answer)
+
+
+def watch(
+    model: nn.Module, example: Example, axes: AxisTable | None = None, questions: Questions | None = None
+) -> tuple[LabelPass, Any]:
     """Run a copy of a model under a label pass. Returns the pass and the model's output."""
-    watched = LabelPass(model, AxisTable() if axes is None else axes)
+    watched = LabelPass(model, AxisTable() if axes is None else axes, questions)
     with quiet(), watched:
         return watched, run(model, example)
 

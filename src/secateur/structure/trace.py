@@ -19,6 +19,7 @@ from secateur.ops.layers import Layers, narrow, varying
 from secateur.ops.table import Call, Function, Site
 from secateur.running.copies import named_modules
 from secateur.running.observer import Rehearsal
+from secateur.structure.followed import Followed, plain
 
 #: Functions that make tensors of plain numbers, and which of their arguments these are.
 MAKERS: dict[Function, slice] = {
@@ -79,6 +80,8 @@ def _numbers(values: Any, kinds: Collection[type]) -> tuple[Any, ...]:
             found.append(value)
         elif isinstance(value, tuple | list | dict) and value:
             found.extend(_numbers(value, kinds))
+        elif isinstance(value, Followed):  # a cache kept it from an earlier forward
+            found.extend(_numbers([plain(value)], kinds))
     return tuple(found)
 
 
