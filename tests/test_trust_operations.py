@@ -692,3 +692,16 @@ def test_random_numbers_of_the_model_s_device_are_given_back(monkeypatch: pytest
     with isolated(net, []):
         pass
     assert seen == [[3]]
+
+
+def test_a_function_without_a_derivative_is_named() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 8), nn.Linear(8, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(self.a(x) // 0.1)
+
+    with pytest.raises(sc.errors.CriterionError, match="floor_divide"):
+        sc.score(Net(), [(torch.rand(4, 4), torch.arange(4) % 3)], "gradient")

@@ -148,7 +148,15 @@ class SensitivityPass(Accumulator):
                         fix="check that the forward does not detach, or use a criterion without gradients",
                     )
                 loss = self._loss(inputs, output, targets, answer_of(made).entry)
-                torch.autograd.grad(loss * count, taps.anchor, allow_unused=True)
+                try:
+                    torch.autograd.grad(loss * count, taps.anchor, allow_unused=True)
+                except RuntimeError as error:
+                    if "derivative for" not in str(error):
+                        raise
+                    raise CriterionError(
+                        f"{type(self.subject.model).__name__} has no gradient: {error}.",
+                        fix="a criterion without gradients, or detach() what such a function reads",
+                    ) from error
         for _, sums in self.entries:
             sums.samples += count
 
