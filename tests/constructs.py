@@ -275,10 +275,13 @@ CONSTRUCTS: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
         lambda m, x: m.c(torch.tensordot(x, m.d(x).mean((0, 2, 3)), dims=([1], [0]))[:, None]), c=conv(1), d=conv()
     ),
     "inner": _net(
-        lambda m, x: m.c(torch.inner(m.d(x).movedim(1, -1), x.mean((2, 3))).movedim(-1, 1)), c=conv(2), d=conv()
+        lambda m, x: m.c(torch.inner(m.d(x).movedim(1, -1), m.e.weight).movedim(-1, 1)),
+        c=conv(2),
+        d=conv(),
+        e=nn.Linear(16, 2),
     ),
     "cdist": _net(
-        lambda m, x: m.c(torch.cdist(m.d(x).flatten(2).mT, x.flatten(2).mT).mean(2).view(2, 1, 8, 8)),
+        lambda m, x: m.c(torch.cdist(m.d(x).flatten(2).mT, x.flatten(2).mT).mean(2).view(-1, 1, 8, 8)),
         c=conv(1),
         d=conv(),
     ),
