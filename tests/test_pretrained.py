@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import shutil
@@ -9,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 import transformers
@@ -332,3 +334,68 @@ def test_onnx_takes_any_batch_and_any_length(make: Any, batch: int, tmp_path: Pa
     with torch.no_grad():
         expected = model(ids, attention_mask=mask).logits
     torch.testing.assert_close(torch.from_numpy(found), expected, rtol=1e-4, atol=1e-5)
+
+
+# -- life afterwards ---------------------------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def both() -> tuple[Any, Any]:
+    """A model that lost neurons and whole groups of heads, differently in each block, and the original with zeros."""
+    model = llama()
+    result = pruned(model, 0.4, scope="global", only=["*.mlp.*", "*.self_attn.*"])
+    assert result.plan is not None
+    assert result.plan.heads
+    masked = sc.apply(model, result.plan, how="mask")
+    return result.model.eval(), masked.eval()
+
+
+def generated(model: Any, **asked: Any) -> Tensor:
+    return model.generate(IDS, max_new_tokens=6, do_sample=False, pad_token_id=0, **asked)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"use_cache": True},
+        {"use_cache": False},
+        {"cache_implementation": "static"},
+        {"num_beams": 3, "use_cache": True},
+    ],
+)
+def test_text_is_generated_as_by_the_masked_original(both: tuple[Any, Any], asked: dict[str, Any]) -> None:
+    small, masked = both
+    assert torch.equal(
+        generated(small, **asked), generated(masked, use_cache=False, num_beams=asked.get("num_beams", 1))
+    )
+
+
+def test_a_pruned_model_learns_with_and_without_checkpoints_of_gradients(both: tuple[Any, Any]) -> None:
+    gradients = []
+    for checkpointing in (False, True):
+        small = copy.deepcopy(both[0]).train()
+        if checkpointing:
+            small.gradient_checkpointing_enable()
+        small(input_ids=IDS, labels=IDS).loss.backward()
+        gradients.append([p.grad for p in small.parameters()])
+    for a, b in zip(*gradients, strict=True):
+        torch.testing.assert_close(a, b)
+    assert all(bool(g.abs().sum() > 0) for g in gradients[0] if g is not None)
+
+
+def test_adapters_are_added_to_a_pruned_model(both: tuple[Any, Any]) -> None:
+    small = copy.deepcopy(both[0])
+    before = logits(small)
+    adapted = peft.get_peft_model(small, peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"]))
+    assert torch.equal(logits(adapted), before)  # LoRA begins with zeros
+    adapted(input_ids=IDS, labels=IDS).loss.backward()
+    trained = [name for name, p in adapted.named_parameters() if p.grad is not None]
+    assert len(trained) == 2 * 2 * 3
+
+
+def test_a_pruned_model_in_half_precision(both: tuple[Any, Any]) -> None:
+    small, masked = (copy.deepcopy(model).bfloat16() for model in both)
+    torch.testing.assert_close(logits(small), logits(masked), rtol=0.05, atol=0.02)
+
+
+def test_torch_compile(both: tuple[Any, Any]) -> None:
+    compiled = torch.compile(both[0], backend="eager")
+    torch.testing.assert_close(logits(compiled), logits(both[0]))
