@@ -82,6 +82,14 @@ def test_uniform_keeps_the_best_units_of_each_block() -> None:
         assert max(values[groups]) <= min(values[kept])
 
 
+def test_a_run_goes_on_only_if_it_is_as_uniform(tmp_path: Path) -> None:
+    asked: dict[str, Any] = {"remove": 0.3, "repair": None, "checkpoint": tmp_path / "run", "progress": False}
+    data = [({"input_ids": IDS}, None)]
+    sc.prune(llama(), data, "random", **asked, limits=Limits(uniform=True, only="*.mlp.*"))
+    with pytest.raises(FileFormatError, match="uniform was True, is now False"):
+        sc.prune(llama(), data, "random", **asked, limits=Limits(only="*.mlp.*"))
+
+
 @pytest.mark.parametrize("multiple", [8, 16])
 def test_uniform_widths_are_multiples(multiple: int) -> None:
     kept = widths(pruned(llama(), 0.5, uniform=True, round_to=multiple, only="*.mlp.*").model)

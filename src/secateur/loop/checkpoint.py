@@ -151,7 +151,7 @@ class Checkpoint:
         return header, tensors
 
     def _check_identity(self, found: Mapping[str, Any]) -> None:
-        wanted = json.loads(json.dumps(self.identity))
+        wanted, found = json.loads(json.dumps(self.identity)), {"uniform": False, **found}  # older files lack it
         if not self.graph.heads:  # what older versions call the default of models without attention
             older = wanted["criterion"].replace("composite=None", "composite='alpha1beta0'")
             if found.get("criterion") == older.replace("start=None", "start='one'"):

@@ -83,7 +83,8 @@ class Result(Record):
 
     def _facts(self) -> dict[str, str]:
         """Lines for a model card."""
-        asked = {name: str(value) for name, value in self.settings.items() if value is not None}
+        known = ("criterion", "composite", "remove", "keep", "max_drop", "scope", "round_to", "repair")
+        asked = {name: str(self.settings[name]) for name in known if self.settings.get(name)}
         metrics = [row.metrics for row in self.history if row.held and row.metrics]
         gained = {name: f"{metrics[0][name]:.4g} → {last:.4g}" for row in metrics[-1:] for name, last in row.items()}
         return {**gained, **asked, "ended": self.stopped}
