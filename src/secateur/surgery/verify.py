@@ -409,13 +409,8 @@ def culprits(model: nn.Module, plan: Plan, trial: Trial) -> list[str]:
     while rest and checks < _MOST_CHECKS and fails(rest):
         wrong = enough(rest, [])
         if len(wrong) == 1:  # blocks of one kind share their code
-            alike = [layer for layer in rest if layer is not wrong[0] and _kind(layer) == _kind(wrong[0])]
+            alike = [layer for layer in rest if layer is not wrong[0] and layer.family == wrong[0].family]
             wrong += [layer for layer in alike[:_MOST_ALIKE] if fails([layer])]
         found += wrong
         rest = [layer for layer in rest if not any(layer is item for item in wrong)]
     return [layer.name for layer in found]
-
-
-def _kind(layer: Layer) -> str:
-    """What layers have in common whose paths differ in numbers only."""
-    return re.sub(r"\d+", "*", "|".join(layer.paths[:2]))
