@@ -351,15 +351,16 @@ def compare(net: Network, model: nn.Module, small: nn.Module, plan: sc.Plan) -> 
         raise _Fault("INVALID", "the reference runs on no fresh input")
 
 
-def went(model: nn.Module, example: Any) -> list[str]:
-    """The modules that run on the example. The plan's MACs are those of the way that the original goes."""
-    paths: list[str] = []
+def went(model: nn.Module, example: Any) -> list[Any]:
+    """The modules that run on the example, and on how much. The plan's MACs are those of the way that the original
+    goes: fewer units may send other tokens to an expert."""
+    ways: list[Any] = []
     model = doubled(model).eval()
     for path, module in model.named_modules():
-        module.register_forward_pre_hook(lambda *_, path=path: paths.append(path))
+        module.register_forward_pre_hook(lambda _, args, path=path: ways.append((path, [t.shape for t in flat(args)])))
     with torch.no_grad(), torch.random.fork_rng():
         called(model, each(_wide, example))
-    return paths
+    return ways
 
 
 def explained(model: nn.Module, example: Any, dtype: torch.dtype, composite: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import warnings
 
 import pytest
@@ -495,6 +496,74 @@ def test_facts_do_not_survive_an_overwriting():
     torch.testing.assert_close(found, plain.units["layer"])
     inside = explain(Op(lambda m, x: m.layer((x.relu() + x.abs()).neg_()), layer=layer), x, 1)
     torch.testing.assert_close(inside.input, plain.input)
+
+
+def _put(y, write):
+    y = y.clone()
+    write(y)
+    return y
+
+
+OVERWRITTEN = {
+    "item": lambda y: _put(y, lambda y: y.__setitem__(y > 0.3, 0.7)),
+    "items": lambda y: _put(y, lambda y: y.__setitem__((slice(None), slice(2)), torch.full((2, 2), 0.7).to(y))),
+    "a part of ones": lambda y: _put(torch.ones_like(y), lambda z: z.__setitem__((slice(None), slice(2)), y[:, :2])),
+    "fill": lambda y: y.masked_fill(y > 0.3, 0.7),
+    "fill in place": lambda y: _put(y, lambda y: y.masked_fill_(mask=y > 0.3, value=0.7)),
+    "where": lambda y: torch.where(y > 0.3, 0.7, y),
+    "maximum": lambda y: torch.maximum(y, torch.full((5,), 0.3).to(y)),
+    "put": lambda y: y.index_put((torch.tensor([0, 1]), torch.tensor([2, 3])), torch.tensor(0.7).to(y)),
+    "scatter": lambda y: y.scatter(1, torch.tensor([[1], [2]]), 0.7),
+}
+
+
+@pytest.mark.parametrize("how", OVERWRITTEN)
+def test_constants_that_are_written_over_units_absorb(how):
+    torch.manual_seed(3)
+    net = Op(lambda m, x: m.last(OVERWRITTEN[how](m.first(x))), first=nn.Linear(6, 5), last=nn.Linear(5, 3)).double()
+    x = torch.randn(2, 6).double().requires_grad_()
+    seen = explain(net, x.detach(), torch.ones_like, composite="attnlrp")
+    assert abs(seen.conservation.missing) < 1e-9
+    # Without nonlinearities, this composite is input times gradient of the start, which is 1 = z · (1 / z) here.
+    out = net(x)
+    (gradient,) = torch.autograd.grad(out, x, 1 / out.detach())
+    torch.testing.assert_close(seen.input, (x * gradient).detach())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert abs(explain(net, x.detach(), 1).conservation.missing) < 1e-9
+
+
+class Rounded(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return (2 * x).round() / 2
+
+    @staticmethod
+    def backward(ctx, g):
+        return -3 * g
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(x, by=2.0):
+        return x * by
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+
+@pytest.mark.parametrize("composite", ["alpha1beta0", "attnlrp"])
+def test_functions_with_a_derivative_of_their_own_are_followed_inside(composite):
+    torch.manual_seed(4)
+    torchs = inspect.getattr_static(torch.autograd.Function, "apply")
+    layers = {"first": nn.Linear(6, 5), "last": nn.Linear(5, 3)}
+    own = Op(lambda m, x: m.last(Doubled.apply(Rounded.apply(m.first(x)))), **layers).double()
+    plain = Op(lambda m, x: m.last((2 * m.first(x)).round() / 2 * 2.0), **layers).double()
+    x = torch.randn(2, 6).double()
+    found, wanted = (explain(net, x, 1, composite=composite) for net in (own, plain))
+    torch.testing.assert_close(found.input, wanted.input)
+    assert inspect.getattr_static(torch.autograd.Function, "apply") is torchs
 
 
 def test_modules_are_called_as_before_after_an_observation():

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import secateur as sc
 from benchmarks.fuzz_files import reseal_hf
-from secateur.errors import FileFormatError, SecateurError
+from secateur.errors import FileFormatError, SecateurError, SecateurWarning
 from secateur.plans import Limits
 
 IDS = torch.randint(0, 64, (2, 9), generator=torch.Generator().manual_seed(1))
@@ -331,6 +331,10 @@ def test_onnx_takes_any_batch_and_any_length(make: Any, batch: int, tmp_path: Pa
     model = make()
     model.config.use_cache = True
     inputs = {"input_ids": IDS[:batch], "attention_mask": torch.ones_like(IDS[:batch])}
+    if make is bert and torch.__version__.startswith("2.6."):  # which cannot follow the sizes of its mask
+        with pytest.warns(SecateurWarning, match="takes batches of 1 only"):
+            sc.export(model, tmp_path / "model.onnx", inputs)
+        return
     file = sc.export(model, tmp_path / "model.onnx", inputs)
     session = onnxruntime.InferenceSession(str(file))
     assert len(session.get_outputs()) == 1  # no caches

@@ -236,6 +236,49 @@ def test_what_only_training_returns(code: str) -> None:
 
 
 # -- right cuts that must not be refused -------------------------------------------------------------------------------
+class Answer(nn.Module):
+    """Returns whole numbers beside logits, so that every layer is compared."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.inner, self.back, self.last = (
+            nn.Linear(*sizes) for sizes in ((4, 12), (6, 9), (9, 6), (12, 3))
+        )
+        self.one, self.two, self.kind = nn.Linear(12, 12), nn.Linear(12, 12), kind
+        if kind == "tied":
+            self.two.weight = self.one.weight
+        if kind == "hook":
+            self.one.register_forward_hook(lambda m, args, out: torch.cat([out[..., 2:], out[..., :2]], -1))
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.first(x)
+        if self.kind == "tokens":  # units of two layers cross
+            x = x + self.back(self.inner(x.transpose(1, 2)).relu()).transpose(1, 2)
+        y = self.one(x)
+        x = self.last(self.two((y + torch.randn_like(y) if self.kind == "noise" else y).relu()))
+        return x.argmax(-1), x
+
+
+@pytest.mark.parametrize("kind", ["tokens", "tied", "hook", "noise"])
+def test_layers_are_compared_wherever_their_units_are(kind: str) -> None:
+    applied(Answer(kind), torch.rand(2, 6, 4))
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+def test_recurrent_modules_in_half_precision(kind: Any) -> None:
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.inner, self.last = nn.Linear(4, 12), kind(12, 6), nn.Linear(6, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.inner(self.first(x))[0])
+
+    net = Recurrent().bfloat16()
+    assert applied(net, torch.rand(5, 2, 4).bfloat16()).first.out_features < 12
+
+
 class Mixed(nn.Module):
     """A norm in full precision, constants made in float32, and tensors that are plain attributes."""
 

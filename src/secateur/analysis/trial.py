@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator
 
 import numpy as np
@@ -13,7 +12,7 @@ from secateur.ops.table import Site
 from secateur.plans.plan import plan_for
 from secateur.running.sandbox import Example, quiet, run
 from secateur.structure.cost import Mask
-from secateur.structure.graph import Graph, Layer, RepeatedSize
+from secateur.structure.graph import Graph, Layer, RepeatedSize, families, pattern
 from secateur.structure.trace import Comparison, Step, remade
 from secateur.surgery.cut import cut, is_conv1d
 
@@ -66,7 +65,7 @@ class Trial:
         reason = self._breaks(graph, layers)
         if reason is None:
             return
-        kinds = _alike(layers)
+        kinds = families(layers)
         if len(kinds) == 1:
             if self._repeats(graph, layers):
                 return
@@ -92,7 +91,7 @@ class Trial:
         kinds: dict[tuple[str, str], Attributes] = {}
         for item in _attributes(graph, self.copy, layers):
             if (item.path, item.name) not in before:
-                kinds.setdefault((_kind(item.path), item.name), {})[item.path, item.name] = item
+                kinds.setdefault((pattern(item.path), item.name), {})[item.path, item.name] = item
         runs: list[Attributes] = []
         for kind in kinds.values():
             self.repeated = before | kind
@@ -140,18 +139,6 @@ def _equal(model: nn.Module, path: str, labels: Labels) -> Iterator[RepeatedSize
         for name, value in vars(module).items():
             if type(value) is int and value == len(labels) and name not in known:
                 yield RepeatedSize(path, name, labels)
-
-
-def _kind(path: str) -> str:
-    return re.sub(r"\d+", "*", path)
-
-
-def _alike(layers: list[Layer]) -> list[list[Layer]]:
-    """Layers whose paths differ in numbers only, together."""
-    kinds: dict[str, list[Layer]] = {}
-    for layer in layers:
-        kinds.setdefault(_kind("|".join(layer.paths[:2])), []).append(layer)
-    return list(kinds.values())
 
 
 def _removals(graph: Graph, layers: list[Layer], thorough: bool) -> Iterator[Mask]:

@@ -10,7 +10,19 @@ from torch import Tensor
 from secateur.nest import tensors_in
 from secateur.ops.layers import Layers
 from secateur.ops.protocols import LabelVerbs, RelevanceVerbs, Zero, first, never
-from secateur.ops.table import Call, Decomposed, Query, Rule, Ruled, moves, passes, register, register_named, stops
+from secateur.ops.table import (
+    Call,
+    Decomposed,
+    Query,
+    Rule,
+    Ruled,
+    moves,
+    passes,
+    register,
+    register_named,
+    stops,
+    writes,
+)
 
 
 def operands_of(labels: LabelVerbs, *tensors: Tensor | None) -> list[tuple[Layers, list[int]]]:
@@ -74,9 +86,7 @@ class Choice(Elementwise):
         """To whichever was chosen, constants included."""
         if call.get("other") is None:
             return relevance.stops(call)
-        operands = (call["input"], call["other"])
-        chosen = [relevance.constant(t, call) if isinstance(t, Tensor) else t for t in operands]
-        return torch.where(call["condition"], *chosen)
+        return torch.where(call["condition"], *(relevance.constant(call[name], call) for name in ("input", "other")))
 
 
 class Sum(Elementwise):
@@ -191,13 +201,13 @@ register_named("input other", "__rtruediv__ __rdiv__", Quotient(reflected=True))
 register_named("input end weight", "lerp", Elementwise(_interpolates, all), in_place="lerp_")
 register_named("input tensor1 tensor2 value=1", "addcmul", Elementwise(_adds_product, all), in_place="addcmul_")
 register_named("input tensor1 tensor2 value=1", "addcdiv", Elementwise(_adds_quotient), in_place="addcdiv_")
-register_named("input other", "maximum minimum", Elementwise(moves, all))
+register_named("input other", "maximum minimum", Elementwise(writes, all))
 register_named("input other", "hypot", Decomposed(_hypot))
 register_named("input other|exponent", "atan2 __rpow__ float_power", Elementwise(passes))
 register_named("input other", "eq ne gt lt ge le __eq__ __ne__ __gt__ __lt__ __ge__ __le__ __xor__", Elementwise(stops))
 register_named("input other", "logical_and logical_or bitwise_and bitwise_or __and__ __or__", Elementwise(stops))
 register_named("input", "isnan isinf isfinite", Elementwise(stops))
-register_named("input mask value", "masked_fill", MaskedFill(moves), in_place="masked_fill_")
+register_named("input mask value", "masked_fill", MaskedFill(writes), in_place="masked_fill_")
 register_named("input *rest", "zeros_like", Fill(stops, zero=True), in_place="zero_")
 register_named("input *rest", "ones_like empty_like full_like rand_like randn_like", Fill(stops))
 register_named("input *rest", "fill bernoulli", Fill(stops), in_place="fill_ bernoulli_ normal_ uniform_")

@@ -136,6 +136,9 @@ class RelevanceVerbs(Protocol):
     def moves(self, call: Call) -> Any:
         """Data movement: relevance moves back the same way."""
 
+    def writes(self, call: Call) -> Any:
+        """Numbers are written over others. Constants among them absorb what falls on them."""
+
     def passes(self, call: Call, x: Tensor, *, nonneg: bool = False, gate: bool = False) -> Any:
         """Relevance passes unchanged to `x`. The output may be known to be ≥ 0, or a gate where it multiplies."""
 
@@ -175,5 +178,5 @@ class RelevanceVerbs(Protocol):
     def enters_here(self, call: Call, weight: Tensor) -> Tensor:
         """An embedding: relevance of a discrete input ends here."""
 
-    def constant(self, tensor: Tensor, call: Call) -> Tensor:
-        """A constant beside the signal; the relevance that it absorbs is recorded."""
+    def constant(self, value: Any, call: Call) -> Any:
+        """A constant (tensor or number) beside the signal; the relevance that it absorbs is recorded."""

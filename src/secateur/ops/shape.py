@@ -27,6 +27,7 @@ from secateur.ops.table import (
     moves,
     register,
     register_named,
+    writes,
 )
 
 
@@ -361,9 +362,10 @@ register_named("input index", "__getitem__", Slice())
 register_named("input dim start length", "narrow", Slice())
 register_named("input dim index", "select index_select", Slice())
 register_named("input indices dim=None", "take_along_dim", Fixed(_LOOKED_UP))
-register("input index value", Tensor.__setitem__, operation=Fixed(_WRITTEN), writes=True)
-register_named("input *rest", "scatter scatter_add masked_scatter", Fixed(_WRITTEN), in_place="copy_")
-register_named("input *rest", "index_put index_copy", Fixed(_WRITTEN), in_place="index_put_ index_copy_ scatter_")
+register("input index value", Tensor.__setitem__, operation=Fixed(_WRITTEN, writes), writes=True)
+register_named("input dim index value|src reduce=None", "scatter", Fixed(_WRITTEN, writes), in_place="scatter_")
+register_named("input *rest", "scatter_add masked_scatter", Fixed(_WRITTEN, writes), in_place="copy_")
+register_named("input *rest", "index_put index_copy", Fixed(_WRITTEN, writes), in_place="index_put_ index_copy_")
 register_named("input dim index source alpha=1", "index_add", IndexAdd(), in_place="index_add_")
 register_named("input chunks|indices|sections|tensor_indices_or_sections dim=0", "chunk tensor_split", Split())
 register_named("input|tensor split_size_or_sections|split_size|split_sizes dim=0", "split split_with_sizes", Split())

@@ -189,6 +189,11 @@ def moves(relevance: RelevanceVerbs, call: Call) -> Any:
     return relevance.moves(call)
 
 
+def writes(relevance: RelevanceVerbs, call: Call) -> Any:
+    """To whatever is there in the end, constants included."""
+    return relevance.writes(call)
+
+
 def passes(relevance: RelevanceVerbs, call: Call) -> Any:
     """Unchanged to the first argument: the call is a function, or a scale that is given."""
     return relevance.passes(call, call["input"])

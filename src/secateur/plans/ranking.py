@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from bisect import bisect_left
 from collections.abc import Mapping
 
@@ -15,7 +14,7 @@ from secateur.plans.plan import Mask, Plan, plan_for
 from secateur.plans.scores import Aggregation, Scores, Values
 from secateur.plans.targets import Limits, Target
 from secateur.structure.cost import Cost, Price, human
-from secateur.structure.graph import Graph, Layer
+from secateur.structure.graph import Graph, families
 
 
 def plan(
@@ -112,7 +111,8 @@ class _Chooser:
         keys = np.full(len(self.graph.root), np.nan)
         keys[candidates] = key
         tiers: list[tuple[float, Labels]] = []
-        for family in families(self.graph):
+        free = (layer for layer in self.graph.layers if layer.prunable)
+        for family in families(free, lambda layer: (len(layer.groups), int(self.graph.units[layer.groups].sum()))):
             own = [layer.groups[np.isfinite(keys[layer.groups])] for layer in family]
             if not min(map(len, own)):
                 continue
@@ -251,16 +251,6 @@ class _Chooser:
             )
         counts = range(len(self.order))
         return self.mask(bisect_left(counts, True, key=lambda count: fits(self.graph.cost_of(self.mask(count)))))
-
-
-def families(graph: Graph) -> list[list[Layer]]:
-    """Layers that differ only by numbers in their paths, such as those of the blocks of a transformer."""
-    found: dict[tuple[str, int, int], list[Layer]] = {}
-    for layer in graph.layers:
-        if layer.prunable:
-            kind = re.sub(r"\d+", "*", " ".join((layer.name, *layer.paths)))
-            found.setdefault((kind, len(layer.groups), int(graph.units[layer.groups].sum())), []).append(layer)
-    return list(found.values())
 
 
 def nothing_may_leave(graph: Graph, limits: Limits) -> NothingToPruneError:

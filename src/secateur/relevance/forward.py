@@ -100,6 +100,12 @@ class ForwardPass(Observer):
             raise Deviation
         return site
 
+    def applies(self, function: type[Any], plain: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        """A function with a derivative of its own, which is no rule for relevance: what it calls is followed instead.
+        Without it, `forward` needs a context only to write to."""
+        aside = () if function.setup_context is not torch.autograd.Function.setup_context else (_Context(),)
+        return function.forward(*aside, *args, **kwargs)
+
     def concerns(self, value: Any) -> bool:
         return isinstance(value, Tensor) and value.requires_grad
 
@@ -155,6 +161,15 @@ class ForwardPass(Observer):
         elif self._differentiates:
             return self._weights.plain(value)
         return value
+
+
+class _Context:
+    """What the forward of a `torch.autograd.Function` keeps for its derivative, which nobody asks for."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "needs_input_grad":
+            return (False,) * 64
+        return lambda *args, **kwargs: None
 
 
 def check_input(tensor: Tensor) -> None:

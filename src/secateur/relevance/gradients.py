@@ -56,7 +56,7 @@ class GradientBackward(Backward):
         return (seed / output).nan_to_num_(0.0, 0.0, 0.0)
 
     def end(self, leaf: Tensor, arrived: Tensor) -> Tensor:
-        return leaf * arrived
+        return torch.where(arrived == 0, 0, leaf * arrived)  # masks are minus infinity
 
     def absorbs(self, name: Site, kind: str, constant: Tensor | float, g: Tensor) -> None:
         """A constant summand absorbs its share."""

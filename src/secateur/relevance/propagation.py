@@ -7,6 +7,7 @@ as a step of the autograd graph, whose `back` gives the relevance of the inputs,
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -252,9 +253,25 @@ class Propagation:
 
         return backward.step(call.run, back, q, k, v)
 
-    def constant(self, tensor: Tensor, call: Call) -> Tensor:
-        if tensor.requires_grad or not tensor.is_floating_point():
-            return tensor
+    def writes(self, call: Call) -> Any:
+        args, kwargs = map_tensors(lambda t: self.constant(t, call), (call.args, call.kwargs))
+        value = self.constant(call.get("value"), call)
+        if isinstance(value, Tensor) and not isinstance(call["value"], Tensor):
+            value = value.expand(call["index"].shape) if call.get("dim") is not None else value  # `scatter`
+            args, kwargs = (args, {**kwargs, "value": value}) if "value" in kwargs else ((*args[:-1], value), kwargs)
+        output = self.moves(call.given(*args, **kwargs))
+        if call.writes:
+            self.activations.replace(call, output)
+        return output
+
+    def constant(self, value: Any, call: Call) -> Any:
+        if type(value) in (int, float) and math.isfinite(value):
+            like = next(t for t in call.tensors() if t.requires_grad)
+            tensor = torch.full((), value, dtype=like.dtype, device=like.device)
+        elif isinstance(value, Tensor) and value.is_floating_point() and not value.requires_grad:
+            tensor = value
+        else:
+            return value
         leaf = self.backward.add_leaf(tensor.detach(), constant=f"constant in {call.site}")
         if tensor in self.activations.nonneg:
             self.activations.note_nonneg(leaf)

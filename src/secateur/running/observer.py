@@ -6,6 +6,7 @@ notes which of them is running, and gives way to torch's own again when the obse
 
 from __future__ import annotations
 
+import inspect
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -169,6 +170,10 @@ class Observer(TorchFunctionMode):
                     return self.__torch_function__(call[0], (), call[1:])
         return plain(module, *args, **kwargs)
 
+    def applies(self, function: type[Any], plain: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+        """Run a `torch.autograd.Function` under observation. What its forward calls is observed in any case."""
+        return plain(*args, **kwargs)
+
 
 def _bare(tensor: Tensor) -> Tensor:
     """The tensor behind the wrappers of `torch.func`."""
@@ -215,6 +220,7 @@ _thread = _Thread()
 _lock = threading.Lock()
 _watching = 0  # observers in all threads
 _plain: Callable[..., Any] = nn.Module._call_impl
+_apply: Any = inspect.getattr_static(torch.autograd.Function, "apply")
 
 
 def _observed(plain: Callable[..., Any]) -> Callable[..., Any]:
@@ -233,14 +239,23 @@ def _observed(plain: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+@classmethod  # type: ignore[misc]
+def _applied(function: type[Any], *args: Any, **kwargs: Any) -> Any:
+    """`Function.apply`, of which this thread's observer decides."""
+    plain = _apply.__get__(None, function)
+    return _thread.observers[-1].applies(function, plain, args, kwargs) if _thread.observers else plain(*args, **kwargs)
+
+
 def _watch(observer: Observer) -> None:
-    global _watching, _plain
+    global _watching, _plain, _apply
     _thread.observers.append(observer)
     with _lock:
         _watching += 1
         if _watching == 1:
             _plain = nn.Module._call_impl
             nn.Module._call_impl = _observed(_plain)  # type: ignore[method-assign]
+            _apply = inspect.getattr_static(torch.autograd.Function, "apply")
+            torch.autograd.Function.apply = _applied
 
 
 def _forget(observer: Observer) -> None:
@@ -250,6 +265,7 @@ def _forget(observer: Observer) -> None:
         _watching -= 1
         if not _watching:
             nn.Module._call_impl = _plain  # type: ignore[method-assign]
+            torch.autograd.Function.apply = _apply
 
 
 def _is_plain(module: nn.Module) -> bool:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import fnmatch
+import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from torch import nn
@@ -56,6 +58,11 @@ class Layer:
     prunable: bool
     reason: str | None
 
+    @property
+    def family(self) -> str:
+        """The same for layers whose paths differ in numbers only. Of a long stream, its first two modules count."""
+        return pattern("|".join((self.name, *self.paths[:2])))
+
     def matches(self, patterns: Sequence[str]) -> bool:
         """Whether any module of the layer, or one that it is part of, fits any wildcard."""
         return any(_fits(path, patterns) for path in self.paths)
@@ -63,6 +70,19 @@ class Layer:
     def within(self, patterns: Sequence[str]) -> bool:
         """Whether every module of the layer, or one that it is part of, fits a wildcard."""
         return all(_fits(path, patterns) for path in self.paths)
+
+
+def pattern(path: str) -> str:
+    """A path without its numbers: what blocks of one kind, which share their code, have in common."""
+    return re.sub(r"\d+", "*", path)
+
+
+def families(layers: Iterable[Layer], also: Callable[[Layer], Any] = lambda layer: None) -> list[list[Layer]]:
+    """Layers of one family together. `also`: what else must be equal."""
+    found: dict[Any, list[Layer]] = {}
+    for layer in layers:
+        found.setdefault((layer.family, also(layer)), []).append(layer)
+    return list(found.values())
 
 
 def _fits(path: str, patterns: Sequence[str]) -> bool:

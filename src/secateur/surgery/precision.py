@@ -114,6 +114,8 @@ def widen(net: nn.Module, wide: torch.dtype) -> None:
     Calls cast the parameters they read: that takes no memory for long, and less time than a copy of them all.
     """
     for _, module in named_modules(net):
+        if isinstance(module, nn.RNNBase):  # compares their format with that of its input, where nobody sees it
+            module._flat_weights = [weight.to(wide) for weight in module._flat_weights if weight is not None]
         for key, value in module._buffers.items():
             if value is not None and value.is_floating_point():
                 module._buffers[key] = value.to(wide)

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from secateur.errors import Argument, VerificationError
-from secateur.nest import map_tensors, tensors_of_output
+from secateur.nest import map_tensors, tensors_in, tensors_of_output
 from secateur.plans.plan import Plan, plan_for
-from secateur.running.copies import named_modules, shared_copy
+from secateur.running.copies import named_modules, named_tensors, shared_copy
 from secateur.running.devices import device_of, dtype_of
 from secateur.running.sandbox import Example, quiet, run
 from secateur.structure.graph import Layer
-from secateur.surgery.cut import cut
+from secateur.surgery.cut import cut, sliced
 from secateur.surgery.mask import reference
 from secateur.surgery.precision import Precise, unwritten, widen
 from secateur.surgery.probes import Probe, given, others
@@ -49,11 +49,12 @@ class Seen:
 
 @dataclass(frozen=True)
 class Trial:
-    """A probe that the masked model took, in which format, and what it returned."""
+    """A probe that the masked model took, in which format, what it returned, and which noise was even (`Precise`)."""
 
     probe: Probe
     wide: torch.dtype
     masked: Seen
+    even: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -122,18 +123,11 @@ class _Net:
         self.modules.clear()
 
         def note(path: str) -> Callable[..., None]:
-            return lambda module, args, output: self.modules.setdefault(path, []).append(output)
+            return lambda module, args, output: self.modules.setdefault(path, []).extend(tensors_in(output))
 
-        layers = [(path, module) for path, module in named_modules(self._net) if _channel_dim(module) is not None]
+        kinds = (nn.Linear, nn.modules.conv._ConvNd)
+        layers = [(path, module) for path, module in named_modules(self._net) if isinstance(module, kinds)]
         return [module.register_forward_hook(note(path)) for path, module in layers]
-
-
-def _channel_dim(module: nn.Module) -> int | None:
-    """The dimension of the output that the first dimension of the weight makes."""
-    if isinstance(module, nn.Linear):
-        return -1
-    plain = isinstance(module, nn.modules.conv._ConvNd) and not module.transposed
-    return -1 - len(module.kernel_size) if plain else None  # type: ignore[arg-type]
 
 
 # -- the probes that a model takes -------------------------------------------------------------------------------------
@@ -238,8 +232,8 @@ def _run_small(net: _Net, model: nn.Module, masked: _Net, trial: Trial) -> tuple
             # Noise as wide as a layer cannot be the same in both: it is one number everywhere instead.
             count = max(len(seen.drawn), len(trial.masked.drawn))
             shapes = [[*drawn, *[()] * (count - len(drawn))] for drawn in (seen.drawn, trial.masked.drawn)]
-            even = [i for i, (a, b) in enumerate(zip(*shapes, strict=True)) if a != b]
-            trial = replace(trial, masked=masked.run(trial.probe, trial.wide, even))
+            even = tuple(i for i, (a, b) in enumerate(zip(*shapes, strict=True)) if a != b)
+            trial = replace(trial, masked=masked.run(trial.probe, trial.wide, even), even=even)
             seen = net.run(trial.probe, trial.wide, even)
     except Exception as error:
         if not _takes(model, trial):
@@ -328,21 +322,20 @@ def _unproven(
     columns = list(zip(*(trial.masked.outputs for trial in plain), strict=False))
     if not plain or (len(counts) == 1 and columns and all(map(_informs, columns))):
         return None
-    trial, modules = plain[-1], dict(named_modules(model))
-    masked.run(trial.probe, trial.wide, watch=True)
-    net.run(trial.probe, trial.wide, watch=True)
+    trial = plain[-1]
+    limits = _LIMITS[trial.wide] if trial.wide == torch.float64 else _COARSE
+    masked.run(trial.probe, trial.wide, trial.even, watch=True)
+    net.run(trial.probe, trial.wide, trial.even, watch=True)
     proven = any(map(_informs, columns))
+    names, modules = {id(t): name for name, t in named_tensors(model)}, dict(named_modules(model))
     for path, expected in masked.modules.items():
-        dim, gone = _channel_dim(modules[path]), plan.cuts.get(f"{path}.weight", {}).get(0, ())
-        assert dim is not None
-        found = net.modules.get(path, [])
-        kept = [_without(tensor, dim, gone) for tensor in expected]
-        scales, limits = _scales([kept]), _LIMITS[trial.wide] if trial.wide == torch.float64 else _COARSE
-        inner = replace(trial, masked=replace(trial.masked, outputs=kept))
-        if _difference(inner, found, scales, limits):
-            what = f"removal and zero-masking disagree on {trial.probe.name} in what `{path}` returns"
-            return Fault(trial, what)
-        proven |= _informs(kept)
+        found, layer = net.modules.get(path, []), modules[path]
+        own = plan.cuts.get(names.get(id(layer.weight), ""), {}).get(int(getattr(layer, "transposed", False)), ())
+        dim = -1 - len(getattr(layer, "kernel_size", ()))
+        rests = [_rest(a, b, (dim, own), limits) for a, b in zip(found, expected, strict=False)]
+        if len(found) != len(expected) or any(rest is None for rest in rests):
+            return Fault(trial, f"removal and zero-masking disagree on {trial.probe.name} in what `{path}` returns")
+        proven |= _informs([rest for rest in rests if rest is not None])
     if not proven:
         raise VerificationError(
             f"{type(model).__name__} returns no real numbers that vary, and neither do its layers: nothing shows "
@@ -352,11 +345,32 @@ def _unproven(
     return None
 
 
-def _without(tensor: Tensor, dim: int, gone: Sequence[int]) -> Tensor:
+def _rest(
+    found: Tensor, expected: Tensor, own: tuple[int, Sequence[int]], limits: tuple[float, float]
+) -> Tensor | None:
+    """What is left of a masked layer's output if it equals that of the smaller layer, in order; None if it does not.
+
+    Units may be gone along any dimension. If that are several, `own` tells what the layer itself has lost along one.
+    """
+    if found.ndim != expected.ndim or any(a > b for a, b in zip(found.shape, expected.shape, strict=True)):
+        return None
+    scale, gone = max(*_scales([[expected]]), limits[1]), _shorter(found, expected)
+    if len(gone) > 1:
+        expected = sliced(expected, {own[0] % found.ndim: tuple(own[1])})
+        gone = _shorter(found, expected)
+    if len(gone) > 1:
+        return None
     if not gone:
-        return tensor
-    kept = np.delete(np.arange(tensor.shape[dim]), list(gone))
-    return tensor.index_select(dim, torch.from_numpy(kept).to(tensor.device))
+        return expected if _gap(found, expected, scale) <= limits[0] else None
+    rows, wanted, kept = expected.movedim(gone[0], 0), found.movedim(gone[0], 0), list[int]()
+    for i, row in enumerate(rows):
+        if len(kept) < len(wanted) and _gap(wanted[len(kept)], row, scale) <= limits[0]:
+            kept.append(i)
+    return rows[kept] if len(kept) == len(wanted) else None
+
+
+def _shorter(found: Tensor, expected: Tensor) -> list[int]:
+    return [dim for dim, (a, b) in enumerate(zip(found.shape, expected.shape, strict=True)) if a != b]
 
 
 def _informs(tensors: Sequence[Tensor]) -> bool:
@@ -409,13 +423,8 @@ def culprits(model: nn.Module, plan: Plan, trial: Trial) -> list[str]:
     while rest and checks < _MOST_CHECKS and fails(rest):
         wrong = enough(rest, [])
         if len(wrong) == 1:  # blocks of one kind share their code
-            alike = [layer for layer in rest if layer is not wrong[0] and _kind(layer) == _kind(wrong[0])]
+            alike = [layer for layer in rest if layer is not wrong[0] and layer.family == wrong[0].family]
             wrong += [layer for layer in alike[:_MOST_ALIKE] if fails([layer])]
         found += wrong
         rest = [layer for layer in rest if not any(layer is item for item in wrong)]
     return [layer.name for layer in found]
-
-
-def _kind(layer: Layer) -> str:
-    """What layers have in common whose paths differ in numbers only."""
-    return re.sub(r"\d+", "*", "|".join(layer.paths[:2]))
