@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -302,6 +303,18 @@ def test_outputs_that_do_not_count_may_become_narrower() -> None:
     small = sc.apply(model, plan, example=example)
     assert small(example)["features"].shape == (2, 6)
     assert relative_gap([small(example)["kind"]], [zeroed(model, graph, plan)(example)["kind"]]) < 1e-12
+
+
+def test_runs_take_the_output_that_counts(tmp_path: Path) -> None:
+    model, x = Answers("kind"), torch.randn(8, 5)
+    asked: dict[str, Any] = {"remove": 0.5, "progress": False}
+    with pytest.raises(NothingToPruneError, match="model output"):
+        sc.prune(model, [(x, None)], "weight", **asked)
+    asked["checkpoint"] = tmp_path / "run"
+    assert sc.prune(model, [(x, None)], "weight", output="kind", **asked).model.body.out_features == 6
+    assert sc.prune(model, [(x, None)], "weight", output=["kind"], **asked).model.body.out_features == 6
+    found = sc.compare(model, [(x, None)], ["weight", "random"], evaluate=lambda net: 1.0, output="kind", remove=0.5)
+    assert found.curves["weight"].removed[-1] == 0.5
 
 
 def test_an_output_that_the_model_does_not_return_is_refused() -> None:

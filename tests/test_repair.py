@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 import secateur as sc
 from constructs import CONSTRUCTS, build
@@ -140,6 +141,32 @@ def test_recovery_through_a_residual_stream() -> None:
         model.norm.weight.uniform_(0.5, 2)
         model.a.weight[7], model.a.bias[7] = model.a.weight[3], model.a.bias[3]
     recovers(model, (3, 8, 8), "a", [7])
+
+
+class _Block(nn.Module):
+    """A residual block of a language model, with linear layers as torch or as GPT-2 writes them."""
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self.up, self.down, self.head = layer(6, 12), layer(12, 6), layer(6, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x + self.down(torch.tanh(self.up(x))))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("method", ["mean", "norm", "ridge", "best"])
+def test_layers_as_gpt2_writes_them_are_repaired_like_linear_ones(method: str) -> None:
+    torch.manual_seed(0)
+    plain = _Block(nn.Linear).double()
+    other = _Block(lambda inputs, outputs: Conv1D(outputs, inputs)).double()
+    other.load_state_dict({k: v.mT if v.ndim == 2 else v for k, v in plain.state_dict().items()})
+    x = torch.randn(40, 7, 6, dtype=torch.float64)
+    torch.testing.assert_close(other(x), plain(x))
+    mended = [sc.repair(without(net, x[:1], "up", [1, 4, 7]), net, (x, None), method) for net in (plain, other)]
+    for name, weight in mended[1].named_parameters():
+        wanted = mended[0].get_parameter(name)
+        torch.testing.assert_close(weight.mT if weight.ndim == 2 else weight, wanted, rtol=1e-6, atol=1e-9)
+    assert not torch.equal(mended[1].down.bias, other.down.bias)
 
 
 def test_the_branch_makes_up_for_what_the_stream_lacks() -> None:

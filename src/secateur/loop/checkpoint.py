@@ -151,7 +151,8 @@ class Checkpoint:
         return header, tensors
 
     def _check_identity(self, found: Mapping[str, Any]) -> None:
-        wanted, found = json.loads(json.dumps(self.identity)), {"uniform": False, **found}  # older files lack it
+        wanted = json.loads(json.dumps(self.identity))
+        found = {"uniform": False, "output": [], **found}  # older files lack them
         if not self.graph.heads:  # what older versions call the default of models without attention
             older = wanted["criterion"].replace("composite=None", "composite='alpha1beta0'")
             if found.get("criterion") == older.replace("start=None", "start='one'"):

@@ -39,6 +39,7 @@ def compare(
     limits: Limits | None = None,
     repair: Repairer | str | bool | None = None,
     max_drop: float | Mapping[str, float] | None = None,
+    output: str | Sequence[str] = (),
     checkpoint: str | Path | None = None,
     progress: bool | Listener = True,
 ) -> Comparison:
@@ -64,7 +65,7 @@ def compare(
         raise SecateurError(f"criteria must have different names, and there must be one at least; got {names}.")
     original, steps = unwrap(model), Schedule.of(schedule)
     target = Target(0.5 if remove is None and keep is None else remove, keep, max_drop)
-    runs = [Settings(c, target, steps, Limits.of(limits), repair_of(repair), evaluate) for c in chosen]
+    runs = [Settings(c, target, steps, Limits.of(limits), repair_of(repair), evaluate, output) for c in chosen]
     if evaluate is None:
         raise SecateurError("evaluate is None, but curves need a metric.", fix="a function f(model)")
     for fraction in fractions:
@@ -75,7 +76,7 @@ def compare(
         check_path("checkpoint", checkpoint, "a file name, such as 'run.pt'")
     data = repeatable(data)
     check_weights(original)
-    graph = analyze(original, example_of(original, data))
+    graph = analyze(original, example_of(original, data), output)
     scores = dict(zip(names, scores_of(original, data, chosen, graph, None, steps.batch_size), strict=True))
     histories = {}
     for settings in runs:

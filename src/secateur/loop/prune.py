@@ -104,6 +104,7 @@ def prune(
     repair: Repairer | str | bool | None = "auto",
     evaluate: Evaluate | None = None,
     max_drop: float | Mapping[str, float] | None = None,
+    output: str | Sequence[str] = (),
     checkpoint: str | Path | None = None,
     progress: bool | Listener = True,
 ) -> Result:
@@ -133,6 +134,8 @@ def prune(
     where "worst" holds for every class and any other key for that class alone. The result is then the last step that
     held.
 
+    `output` names what counts of several things that the model returns, as in `analyze`.
+
     With `checkpoint`, a file is replaced atomically after each step. The same call made again goes on from there and
     ends the same; a call with another model, data or settings is refused. In several processes (`torchrun`) each scores
     its share and all end with the same model. `progress` draws a bar on a terminal; a function receives
@@ -147,7 +150,7 @@ def prune(
     """
     settings = Settings(
         criterion_named(criterion), Target(remove, keep, max_drop), Schedule.of(schedule),
-        Limits.of(limits), repair_of(repair), evaluate,
+        Limits.of(limits), repair_of(repair), evaluate, output,
     )  # fmt: skip
     return run_loop(model, data, settings, checkpoint, progress)
 
@@ -169,7 +172,7 @@ def run_loop(
     settings = settings.decided(data)
     if graph is None:
         check_weights(original)
-        graph = analyze(original, example_of(original, data))
+        graph = analyze(original, example_of(original, data), settings.output)
     check_same(original)
     planner = Planner(graph, settings)
     saved = Checkpoint(Path(checkpoint), original, graph, settings, data) if checkpoint is not None else None

@@ -100,6 +100,8 @@ class Settings:
     limits: Limits = field(default_factory=Limits)
     repair: Repairer | str | None = "auto"
     evaluate: Evaluate | None = None
+    #: Which of the things that the model returns count, as in `analyze`.
+    output: str | Sequence[str] = ()
 
     def __post_init__(self) -> None:
         target, schedule = self.target, self.schedule
@@ -155,6 +157,7 @@ class Settings:
             "one_shot": self.schedule.one_shot, "parts": {name: list(paths) for name, paths in self.parts.items()},
             "scope": self.limits.scope, "min_units": self.limits.min_units, "round_to": self.limits.round_to,
             "ignore": list(self.limits.ignore), "uniform": self.limits.uniform,
+            "output": [self.output] if isinstance(self.output, str) else list(self.output),
         }  # fmt: skip
 
     def shown(self) -> dict[str, Any]:

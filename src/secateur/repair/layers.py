@@ -13,12 +13,13 @@ from torch import Tensor, nn
 
 from secateur.nest import map_tensors, select_samples, tensors_in
 from secateur.ops.activation import Identity
-from secateur.ops.conv import Convolution, TransposedConvolution
+from secateur.ops.attention import AddMatMul
+from secateur.ops.conv import TransposedConvolution
 from secateur.ops.elementwise import Sum
-from secateur.ops.linear import Linear
 from secateur.ops.norm import BatchNorm
+from secateur.ops.shape import Reshape
 from secateur.ops.table import Call, Site
-from secateur.repair.rows import ALL, Positions, Rows, channel_last, wide
+from secateur.repair.rows import ALL, Positions, Rows, channel_last, is_convolution, operands, wide
 from secateur.running.copies import named_tensors, shared_copy
 from secateur.running.observer import Observer
 from secateur.running.sandbox import Example, quiet, run_or_explain
@@ -26,8 +27,6 @@ from secateur.running.tensor_facts import TensorFacts
 
 #: Stands for the model's own input among the calls.
 INPUT = Site("", "input", -1)
-#: Operations whose weight can be corrected.
-LAYERS = Convolution | TransposedConvolution | Linear
 Tensors = Mapping[str, Tensor]
 Values = TypeVar("Values", Tensor, Tensor | None)
 
@@ -62,8 +61,10 @@ class RepairableLayer:
     number: int
     weight: str
     bias: str | None
-    #: The output channels of a transposed convolution lie along dimension 1 of its weight, others along 0.
+    #: A transposed convolution, or a linear layer as GPT-2 writes it: the output channels lie along dimension 1 of the
+    #: weight. Others lie along 0.
     transposed: bool = False
+    columns: bool = False
     #: The dimension of input and output along which samples lie.
     batch: int = 0
     #: Of the output for one sample.
@@ -87,6 +88,11 @@ class RepairableLayer:
     def shifts(self) -> bool:
         """Whether a constant per output can be added: to a bias, or to the mean of the batch norm that follows."""
         return self.bias is not None or (self.norm is not None and self.norm.alone)
+
+    @property
+    def outputs(self) -> int:
+        """The dimension of the weight along which the output channels lie."""
+        return int(self.transposed or self.columns)
 
     def left(self, values: Values) -> Values:
         """Numbers for the original's output channels, which are the last dimension, for those that are left."""
@@ -201,12 +207,15 @@ class _Survey(Observer):
         self._largest = max(self._largest, output.numel())
         if call.writes:
             self._stage.forget(output)
-        if isinstance(operation, LAYERS):
-            joined = self._layer(call, output)
+        layer = operands(call)
+        if layer is not None:
+            joined = self._layer(call, output, *layer[1:])
         elif source is not None and isinstance(operation, BatchNorm):
             joined = self._norm(source, call)
         elif source is not None and isinstance(operation, Identity) and output.dtype == read.dtype:
             joined = source
+        elif source is not None and isinstance(operation, Reshape) and self.layers[source].columns:
+            joined = source if output.shape[-1] == read.shape[-1] else None  # rows of tokens become sequences again
         if joined is not None:
             if self._stage_of(output)[0] is None:  # else it is the same tensor
                 self._stage[output] = joined, self.stages[joined], version(output)
@@ -223,15 +232,15 @@ class _Survey(Observer):
             self.uses[self._names.get(id(tensor))] += 1
             self.reads[self._stage_of(tensor)] += 1
 
-    def _layer(self, call: Call, output: Tensor) -> int | None:
+    def _layer(self, call: Call, output: Tensor, own: Tensor, added: Tensor | None) -> int | None:
         """Note a layer; None if it cannot be repaired."""
-        weight, bias = self._name(call["weight"]), self._name(call["bias"])
-        transposed, linear = (isinstance(call.operation, kind) for kind in (TransposedConvolution, Linear))
+        weight, bias, linear = self._name(own), self._name(added), not is_convolution(call)
+        transposed, columns = (isinstance(call.operation, kind) for kind in (TransposedConvolution, AddMatMul))
         if transposed and int(call["groups"]) > 1:
             return None
-        if weight is None or (bias is None and call["bias"] is not None):
+        if weight is None or (bias is None and added is not None):
             return None
-        layer = RepairableLayer(self._number, weight, bias, transposed)
+        layer = RepairableLayer(self._number, weight, bias, transposed, columns)
         if self._alone is None:
             self.probes[weight] = output.shape, _probe(output)
         else:
@@ -332,7 +341,8 @@ class LayerObserver(Observer):
         return False  # the model was analysed before
 
     def observe(self, call: Call) -> Any:
-        layer = self._layers.get(id(call["weight"])) if isinstance(call.operation, LAYERS) else None
+        own = operands(call)
+        layer = self._layers.get(id(own[1])) if own is not None else None
         output = call.run()
         if layer is not None and self._complete(layer, call, output):
             output = self._handle(layer, self._rows(layer, call, output), output)
@@ -345,7 +355,7 @@ class LayerObserver(Observer):
     def _complete(self, layer: RepairableLayer, call: Call, output: Tensor) -> bool:
         """Whether the layer ran on every position of every sample."""
         samples: int = self._place.stop - self._place.start
-        channels = output.shape[-1 if isinstance(call.operation, Linear) else 1]
+        channels = output.shape[1 if is_convolution(call) else -1]
         return output.numel() == channels * layer.positions * samples
 
     def _rows(self, layer: RepairableLayer, call: Call, output: Tensor) -> Rows:
@@ -353,7 +363,10 @@ class LayerObserver(Observer):
             return wide(layer.sampled.take(channel_last(call, tensor, layer.batch, layer.positions), self._place))
 
         y, partner = rows(output), self._partner(layer)
-        added = None if partner is None or partner.shape != output.shape else rows(partner)
+        fits = partner is not None and (
+            partner.shape == output.shape or (layer.columns and partner.numel() == output.numel())
+        )
+        added = rows(partner) if partner is not None and fits else None
         if added is not None and layer.inverse is not None:
             added = added * layer.inverse.to(added)
         return Rows(call, self._place, layer.sampled.of(self._place, y.device), y, added)

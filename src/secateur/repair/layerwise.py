@@ -15,12 +15,11 @@ from torch import Tensor, nn
 
 from secateur.errors import RepairError
 from secateur.ops.conv import Convolution
-from secateur.ops.linear import Linear
 from secateur.repair.corrections import NOTHING, Change, Correction, best_change
 from secateur.repair.layers import LayerObserver, Layers, RepairableLayer, survey
 from secateur.repair.moments import Moments, Regression, moments_for
 from secateur.repair.reference import Answers, Reference, answers_in
-from secateur.repair.rows import Rows, channel_last, read_rows
+from secateur.repair.rows import Rows, channel_last, is_convolution, operands, read_rows
 from secateur.running.copies import copy_with, named_tensors
 from secateur.running.progress import Listener, Repairing
 from secateur.running.sandbox import evaluating, quiet, run
@@ -59,7 +58,7 @@ def layers_in_both(small: nn.Module, reference: Reference, kept: Kept) -> dict[s
     """
     own = survey(small, reference.samples.two).layers
     return {
-        name: layer.cut(kept.get(name, {}).get(1 if layer.transposed else 0), own[name].batch)
+        name: layer.cut(kept.get(name, {}).get(layer.outputs), own[name].batch)
         for name, layer in reference.layers.items()
         if name in own and layer.positions == own[name].positions
     }
@@ -177,7 +176,7 @@ class LayerCorrector:
         if change.weight is not None or output.dtype not in (torch.float32, torch.float64):
             return cast("Tensor", rows.call.run())
         # A change of scale and constant needs no second run.
-        shape = [-1] if isinstance(rows.call.operation, Linear) else [-1, *[1] * (output.ndim - 2)]
+        shape = [-1, *[1] * (output.ndim - 2)] if is_convolution(rows.call) else [-1]
         if change.scale is not None:
             output = output.mul_(change.scale.reshape(shape).to(output.dtype))
         if change.shift is not None and layer.bias is not None:  # else the norm takes it
@@ -194,11 +193,11 @@ class LayerCorrector:
         constant = torch.zeros(1) if bias is None else bias.detach().double()
         if change.scale is not None:
             scale = change.scale.reshape(-1)
-            shape = [1, -1] if layer.transposed else [-1, 1]
+            shape = [1, -1] if layer.outputs else [-1, 1]
             new = new * scale.view(*shape, *[1] * (weight.ndim - 2))
             constant = constant.to(scale) * scale
         if change.weight is not None:
-            new = new + change.weight.mT.reshape(weight.shape)
+            new = new + (change.weight if layer.columns else change.weight.mT).reshape(weight.shape)
         with torch.no_grad():
             if change.scale is not None or change.weight is not None:
                 weight.copy_(new)
@@ -241,13 +240,13 @@ class _LayerFit:
         groups = int(call["groups"]) if isinstance(call.operation, Convolution) else 1
         samples, count, outputs = y.shape
         full = self._corrector.method.needs_inputs and not self.layer.transposed
-        features = call["weight"][0].numel() if full else 0
+        x, weight, _ = cast("tuple[Tensor, Tensor, Tensor | None]", operands(call))
+        features = weight.numel() // weight.shape[self.layer.outputs] if full else 0
         if self._sums is None:
             size = (groups, outputs // groups, features, reference.samples.total * count, y.device)
             self._sums = moments_for(*size), moments_for(*size)
         held = reference.samples.held_all[rows.place] & (self._corrector.given is None)
-        x: Tensor = call["input"]
-        if isinstance(call.operation, Linear):
+        if not is_convolution(call):
             x = channel_last(call, x, self.layer.batch, self.layer.positions)
         weights = reference.weights.get(self.layer.weight)
         block = max(1, _BLOCK // (count * groups * max(features, 1)))

@@ -10,8 +10,29 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from secateur.ops.attention import AddMatMul
 from secateur.ops.conv import Convolution, TransposedConvolution, each
+from secateur.ops.linear import Linear
 from secateur.ops.table import Call
+
+
+def operands(call: Call) -> tuple[Tensor, Tensor, Tensor | None] | None:
+    """The input, the weight and the bias of a layer that can be corrected; None for other calls.
+
+    GPT-2 writes its linear layers as a bias plus a matrix product. Their weight is (in, out).
+    """
+    if isinstance(call.operation, Convolution | TransposedConvolution | Linear):
+        return call["input"], call["weight"], call["bias"]
+    if isinstance(call.operation, AddMatMul):
+        bias, x, weight = call["input"], call["batch1"], call["batch2"]
+        if weight.ndim == 2 and bias.ndim == 1 and len(bias) == weight.shape[1] and call["alpha"] == call["beta"] == 1:
+            return x, weight, bias
+    return None
+
+
+def is_convolution(call: Call) -> bool:
+    """Whether a layer's channels lie along dimension 1. Those of others are last."""
+    return isinstance(call.operation, Convolution | TransposedConvolution)
 
 
 def channel_last(call: Call, tensor: Tensor, batch: int = 0, positions: int | None = None) -> Tensor:
@@ -19,7 +40,7 @@ def channel_last(call: Call, tensor: Tensor, batch: int = 0, positions: int | No
 
     Samples lie along dimension `batch`. There, a linear layer may have several entries for each: `positions` in all.
     """
-    if isinstance(call.operation, Convolution | TransposedConvolution):
+    if is_convolution(call):
         return tensor.flatten(2).transpose(1, 2)
     tensor = tensor.movedim(batch, 0)
     shape = (len(tensor), -1) if positions is None else (-1, positions)
