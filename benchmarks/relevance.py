@@ -1,13 +1,14 @@
 """Speed and memory of a relevance pass against a gradient pass and the LRP libraries, in one run.
 
     python -m benchmarks.relevance                     # ResNet-18 and VGG-16, 8 images of 224²
-    python -m benchmarks.relevance --models llama vit bert   # small transformers: 6 layers (ViT: 12), width 384
+    python -m benchmarks.relevance --transformers      # small ones: 6 layers (ViT: 12), width 384
     python -m benchmarks.relevance --device cuda       # ResNet-50, VGG-16, ResNet-18, batch 64, channels-last, TF32
+    python -m benchmarks.relevance --device cuda --transformers   # SmolLM2-135M, ViT-B/16, BERT base; 128 tokens each
 
 The gradient pass is forward and backward with parameter gradients. Contestants take turns, so that a busy moment of
-the machine hits all of them; the table has medians. Memory on the CPU is the growth of the resident set in a process of
-its own. On a GPU a second list says how long the host takes to launch everything, how long the device is busy, and
-with what. Libraries that are not installed are left out by name.
+the machine hits all of them; the table has medians. With `--cpu-time`, they are of CPU time. Memory on the CPU is the
+growth of the resident set in a process of its own. On a GPU a second list says how long the host takes to launch
+everything, how long the device is busy, and with what. Libraries that are not installed are left out by name.
 """
 
 from __future__ import annotations
@@ -37,9 +38,10 @@ OURS = ("secateur, units", "secateur, units and heat map")
 
 
 def transformer(name: str, patched: bool = False) -> nn.Module:
-    """A small transformer with random weights; `patched`: of classes of its own, changed by lxt."""
+    """A transformer with random weights; `patched`: of classes of its own, changed by lxt."""
     import transformers
 
+    name, same = SIZES[name]
     modeling = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
     if patched:
         spec = importlib.util.spec_from_file_location(f"{modeling.__name__}_patched", modeling.__file__)
@@ -50,15 +52,15 @@ def transformer(name: str, patched: bool = False) -> nn.Module:
         spec.loader.exec_module(modeling)
         patch_with_lxt(modeling)
     torch.manual_seed(0)
-    same = {"hidden_size": 384, "num_attention_heads": 6, "num_hidden_layers": 6, "intermediate_size": 1024}
     if name == "llama":
-        config = transformers.LlamaConfig(**same, num_key_value_heads=2, vocab_size=VOCABULARY, use_cache=False)
+        shared = same["num_attention_heads"] // 3  # three heads share a key
+        config = transformers.LlamaConfig(**same, num_key_value_heads=shared, vocab_size=VOCABULARY, use_cache=False)
         net = modeling.LlamaForCausalLM(config)
     elif name == "bert":
         config = transformers.BertConfig(**same, vocab_size=VOCABULARY, num_labels=1000)
         net = modeling.BertForSequenceClassification(config)
-    else:  # ViT-S/16
-        config = transformers.ViTConfig(**same | {"num_hidden_layers": 12, "intermediate_size": 1536}, num_labels=1000)
+    else:
+        config = transformers.ViTConfig(**same, num_labels=1000)
         net = modeling.ViTForImageClassification(config)
     return net.eval()
 
@@ -98,7 +100,7 @@ def build(name: str, device: str) -> nn.Module:
 
 def batch(args: argparse.Namespace, name: str = "") -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
-    if name in ("llama", "bert"):
+    if name in TRANSFORMERS and SIZES[name][0] != "vit":
         ids = torch.randint(VOCABULARY, (args.batch, 128), generator=generator).to(args.device)
         return ids, torch.randint(1000, (args.batch,), generator=generator).to(args.device)
     x = torch.randn(args.batch, 3, args.size, args.size, generator=generator).to(args.device)
@@ -187,7 +189,7 @@ def captum(name: str, args: argparse.Namespace) -> Contestant:
 
 def lxt(name: str, args: argparse.Namespace) -> Contestant:
     """AttnLRP of its authors: input times gradient, with patched modules."""
-    if name != "llama":
+    if SIZES[name][0] != "llama":
         raise ValueError("its patch is for other versions of transformers")
     net, (ids, y) = transformer(name, patched=True).to(args.device).requires_grad_(False), batch(args, name)
     table, rows = net.get_input_embeddings(), torch.arange(args.batch)  # type: ignore[operator]
@@ -213,19 +215,36 @@ RIVALS: dict[str, tuple[str, Callable[[str, argparse.Namespace], Contestant]]] =
     "captum": ("captum LRP, α1β0", captum),
     "lxt": ("lxt", lxt),
 }
-TRANSFORMERS = ("llama", "vit", "bert")
 VOCABULARY = 4096
 
 
+def sizes(width: int, heads: int, layers: int, inner: int) -> dict[str, int]:
+    names = ("hidden_size", "num_attention_heads", "num_hidden_layers", "intermediate_size")
+    return dict(zip(names, (width, heads, layers, inner), strict=True))
+
+
+#: Small transformers, and three of common sizes. (The vocabulary is small everywhere.)
+SIZES: dict[str, tuple[str, dict[str, int]]] = {
+    "llama": ("llama", sizes(384, 6, 6, 1024)),
+    "vit": ("vit", sizes(384, 6, 12, 1536)),  # ViT-S/16
+    "bert": ("bert", sizes(384, 6, 6, 1024)),
+    "smollm2": ("llama", sizes(576, 9, 30, 1536)),
+    "vit-b": ("vit", sizes(768, 12, 12, 3072)),  # ViT-B/16
+    "bert-base": ("bert", sizes(768, 12, 12, 3072)),
+}
+TRANSFORMERS = tuple(SIZES)
+
+
 # -- measuring ---------------------------------------------------------------------------------------------------------
-def clock(run: Contestant, device: str) -> float:
-    if device == "cuda":
+def clock(run: Contestant, args: argparse.Namespace) -> float:
+    now = time.process_time if args.cpu_time else time.perf_counter
+    if args.device == "cuda":
         torch.cuda.synchronize()
-    begin = time.perf_counter()
+    begin = now()
     run()
-    if device == "cuda":
+    if args.device == "cuda":
         torch.cuda.synchronize()
-    return time.perf_counter() - begin
+    return now() - begin
 
 
 def turns(runs: dict[str, Contestant], args: argparse.Namespace) -> dict[str, list[float] | str]:
@@ -233,8 +252,8 @@ def turns(runs: dict[str, Contestant], args: argparse.Namespace) -> dict[str, li
     times: dict[str, list[float] | str] = {}
     for who, run in runs.items():
         try:
-            run()
-            run()
+            for _ in range(2 if args.device == "cpu" else 8):  # on a GPU the fifth batch is recorded
+                run()
             times[who] = []
         except torch.OutOfMemoryError:
             times[who] = "out of memory"
@@ -242,7 +261,7 @@ def turns(runs: dict[str, Contestant], args: argparse.Namespace) -> dict[str, li
         for who, run in runs.items():
             seconds = times[who]
             if isinstance(seconds, list):
-                seconds.append(clock(run, args.device))
+                seconds.append(clock(run, args))
     return times
 
 
@@ -323,7 +342,10 @@ def split(name: str, times: dict[str, list[float] | str], runs: dict[str, Contes
             print(f"  {ms:7.2f} ms {number:4d} x  {kernel}")
     books = units.conservation()
     lost = sorted((abs(flow.lost / flow.arrived) for flow in books.flows if flow.arrived), reverse=True)
-    print(f"\n{name}: relevance got stuck in {len(units.attentive)} layers; at most {lost[0]:.1e} goes astray in one")
+    astray = f"at most {lost[0]:.1e} goes astray in one"
+    print(f"\n{name}, {units.composite.name}: relevance got stuck in {len(units.attentive)} layers; {astray}")
+    recorder = units._recorder
+    print(f"{name}: {'recorded' if recorder.recording else f'not recorded: {recorder.refusal}'}")
     device = torch.device("cuda", torch.cuda.current_device())
     print(f"{name}: compiled kernels: {', '.join(_kernels.available(device)) or 'none'}")
 
@@ -366,6 +388,8 @@ def report(name: str, args: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", help="default: resnet18 vgg16; on a GPU resnet50 vgg16 resnet18")
+    parser.add_argument("--transformers", action="store_true", help="models: llama vit bert; on a GPU larger ones")
+    parser.add_argument("--cpu-time", action="store_true", help="CPU time instead of the time on the wall")
     parser.add_argument("--rivals", nargs="*", default=list(RIVALS), choices=RIVALS)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--batch", type=int, help="default: 8, on a GPU 64")
@@ -375,6 +399,8 @@ def main() -> None:
     parser.add_argument("--peak", help=argparse.SUPPRESS)
     args = parser.parse_args()
     gpu = args.device == "cuda"
+    if args.transformers:
+        args.models = ["smollm2", "vit-b", "bert-base"] if gpu else ["llama", "vit", "bert"]
     args.models = args.models or (["resnet50", "vgg16", "resnet18"] if gpu else ["resnet18", "vgg16"])
     args.batch, args.splits, args.passes = args.batch or (64 if gpu else 8), [], {}
     warnings.simplefilter("ignore")

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from secateur.errors import DataError
 from secateur.relevance import RelevancePass
-from secateur.relevance._cuda_graphs import Recording, _shape_of
+from secateur.relevance._cuda_graphs import Recording, _shape_of, as_if_recording
 from secateur.relevance.starts import starter
 
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -64,6 +66,25 @@ def tokens() -> nn.Module:
     return Tokens().eval().cuda()
 
 
+class Answering(nn.Module):
+    """A language model of transformers whose last token answers."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        transformers = pytest.importorskip("transformers")
+        sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
+        config = transformers.LlamaConfig(**sizes, num_key_value_heads=2, vocab_size=11, use_cache=False)
+        torch.manual_seed(0)
+        self.net = transformers.LlamaForCausalLM(config).eval().to(device)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        return self.net(input_ids, attention_mask=attention_mask).logits[:, -1, :5]
+
+
+def llama() -> nn.Module:
+    return Answering("cuda")
+
+
 def pictures(number: int) -> Tensor:
     return torch.randn(6, 3, 16, 16, generator=torch.Generator().manual_seed(number)).cuda()
 
@@ -72,27 +93,44 @@ def sentences(number: int) -> Tensor:
     return torch.randint(11, (6, 9), generator=torch.Generator().manual_seed(number)).cuda()
 
 
+def padded(number: int) -> dict[str, Tensor]:
+    ids = sentences(number)
+    lengths = 1 + (torch.arange(6, device=ids.device) + number) % 9
+    return {"input_ids": ids, "attention_mask": (torch.arange(9, device=ids.device) < lengths[:, None]).long()}
+
+
 def targets(number: int) -> Tensor:
     return torch.randint(5, (6,), generator=torch.Generator().manual_seed(100 + number)).cuda()
 
 
-def afresh(net: nn.Module, x: Tensor, y: Tensor) -> tuple[RelevancePass, Tensor, list[Tensor | None]]:
+def afresh(
+    net: nn.Module, x: Any, y: Tensor, composite: str | None = None
+) -> tuple[RelevancePass, Tensor, list[Tensor | None]]:
     """One batch by a pass that has seen no other, so that nothing was recorded."""
-    relevance = RelevancePass(net)
+    relevance = RelevancePass(net, composite)
     output, heat = relevance.run(x, starter(y))
     assert relevance._recorder.recording is None
     return relevance, output, heat
 
 
 @on_gpu
-@pytest.mark.parametrize(("make", "data", "recorded"), [(convolutional, pictures, True), (tokens, sentences, False)])
-def test_replays_give_what_a_pass_gives(make, data, recorded):
+@pytest.mark.parametrize(
+    ("make", "data", "composite", "recorded"),
+    [
+        (convolutional, pictures, None, True),
+        (tokens, sentences, "alpha1beta0", False),
+        (tokens, sentences, None, True),
+        (llama, sentences, None, True),
+        (llama, padded, None, True),
+    ],
+)
+def test_replays_give_what_a_pass_gives(make, data, composite, recorded):
     net = make()
-    long, sums = RelevancePass(net), {}
+    long, sums = RelevancePass(net, composite), {}
     for number in range(BATCHES):
         x, y = data(number), targets(number)
         output, heat = long.run(x, starter(y))
-        fresh, expected, hot = afresh(net, x, y)
+        fresh, expected, hot = afresh(net, x, y, composite)
         torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-5)
         for mine, theirs in zip(heat, hot, strict=True):
             assert (mine is None) == (theirs is None)
@@ -252,3 +290,28 @@ def test_what_two_batches_have_in_common():
     assert _shape_of((x, x)) != _shape_of((x, x[:1]))
     assert _shape_of((x, x)) != _shape_of((x, x.double()))
     assert _shape_of((x, OrderedDict(flag=True))) is None, "a flag may mean other calls"
+
+
+class Asked(TorchDispatchMode):
+    """Counts how often a number is asked for, for which a GPU would have to be waited for."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_models_of_transformers_do_not_look_into_their_masks_while_they_are_recorded(masked):
+    net, ids, asked = Answering("cpu"), torch.arange(12).view(2, 6) % 11, torch.cuda.is_current_stream_capturing
+    mask = torch.tensor([[1] * 6, [1, 1, 1, 1, 0, 0]]) if masked else None
+    with torch.no_grad():
+        with Asked() as before:
+            plain = net(ids, mask)
+        with as_if_recording(), Asked() as told:
+            recorded = net(ids, mask)
+    assert before.count > 0
+    assert told.count == 0
+    torch.testing.assert_close(recorded, plain)
+    assert torch.cuda.is_current_stream_capturing is asked

@@ -86,9 +86,11 @@ class Recording:
             self._inputs = [tensor.detach().clone() for tensor in tensors_in(inputs)]
             mine = iter(self._inputs)
             nest, attempt = map_tensors(lambda _: next(mine), inputs), Attempt(expected=True)
-            propagation, entries = engine.begin(nest, attempt)
-            with _never_waiting():
-                propagation.backward.run(engine.forward.run(propagation, attempt, entries), self._seed)
+            try:
+                self._rehearse(engine, nest, attempt)
+            except Deviation:  # the model makes other calls while it is recorded, so these are noted
+                self._rehearse(engine, nest, Attempt(expected=False))
+                attempt = Attempt(expected=True)
             propagation, entries = engine.begin(nest, attempt)
             stream, pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()  # type: ignore[no-untyped-call]
             with _own_random_numbers(device):
@@ -99,6 +101,12 @@ class Recording:
                 with torch.cuda.graph(self._backward, **how):
                     self._heat, self._page = propagation.backward.run(output, self._seed)
         self._output = output.detach()
+
+    def _rehearse(self, engine: RelevancePass, inputs: Any, attempt: Attempt) -> None:
+        """Run as if this was the recording. An error where something waits for the device."""
+        propagation, entries = engine.begin(inputs, attempt)
+        with as_if_recording(), _never_waiting():
+            propagation.backward.run(engine.forward.run(propagation, attempt, entries), self._seed)
 
     def play(self, engine: RelevancePass, inputs: Any, start: Start) -> Batch:
         with torch.inference_mode(False), torch.no_grad():
@@ -136,6 +144,18 @@ def _never_waiting() -> Iterator[None]:
         yield
     finally:
         torch.cuda.set_sync_debug_mode(before)
+
+
+@contextmanager
+def as_if_recording() -> Iterator[None]:
+    """A model that asks is told that it is recorded. Those of transformers then do not look into their masks, for which
+    they would wait for the device."""
+    asked = torch.cuda.is_current_stream_capturing
+    torch.cuda.is_current_stream_capturing = lambda: True
+    try:
+        yield
+    finally:
+        torch.cuda.is_current_stream_capturing = asked
 
 
 @contextmanager

@@ -30,6 +30,7 @@ from secateur.relevance.ledger import total, wide
 from secateur.relevance.linear_maps import Bilinear, ConvMap, LinearMap
 from secateur.relevance.propagation import Propagation
 from secateur.relevance.weights import LinearCall
+from secateur.running.tensor_facts import TensorFacts
 
 #: Operations between a signal and a statistic of it. (A norm written out has about five.)
 _FAR = 32
@@ -121,6 +122,10 @@ class GradientPropagation(Propagation):
 
     native = True
     backward: GradientBackward
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self._masks: TensorFacts[tuple[int, Tensor, Tensor | None]] = TensorFacts()
 
     def passes(
         self, call: Call, x: Tensor, *, nonneg: bool = False, gate: bool = False, gates: Sequence[Tensor] = ()
@@ -224,7 +229,7 @@ class GradientPropagation(Propagation):
         inputs = (call["query"], call["key"], call["value"])
         with torch.enable_grad():
             own = [t.detach().requires_grad_(t.requires_grad) for t in inputs]
-            keep, dead = _without_dead_rows(call["attn_mask"])
+            keep, dead = self._without_dead_rows(call["attn_mask"])
             options = {"is_causal": call["is_causal"], "scale": call["scale"], "enable_gqa": call["enable_gqa"]}
             q, k, v = own
             inner = F.scaled_dot_product_attention(q, k, v, keep, call["dropout_p"], **options)
@@ -245,6 +250,21 @@ class GradientPropagation(Propagation):
             return tuple(shares)
 
         return backward.step(inner.detach, back, *inputs, saves=False)
+
+    def _without_dead_rows(self, mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        """A mask that leaves something in every row, and the rows in which the given one left nothing."""
+        if mask is None:
+            return None, None
+        known = self._masks.get(mask)  # many layers share a mask
+        if known is None or known[0] != mask._version:
+            dead = ~(mask if mask.dtype == torch.bool else mask > float("-inf")).any(-1, keepdim=True)
+            if not dead.is_cuda and not bool(dead.any()):  # on a GPU asking would wait
+                known = mask._version, mask, None
+            else:
+                keep = mask | dead if mask.dtype == torch.bool else mask.masked_fill(dead, 0)
+                known = mask._version, keep, dead
+            self._masks[mask] = known
+        return known[1:]
 
     def _alone(self, call: Call, *signals: Tensor, constants: Sequence[Tensor] = ()) -> Any:
         """The call, with everything but the first occurrence of each signal as a constant."""
@@ -301,16 +321,6 @@ def differentiated(backward: GradientBackward, call: Call, x: Tensor, kind: str)
 def _on_gradient(output: Tensor, hook: Callable[[Tensor], Tensor | None]) -> None:
     """Show g to a function, which may replace it. A gate to which no relevance goes gets none."""
     output.register_hook(lambda g: None if g is None else hook(g))  # type: ignore[no-untyped-call]
-
-
-def _without_dead_rows(mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """A mask that leaves something in every row, and the rows in which the given one left nothing."""
-    if mask is None:
-        return None, None
-    dead = ~(mask if mask.dtype == torch.bool else mask > float("-inf")).any(-1, keepdim=True)
-    if not dead.is_cuda and not bool(dead.any()):  # on a GPU asking would wait
-        return mask, None
-    return (mask | dead if mask.dtype == torch.bool else mask.masked_fill(dead, 0)), dead
 
 
 def _functions_of_one(signals: Sequence[Tensor]) -> bool:
