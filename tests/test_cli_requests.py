@@ -16,8 +16,8 @@ import torch
 from command import Place, fail, furnished, invoke, step_done, succeed
 from photos import write_photos
 from secateur.cli import task
-from secateur.cli.options import message_of
-from secateur.cli.output import Printer, ProgressLines, warnings_as_lines
+from secateur.cli.messages import message_of, warnings_as_lines
+from secateur.cli.output import Printer, ProgressLines
 from secateur.cli.run_folder import Run
 from secateur.errors import Argument, SecateurError
 from secateur.models import build

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import secateur as sc
-from secateur.cli.options import as_option, message_of
+from secateur.cli.messages import as_option, message_of
 from secateur.errors import Argument, EvaluationError, SecateurWarning, TargetError
 
 SOURCE = Path(sc.__file__).parent

@@ -453,8 +453,7 @@ def test_latencies_of_the_run_are_not_measured_again(run: Run, tmp_path: Path) -
 def test_the_demonstration_writes_its_page_and_says_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from typer.testing import CliRunner
 
-    from secateur import demo
-    from secateur.cli import app
+    from secateur.cli import app, demo
 
     fewer = functools.partial(demo.demonstrate, remove=0.4, step=0.1)  # four steps by each criterion instead of 16
     monkeypatch.setattr(demo, "demonstrate", fewer)

@@ -6,6 +6,7 @@ arguments of our functions as options. Nobody has to search in a text.
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -82,6 +83,16 @@ class Message(Exception):
 
 
 _ENDS = (".", "…", "?", "!")
+
+
+def printable(text: str) -> str:
+    r"""The text with control characters spelled out: those in the name of a file must not reach a terminal.
+
+    >>> print(printable("a\x1b[2J b\u202e"))
+    a\x1b[2J b\u202e
+    """
+    odd = {c for c in text if c not in "\n\t" and unicodedata.category(c) in ("Cc", "Cf", "Cs")}
+    return text.translate({ord(c): c.encode("unicode_escape").decode() for c in odd}) if odd else text
 
 
 class SecateurError(Message):

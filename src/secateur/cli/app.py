@@ -4,23 +4,29 @@ from __future__ import annotations
 
 import os
 import sys
+from functools import cache
+from importlib import import_module
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
-from secateur import __version__
-from secateur.cli.compare import compare
-from secateur.cli.demo import demo
-from secateur.cli.explain import explain
-from secateur.cli.export import export
-from secateur.cli.inspect import inspect
-from secateur.cli.options import message_of
-from secateur.cli.output import warnings_as_lines
-from secateur.cli.prune import prune
-from secateur.cli.specialize import specialize
-from secateur.errors import SecateurError
-from secateur.running.progress import printable
+from secateur.cli.messages import message_of, warnings_as_lines
+from secateur.errors import SecateurError, printable
+from secateur.version import __version__
+
+#: Each command and what `secateur --help` says of it. `secateur.cli.NAME` has the command.
+COMMANDS = {
+    "prune": "Make a model smaller, keeping what your images or your text need.",
+    "explain": "Draw heat maps: red pixels or words speak for the output, blue ones against it.",
+    "inspect": "Show a model's layers, what they cost, what may leave, and what may not and why.",
+    "compare": "Prune by several criteria on the same images, by the paper's algorithm without repair, and compare.",
+    "specialize": "Keep some of a classifier's outputs and remove the rest; outputs that mean the same can be merged.",
+    "export": "Write a model as ONNX, and check with ONNX Runtime that it computes the same.",
+    "demo": (
+        "Train a small network on digits, keep four of its ten outputs, compare four criteria, prune it by relevance."
+    ),
+}
 
 # What to install when an optional package is missing.
 _EXTRAS = {
@@ -71,12 +77,49 @@ class Commands(TyperGroup):
         raise typer.Exit(1)
 
 
+class Program(Commands):
+    """The commands of `secateur`. Their modules, and torch with them, are imported when a command is called."""
+
+    _listing = False
+
+    @property  # type: ignore[override]
+    def commands(self) -> dict[str, Any]:
+        """All commands, imported."""
+        return {name: _command(name) for name in COMMANDS}
+
+    @commands.setter
+    def commands(self, none: Any) -> None:
+        pass
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name not in COMMANDS:
+            return None
+        return TyperCommand(cmd_name, help=COMMANDS[cmd_name]) if self._listing else _command(cmd_name)
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        self._listing = True
+        try:
+            super().format_help(ctx, formatter)
+        finally:
+            self._listing = False
+
+
+@cache
+def _command(name: str) -> Any:
+    alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown")
+    alone.command(name)(getattr(import_module(f"secateur.cli.{name}"), name))
+    return typer.main.get_command(alone)
+
+
 def _say(text: str) -> None:
     print(f"secateur: {text}", file=sys.stderr)
 
 
 app = typer.Typer(
-    cls=Commands,
+    cls=Program,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -98,7 +141,3 @@ def options(
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of errors.")] = False,
 ) -> None:
     """Prune neural networks by explaining them."""
-
-
-for command in (prune, explain, inspect, compare, specialize, export, demo):
-    app.command()(command)

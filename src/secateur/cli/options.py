@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import inspect
-import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from functools import partial, wraps
@@ -17,10 +16,9 @@ import typer
 from secateur.analysis.specialize import Merge
 from secateur.criteria.registry import criterion_named, known_criteria
 from secateur.data.views import Fit, View
-from secateur.errors import Argument, CriterionError, DataError, Message, SecateurError, TargetError
+from secateur.errors import Argument, CriterionError, DataError, SecateurError, TargetError
 from secateur.plans.targets import Target, check_share
 from secateur.relevance.composites import PRESETS
-from secateur.running.progress import printable
 
 _model = partial(typer.Option, rich_help_panel="Model")
 _image = partial(typer.Option, rich_help_panel="Images")
@@ -238,28 +236,3 @@ def check_target(step: float | None, remove: float | None, keep: Mapping[str, fl
     Target(remove, keep or None, max_drop)
     if step is not None:
         check_share("step", step)
-
-
-# -- messages ----------------------------------------------------------------------------------------------------------
-# What the command line calls by another name than Python.
-_NAMES = {"print(graph)": "`secateur inspect`", "size": "--input-size"}
-
-
-def as_option(argument: Argument) -> str:
-    """An argument of a Python function as the option of the same purpose.
-
-    >>> as_option(Argument("keep", 0.5, key="macs")), as_option(Argument("ignore", ["fc", "layer4.*"]))
-    ('--keep-macs 0.5', "--ignore fc --ignore 'layer4.*'")
-    """
-    usual = f"--{argument.name}{'-' if argument.key else ''}{argument.key}".replace("_", "-")
-    option = _NAMES.get(argument.name, usual)
-    if not argument.given or argument.value is True:
-        return option
-    values = argument.value if isinstance(argument.value, list) else [argument.value]
-    texts = (f"{value:g}" if isinstance(value, float) else shlex.quote(str(value)) for value in values)
-    return " ".join(f"{option} {text}" for text in texts)
-
-
-def message_of(error: BaseException) -> str:
-    """An error or warning as the command line prints it: in one line, about options."""
-    return printable(" ".join((error.render(as_option) if isinstance(error, Message) else str(error)).split()))

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import json
-import logging
 import time
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, TextIO
+from typing import Any, Literal
 
 from rich.console import Console
 from rich.table import Table
 
-from secateur.cli.options import message_of
 from secateur.data.views import View
-from secateur.errors import SecateurWarning
+from secateur.errors import printable
 from secateur.latency.timing import Timing
 from secateur.loop.progress import StepDone
 from secateur.results.comparison import Curve
 from secateur.running.accuracy import PERPLEXITY
-from secateur.running.progress import Event, Listener, printable
+from secateur.running.progress import Event, Listener
 from secateur.structure.cost import Cost, human
 
 # More classes than this are not all listed.
@@ -195,36 +192,3 @@ class ProgressLines:
             self._seen.add(event)
         self._last = now
         self._note(str(event))
-
-
-@contextmanager
-def _exporters(level: int) -> Iterator[None]:
-    """Hide what the ONNX exporters log below this level: they comment on every node that they do not change."""
-    loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir")]
-    before = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(max(level, logger.level))
-    try:
-        yield
-    finally:
-        for logger, old in zip(loggers, before, strict=True):
-            logger.setLevel(old)
-
-
-@contextmanager
-def warnings_as_lines(stream: TextIO, everything: bool) -> Iterator[None]:
-    """secateur's warnings as one line each; others, which are for programmers, only when debugging."""
-    with warnings.catch_warnings(), _exporters(logging.NOTSET if everything else logging.ERROR):
-        usual = warnings.showwarning
-        if not everything:
-            warnings.simplefilter("ignore")
-        warnings.simplefilter("default", SecateurWarning)
-
-        def show(message: Any, category: Any, filename: str, lineno: int, file: Any = None, line: Any = None) -> None:
-            if issubclass(category, SecateurWarning):
-                print(f"secateur: warning: {message_of(message)}", file=stream)
-            else:
-                usual(message, category, filename, lineno, file, line)
-
-        warnings.showwarning = show
-        yield

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from secateur.analysis.specialize import Merge, specialize
-from secateur.cli.options import Images, Seen, Source, device_named, message_of
+from secateur.cli.messages import message_of
+from secateur.cli.options import Images, Seen, Source, device_named
 from secateur.cli.output import Printer, expects
 from secateur.data import imagenet
 from secateur.data.imagenet import title

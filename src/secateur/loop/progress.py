@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Self, TextIO
 
+from secateur.errors import printable
 from secateur.results.history import Row
 from secateur.running.processes import is_first
-from secateur.running.progress import Event, Line, Listener, printable
+from secateur.running.progress import Event, Line, Listener
 from secateur.structure.cost import human
 
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import sys
 import time
-import unicodedata
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Self, TextIO
 
+from secateur.errors import printable
 from secateur.running.processes import is_first
 
 
@@ -62,16 +62,6 @@ class Repairing(Event):
 
     def __str__(self) -> str:
         return f"repair: {self.method}{', with all samples' if self.final else ''}, layer {self.layer}/{self.layers}"
-
-
-def printable(text: str) -> str:
-    r"""The text with control characters spelled out: those in the name of a file must not reach a terminal.
-
-    >>> print(printable("a\x1b[2J b\u202e"))
-    a\x1b[2J b\u202e
-    """
-    odd = {c for c in text if c not in "\n\t" and unicodedata.category(c) in ("Cc", "Cf", "Cs")}
-    return text.translate({ord(c): c.encode("unicode_escape").decode() for c in odd}) if odd else text
 
 
 class Line:
