@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from secateur.relevance import Accelerators, RelevancePass
+from secateur.relevance.ledger import by_ones
 from secateur.relevance.starts import starter
 
 NONE = {"fusion": False, "script": False, "cuda_graphs": False, "kernels": False}
@@ -141,3 +142,11 @@ def test_kernels_are_compiled_and_left_alone_on_request():
     with _kernels.allowed(False):
         torch.testing.assert_close(rules.over_positive(r, z), r / before)
     assert not torch.equal(z, before), "the formula does"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("count", [1, 7, 64, 5000])
+def test_a_product_with_ones_is_the_sum_of_the_rows(count, device):
+    rows = torch.randn(count, 9, device=device)
+    assert torch.allclose(by_ones(rows).double(), rows.double().sum(0), atol=1e-6 * count)
+    assert torch.equal(by_ones(rows[:1]), rows[0])  # a larger tensor of ones is kept

@@ -111,12 +111,13 @@ class Recording:
     def play(self, engine: RelevancePass, inputs: Any, start: Start) -> Batch:
         with torch.inference_mode(False), torch.no_grad():
             for mine, given in zip(self._inputs, tensors_in(inputs), strict=True):
-                check_input(given)
                 mine.copy_(given)
             self._forward.replay()
             value = self._output.clone()
             self._seed.copy_(start(value))
             self._backward.replay()
+            for given in tensors_in(inputs):  # asking waits for the device, which has enough to do by now
+                check_input(given)
             heat = [None if relevance is None else relevance.clone() for relevance in self._heat]
             return engine.finish(value, heat, self._page)
 

@@ -143,11 +143,11 @@ class RelevancePass:
 
     def finish(self, value: Tensor, heat: list[Tensor | None], page: Page) -> Batch:
         """The results of a batch. Waits for the device."""
-        flows, (wrong, begun, size, *reached) = page.read()
+        flows, (wrong, begun, size, *reached), finite = page.read()
         if wrong:
             fix = "check the weights" if value.dtype not in HALF else _remedy(self.model, self.composite, value)
             raise RelevanceError(f"the output, where relevance starts, is not finite{_blame(self.model)}.", fix=fix)
-        return Batch(value, heat, page.layout, page.units, flows, begun, size, sum(reached))
+        return Batch(value, heat, page.layout, page.units, flows, begun, size, sum(reached), finite)
 
     def _propagate(self, inputs: Any, start: Start) -> Batch:
         """One batch: replayed, or run as the batch before, or run without any expectation."""
@@ -223,7 +223,7 @@ class RelevancePass:
 def _check_finite(batch: Batch, model: nn.Module, composite: Composite) -> None:
     """Refuse a batch that is not finite, naming the layer nearest to the output."""
     wrong = [flow.name for flow in batch.flows if not math.isfinite(flow.arrived + flow.passed)]
-    if not wrong and not bool(torch.isfinite(batch.row).all()):  # the score of a gate, which is no flow
+    if not wrong and not batch.finite:  # the score of a gate, which is no flow
         parts = torch.split_with_sizes(batch.row, [stop - start for _, start, stop in batch.layout])
         named = zip(batch.layout, parts, strict=True)
         wrong = [path_of(name) for (name, _, _), part in named if not bool(torch.isfinite(part).all())]

@@ -111,7 +111,7 @@ class Journal:
         if self._absolute == "sample" and others and others[0] == 0:
             r = r.sum(others[1:], dtype=dtype).abs() if others[1:] else r.abs()
             others = [0]
-        return r.sum(others, dtype=dtype) if others else r
+        return _column_sums(r, channel, others, dtype) if others else r
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,13 +128,15 @@ class Page:
     def units(self) -> Tensor:
         return self._row[: sum(stop - start for _, start, stop in self.layout)]
 
-    def read(self) -> tuple[list[Flow], list[float]]:
-        """The flows from the output to the input, and the further sums. Waits for the device."""
-        sums = np.add.reduceat(self._row.cpu().double().numpy(), self._starts)
+    def read(self) -> tuple[list[Flow], list[float], bool]:
+        """The flows from the output to the input, the further sums, and whether all is finite. Waits for the device."""
+        row = self._row.cpu().double().numpy()
+        sums = np.add.reduceat(row, self._starts)
         values = np.append(sums, 0.0)[self._places].tolist()
         own = len(values) - 2 * len(self._flows)
-        rest = iter(values[own:])
-        return [Flow(name, kind, next(rest), next(rest), absorbs) for name, kind, absorbs in self._flows], values[:own]
+        rest, finite = iter(values[own:]), bool(np.isfinite(row).all())
+        flows = [Flow(name, kind, next(rest), next(rest), absorbs) for name, kind, absorbs in self._flows]
+        return flows, values[:own], finite
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,6 +151,7 @@ class Batch:
     start: float
     size: float  # of the start, signs aside
     input: float
+    finite: bool  # whether all sums are
 
 
 class Ledger:
@@ -199,6 +202,33 @@ class Ledger:
             tuple(Flow(name, kind, a, p, absorbs) for (name, kind), (a, p, absorbs) in order if kind != "stop"),
             self._size, composite,
         )  # fmt: skip
+
+
+def _column_sums(r: Tensor, channel: int, others: list[int], dtype: torch.dtype) -> Tensor:
+    """Sums over all dimensions but one."""
+    if r.is_cuda and r.dim() > 2 and dtype == r.dtype:
+        rows = r.movedim(channel, -1)
+        if rows.is_contiguous():
+            return by_ones(rows.flatten(0, -2))
+    return r.sum(others, dtype=dtype)
+
+
+def by_ones(rows: Tensor) -> Tensor:
+    """The sum of all rows as a product with ones. A GPU takes a third of the time of torch's sum for that."""
+    return torch.mv(rows.t(), _ones(len(rows), rows.dtype, rows.device))
+
+
+def _ones(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """As many ones. They are kept for good, a tensor for each power of two: recordings read them."""
+    key = (count.bit_length(), dtype, device)
+    if key not in _kept_ones:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():  # this memory would be its own
+            return torch.ones(count, dtype=dtype, device=device)
+        _kept_ones[key] = torch.ones(2 ** count.bit_length(), dtype=dtype, device=device)
+    return _kept_ones[key][:count]
+
+
+_kept_ones: dict[tuple[int, torch.dtype, torch.device], Tensor] = {}
 
 
 def total(r: Tensor) -> Tensor:
