@@ -155,6 +155,7 @@ class Settings:
             "one_shot": self.schedule.one_shot, "parts": {name: list(paths) for name, paths in self.parts.items()},
             "scope": self.limits.scope, "min_units": self.limits.min_units, "round_to": self.limits.round_to,
             "ignore": list(self.limits.ignore), "uniform": self.limits.uniform,
+            "blocks": self.limits.blocks,
         }  # fmt: skip
 
     def shown(self) -> dict[str, Any]:
