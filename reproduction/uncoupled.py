@@ -29,10 +29,10 @@ from secateur.loop.finetune import Tuner
 from secateur.loop.settings import Evaluate
 from secateur.loop.steps import seeded
 from secateur.ops.conv import Convolution, TransposedConvolution
+from secateur.ops.layers import Mask
 from secateur.ops.linear import Linear
 from secateur.ops.norm import BatchNorm
 from secateur.ops.table import Call, Site
-from secateur.plans.plan import Mask
 from secateur.results.history import History, Row
 from secateur.running.batches import Data, example_of, repeatable
 from secateur.running.copies import copy_with, shared_copy, unwrap

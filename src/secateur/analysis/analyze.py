@@ -15,6 +15,7 @@ from secateur.errors import Argument, SecateurError, UnsupportedModelError
 from secateur.nest import entries, tensors_of_output
 from secateur.running.copies import check_followed, meta_copy, shared_copy, unwrap
 from secateur.running.sandbox import Example, leaves_no_trace
+from secateur.structure.blocks import find_blocks
 from secateur.structure.findings import Findings
 from secateur.structure.followed import Question, Questions
 from secateur.structure.graph import Graph, build
@@ -69,10 +70,11 @@ def analyze(model: nn.Module, example: Example, output: str | Sequence[str] = ()
         # Code that reads sizes may couple other units for another input.
         passes += next((found for x in other_sizes(inputs) if (found := _another_pass(copy, x, watched, names))), [])
     freeze_never_run(model, passes)
+    blocks = find_blocks(watched.flow, watched.found, model)
     fresh = _fresh(model, watched)
     trial = Trial(fresh, inputs, {} if watched.steered else watched.found.steps, watched.unsure)
     while True:
-        graph = build(model, example, passes, trial.blocked, tuple(trial.repeated.values()), names)
+        graph = build(model, example, passes, trial.blocked, tuple(trial.repeated.values()), names, blocks)
         if not trial.finds_more(graph):
             return graph
 
@@ -115,4 +117,5 @@ def _entries(output: Any) -> str:
 def _with_frozen_output(watched: LabelPass, output: Any, names: Sequence[str]) -> Findings:
     for tensor in tensors_of_output(output, names):
         watched.labels.freeze_tensor(tensor, "model output")
+        watched.flow.ends.add(watched.flow.value(tensor))
     return watched.found

@@ -7,12 +7,12 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 from torch import nn
 
-from secateur.ops.layers import Labels
+from secateur.ops.layers import Labels, Mask
 from secateur.ops.table import Site
 from secateur.plans.plan import plan_for
 from secateur.running.sandbox import Example, quiet, run
-from secateur.structure.cost import Mask
-from secateur.structure.graph import Graph, Layer, RepeatedSize, families, pattern
+from secateur.structure.blocks import pattern
+from secateur.structure.graph import Graph, Layer, RepeatedSize, families
 from secateur.structure.trace import Comparison, Step, remade
 from secateur.surgery.cut import cut, is_conv1d
 

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from secateur.arguments import check_callable, check_kind
 from secateur.errors import Argument, CriterionError
+from secateur.ops.layers import Mask
 from secateur.ops.table import Site
-from secateur.plans.plan import Mask, Plan
+from secateur.plans.plan import Plan
 from secateur.plans.scores import Aggregation, Values
 from secateur.relevance.conservation import Conservation
 from secateur.running.copies import shared_copy, unwrap
@@ -115,11 +116,14 @@ class Criterion:
         """From the sum over all samples to the score of a layer's units, before the norm."""
         return total
 
+    def unscaled(self, total: Values, samples: int) -> Values:
+        """`finish`, absolute value."""
+        values = self.finish(total, samples)
+        return np.abs(values) if self.absolute == "after" else values
+
     def normalised(self, total: Values, samples: int) -> Values:
         """`finish`, absolute value, norm."""
-        values = self.finish(total, samples)
-        if self.absolute == "after":
-            values = np.abs(values)
+        values = self.unscaled(total, samples)
         if self.norm is not None:
             size = float(np.linalg.norm(values, self.norm))
             values = values / size if size > 0 else values

@@ -92,7 +92,7 @@ def scores_of(
     """`score` for a model whose weights were checked already."""
     subject = Subject.of(model, graph, start)
     return [
-        Scores(c.name, _units(subject, c, sums), c.aggregate, sums.books)
+        Scores(c.name, _units(subject, c, sums), c.aggregate, sums.books, _blocks(subject, c, sums))
         for c, sums in zip(criteria, _collected(subject, criteria, data, batch_size), strict=True)
     ]
 
@@ -150,6 +150,18 @@ def _units(subject: Subject, criterion: Criterion, sums: Sums) -> dict[Site, Val
             "criteria by gradients give loss=f(output, targets), as in Taylor(loss=f); or use another criterion",
         )
     return units
+
+
+def _blocks(subject: Subject, criterion: Criterion, sums: Sums) -> dict[str, float]:
+    """What passes through each residual branch: the sum over the units of the layers at its end."""
+    found: dict[str, float] = {}
+    for block in subject.graph.blocks:
+        places = {subject.place[site] for site in block.last}
+        totals = [total for i in places if (total := sums.units[i]) is not None]
+        if len(totals) == len(places) or criterion.unseen_is_zero:
+            values = [criterion.unscaled(total.cpu().double().numpy(), sums.samples).sum() for total in totals]
+            found[block.name] = float(sum(values))
+    return found
 
 
 def _check(criterion: Criterion, site: Site, values: Values, count: int) -> None:

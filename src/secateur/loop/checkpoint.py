@@ -37,6 +37,8 @@ FORMAT = "secateur-loop-1"
 _MOST_STEPS, _LARGEST_HEADER = 10**6, 64 * 2**20
 #: Settings that older files do not have.
 _ADDED = frozenset({"data", "loss", "finetune", "batch_size", "evaluate"})
+#: The others, as they were before they could be set.
+_LATER = {"uniform": False, "output": [], "blocks": False}
 #: Settings that are too long to be shown.
 _DIGESTS = frozenset({"weights", "data", "finetune"})
 #: Iterable, but not loaders.
@@ -69,6 +71,7 @@ class Checkpoint:
                 "frozen": state.frozen,
                 "plan": state.plan.to_json() if state.plan is not None else None,
                 "history": json.loads(state.history.to_json()), "books": asdict(books) if books is not None else None,
+                "blocks": dict(state.scores.blocks) if state.scores is not None else {},
             }  # fmt: skip
             saved = {name: tensor.detach().contiguous().cpu().clone() for name, tensor in tensors.items()}
             try:
@@ -101,7 +104,7 @@ class Checkpoint:
         state.step, state.done = _counted(header["step"]), str(header["done"])
         state.frozen = dict(header.get("frozen", {}))
         if not all(isinstance(reason, str) for reason in state.frozen.values()) or not state.frozen.keys() <= {
-            layer.name for layer in self.graph.layers
+            item.name for item in (*self.graph.layers, *self.graph.blocks)
         }:
             raise ValueError("the layers that stay are not the model's")
         if not 1 <= len(header["history"]) <= _MOST_STEPS:
@@ -123,7 +126,8 @@ class Checkpoint:
             item.load_state_dict(decode(saved, tensors))
         makers, criterion = self.graph.producers, self.settings.criterion
         units = {makers[int(i)].sites[0]: values.numpy() for i, values in _under("score/", tensors).items()}
-        state.scores = Scores(criterion.name, units, criterion.aggregate, books) if units else None
+        blocks = {str(name): float(value) for name, value in header.get("blocks", {}).items()}
+        state.scores = Scores(criterion.name, units, criterion.aggregate, books, blocks) if units else None
 
     def _plan(self, found: Plan, frozen: Mapping[str, str]) -> Plan:
         """The plan that the graph makes of a saved one's groups. Any other content was not written by a run."""
@@ -132,7 +136,8 @@ class Checkpoint:
             raise ValueError("its plan has groups that the model does not have")
         removed[list(found.groups)] = True
         # A layer that stays since a later step still counts in the plan.
-        stays = {name: reason for name, reason in frozen.items() if name not in found.layers}
+        known = {*found.layers, *(block.name for block in found.blocks)}
+        stays = {name: reason for name, reason in frozen.items() if name not in known}
         made = plan_for(self.graph.frozen(stays), removed)
         if replace(found, before=made.before, after=made.after) != made:
             raise ValueError("its plan does not belong to its groups")
@@ -151,8 +156,7 @@ class Checkpoint:
         return header, tensors
 
     def _check_identity(self, found: Mapping[str, Any]) -> None:
-        wanted = json.loads(json.dumps(self.identity))
-        found = {"uniform": False, "output": [], **found}  # older files lack them
+        wanted, found = json.loads(json.dumps(self.identity)), {**_LATER, **found}
         if not self.graph.heads:  # what older versions call the default of models without attention
             older = wanted["criterion"].replace("composite=None", "composite='alpha1beta0'")
             if found.get("criterion") == older.replace("start=None", "start='one'"):

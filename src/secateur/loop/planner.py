@@ -11,7 +11,7 @@ from secateur.errors import Argument, NothingToPruneError, TargetError
 from secateur.loop.settings import Settings
 from secateur.ops.layers import Labels
 from secateur.plans.plan import Plan
-from secateur.plans.ranking import nothing_may_leave
+from secateur.plans.ranking import allowed, nothing_may_leave
 from secateur.plans.ranking import plan as make_plan
 from secateur.plans.scores import Scores
 from secateur.structure.graph import Graph
@@ -38,7 +38,7 @@ class Planner:
         self.graph, self.target, self.limits = graph, settings.target, settings.limits
         self.step, self.one_shot, self.parts = settings.step, settings.schedule.one_shot, settings.parts
         self.limits.check(graph)
-        if not len(graph.candidates):
+        if not allowed(graph, self.limits) and (self.limits.blocks == "only" or not len(graph.candidates)):
             raise nothing_may_leave(graph, self.limits)
         if not self.one_shot and self.step * graph.total_units < _LEAST_UNITS:
             raise TargetError(
@@ -161,11 +161,14 @@ class Planner:
     def _may_leave(self, part: str, start: Plan | None) -> bool:
         gone = np.array(start.groups if start is not None else (), np.int64)
         ignored = [layer.groups for layer in self.graph.layers if layer.matches(self.limits.ignore)]
+        if not {block.group for block in allowed(self.graph, self.limits)} <= set(gone.tolist()):
+            return True
         return not np.isin(self._candidates(part), np.concatenate([gone, *ignored])).all()
 
     def _check_reachable(self) -> None:
         """Fail before any work is done if the target cannot be met whatever the scores are."""
-        flat = Scores("any", {p.sites[0]: np.ones(len(p.labels)) for p in self.graph.producers})
+        units = {p.sites[0]: np.ones(len(p.labels)) for p in self.graph.producers}
+        flat = Scores("any", units, blocks={block.name: 1.0 for block in self.graph.blocks})
         if self.target.sizes:
             make_plan(self.graph, flat, keep=self.target.sizes, limits=self.limits)
         elif self.target.remove is not None:

@@ -158,6 +158,7 @@ class Settings:
             "scope": self.limits.scope, "min_units": self.limits.min_units, "round_to": self.limits.round_to,
             "ignore": list(self.limits.ignore), "uniform": self.limits.uniform,
             "output": [self.output] if isinstance(self.output, str) else list(self.output),
+            "blocks": self.limits.blocks,
         }  # fmt: skip
 
     def shown(self) -> dict[str, Any]:

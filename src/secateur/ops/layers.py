@@ -12,6 +12,8 @@ from torch import Tensor
 #: Label numbers: one per index along an axis of a parameter; 0 means none.
 #: In a layer, a negative label is that of a unit whose number there may differ from 0 although the unit is masked.
 Labels = npt.NDArray[np.int64]
+#: Which labels, or groups, of all.
+Mask = np.ndarray[tuple[int], np.dtype[np.bool_]]
 #: What a tensor carries: tensors of labels, each of its shape.
 Layers = list[Tensor]
 

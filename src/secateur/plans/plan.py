@@ -5,19 +5,19 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import numpy as np
 
 from secateur.errors import FileFormatError, PlanError
-from secateur.ops.layers import Labels
+from secateur.ops.layers import Labels, Mask
 from secateur.running.sandbox import Example
+from secateur.structure.blocks import Returns, StandIn, within
 from secateur.structure.cost import Cost, human
 from secateur.structure.graph import Graph, RepeatedSize
 
 FORMAT = "secateur-plan-1"
-Record = TypeVar("Record", "NormCut", "HeadCut", "AttributeCut")
-Mask = np.ndarray[tuple[int], np.dtype[np.bool_]]
+Record = TypeVar("Record", "NormCut", "HeadCut", "AttributeCut", "BlockCut", StandIn)
 
 
 @dataclass(frozen=True)
@@ -50,13 +50,25 @@ class AttributeCut:
     after: int
 
 
+@dataclass(frozen=True)
+class BlockCut:
+    """A residual branch that leaves: the addition at its end, and which of the two terms it is."""
+
+    name: str
+    path: str
+    function: str
+    visit: int
+    operand: int
+
+
 @dataclass(frozen=True, repr=False)
 class Plan:
     """Which groups leave: for each parameter and dimension the indices that are cut.
 
     Plans compare by what they cut, print as a table, and round-trip through `to_json` / `from_json`. `example` is the
     input that the model was analysed with, on which `apply` verifies the removal; a plan from a file has none, and no
-    `graph` either. `output` names what of the model's output counts; if nothing, all does.
+    `graph` either. `output` names what of the model's output counts; if nothing, all does. `blocks` are the residual
+    branches that leave as a whole, and `stand_ins` what takes the place of their modules.
     """
 
     groups: tuple[int, ...]
@@ -70,6 +82,8 @@ class Plan:
     before: Cost
     after: Cost
     output: tuple[str, ...] = ()
+    blocks: tuple[BlockCut, ...] = ()
+    stand_ins: tuple[StandIn, ...] = ()
     example: Example = field(default=None, compare=False, repr=False)
     graph: Graph | None = field(default=None, compare=False, repr=False)
 
@@ -114,18 +128,25 @@ class Plan:
                 before=Cost(_count(data["before"]["params"]), _count(data["before"]["macs"])),
                 after=Cost(_count(data["after"]["params"]), _count(data["after"]["macs"])),
                 output=tuple(str(name) for name in data.get("output", ())),
+                blocks=tuple(_read(BlockCut, item) for item in data.get("blocks", ())),
+                stand_ins=tuple(_read(StandIn, item) for item in data.get("stand_ins", ())),
             )
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise FileFormatError(f"not a plan: {type(error).__name__}: {error}") from error
 
     def __repr__(self) -> str:
+        return f"<Plan for {self.model}: {self._leaving}, {self.before} → {self.after}>"
+
+    @property
+    def _leaving(self) -> str:
         had, has = self.units
-        return f"<Plan for {self.model}: {had - has} of {had} units leave, {self.before} → {self.after}>"
+        count = len(self.blocks)
+        whole = f", among them {count} whole block{'s' if count > 1 else ''}" if count else ""
+        return f"{had - has} of {had} units leave{whole}"
 
     def __str__(self) -> str:
-        had, has = self.units
         lines = [
-            f"{self.model}: {had - has} of {had} units leave",
+            f"{self.model}: {self._leaving}",
             f"parameters {_change(self.before.params, self.after.params)}, "
             f"MACs {_change(self.before.macs, self.after.macs)}",
             "",
@@ -133,7 +154,9 @@ class Plan:
         width = max([len(name) for name in self.layers] or [5])
         for name, (before, after) in self.layers.items():
             bar = "█" * round(20 * after / max(before, 1))
-            lines.append(f"{name.ljust(width)}  {before:6d} → {after:6d}  {bar}")
+            lines.append(f"{name.ljust(width)}  {before:6d} → {after:6d}  {bar}".rstrip())
+        if self.blocks:
+            lines += ["", f"whole blocks that leave: {', '.join(block.name for block in self.blocks)}"]
         return "\n".join(lines)
 
     def __hash__(self) -> int:
@@ -161,32 +184,52 @@ def _indices(value: Any) -> tuple[int, ...]:
     return tuple(_count(item) for item in value)
 
 
+def _returns(value: Any) -> str:
+    if value not in get_args(Returns):
+        raise ValueError(f"expected what a module returns, found {value!r}")
+    return str(value)
+
+
 def _read(kind: type[Record], item: Mapping[str, Any]) -> Record:
     """A record whose fields are texts, counts and lists of indices."""
-    readers: dict[str, Callable[[Any], Any]] = {"str": str, "int": _count, "tuple[int, ...]": _indices}
+    readers: dict[str, Callable[[Any], Any]] = {
+        "str": str, "int": _count, "tuple[int, ...]": _indices, "Returns": _returns,
+    }  # fmt: skip
     return kind(**{field.name: readers[str(field.type)](item[field.name]) for field in fields(kind)})
 
 
 def plan_for(graph: Graph, removed: Mask, repeated: Sequence[RepeatedSize] | None = None) -> Plan:
-    """The plan that removes exactly the groups marked in `removed`. `repeated`: other such sizes than the graph's."""
+    """The plan that removes exactly the groups marked in `removed`, and what lies in blocks among them.
+
+    `repeated`: other such sizes than the graph's.
+    """
+    removed = graph.blocks.closed(removed)
+    blocks = graph.blocks.gone(removed)
+    stand_ins = graph.blocks.stand_ins(blocks)
+    without = frozenset[str]().union(*(block.parameters for block in blocks))
+
+    def stays(path: str) -> bool:
+        return not any(within(path, item.path) for item in stand_ins)
+
     gone = removed[graph.root]
     gone[0] = False
     cuts: dict[str, dict[int, tuple[int, ...]]] = {}
     for axis in graph.axes.axes:
-        if axis.parameter and (indices := _places(gone[axis.base : axis.base + axis.size])):
+        named = axis.parameter and axis.parameter not in without
+        if named and (indices := _places(gone[axis.base : axis.base + axis.size])):
             cuts.setdefault(axis.parameter, {})[axis.dim] = indices
     heads = {}
     for head in graph.heads:
-        if indices := _places(removed[head.groups]):
+        if (indices := _places(removed[head.groups])) and stays(head.path):
             heads[head.path] = HeadCut(head.path, len(head.groups), indices)
     norms = []
     for norm in graph.norms:
-        if indices := _places(gone[norm.labels.numpy().ravel()]):
+        if (indices := _places(gone[norm.labels.numpy().ravel()])) and stays(norm.site.path):
             site = norm.site
             norms.append(NormCut(site.path, site.function, site.visit, tuple(norm.labels.shape), indices))
     attributes = []
     for item in graph.repeated if repeated is None else repeated:
-        if indices := _places(gone[item.labels]):
+        if (indices := _places(gone[item.labels])) and stays(item.path):
             size = len(item.labels)
             attributes.append(AttributeCut(item.path, item.name, size, size - len(indices)))
     layers = {}
@@ -206,6 +249,8 @@ def plan_for(graph: Graph, removed: Mask, repeated: Sequence[RepeatedSize] | Non
         before=graph.cost,
         after=graph.cost_of(removed),
         output=graph.output,
+        blocks=tuple(BlockCut(b.name, b.site.path, b.site.function, b.site.visit, b.operand) for b in blocks),
+        stand_ins=tuple(stand_ins),
         example=graph.example,
         graph=graph,
     )
@@ -243,6 +288,7 @@ def difference(new: Plan, old: Plan | None) -> Plan:
     sizes = {(item.path, item.name): item.after for item in old.attributes}
     attributes = [replace(item, before=sizes.get((item.path, item.name), item.before)) for item in new.attributes]
     gone_groups = set(old.groups)
+    blocks = tuple(block for block in new.blocks if block not in old.blocks)
     return replace(
         new,
         groups=tuple(group for group in new.groups if group not in gone_groups),
@@ -253,6 +299,8 @@ def difference(new: Plan, old: Plan | None) -> Plan:
         attributes=tuple(item for item in attributes if item.before != item.after),
         layers={name: (old.layers[name][1], after) for name, (_, after) in new.layers.items()},
         before=old.after,
+        blocks=blocks,
+        stand_ins=tuple(item for item in new.stand_ins if item not in old.stand_ins),
         graph=None,  # its numbers are those of the model before the old plan
     )
 

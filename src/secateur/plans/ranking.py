@@ -9,10 +9,11 @@ import numpy as np
 
 from secateur.arguments import check_kind
 from secateur.errors import Argument, NothingToPruneError, TargetError
-from secateur.ops.layers import Labels
-from secateur.plans.plan import Mask, Plan, plan_for
+from secateur.ops.layers import Labels, Mask
+from secateur.plans.plan import Plan, plan_for
 from secateur.plans.scores import Aggregation, Scores, Values
 from secateur.plans.targets import Limits, Target
+from secateur.structure.blocks import Block
 from secateur.structure.cost import Cost, Price, human
 from secateur.structure.graph import Graph, families
 
@@ -33,8 +34,8 @@ def plan(
     says which units compete (`secateur.plans.Limits`): with `Limits(scope="layer")` every layer loses the same share,
     with "cost" groups are ranked by score lost per MAC saved, with "time" by score lost per time saved, as estimated
     from MACs and numbers read and written. Both rank per parameter if only parameters are asked for. With `round_to`,
-    less may leave than `remove` allows. With `start`, what that plan removes is gone already and counts towards the
-    target.
+    less may leave than `remove` allows. `Limits(blocks=True)` lets residual branches leave as a whole. With `start`,
+    what that plan removes is gone already and counts towards the target.
 
     >>> import torch, secateur as sc
     >>> net = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.ReLU(), torch.nn.Linear(6, 2))
@@ -68,34 +69,45 @@ class _Chooser:
         if start is not None:
             self.gone[list(start.groups)] = True
         layers = [layer for layer in graph.layers if layer.within(limits.only) and not layer.matches(limits.ignore)]
+        if limits.blocks == "only":
+            layers = []
         free = [g[graph.prunable[g] & ~self.gone[g]] for g in (layer.groups for layer in layers)]
-        candidates: Labels = np.concatenate(free) if free else np.zeros(0, np.int64)
-        if not len(candidates):
+        candidates: Labels = np.concatenate([np.zeros(0, np.int64), *free])
+        self.blocks = {block.group: block for block in allowed(graph, limits) if not self.gone[block.group]}
+        whole = np.array([*self.blocks], np.int64)
+        if not len(candidates) and not len(whole):
             raise nothing_may_leave(graph, limits)
         self.value = scores.of(graph)
-        if np.isnan(self.value[candidates]).any():
+        if np.isnan(self.value[[*candidates, *whole]]).any():
             bad = [layer.name for layer, own in zip(layers, free, strict=True) if np.isnan(self.value[own]).any()]
+            bad += [block.name for block in self.blocks.values() if np.isnan(self.value[block.group])]
             what = f"the criterion {scores.criterion!r} gave no score (NaN) for units of {', '.join(bad[:5])}"
             raise TargetError(what)
         protected = self._protected(candidates, limits.min_units)
         candidates = candidates[~protected[candidates]]
-        if not len(candidates):
+        if not len(candidates) and not len(whole):
             raise TargetError(
                 f"every layer of {graph.model_name} is down to min_units={limits.min_units}: nothing may leave.",
                 fix="a smaller min_units",
             )
+        candidates = np.concatenate([candidates, whole])
         key = self.value[candidates]
         if limits.scope == "layer":
             key = self._shares(candidates)
         elif limits.scope in ("cost", "time"):
             key = self._per_cost(candidates, scores.aggregate, spared)
+        elif len(whole):  # what is lost per unit that leaves
+            key[-len(whole) :] /= [max(block.units, 1) for block in self.blocks.values()]
         self.order: Labels = candidates[np.argsort(key, kind="stable")]
         self.ends: Labels = np.arange(len(candidates) + 1)  # after how many groups of the order a plan may end
         if limits.uniform:
             self._in_tiers(candidates, key)
 
     def _shares(self, candidates: Labels) -> Values:
-        """Each group's rank as a fraction of its layer, which is the first one that makes its units."""
+        """Each group's rank as a fraction of its layer, which is the first one that makes its units.
+
+        All blocks together are such a layer.
+        """
         home = np.full(len(self.graph.root), -1, np.int64)
         for i, producer in reversed(list(enumerate(self.graph.producers))):
             home[self.graph.root[producer.labels]] = i
@@ -122,6 +134,10 @@ class _Chooser:
             # A tier never leaves before one of lower scores.
             worth = np.maximum.accumulate(keys[ranked].mean(0))
             tiers += zip(worth.tolist(), ranked.T, strict=True)
+        for passage in self.graph.blocks.passages:  # a layer with all its branches
+            if passage.blocks <= self.blocks.keys():
+                groups = np.array(sorted(passage.blocks), np.int64)
+                tiers.append((float(keys[groups].mean()), groups))
         tiers.sort(key=lambda tier: tier[0])
         self.order = np.concatenate([np.zeros(0, np.int64), *(groups for _, groups in tiers)])
         self.ends = np.cumsum([0, *(len(groups) for _, groups in tiers)])
@@ -131,6 +147,7 @@ class _Chooser:
         channels = np.zeros(len(self.graph.root), np.int64)  # a head is one unit, but has as many as it is wide
         for producer in self.graph.producers:
             np.add.at(channels, self.graph.root[producer.labels], 1)
+        channels[[*self.blocks]] = 1
         total = self.value[candidates] * (1 if aggregate == "sum" else channels[candidates])
         saved = self.graph.cost_of.savings(self.gone, spared)[candidates]
         # What saves nothing is not worth its score, however low: it leaves last, not first.
@@ -158,6 +175,8 @@ class _Chooser:
         """What is gone when the first `count` groups of the order leave, after rounding."""
         removed = self.gone.copy()
         removed[self.order[: self._end(count)]] = True
+        if self.blocks:
+            removed = self.graph.blocks.closed(removed)
         if self.limits.round_to > 1:
             self._round(removed)
         return removed
@@ -187,7 +206,7 @@ class _Chooser:
         """The longest start of the order that stays within a fraction of all units."""
         units, total, given = self.graph.units, self.graph.total_units, Argument("remove", remove)
         already = int(units[self.gone].sum())
-        sums = np.cumsum(units[self.order]) + already
+        sums = np.cumsum(self._leaving()) + already
         # Tolerate binary fractions: 18 steps of 0.05 must reach 90 %.
         goal = int(np.floor(remove * total + 1e-9))
         if goal > sums[-1]:
@@ -200,7 +219,7 @@ class _Chooser:
         count = self._end(int(np.searchsorted(sums, goal, "right")))
         if count == 0 and not already:
             raise NothingToPruneError(
-                f"{{remove}} of {total} units is less than the smallest group ({int(units[self.order].min())} units): "
+                f"{{remove}} of {total} units is less than the smallest group ({int(self._leaving().min())} units): "
                 "nothing leaves.",
                 fix="a larger share",
                 remove=given,
@@ -217,6 +236,17 @@ class _Chooser:
                     round_to=Argument("round_to", self.limits.round_to),
                 )
         return found
+
+    def _leaving(self) -> Labels:
+        """How many units leave at each place of the order. Those in a block leave with it, if not before."""
+        if not self.blocks:
+            return np.asarray(self.graph.units[self.order])
+        place = np.full(len(self.graph.root), len(self.order), np.int64)
+        place[self.order] = np.arange(len(self.order))
+        for block in self.blocks.values():
+            np.minimum.at(place, block.groups, place[block.group])
+        units = np.where(self.gone | ~self.graph.prunable, 0, self.graph.units)
+        return np.bincount(place, units, len(self.order) + 1)[:-1].astype(np.int64)
 
     def _further(self, count: int, goal: int, found: Mask) -> Mask:
         """What rounding brought back makes room for groups further down the order."""
@@ -251,6 +281,17 @@ class _Chooser:
             )
         counts = range(len(self.order))
         return self.mask(bisect_left(counts, True, key=lambda count: fits(self.graph.cost_of(self.mask(count)))))
+
+
+def allowed(graph: Graph, limits: Limits) -> list[Block]:
+    """The blocks that may leave as a whole."""
+    if not limits.blocks:
+        return []
+    found = [b for b in graph.blocks.prunable if b.within(limits.only) and not b.matches(limits.ignore)]
+    if limits.uniform:  # widths stay the same only where whole layers leave
+        layers = frozenset[int]().union(*(passage.blocks for passage in graph.blocks.passages))
+        found = [block for block in found if block.group in layers]
+    return found
 
 
 def nothing_may_leave(graph: Graph, limits: Limits) -> NothingToPruneError:

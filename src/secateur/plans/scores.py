@@ -21,13 +21,15 @@ Aggregation = Literal["mean", "sum", "max"]
 class Scores:
     """One number per unit, by the call that makes it, and how a group's number follows from those of its units.
 
-    For scores by relevance, `conservation` says where any relevance was lost.
+    For scores by relevance, `conservation` says where any relevance was lost. `blocks` has one number for each residual
+    branch, by name: what the layers at its end score in all, not divided by the norm of a layer.
     """
 
     criterion: str
     units: Mapping[Site, Values]
     aggregate: Aggregation = "mean"
     conservation: Conservation | None = field(default=None, compare=False, repr=False)
+    blocks: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def composite(self) -> str:
@@ -55,6 +57,10 @@ class Scores:
             lines.append(
                 f"{(site.path or '-').ljust(width)}  {len(values):6d}  {low:10.4g}  {middle:10.4g}  {high:10.4g}"
             )
+        if self.blocks:
+            width = max(map(len, self.blocks))
+            lines += ["", "blocks"]
+            lines += [f"{name.ljust(width)}  {value:10.4g}" for name, value in self.blocks.items()]
         return "\n".join(lines)
 
     def of(self, graph: Graph) -> Values:
@@ -78,4 +84,7 @@ class Scores:
                 np.add.at(count, groups, 1)
                 np.maximum.at(peak, groups, values)
         result = {"mean": total / np.maximum(count, 1), "sum": total, "max": peak}[self.aggregate]
-        return np.where(count > 0, result, np.nan)
+        result = np.where(count > 0, result, np.nan)
+        for block in graph.blocks:
+            result[block.group] = self.blocks.get(block.name, np.nan)
+        return result

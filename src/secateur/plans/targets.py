@@ -115,7 +115,8 @@ class Limits:
     wildcards on module paths; a module's name stands for everything in it. A stream that several modules write is
     ignored if one of them is, and taken by `only` if all are. Every layer keeps at least `min_units`, and a multiple of
     `round_to` channels. With `uniform`, layers that differ only by the number of their block keep the
-    same width, as the config of a Hugging Face model needs it.
+    same width, as the config of a Hugging Face model needs it. With `blocks`, residual branches may leave as a whole
+    too; with "only", nothing else does. Together with `uniform`, whole layers of a transformer do.
 
     >>> Limits(round_to=8, ignore="head")
     Limits(ignore=('head',), round_to=8)
@@ -127,6 +128,7 @@ class Limits:
     min_units: int = 1
     round_to: int = 1
     uniform: bool = False
+    blocks: bool | Literal["only"] = False
 
     __repr__ = brief
 
@@ -136,6 +138,8 @@ class Limits:
         if self.scope is not None:
             arguments.check_choice("scope", self.scope, get_args(Scope), error=TargetError)
         arguments.check_flag("uniform", self.uniform)
+        if self.blocks != "only":
+            arguments.check_flag("blocks", self.blocks, error=TargetError)
         for name in ("min_units", "round_to"):
             why = "layers are never emptied"
             arguments.check_count(name, getattr(self, name), why=why, error=TargetError)
@@ -153,7 +157,7 @@ class Limits:
         """Refuse a pattern that matches no layer: ignoring it could prune layers that you meant to protect."""
         for name, patterns in (("ignore", self.ignore), ("only", self.only)):
             for pattern in patterns:
-                if pattern == "*" or any(layer.matches([pattern]) for layer in graph.layers):
+                if pattern == "*" or any(item.matches([pattern]) for item in (*graph.layers, *graph.blocks)):
                     continue
                 paths = list(dict.fromkeys(path for layer in graph.layers for path in layer.paths))
                 close = difflib.get_close_matches(pattern, paths, 3) or paths[:5]

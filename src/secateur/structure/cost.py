@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 from torch import nn
 
-from secateur.ops.layers import Labels
+from secateur.ops.layers import Labels, Mask
+from secateur.ops.table import Site
 from secateur.running.sandbox import Example
+from secateur.structure.blocks import Block
 from secateur.structure.findings import Axis, Findings
 from secateur.structure.labels import watch_copy
 
@@ -22,7 +25,6 @@ MACS_PER_NUMBER = 300
 #: What may be spared.
 Price = Literal["macs", "params", "time"]
 Savings = np.ndarray[tuple[int], np.dtype[np.float64]]
-Mask = np.ndarray[tuple[int], np.dtype[np.bool_]]
 
 
 @dataclass(frozen=True)
@@ -64,16 +66,29 @@ def count_macs(model: nn.Module, example: Example) -> int:
 class CostModel:
     """Cost as a function of which groups are removed; evaluated many times while a plan is sought."""
 
-    def __init__(self, shapes: Mapping[str, Sequence[int]], root: Labels, found: Findings) -> None:
+    def __init__(
+        self, shapes: Mapping[str, Sequence[int]], root: Labels, found: Findings, blocks: Iterable[Block] = ()
+    ) -> None:
         """`shapes` are those of the parameters."""
-        self._terms = [(term.coefficient, [root[a] for a in term.axes]) for term in found.macs]
-        self._written = [(MACS_PER_NUMBER * term.coefficient, [root[a] for a in term.axes]) for term in found.written]
+        # What lies in a block costs nothing once the block is gone: its group is one more factor, 1 or 0.
+        by_site, by_name = defaultdict[Site, list[Labels]](list), defaultdict[str, list[Labels]](list)
+        for block in blocks:
+            for known, keys in ((by_site, block.sites), (by_name, block.parameters)):
+                for key in keys:
+                    known[key].append(np.array([block.group]))  # type: ignore[index]
+        self._terms = [(t.coefficient, [*(root[a] for a in t.axes), *by_site[t.site]]) for t in found.macs]
+        self._written = [
+            (MACS_PER_NUMBER * t.coefficient, [*(root[a] for a in t.axes), *by_site[t.site]]) for t in found.written
+        ]
         dims: dict[str, list[Axis]] = {name: [] for name in shapes}
         for axis in found.axes.axes:
             if axis.parameter in dims:
                 dims[axis.parameter].append(axis)
         self._params = [
-            (math.prod(shapes[name]) / math.prod(axis.size for axis in own), [root[axis.span] for axis in own])
+            (
+                math.prod(shapes[name]) / math.prod(axis.size for axis in own),
+                [*(root[axis.span] for axis in own), *by_name[name]],
+            )
             for name, own in dims.items()
         ]
 

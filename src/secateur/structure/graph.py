@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
-import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,11 +11,12 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from secateur.ops.layers import Labels
+from secateur.ops.layers import Labels, Mask
 from secateur.ops.table import Site
 from secateur.running.copies import named_tensors
 from secateur.running.sandbox import Example
-from secateur.structure.cost import Cost, CostModel, Mask, human
+from secateur.structure.blocks import Blocks, fits, pattern
+from secateur.structure.cost import Cost, CostModel, human
 from secateur.structure.coupling import Coupling
 from secateur.structure.findings import Axis, AxisTable, Findings, NormSite, Producer
 
@@ -65,16 +64,11 @@ class Layer:
 
     def matches(self, patterns: Sequence[str]) -> bool:
         """Whether any module of the layer, or one that it is part of, fits any wildcard."""
-        return any(_fits(path, patterns) for path in self.paths)
+        return any(fits(path, patterns) for path in self.paths)
 
     def within(self, patterns: Sequence[str]) -> bool:
         """Whether every module of the layer, or one that it is part of, fits a wildcard."""
-        return all(_fits(path, patterns) for path in self.paths)
-
-
-def pattern(path: str) -> str:
-    """A path without its numbers: what blocks of one kind, which share their code, have in common."""
-    return re.sub(r"\d+", "*", path)
+        return all(fits(path, patterns) for path in self.paths)
 
 
 def families(layers: Iterable[Layer], also: Callable[[Layer], Any] = lambda layer: None) -> list[list[Layer]]:
@@ -83,10 +77,6 @@ def families(layers: Iterable[Layer], also: Callable[[Layer], Any] = lambda laye
     for layer in layers:
         found.setdefault((layer.family, also(layer)), []).append(layer)
     return list(found.values())
-
-
-def _fits(path: str, patterns: Sequence[str]) -> bool:
-    return any(fnmatch.fnmatchcase(path, p) or fnmatch.fnmatchcase(path, f"{p}.*") for p in patterns)
 
 
 @dataclass(frozen=True)
@@ -127,11 +117,12 @@ class Graph:
     output: tuple[str, ...]
     model_name: str
     cost_of: CostModel = field(repr=False)
+    blocks: Blocks = field(default_factory=Blocks)
 
     # `root` maps each label to its group, a label itself; `units` and `prunable` are indexed by group.
 
     def frozen(self, reasons: Mapping[str, str]) -> Graph:
-        """The same graph in which the layers that `reasons` names must stay, each with its reason."""
+        """The same graph in which the layers and blocks that `reasons` names must stay, each with its reason."""
         layers, prunable = [], self.prunable.copy()
         for layer in self.layers:
             if layer.prunable and layer.name in reasons:
@@ -139,7 +130,7 @@ class Graph:
                 prunable[layer.groups] = False
             layers.append(layer)
         prunable.flags.writeable = False
-        return replace(self, layers=tuple(layers), prunable=prunable)
+        return replace(self, layers=tuple(layers), prunable=prunable, blocks=self.blocks.frozen(reasons))
 
     @cached_property
     def cost(self) -> Cost:
@@ -221,6 +212,11 @@ class Graph:
             lines.append("  ".join([name.ljust(widths[0]), kind.ljust(widths[1]), *numbers, verdict]).rstrip())
         if not self.layers:
             lines = [lines[0], "", self.without_layers]
+        if len(self.blocks):
+            free = len(self.blocks.prunable)
+            lines += ["", f"{free} of {len(self.blocks)} blocks (residual branches) may leave as a whole"]
+            width = max(len(block.name) for block in self.blocks)
+            lines += [f"{b.name.ljust(width)}  {human(b.macs):>8} MACs  {b.reason or 'yes'}" for b in self.blocks]
         if self.unused:
             more = " …" if len(self.unused) > 8 else ""
             lines += ["", f"not reached by the example: {', '.join(self.unused[:8])}{more}"]
@@ -234,6 +230,7 @@ def build(
     blocked: dict[str, str],
     repeated: Sequence[RepeatedSize],
     output: tuple[str, ...] = (),
+    blocks: Blocks = Blocks(),  # noqa: B008 (frozen)
 ) -> Graph:
     """Put together what the label passes found. `blocked` names layers that trial removals showed to be rigid."""
     main, axes = passes[0], passes[0].axes
@@ -254,6 +251,7 @@ def build(
     for term in main.macs:
         module_macs[term.site.path] += term.total
     parameters = frozenset(name for name, _ in model.named_parameters())
+    blocks = blocks.filled(axes.axes, root, makers.units, prunable)
     for array in (root, makers.units, prunable):
         array.flags.writeable = False
     return Graph(
@@ -273,7 +271,8 @@ def build(
         example=example,
         output=output,
         model_name=type(model).__name__,
-        cost_of=CostModel({name: shapes[name] for name in parameters}, root, main),
+        cost_of=CostModel({name: shapes[name] for name in parameters}, root, main, blocks),
+        blocks=blocks,
     )
 
 

@@ -37,6 +37,7 @@ from secateur.running.copies import meta_copy, named_modules, named_tensors, sha
 from secateur.running.heads import reads_heads
 from secateur.running.observer import Observer
 from secateur.running.sandbox import Example, quiet, run, run_or_explain, to_meta
+from secateur.structure.dataflow import DataFlow
 from secateur.structure.findings import AxisTable, CostTerm, Findings, NormSite
 from secateur.structure.followed import Questions, Reading, Shape, Size, follow, plain
 from secateur.structure.trace import MAKERS, Step, numbers_made, numbers_of
@@ -61,6 +62,7 @@ class LabelPass(Observer):
         super().__init__(model)
         self.found = Findings(axes, lambda: self.path or "the forward")
         self.labels = TensorLabels(model, self.found)
+        self.flow = DataFlow()
         #: Whether numbers that tensors hold steer the forward. Then a smaller model may well do other things.
         self.steered = False
         #: Whether code reads sizes, so that it may do other things for another input.
@@ -84,8 +86,15 @@ class LabelPass(Observer):
         super().enter(module)
         self.found.ran.add(self.path)
 
+    def runs(self, module: nn.Module, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        begin, given = self.flow.enters(args, kwargs)
+        output = super().runs(module, plain, args, kwargs)
+        self.flow.leaves(self.path, begin, given, output)
+        return output
+
     def observe(self, call: Call) -> Any:
         output = call.operation.rehearse(call)
+        self.flow.add(call, output)
         self.labels.trace(call, output)
         call.operation.channels(self.labels, call, output)
         self._count_written(call, output)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from secateur.nest import tensors_in
-from secateur.ops.layers import Layers, narrow, varying
+from secateur.ops.layers import Layers, Mask, narrow, varying
 from secateur.ops.table import Call, Function, Site
 from secateur.running.copies import named_modules
 from secateur.running.observer import Rehearsal
@@ -32,7 +32,6 @@ MAKERS: dict[Function, slice] = {
     Tensor.new_full: slice(2, 3),
 }
 Shape = tuple[int, ...]
-Mask = np.ndarray[tuple[int], np.dtype[np.bool_]]
 
 
 @dataclass(frozen=True)

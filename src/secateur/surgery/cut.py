@@ -14,7 +14,9 @@ from secateur.errors import PlanError
 from secateur.plans.plan import AttributeCut, NormCut, Plan
 from secateur.running.copies import copy_with, named_modules, named_tensors, unwrap
 from secateur.running.heads import fit_heads
+from secateur.structure.blocks import within
 from secateur.surgery.attention import narrow_attention
+from secateur.surgery.bypass import Bypass, bypass
 
 
 def check_fits(model: nn.Module, plan: Plan) -> None:
@@ -44,13 +46,20 @@ def cut(model: nn.Module, plan: Plan) -> nn.Module:
     """A copy of the model without what the plan removes. Not verified; `apply` does that."""
     model = unwrap(model)
     check_fits(model, plan)
-    small = copy_with(model, lambda name, old: sliced(old.detach(), plan.cuts.get(name, {})))
+
+    def made(name: str, old: Tensor) -> Tensor:
+        if any(within(name, item.path) for item in plan.stand_ins):
+            return old.detach()  # gone in a moment
+        return sliced(old.detach(), plan.cuts.get(name, {}))
+
+    small = copy_with(model, made)
+    bypass(small, plan.stand_ins)
     before = dict(named_modules(model))
     for path, module in named_modules(small):
-        if path in before:
+        if path in before and not isinstance(module, Bypass):
             _fit(module, before[path], path, plan)
     for path, old in before.items():
-        if isinstance(old, nn.MultiheadAttention):
+        if isinstance(old, nn.MultiheadAttention) and not any(within(path, item.path) for item in plan.stand_ins):
             narrow_attention(small, path, old, plan)
     for item in plan.attributes:
         _fit_attribute(small, item)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from secateur.ops.norm import GroupNorm, LayerNorm, RMSNorm
 from secateur.ops.table import Call, Site
-from secateur.plans.plan import NormCut, Plan
+from secateur.plans.plan import BlockCut, NormCut, Plan
 from secateur.running.copies import copy_with, unwrap
 from secateur.running.observer import Observer
 from secateur.surgery.cut import check_fits, kept_places
@@ -20,7 +20,8 @@ from secateur.surgery.cut import check_fits, kept_places
 def mask(model: nn.Module, plan: Plan) -> nn.Module:
     """A copy of the model in which everything that the plan cuts is zero.
 
-    Norms that mix channels are computed over the kept channels only, as in the smaller model.
+    Norms that mix channels are computed over the kept channels only, as in the smaller model. Residual branches that
+    leave are 0 where they are added.
     """
     model = unwrap(model)
     check_fits(model, plan)
@@ -43,22 +44,25 @@ def _masked(model: nn.Module, plan: Plan, shared: Set[str]) -> nn.Module:
         return new
 
     masked = copy_with(model, made)
-    if plan.norms:
-        masked.forward = partial(_masked_forward, masked, plan.norms)
+    if plan.norms or plan.blocks:
+        masked.forward = partial(_masked_forward, masked, plan.norms, plan.blocks)
     return masked
 
 
-def _masked_forward(module: nn.Module, norms: Sequence[NormCut], /, *args: Any, **kwargs: Any) -> Any:
-    """The forward of a masked model: the class's own, with norms over the kept channels."""
-    with _NormMask(module, norms):
+def _masked_forward(
+    module: nn.Module, norms: Sequence[NormCut], blocks: Sequence[BlockCut], /, *args: Any, **kwargs: Any
+) -> Any:
+    """The forward of a masked model: the class's own, with norms over the kept channels, without branches that left."""
+    with _Masks(module, norms, blocks):
         return type(module).forward(module, *args, **kwargs)
 
 
-class _NormMask(Observer):
-    """Computes each listed norm over its kept channels."""
+class _Masks(Observer):
+    """Computes each listed norm over its kept channels, and makes each listed branch 0 where it is added."""
 
-    def __init__(self, model: nn.Module, norms: Sequence[NormCut]) -> None:
+    def __init__(self, model: nn.Module, norms: Sequence[NormCut], blocks: Sequence[BlockCut]) -> None:
         super().__init__(model)
+        self._branches = {Site(block.path, block.function, block.visit): block.operand for block in blocks}
         self._kept: dict[Site, Tensor] = {}
         for norm in norms:  # several, where kinds of units cross in a tensor
             site, kept = Site(norm.path, norm.function, norm.visit), _narrowed(torch.from_numpy(kept_places(norm)))
@@ -68,10 +72,21 @@ class _NormMask(Observer):
         return func(*args, **kwargs)
 
     def observe(self, call: Call) -> Any:
+        if call.site in self._branches:
+            return _without_branch(call, self._branches[call.site])
         kept = self._kept.get(call.site)
         if kept is None:
             return call.run()
         return _masked_norm(call, kept) if isinstance(call.operation, LayerNorm | GroupNorm) else _reduced(call, kept)
+
+
+def _without_branch(call: Call, operand: int) -> Any:
+    """An addition in which one of the terms is 0."""
+    term = call.tensors()[operand]
+    if call.writes and operand == 0:
+        term.zero_()
+        return call.run()
+    return call.on(term)(torch.zeros_like(term))
 
 
 def _reduced(call: Call, kept: Tensor) -> Any:

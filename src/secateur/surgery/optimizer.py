@@ -13,6 +13,7 @@ from torch.optim.swa_utils import AveragedModel
 from secateur.errors import PlanError, SecateurError
 from secateur.plans.plan import Plan
 from secateur.running.copies import unwrap
+from secateur.structure.blocks import within
 from secateur.surgery.cut import cut, sliced
 
 
@@ -46,12 +47,17 @@ def _carry_optimizer(optimizer: Optimizer, before: nn.Module, after: nn.Module, 
     names = {id(parameter): name for name, parameter in before.named_parameters()}
     fresh = dict(after.named_parameters())
     cuts = plan.cuts if plan is not None else {}
+    left = [item.path for item in plan.stand_ins] if plan is not None else []
     for group in optimizer.param_groups:
-        for i, old in enumerate(group["params"]):
+        for i, old in reversed(list(enumerate(group["params"]))):
             name = names.get(id(old))
             if name is None:
                 continue  # not the model's: a temperature, a loss with weights
             new = fresh.get(name)
+            if new is None and any(within(name, path) for path in left):
+                del group["params"][i]  # gone with its block
+                optimizer.state.pop(old, None)
+                continue
             if new is None:
                 raise PlanError(f"the smaller model has no parameter `{name}` that the optimizer trains.")
             group["params"][i] = new

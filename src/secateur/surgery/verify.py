@@ -20,6 +20,7 @@ from secateur.plans.plan import Plan, plan_for
 from secateur.running.copies import named_modules, named_tensors, shared_copy
 from secateur.running.devices import device_of, dtype_of
 from secateur.running.sandbox import Example, quiet, run
+from secateur.structure.blocks import Block, within
 from secateur.structure.graph import Layer
 from secateur.surgery.cut import cut, sliced
 from secateur.surgery.mask import reference
@@ -81,6 +82,7 @@ def disagreement(what: str, names: Sequence[str], plan: Plan) -> VerificationErr
     paths: list[str] = []
     if plan.graph is not None:
         paths = [layer.paths[0] or layer.name for layer in plan.graph.layers if layer.name in names]
+        paths += [block.name for block in plan.graph.blocks if block.name in names]
     cause = f"The removal from {', '.join(names)} is at fault." if names else "The layer at fault is not known."
     error = VerificationError(
         "{problem}. {cause} The smaller model is withheld.",
@@ -229,10 +231,11 @@ def _run_small(net: _Net, model: nn.Module, masked: _Net, trial: Trial) -> tuple
     try:
         seen = net.run(trial.probe, trial.wide)
         if seen.drawn != trial.masked.drawn:
-            # Noise as wide as a layer cannot be the same in both: it is one number everywhere instead.
-            count = max(len(seen.drawn), len(trial.masked.drawn))
-            shapes = [[*drawn, *[()] * (count - len(drawn))] for drawn in (seen.drawn, trial.masked.drawn)]
-            even = tuple(i for i, (a, b) in enumerate(zip(*shapes, strict=True)) if a != b)
+            # Noise as wide as a layer cannot be the same in both: it is one number everywhere instead. A branch that
+            # left draws none, so that nobody knows which numbers belong together.
+            even = tuple(range(max(len(seen.drawn), len(trial.masked.drawn))))
+            if len(seen.drawn) == len(trial.masked.drawn):
+                even = tuple(i for i in even if seen.drawn[i] != trial.masked.drawn[i])
             trial = replace(trial, masked=masked.run(trial.probe, trial.wide, even), even=even)
             seen = net.run(trial.probe, trial.wide, even)
     except Exception as error:
@@ -329,6 +332,8 @@ def _unproven(
     proven = any(map(_informs, columns))
     names, modules = {id(t): name for name, t in named_tensors(model)}, dict(named_modules(model))
     for path, expected in masked.modules.items():
+        if any(within(path, item.path) for item in plan.stand_ins):
+            continue
         found, layer = net.modules.get(path, []), modules[path]
         own = plan.cuts.get(names.get(id(layer.weight), ""), {}).get(int(getattr(layer, "transposed", False)), ())
         dim = -1 - len(getattr(layer, "kernel_size", ()))
@@ -393,12 +398,15 @@ def culprits(model: nn.Module, plan: Plan, trial: Trial) -> list[str]:
     removed[list(plan.groups)] = True
     checks = 0
 
-    def fails(layers: Sequence[Layer]) -> bool:
+    def fails(layers: Sequence[Layer | Block]) -> bool:
         nonlocal checks
         checks += 1
         some = np.zeros_like(removed)
         for layer in layers:
-            some[layer.groups] = removed[layer.groups]
+            if isinstance(layer, Block):
+                some[layer.group] = True
+            else:
+                some[layer.groups] = removed[layer.groups] & ~inner[layer.groups]
         part = plan_for(graph, some)
         try:
             masked = _Net(reference(model, part), part.output)
@@ -408,7 +416,7 @@ def culprits(model: nn.Module, plan: Plan, trial: Trial) -> list[str]:
             return False
         return _fault(model, masked, cut(model, part), part, [replace(trial, masked=expected)]) is not None
 
-    def enough(layers: list[Layer], beside: list[Layer]) -> list[Layer]:
+    def enough(layers: list[Layer | Block], beside: list[Layer | Block]) -> list[Layer | Block]:
         """Some of the layers, as few as possible, that are wrong beside the others, which are right alone."""
         if len(layers) == 1:
             return layers
@@ -418,8 +426,13 @@ def culprits(model: nn.Module, plan: Plan, trial: Trial) -> list[str]:
                 return enough(half, beside)
         return enough(halves[0], [*beside, *halves[1]])
 
-    found: list[Layer] = []
-    rest = [layer for layer in graph.layers if removed[layer.groups].any()]
+    # What leaves because it lies in a block leaves with it.
+    blocks, inner = graph.blocks.gone(removed), np.zeros_like(removed)
+    for block in blocks:
+        inner[block.groups] = True
+    found: list[Layer | Block] = []
+    rest: list[Layer | Block] = [layer for layer in graph.layers if (removed & ~inner)[layer.groups].any()]
+    rest += blocks
     while rest and checks < _MOST_CHECKS and fails(rest):
         wrong = enough(rest, [])
         if len(wrong) == 1:  # blocks of one kind share their code

@@ -1,0 +1,75 @@
+"""What takes the place of modules whose residual branch left: no parameters, no computation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from secateur.errors import PlanError
+from secateur.running.copies import named_modules
+from secateur.structure.blocks import StandIn, within
+
+_PLAIN = (bool, int, float, str, type(None))
+_OWN = frozenset(vars(nn.Module()))
+
+
+class Bypass(nn.Module):
+    """Returns what the module in whose place it is was given, or zeros of that shape, as that module did.
+
+    The plain attributes of that module are kept: code around it may read them.
+    """
+
+    def __init__(self, item: StandIn, old: nn.Module) -> None:
+        super().__init__()
+        self.returns, self.place = item.returns, item.place
+        self.argument: int | str = int(item.argument) if item.argument.isdecimal() else item.argument
+        for name in old._parameters:
+            self.register_parameter(name, None)
+        for name, value in vars(old).items():
+            plain = isinstance(value, _PLAIN) or (
+                isinstance(value, tuple | list) and all(isinstance(part, _PLAIN) for part in value)
+            )
+            if plain and name not in _OWN and name not in vars(self):
+                setattr(self, name, value)
+        self.training = old.training
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The argument itself, or zeros."""
+        made: Tensor | None = None
+        if self.returns != "nothing":
+            x: Tensor = args[self.argument] if isinstance(self.argument, int) else kwargs[self.argument]
+            made = x
+            if self.returns == "zeros":
+                made = x.new_zeros(()).expand(x.shape)
+            elif self.returns == "own zeros":
+                made = x.new_zeros(x.shape)
+        if not self.place:
+            return made
+        position, length = self.place
+        return (*[None] * position, made, *[None] * (length - position - 1))
+
+    def extra_repr(self) -> str:
+        """What is returned."""
+        return f"returns={self.returns!r}"
+
+
+def bypass(small: nn.Module, stand_ins: Sequence[StandIn]) -> None:
+    """Put stand-ins in place of modules of a copy, under every name that these have."""
+    modules = dict(named_modules(small))
+    fresh: dict[int, nn.Module] = {}
+    for item in stand_ins:
+        if not item.path or item.path not in modules or (item.place and item.place[0] >= item.place[1]):
+            raise PlanError(
+                f"the plan replaces `{item.path}`, which {type(small).__name__} does not have.",
+                fix="build the same model that was analysed",
+            )
+        fresh[id(modules[item.path])] = Bypass(item, modules[item.path])
+    for path, module in modules.items():
+        for name, child in list(module._modules.items()):
+            if child is not None and id(child) in fresh:
+                module._modules[name] = fresh[id(child)]
+        # The fused path of torch's own layer reads the weights of all its parts.
+        if isinstance(module, nn.TransformerEncoderLayer) and any(within(i.path, path) for i in stand_ins):
+            module.activation_relu_or_gelu = 0
