@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -14,6 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import secateur as sc
+from secateur.errors import NothingToPruneError
+from secateur.plans import Limits
 from secateur.plans.plan import Plan, plan_for
 from secateur.structure.cost import count_macs
 from secateur.structure.graph import Graph
@@ -196,3 +199,26 @@ def test_removal_is_the_zeroed_branch(data: st.DataObject) -> None:
     assert sum(p.numel() for p in small.parameters()) == both.after.params
     with torch.no_grad():
         assert torch.allclose(small(IMAGE), sc.apply(net, both, how="mask")(IMAGE), atol=1e-5)
+
+
+class Odd(nn.Module):
+    """Branches that cannot be taken out: without its layer the first is not 0, the second has no module of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.norm = nn.Linear(4, 4), nn.Parameter(torch.rand(4, 4)), nn.LayerNorm(4)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + torch.sigmoid(self.first(x))
+        x = x + F.linear(self.norm(x), self.second)
+        return self.head(x)
+
+
+def test_what_cannot_be_taken_out_stays_with_the_reason() -> None:
+    graph = sc.analyze(Odd(), torch.rand(2, 4))
+    reasons = [block.reason or "" for block in graph.blocks]
+    assert "not 0" in reasons[0]
+    assert "of no module" in reasons[1]
+    with pytest.raises(NothingToPruneError):
+        sc.plan(graph, sc.score(Odd(), None, "weight", graph=graph), remove=0.5, limits=Limits(blocks="only"))
