@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -14,9 +16,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import secateur as sc
+from secateur.criteria import LRP
+from secateur.errors import NothingToPruneError, PlanError
+from secateur.plans import Limits
 from secateur.plans.plan import Plan, plan_for
+from secateur.relevance import Epsilon
+from secateur.repair import Repair
 from secateur.structure.cost import count_macs
 from secateur.structure.graph import Graph
+from secateur.surgery.optimizer import carry
+from secateur.surgery.provenance import plans_of
 
 
 class Basic(nn.Module):
@@ -196,3 +205,222 @@ def test_removal_is_the_zeroed_branch(data: st.DataObject) -> None:
     assert sum(p.numel() for p in small.parameters()) == both.after.params
     with torch.no_grad():
         assert torch.allclose(small(IMAGE), sc.apply(net, both, how="mask")(IMAGE), atol=1e-5)
+
+
+class Odd(nn.Module):
+    """Branches that cannot be taken out: without its layer the first is not 0, the second has no module of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.norm = nn.Linear(4, 4), nn.Parameter(torch.rand(4, 4)), nn.LayerNorm(4)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + torch.sigmoid(self.first(x))
+        x = x + F.linear(self.norm(x), self.second)
+        return self.head(x)
+
+
+def test_what_cannot_be_taken_out_stays_with_the_reason() -> None:
+    graph = sc.analyze(Odd(), torch.rand(2, 4))
+    reasons = [block.reason or "" for block in graph.blocks]
+    assert "not 0" in reasons[0]
+    assert "of no module" in reasons[1]
+    with pytest.raises(NothingToPruneError):
+        sc.plan(graph, sc.score(Odd(), None, "weight", graph=graph), remove=0.5, limits=Limits(blocks="only"))
+
+
+# -- scores ------------------------------------------------------------------------------------------------------------
+def sums(net: nn.Module, x: Tensor, y: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+    """What the last convolution of each block returns, and the gradient of the summed losses there."""
+    seen: dict[str, Tensor] = {}
+
+    def keep(name: str) -> Callable[..., None]:
+        return lambda module, args, output: (seen.__setitem__(name, output), output.retain_grad())[1]
+
+    net = copy.deepcopy(net)
+    for i, end in enumerate(("conv2", "conv2", "body.2")):
+        net.get_submodule(f"blocks.{i}.{end}").register_forward_hook(keep(f"blocks.{i}"))
+    F.cross_entropy(net(x), y).backward()
+    return {name: (output.detach(), output.grad) for name, output in seen.items()}  # type: ignore[misc]
+
+
+def test_the_score_of_a_block_is_what_its_last_layer_scores() -> None:
+    net = seeded(lambda: Chain(["basic", "bare", "scaled"]))
+    x, y = torch.rand(6, 3, 8, 8), torch.arange(6) % 3
+    graph = sc.analyze(net, x[:1])
+    found = sc.score(net, (x, y), ["taylor", "activation", "weight", "lrp", "random"], graph=graph)
+    for name, (z, g) in sums(net, x, y).items():
+        layer = net.get_submodule(f"{name}.{'body.2' if name == 'blocks.2' else 'conv2'}")
+        expected = {
+            "taylor": (z * g).sum(0).mean((1, 2)).abs().sum() / len(x),
+            "activation": z.abs().mean((0, 2, 3)).sum(),
+            "weight": layer.weight.abs().sum(),
+        }
+        for criterion, value in expected.items():
+            assert found[criterion].blocks[name] == pytest.approx(float(value), rel=1e-4), criterion
+    assert all(set(scores.blocks) == {"blocks.0", "blocks.1", "blocks.2"} for scores in found.values())
+
+
+def test_relevance_of_a_block_is_what_passes_through_its_branch() -> None:
+    """Without biases, epsilon-LRP shares the relevance of x + b in proportion to x and b: by gradient times input."""
+    torch.manual_seed(0)
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.head = nn.Linear(4, 4, bias=False), nn.Linear(4, 3, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(x + self.body(x))
+
+    net, x, y = Net().double(), torch.rand(5, 4).double(), torch.arange(5) % 3
+    branch = net.body(x)
+    relevance = (branch * net.head.weight[y]).sum(1) / net(x).gather(1, y[:, None])[:, 0]
+    scores = sc.score(net, (x, y), LRP(composite=Epsilon(), start="one"))
+    assert scores.blocks["body"] == pytest.approx(float(relevance.sum()), rel=1e-4)
+
+
+def test_a_block_is_worth_its_score_for_what_it_costs() -> None:
+    net = seeded(lambda: Chain(["basic", "bare", "scaled"]))
+    graph = sc.analyze(net, IMAGE)
+    scores = sc.score(net, None, "weight", graph=graph)
+    saved = {
+        block.name: graph.cost_of.savings(np.zeros(len(graph.root), np.bool_))[block.group] for block in graph.blocks
+    }
+    macs = {block.name: 2 * 8 * 8 * sum(p.numel() for n, p in net.get_submodule(block.name).named_parameters()
+                                        if n.endswith("weight") and p.ndim == 4) for block in graph.blocks}  # fmt: skip
+    assert saved == macs
+    wanted = sorted(saved, key=lambda name: scores.blocks[name] / saved[name])
+    for count in (1, 2, 3):
+        left = graph.cost.macs - sum(saved[name] for name in wanted[:count])
+        chosen = sc.plan(graph, scores, keep={"macs": left}, limits=Limits("cost", blocks="only"))
+        assert {block.name for block in chosen.blocks} == set(wanted[:count])
+
+
+# -- the loop ----------------------------------------------------------------------------------------------------------
+X, Y = torch.rand(24, 3, 8, 8), torch.arange(24) % 3
+
+
+@pytest.mark.parametrize("criterion", ["lrp", "taylor", "weight", "activation", "random"])
+@pytest.mark.parametrize("scope", ["cost", "global", "layer"])
+def test_every_criterion_and_scope_can_take_blocks(criterion: str, scope: Any) -> None:
+    net = seeded(lambda: Chain(["basic", "scaled", "bare"]))
+    limits = Limits(scope, blocks="only")
+    result = sc.prune(net, (X, Y), criterion, keep={"macs": 0.5}, limits=limits, repair=None, progress=False)
+    assert result.plan is not None
+    assert result.plan.blocks
+    assert result.cost_after.macs <= 0.5 * result.cost_before.macs
+    assert result.settings["blocks"] == "only"
+    assert sum(p.numel() for p in result.model.parameters()) == result.cost_after.params
+
+
+def test_ignored_layers_keep_their_block_and_only_names_blocks() -> None:
+    net = seeded(lambda: Chain(["basic", "scaled", "bare"]))
+    graph = sc.analyze(net, IMAGE)
+    scores = sc.score(net, None, "weight", graph=graph)
+
+    def chosen(**limits: Any) -> set[str]:
+        plan = sc.plan(graph, scores, remove=0.25, limits=Limits("cost", blocks="only", **limits))
+        return {block.name for block in plan.blocks}
+
+    assert "blocks.0" not in chosen(ignore="blocks.0.conv2")
+    assert chosen(only="blocks.1") == {"blocks.1"}
+
+
+def test_steps_resume_with_blocks(tmp_path: Any) -> None:
+    net = seeded(lambda: Chain(["basic", "scaled", "bare"]))
+
+    def run(path: Any, stop: int | None = None) -> Any:
+        calls = 0
+
+        def evaluate(model: nn.Module) -> float:
+            nonlocal calls
+            calls += 1
+            if calls == stop:
+                raise KeyboardInterrupt
+            return 1.0
+
+        limits = Limits("global", blocks=True)
+        return sc.prune(net, (X, Y), "lrp", remove=0.7, schedule=0.1, limits=limits, evaluate=evaluate,
+                        checkpoint=path, progress=False)  # fmt: skip
+
+    whole = run(tmp_path / "whole")
+    assert whole.plan.blocks
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "cut", stop=len(whole.history) - 1)
+    again = run(tmp_path / "cut")
+    assert again.plan == whole.plan
+    assert all(torch.equal(a, b) for a, b in zip(again.model.parameters(), whole.model.parameters(), strict=True))
+
+
+def test_repair_makes_up_for_a_block() -> None:
+    """The layer after the gap is fitted to what it returned before."""
+    net = seeded(lambda: Chain(["basic", "bare", "bare"], width=8))
+    graph = sc.analyze(net, X[:1])
+    plan = plan_for(graph, marked(graph, ["blocks.1"]))
+    small = sc.apply(net, plan)
+    fixed = Repair("ridge")(small, net, (X, Y))
+    with torch.no_grad():
+        wanted, before, after = net(X), small(X), fixed(X)
+    assert (after - wanted).square().mean() < 0.5 * (before - wanted).square().mean()
+
+
+def test_an_optimizer_forgets_what_left() -> None:
+    net = seeded(lambda: Chain(["basic", "bare"]))
+    optimizer = torch.optim.Adam(net.parameters())
+    F.cross_entropy(net(X), Y).backward()
+    optimizer.step()
+    graph = sc.analyze(net, X[:1])
+    plan = plan_for(graph, marked(graph, ["blocks.1"]))
+    small = sc.apply(net, plan)
+    carry(optimizer, net, small, plan)
+    assert {id(p) for group in optimizer.param_groups for p in group["params"]} == {id(p) for p in small.parameters()}
+    assert len(optimizer.state) == len(list(small.parameters()))
+    F.cross_entropy(small(X), Y).backward()
+    optimizer.step()
+
+
+# -- afterwards --------------------------------------------------------------------------------------------------------
+def smaller() -> list[tuple[nn.Module, nn.Module, Tensor]]:
+    found = []
+    for net, x, names in (
+        (seeded(lambda: Chain(["basic", "bare", "basic"])), IMAGE, ["blocks.0", "blocks.2"]),
+        (seeded(Transformer), TOKENS, ["layers.0.attention", "layers.1.mlp", "layers.2.mlp", "layers.2.attention"]),
+    ):
+        graph = sc.analyze(net, x)
+        assert set(names) <= {block.name for block in graph.blocks}
+        found.append((net, sc.apply(net, plan_for(graph, marked(graph, names))), x))
+    return found
+
+
+def test_what_is_left_is_copied_exported_compiled_and_analysed_again() -> None:
+    for _, small, x in smaller():
+        with torch.no_grad():
+            wanted = small(x)
+            assert torch.equal(copy.deepcopy(small)(x), wanted)
+            exported = torch.export.export(small, (x,), strict=False)
+            assert torch.allclose(exported.module()(x), wanted, atol=1e-6)
+            compiled = torch.compile(small, backend="aot_eager", fullgraph=True)
+            assert torch.allclose(compiled(x), wanted, atol=1e-6)
+        graph = sc.analyze(small, x)
+        scores = sc.score(small, (x, torch.tensor([0, 1])), "lrp", graph=graph)
+        again = sc.apply(small, sc.plan(graph, scores, remove=0.3))
+        assert sum(p.numel() for p in again.parameters()) < sum(p.numel() for p in small.parameters())
+        small.train()
+        small(x).sum().backward()
+
+
+def test_saved_models_are_loaded_with_their_gaps(tmp_path: Any) -> None:
+    for i, (net, small, x) in enumerate(smaller()):
+        sc.save(small, tmp_path / str(i))
+        fresh = copy.deepcopy(net)
+        for parameter in fresh.parameters():
+            nn.init.constant_(parameter, 0.1)
+        assert torch.equal(sc.load(tmp_path / str(i), fresh).eval()(x), small(x))
+
+
+def test_a_plan_that_replaces_what_is_not_there_is_refused() -> None:
+    small = smaller()[0][1]
+    with pytest.raises(PlanError, match="does not have"):
+        sc.apply(nn.Sequential(nn.Linear(3, 3)), replace(plans_of(small)[0], cuts={}, shapes={}))

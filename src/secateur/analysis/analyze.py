@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 from torch.nn.utils import parametrize
 
+from secateur.analysis.block_trial import with_sound_blocks
 from secateur.analysis.trial import Trial
 from secateur.analysis.variants import freeze_never_run, other_answers, other_sizes, trains_otherwise
 from secateur.errors import Argument, SecateurError, UnsupportedModelError
@@ -76,7 +77,7 @@ def analyze(model: nn.Module, example: Example, output: str | Sequence[str] = ()
     while True:
         graph = build(model, example, passes, trial.blocked, tuple(trial.repeated.values()), names, blocks)
         if not trial.finds_more(graph):
-            return graph
+            return with_sound_blocks(graph, fresh, inputs, made)
 
 
 def _fresh(model: nn.Module, watched: LabelPass) -> nn.Module:

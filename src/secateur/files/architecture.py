@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 from secateur.errors import FileFormatError
-from secateur.running.copies import unwrap
+from secateur.running.copies import named_modules, shared_copy, unwrap
 from secateur.running.tensor_files import parse_json
+from secateur.surgery.bypass import Bypass
 from secateur.surgery.provenance import plans_of
 
 CONFIG = "config.json"
@@ -65,8 +66,9 @@ def stock_config(model: nn.Module) -> Any | None:
 
     It is searched for among configs in which sizes that shrank are replaced, and each is proven by building it.
     """
+    model, base = compact(model)
     wanted = {name: tuple(tensor.shape) for name, tensor in model.named_parameters()}
-    search = _Search(type(model), plain_config(unwrap(model).config), wanted)
+    search = _Search(type(model), base, wanted)
     changes = _changes(model, search.shapes({}))
     fields = {path: options for path, value in _numbers(search.base) if (options := _options(path, value, changes))}
     best, found = search.score({}), dict[tuple[str, ...], int]()
@@ -77,6 +79,39 @@ def stock_config(model: nn.Module) -> Any | None:
                 if best < search.perfect and search.tries < _TRIES and (score := search.score(tried)) > best:
                     best, found = score, tried
     return search.made(found) if best == search.perfect else None
+
+
+def compact(model: nn.Module) -> tuple[nn.Module, dict[str, Any]]:
+    """A model without the layers that only pass on their input, sharing its weights, and its config as JSON types."""
+    model = unwrap(model)
+    config = plain_config(model.config)
+    if not any(map(_idle, model.modules())):
+        return model, config
+    model = shared_copy(model)
+    for path, module in named_modules(model):
+        if isinstance(module, nn.ModuleList) and any(map(_idle, module)):
+            kept = [i for i, layer in enumerate(module) if not _idle(layer)]
+            config = _with_layers(config, len(module), kept)
+            model.set_submodule(path, nn.ModuleList(module[i] for i in kept))
+    return model, config
+
+
+def _idle(layer: nn.Module) -> bool:
+    return isinstance(layer, Bypass) and layer.returns == "input"
+
+
+def _with_layers(config: Any, had: int, kept: Sequence[int]) -> Any:
+    """The config of a model with fewer layers: their number, and lists with an entry for each."""
+    if not isinstance(config, dict):
+        return config
+    made = {}
+    for key, value in config.items():
+        if isinstance(value, list) and len(value) == had:
+            value = [value[i] for i in kept]
+        elif type(value) is int and value == had and "layer" in key:
+            value = len(kept)
+        made[key] = _with_layers(value, had, kept)
+    return made
 
 
 class _Search:

@@ -19,7 +19,7 @@ from torch import nn
 from secateur import atomic
 from secateur.arguments import check_path
 from secateur.errors import SecateurError, VerificationError
-from secateur.files.architecture import CONFIG, is_pretrained, note_of, plain_config, stock_config
+from secateur.files.architecture import CONFIG, compact, is_pretrained, note_of, plain_config, stock_config
 from secateur.files.pretrained_folder import GUARDED, with_digests
 from secateur.files.saved import check_replaceable, saved_files
 from secateur.nest import tensors_of_output
@@ -87,7 +87,7 @@ def _stock_files(model: Any, config: Any) -> dict[str, bytes]:
     """What transformers itself writes for the model of that config, after it loaded that with the same output."""
     config.dtype = next(model.parameters()).dtype
     stock = type(model)(config).to(config.dtype)
-    stock.load_state_dict(shared_copy(model).state_dict())
+    stock.load_state_dict(shared_copy(compact(model)[0]).state_dict())
     if getattr(model, "generation_config", None) is not None:
         stock.generation_config = model.generation_config
     with TemporaryDirectory() as place:
@@ -148,8 +148,10 @@ def card(model: nn.Module, mode: str, facts: Mapping[str, str]) -> str:
         "MACs of the example": f"{before.macs:,} → {after.macs:,}",
         **facts,
     }
-    lines = "\n".join(f"| {name} | {text} |" for name, text in rows.items())
     widths = "\n".join(f"| {name} | {had} | {has} |" for name, (had, has) in plans[-1].layers.items() if has < had)
+    blocks = [block.name for plan in plans for block in plan.blocks]
+    rows |= {"whole blocks that left": ", ".join(blocks)} if blocks else {}
+    lines = "\n".join(f"| {name} | {text} |" for name, text in rows.items())
     code = "\n".join(loading)
     return (
         "---\n" + "\n".join(head) + f"\n---\n\n# {kind}, pruned\n\n"

@@ -22,11 +22,11 @@ WIDTHS = ("attn_dim", "all_head_size", "inner_dim", "embed_dim_inner", "attentio
 
 def reads_heads(module: nn.Module) -> bool:
     """Whether a module's forward computes places from a number of heads in its configuration."""
-    return "config" in vars(module) and not _read(type(module).forward).isdisjoint({*COUNTS, *SHARED_COUNTS})
+    return "config" in vars(module) and not names_read(type(module).forward).isdisjoint({*COUNTS, *SHARED_COUNTS})
 
 
 @cache
-def _read(forward: Callable[..., Any]) -> frozenset[str]:
+def names_read(forward: Callable[..., Any]) -> frozenset[str]:
     """The names of attributes that a function reads."""
     code = getattr(inspect.unwrap(forward), "__code__", None)
     return frozenset(code.co_names if isinstance(code, CodeType) else ())
@@ -47,7 +47,7 @@ def fit_heads(module: Any, old: nn.Module, had: int, has: int) -> bool:
     for name, value in changed.items():
         setattr(module, name, value)
     if reads_heads(old):
-        _fit_config(module, _read(type(old).forward), had, has)
+        _fit_config(module, names_read(type(old).forward), had, has)
     return bool(counts or sharing)
 
 

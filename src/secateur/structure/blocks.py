@@ -10,7 +10,7 @@ import fnmatch
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, takewhile
 from typing import Literal
 
 import numpy as np
@@ -183,21 +183,31 @@ def find_blocks(flow: DataFlow, found: Findings, model: nn.Module) -> Blocks:
     makers = {site for producer in found.producers.values() for site in producer.sites}
     branches = [branch for branch in _branches(flow) if any(flow.nodes[n].site in makers for n in branch.region)]
     search = _Search(flow, macs, makers, _owners(model))
-    made: list[Block] = []
-    for branch in branches:
-        block = search.block(branch, found.axes.add(1).base)
-        names = {known.name for known in made}
-        made.append(block if block.name not in names else replace(block, name=f"{block.name}#{block.group}"))
+    made = [search.block(branch, found.axes.add(1).base) for branch in branches]
     passages, merged = [], {block.group: block for block in made}
     for passage, parameters in search.passages(branches, made):
         (first, *others) = passage.blocks
         if not others:  # the whole module is the branch
-            whole = replace(merged[first], stand_ins=(passage.stand_in,), parameters=parameters, reason=None)
-            merged[first] = replace(whole, name=passage.stand_in.path)
+            whole = (passage.stand_in,)
+            merged[first] = replace(merged[first], stand_ins=whole, parameters=parameters, reason=None)
         elif all(merged[group].prunable for group in passage.blocks):
             gone: frozenset[str] = frozenset().union(*(merged[group].parameters for group in passage.blocks))
             passages += [passage] if parameters <= gone else []
-    return Blocks(tuple(merged.values()), tuple(passages))
+    return Blocks(tuple(_named(merged.values())), tuple(passages))
+
+
+def _named(blocks: Collection[Block]) -> Iterator[Block]:
+    """With names: the module around all parts of a block, if it has no other block, or else its largest part."""
+    known: set[str] = set()
+    for block in blocks:
+        parts = [path.split(".") for path in (block.site.path, *(item.path for item in block.stand_ins))]
+        shared = takewhile(lambda words: len(set(words)) == 1, zip(*parts, strict=False))
+        around, name = ".".join(words[0] for words in shared), block.name
+        if around and sum(within(other.site.path, around) for other in blocks) == 1:
+            name = around
+        name = f"{name}#{block.group}" if name in known else name
+        known.add(name)
+        yield replace(block, name=name)
 
 
 @dataclass(frozen=True)

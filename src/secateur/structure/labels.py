@@ -87,9 +87,11 @@ class LabelPass(Observer):
         self.found.ran.add(self.path)
 
     def runs(self, module: nn.Module, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        begin, given = self.flow.enters(args, kwargs)
+        with torch._C.DisableTorchFunction():  # our own questions about sizes are none of the forward's
+            begin, given = self.flow.enters(args, kwargs)
         output = super().runs(module, plain, args, kwargs)
-        self.flow.leaves(self.path, begin, given, output)
+        with torch._C.DisableTorchFunction():
+            self.flow.leaves(self.path, begin, given, output)
         return output
 
     def observe(self, call: Call) -> Any:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from secateur.errors import PlanError
 from secateur.running.copies import named_modules
+from secateur.running.heads import names_read
 from secateur.structure.blocks import StandIn, within
 
 _PLAIN = (bool, int, float, str, type(None))
@@ -57,6 +58,8 @@ class Bypass(nn.Module):
 
 def bypass(small: nn.Module, stand_ins: Sequence[StandIn]) -> None:
     """Put stand-ins in place of modules of a copy, under every name that these have."""
+    if not stand_ins:
+        return
     modules = dict(named_modules(small))
     fresh: dict[int, nn.Module] = {}
     for item in stand_ins:
@@ -73,3 +76,37 @@ def bypass(small: nn.Module, stand_ins: Sequence[StandIn]) -> None:
         # The fused path of torch's own layer reads the weights of all its parts.
         if isinstance(module, nn.TransformerEncoderLayer) and any(within(i.path, path) for i in stand_ins):
             module.activation_relu_or_gelu = 0
+    there = dict(named_modules(small))
+    if any(there.get(path) is not module and _caches(module) for path, module in modules.items()):
+        _renumber(small)
+
+
+def _caches(module: nn.Module) -> bool:
+    """Whether a module keeps keys and values in a cache, at the place that its number gives."""
+    return type(vars(module).get("layer_idx")) is int and {"layer_idx", "update"} <= names_read(type(module).forward)
+
+
+def _renumber(small: Any) -> None:
+    """Places in the cache without gaps: its first layer is asked how long the text is, and the first of each kind."""
+    left: dict[str, list[Any]] = {}
+    found: list[Any] = [module for _, module in named_modules(small) if _caches(module)]
+    for module in found:
+        left.setdefault(_cache_kind(module, module.layer_idx), []).append(module)
+    config = getattr(small, "config", None)
+    for kind, modules in left.items():
+        highest = max(module.layer_idx for module in modules)
+        places = [i for i in range(highest + 1) if _cache_kind(modules[0], i) == kind]
+        # Some layers have two that share a place: one for the text itself, one for another text.
+        rank = {old: places[i] for i, old in enumerate(sorted({module.layer_idx for module in modules}))}
+        for module in modules:
+            module.layer_idx = rank[module.layer_idx]
+    if not any(module.layer_idx == 0 for module in found):
+        for settings in (config, getattr(small, "generation_config", None)):
+            if settings is not None:
+                settings.use_cache = False
+
+
+def _cache_kind(module: Any, place: int) -> str:
+    """Full attention, or within a window: caches differ."""
+    kinds = getattr(getattr(module, "config", None), "layer_types", None)
+    return str(kinds[place]) if kinds and place < len(kinds) else ""

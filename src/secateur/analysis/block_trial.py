@@ -1,0 +1,113 @@
+"""Trials of blocks: each branch is taken out of a copy without numbers, to see whether the rest runs and adds zeros."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from secateur.nest import map_leaves, tensors_in, tensors_of_output
+from secateur.ops.table import Call, Site
+from secateur.plans.plan import plan_for
+from secateur.running.observer import Rehearsal
+from secateur.running.sandbox import Example, quiet, run
+from secateur.structure.blocks import Block, Blocks
+from secateur.structure.graph import Graph
+from secateur.surgery.bypass import Bypass
+from secateur.surgery.cut import cut
+
+
+def with_sound_blocks(graph: Graph, copy: nn.Module, inputs: Example, output: Any) -> Graph:
+    """The graph in which blocks that cannot leave have a reason. `output` is what the whole copy returns."""
+    shapes = [tensor.shape for tensor in tensors_of_output(output, graph.output)]
+
+    def fails(blocks: Sequence[Block], whole: bool) -> str | None:
+        tried = graph if whole else replace(graph, blocks=Blocks(graph.blocks.found))
+        removed = np.zeros(len(graph.root), np.bool_)
+        removed[[block.group for block in blocks]] = True
+        adds = {block.site: block for block in blocks}
+        try:
+            small = cut(copy, plan_for(tried, removed))
+            with quiet(), _Silence(small, adds) as heard:
+                made = run(small, inputs)
+        except Exception as error:
+            text = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            return f"the forward does not run without it ({text})"
+        if [tensor.shape for tensor in tensors_of_output(made, graph.output)] != shapes:
+            return "without it the model returns tensors of other shapes"
+        return heard.reason
+
+    reasons: dict[str, str] = {}
+    for level in _levels(graph.blocks):
+        if level and fails(level, whole=False) is not None:
+            for kind in _alike(level):
+                reason = fails(kind, whole=False)
+                reasons |= {block.name: reason for block in kind} if reason is not None else {}
+    blocks = graph.blocks.frozen(reasons)
+    if blocks.passages and fails([b for p in blocks.passages for b in blocks.found if b.group in p.blocks], whole=True):
+        blocks = Blocks(blocks.found)
+    return replace(graph, blocks=blocks)
+
+
+def _levels(blocks: Blocks) -> Iterator[list[Block]]:
+    """Blocks that may leave, those that lie in no other first. None of a level lies in another of it."""
+    left = blocks.prunable
+    while left:
+        inner = {int(group) for block in left for group in block.groups}
+        yield [block for block in left if block.group not in inner]
+        left = [block for block in left if block.group in inner]
+
+
+def _alike(blocks: Sequence[Block]) -> list[list[Block]]:
+    """Blocks whose names differ in numbers only, together: they share their code."""
+    kinds: dict[str, list[Block]] = {}
+    for block in blocks:
+        kinds.setdefault(re.sub(r"\d+", "*", block.name), []).append(block)
+    return list(kinds.values())
+
+
+class _Silence(Rehearsal):
+    """Follows zeros through a model, and notes in `reason` the first branch that is not 0 where it is added."""
+
+    def __init__(self, model: nn.Module, adds: dict[Site, Block]) -> None:
+        super().__init__(model)
+        self.reason: str | None = None
+        self._adds, self._zero = adds, WeakIdKeyDictionary()
+
+    def runs(self, module: nn.Module, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        output = super().runs(module, plain, args, kwargs)
+        if isinstance(module, Bypass) and module.returns.endswith("zeros"):
+            self._zero.update((tensor, True) for tensor in tensors_in(output))
+        return output
+
+    def observe(self, call: Call) -> Any:
+        sources, block = call.tensors(), self._adds.get(call.site)
+        if block is not None and sources[block.operand] not in self._zero:
+            self.reason = self.reason or f"its branch is not 0 in {call.site} although its layers are gone"
+        silent = any(tensor in self._zero for tensor in sources) and _stays_zero(call, self._zero)
+        output = super().observe(call)
+        if silent:
+            self._zero.update((tensor, True) for tensor in tensors_in(output))
+        return output
+
+
+def _stays_zero(call: Call, zero: Any) -> bool:
+    """Whether a call makes zeros of zeros, whatever else it reads."""
+
+    def number(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        return torch.full(leaf.shape, 0 if leaf in zero else 1, dtype=leaf.dtype, device="cpu")
+
+    try:
+        args, kwargs = map_leaves(number, (call.args, call.kwargs))
+        made = tensors_in(call.function(*args, **kwargs))
+    except Exception:
+        return False
+    return bool(made) and not any(bool(tensor.any()) for tensor in made)
