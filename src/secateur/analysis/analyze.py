@@ -18,7 +18,7 @@ from secateur.running.sandbox import Example, leaves_no_trace
 from secateur.structure.findings import Findings
 from secateur.structure.followed import Question, Questions
 from secateur.structure.graph import Graph, build
-from secateur.structure.labels import LabelPass, watch, watch_copy
+from secateur.structure.label_pass import LabelPass, watch, watch_copy
 
 log = logging.getLogger("secateur")
 
