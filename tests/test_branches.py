@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import secateur as sc
 from secateur.errors import UnknownOperationError
-from secateur.structure.labels import LabelPass
+from secateur.structure.label_pass import LabelPass
 from test_by_construction import exact, picture, reasons
 
 Condition = Callable[[Any, Tensor, Tensor], Any]

@@ -250,6 +250,101 @@ def test_every_sum_over_units(name: str, zero: bool) -> None:
     assert graph.total_units == (22 if zero else 6)
 
 
+POLES: dict[str, Body] = {
+    "divided": lambda m, h: h / h.abs().amax((2, 3), keepdim=True),
+    "divided by its own": lambda m, h: h.square().mean((2, 3), keepdim=True) / h,
+    "reciprocal": lambda m, h: h * h.square().mean((2, 3), keepdim=True).reciprocal(),
+    "root": lambda m, h: h * h.square().mean((2, 3), keepdim=True).rsqrt(),
+    "power": lambda m, h: h * h.square().mean((2, 3), keepdim=True) ** -0.5,
+    "logarithm": lambda m, h: h.abs().log(),
+}
+
+
+@pytest.mark.parametrize("name", POLES)
+def test_what_is_not_finite_when_it_is_masked_stays(name: str) -> None:
+    graph = exact(Image(POLES[name]), torch.randn(2, 3, 8, 8).double())
+    assert "0 when it is masked" in reasons(graph)["stem"]
+
+
+def test_what_is_kept_from_zero_may_be_divided_by() -> None:
+    graph = exact(Image(lambda m, h: h / (h.std((2, 3), keepdim=True) + 1e-5)), torch.randn(2, 3, 8, 8).double())
+    assert "stem" not in reasons(graph)
+
+
+def test_means_over_flattened_images_of_other_sizes() -> None:
+    net = randomise(Image(lambda m, h: torch.ones_like(h) * h.flatten(1).mean(1)[:, None, None, None])).double()
+    graph = sc.analyze(net, torch.randn(2, 3, 8, 8).double())
+    plan = sc.plan(graph, random_scores(graph), remove=0.4)
+    small, masked = sc.apply(net, plan), zeroed(net, graph, plan)
+    share = plan.layers["stem"][1] / 16  # the mean is over the kept channels
+    assert 0 < share < 1
+    masked.body = lambda m, h: torch.ones_like(h) * h.flatten(1).mean(1)[:, None, None, None] / share
+    for x in (torch.randn(2, 3, 8, 8).double(), torch.randn(3, 3, 8, 12).double()):
+        assert relative_gap(outputs(small, x), outputs(masked, x)) < 1e-9
+
+
+@pytest.mark.parametrize("form", ["item", "repeated", "select"])
+def test_units_that_computed_positions_pick_stay(form: str) -> None:
+    class Picked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 8), nn.Linear(8, 5)
+            self.register_buffer("order", torch.tensor([5, 4, 7, 6, 1, 0, 3, 2]))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.a(x)
+            picked = {"item": lambda: y[:, self.order], "repeated": lambda: y[:, self.order[:4].repeat(2)],
+                      "select": lambda: y.index_select(1, self.order)}  # fmt: skip
+            return self.b(picked[form]())
+
+    assert "computed positions" in reasons(exact(Picked(), torch.randn(2, 4).double()))["a"]
+
+
+class Streams(nn.Module):
+    """The stream must be as wide as the heads, or twice as wide as another layer."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem, self.out = nn.Linear(4, width), nn.Linear(width, 3)
+        self.qkv = nn.Linear(width, 3 * width if heads else width // 2)
+        self.heads = heads
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        n, t, c = x.shape
+        if not self.heads:
+            return self.out(self.qkv(x).unsqueeze(3).expand(-1, -1, -1, 2).reshape(x.shape))
+        q, k, v = self.qkv(x).reshape(n, t, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(n, t, c))
+
+
+@pytest.mark.parametrize(("width", "heads"), [(16, 4), (12, 0), (16, 0)])
+def test_sizes_that_must_equal_each_other_do_not_do_so_by_chance(width: int, heads: int) -> None:
+    graph = exact(Streams(width, heads), torch.randn(2, 5, 4).double())
+    assert {"stem", "qkv"} <= {layer.paths[0] for layer in graph.layers if layer.reason}
+
+
+@pytest.mark.parametrize("heads", [4, 6])
+def test_the_width_of_a_head_is_computed_from_their_number(heads: int) -> None:
+    """`8 // heads` is 2 for four heads and for three."""
+
+    class Heads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.q, self.k, self.v, self.o = (nn.Linear(2 * heads, 2 * heads) for _ in range(4))
+            self.heads = heads
+
+        def forward(self, x: Tensor) -> Tensor:
+            shape = len(x), -1, self.heads, 2 * heads // self.heads
+            q, k, v = (layer(x).reshape(shape).transpose(1, 2) for layer in (self.q, self.k, self.v))
+            return self.o(((q @ k.mT).softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+    graph = exact(Heads(), torch.randn(2, 6, 2 * heads).double())
+    assert all(layer.reason for layer in graph.layers)
+
+
 def test_a_reader_needs_no_zero() -> None:
     """What a masked unit turns into is multiplied by weights that are masked too."""
     assert exact(Image(lambda m, y: (y.exp() / 9 + 1).sigmoid()), picture()).total_units == 22

@@ -20,7 +20,7 @@ from secateur.structure.blocks import find_blocks
 from secateur.structure.findings import Findings
 from secateur.structure.followed import Question, Questions
 from secateur.structure.graph import Graph, build
-from secateur.structure.labels import LabelPass, watch, watch_copy
+from secateur.structure.label_pass import LabelPass, watch, watch_copy
 
 log = logging.getLogger("secateur")
 

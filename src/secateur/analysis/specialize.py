@@ -22,7 +22,7 @@ from secateur.running.logits import logits_of
 from secateur.running.sandbox import Example, leaves_no_trace, quiet, run
 from secateur.structure.findings import AxisTable
 from secateur.structure.graph import Graph
-from secateur.structure.labels import watch
+from secateur.structure.label_pass import watch
 from secateur.surgery.cut import cut
 from secateur.surgery.provenance import remember
 

@@ -142,11 +142,23 @@ def _equal(model: nn.Module, path: str, labels: Labels) -> Iterator[RepeatedSize
 
 
 def _removals(graph: Graph, layers: list[Layer], thorough: bool) -> Iterator[Mask]:
-    """Units of every layer to remove, never all. Each layer loses another number of them, so that sizes which must
-    equal each other are found. If layers are too small for that, they lose other numbers in a second trial. Thorough
-    trials also remove one more, so that any remainder changes, and all but one, so that any limit is crossed."""
+    """Units of every layer to remove, never all. Each layer loses another share of them, so that sizes which must equal
+    each other, or be multiples, are found. If layers are too small for that, they lose other numbers in a second trial.
+    Thorough trials also remove one more, so that any remainder changes, and all but one, so that any limit is crossed.
+    """
     ordered = sorted(layers, key=lambda layer: len(layer.groups))
-    counts = [1 + rank + len(layer.groups) // 8 for rank, layer in enumerate(ordered)]
+    counts: list[int] = []
+    shares: set[float] = set()
+    for rank, layer in enumerate(ordered):
+        size, heads = len(layer.groups), layer.kind == "head"
+        # Code that divides a width by the number of heads may get the right one by chance if few are gone. A single
+        # head is often a case of its own.
+        most = max(1, size - 2) if heads else size
+        count = min(1 + rank + size // (2 if heads else 8), most)
+        while count < most and (size - count) / size in shares:
+            count += 1
+        counts.append(count)
+        shares.add((size - count) / size)
     yield _removal(graph, ordered, counts)
     if any(count >= max(2, len(layer.groups)) for count, layer in zip(counts, ordered, strict=True)):
         yield _removal(graph, ordered, [1 + rank % 3 for rank in range(len(ordered))])

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from secateur.ops.elementwise import operands_of
+from secateur.ops.elementwise import freeze_zeros, operands_of
 from secateur.ops.layers import varying
 from secateur.ops.protocols import LabelVerbs, RelevanceVerbs, never
 from secateur.ops.table import Call, Decomposed, Operation, Ruled, register, register_named, stops
@@ -21,16 +22,21 @@ class Unary(Ruled):
     scalars = True
 
     def zero(self, call: Call) -> bool:
-        """Whether it makes 0 of 0: it is tried. What depends on other tensors too is not trusted."""
-        if len(call.tensors()) > 1:
-            return False
+        """Whether it makes 0 of 0. What depends on other tensors too is not trusted."""
+        return len(call.tensors()) == 1 and self._at_zero(call) == 0
+
+    def _at_zero(self, call: Call) -> float:
+        """What it makes of 0: it is tried."""
         try:
-            return bool((call.on(call.tensors()[0])(torch.zeros(1)) == 0).all())
+            return float(call.on(call.tensors()[0])(torch.zeros(1)))
         except (LookupError, RuntimeError, TypeError, ValueError):  # it takes no such tensor
-            return False
+            return 1.0
 
     def channels(self, labels: LabelVerbs, call: Call, output: Any) -> None:
-        labels.keep(call.tensors()[0], output, self.zero(call))
+        x, zero = call.tensors()[0], self.zero(call)
+        if not zero and len(call.tensors()) == 1 and not math.isfinite(self._at_zero(call)):
+            freeze_zeros(labels, x, f"{call.site} is not finite at 0")
+        labels.keep(x, output, zero)
 
 
 class Activation(Unary):

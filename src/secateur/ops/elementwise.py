@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from secateur.nest import tensors_in
-from secateur.ops.layers import Layers
+from secateur.ops.layers import Layers, is_zero
 from secateur.ops.protocols import LabelVerbs, RelevanceVerbs, Zero, first, never
 from secateur.ops.table import (
     Call,
@@ -40,6 +40,13 @@ def operands_of(labels: LabelVerbs, *tensors: Tensor | None) -> list[tuple[Layer
 def free(labels: LabelVerbs, tensor: Tensor) -> frozenset[int]:
     """The dimensions along which a tensor is expanded, or fits whatever it meets."""
     return labels.fits(tensor) | {d for d, stride in enumerate(tensor.stride()) if not stride}
+
+
+def freeze_zeros(labels: LabelVerbs, tensor: Any, deed: str) -> None:
+    """What is 0 when it is masked must not become infinite: then removal is no masking."""
+    for layer in labels.layers(tensor):
+        if is_zero(layer):
+            labels.freeze(layer, f"{deed}, and it is 0 when it is masked")
 
 
 class Elementwise(Ruled):
@@ -127,6 +134,10 @@ class Quotient(Elementwise):
     def __init__(self, reflected: bool = False, rounds: bool = False) -> None:
         super().__init__(zero=never if reflected else first)
         self.reflected, self.rounds = reflected, rounds
+
+    def channels(self, labels: LabelVerbs, call: Call, output: Any) -> None:
+        freeze_zeros(labels, call["input"] if self.reflected else call.get("other"), f"{call.site} divides by it")
+        super().channels(labels, call, output)
 
     def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
         a, b = call["input"], call.get("other")

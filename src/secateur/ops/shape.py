@@ -340,6 +340,8 @@ def _pin(labels: LabelVerbs, layer: Tensor, dim: int, item: Any, call: Call) -> 
         start = size
     elif isinstance(item, int):
         start, stop = (0, item + 1) if item >= 0 else (item, size)
+    else:
+        start, reason = size, f"{call.site} picks it by computed positions"
     if len(varying(layer)) > 1:
         labels.grid(layer, reason, rigid=[dim])
         return

@@ -16,7 +16,7 @@ from secateur.ops.table import Site
 from secateur.running.sandbox import Example
 from secateur.structure.blocks import Block
 from secateur.structure.findings import Axis, Findings
-from secateur.structure.labels import watch_copy
+from secateur.structure.label_pass import watch_copy
 
 #: What reading and writing one number is worth, in MACs: from 100 (two cores) to 300 (large GPUs). The larger figure
 #: made the faster models on two cores as well.

@@ -95,7 +95,10 @@ def _reduced(call: Call, kept: Tensor) -> Any:
     small = x
     for dim, size in enumerate(kept.shape):
         if size > 1:
-            places = kept.movedim(dim, 0).reshape(size, -1).any(1).nonzero().squeeze(1)
+            inside = kept.movedim(dim, 0).reshape(size, -1).any(1)
+            if size != x.shape[dim]:  # an image of another size: as many places for each channel
+                inside = inside[torch.arange(x.shape[dim]) * size // x.shape[dim]]
+            places = inside.nonzero().squeeze(1)
             small = small.index_select(dim, places.to(x.device))
     return call.on(x)(small)
 

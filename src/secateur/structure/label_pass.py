@@ -1,0 +1,242 @@
+"""The label pass: run the model once with labels beside every activation, and learn what must leave together."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from secateur.errors import SecateurError
+from secateur.nest import tensors_in
+from secateur.ops.elementwise import Blank
+from secateur.ops.layers import narrow, varying
+from secateur.ops.table import Call, Function, Operation, Query, Readout, SizeQuery, lookup
+from secateur.running.copies import meta_copy, named_tensors, shared_copy
+from secateur.running.observer import Observer
+from secateur.running.sandbox import Example, quiet, run, run_or_explain, to_meta
+from secateur.structure.findings import AxisTable, CostTerm, Findings
+from secateur.structure.followed import Questions, Reading, Shape, Size, follow, plain
+from secateur.structure.labels import TensorLabels
+from secateur.structure.trace import MAKERS, Step, numbers_made, numbers_of
+
+log = logging.getLogger("secateur")
+
+
+#: Show numbers to people.
+_SHOWN = {Tensor.__repr__, Tensor.__format__}
+#: Must return numbers of Python's own types.
+_NUMBERS = {Tensor.__int__, Tensor.__float__, Tensor.__index__}
+
+
+class LabelPass(Observer):
+    """Watches one forward pass: `labels` is what operations speak to, `found` what they said."""
+
+    def __init__(self, model: nn.Module, axes: AxisTable, questions: Questions | None = None) -> None:
+        super().__init__(model)
+        self.found = Findings(axes, lambda: self.path or "the forward")
+        self.labels = TensorLabels(model, self.found)
+        self.flow = DataFlow()
+        #: Whether numbers that tensors hold steer the forward. Then a smaller model may well do other things.
+        self.steered = False
+        #: Whether code reads sizes, so that it may do other things for another input.
+        self.sized = False
+        #: Whether it compares sizes in a way that only trial removals can judge.
+        self.unsure = False
+        self.questions = questions or Questions()
+        self._spelt_out, self._follows, self._watch = 0, False, _Watch(self)
+        self.numberless = all(t.is_meta for _, t in named_tensors(model) if t.is_floating_point())
+
+    def passes_by(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        operation = lookup(func)
+        if isinstance(operation, SizeQuery):
+            self.sized = True
+        elif isinstance(operation, Readout):
+            self.steered |= not self.numberless
+        elif func in MAKERS:
+            self.found.steps[self.site(func)] = Step(numbers_made(func, args, kwargs))
+
+    def enter(self, module: nn.Module) -> None:
+        super().enter(module)
+        self.found.ran.add(self.path)
+
+    def runs(self, module: nn.Module, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with torch._C.DisableTorchFunction():  # our own questions about sizes are none of the forward's
+            begin, given = self.flow.enters(args, kwargs)
+        output = super().runs(module, plain, args, kwargs)
+        with torch._C.DisableTorchFunction():
+            self.flow.leaves(self.path, begin, given, output)
+        return output
+
+    def observe(self, call: Call) -> Any:
+        output = call.operation.rehearse(call)
+        self.flow.add(call, output)
+        self.labels.trace(call, output)
+        call.operation.channels(self.labels, call, output)
+        self._count_written(call, output)
+        made = tuple((tuple(tensor.shape), self.labels.layers(tensor)) for tensor in tensors_in(output))
+        self.found.steps[call.site] = Step(numbers_of(call), made)
+        return output
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        self._watch.end()
+
+    def __torch_function__(
+        self, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        made = super().__torch_function__(func, types, args, kwargs)
+        operation = lookup(func)
+        if not isinstance(operation, Query):
+            return made
+        if isinstance(operation, Blank):
+            self.labels.blank(made)
+        elif self._spelt_out:
+            return made
+        elif isinstance(operation, SizeQuery):
+            return self._sizes(func, (*args, *(kwargs or {}).values()), made)
+        elif isinstance(operation, Readout):
+            return self._readings(func, tensors_in((args, kwargs)), made)
+        return made
+
+    def present(
+        self, operation: Operation | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any], list[Tensor] | None]:
+        if self._follows:  # what our own code compares is no question
+            return plain(args), plain(kwargs), None
+        return args, kwargs, None
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        self._spelt_out += 1
+        try:
+            with super().again():
+                yield
+        finally:
+            self._spelt_out -= 1
+
+    def _sizes(self, func: Function, args: tuple[Any, ...], made: Any) -> Any:
+        """Sizes that may shrink, followed until the forward compares them."""
+        tensor = args[0]
+        name = self.labels.parameter(tensor)
+        over = set(range(tensor.ndim)) if name else {d for layer in self.labels.layers(tensor) for d in varying(layer)}
+        if not over:
+            return made
+        if func is Tensor.__len__:  # Python takes nothing but an int
+            self.unsure |= 0 in over
+            return made
+        self._follows = True
+        if isinstance(made, torch.Size):
+            return Shape(follow(n, self._size(tensor, [d])) if d in over else n for d, n in enumerate(made))
+        if len(args) == 1:
+            return follow(made, self._size(tensor, over, "product"))
+        dim = plain(args[1]) % tensor.ndim
+        return follow(made, self._size(tensor, [dim])) if dim in over else made
+
+    def _size(self, tensor: Tensor, dims: Collection[int], form: str = "size") -> Size:
+        place = len(self._watch.sizes)
+        self._watch.sizes.append((tensor, dims))
+        return Size(partial(_compared, self._watch, place), partial(_unsure, self._watch), self._asked(), form)
+
+    def _asked(self) -> Callable[[bool], bool]:
+        return partial(_asked, self._watch, self.path)
+
+    def _readings(self, func: Function, tensors: list[Tensor], made: Any) -> Any:
+        """Numbers of tensors: what code decides by them, other numbers would decide otherwise."""
+        if func in _SHOWN:
+            return made
+        for tensor in tensors:
+            self.labels.freeze_tensor(tensor, f"its numbers are read one by one in {self.found.where()}")
+        if isinstance(made, bool):
+            return self._asked()(made)
+        if func in _NUMBERS and isinstance(made, int | float):
+            return self.questions.number(self.path, made)
+        self._follows = True
+        return follow(made, Reading(self._asked()))
+
+    def _count_written(self, call: Call, output: Any) -> None:
+        """How many numbers the call writes, by whose they are. Views write none; what is done in place does."""
+        sources = call.tensors()
+        memories = {tensor.untyped_storage()._cdata for tensor in sources}
+        for tensor in tensors_in(output):
+            if tensor.untyped_storage()._cdata in memories and not any(tensor is source for source in sources):
+                continue
+            axes = {over[0]: narrow(layer) for layer in self.labels.layers(tensor) if len(over := varying(layer)) == 1}
+            if axes:
+                share = tensor.numel() / math.prod(tensor.shape[dim] for dim in axes)
+                self.found.written.append(
+                    CostTerm(call.site, share, [np.abs(a.reshape(-1).numpy()) for a in axes.values()])
+                )
+
+    def concerns(self, value: Any) -> bool:
+        return bool(self.labels.layers(value))
+
+
+@dataclass
+class _Watch:
+    """A label pass while it runs. Code may keep followed numbers for longer, and shall keep nothing else alive."""
+
+    running: LabelPass | None
+    sizes: list[tuple[Tensor, Collection[int]]] = field(default_factory=list)
+
+    def end(self) -> None:
+        self.running = None
+        self.sizes.clear()
+
+
+def _compared(watch: _Watch, place: int) -> None:
+    """A size is compared: it must stay."""
+    if watch.running is None:
+        return
+    (tensor, dims), labels, found = watch.sizes[place], watch.running.labels, watch.running.found
+    reason, name = f"its size is compared in {found.where()}", labels.parameter(tensor)
+    with torch._C.DisableTorchFunction():  # the forward is running
+        if name is None:
+            for layer in labels.layers(tensor):
+                found.grid(layer, reason, rigid=sorted(dims))
+        else:
+            for dim in dims:
+                found.freeze(found.axes.of(name, dim, tensor.shape[dim]).labels, reason)
+
+
+def _unsure(watch: _Watch) -> None:
+    if watch.running is not None:
+        watch.running.unsure = True
+
+
+def _asked(watch: _Watch, path: str, answer: bool) -> bool:
+    return answer if watch.running is None else watch.running.questions.answer(path, answer)
+
+
+def watch(
+    model: nn.Module, example: Example, axes: AxisTable | None = None, questions: Questions | None = None
+) -> tuple[LabelPass, Any]:
+    """Run a copy of a model under a label pass. Returns the pass and the model's output."""
+    watched = LabelPass(model, AxisTable() if axes is None else axes, questions)
+    with quiet(), watched:
+        return watched, run(model, example)
+
+
+def watch_copy(model: nn.Module, example: Example) -> tuple[nn.Module, Example, LabelPass, Any]:
+    """Watch a copy without numbers if the forward runs without them, else one that shares the parameters' memory.
+
+    Returns the copy and its inputs, then what `watch` returns.
+    """
+    copy, inputs = meta_copy(model).eval(), to_meta(example)
+    try:
+        return copy, inputs, *watch(copy, inputs)
+    except SecateurError:
+        raise
+    except Exception as error:  # numbers steer the forward, or tensors are made on a device of their own
+        log.debug("no forward without numbers for %s: %s", type(model).__name__, error)
+    copy = shared_copy(model).eval()
+    with quiet():
+        run_or_explain(copy, example)
+    return copy, example, *watch(copy, example)
