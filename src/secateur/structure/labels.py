@@ -37,6 +37,7 @@ from secateur.running.copies import meta_copy, named_modules, named_tensors, sha
 from secateur.running.heads import reads_heads
 from secateur.running.observer import Observer
 from secateur.running.sandbox import Example, quiet, run, run_or_explain, to_meta
+from secateur.structure.choices import Choices
 from secateur.structure.findings import AxisTable, CostTerm, Findings, NormSite
 from secateur.structure.followed import Questions, Reading, Shape, Size, follow, plain
 from secateur.structure.trace import MAKERS, Step, numbers_made, numbers_of
@@ -88,6 +89,7 @@ class LabelPass(Observer):
         output = call.operation.rehearse(call)
         self.labels.trace(call, output)
         call.operation.channels(self.labels, call, output)
+        self.labels.choices.observe(call, output)
         self._count_written(call, output)
         made = tuple((tuple(tensor.shape), self.labels.layers(tensor)) for tensor in tensors_in(output))
         self.found.steps[call.site] = Step(numbers_of(call), made)
@@ -101,6 +103,7 @@ class LabelPass(Observer):
         self, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         made = super().__torch_function__(func, types, args, kwargs)
+        self.labels.choices.follow((args, kwargs), made)
         operation = lookup(func)
         if not isinstance(operation, Query):
             return made
@@ -262,7 +265,9 @@ class TensorLabels:
         self._following = {path for path, module in named_modules(model) if reads_heads(module)}
         # What needs no tensors, operations tell the findings at once.
         self.join, self.tie_rows, self.freeze, self.grid = found.join, found.tie_rows, found.freeze, found.grid
-        self.cost, self.produce, self.attend = found.cost, found.produce, found.attend
+        self.cost, self.produce, self.attend, self.require = found.cost, found.produce, found.attend, found.require
+        self.choices = Choices(found)
+        self.share, self.choose, self.looks_up = self.choices.share, self.choices.choose, self.choices.looks_up
 
     def layers(self, tensor: Any) -> Layers:
         """The layers of a tensor; those of a parameter have one label per index of each dimension."""
@@ -403,8 +408,11 @@ class TensorLabels:
             if summed and not is_zero(layer):
                 self.grid(layer, f"summed by {site} although it is not 0 when it is masked", rigid=summed)
 
-    def move(self, call: Call, output: Any) -> None:
-        """Data movement: do to the labels what the call does to the numbers. The first tensor is what moves."""
+    def move(self, call: Call, output: Any, dropped: Sequence[int] = ()) -> None:
+        """Data movement: do to the labels what the call does to the numbers. The first tensor is what moves.
+
+        Labels along dimensions in `dropped` end here.
+        """
         source = call.tensors()[0]
         if any(t.is_meta and not t.is_floating_point() for t in call.tensors()[1:]):
             raise NeedsNumbers(str(call.site))
@@ -413,7 +421,7 @@ class TensorLabels:
             args, kwargs = map_leaves(lambda leaf: layer if leaf is source else leaf, (call.args, call.kwargs))
             return call.function(*args, **kwargs)
 
-        results = [moved(layer) for layer in self.layers(source)]
+        results = [moved(layer) for layer in self.layers(source) if not {*varying(layer)} & {*dropped}]
         for i, tensor in enumerate(tensors_in(output)):
             self.set(tensor, [tensors_in(result)[i] for result in results])
 
