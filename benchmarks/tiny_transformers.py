@@ -33,25 +33,86 @@ SIZES: dict[int, str] = {
     128: "vocab_size",
 }
 _BY_NAME = {name: size for size, names in SIZES.items() for name in names.split()}
+#: Sizes that must be given although their default is None.
+_OPEN = ("head_dim", "n_routed_experts", "num_experts_per_tok", "num_key_value_heads", "vocab_size")
 _TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 0, "sep_token_id": 2}
-_STAGES = {"hidden_sizes": [8, 16, 24, 32], "depths": [1, 1, 1, 1], "image_size": 64}
+_STAGES: dict[str, Any] = {"hidden_sizes": [8, 16, 24, 32], "depths": [1, 1, 1, 1], "image_size": 64}
 _WINDOWS = {"embed_dim": 16, "depths": [1, 1], "num_heads": [2, 4], "patch_size": 4, "window_size": 4}
 _WAVES = {"conv_dim": [16] * 7}
+_MIXED = {"layer_types": ["linear_attention", "full_attention"]}
 #: What the sizes above do not fit.
 SPECIAL: dict[str, dict[str, Any]] = {
-    "bamba": {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_expand": 2, "mamba_n_groups": 1},
+    "axk1": {"n_group": 2, "topk_group": 1},
+    "bailing_hybrid": {**_MIXED, "n_group": 2, "topk_group": 1},
+    "bamba": {
+        "mamba_n_heads": 8,
+        "mamba_d_head": 8,
+        "mamba_expand": 2,
+        "mamba_n_groups": 1,
+        "attn_layer_indices": [1],
+        "mamba_chunk_size": 8,
+    },
     "bigbird_pegasus": {"attention_type": "original_full"},
     "big_bird": {"attention_type": "original_full"},
     "codegen": {"rotary_dim": 4},
+    "cohere_compass_text": {"layer_types": ["full_attention", "sliding_attention"]},
+    "deepseek_v2": {"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1},
+    "dots1": {"n_group": 2, "topk_group": 1},
+    "esmc": {"num_key_value_heads": 4},
     "gptj": {"rotary_dim": 4},
+    "detr": {
+        "use_timm_backbone": False,
+        "backbone": None,
+        "use_pretrained_backbone": False,
+        "num_queries": 6,
+        "backbone_config": {"model_type": "resnet", **_STAGES, "embedding_size": 8, "out_features": ["stage4"]},
+    },
     "convnext": _STAGES,
     "convnextv2": _STAGES,
     "data2vec-audio": _WAVES,
     "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_chunk_size": 8},
     "falcon_mamba": {"time_step_rank": 4},
     "funnel": {"block_sizes": [1, 1], "d_head": 8},
+    "gemma3n_text": {
+        "layer_types": ["sliding_attention", "full_attention"],
+        "num_kv_shared_layers": 0,
+        "laurel_rank": 8,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": 128,
+        "activation_sparsity_pattern": 0.0,
+    },
+    "gemma4_text": {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 128, "num_kv_shared_layers": 0},
+    "granitemoehybrid": {
+        "mamba_n_heads": 8,
+        "mamba_d_head": 8,
+        "mamba_expand": 2,
+        "mamba_n_groups": 1,
+        "layer_types": ["mamba", "attention"],
+    },
     "hubert": _WAVES,
+    "jamba": {"attn_layer_offset": 1, "attn_layer_period": 2, "expert_layer_offset": 1, "mamba_dt_rank": 4},
+    "kimi_linear": _MIXED,
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "luke": {"entity_vocab_size": 16, "entity_emb_size": 8},
     "poolformer": _STAGES,
+    "qwen3_5_moe_text": _MIXED,
+    "qwen3_5_text": _MIXED,
+    "qwen3_next": _MIXED,
+    "qwen4_exp_text": _MIXED,
+    "reformer": {
+        "is_decoder": True,
+        "attn_layers": ["local", "local"],
+        "axial_pos_shape": [8, 8],
+        "axial_pos_embds_dim": [16, 16],
+        "local_attn_chunk_length": 8,
+        "feed_forward_size": 48,
+    },
+    "roc_bert": {
+        "pronunciation_vocab_size": 128,
+        "shape_vocab_size": 128,
+        "shape_embed_dim": 16,
+        "pronunciation_embed_dim": 16,
+    },
     "regnet": {**_STAGES, "embedding_size": 8, "groups_width": 4},
     "resnet": {**_STAGES, "embedding_size": 8},
     "segformer": {**_STAGES, "num_attention_heads": [1, 2, 2, 4]},
@@ -70,17 +131,21 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "rwkv": {"attention_hidden_size": 32},
     "squeezebert": {f"{x}_groups": 2 for x in ("q", "k", "v", "post_attention", "intermediate", "output")},
     "whisper": {"max_source_positions": 16},
+    "xmod": {"default_language": "en_XX", "languages": ["en_XX"]},
+    "zaya": {"num_experts_per_tok": 1},
     "zamba": {"layers_block_type": ["mamba", "hybrid"], "attention_hidden_size": 64, "attention_head_dim": 16},
 }
 MAPPINGS = [
+    "SEQ_TO_SEQ_CAUSAL_LM",
+    "SPEECH_SEQ_2_SEQ",
     "CAUSAL_LM",
     "MASKED_LM",
-    "SEQ_TO_SEQ_CAUSAL_LM",
     "SEQUENCE_CLASSIFICATION",
     "IMAGE_CLASSIFICATION",
     "AUDIO_CLASSIFICATION",
     "CTC",
-    "SPEECH_SEQ_2_SEQ",
+    "OBJECT_DETECTION",
+    "ZERO_SHOT_IMAGE_CLASSIFICATION",
 ]
 _OUTPUTS = ("model output", "entries of an embedding")
 
@@ -88,14 +153,21 @@ _OUTPUTS = ("model output", "entries of an embedding")
 def config_of(kind: type, **given: Any) -> Any:
     """A small configuration of a class."""
     known = kind().to_dict()  # type: ignore[attr-defined]
+    for name, inner in getattr(kind, "sub_configs", {}).items():
+        if name not in given and isinstance(known.get(name), dict) and inner is not transformers.AutoConfig:
+            given[name] = config_of(inner).to_dict()
     if "q_lora_rank" in known or "kv_lora_rank" in known:
         given.setdefault("num_key_value_heads", 4)  # all heads have their own keys, from one latent
-    sizes = {name: size for name, size in {**_BY_NAME, **_TOKENS}.items() if type(known.get(name)) is int}
+    wanted = {**_BY_NAME, **_TOKENS}
+    sizes = {
+        name: size for name, size in wanted.items()
+        if type(known.get(name)) is int or (name in _OPEN and name in known and known[name] is None)
+    }  # fmt: skip
     return kind(**{**sizes, **given})
 
 
 def families() -> Iterator[tuple[str, str]]:
-    """The name of each family with the mapping that has its model: language models first."""
+    """The name of each family with the mapping that has its model: the whole of an encoder and decoder first."""
     seen: set[str] = set()
     for mapping in MAPPINGS:
         for family in getattr(auto, f"MODEL_FOR_{mapping}_MAPPING_NAMES"):
@@ -107,8 +179,6 @@ def families() -> Iterator[tuple[str, str]]:
 def build(family: str, mapping: str, **given: Any) -> nn.Module:
     """A tiny model of a family, with weights with which mistakes show, in double precision."""
     kind = transformers.CONFIG_MAPPING[family]
-    if kind.sub_configs:
-        raise ValueError("made of models of other families")
     config = config_of(kind, **{**SPECIAL.get(family, {}), **given})
     config._experts_implementation = "eager"  # grouped products know no double precision
     names = getattr(auto, f"MODEL_FOR_{mapping}_MAPPING_NAMES")[family]
@@ -163,6 +233,9 @@ def inputs(model: Any, batch: int = 2, length: int = 8, pad: int = 0, seed: int 
         given = {main: torch.randn(batch, config.num_mel_bins, frames, generator=generator).to(dtype)}
     else:
         given = tokens(batch, length, pad, seed)
+        if getattr(config, "vision_config", None) is not None and hasattr(model, "logit_scale"):  # text and images
+            size = config.vision_config.image_size
+            given["pixel_values"] = torch.randn(batch, 3, size, size, generator=generator).to(dtype)
     if config.is_encoder_decoder:
         wide = tokens(batch, length + 1, 0, seed + 1)
         given["decoder_input_ids"] = wide["input_ids"]
@@ -175,7 +248,8 @@ def parts(graph: Graph) -> dict[str, tuple[int, int, str]]:
     for layer in graph.layers:
         if layer.reason in _OUTPUTS:
             continue
-        part = "heads" if layer.kind == "head" else "width" if len(layer.paths) > 2 else "neurons"
+        other = "width" if len(layer.paths) > 2 else "neurons"
+        part = {"head": "heads", "expert": "experts"}.get(layer.kind, other)
         free, all_units, why = found.get(part, (0, 0, ""))
         units = int(graph.units[layer.groups].sum())
         found[part] = free + units * layer.prunable, all_units + units, why or layer.reason or ""

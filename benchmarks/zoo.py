@@ -249,18 +249,19 @@ def main() -> None:
     parser.add_argument("--smallest", action="store_true", help="one member per family, ONNX included")
     parser.add_argument("--only", nargs="*", help="just these models")
     parser.add_argument("--size", type=int, help="input size for models that take any (torchvision)")
-    parser.add_argument("--out", type=Path, default=Path("out/zoo.jsonl"))
+    parser.add_argument("--out", "--log", type=Path, help="rows so far: a later run goes on from there")
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
     if options.hf:
         from benchmarks import zoo_transformers
 
-        return zoo_transformers.main(options.only)
+        return zoo_transformers.main(options.only, options.out)
     if options.zoo is None:
         parser.error("name a zoo, or give --hf")
     names = options.only or (
         TIMM_SMALLEST if options.zoo == "timm" else TORCHVISION_SMALLEST if options.smallest else torchvision_models()
     )
+    options.out = options.out or Path("out/zoo.jsonl")
     options.out.parent.mkdir(parents=True, exist_ok=True)
     done = {}
     if options.out.exists():

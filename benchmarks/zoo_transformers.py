@@ -1,18 +1,23 @@
 """Every family of `transformers` that builds from a tiny configuration without a network: what may leave, is it exact?
 
-    python -m benchmarks.zoo --hf
+    python -m benchmarks.zoo --hf --log out/hf.jsonl
     python -m benchmarks.zoo --hf --only llama gpt2
 
 For each family: analyse, remove 30 % and 60 % of the units at random, and compare with masking in double precision, on
-the example, on another length, and with padding. Then save and load. A row says which share of heads, neurons and
-width may leave, and why the rest may not.
+the example, on another length, and with padding. Then save as a folder, load it, and check that relevance is conserved
+under attnlrp. A row says which share of heads, neurons, width and experts may leave, and why the rest may not. With
+`--log`, rows are kept as they come, and families that have a row are not run again.
 """
 
 from __future__ import annotations
 
+import json
+import signal
 import tempfile
 import time
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +32,9 @@ from secateur.nest import tensors_of_output
 
 # Relative to the largest output. Forwards cast to single precision in places.
 _ROUNDING = 1e-5
-_PARTS = ("heads", "neurons", "width")
+_SECONDS = 150  # for one family
+_LOSS = 0.05  # of the relevance, as for the other zoos with layer norms
+_PARTS = ("heads", "neurons", "width", "experts")
 
 
 def mill(family: str, mapping: str) -> dict[str, Any]:
@@ -41,9 +48,15 @@ def mill(family: str, mapping: str) -> dict[str, Any]:
         if not finite:
             raise ValueError("the model itself computes NaN or infinity")
     except Exception as error:
-        return row | {"unbuilt": f"{type(error).__name__}: {error}"}
+        return row | {"unbuilt": _said(error)}
+    begin = time.process_time()
     graph = sc.analyze(model, examples[0])
+    row["analyse_s"] = round(time.process_time() - begin, 2)
     row["parts"] = parts(graph)
+    gone = np.zeros(len(graph.root), np.bool_)
+    gone[graph.candidates] = True
+    left = graph.cost_of(gone)
+    row["free"] = [1 - left.params / graph.cost.params, 1 - left.macs / max(graph.cost.macs, 1)]
     rng = np.random.default_rng(0)
     scores = sc.Scores("random", {p.sites[0]: rng.random(len(p.labels)) for p in graph.producers})
     small = None
@@ -57,15 +70,34 @@ def mill(family: str, mapping: str) -> dict[str, Any]:
             continue
         small, masked = sc.apply(model, plan), sc.apply(model, plan, how="mask")
         for example in examples:
-            a, b = (_logits(sc_model, example, double=True) for sc_model in (small, masked))
+            a, b = (_logits(net, example, double=True) for net in (small, masked))
             row["gap"] = max(row["gap"], float((a - b).abs().max() / b.abs().max()))
-    assert small is not None
-    with tempfile.TemporaryDirectory() as folder:
-        sc.save(small.float(), Path(folder, "m"))
-        again = sc.load(Path(folder, "m"), build(family, mapping).float()).eval()
-        row["reload_equal"] = torch.equal(_logits(small, examples[0]), _logits(again, examples[0]))
-    row["ok"] = row["gap"] < _ROUNDING and row["reload_equal"]
+    if small is None:
+        raise ValueError("neither 30 % nor 60 % of the units can leave")
+    row["reload"] = _reload(small.float(), examples[0])
+    row["relevance"] = _conserved(model.float(), examples[0])
+    row["ok"] = row["gap"] < _ROUNDING and row["reload"] in ("stock", "ours")
     return row
+
+
+def _reload(small: nn.Module, example: dict[str, Tensor]) -> str:
+    """Who opens the folder again, with equal logits: transformers itself, or we."""
+    with tempfile.TemporaryDirectory() as folder:
+        where = sc.files.pretrained.save_pretrained(small, Path(folder, "m"))
+        note = json.loads((where / "config.json").read_text())["secateur"]["widths"]
+        again: Any = sc.load(where).eval()
+        if hasattr(again, "set_experts_implementation"):
+            again.set_experts_implementation("eager")  # as the model was built: other widths fit no grouped product
+        equal = torch.equal(_logits(small, example), _logits(again, example))
+    return "differs" if not equal else "stock" if note == "uniform" else "ours"
+
+
+def _conserved(model: nn.Module, example: dict[str, Tensor]) -> float | str:
+    """The largest share of the relevance that is lost or created under attnlrp, or why there is none."""
+    try:
+        return sc.explain(model, example, 3 % _logits(model, example).shape[-1], composite="attnlrp").conservation.worst
+    except sc.SecateurError as error:
+        return _said(error)
 
 
 def _logits(model: nn.Module, example: dict[str, Tensor], double: bool = False) -> Tensor:
@@ -75,39 +107,86 @@ def _logits(model: nn.Module, example: dict[str, Tensor], double: bool = False) 
         return tensors_of_output(model.to(wanted)(**given))[0]
 
 
-def main(only: Sequence[str] | None) -> None:
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
+
+
+@contextmanager
+def _at_most(seconds: int) -> Iterator[None]:
+    def stop(*_: Any) -> None:
+        raise TimeoutError(f"took longer than {seconds} s")
+
+    signal.signal(signal.SIGALRM, stop)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+
+
+def main(only: Sequence[str] | None, log: Path | None) -> None:
     """Print a line for each family as it comes, and the table."""
     transformers.logging.set_verbosity_error()
-    rows = []
+    warnings.filterwarnings("ignore")
+    rows: dict[str, dict[str, Any]] = {}
+    if log is not None and log.exists():
+        rows = {row["model"]: row for row in map(json.loads, log.read_text().splitlines())}
     for family, mapping in families():
-        if only and family not in only:
+        if family in rows or (only and family not in only):
             continue
         begin = time.perf_counter()
         try:
-            row = mill(family, mapping)
+            with _at_most(_SECONDS):
+                row = mill(family, mapping)
         except Exception as error:
-            row = {"model": family, "error": f"{type(error).__name__}: {error}"}
+            row = {"model": family, "error": _said(error)}
         state = row.get("error") or row.get("unbuilt") or ("ok" if row.get("ok") else "NOT OK")
         print(f"{family}: {state[:200]} ({time.perf_counter() - begin:.1f} s)", flush=True)
-        rows.append(row)
+        rows[family] = row
+        if log is not None:
+            log.parent.mkdir(parents=True, exist_ok=True)
+            with log.open("a") as file:
+                file.write(json.dumps(row) + "\n")
     print()
-    print(table(rows))
+    print(table(list(rows.values())))
+
+
+def _lost(share: float | str) -> str:
+    if isinstance(share, str):
+        return share[:80]
+    return f"{100 * share:.1g} %" if share <= _LOSS else f"**{100 * share:.0f} %**"
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """One line for each family that could be built, and the count."""
-    lines = [
-        "| family | heads | neurons | width | removal = masking | what stays, and why |",
-        "|---|---|---|---|---|---|",
-    ]
-    built = [row for row in rows if "unbuilt" not in row]
+    """One line for each family that could be built, the counts, and the families that have no tiny model."""
+    names = ["family", *_PARTS, "parameters / MACs that may leave", "removal = masking", "opened by", "relevance lost"]
+    lines = [f"| {' | '.join(names)} | what stays, and why |", "|" + "---|" * (len(names) + 1)]
+    built = sorted((row for row in rows if "unbuilt" not in row), key=lambda row: str(row["model"]))
     for row in built:
         found = row.get("parts", {})
         shares = [f"{found[p][0]} of {found[p][1]}" if p in found else "" for p in _PARTS]
-        why = "; ".join(f"{part}: {found[part][2]}" for part in _PARTS if part in found and found[part][2])
-        verdict = "error" if "error" in row else f"{row['gap']:.0e}" if row["ok"] else f"**{row['gap']:.0e}**"
-        text = row.get("error", why).replace("|", "/")
-        lines.append(f"| {row['model']} | {' | '.join(shares)} | {verdict} | {text[:160]} |")
+        if "error" in row:
+            cells = [*shares, "", "**error**", "", "", row["error"]]
+        else:
+            why = dict.fromkeys(f"{part}: {found[part][2]}" for part in _PARTS if part in found and found[part][2])
+            free = " / ".join(f"{100 * share:.0f} %" for share in row["free"])
+            gap = f"{row['gap']:.0e}" if row["gap"] < _ROUNDING else f"**{row['gap']:.0e}**"
+            cells = [*shares, free, gap, row["reload"], _lost(row["relevance"]), "; ".join(why)]
+        lines.append(f"| {row['model']} | {' | '.join(text.replace('|', '/')[:220] for text in cells)} |")
     good = sum(bool(row.get("ok")) for row in built)
-    lines += ["", f"{good} of {len(built)} families pass. {len(rows) - len(built)} have no tiny model."]
+    kept = [row for row in built if isinstance(row.get("relevance"), float)]
+    conserved = sum(row["relevance"] <= _LOSS for row in kept)
+    lines += [
+        "",
+        f"{good} of {len(built)} families pass: removal equals masking on all three inputs, and the saved folder opens "
+        f"with equal outputs. Relevance is conserved (at most {100 * _LOSS:g} % lost) in {conserved} of {len(kept)}.",
+        *(
+            f"{sum(part in row.get('parts', {}) and row['parts'][part][0] > 0 for row in built)} of "
+            f"{sum(part in row.get('parts', {}) for row in built)} families that have {part} can lose some."
+            for part in _PARTS
+        ),
+    ]
+    unbuilt = sorted((row for row in rows if "unbuilt" in row), key=lambda row: str(row["model"]))
+    lines += ["", f"{len(unbuilt)} families have no tiny model here:", ""]
+    lines += [f"- {row['model']}: {row['unbuilt'][:160]}" for row in unbuilt]
     return "\n".join(lines)

@@ -1,7 +1,7 @@
 """An independent reference for removal, written without secateur's masking and cutting.
 
 Weights of removed groups are zero. Norms that mix channels get a hook that computes them from their formula, over the
-channels that are kept.
+channels that are kept. Routers choose among the experts that are kept.
 """
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ def zeroed(model: nn.Module, graph: sc.Graph, plan: sc.Plan) -> nn.Module:
         removed = slices.get((f"{path}.weight" if path else "weight", 0), [])
         if removed and _mixes(module):
             module.register_forward_hook(partial(_over_kept, removed))
+        elif removed and "Router" in type(module).__name__:
+            module.register_forward_hook(partial(_among_kept, removed))
     return masked
 
 
@@ -68,6 +70,16 @@ def _over_kept(removed: list[int], module: nn.Module, args: tuple[Tensor], outpu
         }
         made[..., kept] = small(last[..., kept])
     return made.movedim(-1, 1) if first else made
+
+
+def _among_kept(removed: list[int], module: Any, args: tuple[Tensor], output: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """What a router of Mixtral's kind chooses if it was built for fewer experts, by their old numbers."""
+    kept = torch.tensor(sorted(set(range(len(module.weight))) - set(removed)))
+    small = copy.copy(module)
+    small._forward_hooks = type(module._forward_hooks)()
+    small._parameters, small.num_experts = {"weight": nn.Parameter(module.weight[kept])}, len(kept)
+    _, weights, chosen = small(*args)
+    return output[0], weights, kept[chosen]
 
 
 def norm_by_formula(module: nn.Module, x: Tensor, kept: Sequence[int]) -> Tensor:

@@ -50,7 +50,12 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], dict[str, tuple[int, int]]]] =
     "bert": ("bert", _MASKED, {}, {"width": (256, 256), "heads": (8, 8), "neurons": (96, 96)}),
     "modernbert": ("modernbert", _MASKED, {}, {"width": (192, 192), "heads": (8, 8), "neurons": (192, 192)}),
     "deberta": ("deberta-v2", _MASKED, {}, {"width": (256, 256), "heads": (8, 8), "neurons": (96, 96)}),
-    "mixtral": ("mixtral", _LM, {}, {"width": (160, 160), "heads": (4, 4), "neurons": (192, 200)}),
+    "mixtral": (
+        "mixtral",
+        _LM,
+        {},
+        {"width": (160, 160), "heads": (4, 4), "neurons": (192, 192), "experts": (8, 8)},
+    ),
     "mamba": ("mamba", _LM, {}, {"width": (96, 96), "neurons": (312, 312)}),
     "t5": ("t5", _SEQ2SEQ, {}, {"width": (352, 352), "heads": (24, 24), "neurons": (192, 192)}),
     # The forward of BART takes one channel out by position, to ask for its shape.

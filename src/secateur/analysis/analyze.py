@@ -17,6 +17,7 @@ from secateur.nest import entries, tensors_of_output
 from secateur.running.copies import check_followed, meta_copy, shared_copy, unwrap
 from secateur.running.sandbox import Example, leaves_no_trace
 from secateur.structure.blocks import find_blocks
+from secateur.structure.choices import settle_choices
 from secateur.structure.findings import Findings
 from secateur.structure.followed import Question, Questions
 from secateur.structure.graph import Graph, build
@@ -71,9 +72,12 @@ def analyze(model: nn.Module, example: Example, output: str | Sequence[str] = ()
         # Code that reads sizes may couple other units for another input.
         passes += next((found for x in other_sizes(inputs) if (found := _another_pass(copy, x, watched, names))), [])
     freeze_never_run(model, passes)
+    settle_choices(passes)
     blocks = find_blocks(watched.flow, watched.found, model)
     fresh = _fresh(model, watched)
-    trial = Trial(fresh, inputs, {} if watched.steered else watched.found.steps, watched.unsure)
+    # A router that has fewer experts sends tokens elsewhere.
+    steered = watched.steered or (not watched.numberless and any(choice.used for choice in watched.found.choices))
+    trial = Trial(fresh, inputs, {} if steered else watched.found.steps, watched.unsure)
     while True:
         graph = build(model, example, passes, trial.blocked, tuple(trial.repeated.values()), names, blocks)
         if not trial.finds_more(graph):

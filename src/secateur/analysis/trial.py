@@ -177,4 +177,8 @@ def _removal(graph: Graph, layers: list[Layer], counts: list[int]) -> Mask:
         groups = graph.root[axis.span]
         if removed[groups].all():
             removed[groups[0]] = False
+    for item in graph.requirements:
+        groups = graph.root[item.labels]
+        while np.count_nonzero(~removed[groups]) < item.least:
+            removed[groups[np.flatnonzero(removed[groups])[0]]] = False
     return removed

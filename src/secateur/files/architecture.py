@@ -123,7 +123,7 @@ class _Search:
 
     def made(self, changed: Mapping[tuple[str, ...], int]) -> Any:
         """The config with these numbers."""
-        text = json.loads(json.dumps(self.base, default=str))
+        text = json.loads(json.dumps(self.base, default=str), object_hook=_infinity)
         for path, value in changed.items():
             inner = text
             for key in path[:-1]:
@@ -147,6 +147,11 @@ class _Search:
         if found.keys() != self.wanted.keys():
             return -1
         return sum(a == b for name in found for a, b in zip(found[name], self.wanted[name], strict=True))
+
+
+def _infinity(item: dict[str, Any]) -> Any:
+    """Numbers that JSON lacks are written by transformers as {"__float__": "Infinity"}."""
+    return float(item["__float__"]) if item.keys() == {"__float__"} else item
 
 
 def _changes(model: nn.Module, before: Mapping[str, tuple[int, ...]]) -> dict[int, set[int]]:

@@ -97,7 +97,7 @@ class Softmax(Operation):
         dim = (1 if x.ndim > 1 else 0) if dim is None else dim % x.ndim
         for layer in labels.layers(x):
             if varying(layer) == [dim]:
-                labels.freeze(layer, f"{call.site} normalises over it")
+                labels.share(layer, output, call)
             elif dim in varying(layer):
                 labels.grid(layer, f"{call.site} normalises over it", rigid=[dim])
         labels.keep(x, output, zero=False)
@@ -129,7 +129,7 @@ for _operation, _plain, _in_place in (
     (Activation(), "expm1 log log1p log2 rsqrt sign reciprocal clamp_max round floor ceil erf sin cos", "pow_"),
     (Activation(), "nan_to_num pow __pow__ trunc fix", ""),
     (Unary(_scales), "neg negative __neg__", "neg_"),
-    (Unary(stops), "logical_not", ""),
+    (Unary(stops), "logical_not bitwise_not __invert__", ""),
     (Identity(), "clone contiguous detach float half double bfloat16 to type_as type int long bool", "detach_"),
     (Identity(), "cpu cuda positive", "requires_grad_"),
     (Identity(scales=True), "dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout", "dropout_"),

@@ -18,6 +18,8 @@ from secateur.ops.layers import Labels, column, is_zero, spread, varying
 from secateur.ops.protocols import LabelVerbs, RelevanceVerbs
 from secateur.ops.table import Call, Decomposed, Operation, register, register_named
 
+#: Rows of grouped products must have whole 16 bytes: so many numbers in half precision.
+_ALIGNED = 8
 #: The operands, the index letters of each (`.` for a dimension that is broadcast), and those of the result.
 Equation = tuple[list[Tensor], list[str], str]
 
@@ -61,6 +63,7 @@ class Contraction(Operation):
         for letter in fixed:
             labels.freeze(carried[letter], f"width of a head that all queries share in {call.site}")
         layers = []
+        carried.pop(".", None)  # each row meets one of these
         for letter, units in carried.items():
             if letter not in result:
                 labels.freeze(units[units < 0], f"summed by {call.site} although it is not 0 when it is masked")
@@ -129,10 +132,10 @@ class AddMatMul(MatMul):
 
 
 class GroupedMatMul(Contraction):
-    """Rows (sorted by expert) times the matrix of their expert: (rows, in) and (experts, in, out). Experts stay."""
+    """Rows (sorted by expert) times the matrix of their expert: (rows, in) and (experts, in, out)."""
 
     def equation(self, call: Call) -> Equation:
-        return [call["input"], call["weight"]], ["ik", "ekj"], "ij"
+        return [call["input"], call["weight"]], ["ik", ".kj"], "ij"
 
     def channels(self, labels: LabelVerbs, call: Call, output: Any) -> None:
         rows, weight = call["input"], call["weight"]
@@ -141,8 +144,22 @@ class GroupedMatMul(Contraction):
                 f"{call.site} of tensors of shape {tuple(rows.shape)} and {tuple(weight.shape)}, or with a bias.",
                 fix="give (rows, in) and (experts, in, out), and add the bias afterwards",
             )
-        labels.freeze(labels.along(weight, 0), f"experts among which {call.site} chooses")
+        experts, widths = labels.along(weight, 0), [labels.along(weight, dim) for dim in (1, 2)]
+        if not labels.looks_up(experts, call["offs"], labels.is_weight(weight)):
+            labels.freeze(experts, f"experts among which {call.site} chooses")
+        for width in widths:
+            labels.require(width, multiple=_ALIGNED)
         super().channels(labels, call, output)
+
+    def rehearse(self, call: Call) -> Any:
+        """As torch does it, but for any width, and for numbers of any format."""
+        rows, weight, ends = call["input"], call["weight"], call["offs"]
+        if ends is None or len(ends) != len(weight) or rows.ndim != 2 or rows.shape[1] != weight.shape[1]:
+            return call.run()
+        if rows.is_meta:
+            return rows.new_empty((len(rows), weight.shape[2]))
+        parts = rows.tensor_split(ends[:-1].cpu().long())
+        return torch.cat([part @ expert for part, expert in zip(parts, weight, strict=True)])
 
 
 class Einsum(Contraction):

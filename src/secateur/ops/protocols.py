@@ -91,14 +91,26 @@ class LabelVerbs(Protocol):
     def attend(self, labels: Labels, site: Site) -> None:
         """An attention product with one label per head."""
 
+    def require(self, labels: Labels | None, least: int = 1, multiple: int = 1) -> None:
+        """At least so many of these labels stay, and a multiple of so many."""
+
+    def share(self, layer: Tensor, output: Tensor, call: Call) -> None:
+        """The units of this layer become shares of a whole: they stay, unless they are experts."""
+
+    def choose(self, layer: Tensor, indices: Tensor, count: int, call: Call) -> None:
+        """The best `count` units of this layer are chosen: they stay, unless they are experts."""
+
+    def looks_up(self, units: Labels | None, index: Any, weight: bool) -> bool:
+        """Whether an index comes from a choice among these units, which an axis (of a `weight`) holds."""
+
     def mixes(self, tensor: Tensor, dims: Sequence[int], site: Site) -> None:
         """A norm over `dims`, in which units take part."""
 
     def sums(self, tensor: Tensor, dims: Sequence[int], site: Site) -> None:
         """A sum over `dims`, in which zeros do not count: units that are not 0 when they are masked cannot leave."""
 
-    def move(self, call: Call, output: Any) -> None:
-        """The data are moved: move the labels by the same call."""
+    def move(self, call: Call, output: Any, dropped: Sequence[int] = ()) -> None:
+        """The data are moved: move the labels by the same call. Those along dimensions in `dropped` end here."""
 
     def keep(self, source: Tensor, output: Tensor, zero: bool = True) -> None:
         """The output carries what the source carries, in the same places. `zero`: and is 0 where the source is."""

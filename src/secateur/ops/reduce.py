@@ -80,6 +80,18 @@ class Cumulative(Ruled):
                 labels.keep(x, tensor)
 
 
+class TopK(Cumulative):
+    """The best of the units along a dimension, and their numbers: a router chooses experts."""
+
+    def channels(self, labels: LabelVerbs, call: Call, output: Any) -> None:
+        x, dim = call["input"], int(call["dim"]) % call["input"].ndim
+        layers = [layer for layer in labels.layers(x) if dim in varying(layer)]
+        if len(layers) == 1 and varying(layers[0]) == [dim] and call.get("largest", True):
+            labels.choose(layers[0], tensors_in(output)[1], int(call["k"]), call)
+        else:
+            super().channels(labels, call, output)
+
+
 register_named("input dim=None keepdim=False dtype=None", "sum nansum", Reduction(averages, adds=True))
 register_named("input p=2 dim=None keepdim=False", "norm", Reduction(stops, adds=True))
 register_named("input dim=None keepdim=False dtype=None", "mean nanmean", Reduction(averages, statistic=True))
@@ -94,7 +106,7 @@ register_named("input dim=None keepdim=False dtype=None", "prod", Reduction(stop
 register_named("input dim=-1", "cumprod", Cumulative(stops))
 register_named("input dim=-1", "cumsum", Cumulative(averages))
 register_named("input dim=-1", "sort argsort", Cumulative(moves))
-register_named("input k dim=-1", "topk", Cumulative(moves))
+register_named("input k dim=-1 largest=True sorted=True", "topk", TopK(moves))
 register(
     "input|x ord=2 dim=None keepdim=False dtype=None",
     torch.linalg.vector_norm,

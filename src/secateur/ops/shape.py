@@ -65,11 +65,14 @@ class Slice(Move):
 
     def channels(self, labels: LabelVerbs, call: Call, output: Any) -> None:
         x = call["input"]
+        chosen = []
         for dim, item in _by_dimension(call, x.ndim):
             for layer in labels.layers(x):
-                if dim in varying(layer):
+                if varying(layer) == [dim] and labels.looks_up(column(layer), item, labels.is_weight(x)):
+                    chosen.append(dim)
+                elif dim in varying(layer):
                     _pin(labels, layer, dim, item, call)
-        labels.move(call, output)
+        labels.move(call, output, chosen)
 
 
 class Split(Move):
@@ -230,6 +233,17 @@ class Fixed(Ruled):
             labels.freeze_tensor(tensor, f"{call.site} {self.deed}")
 
 
+class Gather(Fixed):
+    """Looks numbers up by position. What a router chose belongs to the experts that it chose."""
+
+    def channels(self, labels: LabelVerbs, call: Call, output: Any) -> None:
+        x, dim = call["input"], int(call["dim"]) % output.ndim
+        layers = labels.layers(x)
+        alone = len(layers) == 1 and varying(layers[0]) == [dim]
+        if not alone or not labels.looks_up(column(layers[0]), call["index"], False):
+            super().channels(labels, call, output)
+
+
 class IndexAdd(Operation):
     """Rows are added to computed places along one dimension. Units across it go on."""
 
@@ -386,7 +400,7 @@ register_named("input repeats dim=None output_size=None", "repeat_interleave", R
 register_named("input factor|upscale_factor|downscale_factor", "pixel_shuffle pixel_unshuffle", Blocks())
 register_named("input shifts dims=None", "roll", Roll())
 register_named("input *dims", "flip", Roll())
-register_named("input dim index sparse_grad=False", "gather", Fixed(_LOOKED_UP))
+register_named("input dim index sparse_grad=False", "gather", Gather(_LOOKED_UP))
 register_named("input|theta *rest", "affine_grid masked_select nonzero", Fixed(_LOOKED_UP))
 register_named("input *rest", "dim ndimension stride element_size storage_offset data_ptr", Query())
 register_named("input *rest", "size numel nelement __len__", SizeQuery())

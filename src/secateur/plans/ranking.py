@@ -77,6 +77,9 @@ class _Chooser:
         whole = np.array([*self.blocks], np.int64)
         if not len(candidates) and not len(whole):
             raise nothing_may_leave(graph, limits)
+        #: Sets of channels of which a multiple stays.
+        self.widths = [(graph.root[p.labels], limits.round_to) for p in graph.producers if limits.round_to > 1]
+        self.widths += [(graph.root[item.labels], item.multiple) for item in graph.requirements if item.multiple > 1]
         self.value = scores.of(graph)
         if np.isnan(self.value[[*candidates, *whole]]).any():
             bad = [layer.name for layer, own in zip(layers, free, strict=True) if np.isnan(self.value[own]).any()]
@@ -162,6 +165,9 @@ class _Chooser:
             self._shield(shield, value, self.graph.root[producer.labels], min_units)
         for axis in self.graph.axes.axes:
             self._shield(shield, value, self.graph.root[axis.base : axis.base + axis.size], 1)
+        for item in self.graph.requirements:
+            if item.least > 1:
+                self._shield(shield, value, self.graph.root[item.labels], item.least)
         return shield
 
     def _shield(self, shield: Mask, value: Values, groups: Labels, count: int) -> None:
@@ -177,7 +183,7 @@ class _Chooser:
         removed[self.order[: self._end(count)]] = True
         if self.blocks:
             removed = self.graph.blocks.closed(removed)
-        if self.limits.round_to > 1:
+        if self.widths:
             self._round(removed)
         return removed
 
@@ -188,10 +194,9 @@ class _Chooser:
         """Bring back the best removed groups of each layer until it keeps a multiple of `round_to` channels."""
         for _ in range(8):
             changed = False
-            for producer in self.graph.producers:
-                channels = self.graph.root[producer.labels]
+            for channels, multiple in self.widths:
                 kept = int(np.count_nonzero(~removed[channels]))
-                missing = -kept % self.limits.round_to
+                missing = -kept % multiple
                 if not missing or kept == len(channels):
                     continue
                 groups, rows = np.unique(channels[removed[channels] & ~self.gone[channels]], return_counts=True)
@@ -225,7 +230,7 @@ class _Chooser:
                 remove=given,
             )
         found = self.mask(count)
-        if self.limits.round_to > 1:
+        if self.widths:
             found = self._further(count, goal, found)
             if not already and not found.any():
                 raise NothingToPruneError(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -101,6 +102,15 @@ class NormSite:
     labels: Tensor
 
 
+@dataclass(frozen=True, eq=False)
+class Requirement:
+    """Of these labels at least `least` stay, and a multiple of `multiple`: what a choice or a fast product needs."""
+
+    labels: Labels
+    least: int = 1
+    multiple: int = 1
+
+
 @dataclass(frozen=True)
 class Producer:
     """Where units are made: the labels number the output channels. Reused weights are called at several sites."""
@@ -126,6 +136,9 @@ class Findings:
         self.written: list[CostTerm] = []
         self.norms: list[NormSite] = []
         self.heads: list[tuple[Site, Labels]] = []
+        self.requirements: list[Requirement] = []
+        #: What routers choose among (see `structure.choices`).
+        self.choices: list[Any] = []
         self.producers: dict[int, Producer] = {}
         #: What every call did.
         self.steps: dict[Site, Step] = {}
@@ -184,6 +197,11 @@ class Findings:
         """An attention product with one label per head, or one per sample and head."""
         labels = np.abs(labels)
         self.heads.append((site, labels[np.sort(np.unique(labels, return_index=True)[1])]))
+
+    def require(self, labels: Labels | None, least: int = 1, multiple: int = 1) -> None:
+        """So many of these labels must stay."""
+        if labels is not None:
+            self.requirements.append(Requirement(np.abs(labels), least, multiple))
 
     def grid(
         self, layer: Tensor, reason: str, rigid: Sequence[int] = (), joins: Sequence[tuple[int, Labels]] = ()

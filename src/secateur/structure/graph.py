@@ -18,7 +18,7 @@ from secateur.running.sandbox import Example
 from secateur.structure.blocks import Blocks, fits, pattern
 from secateur.structure.cost import Cost, CostModel, human
 from secateur.structure.coupling import Coupling
-from secateur.structure.findings import Axis, AxisTable, Findings, NormSite, Producer
+from secateur.structure.findings import Axis, AxisTable, Findings, NormSite, Producer, Requirement
 
 
 @dataclass(frozen=True)
@@ -113,6 +113,7 @@ class Graph:
     module_macs: dict[str, int]
     unused: tuple[str, ...]
     repeated: tuple[RepeatedSize, ...]
+    requirements: tuple[Requirement, ...]
     example: Example
     output: tuple[str, ...]
     model_name: str
@@ -268,6 +269,7 @@ def build(
         module_macs={path: round(m) for path, m in module_macs.items()},
         unused=tuple(sorted(parameters.difference(*(p.seen for p in passes)))),
         repeated=tuple(repeated),
+        requirements=tuple(item for p in passes for item in p.requirements),
         example=example,
         output=output,
         model_name=type(model).__name__,

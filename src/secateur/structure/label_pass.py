@@ -22,6 +22,7 @@ from secateur.ops.table import Call, Function, Operation, Query, Readout, SizeQu
 from secateur.running.copies import meta_copy, named_tensors, shared_copy
 from secateur.running.observer import Observer
 from secateur.running.sandbox import Example, quiet, run, run_or_explain, to_meta
+from secateur.structure.dataflow import DataFlow
 from secateur.structure.findings import AxisTable, CostTerm, Findings
 from secateur.structure.followed import Questions, Reading, Shape, Size, follow, plain
 from secateur.structure.labels import TensorLabels
@@ -80,6 +81,7 @@ class LabelPass(Observer):
         self.flow.add(call, output)
         self.labels.trace(call, output)
         call.operation.channels(self.labels, call, output)
+        self.labels.choices.observe(call, output)
         self._count_written(call, output)
         made = tuple((tuple(tensor.shape), self.labels.layers(tensor)) for tensor in tensors_in(output))
         self.found.steps[call.site] = Step(numbers_of(call), made)
@@ -93,6 +95,7 @@ class LabelPass(Observer):
         self, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         made = super().__torch_function__(func, types, args, kwargs)
+        self.labels.choices.follow((args, kwargs), made)
         operation = lookup(func)
         if not isinstance(operation, Query):
             return made

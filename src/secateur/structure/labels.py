@@ -29,6 +29,7 @@ from secateur.ops.shape import Move
 from secateur.ops.table import Call, Site
 from secateur.running.copies import named_modules, named_tensors
 from secateur.running.heads import reads_heads
+from secateur.structure.choices import Choices
 from secateur.structure.findings import Findings, NormSite
 
 
@@ -48,7 +49,9 @@ class TensorLabels:
         self._following = {path for path, module in named_modules(model) if reads_heads(module)}
         # What needs no tensors, operations tell the findings at once.
         self.join, self.tie_rows, self.freeze, self.grid = found.join, found.tie_rows, found.freeze, found.grid
-        self.cost, self.produce, self.attend = found.cost, found.produce, found.attend
+        self.cost, self.produce, self.attend, self.require = found.cost, found.produce, found.attend, found.require
+        self.choices = Choices(found)
+        self.share, self.choose, self.looks_up = self.choices.share, self.choices.choose, self.choices.looks_up
 
     def layers(self, tensor: Any) -> Layers:
         """The layers of a tensor; those of a parameter have one label per index of each dimension."""
@@ -189,8 +192,11 @@ class TensorLabels:
             if summed and not is_zero(layer):
                 self.grid(layer, f"summed by {site} although it is not 0 when it is masked", rigid=summed)
 
-    def move(self, call: Call, output: Any) -> None:
-        """Data movement: do to the labels what the call does to the numbers. The first tensor is what moves."""
+    def move(self, call: Call, output: Any, dropped: Sequence[int] = ()) -> None:
+        """Data movement: do to the labels what the call does to the numbers. The first tensor is what moves.
+
+        Labels along dimensions in `dropped` end here.
+        """
         source = call.tensors()[0]
         if any(t.is_meta and not t.is_floating_point() for t in call.tensors()[1:]):
             raise NeedsNumbers(str(call.site))
@@ -199,7 +205,7 @@ class TensorLabels:
             args, kwargs = map_leaves(lambda leaf: layer if leaf is source else leaf, (call.args, call.kwargs))
             return call.function(*args, **kwargs)
 
-        results = [moved(layer) for layer in self.layers(source)]
+        results = [moved(layer) for layer in self.layers(source) if not {*varying(layer)} & {*dropped}]
         for i, tensor in enumerate(tensors_in(output)):
             self.set(tensor, [tensors_in(result)[i] for result in results])
 

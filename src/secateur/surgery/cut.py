@@ -115,9 +115,19 @@ def _fit(module: Any, old: Any, path: str, plan: Plan) -> None:
         module.num_embeddings, module.embedding_dim = module.weight.shape
     elif is_conv1d(module):
         module.nx, module.nf = module.weight.shape
+    elif experts := _experts(old):
+        for name, own in experts:
+            setattr(module, name, len(getattr(module, own)))
     elif isinstance(module, nn.RNNBase):
         module.input_size = module.all_weights[0][0].shape[1]
         module._flat_weights = [getattr(module, name) for name in module._flat_weights_names]
+
+
+def _experts(old: nn.Module) -> list[tuple[str, str]]:
+    """Where a module keeps its number of experts, and the parameter that has as many."""
+    counts = [(name, vars(old).get(name)) for name in ("num_experts", "n_routed_experts", "num_local_experts")]
+    held = [(own, len(t)) for own, t in old._parameters.items() if t is not None and t.ndim > 1]
+    return [(name, own) for name, count in counts for own, size in held[:1] if type(count) is int and count == size]
 
 
 def is_conv1d(module: nn.Module) -> bool:

@@ -1,0 +1,163 @@
+"""Experts as units: one that left is never chosen, whichever way the code finds the weights of those that are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import secateur as sc
+from benchmarks.tiny_transformers import build, inputs
+from oracle import random_scores
+from secateur.errors import TargetError
+from secateur.plans import Limits
+from secateur.plans.plan import plan_for
+from secateur.structure.graph import Graph
+
+
+class Mixture(nn.Module):
+    """Five experts, of which each token gets the best two. `router` says how they are chosen, `way` how they are run.
+
+    `removed`: numbers of experts that may not be chosen. This is the oracle.
+    """
+
+    def __init__(self, router: str, way: str) -> None:
+        super().__init__()
+        self.stem, self.gate, self.last = nn.Linear(6, 8), nn.Linear(8, 5, bias=False), nn.Linear(8, 3)
+        self.up, self.down = nn.Parameter(torch.randn(5, 8, 16) / 3), nn.Parameter(torch.randn(5, 16, 8) / 4)
+        self.bias = nn.Parameter(torch.randn(5) * 0.1 - 0.5)
+        self.router, self.way, self.num_experts = router, way, 5
+        self.removed: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x).relu().flatten(0, -2)
+        weights, chosen = self.choose(self.gate(x))
+        return self.last(x + self.run(x, weights, chosen))  # type: ignore[no-any-return]
+
+    def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        if self.removed:
+            logits = logits.index_fill(-1, torch.tensor(self.removed), -torch.inf)
+        if self.router == "softmax first":
+            weights, chosen = logits.float().softmax(-1).topk(2)
+            return (weights / weights.sum(-1, keepdim=True)).to(logits.dtype), chosen
+        if self.router == "softmax last":
+            best, chosen = torch.topk(logits, 2, dim=-1)
+            return best.softmax(-1), chosen
+        scores, shift = logits.sigmoid(), self.bias
+        if self.removed:
+            shift = shift.index_fill(0, torch.tensor(self.removed), -torch.inf)
+        chosen = (scores + shift).topk(2).indices
+        return scores.gather(1, chosen), chosen
+
+    def run(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        result = torch.zeros_like(x)
+        if self.way == "loop":
+            for number in chosen.unique():
+                tokens, place = torch.where(chosen == number)
+                made = (x[tokens] @ self.up[number]).relu() @ self.down[number]
+                result = result.index_add(0, tokens, made * weights[tokens, place, None])
+            return result
+        order = chosen.flatten().argsort()
+        counts = torch.bincount(chosen.flatten(), minlength=self.num_experts)
+        ends = counts.cumsum(0).to(torch.int32)
+        made = torch.nn.functional.grouped_mm(x[order // 2], self.up, offs=ends).relu()
+        made = torch.nn.functional.grouped_mm(made, self.down, offs=ends) * weights.flatten()[order, None]
+        return result.index_add(0, order // 2, made)
+
+
+def remove(graph: Graph, layer: str, places: list[int]) -> Any:
+    removed = np.zeros(len(graph.root), np.bool_)
+    removed[next(one for one in graph.layers if one.name == layer).groups[places]] = True
+    return plan_for(graph, removed)
+
+
+@pytest.mark.parametrize("way", ["loop", "grouped"])
+@pytest.mark.parametrize("router", ["softmax first", "softmax last", "sigmoid"])
+def test_an_expert_that_left_is_never_chosen(router: str, way: str) -> None:
+    torch.manual_seed(0)
+    net = Mixture(router, way)
+    x = torch.randn(4, 7, 6)
+    graph = sc.analyze(net, x)
+    layer = next(layer for layer in graph.layers if layer.kind == "expert")
+    assert (layer.name, len(layer.groups), layer.prunable) == ("gate", 5, True)
+    small: Any = sc.apply(net, remove(graph, "gate", [1, 4]))
+    assert (small.num_experts, tuple(small.up.shape), small.gate.out_features) == (3, (3, 8, 16), 3)
+    before = net(x)
+    net.removed = [1, 4]
+    assert (net(x) - before).abs().max() > 0.01
+    torch.testing.assert_close(small(x), net(x))
+    net.removed = []
+    torch.testing.assert_close(sc.apply(net, remove(graph, "gate", [1, 4]), how="mask")(x), small(x))
+
+
+def test_as_many_experts_stay_as_are_chosen() -> None:
+    torch.manual_seed(0)
+    net = Mixture("softmax first", "loop")
+    graph = sc.analyze(net, torch.randn(4, 7, 6))
+    limits = Limits(only="gate")
+    plan = sc.plan(graph, random_scores(graph), remove=3 / graph.total_units, limits=limits)
+    with pytest.raises(TargetError, match="at most"):
+        sc.plan(graph, random_scores(graph), remove=4 / graph.total_units, limits=limits)
+    assert plan.layers["gate"] == (5, 2)
+    small: Any = sc.apply(net, plan)
+    assert small.gate.out_features == 2
+
+
+def test_grouped_products_keep_widths_that_they_can_take() -> None:
+    """Rows must have whole 16 bytes, in half precision too."""
+    torch.manual_seed(0)
+    net = Mixture("softmax first", "grouped").bfloat16()
+    graph = sc.analyze(net, torch.randn(4, 7, 6).bfloat16())
+    plan = sc.plan(graph, random_scores(graph), remove=0.5)
+    small: Any = sc.apply(net, plan)
+    assert plan.units[1] < plan.units[0]
+    assert small.up.shape[2] == 8
+    assert small.up.shape[1] % 8 == 0
+
+
+def test_probabilities_that_are_more_than_a_choice_must_stay() -> None:
+    class Shares(Mixture):
+        def forward(self, x: Tensor) -> Tensor:
+            shares = self.gate(self.stem(x)).softmax(-1)
+            return self.last(self.stem(x)) * shares.topk(2).values.sum(-1, keepdim=True)  # type: ignore[no-any-return]
+
+    class Uses(Mixture):
+        def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+            shares = logits.softmax(-1)
+            weights, chosen = shares.topk(2)
+            return weights * shares.amax(), chosen
+
+    for kind in (Shares, Uses):
+        graph = sc.analyze(kind("", "loop"), torch.randn(4, 7, 6))
+        gate = next(layer for layer in graph.layers if layer.name == "gate")
+        assert not gate.prunable
+        assert "softmax in the model's own forward normalises over it" in str(gate.reason) or kind is Uses
+
+
+@pytest.mark.parametrize("way", ["eager", "grouped_mm"])
+def test_experts_of_mixtral(way: str) -> None:
+    model: Any = build("mixtral", "CAUSAL_LM").float()
+    model.set_experts_implementation(way)
+    example = inputs(model, 3, 9)
+    graph = sc.analyze(model, example)
+    assert {layer.kind: layer.prunable for layer in graph.layers if layer.kind == "expert"} == {"expert": True}
+    small: Any = sc.apply(model, remove(graph, "model.layers.1.mlp.gate", [0, 2]))
+    gate = model.model.layers[1].mlp.gate
+    plain = gate.forward
+
+    def without(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        logits = plain(x)[0].index_fill(-1, torch.tensor([0, 2]), -torch.inf)
+        best, chosen = logits.softmax(-1).topk(2)
+        return logits, best / best.sum(-1, keepdim=True), chosen
+
+    with torch.no_grad():
+        found, whole = small(**example).logits, model(**example).logits
+        gate.forward = without
+        wanted = model(**example).logits
+    assert (whole - wanted).abs().max() > 0.01
+    torch.testing.assert_close(found, wanted)
+    assert small.model.layers[1].mlp.experts.num_experts == 2
+    small.generate(example["input_ids"], max_new_tokens=2, do_sample=False)
