@@ -217,7 +217,7 @@ def settings(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
                     for repair in given.repairs:
                         yield {
                             "task": given.task, "left": share, "criterion": name, "scope": scope, "repair": repair,
-                            "only": given.only, "samples": given.samples, "seed": seed,
+                            "of": given.of, "only": given.only, "samples": given.samples, "seed": seed,
                         }  # fmt: skip
 
 
@@ -271,18 +271,19 @@ def study(given: argparse.Namespace) -> None:
     model, drawn, judge = opened(given, device)
     whole, inner = sum(p.numel() for p in model.parameters()), body(model)
     if not any(row["left"] == 1 and row["task"] == given.task for row in done):
-        none = dict.fromkeys(("criterion", "scope", "repair", "only"), "")
+        none = dict.fromkeys(("criterion", "scope", "repair", "only", "of"), "")
         _keep({"task": given.task, "left": 1, **none, "samples": 0, "seed": 0, **judge(model)}, done, given.out)
     for setting in settings(given):
         if any(all(row.get(k) == v for k, v in setting.items()) for row in done):
             continue
         begin = time.perf_counter()
+        share = setting["left"] if given.of == "all" else (whole - inner + setting["left"] * inner) / whole
         try:
             small = sc.prune(
                 model,
                 drawn(setting["seed"]),
                 criteria(given.task)[setting["criterion"]],
-                keep={"params": (whole - inner + setting["left"] * inner) / whole},
+                keep={"params": share},
                 schedule=Schedule(one_shot=True, rescore=False),
                 limits=limits_for(setting["scope"], setting["only"]),
                 repair=None if setting["repair"] == "none" else setting["repair"],
@@ -292,7 +293,8 @@ def study(given: argparse.Namespace) -> None:
             print(setting, type(error).__name__, error, flush=True)
             continue
         seconds = time.perf_counter() - begin
-        _keep({**setting, **judge(small), "body": body(small) / inner, "seconds": seconds}, done, given.out)
+        left = {"body": body(small) / inner, "whole": sum(p.numel() for p in small.parameters()) / whole}
+        _keep({**setting, **judge(small), **left, "seconds": seconds}, done, given.out)
 
 
 def _keep(row: dict[str, Any], done: list[dict[str, Any]], out: Path) -> None:
@@ -307,7 +309,7 @@ def table(rows: list[dict[str, Any]]) -> str:
     shares = sorted({row["left"] for row in rows}, reverse=True)
     lines = ["| criterion | ranking | samples | repair | " + " | ".join(f"{100 * s:.0f} %" for s in shares) + " |"]
     lines.append("|---" * (4 + len(shares)) + "|")
-    names = ("criterion", "scope", "only", "samples", "repair")
+    names = ("criterion", "scope", "only", "samples", "repair", "of")
     for key in dict.fromkeys(tuple(row[n] for n in names) for row in rows):
         cells = []
         for share in shares:
@@ -316,6 +318,7 @@ def table(rows: list[dict[str, Any]]) -> str:
                      if own and m in own[0]]  # fmt: skip
             cells.append(" / ".join(f"{mean:.2f}" for mean in means))
         where = key[1] + (f", {key[2]}" if key[2] else "")
+        where += f", {key[5]}" if key[5] == "all" else ""
         lines.append(f"| {key[0]} | {where} | {key[3]} | {key[4]} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -339,6 +342,7 @@ def main() -> None:
     parser.add_argument("--scopes", nargs="+", default=["default"])
     parser.add_argument("--repairs", nargs="+", default=["best", "none"])
     parser.add_argument("--only", default="")
+    parser.add_argument("--of", choices=["body", "all"], default="body", help="what shares are of")
     given = parser.parse_args()
     given.samples = given.samples or (32 if given.task == "sst2" else 256)
     given.shares = given.shares or ([0.6] if given.task == "sst2" else [0.75, 0.5])
