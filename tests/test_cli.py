@@ -354,6 +354,26 @@ def test_inspect(place: Place) -> None:
     assert "must stay: 8: model output" in text
 
 
+def test_models_with_attention_are_explained_by_their_own_composite(place: Place, tmp_path: Path) -> None:
+    (tmp_path / "net.py").write_text(
+        "import torch\nfrom torch import nn\n"
+        "class Small(nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.patches, self.mix = nn.Conv2d(3, 8, 4, 4), nn.MultiheadAttention(8, 2, batch_first=True)\n"
+        "        self.last = nn.Linear(8, 3)\n"
+        "    def forward(self, x):\n"
+        "        x = self.patches(x).flatten(2).mT\n"
+        "        return self.last(self.mix(x, x, x, need_weights=False)[0].mean(1))\n"
+    )
+    said = {}
+    for spec in (f"{tmp_path / 'net.py'}:Small", place.net):
+        args = ["explain", spec, place.test, "--input-size", 16, "--limit", 2, "--out", tmp_path / "maps"]
+        said[spec] = succeed(*args)["composite"]
+        assert succeed(*args, "--composite", "flat")["composite"] == "flat"
+    assert list(said.values()) == ["attnlrp", "epsilon_gamma_box"]
+
+
 def test_explain(place: Place, tmp_path: Path) -> None:
     found = succeed("explain", *place.model, place.test, "--limit", 4, "--out", tmp_path / "maps")
     photos = read(place.test, size=16)

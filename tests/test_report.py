@@ -249,6 +249,40 @@ def test_heat_maps_are_those_of_both_models(run: Run) -> None:
             assert f"{word}: {CLASSES[int(seen.output[i].argmax())]}" in caption
 
 
+def test_signs_are_those_of_attention(tmp_path: Path) -> None:
+    """Relevance starts with the logit there. If it started with 1, a negative logit would turn all signs around."""
+
+    class Attentive(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.patches, self.mix = nn.Conv2d(3, 8, 4, 4), nn.MultiheadAttention(8, 2, batch_first=True)
+            self.last = nn.Linear(8, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.patches(x).flatten(2).mT
+            return self.last(self.mix(x, x, x, need_weights=False)[0].mean(1))
+
+    torch.manual_seed(0)
+    net, x = Attentive().eval(), torch.rand(2, 3, 8, 8)
+    y = net(x).argmin(1)
+    assert (net(x).amin(1) < 0).all()
+    result = sc.prune(net, (x, y), remove=0.2, repair=None, progress=False)
+    seen = sc.explain(net, x, y)
+    assert seen.composite == "attnlrp"
+    page = parse(result.report(tmp_path / "r.html", data=(x, y), page=QUIET).read_text("utf-8")).by_id("seen")
+    after = sc.explain(result.model, x, y).heat
+    alike = [np.corrcoef(a.flatten(), b.flatten())[0, 1] for a, b in zip(seen.heat, after, strict=True)]
+    for figure, i in zip(page.find("figure", class_="sample"), np.argsort(alike), strict=True):
+        levels, heat = np.asarray(_decoded(figure.find("img")[1]), int), seen.heat[i].numpy()
+        assert (levels[heat > 0] >= 127).all()
+        assert (levels[heat < 0] <= 128).all()
+    shares = [float(row.children[2].text) for row in page.find("table")[0].find("tbody")[0].children]
+    size = float(net(x).amin(1).abs().sum())
+    gone = [float(seen.weights[name][i]) for name, cut in result.plan.cuts.items() if name in seen.weights
+            for i in cut.get(0, ())]  # fmt: skip
+    assert shares[0] == pytest.approx(100 * max(gone) / size, abs=0.006)
+
+
 def _decoded(image: Element) -> Image.Image:
     kind, _, content = image.attributes["src"].partition(",")
     assert kind == "data:image/png;base64"

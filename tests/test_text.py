@@ -509,6 +509,17 @@ def smaller() -> tuple[nn.Module, nn.Module]:
     return sc.apply(model, plan), model
 
 
+def test_the_answers_of_a_language_model_are_compared_as_classes(smaller: tuple[nn.Module, nn.Module]) -> None:
+    """Jensen-Shannon at each token that is no padding, of the samples that are all held."""
+    batch = padded(texts())
+    found = Repair("mean", held_out=0.0).examine(*smaller, batch, progress=False).divergence["none"]
+    with torch.no_grad():
+        q, p = (net(**batch).logits[batch["attention_mask"] > 0].double().softmax(-1) for net in smaller)
+    m = (p + q) / 2
+    wanted = ((p * (p / m).log()).sum(-1) + (q * (q / m).log()).sum(-1)).mean() / 2
+    assert found == pytest.approx(float(wanted), rel=1e-4)
+
+
 @pytest.mark.parametrize("rows", [20_000, 9])
 @pytest.mark.parametrize("method", ["mean", "ridge"])
 def test_padding_is_no_row_of_a_repair(smaller: tuple[nn.Module, nn.Module], method: str, rows: int) -> None:

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 import typer
-from torch import Tensor
+from torch import Tensor, nn
 
 from secateur.cli import options as o
 from secateur.cli.explain_text import explain_texts
@@ -21,7 +21,7 @@ from secateur.data.images import images_in, load
 from secateur.errors import DataError, SecateurError
 from secateur.models.hub import reads_text
 from secateur.relevance.composites import PRESETS
-from secateur.relevance.explain import Explanation, draw
+from secateur.relevance.explain import Explanation, draw, fitting
 from secateur.relevance.explain import explain as run_explain
 from secateur.running.devices import device_of
 
@@ -30,8 +30,8 @@ _TARGET = "The output to explain, by number or name; of a language model a word.
 _AGAINST = "Another output: explain why --target and not this one."
 _POSITION = "Which answer of a language model is explained, counted in tokens; -1 is the last, the default."
 _COMPOSITE = (
-    f"Which rules apply where: {', '.join(PRESETS)}. Default: epsilon_gamma_box for images; attnlrp for text, if the "
-    "model has attention."
+    f"Which rules apply where: {', '.join(PRESETS)}. Default: attnlrp for models with attention; for others "
+    "epsilon_gamma_box for images, alpha1beta0 for text."
 )
 
 
@@ -86,12 +86,12 @@ def explain(
     for option, value in (("--against", against), ("--position", position)):
         if value is not None:
             raise DataError(f"{option} is for text.", fix=f"leave out {option}")
-    _explain_images(source, seen, images or [], out, printer, target, composite or "epsilon_gamma_box", limit, strict)
+    _explain_images(source, seen, images or [], out, printer, target, composite, limit, strict)
 
 
 def _explain_images(
     source: o.Source, seen: o.Seen, images: list[Path], out: Path, printer: Printer,
-    target: str | None, composite: str, limit: int, strict: bool,
+    target: str | None, composite: str | None, limit: int, strict: bool,
 ) -> None:  # fmt: skip
     """Heat maps of images, and relevance by layer."""
     for folder in images:
@@ -113,6 +113,7 @@ def _explain_images(
     pictures: list[dict[str, Any]] = []
     found: list[Explanation] = []
     with printer.stage(f"explaining {len(kept)} images"):
+        composite = composite or _composite(opened.model, inputs[:1])
         for begin in range(0, len(kept), _BATCH):
             batch = inputs[begin : begin + _BATCH].to(device_of(opened.model))
             found.append(run_explain(opened.model, batch, wanted, composite=composite))
@@ -132,6 +133,12 @@ def _explain_images(
     layers = [(r["layer"], f"{100 * r['arrives']:.1f} %", str(r["units"]), str(r["hold_90"])) for r in rows]
     printer.result(table(("layer",), ("relevance that arrives", "units", "hold 90 % of it"), layers))
     printer.result(f"conservation: at most {worst:.2%} of the relevance is lost or created (composite {composite})")
+
+
+def _composite(model: nn.Module, image: Tensor) -> str:
+    """The composite for images: that of models with attention, or the one with the clearest heat maps."""
+    chosen = fitting(model, image.to(device_of(model)))
+    return "epsilon_gamma_box" if chosen == "alpha1beta0" else chosen
 
 
 def _in_turn(paths: list[Path]) -> list[Path]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from secateur import atomic
 from secateur.arguments import check_choice, check_count
 from secateur.errors import Argument, DataError, SecateurError
-from secateur.nest import map_tensors, tensors_in
+from secateur.nest import map_tensors, select_samples, tensors_in
 from secateur.relevance.composites import Composite
 from secateur.relevance.conservation import Conservation
 from secateur.relevance.engine import RelevancePass
@@ -184,6 +185,13 @@ def explain(
     images, text = next((tensor.detach() for tensor in tensors_in(inputs)), None), _text(inputs, heat, reader.generates)
     paths = {path_of(name): sums for name, sums in units.items()}
     return Explanation(first, paths, units, output, conservation, images, text, begin.classes, begin.others)
+
+
+def fitting(model: nn.Module, inputs: Any) -> str:
+    """The composite that `explain` chooses for a model."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return explain(model, select_samples(inputs, slice(1))).composite
 
 
 # -- texts -------------------------------------------------------------------------------------------------------------

@@ -24,9 +24,10 @@ from torch.nn import functional as F
 
 from secateur.nest import map_tensors
 from secateur.ops.table import Call, Site
+from secateur.relevance._kernels import one_kernel
 from secateur.relevance.backward import Backward, fitted
 from secateur.relevance.layers import Layers
-from secateur.relevance.ledger import total, wide
+from secateur.relevance.ledger import HALF, total, wide
 from secateur.relevance.linear_maps import Bilinear, ConvMap, LinearMap
 from secateur.relevance.propagation import Propagation
 from secateur.relevance.weights import LinearCall
@@ -147,7 +148,7 @@ class GradientPropagation(Propagation):
             return output
 
         def back(g: Tensor, x: Tensor) -> tuple[Tensor]:
-            return (fitted((made[0] / x).nan_to_num_(0.0, 0.0, 0.0).mul_(g), x.shape),)
+            return (fitted(by_factor(made[0], x, g), x.shape),)
 
         output = self._step(call, back, x, run=run)
         if output.shape == x.shape and output.grad_fn is not None:  # the forward may switch gradients off
@@ -161,16 +162,26 @@ class GradientPropagation(Propagation):
         if not x.requires_grad:
             return self.stops(call)  # type: ignore[no-any-return]
         backward, site, eps = self.backward, call.site, float(call["eps"])
+        width, made = x.numel() // rows, list[Tensor]()
+        one_each = weight is not None and weight.shape == x.shape[-1:] == (width,)  # a layer norm over one dimension
 
-        def back(g: Tensor, x: Tensor) -> tuple[Tensor]:
+        def run() -> Tensor:
+            output, _, scale = torch.native_layer_norm(x, (width,), weight, bias, eps)
+            made.append(scale)  # so that the input need not be kept
+            return output
+
+        def back(g: Tensor, *inputs: Tensor) -> tuple[Tensor]:
             if bias is not None:
                 backward.absorbs(site, "norm", bias, g)
+            if one_each:
+                assert weight is not None
+                return (centred(g, weight, (g @ weight).unsqueeze(-1) / width, made[0].to(g)),)
             pulled = (g if weight is None else g * weight).reshape(rows, -1)
             # Torch's own norm is the fastest way to the reciprocal of the standard deviation.
-            _, _, scale = torch.native_layer_norm(x.reshape(rows, -1), pulled.shape[1:], None, None, eps)
-            return ((pulled - pulled.mean(-1, keepdim=True)).mul_(scale).view(x.shape),)
+            _, _, scale = torch.native_layer_norm(inputs[0].reshape(rows, -1), (width,), None, None, eps)
+            return ((pulled - pulled.mean(-1, keepdim=True)).mul_(scale).view(inputs[0].shape),)
 
-        return self._step(call, back, x)
+        return self._step(call, back, x, saves=not one_each, run=run if one_each else None)
 
     def copies(self, call: Call, x: Tensor, scales: bool = False) -> Any:
         output = self.moves(call)
@@ -242,9 +253,9 @@ class GradientPropagation(Propagation):
             shares = [
                 None if p is None else p.div_(n) for p, n in ((for_q, 4), (for_k, 4), (for_v, 2))
             ]  # queries and keys: twice
-            arrived = total(inner.detach() * g)
+            arrived = _product(inner.detach(), g)
             # Queries and keys get the same, each entry of the logits being a sum of products; values get half.
-            logits = next((total(own[i].detach() * s) for i, s in enumerate(shares[:2]) if s is not None), 0)
+            logits = next((_product(own[i].detach(), s) for i, s in enumerate(shares[:2]) if s is not None), 0)
             passed = logits * sum(s is not None for s in shares[:2]) + (arrived / 2 if for_v is not None else 0)
             backward.flow(name, "attention", arrived, passed, absorbs=True)  # type: ignore[arg-type]
             return tuple(shares)
@@ -300,6 +311,28 @@ class GradientPropagation(Propagation):
             return (None,)
 
         return backward.step(tensor.detach, back, tensor, saves=False)
+
+
+@one_kernel("template <typename T> T by_factor(T y, T x, T g) { T f = y / x; return f - f == T(0) ? f * g : T(0); }")
+def by_factor(y: Tensor, x: Tensor, g: Tensor) -> Tensor:
+    """g · y / x, and 0 where that is not finite."""
+    return (y / x).nan_to_num_(0.0, 0.0, 0.0).mul_(g)
+
+
+@one_kernel("template <typename T> T centred(T g, T w, T m, T s) { return (g * w - m) * s; }")
+def centred(g: Tensor, weight: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
+    """(g · weight − mean) · scale."""
+    return (g * weight).sub_(mean).mul_(scale)
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """The sum of a · b, without the product in memory where torch can do that."""
+    plain = a.dtype == b.dtype and a.dtype not in HALF and a.numel() < 2**31
+    for order in ((0, 1, 2, 3), (0, 2, 1, 3)) if plain and a.dim() == 4 else ():
+        x, y = a.permute(order), b.permute(order)
+        if x.is_contiguous() and y.is_contiguous():
+            return torch.dot(x.view(-1), y.view(-1))
+    return total(a * b)
 
 
 def differentiated(backward: GradientBackward, call: Call, x: Tensor, kind: str) -> Tensor:

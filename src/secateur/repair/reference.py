@@ -73,6 +73,8 @@ class Reference:
         self._answers: list[Answers] = []
         #: Whether answers are kept for some positions of samples that judge only: all of them are too large.
         self.sparse = self.streams
+        #: Whether it answers with classes for each token.
+        self._tokens = _classifies_tokens(copy, samples.two)
         if self.sparse:
             self._answers = self._judged(copy)
         else:
@@ -104,8 +106,20 @@ class Reference:
                 x = self.samples.of(index)
                 answers = answers_in(run(model, x), len(index))
                 masks = [mask[index.to(mask.device)] for mask in self.samples.masks]
-                found.append([_at_positions(answer, counted(masks, answer.shape[:2])) for answer in answers])
+                found.append([self._at_positions(answer, counted(masks, answer.shape[:2])) for answer in answers])
         return found
+
+    def _at_positions(self, answer: Tensor, counts: Tensor | None, most: int = _JUDGED) -> Tensor:
+        """Answers for tokens, at `most` positions of each sample, evenly, as rows; padding is none. Others stay.
+
+        Rows of classes have two dimensions, other rows three.
+        """
+        if answer.ndim != 3:
+            return answer
+        index = torch.linspace(0, answer.shape[1] - 1, min(most, answer.shape[1])).long().to(answer.device)
+        rows = answer[:, index].flatten(0, 1)
+        rows = rows if counts is None else rows[counts.to(answer.device)[:, index].flatten()]
+        return rows if self._tokens else rows.unsqueeze(1)
 
     def divergence(self, answers: list[Answers]) -> float:
         """How far a model's answers, to all samples or to those that judge, are from the original's."""
@@ -116,6 +130,8 @@ class Reference:
             rows = self.samples.judges[place]
             judged = [select_samples(t, rows) if len(t) == len(rows) else t for t in batch]
             masks = [select_samples(mask[place], rows) for mask in self.samples.masks]
+            if self._tokens:
+                return [self._at_positions(t, counted(masks, t.shape[:2]), t.shape[-2]) for t in judged]
             return [_without_padding(t, counted(masks, t.shape[:2])) for t in judged]
 
         mine, theirs = (list(map(judging, self._places, side)) for side in (answers, self._answers))
@@ -209,13 +225,11 @@ def _stepping(model: nn.Module, layers: Layers, place: slice, x: Any) -> Iterato
         yield original.take
 
 
-def _at_positions(answer: Tensor, counts: Tensor | None) -> Tensor:
-    """Answers for tokens as rows of classes, at some positions of each sample, evenly; padding is none. Others stay."""
-    if answer.ndim != 3:
-        return answer
-    index = torch.linspace(0, answer.shape[1] - 1, min(_JUDGED, answer.shape[1])).long().to(answer.device)
-    rows = answer[:, index].flatten(0, 1)
-    return rows if counts is None else rows[counts.to(answer.device)[:, index].flatten()]
+def _classifies_tokens(model: nn.Module, inputs: Any) -> bool:
+    """Whether a model of transformers answers with logits at each position. Other answers may be anything."""
+    with quiet(), evaluating(model):
+        logits = getattr(run(model, inputs), "logits", None)
+    return isinstance(logits, Tensor) and logits.ndim == 3
 
 
 def answers_in(output: Any, samples: int) -> Answers:

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from secateur.errors import DataError
 from secateur.nest import select_samples
 from secateur.plans.plan import Plan
+from secateur.relevance.composites import composite_named
 from secateur.relevance.engine import Start
-from secateur.relevance.explain import Explanation, bound, explain, visible
-from secateur.relevance.starts import begun, seed
+from secateur.relevance.explain import Explanation, bound, explain, fitting, visible
+from secateur.relevance.starts import How, begun, seed
 from secateur.relevance.text import Shade, shaded
 from secateur.relevance.weights import path_of
 from secateur.report.document import Page
@@ -114,20 +115,21 @@ def some_of(data: Data, count: int) -> tuple[Any, Tensor | None]:
 def changes(
     original: nn.Module, result: Record, inputs: tuple[Any, Tensor | None], classes: Names, page: Page
 ) -> Changes:
-    """Explain the same inputs with both networks and compare. Each sample starts with relevance 1 at its class."""
+    """Explain the same inputs with both networks and compare. Each sample starts at its class: with 1, or with its
+    logit under a composite that has signs."""
     x, y = (to_device(part, device_of(original)) for part in inputs)
     text = isinstance(x, Mapping) and ids_in(x) is not None
     if not (isinstance(x, Tensor) or text) or not (count := size_of(x)):
         raise DataError("there is no input to explain: give inputs=(x, y) with at least one sample.")
     check_scale(x, page)
-    start: Any = y if y is None or text else _begin(original, x, y)  # of a text, the page names the explained class
-    before = explain(original, x, start, composite=page.composite, start="one")
+    rules = page.composite if page.composite is not None else fitting(original, x)
+    how = composite_named(rules).start
+    start: Any = y if y is None or text else _begin(original, x, y, how)  # of a text, the page names the class
+    before = explain(original, x, start, composite=rules, start=how)
     place = device_of(result.model)
     there, target, known = (to_device(part, place) for part in (x, y, before.classes))
-    begin: Any = None if y is None and known is None else _begin(result.model, there, target, known)
-    after = explain(
-        result.model, there, target if text and y is not None else begin, composite=page.composite, start="one"
-    )
+    begin: Any = None if y is None and known is None else _begin(result.model, there, target, how, known)
+    after = explain(result.model, there, target if text and y is not None else begin, composite=rules, start=how)
     samples, passages = list[Sample](), list[Passage]()
     if before.text is not None and after.text is not None:
         passages = [_passage(i, before, after, classes, page.tokenizer) for i in range(count)]
@@ -141,12 +143,12 @@ def changes(
     return Changes(samples, passages, count, *_units(original, before, after, result.plan))
 
 
-def _begin(model: nn.Module, x: Any, y: Tensor | None, classes: Tensor | None = None) -> Start:
+def _begin(model: nn.Module, x: Any, y: Tensor | None, how: How, classes: Tensor | None = None) -> Start:
     """Relevance starts at the targets, as in scoring; without any, at the classes that the other network predicted."""
     reader = Reader(model)
     if y is not None:
-        return lambda output: begun(reader, x, y, output, samples=size_of(x))
-    return lambda output: seed(reader.view(x, None, output), classes)
+        return lambda output: begun(reader, x, y, output, how, size_of(x))
+    return lambda output: seed(reader.view(x, None, output), classes, how)
 
 
 # -- texts -------------------------------------------------------------------------------------------------------------
@@ -286,14 +288,13 @@ def _units(
     removed: list[UnitChange] = []
     gained: list[UnitChange] = []
     totals: dict[str, float] = {}
-    samples = len(before.output)
     for name, values in before.weights.items():
-        old = values.detach().double().cpu().numpy() / samples
+        old = values.detach().double().cpu().numpy() / (before.conservation.size or 1)
         new = after.weights.get(name)
         places = kept(original, name, len(old), plan)
         if new is None or len(new) != len(places):
             continue  # a layer whose units do not lie along one axis of its weight
-        now = new.detach().double().cpu().numpy() / samples
+        now = new.detach().double().cpu().numpy() / (after.conservation.size or 1)
         layer = path_of(name)
         gone = np.setdiff1d(np.arange(len(old)), places)
         if len(gone):
