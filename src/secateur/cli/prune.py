@@ -40,9 +40,9 @@ _RESCORE = (
     "Default: not where there is repair."
 )
 _SCOPE = (
-    "Units compete in the whole network, in each layer, or in the network by score per MAC (cost) or per estimated "
-    "time. Default: cost with lrp (time with --keep-latency), layer with other criteria; global where --step, "
-    "--rescore, --finetune-epochs or --repair none ask for the paper's algorithm."
+    "Units compete in the whole network, in each layer, or in the network by score for what they save (cost): MACs, "
+    "or parameters or time with --keep-params or --keep-latency. Default: cost with lrp, layer with other criteria; "
+    "global where --step, --rescore, --finetune-epochs or --repair none ask for the paper's algorithm."
 )
 _UNIFORM = "The same width in all blocks of a transformer, so that stock transformers loads the result."
 _REPAIR = (
