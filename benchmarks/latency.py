@@ -1,19 +1,18 @@
 """Latency: how well the table predicts, and what is left of accuracy at equal measured latency.
 
     python -m benchmarks.latency predict --out results --model resnet50 --runtime onnxruntime --batch 1 --threads 2
+    python -m benchmarks.latency accuracy --out results --weights resnet50.safetensors --images imagenette --device cuda
     python -m benchmarks.latency table --out results
 
-`predict` measures the table of a model and then models of other plans, in turn with the whole one. Results are kept
-line by line, so that a run can be stopped and goes on. `accuracy` is in `benchmarks.latency_accuracy`.
+`predict` measures the table of a model and then models of other plans, in turn with the whole one. `accuracy` is
+described in `benchmarks.latency_accuracy`. Results are kept line by line, so that a run can be stopped and goes on.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -21,6 +20,8 @@ import torchvision
 from torch import nn
 
 import secateur as sc
+from benchmarks import latency_accuracy
+from benchmarks.latency_rows import append, lines
 from secateur.plans import Limits
 from secateur.plans.plan import Mask, Plan, plan_for
 from secateur.plans.scores import Scores
@@ -64,16 +65,6 @@ def some_plan(graph: Graph, number: int) -> Plan:
     units = {p.sites[0]: draw.gamma(draw.uniform(0.5, 3), 1, len(p.labels)) for p in graph.producers}
     limits = Limits(scope=("layer", "cost")[number % 2], round_to=8)
     return sc.plan(graph, Scores("random", units), keep={"macs": float(draw.uniform(0.2, 0.9))}, limits=limits)
-
-
-def lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
-def append(path: Path, row: dict[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as file:
-        file.write(json.dumps(row) + "\n")
 
 
 def predict(options: argparse.Namespace) -> None:
@@ -127,11 +118,12 @@ def tables(options: argparse.Namespace) -> None:
             len(plans), f"{near:.0f} %", f"{middle:.1f} %", f"{100 * errors[np.abs(errors).argmax()]:+.1f} %",
         ]  # fmt: skip
         print(f"| {' | '.join(map(str, cells))} |")
+    latency_accuracy.tables(options.out)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("predict", "table"))
+    parser.add_argument("what", choices=("predict", "accuracy", "table"))
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--model", choices=MODELS, default="resnet50")
     parser.add_argument("--runtime", default="onnxruntime")
@@ -140,9 +132,16 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--plans", type=int, default=50)
     parser.add_argument("--seconds", type=float, default=400, help="stop after so many seconds of plans")
+    parser.add_argument("--weights", type=Path)
+    parser.add_argument("--images", type=Path)
+    parser.add_argument("--data", choices=("imagenette", "cats_dogs"), default="imagenette")
+    parser.add_argument("--draws", type=lambda t: tuple(map(int, t.split(":"))), default=(0, 10), help="from:to")
+    parser.add_argument("--shares", nargs="+", type=float, default=(0.6, 0.4, 0.25), help="of the latency")
+    parser.add_argument("--allocations", nargs="+", default=latency_accuracy.ALLOCATIONS)
+    parser.add_argument("--repair", default="best")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    (predict if options.what == "predict" else tables)(options)
+    {"predict": predict, "accuracy": latency_accuracy.measure, "table": tables}[options.what](options)
 
 
 if __name__ == "__main__":

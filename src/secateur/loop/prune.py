@@ -87,6 +87,9 @@ class Result(Record):
         """Lines for a model card."""
         known = ("criterion", "composite", "remove", "keep", "max_drop", "scope", "round_to", "repair")
         asked = {name: str(self.settings[name]) for name in known if self.settings.get(name)}
+        if (where := self.settings.get("latency")) and self.cost_after.latency and self.cost_before.latency:
+            times = f"{1000 * self.cost_before.latency:.4g} → {1000 * self.cost_after.latency:.4g} ms"
+            asked["latency"] = f"{times} ({Setup(**where)})"
         metrics = [row.metrics for row in self.history if row.held and row.metrics]
         gained = {name: f"{metrics[0][name]:.4g} → {last:.4g}" for row in metrics[-1:] for name, last in row.items()}
         return {**gained, **asked, "ended": self.stopped}

@@ -15,16 +15,12 @@ import torch
 
 from secateur.arguments import check_choice, check_count
 from secateur.errors import Argument, SecateurError
-from secateur.latency.timing import batch_of
+from secateur.latency.timing import RUNTIMES, batch_of
 from secateur.nest import map_tensors, select_samples, tensors_in
 from secateur.running.sandbox import Example
 
 #: What runs a model. "channels-last" is PyTorch with the channels of images last in memory.
 Runtime = Literal["torch", "channels-last", "compile", "onnxruntime"]
-_NAMES = {
-    "torch": "PyTorch", "channels-last": "PyTorch, channels last", "compile": "torch.compile",
-    "onnxruntime": "ONNX Runtime",
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -68,7 +64,7 @@ class Setup:
     @property
     def name(self) -> str:
         """The runtime in words."""
-        return _NAMES[self.runtime]
+        return RUNTIMES[self.runtime]
 
     def __str__(self) -> str:
         where = f"{self.threads} thread{'s' * (self.threads > 1)}" if self.device == "cpu" else self.device
