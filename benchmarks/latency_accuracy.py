@@ -39,7 +39,7 @@ from secateur.surgery.cut import cut
 
 #: ImageNet's outputs for the folders of Imagenette, in order of their names.
 IMAGENETTE = (0, 217, 482, 491, 497, 566, 569, 571, 574, 701)
-ALLOCATIONS = ("latency", "linear", "cost", "layer", "old time", "torch-pruning")
+ALLOCATIONS = ("latency", "latency, blocks", "linear", "cost", "layer", "old time", "torch-pruning")
 _HALF = View(224, "crop", (0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
 
 
@@ -91,18 +91,18 @@ def accuracy(model: nn.Module, test: tuple[Tensor, Tensor]) -> float:
 
 def planner(name: str, stage: Scene, graph: Graph, scores: Scores, table: Latency) -> Callable[[float], Plan]:
     """A function that plans for so many predicted seconds."""
-    if name in ("latency", "linear", "layer"):
+    if name in ("latency", "latency, blocks", "linear", "layer"):
 
         def by_table(seconds: float) -> Plan:
             allocation.BALANCE = 0.0 if name == "linear" else 1.0
-            limits = Limits("layer" if name == "layer" else "cost", round_to=8)
+            limits = Limits("layer" if name == "layer" else "cost", round_to=8, blocks=name.endswith("blocks"))
             return sc.plan(graph, scores, keep={"seconds": seconds}, limits=limits, latency=table)
 
         return by_table
     if name == "torch-pruning":
         return partial(by_magnitude, copy.deepcopy(stage.model).cpu(), graph, table)
     work = graph.cost_of.work
-    spared = TermPrice([((1 if item.macs else 300) * item.coefficient, item.axes) for item in work])
+    spared = TermPrice([((1 if item.macs else 300) * item.term[0], item.term[1]) for item in work])
     prices = {"spared": spared if name == "old time" else graph.cost_of.prices["macs"], "seconds": table}
 
     def by_price(seconds: float) -> Plan:
@@ -185,7 +185,8 @@ def measure(options: argparse.Namespace) -> None:
             row = {
                 **where, "draw": draw, "share": share, "allocation": name, "measured": measured,
                 "whole_ms": 1000 * before, "predicted": predicted, "macs": plan.after.macs / plan.before.macs,
-                "whole": whole, "params": plan.after.params / plan.before.params, "none": accuracy(small, stage.test),
+                "whole": whole, "params": plan.after.params / plan.before.params,
+                "blocks": len(plan.blocks), "none": accuracy(small, stage.test),
                 "repaired": accuracy(session.examine(small).model, stage.test),
             }  # fmt: skip
             append(path, row)

@@ -63,7 +63,8 @@ _HOMES = {
     "SecateurError": "errors", "export": "files.onnx", "load": "files.saved", "save": "files.saved",
     "measure": "latency.measure", "compare": "loop.compare", "Result": "loop.prune", "prune": "loop.prune",
     "Plan": "plans.plan", "plan": "plans.ranking", "Scores": "plans.scores", "explain": "relevance.explain",
-    "repair": "repair", "latency": "runtimes.table", "Cost": "structure.cost", "Graph": "structure.graph", "apply": "surgery.apply",
+    "repair": "repair", "latency": "runtimes.table", "Cost": "structure.cost",
+    "Graph": "structure.graph", "apply": "surgery.apply",
 }  # fmt: skip
 
 
@@ -79,7 +80,7 @@ def __dir__() -> list[str]:
 
 
 class _Package(ModuleType):
-    """Python makes an imported package an attribute of its parent. A function, such as `repair`, goes before the package."""
+    """Python makes an imported package an attribute of its parent. Functions such as `repair` go before packages."""
 
     def __setattr__(self, name: str, value: object) -> None:
         if name not in _HOMES or not isinstance(value, ModuleType):

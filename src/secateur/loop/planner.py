@@ -104,8 +104,6 @@ class Planner:
     def final(self, scores: Scores, start: Plan | None, seconds: float | None = None) -> Plan:
         """The plan that meets a target in costs. `seconds` replaces what the table should predict for it."""
         keep = self.target.keep if seconds is None else {"seconds": seconds}
-        if self.target.timed and seconds is None and self.latency is not None:
-            keep = {"seconds": self.target.seconds(self.latency.whole)}
         return make_plan(self.graph, scores, keep=keep, start=start, limits=self.limits, latency=self.latency)
 
     def idle(self, start: Plan | None, number: int) -> bool:

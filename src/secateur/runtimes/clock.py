@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Collection, Sequence
-from functools import partial
 
 from torch import nn
 
@@ -31,20 +30,16 @@ class Clock:
 
     def in_turn(self, models: Sequence[tuple[nn.Module, Plan | None]]) -> list[float]:
         """Median seconds of a forward pass of each model, which is what its plan leaves. They take turns."""
+        return [statistics.median(own) for own in self.passes(models)]
+
+    def passes(self, models: Sequence[tuple[nn.Module, Plan | None]]) -> list[list[float]]:
+        """Seconds of several forward passes of each model. They take turns."""
         with self.setup.threaded(), quiet():
-            return medians([self.runner.prepare(model, plan) for model, plan in models])
-
-    def ready(self, model: nn.Module, plan: Plan | None = None) -> Callable[[], object]:
-        """A forward pass, to be timed with others by `medians`."""
-        return partial(self._threaded, self.runner.prepare(model, plan))
-
-    def _threaded(self, call: Callable[[], object]) -> object:
-        with self.setup.threaded():
-            return call()
+            return turns([self.runner.prepare(model, plan) for model, plan in models])
 
 
-def medians(calls: Sequence[Callable[[], object]]) -> list[float]:
-    """Median seconds of each call, after a warm-up; the calls take turns."""
+def turns(calls: Sequence[Callable[[], object]]) -> list[list[float]]:
+    """Seconds of each call, several times after a warm-up; the calls take turns."""
     for call in calls:
         call()
     seconds: list[list[float]] = [[] for _ in calls]
@@ -56,4 +51,4 @@ def medians(calls: Sequence[Callable[[], object]]) -> list[float]:
             own.append(time.perf_counter() - start)
         if turn + 1 >= _LEAST and time.perf_counter() - begin > _BUDGET * len(calls):
             break
-    return [statistics.median(own) for own in seconds]
+    return seconds
