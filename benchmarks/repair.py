@@ -217,7 +217,7 @@ def main() -> None:
     parser.add_argument("--classes", type=int, default=3)
     parser.add_argument("--per-class", type=int, default=10)
     parser.add_argument("--criteria", nargs="+", default=CRITERIA)
-    parser.add_argument("--allocations", nargs="+", default=ALLOCATIONS)
+    parser.add_argument("--allocations", nargs="+", default=ALLOCATIONS[:3])
     parser.add_argument("--rescoring", nargs="+", default=RESCORINGS)
     parser.add_argument("--macs", nargs="*", type=float, default=(0.8, 0.6, 0.35, 0.16))
     parser.add_argument("--remove", nargs="*", type=float, default=(), help="shares of the units, scored once")

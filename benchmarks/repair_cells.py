@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 CRITERIA = ("lrp", "taylor", "gradient", "weight", "activation", "random")
-ALLOCATIONS = ("global", "layer", "cost", "time")
+ALLOCATIONS = ("global", "layer", "cost", "time")  # "time" was an estimate of older versions
 REPAIRS = ("mean", "norm", "ridge")
 RESCORINGS = ("once", "each step")
 

@@ -68,7 +68,7 @@ def test_prune_speaks_to_people_too(place: Place, tmp_path: Path) -> None:
 def test_both_models_are_timed_in_both_runtimes(place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")  # long times break no line
     args = [word for word in place.job if word not in ("--no-latency", "--no-report")]
-    result = invoke("prune", *args, "--out", tmp_path / "s", "--keep-macs", 0.6, "--onnx")
+    result = invoke("prune", *args, "--out", tmp_path / "s", "--keep-macs", 0.6, "--onnx", "--threads", 1)
     assert result.exit_code == 0, result.stderr
     found = json.loads((tmp_path / "s" / "run.json").read_text())
     page = (tmp_path / "s" / "report.html").read_text()
@@ -76,11 +76,11 @@ def test_both_models_are_timed_in_both_runtimes(place: Place, tmp_path: Path, mo
     for runtime, key in (("PyTorch", "latency"), ("ONNX Runtime", "onnx_latency")):
         for batch in (1, 32):
             before, after = (found[side][f"{key}_{batch}"] for side in ("before", "after"))
-            line = lines[f"latency, batch {batch}, {runtime}"]
+            line = lines[f"latency, batch {batch}, {runtime}, 1 thread"]
             assert f"{1000 * before:.1f} ms" in line
             assert f"{1000 * after:.1f} ms" in line
             assert f"{before / after:.2f}x as fast" in line
-            assert f"{runtime}, batch of {batch}" in page
+            assert f"{runtime}, 1 thread, batch of {batch}" in page
             assert f"{before / after:.2f} times as fast" in page
     assert "model.onnx: input N x 3 x 16 x 16, pixels from 0 to 1, less 0.485, 0.456, 0.406" in result.stdout
     assert "outputs: blue, green, red" in result.stdout

@@ -49,6 +49,9 @@ from secateur.plans.plan import difference, renumbered
 from secateur.plans.ranking import plan
 from secateur.results.history import History
 from secateur.running.progress import Event, Scoring
+from secateur.runtimes import Latency, Setup
+from secateur.runtimes.clock import Clock
+from secateur.runtimes.segments import segments_of
 from secateur.surgery.apply import apply
 from secateur.surgery.optimizer import carry
 
@@ -159,20 +162,56 @@ def test_keep_macs_and_params() -> None:
     assert len(one.history) == 2
 
 
+def half_a_millisecond_each(model: nn.Module, example: Tensor) -> Latency:
+    """A table by which every unit of the first layer takes half a millisecond, in steps of eight units."""
+    graph = analyze(model, example)
+    segments = tuple(segments_of(graph))
+    units = len(model[0].weight)
+    kinds = {s.kind: [0.0005 * units * (s.path == "0" and len(axes) == 1) for axes in s.parts] for s in segments}
+    return Latency(Setup(), 0.0005 * units, 0.0, 0.0, kinds, graph, segments)
+
+
 def test_keep_latency(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a stopwatch that cannot be disturbed: half a millisecond per hidden unit."""
-    monkeypatch.setattr("secateur.loop.steps.time_forward", lambda m, example: 0.0005 * m[0].out_features)
-    model = nn.Sequential(nn.Linear(4, 40), nn.ReLU(), nn.Linear(40, 3))
+    """With a stopwatch that cannot be disturbed. Planned by the table, measured, and planned again where it is off."""
+    model = nn.Sequential(nn.Linear(4, 80), nn.ReLU(), nn.Linear(80, 3))
     samples = (torch.rand(8, 4), torch.arange(8) % 3)
-    result = prune(model, samples, "weight", keep={"latency": 0.5}, schedule=0.2)
-    assert result.plan.layers["0"] == (40, 20)
-    assert (result.cost_before.latency, result.cost_after.latency) == (0.02, 0.01)
-    assert [row.latency for row in result.history] == [0.02, 0.016, 0.012, 0.01]
-    result = prune(model, samples, "weight", keep={"seconds": 0.0125}, schedule=0.2)
-    assert result.plan.layers["0"] in [(40, 24), (40, 25)]
-    with pytest.raises(TargetError, match="cannot be reached") as caught:
-        prune(model, samples, "weight", keep={"seconds": 1e-5}, schedule=0.3)
-    assert caught.value.result.plan is not None
+    table = half_a_millisecond_each(model, samples[0][:1])
+    asked: list[list[int]] = []
+
+    def stopwatch(each: float) -> None:
+        def in_turn(_: Clock, models: list[tuple[nn.Module, object]]) -> list[float]:
+            asked.append([m[0].out_features for m, _ in models])
+            return [each * m[0].out_features for m, _ in models]
+
+        asked.clear()
+        monkeypatch.setattr(Clock, "in_turn", in_turn)
+
+    stopwatch(0.0005)
+    result = prune(model, samples, "weight", keep={"latency": 0.5}, latency=table, repair="mean")
+    assert result.plan.layers["0"] == (80, 40)
+    assert (result.cost_before.latency, result.cost_after.latency) == (0.04, 0.02)
+    assert [row.latency for row in result.history] == [0.04, 0.02]  # at once: one repair
+    assert asked == [[80], [80, 40]]  # the prediction is right, so that one measurement is enough
+    assert result.settings["latency"]["runtime"] == "torch"
+    # Seconds are what a stopwatch shows that is slower than the table: the plan follows the stopwatch.
+    stopwatch(0.001)
+    result = prune(model, samples, "weight", keep={"seconds": 0.02}, latency=table, repair="mean")
+    assert result.plan.layers["0"] == (80, 16)
+    assert result.cost_after.latency == 0.016
+    # In steps, with the last one measured until it fits.
+    stopwatch(0.0005)
+    result = prune(model, samples, "weight", keep={"latency": 0.5}, schedule=0.2, latency=table)
+    assert [row.latency for row in result.history] == [0.04, 0.032, 0.024, 0.02]
+    with pytest.raises(TargetError, match="cannot reach 1e-05 seconds"):
+        prune(model, samples, "weight", keep={"seconds": 1e-5}, latency=table)
+    stopwatch(0.03)  # what the table says can be reached, and the stopwatch denies
+    with pytest.raises(TargetError, match=r"0\.02 s per forward pass cannot be reached: PyTorch, batch 1") as caught:
+        prune(model, samples, "weight", keep={"seconds": 0.02}, latency=table)
+    assert caught.value.result.plan is None
+    with pytest.raises(SecateurError, match="table is of another Sequential"):
+        prune(nn.Sequential(nn.Linear(4, 9), nn.Linear(9, 3)), samples, keep={"latency": 0.5}, latency=table)
+    with pytest.raises(SecateurError, match="latency is a float"):
+        prune(model, samples, keep={"latency": 0.5}, latency=0.5)
     for wrong in ({"latency": 2.0}, {"latency": 0.5, "macs": 0.5}, {"seconds": 0}, {"latency": 0.5, "seconds": 1}):
         with pytest.raises(TargetError):
             prune(model, samples, keep=wrong)

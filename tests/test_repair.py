@@ -41,6 +41,7 @@ from secateur.repair.layers import survey
 from secateur.repair.reference import Reference
 from secateur.repair.samples import Samples
 from secateur.running.progress import Event, Line, Repairing
+from secateur.runtimes.clock import Clock
 
 
 def without(model: nn.Module, example: Any, layer: str, units: list[int]) -> nn.Module:
@@ -607,7 +608,7 @@ def test_savings_are_what_leaves_with_a_group_alone(name: str, spared: str) -> N
     model, example = build(name)
     graph = sc.analyze(model, example)
     groups = np.unique(graph.root[np.concatenate([layer.groups for layer in graph.layers])])
-    saved = graph.cost_of.savings(np.zeros(len(graph.root), np.bool_), spared)
+    saved = graph.cost_of.prices[spared].savings(np.zeros(len(graph.root), np.bool_))
     whole, exact = getattr(graph.cost, spared), {}
     for group in groups:
         removed = np.zeros(len(graph.root), np.bool_)
@@ -743,8 +744,9 @@ def test_max_drop_and_latency_with_repair(digits: Any, monkeypatch: pytest.Monke
     assert agreement(result.model) >= 0.9
     assert not result.history[-1].held or result.stopped != ""
     # A stopwatch that cannot be disturbed: a microsecond for each weight.
-    stopwatch = "secateur.loop.steps.time_forward"
-    monkeypatch.setattr(stopwatch, lambda m, example: 1e-6 * sum(p.numel() for p in m.parameters()))
+    monkeypatch.setattr(
+        Clock, "in_turn", lambda _, models: [1e-6 * sum(p.numel() for p in m.parameters()) for m, _ in models]
+    )
     timed = sc.prune(model, data, keep={"latency": 0.9}, progress=False, repair="mean")
     assert timed.cost_after.latency == pytest.approx(1e-6 * timed.plan.after.params)
     assert timed.cost_after.latency <= 0.9 * timed.cost_before.latency

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from secateur.plans.scores import Scores
     from secateur.relevance.explain import explain
     from secateur.repair import repair
+    from secateur.runtimes.table import latency
     from secateur.structure.cost import Cost
     from secateur.structure.graph import Graph
     from secateur.surgery.apply import apply
@@ -45,6 +46,7 @@ __all__ = [
     "compare",
     "explain",
     "export",
+    "latency",
     "load",
     "measure",
     "plan",
@@ -61,7 +63,8 @@ _HOMES = {
     "SecateurError": "errors", "export": "files.onnx", "load": "files.saved", "save": "files.saved",
     "measure": "latency.measure", "compare": "loop.compare", "Result": "loop.prune", "prune": "loop.prune",
     "Plan": "plans.plan", "plan": "plans.ranking", "Scores": "plans.scores", "explain": "relevance.explain",
-    "repair": "repair", "Cost": "structure.cost", "Graph": "structure.graph", "apply": "surgery.apply",
+    "repair": "repair", "latency": "runtimes.table", "Cost": "structure.cost",
+    "Graph": "structure.graph", "apply": "surgery.apply",
 }  # fmt: skip
 
 
@@ -77,7 +80,7 @@ def __dir__() -> list[str]:
 
 
 class _Package(ModuleType):
-    """Python makes an imported package an attribute of its parent. The function `repair` goes before the package."""
+    """Python makes an imported package an attribute of its parent. Functions such as `repair` go before packages."""
 
     def __setattr__(self, name: str, value: object) -> None:
         if name not in _HOMES or not isinstance(value, ModuleType):

@@ -20,13 +20,17 @@ from secateur.running.accuracy import PERPLEXITY
 from secateur.running.progress import Event, Listener
 from secateur.structure.cost import Cost, human
 
+# What latencies of other runtimes than PyTorch are called in JSON.
+_PREFIXES = {
+    "ONNX Runtime": "onnx_", "PyTorch, channels last": "channels_last_", "torch.compile": "compile_",
+}  # fmt: skip
 # More classes than this are not all listed.
 _CLASSES = 12
 
 
 def sides(before: Cost, after: Cost, timings: Sequence[Timing] = ()) -> tuple[dict[str, Any], dict[str, Any]]:
     """What two models cost, for JSON: parameters, MACs for one sample, seconds by batch size where measured."""
-    names = [f"{'onnx_' if timing.runtime != 'PyTorch' else ''}latency_{timing.batch}" for timing in timings]
+    names = [f"{_PREFIXES.get(timing.runtime, '')}latency_{timing.batch}" for timing in timings]
     found = (
         {"params": before.params, "macs": before.macs, **dict(zip(names, (t.before for t in timings), strict=True))},
         {"params": after.params, "macs": after.macs, **dict(zip(names, (t.after for t in timings), strict=True))},
@@ -71,7 +75,7 @@ def headline(
     for title, old, new in (("parameters", before.params, after.params), (macs, before.macs, after.macs)):
         rows.append((title, human(old), human(new), f"{100 * new / old:.1f} % left" if old else "–"))
     for timing in timings:
-        title = f"latency, batch {timing.batch}, {timing.runtime}"
+        title = f"latency, batch {timing.batch}, {timing.where}"
         speeds: Iterable[str] = (f"{1000 * side:.1f} ms" for side in (timing.before, timing.after))
         if timing.tokens:
             title, speeds = f"tokens/s, batch {timing.batch} x {timing.tokens}", (f"{r:,.0f}" for r in timing.rates)

@@ -22,10 +22,12 @@ from secateur.models import Opened
 from secateur.models.hub import reads_text
 from secateur.nest import select_samples
 from secateur.plans.targets import Limits, Scope
+from secateur.runtimes import Runtime, Setup
 from secateur.surgery.provenance import plans_of
 
 _target = partial(typer.Option, rich_help_panel="Target (one is needed)")
 _method = partial(typer.Option, rich_help_panel="Method")
+_where = partial(typer.Option, rich_help_panel="Where it will run")
 _more = partial(typer.Option, rich_help_panel="What is written")
 
 _DROP = "Stop before accuracy falls by more than this: 0.01 is one point. Alone, or beside another target."
@@ -40,9 +42,13 @@ _RESCORE = (
     "Default: not where there is repair."
 )
 _SCOPE = (
-    "Units compete in the whole network, in each layer, or in the network by score per MAC (cost) or per estimated "
-    "time. Default: cost with lrp (time with --keep-latency), layer with other criteria; global where --step, "
-    "--rescore, --finetune-epochs or --repair none ask for the paper's algorithm."
+    "Units compete in the whole network, in each layer, or in the network by score for what they save (cost): MACs, "
+    "or parameters or time with --keep-params or --keep-latency. Default: cost with lrp, layer with other criteria; "
+    "global where --step, --rescore, --finetune-epochs or --repair none ask for the paper's algorithm."
+)
+_RUNTIME = (
+    "What runs the model: --keep-latency plans for it and measures in it. PyTorch, PyTorch with channels last in "
+    "memory, torch.compile, or ONNX Runtime, which also writes model.onnx."
 )
 _UNIFORM = "The same width in all blocks of a transformer, so that stock transformers loads the result."
 _REPAIR = (
@@ -61,9 +67,12 @@ def prune(
     source: o.Source,
     keep_macs: Annotated[float | None, _target(help="MACs to keep: a share, 0.5, or a number, 2e9.")] = None,
     keep_params: Annotated[float | None, _target(help="Parameters to keep: a share or a number.")] = None,
-    keep_latency: Annotated[float | None, _target(help="Share of the measured latency of one sample to keep.")] = None,
+    keep_latency: Annotated[float | None, _target(help="Share of the measured latency to keep.")] = None,
     remove: Annotated[float | None, _target(help="Share of the units to remove.")] = None,
     max_drop: Annotated[float | None, _target(min=0.0, max=1.0, help=_DROP)] = None,
+    runtime: Annotated[Runtime, _where(help=_RUNTIME)] = "torch",
+    batch: Annotated[int, _where(min=1, help="Samples at once, for --keep-latency.")] = 1,
+    threads: Annotated[int | None, _where(min=1, help="Threads of the processor. Default: as PyTorch chooses.")] = None,
     specialize: Annotated[bool, _method(help="Keep only the outputs that the class folders mean.")] = True,
     criterion: Annotated[str, _method(help=_CRITERION)] = "lrp",
     step: Annotated[float | None, _method(help=_STEP)] = None,
@@ -119,6 +128,7 @@ def prune(
     check_model(out, pretrained=texts.text is not None)
     if report:
         need_packages("report", "--no-report", "jinja2", "matplotlib")
+    onnx |= runtime == "onnxruntime"
     if onnx:
         need_packages("export", "no --onnx", "onnx", "onnxscript", "onnxruntime")
     printer = Printer(as_json)
@@ -131,6 +141,7 @@ def prune(
         raise SecateurError(f"--max-drop needs {kind} that are not used for scoring.", fix=fix)
     for line in task.introduction():
         printer.note(line)
+    setup = Setup.of(task.example(), runtime, batch, threads)
     run = Run.begin(out, request(ctx, task), fresh, printer)
     tuner = None
     if finetune_epochs:
@@ -143,13 +154,14 @@ def prune(
         result = run_prune(
             task.model, task.data(), criterion, remove, keep or None, schedule, limits=limits, repair=repair,
             evaluate=task.evaluate, max_drop=max_drop, checkpoint=run.checkpoint, progress=printer.progress(),
+            latency=setup if keep_latency is not None else None,
         )  # fmt: skip
     if not plans_of(result.model):
         raise SecateurError(
             f"nothing was removed ({result.stopped}), so nothing is written.",
             fix="a larger --max-drop, more samples, or smaller steps with repair (--step 0.01 --repair best)",
         )
-    _write(run, task, result, printer, onnx=onnx, latency=latency, report=report, uniform=uniform)
+    _write(run, task, result, printer, onnx=onnx, setup=setup if latency else None, report=report, uniform=uniform)
 
 
 def _task(opened: Opened, images: o.Images, texts: o.Texts, seed: int, narrow: bool) -> Task | TextTask:
@@ -173,7 +185,7 @@ def _write(
     printer: Printer,
     *,
     onnx: bool,
-    latency: bool,
+    setup: Setup | None,
     report: bool,
     uniform: bool,
 ) -> None:
@@ -183,7 +195,7 @@ def _write(
     models = write_model(result.model, partial(task.save, result), out, example if onnx else None, printer)
     files = {"model": models.pop("model"), "history": out / "history.csv", **models}
     result.history.to_csv(files["history"])
-    timings = task.times(result, files.get("onnx"), printer) if latency else []
+    timings = task.times(result, files.get("onnx"), printer, setup) if setup is not None else []
     if report:
         with printer.stage("explaining a few samples and writing the report"):
             files["report"] = task.report(out / "report.html", result, timings)
@@ -194,6 +206,7 @@ def _write(
     summary = {
         "stopped": result.stopped, "before": before, "after": after,
         "accuracy": {"before": metrics[0], "after": metrics[-1]} if metrics else None, **task.counts,
+        **({"timed": {"threads": setup.threads, "device": setup.device}} if setup is not None else {}),
         "steps": len(result.history) - 1, "seconds": round(printer.seconds, 1),
         "files": {name: str(path) for name, path in files.items()},
     }  # fmt: skip

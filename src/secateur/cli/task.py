@@ -36,6 +36,8 @@ from secateur.running.copies import shared_copy
 from secateur.running.devices import device_of
 from secateur.running.logits import logits_of
 from secateur.running.sandbox import quiet, run_or_explain
+from secateur.runtimes import Runtime, Setup
+from secateur.runtimes.clock import Clock
 from secateur.structure.cost import human, size_of
 from secateur.surgery.provenance import plans_of
 
@@ -217,20 +219,25 @@ class Task:
         """Write the smaller model and where it came from."""
         save(result.model, folder, about={"origin": self.opened.origin.to_dict()})
 
-    def times(self, result: Result, onnx: Path | None, printer: Printer) -> list[Timing]:
-        """Both models in turn, in PyTorch and, if there is an ONNX file, in ONNX Runtime."""
-        example = self.example()
-        with printer.stage("timing both models for 1 and for 32 images"):
-            found = time_batches(self.model, result.model, example)
-        if onnx is None or example.device.type != "cpu":
-            return found
-        with printer.stage("timing both models in ONNX Runtime"), TemporaryDirectory() as folder:
-            try:
-                whole = export(self.model, Path(folder) / "unpruned.onnx", example)
-            except (SecateurError, RuntimeError) as error:
-                printer.note(f"ONNX timings are left out: the unpruned model cannot be exported ({message_of(error)})")
-                return found
-            return [*found, *time_onnx(whole, onnx, example)]
+    def times(self, result: Result, onnx: Path | None, printer: Printer, setup: Setup) -> list[Timing]:
+        """Both models in turn: in PyTorch, with channels last where that is faster, compiled if that is asked for, and
+        in ONNX Runtime if there is a file for it."""
+        example, batches = self.example(), sorted({1, 32, setup.batch})
+        threads = setup.threads if setup.device == "cpu" else 0
+        with setup.threaded():
+            with printer.stage(f"timing both models for {', '.join(map(str, batches))} images"):
+                found = time_batches(self.model, result.model, example, batches)
+                for runtime in ("channels-last", "compile") if setup.runtime == "compile" else ("channels-last",):
+                    found += time_elsewhere(self.model, result.model, example, found, runtime, setup)
+            if onnx is not None and example.device.type == "cpu":
+                with printer.stage("timing both models in ONNX Runtime"), TemporaryDirectory() as folder:
+                    try:
+                        whole = export(self.model, Path(folder) / "unpruned.onnx", example)
+                        found += time_onnx(whole, onnx, example, batches)
+                    except (SecateurError, RuntimeError) as error:
+                        why = f"the unpruned model cannot be exported ({message_of(error)})"
+                        printer.note(f"ONNX timings are left out: {why}")
+        return [replace(timing, threads=threads) for timing in found]
 
     def report(self, path: Path, result: Result, timings: Sequence[Timing]) -> Path:
         """Write the page, with heat maps of a few images."""
@@ -255,6 +262,19 @@ class Task:
         """What the exported model takes and returns, in words."""
         classes = ", ".join(map(title, self.opened.origin.classes))
         return expects(self.reference.view, fixed_batch(onnx)) + (f"; outputs: {classes}" if classes else "")
+
+
+def time_elsewhere(
+    before: nn.Module, after: nn.Module, example: Tensor, plain: Sequence[Timing], runtime: Runtime, setup: Setup
+) -> list[Timing]:
+    """Two models in turn in another form of PyTorch. Channels last are left out where they do not help."""
+    found = []
+    for timing in plain:
+        other = replace(setup, runtime=runtime, batch=timing.batch)
+        first, second = Clock(other, example, before).in_turn([(before, None), (after, None)])
+        if runtime != "channels-last" or second < timing.after:
+            found.append(Timing(timing.batch, first, second, other.name))
+    return found
 
 
 def digest(photos: Photographs | None) -> str | None:

@@ -28,6 +28,7 @@ from secateur.report import Page
 from secateur.running.accuracy import accuracy, perplexity
 from secateur.running.devices import device_of, to_device
 from secateur.running.targets import Reader
+from secateur.runtimes import Setup
 
 _HELD_OUT = 0.2  # of the text, if there is no other to test on
 _TEST = 64, 1000  # sequences to test on, or texts with labels, if the user does not say
@@ -118,14 +119,15 @@ class TextTask:
         with quiet_hub():
             replace(result, model=small).save_pretrained(folder, tokenizer=self.tokenizer)
 
-    def times(self, result: Result, onnx: Path | None, printer: Printer) -> list[Timing]:
+    def times(self, result: Result, onnx: Path | None, printer: Printer, setup: Setup) -> list[Timing]:
         """Both models in turn."""
-        example, found = select_samples(self.example(), slice(1)), []
-        with printer.stage(f"timing both models for {' and for '.join(map(str, _BATCHES))} texts"):
-            for batch in _BATCHES:
+        example, found, batches = select_samples(self.example(), slice(1)), [], sorted({*_BATCHES, setup.batch})
+        threads = setup.threads if setup.device == "cpu" else 0
+        with setup.threaded(), printer.stage(f"timing both models for {', '.join(map(str, batches))} texts"):
+            for batch in batches:
                 inputs = {name: tensor.expand(batch, -1).contiguous() for name, tensor in example.items()}
                 before, after = time_in_turn([self.model, result.model], inputs)
-                found.append(Timing(batch, before, after, tokens=example["input_ids"].shape[1]))
+                found.append(Timing(batch, before, after, tokens=example["input_ids"].shape[1], threads=threads))
         return found
 
     def report(self, path: Path, result: Result, timings: Sequence[Timing]) -> Path:

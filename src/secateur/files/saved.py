@@ -51,9 +51,16 @@ def save(result: Any, path: str | os.PathLike[str], *, about: Mapping[str, Any] 
         raise SecateurError(f"cannot save a {type(result).__name__}.", fix="give a pruned module or a Result")
     folder = Path(path)
     check_replaceable(folder)
-    files = saved_files(unwrap(model), about)
+    timed = _measured_with(result)
+    files = saved_files(unwrap(model), about if timed is None else {"latency": timed, **(about or {})})
     with atomic.naming_failures(folder):
         atomic.write_together(folder, files)
+
+
+def _measured_with(result: Any) -> dict[str, Any] | None:
+    """Where a run measured its models, and how many seconds they took before and after; None if it did not."""
+    where = getattr(result, "settings", {}).get("latency") if not isinstance(result, nn.Module) else None
+    return where and {**where, "before": result.cost_before.latency, "after": result.cost_after.latency}
 
 
 def saved_files(model: nn.Module, about: Mapping[str, Any] | None = None) -> dict[str, bytes]:

@@ -17,6 +17,12 @@ from secateur.nest import tensors_in
 from secateur.running.copies import shared_copy, unwrap
 from secateur.running.sandbox import Example, quiet, run, run_or_explain
 
+#: What runs a model, in words.
+RUNTIMES = {
+    "torch": "PyTorch", "channels-last": "PyTorch, channels last", "compile": "torch.compile",
+    "onnxruntime": "ONNX Runtime",
+}  # fmt: skip
+
 
 def time_forward(model: nn.Module, example: Example, repeats: int = 20) -> float:
     """Median seconds of a forward pass in evaluation mode, after a warm-up. The model is left as it was."""
@@ -58,7 +64,8 @@ def medians(calls: Sequence[Callable[[], object]], repeats: int = 20) -> list[fl
 class Timing:
     """Median seconds for one batch before and after pruning, measured in turn. `runtime` is what ran the models.
 
-    `tokens` is the length of each text of the batch; 0 if samples are no texts.
+    `tokens` is the length of each text of the batch; 0 if samples are no texts. `threads` is how many computed; 0 if
+    that is not known.
     """
 
     batch: int
@@ -66,6 +73,12 @@ class Timing:
     after: float
     runtime: str = "PyTorch"
     tokens: int = 0
+    threads: int = 0
+
+    @property
+    def where(self) -> str:
+        """The runtime and the threads, in words."""
+        return self.runtime + (f", {self.threads} thread{'s' * (self.threads > 1)}" if self.threads else "")
 
     @property
     def gain(self) -> float:

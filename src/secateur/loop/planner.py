@@ -14,6 +14,7 @@ from secateur.plans.plan import Plan
 from secateur.plans.ranking import allowed, nothing_may_leave
 from secateur.plans.ranking import plan as make_plan
 from secateur.plans.scores import Scores
+from secateur.runtimes import Latency
 from secateur.structure.graph import Graph
 
 # A step may be smaller than a unit, which then leaves in a later one; but not so small that a run never ends.
@@ -37,6 +38,7 @@ class Planner:
     def __init__(self, graph: Graph, settings: Settings) -> None:
         self.graph, self.target, self.limits = graph, settings.target, settings.limits
         self.step, self.one_shot, self.parts = settings.step, settings.schedule.one_shot, settings.parts
+        self.latency = settings.latency if isinstance(settings.latency, Latency) else None
         self.limits.check(graph)
         if not allowed(graph, self.limits) and (self.limits.blocks == "only" or not len(graph.candidates)):
             raise nothing_may_leave(graph, self.limits)
@@ -77,8 +79,8 @@ class Planner:
     def propose(self, scores: Scores, start: Plan | None, number: int) -> Proposal:
         """What should be gone after step `number`. A step that is smaller than any group waits for the next."""
         part, turn = self._turn(number)
-        if self.target.sizes:
-            final = make_plan(self.graph, scores, keep=self.target.sizes, start=start, limits=self.limits)
+        if self.target.keep:
+            final = self.final(scores, start)
             if self.one_shot or self._removed(final, part) <= self._units(part, turn * self.step):
                 return Proposal(final, part, last=True)
         share, last = self._share(turn)
@@ -86,7 +88,7 @@ class Planner:
         try:
             found = self.exactly(scores, start, share, number)
         except (TargetError, NothingToPruneError):
-            if self.target.remove is not None or self.target.sizes:
+            if self.target.remove is not None or self.target.keep:
                 raise
             return Proposal(None, reason="nothing more may leave: every layer is ignored or as narrow as it may be")
         if found is None and start is None and last:
@@ -98,6 +100,11 @@ class Planner:
                 round_to=Argument("round_to", self.limits.round_to),
             )
         return Proposal(found or start, part, last)
+
+    def final(self, scores: Scores, start: Plan | None, seconds: float | None = None) -> Plan:
+        """The plan that meets a target in costs. `seconds` replaces what the table should predict for it."""
+        keep = self.target.keep if seconds is None else {"seconds": seconds}
+        return make_plan(self.graph, scores, keep=keep, start=start, limits=self.limits, latency=self.latency)
 
     def idle(self, start: Plan | None, number: int) -> bool:
         """Whether step `number` asks for no more than is gone, so that there is no need to score."""
@@ -169,8 +176,8 @@ class Planner:
         """Fail before any work is done if the target cannot be met whatever the scores are."""
         units = {p.sites[0]: np.ones(len(p.labels)) for p in self.graph.producers}
         flat = Scores("any", units, blocks={block.name: 1.0 for block in self.graph.blocks})
-        if self.target.sizes:
-            make_plan(self.graph, flat, keep=self.target.sizes, limits=self.limits)
+        if self.target.keep:
+            self.final(flat, None)
         elif self.target.remove is not None:
             for number, part in enumerate(self.parts, 1):
                 self._candidates(part)

@@ -29,6 +29,8 @@ from secateur.running.copies import copy_with, unwrap
 from secateur.running.processes import check_same, together
 from secateur.running.progress import Listener
 from secateur.running.sandbox import check_weights, leaves_no_trace
+from secateur.runtimes import Latency, Setup
+from secateur.runtimes.table import table_of
 from secateur.structure.graph import Graph
 from secateur.surgery.optimizer import carry as carry_over
 
@@ -85,6 +87,9 @@ class Result(Record):
         """Lines for a model card."""
         known = ("criterion", "composite", "remove", "keep", "max_drop", "scope", "round_to", "repair")
         asked = {name: str(self.settings[name]) for name in known if self.settings.get(name)}
+        if (where := self.settings.get("latency")) and self.cost_after.latency and self.cost_before.latency:
+            times = f"{1000 * self.cost_before.latency:.4g} → {1000 * self.cost_after.latency:.4g} ms"
+            asked["latency"] = f"{times} ({Setup(**where)})"
         metrics = [row.metrics for row in self.history if row.held and row.metrics]
         gained = {name: f"{metrics[0][name]:.4g} → {last:.4g}" for row in metrics[-1:] for name, last in row.items()}
         return {**gained, **asked, "ended": self.stopped}
@@ -105,6 +110,7 @@ def prune(
     evaluate: Evaluate | None = None,
     max_drop: float | Mapping[str, float] | None = None,
     output: str | Sequence[str] = (),
+    latency: Latency | Setup | None = None,
     checkpoint: str | Path | None = None,
     progress: bool | Listener = True,
 ) -> Result:
@@ -119,10 +125,14 @@ def prune(
 
     With nothing else given, units are scored once and removed at once, then each layer is regressed back to the
     original's outputs (`repair="best"`). This keeps the most accuracy without training. LRP ranks all units by score
-    per MAC, or per estimated time if a latency is asked for. Scores of other criteria are not comparable across layers,
-    so that every layer loses the same share. `limits`, a `secateur.plans.Limits`, protects layers, rounds widths, or
+    per MAC, or per second if a latency is asked for. Scores of other criteria are not comparable across layers, so that
+    every layer loses the same share. `limits`, a `secateur.plans.Limits`, protects layers, rounds widths, or
     chooses another ranking. `repair` is "mean", "norm", "ridge", "best", None or False, a `secateur.repair.Repair`, or
     your own `f(small, original, data)`.
+
+    A target in time is planned by a table of what was measured, and then measured: where the smaller model is too slow,
+    more leaves. `latency` says where it will run: the table of `secateur.latency`, or a `secateur.runtimes.Setup` such
+    as `Setup("onnxruntime", batch=32, threads=2)`; by default PyTorch on the data's first sample.
 
     `schedule` is the share of the original units that leaves per step, or a `secateur.loop.Schedule`, which also has
     fine-tuning, re-scoring, parts, batch size and seed. Steps, parts, fine-tuning, re-scoring and `repair=None` each
@@ -150,7 +160,7 @@ def prune(
     """
     settings = Settings(
         criterion_named(criterion), Target(remove, keep, max_drop), Schedule.of(schedule),
-        Limits.of(limits), repair_of(repair), evaluate, output,
+        Limits.of(limits), repair_of(repair), evaluate, output, latency,
     )  # fmt: skip
     return run_loop(model, data, settings, checkpoint, progress)
 
@@ -174,6 +184,8 @@ def run_loop(
         check_weights(original)
         graph = analyze(original, example_of(original, data), settings.output)
     check_same(original)
+    if settings.target.timed:
+        settings = replace(settings, latency=_table(original, graph, settings.latency))
     planner = Planner(graph, settings)
     saved = Checkpoint(Path(checkpoint), original, graph, settings, data) if checkpoint is not None else None
     state = RunState(original)
@@ -196,6 +208,16 @@ def run_loop(
             error.result = _result(state, original, steps.graph, settings)
             raise
     return _result(state, original, steps.graph, settings)
+
+
+def _table(model: nn.Module, graph: Graph, given: Latency | Setup | None) -> Latency:
+    """What the model takes where it will run: as given, or measured, or from the cache."""
+    if not isinstance(given, Latency):
+        return table_of(model, graph, given or Setup.of(graph.example, "torch", None, None))
+    if given.graph.shapes != graph.shapes or len(given.graph.root) != len(graph.root):
+        what = f"the table is of another {given.graph.model_name}: its layers have other sizes."
+        raise SecateurError(what, where="latency", fix="latency(model, example) of the model that is pruned")
+    return given
 
 
 def _result(state: RunState, original: nn.Module, graph: Graph, settings: Settings) -> Result:

@@ -15,6 +15,7 @@ from secateur.loop.finetune import Tuner
 from secateur.plans.targets import Limits, Scope, Target, brief, check_share
 from secateur.repair import Repair
 from secateur.running.batches import Data
+from secateur.runtimes import Latency, Setup
 
 #: `f(model)` returns an accuracy, or a dict with "overall" and a number per class.
 Evaluate = Callable[[nn.Module], float | Mapping[str, float]]
@@ -102,6 +103,7 @@ class Settings:
     evaluate: Evaluate | None = None
     #: Which of the things that the model returns count, as in `analyze`.
     output: str | Sequence[str] = ()
+    latency: Latency | Setup | None = None
 
     def __post_init__(self) -> None:
         target, schedule = self.target, self.schedule
@@ -112,8 +114,9 @@ class Settings:
             Repair(self.repair)
         if target.max_drop is not None and self.evaluate is None:
             raise SecateurError("max_drop needs a measure of the drop.", fix="evaluate=f(model)")
-        if target.timed and schedule.one_shot:
-            raise TargetError("a latency is approached step by step.", fix="leave out one_shot")
+        if self.latency is not None:
+            fix = "the table of secateur.latency(model, example), or a secateur.runtimes.Setup"
+            arguments.check_kind("latency", self.latency, (Latency, Setup), fix)
         if schedule.parts is not None and (target.keep is not None or self.limits.only != ("*",)):
             raise TargetError("parts take turns by share of units.", fix="remove=… instead of keep=…, and no only=…")
 
@@ -129,13 +132,17 @@ class Settings:
         if rescore is None:
             rescore = repair is None or schedule.finetune is not None
         if limits.scope is None:
-            by_price: Scope = "time" if target.timed else "cost"
-            scope: Scope = "global" if rescore else by_price if self.criterion.comparable else "layer"
+            scope: Scope = "global" if rescore else "cost" if self.criterion.comparable else "layer"
             limits = replace(limits, scope=scope)
         if schedule.step is None:
-            one_shot |= not (rescore or target.timed or target.max_drop is not None or schedule.parts)
+            one_shot |= not (rescore or target.max_drop is not None or schedule.parts)
         schedule = replace(schedule, rescore=rescore, one_shot=one_shot)
         return replace(self, schedule=schedule, limits=limits, repair=repair)
+
+    @property
+    def setup(self) -> Setup | None:
+        """Where the model will run, where that is known."""
+        return self.latency.setup if isinstance(self.latency, Latency) else self.latency
 
     @property
     def step(self) -> float:
@@ -159,6 +166,7 @@ class Settings:
             "ignore": list(self.limits.ignore), "uniform": self.limits.uniform,
             "output": [self.output] if isinstance(self.output, str) else list(self.output),
             "blocks": self.limits.blocks,
+            **({"latency": setup.to_dict()} if self.target.timed and (setup := self.setup) is not None else {}),
         }  # fmt: skip
 
     def shown(self) -> dict[str, Any]:

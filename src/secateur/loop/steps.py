@@ -15,7 +15,6 @@ from torch import nn
 
 from secateur.criteria.scoring import scores_of
 from secateur.errors import Argument, EvaluationError, SecateurError, SecateurWarning, TargetError, VerificationError
-from secateur.latency.timing import time_forward
 from secateur.loop.planner import Planner
 from secateur.loop.settings import Settings
 from secateur.plans.plan import Plan, difference
@@ -25,10 +24,15 @@ from secateur.running.batches import Data
 from secateur.running.processes import same_everywhere
 from secateur.running.progress import Evaluating, Listener, Scoring
 from secateur.running.sandbox import check_weights, drawing_again, evaluating
+from secateur.runtimes import Latency
 from secateur.structure.graph import Graph
 from secateur.surgery.apply import apply
+from secateur.surgery.cut import cut
 from secateur.surgery.optimizer import carry as carry_over
 from secateur.surgery.provenance import remember
+
+# How often a plan for a latency is measured at most, and which share of the limit is close enough.
+_TRIES, _CLOSE = 6, 0.96
 
 
 @dataclass
@@ -79,7 +83,7 @@ class Steps:
     def _unpruned(self, state: RunState) -> None:
         begin, cost = time.perf_counter(), self.graph.cost
         metrics = self._evaluated(state.model, 0)
-        latency = _seconds(state.model, self.graph) if self.settings.target.timed else None
+        latency = self._timed(None)[0] if self.settings.target.timed else None
         row = Row(0, self.graph.total_units, 0.0, cost.params, cost.macs, metrics, latency=latency)
         state.history.rows.append(replace(row, seconds=time.perf_counter() - begin))
 
@@ -89,15 +93,7 @@ class Steps:
         scores = self._scored(state, number)
         scoring = time.perf_counter() - begin
         proposal = self.planner.propose(scores, state.plan, number)
-        limit = target.seconds(state.history[0].latency)
         if proposal.reason:
-            if target.timed:
-                raise TargetError(
-                    f"{limit:.3g} s per forward pass cannot be reached: {proposal.reason}.",
-                    fix="a larger {keep}, or a smaller {round_to}",
-                    keep=Argument("keep", key=next(iter(target.times))),
-                    round_to=Argument("round_to"),
-                )
             state.done = proposal.reason
             return
         plan = proposal.plan
@@ -107,10 +103,11 @@ class Steps:
                 blocked = "no smaller group is left to come closer to the target"
                 state.done = blocked if state.plan is None else self.planner.reached(state.plan, blocked)
             return
+        latency = None
+        if target.timed:
+            plan, latency = self._to_latency(state, scores, plan, proposal.last)
         try:
-            model, latency = self._removed(state, plan), None
-            if target.timed:
-                model, plan, latency = self._to_latency(state, scores, model, plan, limit)
+            model = self._removed(state, plan)
         except VerificationError as error:
             self._learn(state, plan, error)
             return self.next(state)
@@ -132,8 +129,7 @@ class Steps:
             state.done = f"step {number} would have lost more accuracy than allowed; this is the step before it"
             return
         state.model, state.plan, state.scores = model, plan, scores
-        met = latency <= limit if latency is not None else proposal.last
-        state.done = self.planner.reached(plan) if met else ""
+        state.done = self.planner.reached(plan) if proposal.last else ""
 
     def _scored(self, state: RunState, number: int) -> Scores:
         """The scores of the model as it is, or, without re-scoring, of the original once for all steps."""
@@ -209,31 +205,50 @@ class Steps:
                 raise ValueError(f"it returned {found!r}: a finite number, or a dict with 'overall', is needed")
         return dict(same_everywhere(metrics))
 
-    def _to_latency(
-        self, state: RunState, scores: Scores, model: nn.Module, plan: Plan, limit: float
-    ) -> tuple[nn.Module, Plan, float]:
-        """If the step is fast enough, look for the smallest removal within it that is."""
-        latency, number = _seconds(model, self.graph), state.step + 1
-        if latency > limit:
-            return model, plan, latency
-        low, high = self.planner.bounds(number)
-        for _ in range(4):
-            middle = (low + high) / 2
-            tried = self.planner.exactly(scores, state.plan, middle, number)
-            if tried is None or tried.groups == plan.groups:
+    def _to_latency(self, state: RunState, scores: Scores, plan: Plan, last: bool) -> tuple[Plan, float]:
+        """Measure what the plan leaves. If that should meet the target, plan again until it just does."""
+        target, table = self.settings.target, self.settings.latency
+        assert isinstance(table, Latency)
+        best: tuple[Plan, float, float] | None = None
+        for _ in range(_TRIES):
+            before, after = self._timed(plan)
+            limit = target.seconds(before)
+            if not last:
+                best = plan, before, after
                 break
-            candidate = self._removed(state, tried)
-            found = _seconds(candidate, self.graph)
-            if found <= limit:
-                model, plan, latency, high = candidate, tried, found, middle
-            else:
-                low = middle
-        return model, plan, latency
+            if after <= limit and (best is None or table.predict(plan) > table.predict(best[0])):
+                best = plan, before, after
+            if _CLOSE * limit <= after <= limit:
+                break
+            # A little below the limit, since measurements vary.
+            aim = table.predict(plan) * (1 + _CLOSE) / 2 * limit / after
+            try:
+                other = self.planner.final(scores, state.plan, aim)
+            except TargetError:  # nothing more may leave
+                break
+            if other.groups == plan.groups:
+                break
+            plan = other
+        if best is None:
+            raise TargetError(
+                f"{limit:.3g} s per forward pass cannot be reached: {table.setup} takes {after:.3g} s.",
+                fix="a larger {keep}, a smaller {round_to}, or a quieter machine",
+                keep=Argument("keep", key=next(iter(target.times))),
+                round_to=Argument("round_to"),
+            )
+        plan, before, after = best
+        # Both models as they were measured in turn: a machine that changes its pace hits both.
+        state.history.rows[0] = replace(state.history.rows[0], latency=before)
+        return plan, after
 
-
-def _seconds(model: nn.Module, graph: Graph) -> float:
-    """The latency of a model, in every process as the first one measured it."""
-    return float(same_everywhere(time_forward(model, graph.example)))
+    def _timed(self, plan: Plan | None) -> list[float]:
+        """Seconds of the original, and of what a plan leaves, in every process as the first one measured them."""
+        table = self.settings.latency
+        assert isinstance(table, Latency)
+        models: list[tuple[nn.Module, Plan | None]] = [(self.original, None)]
+        if plan is not None:
+            models.append((cut(self.original, plan).eval(), plan))
+        return list(same_everywhere(table.clock(self.original).in_turn(models)))
 
 
 def within(drop: float | Mapping[str, float], before: Mapping[str, float], after: Mapping[str, float]) -> bool:

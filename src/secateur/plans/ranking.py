@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 
 from secateur.arguments import check_kind
 from secateur.errors import Argument, NothingToPruneError, TargetError
 from secateur.ops.layers import Labels, Mask
+from secateur.plans.allocation import order_by_price
 from secateur.plans.plan import Plan, plan_for
 from secateur.plans.scores import Aggregation, Scores, Values
 from secateur.plans.targets import Limits, Target
 from secateur.structure.blocks import Block
-from secateur.structure.cost import Cost, Price, human
+from secateur.structure.cost import Price, human
 from secateur.structure.graph import Graph, families
 
 
@@ -26,16 +28,17 @@ def plan(
     *,
     limits: Limits | None = None,
     start: Plan | None = None,
+    latency: Price | None = None,
 ) -> Plan:
     """Choose which groups leave: those with the lowest scores, until the target is met.
 
     `remove` is a fraction of the units that may leave. `keep` names what should remain instead: `{"params": 0.5}` or
-    `{"macs": 1.2e9}`, a fraction if at most 1, else an absolute number. `limits` protects layers, rounds widths, and
-    says which units compete (`secateur.plans.Limits`): with `Limits(scope="layer")` every layer loses the same share,
-    with "cost" groups are ranked by score lost per MAC saved, with "time" by score lost per time saved, as estimated
-    from MACs and numbers read and written. Both rank per parameter if only parameters are asked for. With `round_to`,
-    less may leave than `remove` allows. `Limits(blocks=True)` lets residual branches leave as a whole. With `start`,
-    what that plan removes is gone already and counts towards the target.
+    `{"macs": 1.2e9}`, a fraction if at most 1, else an absolute number; `{"latency": 0.5}` or `{"seconds": 0.01}` as
+    predicted by `latency`, the table of `secateur.latency`. `limits` protects layers, rounds widths, and says which
+    units compete (`secateur.plans.Limits`): with `Limits(scope="layer")` every layer loses the same share, with "cost"
+    groups are ranked by score lost for what they save: MACs, or parameters or time if only these are asked for. With
+    `round_to`, less may leave than `remove` allows. `Limits(blocks=True)` lets residual branches leave as a whole. With
+    `start`, what that plan removes is gone already and counts towards the target.
 
     >>> import torch, secateur as sc
     >>> net = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.ReLU(), torch.nn.Linear(6, 2))
@@ -49,22 +52,37 @@ def plan(
     if start is not None:
         check_kind("start", start, Plan, "the plan that this one goes on from, such as result.plan")
     target, limits = Target(remove, keep), Limits.of(limits)
-    if target.timed:
+    if target.timed and limits.scope is None:
+        limits = replace(limits, scope="cost")
+    if target.timed and latency is None:
         raise TargetError(
-            "a plan cannot aim at a latency, which has to be measured.", fix="`prune`, or keep={'macs': …}"
+            "a plan for a latency needs a table of what was measured.", fix="latency=secateur.latency(model, example)"
         )
     limits.check(graph)
-    spared: Price = "params" if set(target.sizes) == {"params"} else "time" if limits.scope == "time" else "macs"
-    chooser = _Chooser(graph, scores, limits, start, spared)
-    removed = chooser.by_units(remove) if remove is not None else chooser.by_cost(target.bounds(graph.cost))
-    return plan_for(graph, removed)
+    bounds = target.bounds(graph.cost)
+    prices: dict[str, Price] = dict(graph.cost_of.prices)
+    if target.timed and latency is not None:
+        prices["seconds"] = latency
+        bounds["seconds"] = target.seconds(latency(np.zeros(len(graph.root), np.bool_)))
+    spared = next(iter(bounds)) if len(bounds) == 1 else "macs"
+    chooser = _Chooser(graph, scores, limits, start, prices, spared, bounds.get("seconds"))
+    return plan_for(graph, chooser.by_units(remove) if remove is not None else chooser.by_cost(bounds))
 
 
 class _Chooser:
     """The order in which groups leave, and how far down the order a target lies."""
 
-    def __init__(self, graph: Graph, scores: Scores, limits: Limits, start: Plan | None, spared: Price) -> None:
-        self.graph, self.limits = graph, limits
+    def __init__(
+        self,
+        graph: Graph,
+        scores: Scores,
+        limits: Limits,
+        start: Plan | None,
+        prices: Mapping[str, Price],
+        spared: str,
+        seconds: float | None = None,
+    ) -> None:
+        self.graph, self.limits, self.prices = graph, limits, prices
         self.gone: Mask = np.zeros(len(graph.root), np.bool_)
         if start is not None:
             self.gone[list(start.groups)] = True
@@ -97,8 +115,17 @@ class _Chooser:
         key = self.value[candidates]
         if limits.scope == "layer":
             key = self._shares(candidates)
-        elif limits.scope in ("cost", "time"):
-            key = self._per_cost(candidates, scores.aggregate, spared)
+        elif limits.scope == "cost":
+            worth = self._worth(candidates, scores.aggregate)
+            if seconds is None:
+                saved = prices[spared].savings(self.gone)[candidates]
+                # What saves nothing is not worth its score, however low: it leaves last, not first.
+                key = worth / np.maximum(saved, 1e-6 * max(float(saved.max()), 1.0))
+            else:
+                order = order_by_price(graph, candidates, worth, self.gone, prices[spared], 0.9 * seconds)
+                place = np.empty(len(graph.root))
+                place[order] = np.arange(len(order))
+                key = place[candidates]
         elif len(whole):  # what is lost per unit that leaves
             key[-len(whole) :] /= [max(block.units, 1) for block in self.blocks.values()]
         self.order: Labels = candidates[np.argsort(key, kind="stable")]
@@ -145,16 +172,13 @@ class _Chooser:
         self.order = np.concatenate([np.zeros(0, np.int64), *(groups for _, groups in tiers)])
         self.ends = np.cumsum([0, *(len(groups) for _, groups in tiers)])
 
-    def _per_cost(self, candidates: Labels, aggregate: Aggregation, spared: Price) -> Values:
-        """What the group's channels score in all, per operation that leaves with them."""
+    def _worth(self, candidates: Labels, aggregate: Aggregation) -> Values:
+        """What the channels of each group score in all."""
         channels = np.zeros(len(self.graph.root), np.int64)  # a head is one unit, but has as many as it is wide
         for producer in self.graph.producers:
             np.add.at(channels, self.graph.root[producer.labels], 1)
         channels[[*self.blocks]] = 1
-        total = self.value[candidates] * (1 if aggregate == "sum" else channels[candidates])
-        saved = self.graph.cost_of.savings(self.gone, spared)[candidates]
-        # What saves nothing is not worth its score, however low: it leaves last, not first.
-        return np.asarray(total / np.maximum(saved, 1e-6 * max(float(saved.max()), 1.0)))
+        return np.asarray(self.value[candidates] * (1 if aggregate == "sum" else channels[candidates]))
 
     def _protected(self, candidates: Labels, min_units: int) -> Mask:
         """The best `min_units` groups of every layer never leave; nor does the last one that a weight reads."""
@@ -268,16 +292,19 @@ class _Chooser:
     def by_cost(self, bounds: Mapping[str, float]) -> Mask:
         """The shortest start of the order that meets every bound."""
 
-        def fits(cost: Cost) -> bool:
-            return all(getattr(cost, name) <= limit for name, limit in bounds.items())
+        def fits(removed: Mask) -> bool:
+            costs = {name: self.prices[name](removed) for name in bounds}
+            return all((costs[n] if n == "seconds" else round(costs[n])) <= limit for n, limit in bounds.items())
 
-        whole, least = self.graph.cost, self.graph.cost_of(self.mask(len(self.order)))
-        if not fits(least):
-            wanted = ", ".join(f"{human(limit)} {name}" for name, limit in bounds.items())
+        everything = self.mask(len(self.order))
+        if not fits(everything):
+            whole, least = self.graph.cost, self.graph.cost_of(everything)
+            wanted = ", ".join(f"{amount(limit, name)} {name}" for name, limit in bounds.items())
+            soon = f", {amount(self.prices['seconds'](everything), 'seconds')} s" if "seconds" in bounds else ""
             raise TargetError(
                 f"cannot reach {wanted}: with everything removed that may leave, {least} remain "
                 f"({100 * least.params / whole.params:.1f} % of the parameters, "
-                f"{100 * least.macs / max(whole.macs, 1):.1f} % of the MACs).",
+                f"{100 * least.macs / max(whole.macs, 1):.1f} % of the MACs{soon}).",
                 fix="a larger target, "
                 + ("a smaller {min_units}, " if self.limits.min_units > 1 else "")
                 + "a smaller {round_to}, or fewer ignored layers",
@@ -285,7 +312,12 @@ class _Chooser:
                 round_to=Argument("round_to"),
             )
         counts = range(len(self.order))
-        return self.mask(bisect_left(counts, True, key=lambda count: fits(self.graph.cost_of(self.mask(count)))))
+        return self.mask(bisect_left(counts, True, key=lambda count: fits(self.mask(count))))
+
+
+def amount(value: float, name: str) -> str:
+    """A cost as text."""
+    return f"{value:.3g}" if name == "seconds" else human(value)
 
 
 def allowed(graph: Graph, limits: Limits) -> list[Block]:

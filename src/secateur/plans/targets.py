@@ -20,8 +20,8 @@ from secateur.structure.graph import Graph
 _SIZES, _TIMES = ("params", "macs"), ("latency", "seconds")
 
 #: Which groups a group is ranked against: "global": all. "layer": those of its layer, so that every layer loses the
-#: same share. "cost": all, by score per MAC saved. "time": all, by score per estimated time saved.
-Scope = Literal["global", "layer", "cost", "time"]
+#: same share. "cost": all, by score for what is saved: MACs, or parameters or time if the target is in these alone.
+Scope = Literal["global", "layer", "cost"]
 
 
 def brief(settings: Any) -> str:
@@ -110,8 +110,9 @@ class Target:
 class Limits:
     """What a plan must respect: `prune(..., limits=Limits(round_to=8, ignore="layer4.*"))`.
 
-    `scope` says which units compete: all ("global"), those of a layer ("layer"), or all by score per MAC ("cost") or
-    per estimated time ("time"). None is "global" for `plan`; `prune` chooses by criterion. `ignore` and `only` are
+    `scope` says which units compete: all ("global"), those of a layer ("layer"), or all by score for what they save
+    ("cost"): MACs, or parameters or time if the target is in these. None is "global" for `plan`, "cost" if that is for
+    a latency; `prune` chooses by criterion. `ignore` and `only` are
     wildcards on module paths; a module's name stands for everything in it. A stream that several modules write is
     ignored if one of them is, and taken by `only` if all are. Every layer keeps at least `min_units`, and a multiple of
     `round_to` channels. With `uniform`, layers that differ only by the number of their block keep the
@@ -135,6 +136,9 @@ class Limits:
     def __post_init__(self) -> None:
         for name in ("ignore", "only"):
             object.__setattr__(self, name, arguments.patterns(name, getattr(self, name), error=TargetError))
+        if self.scope == "time":  # type: ignore[comparison-overlap]  # what older versions had
+            fix = "a target in time, keep={{'latency': 0.5}}; then 'cost' is the time, as measured"
+            raise TargetError("{scope} was an estimate, and is gone.", fix=fix, scope=Argument("scope", self.scope))
         if self.scope is not None:
             arguments.check_choice("scope", self.scope, get_args(Scope), error=TargetError)
         arguments.check_flag("uniform", self.uniform)

@@ -21,7 +21,7 @@ from secateur.errors import (
     UnknownOperationError,
     UnsupportedModelError,
 )
-from secateur.latency.timing import Timing, batch_of, time_batches
+from secateur.latency.timing import RUNTIMES, Timing, batch_of, time_batches
 from secateur.nest import describe
 from secateur.relevance.composites import PRESETS
 from secateur.relevance.conservation import Conservation
@@ -217,18 +217,22 @@ def _speeds(result: Record, source: nn.Module | None, latency: bool | Sequence[T
     """How fast both models are, and how that was measured."""
     example, old, new = result.graph.example, result.cost_before.latency, result.cost_after.latency
     timings: Sequence[Timing] = []
-    turns, when = ", both models in turn", "after the run"
+    when = "after the run"
     if not isinstance(latency, bool):
         timings = latency
     elif old is not None and new is not None:
-        timings, turns, when = [Timing(batch_of(example), old, new)], "", "during the run"
+        asked = result.settings.get("latency", {})
+        runtime, batch = asked.get("runtime", "torch"), asked.get("batch", batch_of(example))
+        threads = asked.get("threads", 0) if asked.get("device") == "cpu" else 0
+        timings = [Timing(batch, old, new, RUNTIMES.get(runtime, runtime), threads=threads)]
+        when = "during the run"
     elif latency and source is not None:
         timings, when = time_batches(source, result.model, example), "while the page was written"
     if not timings:
         return [], ""
     tiles = []
     for t in timings:
-        name, change = f"{t.runtime}, batch of {t.batch}", f"{t.gain:.2f} times as fast"
+        name, change = f"{t.where}, batch of {t.batch}", f"{t.gain:.2f} times as fast"
         if t.tokens:
             was, now = (f"{rate:,.0f} tokens/s" for rate in t.rates)
             tiles.append(Tile(f"{name}, {t.tokens} tokens each", now, was, change))
@@ -236,7 +240,10 @@ def _speeds(result: Record, source: nn.Module | None, latency: bool | Sequence[T
             tiles.append(Tile(name, _milliseconds(t.after), _milliseconds(t.before), change, 1 / t.gain))
     sample = describe(example) if len(timings) == 1 else "samples like the example"
     what = "Speed is that of reading a text, by" if timings[0].tokens else "Latency is"
-    return tiles, f"{what} the median of up to {_REPEATS} forward passes on {sample}{turns}, measured {when}."
+    return (
+        tiles,
+        f"{what} the median of up to {_REPEATS} forward passes on {sample}, both models in turn, measured {when}.",
+    )
 
 
 def _milliseconds(seconds: float) -> str:

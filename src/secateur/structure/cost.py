@@ -6,7 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Protocol
 
 import numpy as np
 from torch import nn
@@ -18,13 +18,51 @@ from secateur.structure.blocks import Block
 from secateur.structure.findings import Axis, Findings
 from secateur.structure.label_pass import watch_copy
 
-#: What reading and writing one number is worth, in MACs: from 100 (two cores) to 300 (large GPUs). The larger figure
-#: made the faster models on two cores as well.
-MACS_PER_NUMBER = 300
-
-#: What may be spared.
-Price = Literal["macs", "params", "time"]
 Savings = np.ndarray[tuple[int], np.dtype[np.float64]]
+#: Terms of a sum: a coefficient, and the groups along each axis, whose kept numbers multiply it.
+Terms = Sequence[tuple[float, Sequence[Labels]]]
+
+
+class Price(Protocol):
+    """What a model costs in one currency, as a function of which groups are removed."""
+
+    def __call__(self, removed: Mask) -> float:
+        """The cost without these groups."""
+
+    def savings(self, removed: Mask) -> Savings:
+        """What each group costs as things stand, to first order: what leaves with it when it leaves alone."""
+
+
+@dataclass(frozen=True)
+class TermPrice:
+    """A cost that is a sum of terms."""
+
+    terms: Terms
+
+    def __call__(self, removed: Mask) -> float:
+        """The cost without these groups."""
+        return total(self.terms, ~removed)
+
+    def savings(self, removed: Mask) -> Savings:
+        """What leaves with each group when it leaves alone, to first order."""
+        return first_order(self.terms, ~removed)
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one call does: `coefficient` times the number of kept groups along each axis. `macs`, or numbers written."""
+
+    site: Site
+    macs: bool
+    coefficient: float
+    axes: tuple[Labels, ...]
+    #: The blocks that it lies in, each a factor of 1 or 0.
+    blocks: tuple[Labels, ...] = ()
+
+    @property
+    def term(self) -> tuple[float, tuple[Labels, ...]]:
+        """For a sum of terms."""
+        return self.coefficient, (*self.axes, *self.blocks)
 
 
 @dataclass(frozen=True)
@@ -76,47 +114,52 @@ class CostModel:
             for known, keys in ((by_site, block.sites), (by_name, block.parameters)):
                 for key in keys:
                     known[key].append(np.array([block.group]))  # type: ignore[index]
-        self._terms = [(t.coefficient, [*(root[a] for a in t.axes), *by_site[t.site]]) for t in found.macs]
-        self._written = [
-            (MACS_PER_NUMBER * t.coefficient, [*(root[a] for a in t.axes), *by_site[t.site]]) for t in found.written
+        order = {site: place for place, site in enumerate(found.steps)}
+        work = [
+            Work(t.site, terms is found.macs, t.coefficient, tuple(root[a] for a in t.axes), tuple(by_site[t.site]))
+            for terms in (found.macs, found.written)
+            for t in terms
         ]
+        #: What the calls do, in order of execution.
+        self.work = sorted(work, key=lambda item: order.get(item.site, len(order)))
         dims: dict[str, list[Axis]] = {name: [] for name in shapes}
         for axis in found.axes.axes:
             if axis.parameter in dims:
                 dims[axis.parameter].append(axis)
-        self._params = [
+        params = [
             (
                 math.prod(shapes[name]) / math.prod(axis.size for axis in own),
                 [*(root[axis.span] for axis in own), *by_name[name]],
             )
             for name, own in dims.items()
         ]
+        #: The cost in each currency.
+        self.prices = {
+            "macs": TermPrice([item.term for item in work if item.macs]),
+            "params": TermPrice(params),
+        }
 
     def __call__(self, removed: Mask) -> Cost:
         """`removed[root]` says whether a group leaves."""
-        keep = ~removed
-        return Cost(round(_total(self._params, keep)), round(_total(self._terms, keep)))
-
-    def savings(self, removed: Mask, what: Price = "macs") -> Savings:
-        """What each group costs as things stand, to first order: what leaves with it when it leaves alone.
-
-        "time" is in MACs, too: those that are computed, and those that could be while numbers are read and written.
-        """
-        keep = ~removed
-        saved = np.zeros(len(keep))
-        priced = {"macs": self._terms, "params": self._params, "time": [*self._terms, *self._written]}
-        for coefficient, vectors in priced[what]:
-            counts = [int(np.count_nonzero(keep[vector])) for vector in vectors]
-            for i, vector in enumerate(vectors):
-                others = float(np.prod(counts[:i] + counts[i + 1 :]))
-                np.add.at(saved, vector[keep[vector]], coefficient * others)
-        return saved
+        return Cost(round(self.prices["params"](removed)), round(self.prices["macs"](removed)))
 
 
-def _total(terms: list[tuple[float, list[Labels]]], keep: Mask) -> float:
-    total = 0.0
+def total(terms: Terms, keep: Mask) -> float:
+    """The sum of the terms, for the groups that are kept."""
+    found = 0.0
     for coefficient, vectors in terms:
         for vector in vectors:
             coefficient *= int(np.count_nonzero(keep[vector]))
-        total += coefficient
-    return total
+        found += coefficient
+    return found
+
+
+def first_order(terms: Terms, keep: Mask) -> Savings:
+    """What leaves with each group of the terms when it leaves alone, to first order."""
+    saved = np.zeros(len(keep))
+    for coefficient, vectors in terms:
+        counts = [int(np.count_nonzero(keep[vector])) for vector in vectors]
+        for i, vector in enumerate(vectors):
+            others = float(np.prod(counts[:i] + counts[i + 1 :]))
+            np.add.at(saved, vector[keep[vector]], coefficient * others)
+    return saved

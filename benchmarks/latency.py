@@ -1,0 +1,148 @@
+"""Latency: how well the table predicts, and what is left of accuracy at equal measured latency.
+
+    python -m benchmarks.latency predict --out results --model resnet50 --runtime onnxruntime --batch 1 --threads 2
+    python -m benchmarks.latency accuracy --out results --weights resnet50.safetensors --images imagenette --device cuda
+    python -m benchmarks.latency table --out results
+
+`predict` measures the table of a model and then models of other plans, in turn with the whole one. `accuracy` is
+described in `benchmarks.latency_accuracy`. Results are kept line by line, so that a run can be stopped and goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+import torchvision
+from torch import nn
+
+import secateur as sc
+from benchmarks import latency_accuracy
+from benchmarks.latency_rows import append, lines
+from secateur.plans import Limits
+from secateur.plans.plan import Mask, Plan, plan_for
+from secateur.plans.scores import Scores
+from secateur.runtimes import Latency
+from secateur.structure.graph import Graph
+from secateur.surgery.cut import cut
+
+MODELS = ("resnet50", "mobilenet_v3_large", "efficientnet_lite0", "vit_s")
+
+
+def network(name: str) -> nn.Module:
+    """A network with random weights: its speed is that of a trained one."""
+    torch.manual_seed(0)
+    if name == "vit_s":
+        return torchvision.models.VisionTransformer(224, 16, 12, 6, 384, 1536).eval()
+    if name == "efficientnet_lite0":
+        import timm
+
+        return timm.create_model("tf_efficientnet_lite0").eval()
+    return getattr(torchvision.models, name)().eval()
+
+
+def some_plan(graph: Graph, number: int) -> Plan:
+    """A plan of a user's: some ranking of random scores down to some share of the MACs; every third has widths at
+    random instead."""
+    draw = np.random.default_rng(1000 + number)
+    if number % 3 == 2:
+        removed: Mask = np.zeros(len(graph.root), np.bool_)
+        middle = draw.uniform(0.25, 1)
+        for layer in graph.layers:
+            if layer.prunable:
+                share = float(np.clip(middle * draw.uniform(0.5, 1.5), 0.1, 1))
+                keep = max(1, round(share * len(layer.groups)))
+                if len(layer.groups) >= 16:
+                    keep = min(len(layer.groups), max(8, round(keep / 8) * 8))
+                removed[draw.permutation(layer.groups)[keep:]] = True
+        for axis in graph.axes.axes:
+            if removed[graph.root[axis.span]].all():
+                removed[graph.root[axis.span]] = False
+        return plan_for(graph, removed)
+    units = {p.sites[0]: draw.gamma(draw.uniform(0.5, 3), 1, len(p.labels)) for p in graph.producers}
+    limits = Limits(scope=("layer", "cost")[number % 2], round_to=8)
+    return sc.plan(graph, Scores("random", units), keep={"macs": float(draw.uniform(0.2, 0.9))}, limits=limits)
+
+
+def predict(options: argparse.Namespace) -> None:
+    """Predicted and measured seconds of some plans."""
+    where = {key: getattr(options, key) for key in ("model", "runtime", "batch", "threads", "device")}
+    path = options.out / f"predict-{'-'.join(map(str, where.values()))}.jsonl"
+    done = {row["plan"] for row in lines(path) if "plan" in row}
+    todo = [number for number in range(options.plans) if number not in done]
+    if not todo:
+        return
+    model, example = network(options.model), torch.rand(1, 3, 224, 224)
+    if options.device == "cuda":
+        model, example = model.cuda(), example.cuda()
+    begin = time.perf_counter()
+    settings = {key: where[key] for key in ("runtime", "batch", "threads", "device")}
+    table: Latency = sc.latency(model, example, cache=options.out / "cache", **settings)
+    took = time.perf_counter() - begin
+    append(path, {**where, "table_seconds": took, "whole": table.whole, "error": table.error})
+    print(where, f"table {took:.1f} s, whole {1000 * table.whole:.2f} ms, its own error {100 * table.error:.1f} %")
+    clock = table.clock(model)
+    begin = time.perf_counter()
+    for number in todo:
+        plan = some_plan(table.graph, number)
+        small = cut(model, plan).eval()
+        whole, seconds = clock.in_turn([(model, None), (small, plan)])
+        predicted = table.predict(plan)
+        append(path, {**where, "plan": number, "macs": plan.after.macs / plan.before.macs, "whole": whole,
+                      "seconds": seconds, "predicted": predicted})  # fmt: skip
+        share, gap = 100 * plan.after.macs / plan.before.macs, 100 * (predicted / seconds - 1)
+        print(f"{number:3d}  {share:5.1f} % MACs  {1000 * seconds:8.2f} ms  {gap:+6.1f} % predicted", flush=True)
+        if time.perf_counter() - begin > options.seconds:
+            break
+
+
+def tables(options: argparse.Namespace) -> None:
+    """What was measured, as Markdown."""
+    print("| model | runtime | batch | whole | table took | plans | within 10 % | median error | worst |")
+    print("|---|---|---|---|---|---|---|---|---|")
+    for path in sorted(options.out.glob("predict-*.jsonl")):
+        rows = lines(path)
+        plans = [row for row in rows if "plan" in row]
+        heads = [row for row in rows if "table_seconds" in row]
+        if not plans:
+            continue
+        errors = np.array([row["predicted"] / row["seconds"] - 1 for row in plans])
+        head = heads[0]
+        where = f"{head['runtime']}, " + (f"{head['threads']} threads" if head["device"] == "cpu" else head["device"])
+        near, middle = 100 * np.mean(np.abs(errors) <= 0.1), 100 * np.median(np.abs(errors))
+        cells = [
+            head["model"], where, head["batch"], f"{1000 * head['whole']:.1f} ms", f"{head['table_seconds']:.0f} s",
+            len(plans), f"{near:.0f} %", f"{middle:.1f} %", f"{100 * errors[np.abs(errors).argmax()]:+.1f} %",
+        ]  # fmt: skip
+        print(f"| {' | '.join(map(str, cells))} |")
+    latency_accuracy.tables(options.out)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("predict", "accuracy", "table"))
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--model", choices=MODELS, default="resnet50")
+    parser.add_argument("--runtime", default="onnxruntime")
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--plans", type=int, default=50)
+    parser.add_argument("--seconds", type=float, default=400, help="stop after so many seconds of plans")
+    parser.add_argument("--weights", type=Path)
+    parser.add_argument("--images", type=Path)
+    parser.add_argument("--data", choices=("imagenette", "cats_dogs"), default="imagenette")
+    parser.add_argument("--draws", type=lambda t: tuple(map(int, t.split(":"))), default=(0, 10), help="from:to")
+    parser.add_argument("--shares", nargs="+", type=float, default=(0.6, 0.4, 0.25), help="of the latency")
+    parser.add_argument("--allocations", nargs="+", default=latency_accuracy.ALLOCATIONS)
+    parser.add_argument("--repair", default="best")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    {"predict": predict, "accuracy": latency_accuracy.measure, "table": tables}[options.what](options)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""PyTorch as a runtime: plain, with channels last, or compiled."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Collection
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from secateur.nest import map_tensors
+from secateur.plans.plan import Plan
+from secateur.running.copies import named_modules, shared_copy, unwrap
+from secateur.running.sandbox import Example, quiet, run, run_or_explain
+from secateur.runtimes.setup import Setup
+
+
+class Eager:
+    """Runs models in PyTorch."""
+
+    def __init__(self, setup: Setup, example: Example) -> None:
+        self.setup, self.inputs = setup, setup.inputs(example)
+        if setup.runtime == "channels-last":
+            self.inputs = map_tensors(_channels_last, self.inputs)
+        self.cuda = setup.device == "cuda"
+
+    def prepare(self, model: nn.Module, plan: Plan | None = None) -> Callable[[], object]:
+        """A forward pass of the model. It is run once, so that it runs at all."""
+        copy = self._placed(model)
+        with quiet():
+            run_or_explain(copy, self.inputs)
+        ready: Any = copy
+        if self.setup.runtime == "compile":
+            ready = torch.compile(copy)
+            with quiet():
+                run(ready, self.inputs)
+        return partial(self._forward, ready)
+
+    def profile(self, model: nn.Module, plan: Plan | None, paths: Collection[str]) -> Callable[[], dict[str, float]]:
+        """A forward pass that says how many seconds passed from the start of each of these modules to the next."""
+        copy = self._placed(model)
+        marks: list[tuple[str, Any]] = []
+        for path, module in named_modules(copy):
+            if path in paths:
+                module.register_forward_pre_hook(partial(self._mark, marks, path))
+
+        def forward() -> dict[str, float]:
+            marks.clear()
+            self._forward(copy)
+            self._mark(marks, "")
+            if self.cuda:
+                torch.cuda.synchronize()
+            seconds: dict[str, float] = defaultdict(float)
+            for (path, begin), (_, end) in pairwise(marks):
+                seconds[path] += begin.elapsed_time(end) / 1000 if self.cuda else end - begin
+            return dict(seconds)
+
+        return forward
+
+    def _placed(self, model: nn.Module) -> nn.Module:
+        copy = shared_copy(unwrap(model)).eval()
+        if self.setup.runtime == "channels-last":
+            return copy.to(memory_format=torch.channels_last)
+        return copy.to(self.setup.device)
+
+    def _forward(self, model: Any) -> None:
+        with torch.no_grad():
+            run(model, self.inputs)
+        if self.cuda:
+            torch.cuda.synchronize()
+
+    def _mark(self, marks: list[tuple[str, Any]], path: str, *_: Any) -> None:
+        if self.cuda:
+            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            event.record()
+            marks.append((path, event))
+        else:
+            marks.append((path, time.perf_counter()))
+
+
+def _channels_last(tensor: Tensor) -> Tensor:
+    return tensor.contiguous(memory_format=torch.channels_last) if tensor.ndim == 4 else tensor

@@ -1,0 +1,231 @@
+"""`latency`: a table of how long each layer takes at any width, measured where the model will run."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+from secateur.analysis.analyze import analyze
+from secateur.errors import PlanError
+from secateur.ops.layers import Labels
+from secateur.plans.plan import Mask, Plan, plan_for
+from secateur.running.copies import unwrap
+from secateur.running.processes import is_first, same_everywhere
+from secateur.running.sandbox import Example, leaves_no_trace
+from secateur.runtimes.cache import Cache
+from secateur.runtimes.clock import Clock
+from secateur.runtimes.fit import nonnegative
+from secateur.runtimes.sampling import sample_masks, sample_models
+from secateur.runtimes.segments import Numbers, Segment, segments_of, share
+from secateur.runtimes.setup import Runtime, Setup
+from secateur.structure.cost import Savings, first_order
+from secateur.structure.graph import Graph
+
+# Seconds that the passes through all sample models may take, each kind.
+_BUDGET = 12.0
+_ROUNDS = (2, 10)
+# Where a forward pass takes longer than this, hooks do not matter, and few models are timed without them.
+_SLOW = 0.2
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Latency:
+    """How long a model takes at any widths, as measured where it will run. `print(table)` shows the layers.
+
+    `whole` is what the whole model took, in seconds; `error` the median deviation of predictions for the sample models
+    from what they took, as a share. It is a `Price`: called with a mask of the groups that leave, it predicts seconds.
+    """
+
+    setup: Setup
+    whole: float
+    error: float
+    constant: float
+    kinds: Mapping[str, Sequence[float]]
+    graph: Graph = field(repr=False)
+    segments: tuple[Segment, ...] = field(repr=False)
+    _clocks: list[Clock] = field(default_factory=list, repr=False)
+    _terms: list[tuple[float, tuple[Labels, ...]]] = field(default_factory=list, init=False)
+
+    def __post_init__(self) -> None:
+        merged: dict[tuple[bytes, ...], tuple[float, tuple[Labels, ...]]] = {}
+        for segment in self.segments:
+            for seconds, axes in zip(self.kinds[segment.kind], segment.parts, strict=True):
+                key = tuple(sorted(axis.tobytes() for axis in axes))
+                merged[key] = merged.get(key, (0.0, axes))[0] + seconds, axes
+        self._terms.extend(term for term in merged.values() if term[0] > 0)
+
+    def __call__(self, removed: Mask) -> float:
+        """The predicted seconds of a forward pass without these groups."""
+        known: dict[int, float] = {}
+        total = self.constant
+        for seconds, axes in self._terms:
+            for axis in axes:
+                if id(axis) not in known:
+                    known[id(axis)] = share(axis, removed)
+                seconds *= known[id(axis)]
+            total += seconds
+        return total
+
+    def savings(self, removed: Mask) -> Savings:
+        """The seconds that each group takes as things stand, to first order."""
+        terms = [(seconds / np.prod([float(len(axis)) for axis in axes]), axes) for seconds, axes in self._terms]
+        return first_order(terms, ~removed)
+
+    def predict(self, plan: Plan) -> float:
+        """The predicted seconds of a forward pass of what a plan leaves."""
+        if any(self.graph.shapes.get(name) != tuple(shape) for name, shape in plan.shapes.items()):
+            raise PlanError(
+                f"the plan was made for {plan.model}, and this table for another model, {self.graph.model_name}.",
+                fix="latency(model, example) of the model that the plan was made for",
+            )
+        removed: Mask = np.zeros(len(self.graph.root), np.bool_)
+        removed[list(plan.groups)] = True
+        return self(removed)
+
+    def clock(self, model: nn.Module) -> Clock:
+        """Measures the model that the table is of, and what plans leave of it."""
+        model = unwrap(model)
+        if not self._clocks or self._clocks[0].model is not model:
+            self._clocks[:] = [Clock(self.setup, self.graph.example, model)]
+        return self._clocks[0]
+
+    def __repr__(self) -> str:
+        return f"<Latency of {self.graph.model_name}: {1000 * self.whole:.2f} ms, {self.setup}>"
+
+    def __str__(self) -> str:
+        nothing: Mask = np.zeros(len(self.graph.root), np.bool_)
+        lines = [
+            f"{self.graph.model_name}: {1000 * self.whole:.2f} ms in {self.setup}; predictions of sample models are "
+            f"off by {100 * self.error:.1f} % (median)",
+            "",
+        ]
+        width = max([len(segment.path) for segment in self.segments] + [5])
+        lines.append(f"{'from module'.ljust(width)}        ms  share")
+        for segment in self.segments:
+            seconds = float(np.dot(self.kinds[segment.kind], segment.shares(nothing)))
+            share_ = 100 * seconds / max(self.whole, 1e-12)
+            lines.append(f"{(segment.path or '-').ljust(width)}  {1000 * seconds:8.3f}  {share_:4.1f} %")
+        return "\n".join(lines)
+
+
+@leaves_no_trace
+def latency(
+    model: nn.Module,
+    example: Example,
+    runtime: Runtime = "torch",
+    *,
+    batch: int | None = None,
+    threads: int | None = None,
+    device: str | None = None,
+    cache: str | Path | bool = True,
+) -> Latency:
+    """Measure how long each layer takes at several widths, so that the time of any plan can be predicted.
+
+    The model and seven smaller versions of it run in the runtime: "torch", "channels-last" (PyTorch with another layout
+    of images), "compile" (`torch.compile`) or "onnxruntime". `batch` repeats the example's first sample. The table is
+    kept in `cache`, a folder, by default `$XDG_CACHE_HOME/secateur`, and read from there for the same layers on the
+    same machine with the same versions; with False it is not.
+
+    >>> import torch, secateur as sc
+    >>> net = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 2))
+    >>> table = sc.latency(net, torch.zeros(1, 8), batch=4, cache=False)
+    >>> print(table.setup.batch, table.whole > 0)
+    4 True
+    """
+    model = unwrap(model)
+    setup = Setup.of(example, runtime, batch, threads, device)
+    return table_of(model, analyze(model, example), setup, cache)
+
+
+def table_of(model: nn.Module, graph: Graph, setup: Setup, cache: str | Path | bool = True) -> Latency:
+    """The table of an analysed model, from the cache or measured. All processes get that of the first one."""
+    segments = tuple(segments_of(graph))
+    kept = Cache.at(cache, setup, [segment.kind for segment in segments])
+    found: dict[str, Any] | None = None
+    clocks: list[Clock] = []
+    if is_first():
+        found = kept.read() if kept is not None else None
+        if found is None:
+            clocks = [Clock(setup, graph.example, model)]
+            found = _measured(clocks[0], graph, segments)
+            if kept is not None:
+                kept.write(found)
+    found = same_everywhere(found)
+    return Latency(setup, found["whole"], found["error"], found["constant"], found["kinds"], graph, segments, clocks)
+
+
+def _measured(clock: Clock, graph: Graph, segments: Sequence[Segment]) -> dict[str, Any]:
+    """Time the sample models whole and by segment, and fit what the segments take."""
+    masks = sample_masks(graph)
+    models = sample_models(clock.model, graph, masks)
+    plans = [plan_for(graph, mask) for mask in masks]
+    setup = clock.setup
+    paths = [segment.path for segment in segments]
+    with setup.threaded():
+        passes = [clock.profile(small, plan, paths) for small, plan in zip(models, plans, strict=True)]
+        seen = [defaultdict[str, list[float]](list) for _ in models]
+        for times, found in zip(seen, _rounds(passes), strict=True):
+            for one in found:
+                for path, seconds in one.items():
+                    times[path].append(seconds)
+        parts = [{path: min(times[path], default=0.0) for path in paths} for times in seen]
+        few = setup.runtime == "compile" or sum(parts[0].values()) > _SLOW
+        timed = range(2) if few else range(len(models))
+        wholes = clock.passes([(models[i], plans[i]) for i in timed])
+    kinds = _fitted(segments, masks, parts)
+    sums = np.array([_sum(segments, kinds, mask) for mask in masks])[list(timed)]
+    # Where others disturb, the quickest pass is the true one. A model takes their sum, times a factor, and a constant
+    # for what no segment shows; what users see is the median.
+    measured = np.array([min(times) for times in wholes])
+    factor, constant = nonnegative(np.stack([sums, np.ones_like(sums)], 1) / measured[:, None], np.ones_like(sums))
+    error = float(np.median(np.abs(factor * sums + constant - measured) / measured))
+    whole = statistics.median(wholes[0])
+    scale = whole / (factor * sums[0] + constant)
+    factor, constant = scale * factor, scale * constant
+    return {
+        "whole": whole, "error": error, "constant": float(constant),
+        "kinds": {kind: [float(factor * seconds) for seconds in values] for kind, values in kinds.items()},
+    }  # fmt: skip
+
+
+def _rounds(passes: Sequence[Callable[[], dict[str, float]]]) -> list[list[dict[str, float]]]:
+    """What the passes say, which take turns. The first round only warms up, unless there is no time for more."""
+    found: list[list[dict[str, float]]] = [[] for _ in passes]
+    begin = time.perf_counter()
+    for number in range(1 + _ROUNDS[1]):
+        for own, forward in zip(found, passes, strict=True):
+            own.append(forward())
+        spent = time.perf_counter() - begin
+        if number >= _ROUNDS[0] - 1 and spent * (number + 2) / (number + 1) > _BUDGET:
+            break
+    return [own[1:] for own in found]
+
+
+def _fitted(
+    segments: Sequence[Segment], masks: Sequence[Mask], parts: Sequence[Mapping[str, float]]
+) -> dict[str, Numbers]:
+    """For each kind of segment, what its parts take: the best fit with no negative time."""
+    rows: dict[str, list[tuple[Numbers, float]]] = defaultdict(list)
+    for segment in segments:
+        rows[segment.kind] += [
+            (segment.shares(mask), own[segment.path]) for mask, own in zip(masks, parts, strict=True)
+        ]
+    found = {}
+    for kind, own in rows.items():
+        shares, seconds = np.stack([row for row, _ in own]), np.array([t for _, t in own])
+        # Between absolute and relative errors: narrow layers count too, but the sum is what matters.
+        weight = 1 / np.sqrt(np.maximum(seconds, 0.02 * seconds.max() + 1e-9))
+        found[kind] = nonnegative(shares * weight[:, None], seconds * weight)
+    return found
+
+
+def _sum(segments: Sequence[Segment], kinds: Mapping[str, Numbers], mask: Mask) -> float:
+    return sum(float(kinds[segment.kind] @ segment.shares(mask)) for segment in segments)
