@@ -48,6 +48,7 @@ def inspect(
             "model": graph.model_name, "params": cost.params, "macs": cost.macs, "latency_1": one,
             "latency_32": many, "units": units, "removable_units": graph.total_units,
             "groups": len(graph), "removable_groups": len(graph.candidates), "layers": rows, "unused": graph.unused,
+            "blocks": [{"block": b.name, "macs": b.macs, "units": b.units, "reason": b.reason} for b in graph.blocks],
             "input": list(tensors_in(noise(opened))[0].shape), "classes": list(opened.origin.classes),
         }
     )  # fmt: skip
@@ -58,15 +59,26 @@ def inspect(
     if one is not None and many is not None:
         printer.result(f"{1000 * one:.1f} ms for one {sample.partition(' ')[0]}, {1000 * many:.1f} ms for 32")
     printer.result(f"{graph.total_units} of {units} units may leave, in {len(graph.candidates)} groups")
+    if len(graph.blocks):
+        free = graph.blocks.prunable
+        macs = human(sum(block.macs for block in free))
+        printer.result(f"{len(free)} of {len(graph.blocks)} blocks may leave as a whole (--blocks), {macs} MACs: "
+                       + _few([block.name for block in free]))  # fmt: skip
     reasons: dict[str, list[str]] = defaultdict(list)
     for row in rows:
         if row["removable_groups"] < row["groups"]:
             reasons[row["reason"] or "no reason is known"].append(row["layer"])
+    for block in graph.blocks:
+        if block.reason is not None:
+            reasons[block.reason].append(f"block {block.name}")
     for reason, layers in reasons.items():
-        shown = ", ".join(layers[:6]) + (f" and {len(layers) - 6} more" if len(layers) > 6 else "")
-        printer.result(f"must stay: {shown}: {reason}")
+        printer.result(f"must stay: {_few(layers)}: {reason}")
     if graph.unused:
         printer.result(f"not used by this input: {', '.join(graph.unused[:6])}{' …' if len(graph.unused) > 6 else ''}")
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
 
 
 def _rows(graph: Graph) -> list[dict[str, Any]]:

@@ -51,6 +51,10 @@ _RUNTIME = (
     "memory, torch.compile, or ONNX Runtime, which also writes model.onnx."
 )
 _UNIFORM = "The same width in all blocks of a transformer, so that stock transformers loads the result."
+_BLOCKS = (
+    "Whether residual branches (ResNet blocks, attention, MLPs) may leave as a whole: beside single units, or as the "
+    "only ones. With --uniform, whole layers of a transformer do."
+)
 _REPAIR = (
     "Regress what is left back to the original's outputs, without training. 'auto' does so unless --finetune-epochs, "
     "--step or --rescore asks for the paper's algorithm; 'none' is that algorithm too."
@@ -79,6 +83,7 @@ def prune(
     rescore: Annotated[bool | None, _method(help=_RESCORE)] = None,
     scope: Annotated[Scope | None, _method(help=_SCOPE)] = None,
     uniform: Annotated[bool, _method("--uniform", help=_UNIFORM)] = False,
+    blocks: Annotated[Literal["no", "yes", "only"], _method(help=_BLOCKS)] = "no",
     round_to: Annotated[int, _method(min=1, help="Widths that are multiples of this; 8 suits hardware.")] = 8,
     ignore: Annotated[list[str] | None, _method(help=_IGNORE)] = None,
     repair: Annotated[Literal["auto", "best", "none", "mean", "norm", "ridge"], _method(help=_REPAIR)] = "auto",
@@ -148,7 +153,9 @@ def prune(
         tuner = FineTune(task.training_batches(), epochs=finetune_epochs, lr=learning_rate)
     # `prune` chooses what the user leaves open.
     schedule = Schedule(step=step, rescore=rescore, finetune=tuner, seed=seed)
-    limits = Limits(scope=scope, round_to=round_to, ignore=tuple(ignore or ()), uniform=uniform)
+    limits = Limits(
+        scope, ignore or (), round_to=round_to, uniform=uniform, blocks="only" if blocks == "only" else blocks == "yes"
+    )
     printer.note(f"pruning by {criterion}; you can interrupt this, and the same command goes on")
     with run.working():
         result = run_prune(
@@ -203,16 +210,19 @@ def _write(
     had, has = (measure(model, one, latency=False) for model in (task.model, result.model))
     before, after = sides(had, has, timings)
     metrics = [row.metrics for row in result.history if row.held and row.metrics]
+    blocks = [block.name for block in result.plan.blocks] if result.plan is not None else []
     summary = {
         "stopped": result.stopped, "before": before, "after": after,
         "accuracy": {"before": metrics[0], "after": metrics[-1]} if metrics else None, **task.counts,
         **({"timed": {"threads": setup.threads, "device": setup.device}} if setup is not None else {}),
-        "steps": len(result.history) - 1, "seconds": round(printer.seconds, 1),
+        "removed_blocks": blocks, "steps": len(result.history) - 1, "seconds": round(printer.seconds, 1),
         "files": {name: str(path) for name, path in files.items()},
     }  # fmt: skip
     run.end(summary, [path.name for path in files.values()])
     printer.json(summary)
     printer.result(headline(had, has, timings, metrics, task.sample))
+    if blocks:
+        printer.result(f"whole blocks that left: {', '.join(blocks)}")
     if onnx:
         printer.result(f"{files['onnx'].name}: {task.exported(files['onnx'])}")
     if isinstance(task, TextTask):

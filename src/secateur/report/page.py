@@ -176,6 +176,9 @@ def _lead(result: Record, criterion: str) -> str:
     after = f", with {' and '.join(ways)} after {'each' if steps > 1 else 'it'}" if ways else ", without fine-tuning"
     count = f"{steps} {'step' if steps == 1 else 'steps'}"
     done = f"{had - has} of {had} units were removed in {count} by {criterion}{after}."
+    if result.plan is not None and result.plan.blocks:
+        names = ", ".join(block.name for block in result.plan.blocks)
+        done += f" {len(result.plan.blocks)} blocks left as a whole: {names}."
     if result.plan is None:
         done = f"None of {had} units was removed by {criterion}."
     return f"{done} The run ended because {result.stopped or 'it was stopped'}."

@@ -1,0 +1,156 @@
+"""Blocks of language models, on the command line and on the report page."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torchvision.utils import save_image
+from transformers import BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForCausalLM
+
+import secateur as sc
+from secateur.files.pretrained import save_pretrained
+from secateur.plans import Limits
+from secateur.plans.plan import plan_for
+from secateur.surgery.bypass import Bypass
+from tests.command import succeed
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 99,
+    "max_position_embeddings": 64,
+}  # fmt: skip
+IDS = torch.randint(3, 99, (2, 12), generator=torch.Generator().manual_seed(0))
+
+
+def llama() -> Any:
+    torch.manual_seed(0)
+    net = LlamaForCausalLM(LlamaConfig(**SIZES, num_key_value_heads=2)).eval()
+    for parameter in net.parameters():  # as trained ones are: what is said depends on all of the text
+        if parameter.ndim > 1:
+            nn.init.normal_(parameter, std=0.3)
+    return net
+
+
+def without(net: Any, names: list[str]) -> Any:
+    graph = sc.analyze(net, {"input_ids": IDS})
+    removed = np.zeros(len(graph.root), np.bool_)
+    removed[[block.group for block in graph.blocks if block.name in names]] = True
+    assert removed.sum() == len(names)
+    return sc.apply(net, plan_for(graph, removed))
+
+
+def silenced(net: Any, paths: list[str]) -> Tensor:
+    """The oracle: hooks that make attention and MLPs return 0."""
+    net = copy.deepcopy(net)
+
+    def zero(module: nn.Module, args: Any, output: Any) -> Any:
+        return torch.zeros_like(output) if isinstance(output, Tensor) else (torch.zeros_like(output[0]), *output[1:])
+
+    for path in paths:
+        net.get_submodule(path).register_forward_hook(zero)
+    with torch.no_grad():
+        return net(IDS).logits
+
+
+CASES = [
+    ["model.layers.0.self_attn"],
+    ["model.layers.0.self_attn", "model.layers.0.mlp"],
+    ["model.layers.1.self_attn", "model.layers.1.mlp", "model.layers.2.mlp", "model.layers.3.self_attn"],
+]
+
+
+@pytest.mark.parametrize("names", CASES, ids=["attention", "layer", "mixed"])
+def test_language_models_without_blocks_go_on_with_their_cache(names: list[str]) -> None:
+    net = llama()
+    small = without(net, names)
+    with torch.no_grad():
+        whole = small(IDS).logits
+        begun = small(IDS[:, :7], use_cache=True)
+        rest = small(IDS[:, 7:], past_key_values=begun.past_key_values, use_cache=True).logits
+    assert torch.allclose(whole, silenced(net, names), atol=1e-4)
+    assert torch.allclose(rest, whole[:, 7:], atol=1e-4)
+    said = [small.generate(IDS[:1], max_new_tokens=8, do_sample=False, use_cache=use, pad_token_id=0, eos_token_id=None)
+            for use in (True, False)]  # fmt: skip
+    assert torch.equal(*said)
+
+
+def test_stock_transformers_loads_a_model_without_some_layers(tmp_path: Path) -> None:
+    small = without(llama(), ["model.layers.1.self_attn", "model.layers.1.mlp"])
+    assert isinstance(small.model.layers[1], Bypass)
+    save_pretrained(small, tmp_path / "small")
+    stock = LlamaForCausalLM.from_pretrained(tmp_path / "small", local_files_only=True).eval()
+    assert stock.config.num_hidden_layers == 3
+    with torch.no_grad():
+        assert torch.allclose(stock(IDS).logits, small(IDS).logits, atol=1e-5)
+    half = without(llama(), ["model.layers.1.self_attn"])
+    save_pretrained(half, tmp_path / "half")
+    again: Any = sc.load(tmp_path / "half")
+    with torch.no_grad():
+        assert torch.allclose(again(IDS).logits, half(IDS).logits, atol=1e-5)
+
+
+def test_uniform_widths_and_whole_layers(tmp_path: Path) -> None:
+    limits = Limits("cost", uniform=True, blocks="only")
+    result = sc.prune(llama(), {"input_ids": IDS}, keep={"params": 0.7}, limits=limits, repair=None, progress=False)
+    assert result.plan is not None
+    left = [isinstance(layer, Bypass) for layer in result.model.model.layers]
+    assert len(result.plan.blocks) == 2 * sum(left) > 0
+    result.save_pretrained(tmp_path / "small")
+    assert json.loads((tmp_path / "small" / "config.json").read_text())["num_hidden_layers"] == 4 - sum(left)
+
+
+def test_norms_after_the_addition_stay() -> None:
+    torch.manual_seed(0)
+    net = BertForSequenceClassification(BertConfig(**SIZES)).eval()
+    names = ["bert.encoder.layer.1.attention", "bert.encoder.layer.2.intermediate"]
+    small = without(net, names)
+    ends = ["bert.encoder.layer.1.attention.output.dense", "bert.encoder.layer.2.output.dense"]
+    assert torch.allclose(small(IDS).logits, silenced(net, ends), atol=1e-5)
+    assert list(small.bert.encoder.layer[1].attention.output.LayerNorm.parameters())
+    assert not list(small.bert.encoder.layer[1].attention.self.parameters())
+
+
+# -- the command line and the page -------------------------------------------------------------------------------------
+FACTORY = """
+import torch
+from torch import nn
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1))
+
+    def forward(self, x):
+        return x + self.body(x)
+
+def make(classes=3):
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(3, 8, 3), nn.ReLU(), Block(), Block(), Block(), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+    return nn.Sequential(*layers, nn.Linear(8, classes))
+"""
+
+
+def test_commands_name_blocks(tmp_path: Path) -> None:
+    (tmp_path / "net.py").write_text(FACTORY)
+    generator = torch.Generator().manual_seed(0)
+    for name in "abc":
+        (tmp_path / "images" / name).mkdir(parents=True)
+        for i in range(6):
+            save_image(torch.rand(3, 24, 24, generator=generator), tmp_path / "images" / name / f"{i}.png")
+    model, size = f"{tmp_path / 'net.py'}:make", ("--input-size", 16)
+    seen = succeed("inspect", model, *size)
+    assert [block["block"] for block in seen["blocks"]] == ["2", "3", "4"]
+    out = tmp_path / "small"
+    done = succeed("prune", model, "--images", tmp_path / "images", "--keep-macs", 0.7, "--blocks", "only", *size,
+                   "--no-latency", "--out", out)  # fmt: skip
+    assert done["removed_blocks"]
+    assert set(done["removed_blocks"]) <= {"2", "3", "4"}
+    page = (out / "report.html").read_text(encoding="utf-8")
+    assert f"left as a whole: {', '.join(done['removed_blocks'])}." in page
+    assert json.loads((out / "run.json").read_text())["removed_blocks"] == done["removed_blocks"]
