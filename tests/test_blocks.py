@@ -286,7 +286,8 @@ def test_a_block_is_worth_its_score_for_what_it_costs() -> None:
     graph = sc.analyze(net, IMAGE)
     scores = sc.score(net, None, "weight", graph=graph)
     saved = {
-        block.name: graph.cost_of.savings(np.zeros(len(graph.root), np.bool_))[block.group] for block in graph.blocks
+        block.name: graph.cost_of.prices["macs"].savings(np.zeros(len(graph.root), np.bool_))[block.group]
+        for block in graph.blocks
     }
     macs = {block.name: 2 * 8 * 8 * sum(p.numel() for n, p in net.get_submodule(block.name).named_parameters()
                                         if n.endswith("weight") and p.ndim == 4) for block in graph.blocks}  # fmt: skip

@@ -52,7 +52,7 @@ def with_sound_blocks(graph: Graph, copy: nn.Module, inputs: Example, output: An
     blocks = graph.blocks.frozen(reasons)
     if blocks.passages and fails([b for p in blocks.passages for b in blocks.found if b.group in p.blocks], whole=True):
         blocks = Blocks(blocks.found)
-    return replace(graph, blocks=blocks)
+    return graph if blocks == graph.blocks else replace(graph, blocks=blocks)
 
 
 def _levels(blocks: Blocks) -> Iterator[list[Block]]:
