@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from secateur.ops.elementwise import freeze_zeros, operands_of
-from secateur.ops.layers import varying
+from secateur.ops.layers import like, varying
 from secateur.ops.protocols import LabelVerbs, RelevanceVerbs, never
 from secateur.ops.table import Call, Decomposed, Operation, Ruled, register, register_named, stops
 
@@ -49,6 +49,13 @@ class Activation(Unary):
     def __init__(self, nonnegative: bool = False, gate: bool = False, rectifies: bool = False) -> None:
         super().__init__()
         self.nonnegative, self.gate, self.rectifies = nonnegative, gate, rectifies
+
+    def rehearse(self, call: Call) -> Any:
+        """The input's shape: torch decomposes some of these functions, which takes milliseconds."""
+        x = call.tensors()[0]
+        if not x.is_meta or not x.is_floating_point() or len(call.tensors()) > 1 or "out" in call.kwargs:
+            return call.run()
+        return x if call.writes else like(x)
 
     def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
         return relevance.passes(call, call.tensors()[0], nonneg=self.nonnegative, gate=self.gate)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from secateur.errors import UnsupportedModelError
-from secateur.ops.layers import spread
+from secateur.ops.layers import like, spread
 from secateur.ops.linear import produce_with_bias, read_by_weight
 from secateur.ops.protocols import LabelVerbs, RelevanceVerbs
 from secateur.ops.table import Call, Operation, register_named
@@ -26,7 +26,7 @@ class _Convolving(Operation):
         x, weight, groups = call["input"], call["weight"], int(call["groups"])
         axis = x.ndim - self.spatial - 1
         read, made, taken = labels.along(x, axis), labels.along(weight, 0), labels.along(weight, 1)
-        macs = (x if self.transposed else output).numel() * weight[0].numel()
+        macs = (x if self.transposed else output).numel() * (weight.numel() // max(len(weight), 1))
         for layer in labels.others(x, [axis]):
             labels.freeze(layer, f"{call.site} mixes positions that carry units")
         if self.transposed:
@@ -72,7 +72,7 @@ class Convolution(_Convolving):
             (size + 2 * pad - dilation * (kernel - 1) - 1) // stride + 1
             for size, kernel, stride, pad, dilation in zip(x.shape[2:], weight.shape[2:], *steps, strict=True)
         ]
-        return x.new_empty((x.shape[0], weight.shape[0], *sizes)) if min(sizes) > 0 else call.run()
+        return like(x, (x.shape[0], weight.shape[0], *sizes)) if min(sizes) > 0 else call.run()
 
 
 class TransposedConvolution(_Convolving):

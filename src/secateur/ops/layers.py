@@ -37,7 +37,15 @@ def head(layer: Tensor, dims: Container[int]) -> Tensor:
 
 def narrow(layer: Tensor) -> Tensor:
     """The layer without the dimensions along which it does not vary (kept at size 1)."""
-    return head(layer, set(range(layer.ndim)).difference(varying(layer)))
+    strides = layer.stride()
+    return layer.as_strided([n if s or not n else 1 for n, s in zip(layer.shape, strides, strict=True)], strides)
+
+
+def like(x: Tensor, shape: Sequence[int] | None = None) -> Tensor:
+    """A tensor without numbers of the format of another one without numbers. (`new_empty` takes ten times as long.)"""
+    if shape is None and not x.is_contiguous():
+        return torch.empty_like(x)
+    return torch.empty(x.shape if shape is None else tuple(shape), dtype=x.dtype, device=x.device)
 
 
 def column(layer: Tensor) -> Labels:
@@ -47,10 +55,7 @@ def column(layer: Tensor) -> Labels:
 
 def is_zero(layer: Tensor) -> bool:
     """Whether the numbers are 0 where a unit is masked."""
-    small = layer.as_strided(
-        [size if stride else 1 for size, stride in zip(layer.shape, layer.stride(), strict=True)], layer.stride()
-    )
-    return bool(small.numpy().min() >= 0)
+    return bool(narrow(layer).numpy().min() >= 0)
 
 
 def lost(layer: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from secateur.ops.layers import Labels, column, lost, spread, varying
+from secateur.ops.layers import Labels, column, like, lost, spread, varying
 from secateur.ops.protocols import LabelVerbs, RelevanceVerbs
 from secateur.ops.table import Call, Operation, register
 
@@ -61,7 +61,7 @@ class Linear(Operation):
         fits = weight.ndim == 2 and x.ndim and x.shape[-1] == weight.shape[1] and x.dtype == weight.dtype
         if not x.is_meta or not fits or (bias is not None and tuple(bias.shape) != (len(weight),)):
             return call.run()
-        return x.new_empty((*x.shape[:-1], len(weight)))
+        return like(x, (*x.shape[:-1], len(weight)))
 
     def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
         if call["weight"].grad_fn is None:

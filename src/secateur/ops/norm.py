@@ -11,7 +11,7 @@ from torch import Tensor
 
 from secateur.ops.activation import Unary
 from secateur.ops.elementwise import operands_of
-from secateur.ops.layers import spread
+from secateur.ops.layers import like, spread
 from secateur.ops.protocols import LabelVerbs, RelevanceVerbs, Zero, first
 from secateur.ops.table import Call, Ruled, passes, register, register_named
 
@@ -70,7 +70,7 @@ class BatchNorm(ChannelNorm):
             vector = call[name]
             if vector is not None and len(vector) != x.shape[1]:
                 raise RuntimeError(f"{name} should contain {x.shape[1]} elements not {len(vector)}")
-        return torch.empty_like(x)
+        return like(x)
 
 
 class InstanceNorm(ChannelNorm):
@@ -103,7 +103,7 @@ class LayerNorm(Ruled):
         fits = tuple(x.shape[x.ndim - len(wanted) :]) == wanted and all(
             v is None or (tuple(v.shape) == wanted and v.dtype == x.dtype) for v in (call["weight"], call.get("bias"))
         )
-        return torch.empty_like(x) if x.is_meta and fits else call.run()
+        return like(x) if x.is_meta and fits else call.run()
 
     def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
         x, shape = call["input"], call["normalized_shape"]

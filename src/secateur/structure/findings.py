@@ -34,9 +34,14 @@ class Axis:
         return slice(self.base, self.base + self.size)
 
     @property
-    def labels(self) -> Tensor:
+    def numbers(self) -> Labels:
         """The labels along this axis."""
-        return torch.arange(self.base, self.base + self.size)
+        return np.arange(self.base, self.base + self.size)
+
+    @property
+    def labels(self) -> Tensor:
+        """The labels along this axis, as layers have them."""
+        return torch.from_numpy(self.numbers)
 
 
 class AxisTable:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from secateur.errors import SecateurError
 from secateur.nest import tensors_in
 from secateur.ops.elementwise import Blank
-from secateur.ops.layers import narrow, varying
+from secateur.ops.layers import column, varying
 from secateur.ops.table import Call, Function, Operation, Query, Readout, SizeQuery, lookup
 from secateur.running.copies import meta_copy, named_tensors, shared_copy
 from secateur.running.observer import Observer
@@ -171,12 +171,10 @@ class LabelPass(Observer):
         for tensor in tensors_in(output):
             if tensor.untyped_storage()._cdata in memories and not any(tensor is source for source in sources):
                 continue
-            axes = {over[0]: narrow(layer) for layer in self.labels.layers(tensor) if len(over := varying(layer)) == 1}
+            axes = {over[0]: column(layer) for layer in self.labels.layers(tensor) if len(over := varying(layer)) == 1}
             if axes:
                 share = tensor.numel() / math.prod(tensor.shape[dim] for dim in axes)
-                self.found.written.append(
-                    CostTerm(call.site, share, [np.abs(a.reshape(-1).numpy()) for a in axes.values()])
-                )
+                self.found.written.append(CostTerm(call.site, share, [np.abs(line) for line in axes.values()]))
 
     def concerns(self, value: Any) -> bool:
         return bool(self.labels.layers(value))

@@ -138,6 +138,14 @@ class TensorLabels:
     def along(self, tensor: Tensor, dim: int) -> Labels | None:
         """The labels along one dimension; None if there are none. Layers that also vary elsewhere are tied first."""
         dim %= tensor.ndim
+        name = self._names.get(id(tensor))
+        if name is not None and tensor.shape[dim] > 1 and tensor not in self._layers:  # a parameter, as it is
+            if name not in self.found.seen:  # labels are numbered as `layers` would
+                self.found.seen.add(name)
+                for place, size in enumerate(tensor.shape):
+                    if size > 1:
+                        self.found.axes.of(name, place, size)
+            return self.found.axes.of(name, dim, tensor.shape[dim]).numbers
         found: Labels | None = None
         for layer in self.layers(tensor):
             if dim not in varying(layer):
@@ -235,6 +243,8 @@ class TensorLabels:
         unit, given which operands are.
         """
         shape = tuple(output.shape)
+        if self._merge_lines(output, operands, zero):
+            return
         aligned = [[layer.expand(shape) for layer in layers] for layers, _ in operands]
         present = [_present(own, shape) for _, own in operands]
         for i, j in itertools.permutations(range(len(operands)), 2):
@@ -252,6 +262,26 @@ class TensorLabels:
             elif not zeros[over][0]:
                 kept[over] = narrow(layer).abs().expand(shape)
         self.set(output, list(kept.values()))
+
+    def _merge_lines(self, output: Tensor, operands: Sequence[tuple[Layers, Sequence[int]]], zero: Zero) -> bool:
+        """`merge`, if each operand carries one line of labels, all along one dimension: sums, batch norms."""
+        single = [layers[0] for layers, _ in operands if len(layers) == 1]
+        overs = [[d - layer.ndim for d in varying(layer)] for layer in single]
+        if len(single) < len(operands) or any(over != overs[0] for over in overs) or len(overs[0]) != 1:
+            return False
+        if any(own[overs[0][0]] != output.shape[overs[0][0]] for _, own in operands):
+            return False
+        lines = [column(layer) for layer in single]
+        for line in lines[1:]:
+            self.join(lines[0], line)
+        zeros = [bool(line.min() >= 0) for line in lines]
+        layer = single[0]
+        if not zero(zeros):
+            layer = lost(layer)
+        elif not zeros[0]:
+            layer = narrow(layer).abs()
+        self.set(output, [layer.expand(output.shape)])
+        return True
 
     def match(self, layer: Tensor, rival: Tensor, dim: int, site: Site) -> None:
         """A layer of one tensor against another tensor joined to it along `dim`, which the layer does not vary over."""

@@ -33,19 +33,25 @@ log = logging.getLogger("secateur")
 # number: an output that should be 0 holds rounding. What float32 cannot tell from rounding, float64 decides.
 _LIMITS = {torch.float64: (1e-10, 1e-6), torch.float32: (1e-5, 1e-30)}
 _COARSE = (1e-4, 1e-6)  # in float32, for a forward that does not run in float64
-# Above these, float32 is tried first: MACs on the example, MACs on our own inputs, and parameters.
-_MACS, _OWN_MACS, _PARAMETERS = 3e8, 2e10, 2e8
+# Above these, float32 is tried first: MACs on the inputs, and parameters. Then every layer is compared, too: what a
+# branch does that is scaled down to nothing, only float64 would see at the end.
+_MACS, _PARAMETERS = 2e7, 2e8
 _LIGHT = 1e7  # in training mode float32 is tried first above this
+_PLACES = 8  # of a layer's output are compared along each dimension, at least, if there are as many
 _MOST_CHECKS, _MOST_ALIKE = 80, 40
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What a model returned, the shapes of the noise it drew, and the tables it read (see `Precise`)."""
+    """What a model returned, the shapes of the noise it drew, and the tables it read (see `Precise`).
+
+    `layers` has some places of what its layers returned, by path, in each call.
+    """
 
     outputs: list[Tensor]
     drawn: list[tuple[int, ...]]
     rows: dict[int, int]
+    layers: dict[str, list[Tensor]]
 
 
 @dataclass(frozen=True)
@@ -101,42 +107,57 @@ class _Net:
     def __init__(self, net: nn.Module, output: tuple[str, ...]) -> None:
         self._net, self._output = net, output
         self._wide: torch.dtype | None = None
-        self.modules: dict[str, list[Tensor]] = {}
 
-    def run(self, probe: Probe, wide: torch.dtype, even: Iterable[int] = (), watch: bool = False) -> Seen:
-        """What the model returns. `watch`: what its layers return as well, in `modules`."""
+    def run(self, probe: Probe, wide: torch.dtype, even: Iterable[int] = (), whole: bool = False) -> Seen:
+        """What the model and its layers return; of these some places, unless `whole` is set."""
         if wide != self._wide:
             widen(self._net, wide)
             self._wide = wide
         inputs = map_tensors(lambda t: t.to(wide) if t.is_floating_point() else t, probe.inputs)
-        hooks = self._watch() if watch else []
+        layers: dict[str, list[Tensor]] = {}
+        hooks = self._watch(layers, whole)
         mode = Precise(wide, frozenset(even))
         try:
             with quiet(), unwritten(self._net, probe.training):
                 torch.manual_seed(0)
                 with mode:
                     outputs = run(self._net, inputs)
-            return Seen(tensors_of_output(outputs, self._output), mode.drawn, mode.rows)
+            return Seen(tensors_of_output(outputs, self._output), mode.drawn, mode.rows, layers)
         finally:
             for hook in hooks:
                 hook.remove()
 
-    def _watch(self) -> list[Any]:
-        self.modules.clear()
+    def _watch(self, found: dict[str, list[Tensor]], whole: bool) -> list[Any]:
+        def note(path: str, dim: int) -> Callable[..., None]:
+            def keep(module: nn.Module, args: Any, output: Any) -> None:
+                found.setdefault(path, []).extend(t if whole else _some(t, dim) for t in tensors_in(output))
 
-        def note(path: str) -> Callable[..., None]:
-            return lambda module, args, output: self.modules.setdefault(path, []).extend(tensors_in(output))
+            return keep
 
         kinds = (nn.Linear, nn.modules.conv._ConvNd)
         layers = [(path, module) for path, module in named_modules(self._net) if isinstance(module, kinds)]
-        return [module.register_forward_hook(note(path)) for path, module in layers]
+        return [module.register_forward_hook(note(path, _channel_dim(module))) for path, module in layers]
+
+
+def _channel_dim(layer: nn.Module) -> int:
+    """The dimension of its output that a layer makes."""
+    return -1 - len(getattr(layer, "kernel_size", ()))
+
+
+def _some(output: Tensor, channel: int) -> Tensor:
+    """All channels at some places of an output."""
+    with torch._C.DisableTorchFunction():
+        for dim in range(output.ndim):
+            if dim - output.ndim != channel and output.shape[dim] >= 2 * _PLACES:
+                output = output[(slice(None),) * dim + (slice(None, None, output.shape[dim] // _PLACES),)]
+        return output.clone()
 
 
 # -- the probes that a model takes -------------------------------------------------------------------------------------
 def _trials(model: nn.Module, masked: _Net, plan: Plan, example: Example) -> list[Trial]:
     """The example, then what else the masked model takes, at last in training mode if that may be another forward."""
     known = [given(example, {}), Probe("the example", example)]
-    first, reason = _first_taken(masked, known, model, plan, _MACS)
+    first, reason = _first_taken(masked, known, model, plan)
     if first is None:
         raise VerificationError(
             "the masked model does not run on the example: {reason}.",
@@ -146,9 +167,7 @@ def _trials(model: nn.Module, masked: _Net, plan: Plan, example: Example) -> lis
             apply=Argument("apply"),
         )
     trials = [first]
-    second, _ = _first_taken(
-        masked, others(example, first.masked.rows, plan.before.macs < _LIGHT), model, plan, _OWN_MACS
-    )
+    second, _ = _first_taken(masked, others(example, first.masked.rows, plan.before.macs < _LIGHT), model, plan)
     trials += [second] if second is not None else []
     if _reads_training(model):
         learning = replace(trials[-1].probe, name=f"{trials[-1].probe.name} in training mode", training=True)
@@ -159,7 +178,7 @@ def _trials(model: nn.Module, masked: _Net, plan: Plan, example: Example) -> lis
 
 
 def _first_taken(
-    masked: _Net, probes: Iterable[Probe], model: nn.Module, plan: Plan, macs: float
+    masked: _Net, probes: Iterable[Probe], model: nn.Module, plan: Plan, macs: float = _MACS
 ) -> tuple[Trial | None, str]:
     """The first probe that the masked model takes, or the first error."""
     reason = ""
@@ -216,7 +235,7 @@ def _fault(model: nn.Module, masked: _Net, small: nn.Module, plan: Plan, trials:
     scales = _scales([trial.masked.outputs for trial, _ in done])
     for trial, seen in done:
         what = _difference(trial, seen.outputs, scales, _LIMITS[trial.wide])
-        if what and trial.wide != torch.float64:
+        if trial.wide != torch.float64 and (what or _kept(model, plan, trial, seen) is None):
             trial, what = _decided(net, model, masked, trial, seen, scales)
         if what:
             return Fault(trial, what)
@@ -315,29 +334,54 @@ def _gap(a: Tensor, b: Tensor, scale: float) -> float:
     return gap if gap == gap else float("inf")
 
 
-# -- outputs that prove nothing ----------------------------------------------------------------------------------------
+# -- what layers return ------------------------------------------------------------------------------------------------
+def _own(model: nn.Module, plan: Plan, paths: Iterable[str]) -> dict[str, tuple[int, Sequence[int]]]:
+    """For each layer that is still there: the dimension of its output that it makes, and what it loses along it."""
+    names, modules = {id(t): name for name, t in named_tensors(model)}, dict(named_modules(model))
+    found: dict[str, tuple[int, Sequence[int]]] = {}
+    for path in paths:
+        layer = modules[path]
+        cuts = plan.cuts.get(names.get(id(layer.weight), ""), {})
+        if not any(within(path, item.path) for item in plan.stand_ins):
+            found[path] = _channel_dim(layer), cuts.get(int(getattr(layer, "transposed", False)), ())
+    return found
+
+
+def _kept(model: nn.Module, plan: Plan, trial: Trial, seen: Seen) -> dict[str, list[Tensor]] | None:
+    """What layers of the masked model return and the smaller model keeps; None if it returns something else.
+
+    Looks at the places that are noted, and at units that are gone as outputs of their layer. Elsewhere it may err.
+    """
+    limits, kept = _COARSE if trial.wide != torch.float64 else _LIMITS[trial.wide], {}
+    for path, (dim, gone) in _own(model, plan, trial.masked.layers).items():
+        expected = [sliced(t, {dim % t.ndim: tuple(gone)} if gone else {}) for t in trial.masked.layers[path]]
+        inner = replace(trial, masked=replace(trial.masked, outputs=expected))
+        if _difference(inner, seen.layers.get(path, []), _scales([expected]), limits):
+            return None
+        kept[path] = expected
+    return kept
+
+
 def _unproven(
     net: _Net, model: nn.Module, masked: _Net, plan: Plan, done: Sequence[tuple[Trial, Seen]]
 ) -> Fault | None:
     """Outputs that are empty, whole-numbered or constant hide what happens: then every layer is compared."""
-    plain = [trial for trial, _ in done if not trial.probe.training]
-    counts = {len(trial.masked.outputs) for trial in plain}
-    columns = list(zip(*(trial.masked.outputs for trial in plain), strict=False))
+    plain = [(trial, seen) for trial, seen in done if not trial.probe.training]
+    counts = {len(trial.masked.outputs) for trial, _ in plain}
+    columns = list(zip(*(trial.masked.outputs for trial, _ in plain), strict=False))
     if not plain or (len(counts) == 1 and columns and all(map(_informs, columns))):
         return None
-    trial = plain[-1]
+    trial, seen = plain[-1]
+    kept = _kept(model, plan, trial, seen)
+    if kept is not None and any(map(_informs, kept.values())):
+        return None
     limits = _LIMITS[trial.wide] if trial.wide == torch.float64 else _COARSE
-    masked.run(trial.probe, trial.wide, trial.even, watch=True)
-    net.run(trial.probe, trial.wide, trial.even, watch=True)
+    whole = masked.run(trial.probe, trial.wide, trial.even, whole=True).layers
+    small = net.run(trial.probe, trial.wide, trial.even, whole=True).layers
     proven = any(map(_informs, columns))
-    names, modules = {id(t): name for name, t in named_tensors(model)}, dict(named_modules(model))
-    for path, expected in masked.modules.items():
-        if any(within(path, item.path) for item in plan.stand_ins):
-            continue
-        found, layer = net.modules.get(path, []), modules[path]
-        own = plan.cuts.get(names.get(id(layer.weight), ""), {}).get(int(getattr(layer, "transposed", False)), ())
-        dim = -1 - len(getattr(layer, "kernel_size", ()))
-        rests = [_rest(a, b, (dim, own), limits) for a, b in zip(found, expected, strict=False)]
+    for path, own in _own(model, plan, whole).items():
+        found, expected = small.get(path, []), whole[path]
+        rests = [_rest(a, b, own, limits) for a, b in zip(found, expected, strict=False)]
         if len(found) != len(expected) or any(rest is None for rest in rests):
             return Fault(trial, f"removal and zero-masking disagree on {trial.probe.name} in what `{path}` returns")
         proven |= _informs([rest for rest in rests if rest is not None])
