@@ -215,7 +215,7 @@ class Worker:
             path.parent.mkdir(parents=True, exist_ok=True)
             half = path.with_suffix(f".{os.getpid()}")
             safetensors.torch.save_file({k: v.contiguous() for k, v in model.state_dict().items()}, half)
-            half.rename(path)
+            half.unlink() if path.exists() else half.rename(path)  # another process may have been faster
         return shaped(safetensors.torch.load_file(path)).to(self.device).eval()
 
     def run(self, job: Job, stop: Any, changes: dict[str, Any] | None = None) -> dict[str, Any]:

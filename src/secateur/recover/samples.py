@@ -15,7 +15,7 @@ from secateur.nest import select_samples, tensors_in
 from secateur.recover.settings import Augment, Recover
 from secateur.running.batches import Batch, Data, as_batch, as_data, batches, is_pair, size_of
 from secateur.running.devices import to_device
-from secateur.running.processes import same_everywhere, share
+from secateur.running.processes import share
 
 _MARGIN = 8  # images are shifted by up to their side over this
 _MIXING = ("MixUp", "CutMix")
@@ -71,19 +71,27 @@ class Samples:
         found = [getattr(self.data, "generator", None), getattr(getattr(self.data, "sampler", None), "generator", None)]
         return list({id(own): own for own in found if isinstance(own, torch.Generator)}.values())
 
-    def epoch(self) -> Iterator[Batch]:
-        """The batches of one epoch, on the device, with altered images. Of a pair, a process gets its share of each."""
-        for inputs, targets in self._plain():
+    def epoch(self, drawn: Tensor | None = None) -> Iterator[Batch]:
+        """The batches of one epoch, on the device, with altered images. Of a pair, a process gets its share of each.
+
+        Of several processes all draw the order of a pair from one state of the generator, `drawn`.
+        """
+        for inputs, targets in self._plain(drawn):
             inputs, targets = to_device(inputs, self.device), to_device(targets, self.device)
             yield (inputs, targets) if self.augment is None else altered(self.augment, inputs, targets)
 
-    def _plain(self) -> Iterator[Batch]:
+    def _plain(self, drawn: Tensor | None) -> Iterator[Batch]:
         if not is_pair(self.data):
             yield from map(as_batch, self.data)
             return
         inputs, targets = self.data
         count, (rank, world) = size_of(inputs), share()
-        order: Tensor = same_everywhere(torch.randperm(count)).to(tensors_in(inputs)[0].device)
+        order = torch.randperm(count)
+        if drawn is not None:
+            generator = torch.Generator()
+            generator.set_state(drawn)
+            order = torch.randperm(count, generator=generator)
+        order = order.to(tensors_in(inputs)[0].device)
         for begin in range(0, count, self.batch_size):
             chunk = order[begin : begin + self.batch_size]
             if len(chunk) < 2 * world and begin:

@@ -24,7 +24,7 @@ from secateur.recover.settings import Epoch, Recover
 from secateur.running.batches import size_of
 from secateur.running.devices import device_of
 from secateur.running.logits import logits_of
-from secateur.running.processes import active, agree, gathered, in_step, share, synchronise
+from secateur.running.processes import active, agree, gathered, in_step, same_everywhere, share, synchronise
 from secateur.running.progress import Listener
 from secateur.running.sandbox import evaluating, run
 from secateur.running.targets import Reader, check_targets
@@ -74,20 +74,19 @@ class Trainer:
     def run(self) -> str:
         """Train until the budget is spent, or held-out samples say that it is enough. Returns why it ended."""
         self._restore()
-        written = time.perf_counter()
+        written, cost = time.perf_counter(), 0.0  # when the file was written, and the seconds that it took
         with self._training() as gradients:
             while not self.stopped:
                 self._epoch(gradients)
                 self._after_epoch()
                 begin = time.perf_counter()
-                if self._file is not None and (self.stopped or self._cost * (1 / _WRITING) <= begin - written):
+                cheap = cost <= _WRITING * (begin - written)
+                if self._file is not None and same_everywhere(cheap or bool(self.stopped)):  # all write, or none
                     self._save()
                     written = time.perf_counter()
-                    self._cost = written - begin
+                    cost = written - begin
         self._finish()
         return self.stopped
-
-    _cost = 0.0  # seconds that the last writing took
 
     @contextmanager
     def _training(self) -> Iterator[Recording]:
@@ -116,9 +115,11 @@ class Trainer:
                 module.training = flag
 
     def _epoch(self, gradients: Recording) -> None:
-        number, length = len(self.history), self.samples.length
+        number, drawn = len(self.history), same_everywhere(torch.get_rng_state()) if active() else None
+        lengths = gathered(self.samples.length)
+        length = None if None in lengths else min(lengths)
         sums, steps, rate = torch.zeros(3, device=self._device), 0, 0.0
-        for inputs, targets in in_step(self.samples.epoch()):
+        for inputs, targets in in_step(self.samples.epoch(drawn)):
             done = self._budget.done(number + (steps / length if length else 0.0))
             if done >= 1 and (steps or number):
                 break  # the minutes are over
