@@ -33,8 +33,8 @@ from torch import Tensor, nn
 
 import secateur as sc
 from secateur.cli import app
-from secateur.loop.finetune import FineTune
 from secateur.loop.settings import Schedule
+from secateur.recover import Recover
 
 FILE_EVENTS = {"open", "os.rename", "os.remove", "os.mkdir", "os.rmdir"}
 
@@ -59,10 +59,8 @@ def by_api(place: Path, shared: Path) -> None:
     generator = torch.Generator().manual_seed(1)
     data = torch.rand(40, 3, 12, 12, generator=generator), torch.arange(40) % 4
     optimizer = torch.optim.Adam(net.parameters(), lr=1e-3)
-    sgd = FineTune(data, epochs=2, lr=0.02)
 
     def tune(model: nn.Module, step: int) -> None:
-        sgd(model, step)
         model.train()
         for _ in range(3):
             optimizer.zero_grad()
@@ -71,7 +69,10 @@ def by_api(place: Path, shared: Path) -> None:
         model.eval()
 
     schedule = Schedule(step=0.07, finetune=tune, carry=[optimizer])
-    sc.save(sc.prune(net, data, remove=0.7, schedule=schedule, checkpoint=place / "run.safetensors"), place / "model")
+    trained = Recover(epochs=2, lr=0.02, batch_size=20, ema=0.9)
+    file = place / "run.safetensors"
+    result = sc.prune(net, data, remove=0.7, schedule=schedule, recover=trained, checkpoint=file)
+    sc.save(result, place / "model")
 
 
 def by_command(place: Path, shared: Path) -> None:

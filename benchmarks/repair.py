@@ -34,9 +34,9 @@ from benchmarks.repair_tables import figure, table
 from reproduction.few_shot.campaign import Scene, Settings, scene
 from secateur import apply, plan, score
 from secateur.latency.timing import time_batches
-from secateur.loop.steps import seeded
 from secateur.plans import Limits
 from secateur.repair import Repair, Session, crop_and_flip
+from secateur.running.sandbox import seeded
 
 
 def coloured(images: Tensor, generator: torch.Generator) -> Tensor:

@@ -20,9 +20,8 @@ from secateur.atomic import write
 from secateur.criteria.registry import criterion_named
 from secateur.data.views import View
 from secateur.errors import SecateurError
-from secateur.loop.finetune import Tuner
 from secateur.loop.prune import run_loop
-from secateur.loop.settings import Schedule
+from secateur.loop.settings import Schedule, Tuner
 from secateur.loop.settings import Settings as LoopSettings
 from secateur.plans.targets import Target
 from secateur.results.history import History

@@ -13,9 +13,8 @@ from torch import nn
 from reproduction.networks import Features, is_split, with_classes
 from reproduction.tensor_files import load, save
 from reproduction.training import HeadTrainer, Images, Schedule, Trainer, accuracy, arrange
-from secateur.loop.checkpoint import numbers
-from secateur.loop.steps import seeded
-from secateur.running.sandbox import evaluating
+from secateur.running.identity import numbers
+from secateur.running.sandbox import evaluating, seeded
 from secateur.running.tensor_files import fill
 
 

@@ -24,10 +24,7 @@ from secateur.analysis.analyze import analyze
 from secateur.criteria.registry import Choice, criterion_named
 from secateur.criteria.scoring import score
 from secateur.errors import NothingToPruneError, TargetError
-from secateur.loop.checkpoint import digest, numbers
-from secateur.loop.finetune import Tuner
-from secateur.loop.settings import Evaluate
-from secateur.loop.steps import seeded
+from secateur.loop.settings import Evaluate, Tuner
 from secateur.ops.conv import Convolution, TransposedConvolution
 from secateur.ops.layers import Mask
 from secateur.ops.linear import Linear
@@ -36,8 +33,9 @@ from secateur.ops.table import Call, Site
 from secateur.results.history import History, Row
 from secateur.running.batches import Data, example_of, repeatable
 from secateur.running.copies import copy_with, shared_copy, unwrap
+from secateur.running.identity import digest, numbers
 from secateur.running.observer import Observer
-from secateur.running.sandbox import evaluating, quiet, run
+from secateur.running.sandbox import evaluating, quiet, run, seeded
 from secateur.running.tensor_files import fill
 from secateur.structure.graph import Graph
 

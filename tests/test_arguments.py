@@ -23,9 +23,10 @@ from secateur.errors import (
     TargetError,
     UnsupportedModelError,
 )
-from secateur.loop import FineTune, Schedule
+from secateur.loop import Schedule
 from secateur.plans import Limits
 from secateur.plans.targets import Target
+from secateur.recover import Recover
 from secateur.repair import Repair
 from secateur.report import Page
 
@@ -123,8 +124,8 @@ WRONG: list[tuple[Call, type[SecateurError], str]] = [
     (lambda: Taylor(loss="mse"), CriterionError, "loss is a str"),  # type: ignore[arg-type]
     (lambda: Random(seed="a"), CriterionError, "seed='a'"),  # type: ignore[arg-type]
     (lambda: LRP(start="two"), CriterionError, "start='two'"),  # type: ignore[arg-type]
-    (lambda: FineTune(DATA, epochs=0), SecateurError, "epochs=0"),
-    (lambda: FineTune(DATA, lr="fast"), SecateurError, "lr='fast'"),  # type: ignore[arg-type]
+    (pruned(remove=0.5, recover="sgd"), SecateurError, "recover is a str"),
+    (lambda: Recover(lr="fast"), SecateurError, "lr='fast'"),  # type: ignore[arg-type]
     (lambda: Taylor(name=3), CriterionError, "name is a int"),  # type: ignore[arg-type]
     # removing
     (lambda: ANY.apply(NET, GRAPH), PlanError, "plan is a Graph"),

@@ -253,7 +253,7 @@ def test_outputs_that_were_reordered_are_still_matched_by_name(place: Place, tmp
 
 
 def test_an_interrupted_run_goes_on_and_ends_the_same(place: Place, tmp_path: Path, monkeypatch) -> None:
-    args = ["prune", *place.job, "--remove", 0.5, "--step", 0.1, "--finetune-epochs", 1]
+    args = ["prune", *place.job, "--remove", 0.5, "--step", 0.1, "--epochs", 1]
     succeed(*args, "--out", tmp_path / "whole")
     calls = []
     usual = task.Task.accuracy

@@ -154,7 +154,7 @@ def test_run_json_holds_what_was_asked_for(place: Place, tmp_path: Path, monkeyp
         "size": 16, "keep_macs": None, "keep_params": 0.7, "keep_latency": None, "remove": None, "max_drop": 0.9,
         "criterion": "taylor", "scope": "layer", "step": 0.2, "rescore": False, "round_to": 2,
         "ignore": ["8", "[3]"], "repair": "ridge", "per_class": 4, "test_per_class": 3, "seed": 7,
-        "learning_rate": 0.5, "finetune_epochs": 0, "device": "cpu", "report": False, "latency": False, "onnx": False,
+        "learning_rate": 0.5, "epochs": 0, "device": "cpu", "report": False, "latency": False, "onnx": False,
         "specialize": True, "strict": False, "outputs": {"blue": [0], "green": [1], "red": [2]},
         "view": {"size": 16, "fit": "squash", "mean": [0.5] * 3, "std": [0.2] * 3},
     }  # fmt: skip

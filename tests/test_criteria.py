@@ -23,10 +23,9 @@ from secateur.criteria import LRP, Activation, Captum, Custom, Gradient, Random,
 from secateur.criteria.registry import criterion_named
 from secateur.criteria.scoring import score
 from secateur.errors import CriterionError, DataError, ForwardError, NotFiniteError, PlanError, SecateurWarning
-from secateur.loop import Schedule
-from secateur.loop.finetune import FineTune
 from secateur.loop.prune import prune
 from secateur.plans.ranking import plan
+from secateur.recover import Recover
 from secateur.surgery.apply import apply
 
 
@@ -643,8 +642,8 @@ def test_two_inputs_as_arrays_through_the_whole_run() -> None:
     )
     data = ((left.astype(np.float32), right.astype(np.float32)), y)
     tensors = tuple(map(torch.from_numpy, data[0]))
-    tune = FineTune(data, epochs=2)
-    for options in ({}, {"schedule": Schedule(step=0.2, finetune=tune)}, {"repair": "best"}):
+    tune = Recover.scenario1(data, epochs=2)
+    for options in ({}, {"schedule": 0.2, "recover": tune}, {"repair": "best"}):
         small = prune(Both(), data, remove=0.4, progress=False, **options).model
         assert small(*tensors).shape == (20, 3)
         assert small.c.in_features < 12

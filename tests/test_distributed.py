@@ -21,12 +21,11 @@ from torch import Tensor, nn
 
 from secateur.criteria.scoring import score
 from secateur.errors import SecateurError
-from secateur.loop import Schedule
-from secateur.loop.checkpoint import digest
-from secateur.loop.finetune import FineTune
 from secateur.loop.prune import prune
 from secateur.plans.ranking import plan
+from secateur.recover import Recover, recover
 from secateur.repair import Repair
+from secateur.running.identity import digest
 from secateur.surgery.apply import apply
 
 NAMES = ["lrp", "taylor", "gradient", "activation"]
@@ -64,11 +63,11 @@ def work(rank: int, folder: str) -> None:
     own = score(net(), mine, NAMES)  # or brings its own, here of unequal size
     empty = score(net(), [(x, y)] if rank == 0 else [], "taylor", graph=None if rank == 0 else _graph())
     tuned = prune(
-        net(), (x, y), remove=0.5, schedule=Schedule(step=0.25, finetune=FineTune((x, y), epochs=2, lr=0.05)),
+        net(), (x, y), remove=0.5, schedule=0.25, recover=Recover.scenario1(epochs=2, lr=0.05),
         evaluate=lambda m: float(rank), checkpoint=f"{folder}/run.safetensors", max_drop=2.0,
     )  # fmt: skip
     again = prune(
-        net(), (x, y), remove=0.5, schedule=Schedule(step=0.25, finetune=FineTune((x, y), epochs=2, lr=0.05)),
+        net(), (x, y), remove=0.5, schedule=0.25, recover=Recover.scenario1(epochs=2, lr=0.05),
         evaluate=lambda m: float(rank), checkpoint=f"{folder}/run.safetensors", max_drop=2.0,
     )  # fmt: skip
     plain = prune(net(), (x, y), "taylor", remove=0.5, schedule=0.25)
@@ -78,8 +77,7 @@ def work(rank: int, folder: str) -> None:
     closer = Repair(copies=2).examine(small, net(), mine)
     fewer = Repair(samples=6, copies=2).examine(small, net(), mine)
     lonely = Repair(copies=2).examine(small, net(), [(x, y)] if rank == 1 else [])
-    uneven = net()
-    FineTune(mine, epochs=2)(uneven, 1)
+    uneven = recover(net(), None, mine, Recover.scenario1(epochs=2)).model
     torch.save(
         {
             "errors": {name: _raised(function) for name, function in failures(rank).items()},
@@ -130,13 +128,12 @@ def failures(rank: int) -> dict[str, Callable[[], object]]:
             raise OSError("the screen is broken")
 
     def tune(samples: object) -> Callable[[], object]:
-        schedule = Schedule(step=0.25, finetune=FineTune(samples, epochs=1))
-        return lambda: prune(net(), (x, y), remove=0.5, schedule=schedule)
+        return lambda: prune(net(), (x, y), remove=0.5, schedule=0.25, recover=Recover.scenario1(samples, epochs=1))
 
     return {
         "score": lambda: score(net(), [(spoilt if rank else x, y)], "taylor"),
         "evaluate": lambda: prune(net(), (x, y), "weight", remove=0.5, schedule=0.25, evaluate=evaluate),
-        "finetune": tune(loader),
+        "recover": tune(loader),
         "loader": tune([*loader[:1], None] if rank else loader[:1] * 2),
         "repair": lambda: Repair().examine(_small(), net(), [(spoilt if rank else x, y)]),
         "end": lambda: prune(net(), (x, y), "weight", remove=0.7, progress=listen, repair=None),
@@ -193,8 +190,8 @@ def test_an_error_in_one_process_is_raised_in_all(found: list[dict]) -> None:
     for name, error in {
         "score": "DataError: an input of shape (11, 2, 5, 5) has NaN",
         "evaluate": "EvaluationError: evaluate raised ZeroDivisionError at step 0: no such number",
-        "finetune": "DataError: labels run from",
-        "loader": "EvaluationError: finetune raised TypeError",
+        "recover": "DataError: labels run from",
+        "loader": "EvaluationError: recover raised TypeError",
         "repair": "DataError: an input of shape (11, 2, 5, 5) has NaN",
     }.items():
         assert second[name].startswith(error), name

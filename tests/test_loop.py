@@ -40,14 +40,14 @@ from secateur.errors import (
 )
 from secateur.loop import Schedule
 from secateur.loop import checkpoint as checkpoints
-from secateur.loop.checkpoint import data_identity
-from secateur.loop.finetune import FineTune
 from secateur.loop.progress import Progress, StepDone
 from secateur.loop.prune import Result, prune
 from secateur.plans import Limits
 from secateur.plans.plan import difference, renumbered
 from secateur.plans.ranking import plan
+from secateur.recover import Recover, recover
 from secateur.results.history import History
+from secateur.running.identity import data_identity
 from secateur.running.progress import Event, Scoring
 from secateur.runtimes import Latency, Setup
 from secateur.runtimes.clock import Clock
@@ -117,9 +117,7 @@ def test_the_users_model_is_not_changed() -> None:
     model = net().train()
     before, rng = copy.deepcopy(model), torch.get_rng_state()
     python, numpy = random.getstate(), np.random.get_state()[1].tolist()
-    result = prune(
-        model, data(), remove=0.3, schedule=Schedule(step=0.1, finetune=FineTune(data(), epochs=1)), evaluate=accuracy
-    )
+    result = prune(model, data(), remove=0.3, schedule=0.1, recover=Recover.scenario1(epochs=1), evaluate=accuracy)
     assert same(model, before)
     assert all([model.training, result.model.training, result.model.drop.training])
     assert torch.equal(rng, torch.get_rng_state())
@@ -320,7 +318,7 @@ def test_finetune_is_sgd_with_momentum() -> None:
     torch.manual_seed(0)
     model = nn.Linear(3, 2)
     w, b = model.weight.detach().clone(), model.bias.detach().clone()
-    FineTune((x, y), epochs=2, lr=0.5, momentum=0.9, batch_size=6)(model, 1)
+    model = recover(model, None, (x, y), Recover.scenario1(epochs=2, lr=0.5, momentum=0.9, batch_size=6)).model
     vw, vb = torch.zeros_like(w), torch.zeros_like(b)
     for _ in range(2):
         p = (x @ w.T + b).softmax(1)
@@ -337,7 +335,8 @@ def test_finetune_of_one_output_is_logistic_regression(kind: torch.dtype) -> Non
     torch.manual_seed(0)
     model = nn.Linear(3, 1)
     w, b = model.weight.detach().clone(), model.bias.detach().clone()
-    FineTune((x, y.to(kind)), epochs=2, lr=0.5, momentum=0, batch_size=6)(model, 1)
+    settings = Recover.scenario1(epochs=2, lr=0.5, momentum=0, batch_size=6)
+    model = recover(model, None, (x, y.to(kind)), settings).model
     for _ in range(2):
         error = ((x @ w.T + b).sigmoid() - y[:, None]) / 6
         w, b = w - 0.5 * error.T @ x, b - 0.5 * error.sum(0)
@@ -355,26 +354,25 @@ def test_finetune_improves_and_repeats() -> None:
         net(),
         samples,
         remove=0.4,
-        schedule=Schedule(step=0.2, finetune=FineTune(samples, epochs=8, lr=0.05)),
+        schedule=0.2,
+        recover=Recover.scenario1(epochs=8, lr=0.05),
         evaluate=loss,
     )
     plain = prune(net(), samples, remove=0.4, schedule=0.2, evaluate=loss)
     assert tuned.history[-1].overall > plain.history[-1].overall
-    again = prune(
-        net(), samples, remove=0.4, schedule=Schedule(step=0.2, finetune=FineTune(samples, epochs=8, lr=0.05))
-    )
+    again = prune(net(), samples, remove=0.4, schedule=0.2, recover=Recover.scenario1(samples, epochs=8, lr=0.05))
     assert same(tuned.model, again.model)
 
 
 def test_frozen_parameters_stay_frozen() -> None:
     model = net()
     model.stem.requires_grad_(False)
-    result = prune(model, data(), remove=0.3, schedule=Schedule(step=0.3, finetune=FineTune(data(), epochs=2)))
+    result = prune(model, data(), remove=0.3, schedule=0.3, recover=Recover.scenario1(epochs=2))
     kept = np.setdiff1d(np.arange(12), result.plan.cuts.get("stem.weight", {}).get(0, ()))
     assert torch.equal(result.model.stem.weight, model.stem.weight[kept])
     assert not result.model.stem.weight.requires_grad
     with pytest.raises(DataError, match="frozen"):
-        FineTune(data())(net().requires_grad_(False), 1)
+        recover(net().requires_grad_(False), None, data(), Recover.scenario1())
 
 
 @pytest.mark.parametrize("kind", ["sgd", "adam", "adamw-groups", "rmsprop"])
@@ -463,10 +461,8 @@ def test_resume_ends_the_same(tmp_path: Path, after: int) -> None:
     def run(tuner: object, checkpoint: Path | None = None):
         model = net()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-        tune = FineTune(samples, epochs=2, lr=0.05)
 
         def both(small: nn.Module, step: int) -> None:
-            tune(small, step)
             small.train()
             for _ in range(2):  # dropout draws random numbers, momentum goes on from step to step
                 optimizer.zero_grad()
@@ -477,7 +473,8 @@ def test_resume_ends_the_same(tmp_path: Path, after: int) -> None:
                 tuner(step)
 
         schedule = Schedule(step=0.1, finetune=both, carry=[optimizer])
-        return prune(model, samples, schedule=schedule, checkpoint=checkpoint, **options)
+        trained = Recover.scenario1(epochs=2, lr=0.05)
+        return prune(model, samples, schedule=schedule, recover=trained, checkpoint=checkpoint, **options)
 
     whole = run(None)
 
@@ -526,8 +523,8 @@ def other_measure(model: nn.Module) -> float:
 
 def test_a_resumed_run_has_the_same_data_loss_batches_training_and_measure(tmp_path: Path) -> None:
     path, (x, y) = tmp_path / "run.safetensors", data()
-    tune = FineTune((x, y), epochs=1, lr=0.01)
-    settings = {"criterion": Taylor(), "remove": 0.2, "schedule": Schedule(step=0.1, finetune=tune, batch_size=5)}
+    tune = Recover.scenario1((x, y), epochs=1, lr=0.01)
+    settings = {"criterion": Taylor(), "remove": 0.2, "schedule": Schedule(step=0.1, batch_size=5), "recover": tune}
 
     def run(samples: object = (x, y), **changes: object) -> Result:
         return prune(net(), samples, checkpoint=path, **{**settings, **changes})
@@ -536,19 +533,18 @@ def test_a_resumed_run_has_the_same_data_loss_batches_training_and_measure(tmp_p
     assert same(once.model, run((x.clone(), y.tolist())).model)
     changed = x.clone()
     changed[3, 0, 0, 0] += 1
-    again = {"step": 0.1, "finetune": tune, "batch_size": 5}
     for what, made in {
         "other data": lambda: run((changed, y)),
         "other data$": lambda: run((x, y.flip(0))),
         "loss was 'None', is now 'test_loop.other_loss'": lambda: run(criterion=Taylor(loss=other_loss)),
-        "batch_size was 5, is now 6": lambda: run(schedule=Schedule(**{**again, "batch_size": 6})),
+        "batch_size was 5, is now 6": lambda: run(schedule=Schedule(step=0.1, batch_size=6)),
         "evaluate was 'None', is now 'test_loop.other_measure'": lambda: run(evaluate=other_measure),
-        "other finetune": lambda: run(schedule=Schedule(**{**again, "finetune": FineTune((x, y), epochs=2, lr=0.01)})),
+        "other recover": lambda: run(recover=Recover.scenario1((x, y), epochs=2, lr=0.01)),
     }.items():
         with pytest.raises(FileFormatError, match=what.removesuffix("$")):
             made()
-    with pytest.raises(FileFormatError, match="other finetune"):
-        run(schedule=Schedule(**{**again, "finetune": FineTune((changed, y), epochs=1, lr=0.01)}))
+    with pytest.raises(FileFormatError, match="other recover"):
+        run(recover=Recover.scenario1((changed, y), epochs=1, lr=0.01))
 
 
 def test_checkpoints_of_older_versions_know_less_and_go_on(tmp_path: Path) -> None:
@@ -800,7 +796,7 @@ def test_on_a_gpu(tmp_path: Path) -> None:
     for name, scores in on_cpu.items():
         for site, values in scores.units.items():
             np.testing.assert_allclose(on_gpu[name].units[site], values, rtol=2e-2, atol=2e-2 * np.abs(values).max())
-    options = {"remove": 0.4, "schedule": Schedule(step=0.2, finetune=FineTune(samples, epochs=2))}
+    options = {"remove": 0.4, "schedule": 0.2, "recover": Recover.scenario1(epochs=2)}
     result = prune(net().cuda(), samples, checkpoint=tmp_path / "run.safetensors", **options)
     assert all(p.is_cuda for p in result.model.parameters())
     again = prune(net().cuda(), samples, checkpoint=tmp_path / "run.safetensors", **options)

@@ -20,7 +20,6 @@ from constructs import CONSTRUCTS, build
 from oracle import fingerprint, outputs, random_scores, relative_gap, same
 from secateur.errors import DataError, NotFiniteError, RepairError, SecateurWarning
 from secateur.loop import Schedule
-from secateur.loop.checkpoint import digest
 from secateur.plans import Limits
 from secateur.plans.plan import plan_for
 from secateur.repair import (
@@ -40,6 +39,7 @@ from secateur.repair import (
 from secateur.repair.layers import survey
 from secateur.repair.reference import Reference
 from secateur.repair.samples import Samples
+from secateur.running.identity import digest
 from secateur.running.progress import Event, Line, Repairing
 from secateur.runtimes.clock import Clock
 

@@ -29,7 +29,7 @@ import secateur as sc
 from browser import A4, SCHEMES, WIDTHS, check, opened
 from secateur.criteria import LRP, Activation, Taylor
 from secateur.errors import CriterionError, DataError, ForwardError
-from secateur.loop import FineTune
+from secateur.recover import Recover, recover
 from secateur.relevance import Epsilon, RelevancePass, unit_relevance
 from secateur.relevance.starts import Starter
 from secateur.repair import Repair
@@ -283,7 +283,7 @@ def test_a_dict_goes_through_the_whole_run() -> None:
     assert set(table.curves) == {"activation", "weight"}
     tuned = llama()
     before = float(tuned(**data).loss)
-    FineTune(data, epochs=5, lr=0.1)(tuned, 1)
+    tuned = recover(tuned, None, data, Recover.scenario1(epochs=5, lr=0.1), progress=False).model
     assert float(tuned(**data).loss) < before
 
 

@@ -26,8 +26,8 @@ from secateur.analysis.specialize import Merge, specialize
 from secateur.errors import SecateurError
 from secateur.loop.prune import prune
 from secateur.loop.settings import Schedule as Steps
-from secateur.loop.steps import seeded
 from secateur.running.accuracy import accuracy
+from secateur.running.sandbox import seeded
 from secateur.structure.graph import Graph
 
 _GRID = "fc "

@@ -19,7 +19,7 @@ from reproduction.runs import Folder, noted
 from reproduction.training import Images, Schedule, Trainer, accuracy
 from secateur.analysis.analyze import analyze
 from secateur.data.views import View
-from secateur.loop.steps import seeded
+from secateur.running.sandbox import seeded
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
     graph → scores → plan → smaller model
 
 `analyze` finds what may leave, `score` says what is needed for your data, `plan` chooses, `apply` removes and verifies;
-`repair` makes up for what was lost; `prune` does all of it.
+`repair` makes up for what was lost, `recover` trains what is left; `prune` does all of it.
 """
 
 import sys
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from secateur.plans.plan import Plan
     from secateur.plans.ranking import plan
     from secateur.plans.scores import Scores
+    from secateur.recover import recover
     from secateur.relevance.explain import explain
     from secateur.repair import repair
     from secateur.runtimes.table import latency
@@ -51,6 +52,7 @@ __all__ = [
     "measure",
     "plan",
     "prune",
+    "recover",
     "repair",
     "save",
     "score",
@@ -63,7 +65,7 @@ _HOMES = {
     "SecateurError": "errors", "export": "files.onnx", "load": "files.saved", "save": "files.saved",
     "measure": "latency.measure", "compare": "loop.compare", "Result": "loop.prune", "prune": "loop.prune",
     "Plan": "plans.plan", "plan": "plans.ranking", "Scores": "plans.scores", "explain": "relevance.explain",
-    "repair": "repair", "latency": "runtimes.table", "Cost": "structure.cost",
+    "recover": "recover", "repair": "repair", "latency": "runtimes.table", "Cost": "structure.cost",
     "Graph": "structure.graph", "apply": "surgery.apply",
 }  # fmt: skip
 

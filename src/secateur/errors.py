@@ -164,7 +164,11 @@ class LoopError(SecateurError):
 
 
 class EvaluationError(LoopError):
-    """The user's `evaluate`, `finetune` or `repair` raised."""
+    """The user's `evaluate`, `finetune`, `recover` data or `repair` raised."""
+
+
+class TrainingError(LoopError):
+    """Training was stopped: the loss is not finite, or a batch does not fit into memory."""
 
 
 class CheckpointError(LoopError):

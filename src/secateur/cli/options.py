@@ -61,6 +61,8 @@ _MEAN = "Mean of the training pixels, 0 to 1: three numbers, or one for grey. De
 
 Strict = Annotated[bool, _image("--strict", help="Refuse broken images instead of skipping them.")]
 MergeBy = Annotated[Merge, _image(help=f"{_MERGE}. {_FAIR} where a network spreads some probability over all outputs.")]
+EPOCHS = "Epochs of training after each removal, with the unpruned model as teacher. 0 is for none."
+LearningRate = Annotated[float | None, typer.Option(min=0.0, help="For training. Default: what suits the model.")]
 Seed = Annotated[int, typer.Option(help="Decides every random choice.")]
 Out = Annotated[Path, typer.Option(help="Folder for everything that is written.", show_default=False)]
 Fresh = Annotated[bool, typer.Option("--fresh", help="Forget an unfinished run in --out.")]

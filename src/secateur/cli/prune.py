@@ -14,7 +14,6 @@ from secateur.cli.task import Task, read_model, read_task
 from secateur.cli.text_task import TextTask, how_to_open, read_text_task
 from secateur.errors import SecateurError
 from secateur.latency.measure import measure
-from secateur.loop.finetune import FineTune
 from secateur.loop.prune import Result
 from secateur.loop.prune import prune as run_prune
 from secateur.loop.settings import Schedule
@@ -22,6 +21,7 @@ from secateur.models import Opened
 from secateur.models.hub import reads_text
 from secateur.nest import select_samples
 from secateur.plans.targets import Limits, Scope
+from secateur.recover import Recover
 from secateur.runtimes import Runtime, Setup
 from secateur.surgery.provenance import plans_of
 
@@ -44,7 +44,7 @@ _RESCORE = (
 _SCOPE = (
     "Units compete in the whole network, in each layer, or in the network by score for what they save (cost): MACs, "
     "or parameters or time with --keep-params or --keep-latency. Default: cost with lrp, layer with other criteria; "
-    "global where --step, --rescore, --finetune-epochs or --repair none ask for the paper's algorithm."
+    "global where --step, --rescore or --repair none ask for the paper's algorithm."
 )
 _RUNTIME = (
     "What runs the model: --keep-latency plans for it and measures in it. PyTorch, PyTorch with channels last in "
@@ -56,8 +56,8 @@ _BLOCKS = (
     "only ones. With --uniform, whole layers of a transformer do."
 )
 _REPAIR = (
-    "Regress what is left back to the original's outputs, without training. 'auto' does so unless --finetune-epochs, "
-    "--step or --rescore asks for the paper's algorithm; 'none' is that algorithm too."
+    "Regress what is left back to the original's outputs, without training. 'auto' does so unless --step or "
+    "--rescore asks for the paper's algorithm; 'none' is that algorithm too."
 )
 
 
@@ -87,8 +87,8 @@ def prune(
     round_to: Annotated[int, _method(min=1, help="Widths that are multiples of this; 8 suits hardware.")] = 8,
     ignore: Annotated[list[str] | None, _method(help=_IGNORE)] = None,
     repair: Annotated[Literal["auto", "best", "none", "mean", "norm", "ridge"], _method(help=_REPAIR)] = "auto",
-    finetune_epochs: Annotated[int, _method(min=0, help="Epochs of training after each step.")] = 0,
-    learning_rate: Annotated[float, _method(help="For fine-tuning.")] = 1e-3,
+    epochs: Annotated[int, _method(min=0, help=o.EPOCHS)] = 0,
+    learning_rate: o.LearningRate = None,
     seed: o.Seed = 0,
     seen: o.Seen,
     onnx: Annotated[bool, _more("--onnx", help="Also write model.onnx, checked.")] = False,
@@ -148,11 +148,9 @@ def prune(
         printer.note(line)
     setup = Setup.of(task.example(), runtime, batch, threads)
     run = Run.begin(out, request(ctx, task), fresh, printer)
-    tuner = None
-    if finetune_epochs:
-        tuner = FineTune(task.training_batches(), epochs=finetune_epochs, lr=learning_rate)
+    trained = Recover(epochs=epochs, lr=learning_rate, data=task.training_batches()) if epochs else None
     # `prune` chooses what the user leaves open.
-    schedule = Schedule(step=step, rescore=rescore, finetune=tuner, seed=seed)
+    schedule = Schedule(step=step, rescore=rescore, seed=seed)
     limits = Limits(
         scope, ignore or (), round_to=round_to, uniform=uniform, blocks="only" if blocks == "only" else blocks == "yes"
     )
@@ -160,8 +158,8 @@ def prune(
     with run.working():
         result = run_prune(
             task.model, task.data(), criterion, remove, keep or None, schedule, limits=limits, repair=repair,
-            evaluate=task.evaluate, max_drop=max_drop, checkpoint=run.checkpoint, progress=printer.progress(),
-            latency=setup if keep_latency is not None else None,
+            recover=trained, evaluate=task.evaluate, max_drop=max_drop, checkpoint=run.checkpoint,
+            progress=printer.progress(), latency=setup if keep_latency is not None else None,
         )  # fmt: skip
     if not plans_of(result.model):
         raise SecateurError(

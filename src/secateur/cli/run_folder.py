@@ -22,8 +22,8 @@ from secateur.errors import FileFormatError, NothingToPruneError, SecateurError,
 from secateur.files.onnx import export
 from secateur.files.pretrained import check_free
 from secateur.files.saved import check_replaceable
-from secateur.loop.checkpoint import digest as numbers_digest
 from secateur.loop.checkpoint import is_checkpoint
+from secateur.running.identity import digest as numbers_digest
 from secateur.running.tensor_files import parse_json
 
 CHECKPOINT, RUN, WEIGHTS = "checkpoint.safetensors", "run.json", "weights_digest"

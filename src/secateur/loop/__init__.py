@@ -1,6 +1,5 @@
-"""The pruning loop: prune, schedules, checkpoints, fine-tuning, comparison."""
+"""The pruning loop: prune, schedules, checkpoints, comparison."""
 
-from secateur.loop.finetune import FineTune
 from secateur.loop.settings import Schedule
 
-__all__ = ["FineTune", "Schedule"]
+__all__ = ["Schedule"]

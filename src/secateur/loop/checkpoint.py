@@ -6,9 +6,9 @@ The header also holds the identity of the run: short texts by which its model, d
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, fields, is_dataclass, replace
+from dataclasses import asdict, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +19,17 @@ from torch import Tensor, nn
 from secateur import atomic
 from secateur.errors import CheckpointError, FileFormatError, SecateurError
 from secateur.loop.settings import Repairer, Settings
-from secateur.loop.steps import RunState, seeded
-from secateur.nest import tensors_in
+from secateur.loop.steps import RunState
 from secateur.plans.plan import Plan, plan_for
 from secateur.plans.scores import Scores
+from secateur.recover.checkpoint import FORMAT as TRAINING
+from secateur.recover.checkpoint import Checkpoint as Training
 from secateur.relevance.conservation import Conservation, Flow
 from secateur.results.history import History
-from secateur.running.batches import Data, as_batch, is_pair
+from secateur.running.batches import Data
+from secateur.running.identity import data_identity, described, digest, numbers
 from secateur.running.processes import is_first, same_everywhere, wait
-from secateur.running.tensor_files import digest_of, fill, parse_json, read_sealed, sealed
+from secateur.running.tensor_files import decode, encode, fill, parse_json, read_sealed, sealed
 from secateur.structure.graph import Graph
 from secateur.surgery.cut import cut
 from secateur.surgery.optimizer import carry as carry_over
@@ -36,13 +38,11 @@ from secateur.surgery.provenance import remember
 FORMAT = "secateur-loop-1"
 _MOST_STEPS, _LARGEST_HEADER = 10**6, 64 * 2**20
 #: Settings that older files do not have.
-_ADDED = frozenset({"data", "loss", "finetune", "batch_size", "evaluate"})
+_ADDED = frozenset({"data", "loss", "finetune", "batch_size", "evaluate", "recover"})
 #: The others, as they were before they could be set.
 _LATER = {"uniform": False, "output": [], "blocks": False}
 #: Settings that are too long to be shown.
-_DIGESTS = frozenset({"weights", "data", "finetune"})
-#: Iterable, but not loaders.
-_PLAIN = (str, bytes, Mapping, list, tuple, set, frozenset, np.ndarray)
+_DIGESTS = frozenset({"weights", "data", "finetune", "recover"})
 
 
 class Checkpoint:
@@ -54,6 +54,16 @@ class Checkpoint:
         tuner: Any = settings.schedule.finetune
         known = hasattr(tuner, "state_dict") and hasattr(tuner, "load_state_dict")
         self._stateful: list[Any] = [*settings.schedule.carry, *([tuner] if known else [])]
+
+    @property
+    def training(self) -> Training:
+        """The file of the training within a step, beside this one."""
+        return Training(self.path.with_name(f"{self.path.stem}-training{self.path.suffix}"), {}, stale=True)
+
+    def forget_training(self) -> None:
+        """Delete that file: the step is saved."""
+        if self.settings.recover is not None:
+            self.training.remove()
 
     def save(self, state: RunState) -> None:
         """Replace the file; a kill leaves the old or the new. Of several processes the first one writes."""
@@ -181,7 +191,8 @@ def _counted(value: Any) -> int:
 def is_checkpoint(path: Path) -> bool:
     """Whether a file was written as a checkpoint, damaged or not."""
     with suppress(OSError), path.open("rb") as file:
-        return FORMAT.encode() in file.read(8 + min(int.from_bytes(file.read(8), "little"), _LARGEST_HEADER))
+        head = file.read(8 + min(int.from_bytes(file.read(8), "little"), _LARGEST_HEADER))
+        return FORMAT.encode() in head or TRAINING.encode() in head
     return False
 
 
@@ -201,6 +212,7 @@ def identity(settings: Settings, data: Data) -> dict[str, Any]:
     shared = {
         "data": data_identity(data), "loss": described(criterion.loss), "batch_size": schedule.batch_size,
         "finetune": described(schedule.finetune), "evaluate": described(settings.evaluate),
+        "recover": described(settings.recover),
     }  # fmt: skip
     return own | dict(same_everywhere(shared))
 
@@ -209,111 +221,3 @@ def _repair_name(repair: Repairer | str | None) -> str | None:
     if repair is None or is_dataclass(repair):
         return None if repair is None else described(repair)
     return str(getattr(repair, "__name__", type(repair).__name__))
-
-
-def described(value: Any, without: Collection[str] = ()) -> str:
-    """Settings as text that is the same in every process: functions by name, data by digest, dataclasses by field.
-
-    >>> from secateur.loop.finetune import FineTune
-    >>> described(len), described(FineTune(None, epochs=3), without=["data"])[:18]
-    ('builtins.len', 'FineTune(epochs=3,')
-    """
-    if is_dataclass(value) and not isinstance(value, type):
-        names = [field.name for field in fields(value) if field.repr and field.name not in without]
-        shown = ", ".join(f"{name}={described(getattr(value, name))}" for name in names)
-        return f"{type(value).__qualname__}({shown})"
-    loader = isinstance(value, Iterable) and not isinstance(value, _PLAIN)
-    if loader or is_pair(value) or tensors_in(value):
-        return data_identity(value)
-    if callable(value):
-        named = value if hasattr(value, "__qualname__") else type(value)
-        return f"{named.__module__}.{named.__qualname__}"
-    return repr(value)
-
-
-def data_identity(data: Data) -> str:
-    """All numbers of a pair (X, y) or a list of batches, as a digest.
-
-    Of a loader, type, lengths and the first sample: iterating would disturb the order in which it shuffles.
-    """
-    if data is None:
-        return "none"
-    if isinstance(data, list | tuple | Tensor | Mapping):
-        return _digest(*([data] if is_pair(data) or isinstance(data, Tensor | Mapping) else data))
-    dataset = getattr(data, "dataset", None)
-    facts = [type(data).__qualname__, _length(data), getattr(data, "batch_size", None)]
-    if dataset is not None:
-        facts += [type(dataset).__qualname__, _length(dataset), _first_sample(dataset)]
-    return " ".join(str(fact) for fact in facts)
-
-
-def _length(items: Any) -> int | None:
-    try:
-        return len(items)
-    except (TypeError, NotImplementedError):
-        return None
-
-
-def _first_sample(dataset: Any) -> str:
-    """A digest of the first sample; empty if it has none, or if it is altered at random whenever it is read."""
-    found = []
-    for seed in (0, 1):
-        try:
-            with seeded(seed, 0):
-                found.append(_digest(dataset[0]))
-        except Exception:  # a dataset without indices, or whatever the user's code raises: then there is no digest
-            return ""
-    return found[0] if found[0] == found[1] else ""
-
-
-def _digest(*samples: Any) -> str:
-    tensors: list[Tensor] = []
-    plain: list[Any] = []
-    for sample in samples:
-        pair = isinstance(sample, list | tuple) and len(sample) == 2
-        sample = as_batch(sample) if pair else sample
-        tensors += tensors_in(sample)
-        plain += [item for item in sample if isinstance(item, int | float | str)] if pair else []
-    return digest_of((str(i), tensor) for i, tensor in enumerate(tensors)) + (f" {plain}" if plain else "")
-
-
-# -- a model's numbers -------------------------------------------------------------------------------------------------
-def numbers(model: nn.Module) -> dict[str, Tensor]:
-    """All parameters and buffers, tied ones once."""
-    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
-
-
-def digest(model: nn.Module) -> str:
-    """A fingerprint of a model's numbers: a checkpoint made from other weights must not be mixed with these."""
-    return digest_of(numbers(model).items())
-
-
-# -- nested state of optimizers, schedulers and the like ---------------------------------------------------------------
-def encode(value: Any, tensors: dict[str, Tensor], key: str) -> Any:
-    """Nested containers as JSON, tensors set aside under names that begin with `key`."""
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, Tensor):
-        tensors[key] = value
-        return {"tensor": key}
-    if isinstance(value, Mapping):
-        return {"dict": [[encode(k, tensors, key), encode(v, tensors, f"{key}/{k}")] for k, v in value.items()]}
-    if isinstance(value, Sequence):
-        kind = "tuple" if isinstance(value, tuple) else "list"
-        return {kind: [encode(item, tensors, f"{key}/{i}") for i, item in enumerate(value)]}
-    raise CheckpointError(
-        f"cannot put a {type(value).__name__} into a checkpoint ({key}).", fix="carry only what has numbers as state"
-    )
-
-
-def decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """What `encode` was given."""
-    if not isinstance(value, dict):
-        return value
-    ((kind, content),) = value.items()
-    if kind == "tensor":
-        return tensors[content]
-    if kind == "dict":
-        return {decode(k, tensors): decode(v, tensors) for k, v in content}
-    items = [decode(item, tensors) for item in content]
-    return tuple(items) if kind == "tuple" else items

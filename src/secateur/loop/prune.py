@@ -20,6 +20,7 @@ from secateur.loop.progress import Progress, StepDone
 from secateur.loop.settings import Evaluate, Repairer, Schedule, Settings, repair_of
 from secateur.loop.steps import RunState, Steps
 from secateur.plans.targets import Limits, Target
+from secateur.recover import Recover
 from secateur.report.document import Page
 from secateur.report.page import write_report
 from secateur.results.comparison import Comparison
@@ -107,6 +108,7 @@ def prune(
     *,
     limits: Limits | None = None,
     repair: Repairer | str | bool | None = "auto",
+    recover: Recover | int | bool | None = None,
     evaluate: Evaluate | None = None,
     max_drop: float | Mapping[str, float] | None = None,
     output: str | Sequence[str] = (),
@@ -130,14 +132,17 @@ def prune(
     chooses another ranking. `repair` is "mean", "norm", "ridge", "best", None or False, a `secateur.repair.Repair`, or
     your own `f(small, original, data)`.
 
+    `recover`, a `secateur.recover.Recover` or a number of epochs, trains what remains after each removal, with the
+    original as teacher. It is trained on `data`, unless the settings have their own.
+
     A target in time is planned by a table of what was measured, and then measured: where the smaller model is too slow,
     more leaves. `latency` says where it will run: the table of `secateur.latency`, or a `secateur.runtimes.Setup` such
     as `Setup("onnxruntime", batch=32, threads=2)`; by default PyTorch on the data's first sample.
 
     `schedule` is the share of the original units that leaves per step, or a `secateur.loop.Schedule`, which also has
-    fine-tuning, re-scoring, parts, batch size and seed. Steps, parts, fine-tuning, re-scoring and `repair=None` each
-    ask for the paper's Algorithm 1: every step takes its share (0.05) by a global ranking, units are scored anew, and
-    there is no repair unless you give one.
+    your own training, re-scoring, parts, batch size and seed. Steps, parts, own training, re-scoring and `repair=None`
+    each ask for the paper's Algorithm 1: every step takes its share (0.05) by a global ranking, units are scored anew,
+    and there is no repair unless you give one.
 
     `evaluate(model)`, called after each step in evaluation mode, returns an accuracy, or a dict with "overall" and
     numbers per class. `max_drop` is how much "overall" may fall, or a dict such as `{"overall": 0.01, "worst": 0.05}`,
@@ -160,7 +165,7 @@ def prune(
     """
     settings = Settings(
         criterion_named(criterion), Target(remove, keep, max_drop), Schedule.of(schedule),
-        Limits.of(limits), repair_of(repair), evaluate, output, latency,
+        Limits.of(limits), repair_of(repair), evaluate, output, latency, Recover.of(recover),
     )  # fmt: skip
     return run_loop(model, data, settings, checkpoint, progress)
 
@@ -190,7 +195,7 @@ def run_loop(
     saved = Checkpoint(Path(checkpoint), original, graph, settings, data) if checkpoint is not None else None
     state = RunState(original)
     with Progress(progress, planner.steps) as shown:
-        steps = Steps(original, data, graph, settings, planner, shown)
+        steps = Steps(original, data, graph, settings, planner, shown, saved.training if saved is not None else None)
         try:
             state.model = copy_with(original, lambda name, old: old.detach().clone())
             for item in settings.schedule.carry:
@@ -203,6 +208,7 @@ def run_loop(
                 steps.next(state)
                 if saved is not None:
                     saved.save(state)
+                    saved.forget_training()
                 shown(StepDone(state.history[-1]))
         except SecateurError as error:
             error.result = _result(state, original, steps.graph, settings)

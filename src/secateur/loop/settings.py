@@ -11,8 +11,8 @@ from torch import nn
 from secateur import arguments
 from secateur.criteria.criterion import Criterion
 from secateur.errors import SecateurError, TargetError
-from secateur.loop.finetune import Tuner
 from secateur.plans.targets import Limits, Scope, Target, brief, check_share
+from secateur.recover import Recover
 from secateur.repair import Repair
 from secateur.running.batches import Data
 from secateur.runtimes import Latency, Setup
@@ -21,20 +21,22 @@ from secateur.runtimes import Latency, Setup
 Evaluate = Callable[[nn.Module], float | Mapping[str, float]]
 #: `f(small, original, data)` returns a corrected module of the same shapes.
 Repairer = Callable[[nn.Module, nn.Module, Data], nn.Module]
+#: `f(model, step)` trains the model in place.
+Tuner = Callable[[nn.Module, int], Any]
 #: Named groups of layers, by wildcards on module paths.
 Parts = Mapping[str, Sequence[str]]
 
 
 @dataclass(frozen=True, repr=False)
 class Schedule:
-    """How a run gets to its target: `prune(..., schedule=Schedule(step=0.1, finetune=FineTune(data)))`.
+    """How a run gets to its target: `prune(..., schedule=Schedule(step=0.1))`.
 
     Every `step` removes that share of the original units. `rescore` scores the units anew before each step. `one_shot`
     goes to the target at once. `parts` names groups of layers by wildcards, e.g.
     `{"conv": ["features.*"], "fc": ["classifier.*"]}`: steps take turns, and `remove` and `step` are shares of each.
-    `finetune(model, step)` trains the model in place after each removal. Optimizers, schedulers and averaged models in
-    `carry` follow the model through each removal. `batch_size` is that of scoring, if the data are a pair (X, y).
-    `seed` decides every random choice.
+    `finetune(model, step)` is your own training, in place, after each removal; `prune(recover=…)` is ours. Optimizers,
+    schedulers and averaged models in `carry` follow the model through each removal. `batch_size` is that of scoring, if
+    the data are a pair (X, y). `seed` decides every random choice.
 
     >>> Schedule(step=0.1, seed=3)
     Schedule(step=0.1, seed=3)
@@ -64,7 +66,7 @@ class Schedule:
                 raise TargetError("parts names no part.", fix=fix)
             named = {part: arguments.patterns("parts", given, error=TargetError) for part, given in self.parts.items()}
             object.__setattr__(self, "parts", named)
-        arguments.check_callable("finetune", self.finetune, "a function f(model, step), or a FineTune")
+        arguments.check_callable("finetune", self.finetune, "a function f(model, step)")
         arguments.check_kind("carry", self.carry, (tuple, list), "a list of optimizers, such as [optimizer]")
         object.__setattr__(self, "carry", tuple(self.carry))
         if self.one_shot and self.parts is not None and len(self.parts) > 1:
@@ -104,6 +106,7 @@ class Settings:
     #: Which of the things that the model returns count, as in `analyze`.
     output: str | Sequence[str] = ()
     latency: Latency | Setup | None = None
+    recover: Recover | None = None
 
     def __post_init__(self) -> None:
         target, schedule = self.target, self.schedule
@@ -130,7 +133,9 @@ class Settings:
             repair = None if repair == "none" else Repair(repair)
         rescore, one_shot = schedule.rescore, schedule.one_shot
         if rescore is None:
-            rescore = repair is None or schedule.finetune is not None
+            rescore = (
+                repair is None or schedule.finetune is not None or (self.recover is not None and schedule.stepwise)
+            )
         if limits.scope is None:
             scope: Scope = "global" if rescore else "cost" if self.criterion.comparable else "layer"
             limits = replace(limits, scope=scope)
@@ -175,10 +180,11 @@ class Settings:
             "evaluate": self.evaluate, "repair": self.repair, "finetune": self.schedule.finetune,
             "loss": self.criterion.loss,
         }  # fmt: skip
+        trained = {"recover": repr(self.recover)} if self.recover is not None else {}
         return {
             "criterion": self.criterion.name, "scored_by": repr(self.criterion), **self.request(),
             "batch_size": self.schedule.batch_size,
-            **{name: getattr(call, "__name__", type(call).__name__) for name, call in calls.items() if call},
+            **{name: getattr(call, "__name__", type(call).__name__) for name, call in calls.items() if call}, **trained,
         }  # fmt: skip
 
 

@@ -1,29 +1,40 @@
-"""The steps of Algorithm 1: score, remove the least important units, repair or fine-tune, evaluate."""
+"""The steps of Algorithm 1: score, remove the least important units, repair or train, evaluate."""
 
 from __future__ import annotations
 
-import random
 import time
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import cast
 
 import numpy as np
 import torch
 from torch import nn
 
 from secateur.criteria.scoring import scores_of
-from secateur.errors import Argument, EvaluationError, SecateurError, SecateurWarning, TargetError, VerificationError
+from secateur.errors import (
+    Argument,
+    EvaluationError,
+    SecateurError,
+    SecateurWarning,
+    TargetError,
+    TrainingError,
+    VerificationError,
+)
 from secateur.loop.planner import Planner
 from secateur.loop.settings import Settings
 from secateur.plans.plan import Plan, difference
 from secateur.plans.scores import Scores
+from secateur.recover.checkpoint import Checkpoint
+from secateur.recover.recovery import trained
+from secateur.recover.settings import Recover, Recovered
 from secateur.results.history import History, Row
 from secateur.running.batches import Data
 from secateur.running.processes import same_everywhere
 from secateur.running.progress import Evaluating, Listener, Scoring
-from secateur.running.sandbox import check_weights, drawing_again, evaluating
+from secateur.running.sandbox import check_weights, evaluating, seeded
 from secateur.runtimes import Latency
 from secateur.structure.graph import Graph
 from secateur.surgery.apply import apply
@@ -59,6 +70,8 @@ class Steps:
     settings: Settings
     planner: Planner
     tell: Listener
+    #: The file of the training within a step.
+    training: Checkpoint | None = None
     _scores: Scores | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
@@ -88,7 +101,7 @@ class Steps:
         state.history.rows.append(replace(row, seconds=time.perf_counter() - begin))
 
     def _step(self, state: RunState) -> None:
-        """Score, remove, repair or fine-tune, evaluate."""
+        """Score, remove, repair or train, evaluate."""
         begin, number, target = time.perf_counter(), state.step + 1, self.settings.target
         scores = self._scored(state, number)
         scoring = time.perf_counter() - begin
@@ -113,7 +126,7 @@ class Steps:
             return self.next(state)
         for item in self.settings.schedule.carry:
             carry_over(item, state.model, model, difference(plan, state.plan))
-        model = self._improved(model, number)
+        model, failure = self._improved(model, plan, number)
         remember(model, self.original, plan)
         metrics = self._evaluated(model, number)
         held = target.max_drop is None or within(target.max_drop, state.history[0].metrics, metrics)
@@ -127,16 +140,20 @@ class Steps:
         state.step = number
         if not held:
             state.done = f"step {number} would have lost more accuracy than allowed; this is the step before it"
+            if failure is not None:
+                raise failure
             return
         state.model, state.plan, state.scores = model, plan, scores
         state.done = self.planner.reached(plan) if proposal.last else ""
+        if failure is not None:  # what was completed is this step, with the last weights that were good
+            raise failure
 
     def _scored(self, state: RunState, number: int) -> Scores:
         """The scores of the model as it is, or, without re-scoring, of the original once for all steps."""
         criterion, schedule = self.settings.criterion, self.settings.schedule
         if schedule.rescore:
             model, plan = state.model, state.plan
-            if number > 1 and (self.settings.repair is not None or schedule.finetune is not None):
+            if number > 1 and (self.settings.repair is not None or self._trains):
                 check_weights(model)  # training may have diverged
         elif self._scores is not None:
             return self._scores
@@ -148,8 +165,7 @@ class Steps:
         return self._scores
 
     def _removed(self, state: RunState, plan: Plan) -> nn.Module:
-        schedule = self.settings.schedule
-        if self.settings.repair is not None and schedule.finetune is None and not schedule.carry:
+        if self.settings.repair is not None and not self._trains and not self.settings.schedule.carry:
             # A repair starts from the original's own weights: repairs of repairs drift away from them.
             return apply(self.original, replace(plan, example=self.graph.example))
         return apply(state.model, difference(plan, state.plan))
@@ -173,9 +189,13 @@ class Steps:
         if state.plan is None:
             state.history.rows[0] = replace(state.history.rows[0], units=self.graph.total_units)
 
-    def _improved(self, model: nn.Module, number: int) -> nn.Module:
-        """The model after repair and fine-tuning."""
-        repair, finetune = self.settings.repair, self.settings.schedule.finetune
+    @property
+    def _trains(self) -> bool:
+        return self.settings.recover is not None or self.settings.schedule.finetune is not None
+
+    def _improved(self, model: nn.Module, plan: Plan, number: int) -> tuple[nn.Module, TrainingError | None]:
+        """The model after repair and training, and what stopped the training, if anything did."""
+        repair, finetune, removed = self.settings.repair, self.settings.schedule.finetune, model
         assert not isinstance(repair, str)
         with seeded(self.settings.schedule.seed, number, salt=1):
             if repair is not None:
@@ -186,10 +206,32 @@ class Steps:
                         model = repair(model, self.original, self.data)
                     if not isinstance(model, nn.Module):
                         raise TypeError(f"repair returned {type(model).__name__}, not a module")
+                self._follow(removed, model)
             if finetune is not None:
                 with named("finetune", number):
                     finetune(model, number)
-        return model
+            if self.settings.recover is not None:
+                return self._recovered(model, self.settings.recover, plan, number)
+        return model, None
+
+    def _recovered(
+        self, model: nn.Module, asked: Recover, plan: Plan, number: int
+    ) -> tuple[nn.Module, TrainingError | None]:
+        file = None if self.training is None else replace(self.training, identity={"step": number})
+        remember(model, self.original, plan)  # so that its units are known
+        failure = None
+        try:
+            with named("recover", number):
+                made = trained(model, self.original, self.data, asked, tell=self.tell, file=file).model
+        except TrainingError as error:
+            made, failure = cast(Recovered, error.result).model, error
+        self._follow(model, made)
+        return made, failure
+
+    def _follow(self, before: nn.Module, after: nn.Module) -> None:
+        """Let what is carried serve a copy of the model."""
+        for item in self.settings.schedule.carry:
+            carry_over(item, before, after, None)
 
     def _evaluated(self, model: nn.Module, number: int) -> dict[str, float]:
         """What `evaluate` says about the model in evaluation mode."""
@@ -273,14 +315,3 @@ def named(what: str, step: int) -> Iterator[None]:
         raise
     except Exception as error:
         raise EvaluationError(f"{what} raised {type(error).__name__} at step {step}: {error}.") from error
-
-
-@contextmanager
-def seeded(seed: int, step: int, salt: int = 0) -> Iterator[None]:
-    """Random numbers that depend on seed and step alone, so that a resumed run draws the same; the user's are kept."""
-    key = int(np.random.SeedSequence([seed % 2**32, step, salt]).generate_state(1)[0])
-    with drawing_again():
-        torch.manual_seed(key)
-        random.seed(key)
-        np.random.seed(key)
-        yield

@@ -172,7 +172,8 @@ def _unseen(error: SecateurError) -> str:
 def _lead(result: Record, criterion: str) -> str:
     had, has = (result.graph.total_units,) * 2 if result.plan is None else result.plan.units
     steps = sum(row.held for row in result.history) - 1
-    ways = [word for word, used in (("repair", "repair"), ("fine-tuning", "finetune")) if result.settings.get(used)]
+    words = {"repair": "repair", "finetune": "fine-tuning", "recover": "training"}
+    ways = [word for used, word in words.items() if result.settings.get(used)]
     after = f", with {' and '.join(ways)} after {'each' if steps > 1 else 'it'}" if ways else ", without fine-tuning"
     count = f"{steps} {'step' if steps == 1 else 'steps'}"
     done = f"{had - has} of {had} units were removed in {count} by {criterion}{after}."

@@ -204,6 +204,17 @@ def drawing_again() -> Iterator[None]:
         state.restore()
 
 
+@contextmanager
+def seeded(seed: int, step: int, salt: int = 0) -> Iterator[None]:
+    """Random numbers that depend on seed and step alone, so that a resumed run draws the same; the user's are kept."""
+    key = int(np.random.SeedSequence([seed % 2**32, step, salt]).generate_state(1)[0])
+    with drawing_again():
+        torch.manual_seed(key)
+        random.seed(key)
+        np.random.seed(key)
+        yield
+
+
 def to_meta(example: Example) -> Example:
     """The example without numbers. Integer tensors keep theirs."""
     return map_tensors(lambda t: t.to("meta") if t.is_floating_point() else t, example)

@@ -9,7 +9,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from secateur.errors import FileFormatError
+from secateur.errors import CheckpointError, FileFormatError
 
 _KEY = "secateur"
 _HEX = 64  # digits of a digest
@@ -139,3 +139,34 @@ def fill(
         for name, tensor in own.items():
             if name in tensors:
                 tensor.copy_(tensors[name])
+
+
+# -- nested state of optimizers, schedulers and the like ---------------------------------------------------------------
+def encode(value: Any, tensors: dict[str, Tensor], key: str) -> Any:
+    """Nested containers as JSON, tensors set aside under names that begin with `key`."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Tensor):
+        tensors[key] = value
+        return {"tensor": key}
+    if isinstance(value, Mapping):
+        return {"dict": [[encode(k, tensors, key), encode(v, tensors, f"{key}/{k}")] for k, v in value.items()]}
+    if isinstance(value, Sequence):
+        kind = "tuple" if isinstance(value, tuple) else "list"
+        return {kind: [encode(item, tensors, f"{key}/{i}") for i, item in enumerate(value)]}
+    raise CheckpointError(
+        f"cannot put a {type(value).__name__} into a checkpoint ({key}).", fix="carry only what has numbers as state"
+    )
+
+
+def decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """What `encode` was given."""
+    if not isinstance(value, dict):
+        return value
+    ((kind, content),) = value.items()
+    if kind == "tensor":
+        return tensors[content]
+    if kind == "dict":
+        return {decode(k, tensors): decode(v, tensors) for k, v in content}
+    items = [decode(item, tensors) for item in content]
+    return tuple(items) if kind == "tuple" else items

@@ -1,0 +1,493 @@
+"""The league of CIFAR-10's ResNet-56: MACs divided by 2.1, 2.55 and 4, then trained for 0, 1, 5, 20 or 100 epochs.
+
+    python -m benchmarks.league --data DATA --weights resnet56_cifar10.safetensors --out runs --minutes 8
+    python -m benchmarks.league --out runs --table     # the tables, from what was measured so far
+
+DATA holds the pieces that `python -m benchmarks.cifar` made, or the official binary files. Runs are taken in the order
+of `plan`, several at a time on one GPU, until the minutes are over. The same command goes on: finished runs are lines
+of `runs/results.jsonl`, and the others have checkpoints. Accuracy is that of the last epoch on all 10,000 test images;
+nothing is chosen by it. `--tune` tries recipes on 5,000 training images that are held out. `--prepare` makes the
+smaller models of Torch-Pruning beforehand, where that is installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import queue
+import shutil
+import statistics
+import subprocess
+import sys
+import tarfile
+import time
+import traceback
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+
+import secateur as sc
+from benchmarks.cifar import read
+from benchmarks.resnet56 import ResNet, resnet56
+from secateur.loop import Schedule
+from secateur.recover import Recover
+from secateur.repair import Repair
+from secateur.running.accuracy import accuracy
+
+SPEEDS, LENGTHS, SEEDS = (2.1, 2.55, 4.0), (0, 1, 5, 20, 100), (0, 1, 2)
+RATES = {1: 0.01, 5: 0.03, 20: 0.05, 100: 0.1}
+RECIPE: dict[str, Any] = {"batch_size": 256, "weight_decay": 5e-4, "augment": "crop-flip", "temperature": 4.0}
+TEACHER = 0.9
+TUNED: list[dict[str, Any]] = [
+    {}, {"teacher": 0.5}, {"temperature": 2.0}, {"lr": 0.05}, {"lr": 0.2}, {"ema": 0.998}, {"weight_decay": 1e-3},
+    {"blocks": 0.5},
+]  # fmt: skip
+SCORED = 500  # images that units are scored on, and that repair uses
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the table: how units are chosen, whether they are repaired, and whether there is a teacher."""
+
+    choice: str
+    repair: bool = False
+    teacher: bool = False
+
+    def __str__(self) -> str:
+        more = [word for word, is_there in (("repair", self.repair), ("teacher", self.teacher)) if is_there]
+        return " + ".join([self.choice, *more])
+
+
+@dataclass(frozen=True)
+class Job:
+    row: Row
+    speed: float
+    epochs: int
+    seed: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.row} /{self.speed:g} {self.epochs} epochs seed {self.seed}".replace(" ", "-").replace("/", "by")
+
+    @property
+    def prepared(self) -> str:
+        repair = "-repair" if self.row.repair else ""
+        seed = "" if self.row.choice == MAGNITUDE.choice else f"-{self.seed}"  # which looks at no data
+        return f"{self.row.choice.replace(' ', '-')}{repair}-{self.speed:g}{seed}.safetensors"
+
+
+OURS = Row("lrp", True, True)
+MAGNITUDE, TAYLOR = Row("Torch-Pruning magnitude"), Row("Torch-Pruning taylor")
+PARTS = [Row("lrp", True), Row("lrp", False, True), Row("lrp")]
+OTHERS = [Row(name, True, True) for name in ("taylor", "weight", "random")]
+FAIR = [replace(MAGNITUDE, teacher=True), replace(TAYLOR, teacher=True)]
+
+
+def plan() -> list[Job]:
+    """What is run, the most important first: each line of the table needs those before it."""
+    short = tuple(reversed(LENGTHS[:-1]))
+    rows = [OURS, MAGNITUDE, TAYLOR, *PARTS, *OTHERS, *FAIR]
+    jobs = [Job(OURS, speed, 100, seed) for seed in SEEDS for speed in (2.55, 2.1, 4.0)]
+    jobs += [Job(MAGNITUDE, speed, 100, seed) for seed in SEEDS for speed in (2.55, 2.1)]
+    jobs += [Job(row, 2.55, epochs, seed) for seed in SEEDS for row in rows for epochs in short]
+    jobs += [Job(row, 2.55, 100, seed) for row in (PARTS[0], TAYLOR, FAIR[0], *OTHERS, *PARTS[1:]) for seed in SEEDS]
+    jobs += [
+        Job(row, speed, epochs, seed) for speed in (2.1, 4.0) for seed in SEEDS for row in rows for epochs in short
+    ]
+    jobs += [Job(row, speed, 100, seed) for speed in (2.1, 4.0) for row in rows for seed in SEEDS]
+    return list(dict.fromkeys(jobs))
+
+
+# -- smaller models ----------------------------------------------------------------------------------------------------
+def shaped(state: dict[str, Tensor]) -> nn.Module:
+    """A ResNet-56 with the widths of these tensors."""
+    net = ResNet()
+    for path, module in net.named_modules():
+        weight = state.get(f"{path}.weight")
+        if isinstance(module, nn.Conv2d) and weight is not None:
+            module.out_channels, module.in_channels = weight.shape[:2]
+            module.weight = nn.Parameter(torch.empty_like(weight))
+        elif isinstance(module, nn.BatchNorm2d) and weight is not None:
+            module.__init__(len(weight))  # type: ignore[misc]
+    net.linear = nn.Linear(state["linear.weight"].shape[1], 10)
+    net.load_state_dict(state)
+    return net
+
+
+def macs(model: nn.Module) -> int:
+    """Multiplications of convolutions and the linear layer, from the sizes of their weights."""
+    positions = {"layer1": 32**2, "layer2": 16**2, "layer3": 8**2, "conv1": 32**2, "linear": 1}
+    layers = [(path, m) for path, m in model.named_modules() if isinstance(m, nn.Conv2d | nn.Linear)]
+    return sum(m.weight.numel() * positions[path.split(".")[0]] for path, m in layers)
+
+
+def chosen(net: nn.Module, data: tuple[Tensor, Tensor], job: Job) -> nn.Module:
+    """The smaller model of a job, before training."""
+    x, y = data
+    index = torch.randperm(len(x), generator=torch.Generator().manual_seed(1000 + job.seed))[:SCORED].to(x.device)
+    samples = x[index], y[index]
+    if job.row.choice.startswith("Torch-Pruning"):
+        return by_torch_pruning(net, samples, job)
+    criterion: Any = sc.criteria.Random(seed=job.seed) if job.row.choice == "random" else job.row.choice
+    repair = Repair("ridge", copies=2, samples=SCORED) if job.row.repair else None
+    schedule = Schedule(one_shot=True, rescore=False, seed=job.seed, batch_size=100)
+    result = sc.prune(net, samples, criterion, keep={"macs": 1 / job.speed}, schedule=schedule, repair=repair,
+                      progress=False)  # fmt: skip
+    return result.model
+
+
+def by_torch_pruning(net: nn.Module, samples: tuple[Tensor, Tensor], job: Job) -> nn.Module:
+    """The same MACs by a rival: all layers compete, as in its own experiments on CIFAR-10.
+
+    It cannot follow shortcuts that pad channels, so the layers that meet there are left alone.
+    """
+    import copy
+
+    import torch_pruning as tp
+
+    whole, x = macs(net), samples[0][:1]
+    kinds = {"magnitude": tp.importance.GroupMagnitudeImportance, "taylor": tp.importance.GroupTaylorImportance}
+    importance, known = kinds[job.row.choice.split()[-1]], copy.deepcopy(net)
+    if job.row.choice == TAYLOR.choice:
+        nn.functional.cross_entropy(known(samples[0]), samples[1]).backward()
+
+    def pruned(share: float) -> nn.Module:
+        model = copy.deepcopy(known)
+        ignored = [m for path, m in model.named_modules() if path in ("conv1", "linear") or path.endswith("conv2")]
+        pruner = tp.pruner.BasePruner(
+            model, x, importance(), global_pruning=True, pruning_ratio=share, max_pruning_ratio=1.0,
+            ignored_layers=ignored,
+        )  # fmt: skip
+        for mine, theirs in zip(model.parameters(), known.parameters(), strict=True):
+            mine.grad = None if theirs.grad is None else theirs.grad.clone()
+        pruner.step()
+        model.zero_grad(set_to_none=True)
+        return model
+
+    low, high = 0.0, 0.99
+    for _ in range(8):
+        middle = (low + high) / 2
+        low, high = (middle, high) if macs(pruned(middle)) > whole / job.speed else (low, middle)
+    return pruned(high)
+
+
+def folded(net: nn.Module) -> nn.Module:
+    """The teacher with its batch norms inside its convolutions: the same answers, in half of the time."""
+    import copy
+
+    made = copy.deepcopy(net).eval()
+    for owner in [m for m in made.modules() if hasattr(m, "bn1")]:
+        for conv, bn in (("conv1", "bn1"), ("conv2", "bn2")):
+            if hasattr(owner, conv):
+                setattr(owner, conv, nn.utils.fuse_conv_bn_eval(getattr(owner, conv), getattr(owner, bn)))
+                setattr(owner, bn, nn.Identity())
+    return made
+
+
+# -- runs --------------------------------------------------------------------------------------------------------------
+class Worker:
+    """Runs jobs, one after another, with the data in the memory of the device."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        torch.set_num_threads(1)
+        torch.backends.cudnn.benchmark = True
+        self.options, self.device, self.out = options, options.device, Path(options.out)
+        if options.smoke:  # no data are needed to see whether everything runs, and how fast
+            self.train = self.test = (torch.randn(60 * 256, 3, 32, 32, device=self.device),
+                                      torch.arange(60 * 256, device=self.device) % 10)  # fmt: skip
+        else:
+            self.train, self.test = read(Path(options.data), self.device)
+        if options.samples:
+            self.train, self.test = ((x[: options.samples], y[: options.samples]) for x, y in (self.train, self.test))
+        self.net = resnet56(Path(options.weights)).to(self.device)
+        self.teacher = folded(self.net)
+
+    def prepared(self, job: Job) -> nn.Module:
+        path = self.out / "models" / job.prepared
+        if not path.exists():
+            model = chosen(self.net, self.train, job)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            half = path.with_suffix(f".{os.getpid()}")
+            safetensors.torch.save_file({k: v.contiguous() for k, v in model.state_dict().items()}, half)
+            half.unlink() if path.exists() else half.rename(path)  # another process may have been faster
+        return shaped(safetensors.torch.load_file(path)).to(self.device).eval()
+
+    def run(self, job: Job, stop: Any, changes: dict[str, Any] | None = None) -> dict[str, Any]:
+        begin = time.perf_counter()
+        small = self.prepared(job)
+        ready = time.perf_counter()
+        train, test, loss, model = self.train, self.test, None, small
+        if changes is not None:  # the recipe is chosen on training images that are held out
+            order = torch.randperm(len(train[0]), generator=torch.Generator().manual_seed(0)).to(train[0].device)
+            cut = len(order) // 10
+            train, test = ((train[0][i], train[1][i]) for i in (order[cut:], order[:cut]))
+        if job.epochs:
+            asked = {"epochs": job.epochs, "lr": RATES[job.epochs], "teacher": TEACHER if job.row.teacher else 0.0}
+            asked |= {"seed": job.seed, **json.loads(self.options.layout), **(changes or {})}
+            settings = Recover(**(RECIPE | asked))
+
+            def tell(event: object) -> None:
+                if stop.is_set():
+                    raise KeyboardInterrupt
+
+            blocks = bool(changes and changes.get("blocks"))
+            teacher = (self.net if blocks else self.teacher) if job.row.teacher else None
+            if blocks:  # which units were kept is known of a model that was just cut
+                small = chosen(self.net, self.train, job)
+            path = self.out / "unfinished" / f"{job.name}.safetensors"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            checkpoint = path if job.epochs >= 20 and changes is None else None
+            done = sc.recover(small, teacher, train, settings, checkpoint=checkpoint, progress=tell)
+            model, loss = done.model, done.history[-1].loss
+            path.unlink(missing_ok=True)
+        found = accuracy(model, test, 1000).overall
+        return {
+            **asdict(job), "row": str(job.row), "accuracy": found, "loss": loss, "changes": changes,
+            "macs": macs(small), "params": sum(p.numel() for p in small.parameters()),
+            "prepared": round(ready - begin, 1), "seconds": round(time.perf_counter() - ready, 1),
+        }  # fmt: skip
+
+
+def work(options: argparse.Namespace, jobs: Any, results: Any, stop: Any) -> None:
+    worker = Worker(options)
+    results.put({"ready": os.getpid()})
+    while not stop.is_set():
+        try:
+            job, changes = jobs.get(timeout=1)
+        except queue.Empty:
+            continue
+        try:
+            results.put(worker.run(job, stop, changes))
+        except KeyboardInterrupt:
+            results.put({"interrupted": job.name})
+        except Exception as error:
+            results.put({"failed": job.name, "error": f"{type(error).__name__}: {error}", "at": traceback.format_exc()})
+            torch.cuda.empty_cache() if options.device == "cuda" else None
+
+
+def layout(options: argparse.Namespace) -> str:
+    """The fastest way to compute on this GPU: order of images in memory, and number format. Seconds for 60 steps."""
+    if options.device != "cuda":
+        return "{}"
+    worker, job = Worker(options), Job(OURS, 2.55, 1, 0)
+    small, best = worker.prepared(job), (float("inf"), "{}")
+    few = worker.train[0][: 60 * 256], worker.train[1][: 60 * 256]
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+    for given in ({}, {"channels_last": False}, {"mixed": False}, {"mixed": False, "channels_last": False}):
+        times: list[float] = []
+
+        def note(event: object, times: list[float] = times) -> None:
+            torch.cuda.synchronize()
+            times.append(time.perf_counter())
+
+        settings = Recover(**{**RECIPE, "epochs": 3, "lr": 1e-4, **given})
+        sc.recover(small, worker.teacher, few, settings, progress=note)
+        seconds = times[-1] - times[-2]
+        print(f"{given or 'channels last, bfloat16'}: {seconds:.2f} s for 60 steps of 256", flush=True)
+        best = min(best, (seconds, json.dumps(given)))
+    return best[1]
+
+
+def smoke(options: argparse.Namespace) -> None:
+    """Whether recorded steps give what plain ones give, and how fast the layouts are. On random images."""
+    from secateur.recover import recording
+
+    worker = Worker(options)
+    small = worker.prepared(Job(OURS, 2.55, 1, 0))
+    few, found = (worker.train[0][:2560], worker.train[1][:2560]), []
+    for warm_up in (3, 10**9):
+        recording._WARM_UP = warm_up
+        for mixed in (False, True):
+            settings = Recover(**{**RECIPE, "epochs": 2, "lr": 0.01, "mixed": mixed, "augment": None})
+            begin = time.perf_counter()
+            done = sc.recover(small, worker.teacher, few, settings, progress=False)
+            found.append((done.history[-1].loss, torch.cat([p.detach().flatten() for p in done.model.parameters()])))
+            print(f"recorded: {warm_up == 3}, half precision: {mixed}: loss {done.history[-1].loss:.5f}, "
+                  f"{time.perf_counter() - begin:.1f} s", flush=True)  # fmt: skip
+    for kind, (mine, theirs) in {"float32": (found[0], found[2]), "half": (found[1], found[3])}.items():
+        distance = float((mine[1] - theirs[1]).norm() / theirs[1].norm())
+        print(f"{kind}: relative distance of the weights {distance:.2g}", flush=True)
+    recording._WARM_UP = 3
+    print(layout(options), flush=True)
+
+
+def probe() -> bool:
+    """Whether CUDA works with the environment as it is now."""
+    code = "import torch; torch.ones(8, device='cuda').sum().item()"
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60).returncode == 0
+
+
+def share_gpu() -> None:
+    """Let several processes compute on the GPU at the same time (CUDA MPS), where that works."""
+    place = {"CUDA_MPS_PIPE_DIRECTORY": "/tmp/mps", "CUDA_MPS_LOG_DIRECTORY": "/tmp/mps-log"}
+    for folder in place.values():
+        Path(folder).mkdir(exist_ok=True)
+    os.environ |= place
+    try:
+        subprocess.run(["nvidia-cuda-mps-control", "-d"], check=True, capture_output=True, timeout=20)
+        good = probe()
+    except (OSError, subprocess.SubprocessError):
+        good = False
+    if not good:
+        for name in place:
+            del os.environ[name]
+    print("processes share the GPU" if good else "processes take turns on the GPU: CUDA MPS does not work", flush=True)
+
+
+def main(options: argparse.Namespace) -> None:
+    out, begin = Path(options.out), time.perf_counter()
+    out.mkdir(parents=True, exist_ok=True)
+    record = out / "results.jsonl"
+    if options.device == "cuda" and options.processes > 1 and not options.no_mps:
+        share_gpu()
+    mp.set_start_method("spawn")
+    if options.layout == "auto":
+        with mp.get_context("spawn").Pool(1) as pool:  # so that its memory is given back
+            options.layout = pool.apply(layout, (argparse.Namespace(**{**vars(options), "layout": "{}"}),))
+    print(f"layout {options.layout}, {time.perf_counter() - begin:.0f} s", flush=True)
+    known = {(r["row"], r["speed"], r["epochs"], r["seed"], json.dumps(r["changes"])) for r in lines(record)}
+    if options.tune:
+        todo = [(Job(OURS, 2.55, 20, 0), changes) for changes in TUNED]
+    else:
+        todo = [(job, None) for job in plan() if not options.only or options.only in job.name]
+    todo = [(j, c) for j, c in todo if (str(j.row), j.speed, j.epochs, j.seed, json.dumps(c)) not in known]
+    if options.epochs:
+        todo = [(j, c) for j, c in todo if j.epochs <= options.epochs]
+    jobs, results, stop = mp.Queue(), mp.Queue(), mp.Event()
+    workers = [mp.Process(target=work, args=(options, jobs, results, stop)) for _ in range(options.processes)]
+    for worker in workers:
+        worker.start()
+    rate, running = options.seconds_per_epoch, 0
+    deadline = begin + 60 * options.minutes
+
+    def give() -> bool:
+        """Start the next run that can be expected to end in time; a long one may be interrupted and go on later."""
+        for place, (job, changes) in enumerate(todo):
+            if time.perf_counter() + 15 + rate * min(job.epochs, options.least) < deadline:
+                jobs.put((job, changes))
+                del todo[place]
+                return True
+        return False
+
+    running = sum(give() for _ in range(options.processes + 1))
+    with record.open("a") as file:
+        while running and any(worker.is_alive() for worker in workers):
+            try:
+                found = results.get(timeout=1)
+            except queue.Empty:
+                if time.perf_counter() > deadline:
+                    stop.set()
+                    if time.perf_counter() > deadline + 20:
+                        break
+                continue
+            if "ready" in found:
+                continue
+            running -= 1
+            if "row" in found:
+                file.write(json.dumps(found) + "\n")
+                file.flush()
+                if found["epochs"] >= 5:
+                    rate = 0.5 * rate + 0.5 * found["seconds"] / found["epochs"]
+                print(f"{time.perf_counter() - begin:5.0f} s  {found['row']:32} /{found['speed']:<4g} "
+                      f"{found['epochs']:3d} epochs  seed {found['seed']}  {100 * found['accuracy']:.2f} %  "
+                      f"{found['seconds']} s ({found['prepared']} s before)  {found['changes'] or ''}",
+                      flush=True)  # fmt: skip
+            else:
+                print(json.dumps(found), flush=True)
+            running += give()
+    stop.set()
+    for worker in workers:
+        worker.join(15)
+        if worker.is_alive():
+            worker.terminate()
+    if options.pack:
+        pack(out, Path(options.pack))
+    print(f"{time.perf_counter() - begin:.0f} s; {len(todo)} runs are left", flush=True)
+
+
+def pack(out: Path, place: Path) -> None:
+    """Results, and unfinished runs with the models that they began with, in a few files of less than 15 MB."""
+    place.mkdir(parents=True, exist_ok=True)
+    shutil.copy(out / "results.jsonl", place)
+    jobs = {job.name: job for job in plan()}
+    chosen = [
+        [path, out / "models" / jobs[path.stem].prepared] for path in sorted((out / "unfinished").glob("*.safe*"))
+    ]
+    for number in range(0, len(chosen), 2):
+        with tarfile.open(place / f"unfinished-{number // 2}.tar", "w") as archive:
+            for path in dict.fromkeys(path for pair in chosen[number : number + 2] for path in pair):
+                archive.add(path, path.relative_to(out))
+
+
+# -- tables ------------------------------------------------------------------------------------------------------------
+def lines(record: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in record.read_text().splitlines()] if record.exists() else []
+
+
+def table(record: Path) -> str:
+    """Mean and spread (largest − smallest) of the seeds, in per cent; how many seeds, where they are not three."""
+    found = [line for line in lines(record) if line["changes"] is None]
+    parts = []
+    for speed in SPEEDS:
+        here = [line for line in found if line["speed"] == speed]
+        if not here:
+            continue
+        rows = dict.fromkeys(str(job.row) for job in plan() if any(line["row"] == str(job.row) for line in here))
+        parts.append(
+            f"MACs ÷ {speed:g}\n\n| | {' | '.join(f'{n} epochs' for n in LENGTHS)} |\n|---|{'---|' * len(LENGTHS)}"
+        )
+        for row in rows:
+            cells = []
+            for epochs in LENGTHS:
+                values = [100 * line["accuracy"] for line in here if (line["row"], line["epochs"]) == (row, epochs)]
+                spread = f" ± {(max(values) - min(values)) / 2:.2f}" if len(values) > 1 else ""
+                seeds = f" ({len(values)})" if 0 < len(values) < len(SEEDS) else ""
+                cells.append(f"{statistics.mean(values):.2f}{spread}{seeds}" if values else "")
+            parts.append(f"| {row} | {' | '.join(cells)} |")
+        parts.append("")
+    tuned = [line for line in lines(record) if line["changes"] is not None]
+    if tuned:
+        parts += ["Recipes, on held-out training images\n", "| changed | accuracy |", "|---|---|"]
+        parts += [f"| {line['changes'] or 'nothing'} | {100 * line['accuracy']:.2f} |" for line in tuned]
+    return "\n".join(parts)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", default="data")
+    parser.add_argument("--weights", default="resnet56_cifar10.safetensors")
+    parser.add_argument("--out", default="league")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--minutes", type=float, default=8.0)
+    parser.add_argument("--processes", type=int, default=6)
+    parser.add_argument("--least", type=int, default=20, help="a run is started if so many epochs can be expected")
+    parser.add_argument("--seconds-per-epoch", type=float, default=2.5, help="a first guess, corrected by what is seen")
+    parser.add_argument("--only", default="", help="runs whose name has this in it")
+    parser.add_argument("--epochs", type=int, default=0, help="only runs of at most so many")
+    parser.add_argument("--samples", type=int, default=0, help="only so many images, to try it out")
+    parser.add_argument(
+        "--layout", default="auto", help="settings of Recover as JSON; 'auto' measures which is fastest"
+    )
+    parser.add_argument("--no-mps", action="store_true")
+    parser.add_argument("--tune", action="store_true")
+    parser.add_argument("--table", action="store_true")
+    parser.add_argument("--prepare", action="store_true")
+    parser.add_argument("--smoke", action="store_true", help="see whether it runs, and how fast, on random images")
+    parser.add_argument("--pack", default="", help="a folder for results and unfinished runs, in few files")
+    given = parser.parse_args()
+    if given.smoke:
+        smoke(given)
+    elif given.prepare:
+        worker = Worker(given)
+        for job in sorted((j for j in plan() if j.row in (MAGNITUDE, TAYLOR)), key=lambda j: (j.seed, j.speed)):
+            worker.prepared(job)
+    elif given.table:
+        print(table(Path(given.out) / "results.jsonl"))
+    else:
+        main(given)

@@ -1,0 +1,138 @@
+"""Matching what blocks return: a student's against its teacher's, with channels weighted by relevance."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from secateur.errors import SecateurError
+from secateur.nest import tensors_in
+from secateur.repair.layerwise import Kept, kept_indices
+from secateur.running.copies import named_modules
+from secateur.running.logits import logits_of
+from secateur.running.sandbox import run
+from secateur.running.targets import Reader
+
+
+@dataclass(eq=False)
+class Blocks:
+    """The blocks that both models have. While it is open (`with`), both note what their blocks return."""
+
+    student: nn.Module
+    teacher: nn.Module
+    kept: dict[str, Tensor | None]
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    _seen: tuple[dict[str, Tensor], dict[str, Tensor]] = field(default_factory=lambda: ({}, {}))
+    _hooks: list[Any] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, student: nn.Module, teacher: nn.Module, given: tuple[nn.Module, nn.Module], inputs: Any) -> Blocks:
+        """Find the blocks and the relevance of their channels on a batch. `given` are the models before any copy."""
+        names = _block_names(teacher)
+        kept = kept_indices(*given)
+        found = cls(student, teacher, dict.fromkeys(names))
+        with found:
+            found.weights = _relevance(teacher, inputs, found._seen[1])
+            with torch.no_grad():
+                run(student, inputs)
+            sides = found._seen
+            for name in names:
+                mine, theirs = (side.get(name) for side in sides)
+                index = None if mine is None or theirs is None else _channels(name, mine, theirs, teacher, kept)
+                if index is None or name not in found.weights:
+                    del found.kept[name]
+                else:
+                    found.kept[name] = None if len(index) == theirs.shape[1] else index  # type: ignore[union-attr]
+        if not found.kept:
+            raise SecateurError(
+                f"{type(teacher).__name__} has no block whose outputs both models share: an item of a list of modules "
+                "that returns (samples, channels, …).",
+                fix="blocks=0",
+            )
+        return found
+
+    def __enter__(self) -> Blocks:
+        for model, seen in zip((self.student, self.teacher), self._seen, strict=True):
+            for name, module in named_modules(model):
+                if name in self.kept:
+                    self._hooks.append(module.register_forward_hook(_noting(seen, name)))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        for seen in self._seen:
+            seen.clear()
+
+    def loss(self) -> Tensor:
+        """The mean over blocks of Σ w (student − teacher)² / Σ w teacher², of the last batch of both."""
+        parts = []
+        for name, index in self.kept.items():
+            mine, theirs = (side[name].float() for side in self._seen)
+            weights = self.weights[name]
+            if index is not None:
+                theirs, weights = theirs.index_select(1, index), weights[index]
+            shape = [1, -1, *[1] * (theirs.ndim - 2)]
+            weights, theirs = weights.view(shape), theirs.detach()
+            parts.append(
+                (weights * (mine - theirs).square()).sum() / (weights * theirs.square()).sum().clamp_min(1e-12)
+            )
+        return torch.stack(parts).mean()
+
+
+def _noting(seen: dict[str, Tensor], name: str) -> Any:
+    def note(module: nn.Module, inputs: Any, output: Any) -> None:
+        found = [t for t in tensors_in(output) if t.is_floating_point() and t.ndim > 1]
+        if found:
+            seen[name] = found[0].movedim(-1, 1) if found[0].ndim == 3 else found[0]  # tokens: channels come last
+
+    return note
+
+
+def _block_names(model: nn.Module) -> list[str]:
+    """Items of lists of modules that are built of modules themselves; the outermost. Else all items with weights."""
+    lists = [(path, m) for path, m in named_modules(model) if isinstance(m, nn.ModuleList | nn.Sequential)]
+    items = [(f"{path}.{name}" if path else name, item) for path, m in lists for name, item in m.named_children()]
+    items = [(name, item) for name, item in items if next(item.parameters(), None) is not None]
+    deep = [name for name, item in items if next(item.children(), None) is not None]
+    names = deep or [name for name, _ in items[:-1]]
+    return [name for name in names if not any(name.startswith(f"{other}.") for other in names)]
+
+
+def _relevance(teacher: nn.Module, inputs: Any, seen: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """By block the share of the relevance of each channel, 1 on average: |activation × gradient| of what is answered.
+
+    For layers with ReLU this is what relevance propagation gives by its basic rule.
+    """
+    with torch.enable_grad():
+        output = logits_of(run(teacher, inputs), warn=False)
+        view = Reader(teacher).view(inputs, None, output).logits
+        answered = view.amax(1 if view.ndim > 1 else 0).sum()
+        tensors = {name: tensor for name, tensor in seen.items() if tensor.requires_grad}
+        slopes = torch.autograd.grad(answered, list(tensors.values()), allow_unused=True)
+    found = {}
+    for (name, tensor), slope in zip(tensors.items(), slopes, strict=True):
+        if slope is not None:
+            each = (tensor * slope).detach().float().abs().transpose(0, 1).flatten(1).sum(1)
+            if bool(each.sum() > 0):
+                found[name] = each / each.mean()
+    return found
+
+
+def _channels(name: str, mine: Tensor, theirs: Tensor, teacher: nn.Module, kept: Kept) -> Tensor | None:
+    """Which channels of the teacher's block the student's has; None if that is not known."""
+    if mine.shape[2:] != theirs.shape[2:]:
+        return None
+    if mine.shape[1] == theirs.shape[1]:
+        return torch.arange(theirs.shape[1], device=theirs.device)
+    block = teacher.get_submodule(name)
+    for inner, parameter in reversed(list(block.named_parameters(name))):  # the last layer of that width made them
+        index = kept.get(inner, {}).get(0)
+        if index is not None and len(parameter) == theirs.shape[1] and len(index) == mine.shape[1]:
+            return torch.from_numpy(index).to(theirs.device)
+    return None

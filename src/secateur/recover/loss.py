@@ -1,0 +1,132 @@
+"""The loss of a student: what the teacher answers, what the labels say, and how often the student is right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from secateur.arguments import check_number
+from secateur.errors import Argument, DataError, SecateurError
+from secateur.running.logits import one_output
+from secateur.running.targets import IGNORED, Reader, default_loss
+
+#: `f(output, targets)` returns a loss.
+Loss = Callable[[Tensor, Any], Tensor]
+
+
+def distillation_loss(
+    output: Tensor,
+    answer: Tensor,
+    targets: Any = None,
+    *,
+    teacher: float = 0.9,
+    temperature: float = 4.0,
+    counts: Tensor | None = None,
+) -> Tensor:
+    """The loss of a student's `output`, given the teacher's `answer` to the same inputs. For your own training loop.
+
+    It is teacher · T² · KL(softmax(answer / T) ‖ softmax(output / T)) + (1 − teacher) · cross-entropy(output, targets),
+    with the classes along dimension 1. Without targets, the first part is all. Where there is an answer for each
+    position, each sample's loss is the mean over those that `counts` (samples, positions) marks. A model with one
+    output has two classes.
+
+    >>> logits = torch.tensor([[2.0, 0.0], [0.0, 1.0]])
+    >>> distillation_loss(logits, logits), distillation_loss(logits, logits, torch.tensor([0, 1]), teacher=0.5)
+    (tensor(0.), tensor(0.1101))
+    """
+    check_share("teacher", teacher)
+    check_number("temperature", temperature, least=1e-6)
+    if output.shape != answer.shape:
+        raise DataError(
+            f"the student answers {tuple(output.shape)}, the teacher {tuple(answer.shape)}: they have other outputs.",
+            fix="the original that the student was pruned from; after `specialize`, the specialised one",
+        )
+    if targets is None:
+        teacher = 1.0
+    loss = teacher * temperature**2 * _divergence(output, answer.detach(), temperature, counts) if teacher else 0.0
+    if teacher < 1:
+        loss = loss + (1 - teacher) * default_loss(output, targets)
+    assert isinstance(loss, Tensor)
+    return loss
+
+
+def _divergence(output: Tensor, answer: Tensor, temperature: float, counts: Tensor | None) -> Tensor:
+    """The mean over samples of KL(answer ‖ output), both softened."""
+    student, known = output.float() / temperature, answer.float() / temperature
+    if output.ndim < 2 or output.shape[1] == 1:
+        student, known = (torch.stack([torch.zeros_like(t), t], 1) for t in (student, known))
+    if student.ndim > 2:  # so that classes lie together
+        student, known = student.movedim(1, -1), known.movedim(1, -1)
+    wanted = F.log_softmax(known, -1)
+    each = F.kl_div(F.log_softmax(student, -1), wanted, reduction="none", log_target=True).sum(-1)
+    if each.ndim < 2:
+        return each.mean()
+    each = each.flatten(1)
+    if counts is None:
+        return each.mean()
+    here = counts.to(each.device).flatten(1)
+    return (torch.where(here, each, 0).sum(1) / here.sum(1).clamp_min(1)).mean()
+
+
+def check_share(name: str, value: Any, error: type[SecateurError] = SecateurError) -> None:
+    """Refuse what is no number from 0 to 1."""
+    check_number(name, value, least=0, error=error)
+    if value > 1:
+        raise error("{given} is no share.", fix="a number from 0 to 1", given=Argument(name, value))
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What a student is trained for. `read` of the same student finds the targets."""
+
+    reader: Reader
+    teacher: float
+    temperature: float
+    loss: Loss | None = None
+
+    def __call__(
+        self, inputs: Any, targets: Any, output: Tensor, answer: Tensor | None, check: bool = True
+    ) -> tuple[Tensor, Tensor]:
+        """The loss, and two numbers: how many answers are right, and how many targets there are.
+
+        Checking asks the device for numbers.
+        """
+        wide = output.float() if output.dtype in (torch.float16, torch.bfloat16) else output
+        seen = self.reader.read(inputs, targets, wide)
+        known = seen.targets
+        share = self.teacher if answer is not None else 0.0
+        total: Tensor | float = 0.0
+        if known is None:
+            if answer is None or not share:
+                raise DataError(
+                    "there are no labels, and no teacher to learn from.", fix="targets, or a {teacher} above 0",
+                    teacher=Argument("teacher"),
+                )  # fmt: skip
+            share = 1.0
+        if share and answer is not None:
+            theirs = self.reader.view(inputs, targets, answer)
+            total = distillation_loss(
+                seen.logits, theirs.logits, teacher=1.0, temperature=self.temperature, counts=theirs.counts
+            )
+            total = share * total
+        if share < 1:
+            own = self.loss(wide, targets) if self.loss is not None else seen.loss(check=check)
+            total = total + (1 - share) * own
+        assert isinstance(total, Tensor)
+        return total, _hits(seen.logits.detach(), known)
+
+
+def _hits(logits: Tensor, targets: Any) -> Tensor:
+    """How many class numbers are right, and how many there are. None of other targets."""
+    if not isinstance(targets, Tensor) or (targets.is_floating_point() and not one_output(logits, targets.numel())):
+        return torch.zeros(2, device=logits.device)
+    if one_output(logits, targets.numel()):
+        right, there = (logits.flatten() > 0) == (targets.flatten() > 0), targets.flatten() != IGNORED
+    else:
+        right, there = logits.argmax(1) == targets, targets != IGNORED
+    return torch.stack([(right & there).sum(), there.sum()]).float()

@@ -1,0 +1,198 @@
+"""`recover`: train a smaller model until it answers as the original does."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from secateur.arguments import check_callable, check_path
+from secateur.errors import DataError, SecateurError, TrainingError
+from secateur.nest import select_samples
+from secateur.recover.blocks import Blocks
+from secateur.recover.checkpoint import Checkpoint
+from secateur.recover.samples import Samples
+from secateur.recover.settings import Recover, Recovered, model_of
+from secateur.recover.text import merged, with_adapters, write_text
+from secateur.recover.trainer import Trainer
+from secateur.results.history import Record
+from secateur.running.batches import Data
+from secateur.running.copies import copy_with, named_tensors, shared_copy, unwrap
+from secateur.running.devices import device_of
+from secateur.running.identity import data_identity, described, digest
+from secateur.running.processes import active, check_same, same_everywhere, share, together
+from secateur.running.progress import Line, Listener
+from secateur.running.sandbox import check_weights, leaves_no_trace, seeded
+from secateur.running.targets import Reader
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+@leaves_no_trace
+@together()
+def recover(
+    small: nn.Module | Record,
+    original: nn.Module | None = None,
+    data: Data = None,
+    settings: Recover | int | None = None,
+    *,
+    test: Data = None,
+    checkpoint: str | Path | None = None,
+    progress: bool | Listener = True,
+    **options: Any,
+) -> Recovered:
+    """A copy of a smaller model, trained with the original as its teacher.
+
+    `small` is the model, or the result of `prune`, which knows its original. `data` is a pair (X, y), a list of batches
+    or a DataLoader; labels may be None. A language model without `data` is trained on text that the original writes.
+    `settings` is a `secateur.recover.Recover`, or the number of epochs; its fields can be given as `options`, such as
+    `lr=0.05`. On `test`, loss and accuracy are measured after each epoch.
+
+    With `checkpoint`, a file is replaced atomically after epochs. The same call made again goes on from there and ends
+    the same. In several processes (`torchrun`) each takes its share of every batch. `progress` draws a line on a
+    terminal; a function receives events.
+
+    >>> import secateur as sc
+    >>> net = nn.Sequential(nn.Linear(4, 32), nn.ReLU(), nn.Linear(32, 3))
+    >>> data = (torch.rand(64, 4), torch.arange(64) % 3)
+    >>> result = sc.prune(net, data, remove=0.5)
+    >>> sc.recover(result, net, data, epochs=2)
+    <Recovered Sequential: 2 epochs; all epochs are done>
+    """
+    asked = Recover.of(settings) or Recover()
+    if options:
+        asked = replace(asked, **options)
+    check_callable("progress", None if isinstance(progress, bool) else progress, "True, False, or a function f(event)")
+    if checkpoint is not None:
+        check_path("checkpoint", checkpoint, "a file name, such as 'run.safetensors'")
+    if original is None and isinstance(small, Record):
+        original = small.original
+    student = unwrap(model_of(small))
+    if original is None and (asked.teacher or asked.blocks) and _asks(asked):
+        raise SecateurError(
+            "there is no original to learn from.", fix="recover(small, original, data), or teacher=0 for labels alone"
+        )
+    file = None
+    if checkpoint is not None:
+        asked_for = {"weights": digest(student), **_identity(asked, data, test), "processes": share()[1]}
+        if original is not None:
+            asked_for["teacher"] = digest(unwrap(original))
+        file = Checkpoint(Path(checkpoint), asked_for)
+    with Line(progress is True) as line, seeded(asked.seed, 0, salt=share()[0] if active() else 0):
+        done = trained(student, original, data, asked, test, progress if callable(progress) else line, file)
+    if isinstance(small, Record):
+        known = {**small.settings, "recover": repr(asked)}
+        return replace(done, result=replace(small, model=done.model, settings=known))
+    return done
+
+
+def _asks(settings: Recover) -> bool:
+    return settings.teacher > 0 or settings.blocks > 0
+
+
+def _identity(settings: Recover, data: Data, test: Data) -> dict[str, Any]:
+    """The settings and data of a run. Each process may bring its own share of the data: that of the first counts."""
+    used = data if settings.data is None else settings.data
+    own = {
+        "settings": described(replace(settings, data=None)),
+        "data": data_identity(used),
+        "test": data_identity(test),
+    }
+    return dict(same_everywhere(own))
+
+
+def trained(
+    small: nn.Module, original: nn.Module | None, data: Data, settings: Recover, test: Data = None,
+    tell: Listener = lambda event: None, file: Checkpoint | None = None,
+) -> Recovered:  # fmt: skip
+    """`recover` of a plain model, with the random numbers that are drawn around it."""
+    check_weights(small)
+    settings = settings.decided(small)
+    asked = _asks(settings) and original is not None
+    teacher = _teacher(unwrap(original), small, settings) if asked and original is not None else None
+    for model in (small, teacher):
+        if model is not None:
+            check_same(model)
+    samples = Samples.of(_data(small, original, data, settings), settings, test, device_of(small))
+    student, kinds = _student(small, settings)
+    blocks = None
+    if settings.blocks and teacher is not None and original is not None:
+        first = select_samples(next(samples.epoch())[0], slice(64))
+        blocks = Blocks.of(student, teacher, (small, unwrap(original)), first)
+    reader, trainable = Reader(student), {id(p) for p in student.parameters() if p.requires_grad}
+    net = with_adapters(student, settings.lora) if settings.lora else student
+    trainer = Trainer(net, teacher, samples, settings, blocks=blocks, reader=reader, tell=tell, file=file)
+
+    def ended(stopped: str) -> Recovered:
+        whole = merged(net) if settings.lora else student
+        for parameter in whole.parameters():
+            parameter.requires_grad_(id(parameter) in trainable)
+        _restored(whole, kinds)
+        return Recovered(whole, tuple(trainer.history), stopped)
+
+    try:
+        stopped = trainer.run()
+    except TrainingError as error:
+        error.result = ended(trainer.stopped or error.what)
+        raise
+    finally:
+        gc.collect() if settings.compile else None
+    return ended(stopped)
+
+
+def _data(small: nn.Module, original: nn.Module | None, data: Data, settings: Recover) -> Data:
+    """What to train on: the settings' own data, or those given, or what the original writes."""
+    found = data if settings.data is None else settings.data
+    if found is not None:
+        return found
+    if original is None or not Reader(original).causal:
+        raise DataError(
+            "there are no data to train on.", fix="data=(X, y), or (X, None) without labels; language models write text"
+        )
+    return write_text(original, seed=settings.seed)
+
+
+def _student(small: nn.Module, settings: Recover) -> tuple[nn.Module, Mapping[str, torch.dtype]]:
+    """A copy to train, in float32, and the number formats that it had."""
+    kinds = {name: tensor.dtype for name, tensor in named_tensors(small)}
+
+    def fresh(name: str, old: Tensor) -> Tensor:
+        new = old.detach().clone()
+        return new.float() if old.dtype in _HALF else new
+
+    student = copy_with(small, fresh)
+    return _arranged(student) if settings.channels_last else student, kinds
+
+
+def _teacher(original: nn.Module, small: nn.Module, settings: Recover) -> nn.Module:
+    """The original in evaluation mode, where the student is. Its weights are shared unless they must be rearranged."""
+    place = device_of(small)
+    moved = place is not None and device_of(original) != place
+    images = settings.channels_last and place is not None and place.type == "cuda" and _has_images(original)
+    if moved or images:
+        teacher = copy_with(original, lambda name, old: old.detach().clone().to(place))
+        return (_arranged(teacher) if images else teacher).eval()
+    return shared_copy(original).eval()
+
+
+def _has_images(model: nn.Module) -> bool:
+    return any(parameter.ndim == 4 for parameter in model.parameters())
+
+
+def _arranged(model: nn.Module) -> nn.Module:
+    """A model of images on a GPU in the order that convolutions like, in place."""
+    place = device_of(model)
+    if place is not None and place.type == "cuda" and _has_images(model):
+        model.to(memory_format=torch.channels_last)
+    return model
+
+
+def _restored(model: nn.Module, kinds: Mapping[str, torch.dtype]) -> None:
+    """Number formats and order in memory as they were."""
+    for name, tensor in named_tensors(model):
+        tensor.data = tensor.data.to(kinds.get(name, tensor.dtype)).contiguous()

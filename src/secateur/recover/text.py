@@ -1,0 +1,72 @@
+"""Language models: text that the teacher writes itself, and adapters instead of all weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from secateur.arguments import check_count
+from secateur.errors import DataError, SecateurError
+from secateur.running.copies import shared_copy, unwrap
+from secateur.running.devices import device_of
+from secateur.running.sandbox import leaves_no_trace
+from secateur.running.targets import Reader
+
+# Sequences that are written at a time.
+_AT_ONCE = 64
+
+
+@leaves_no_trace
+def write_text(model: nn.Module, sequences: int = 256, tokens: int = 128, seed: int = 0) -> dict[str, Tensor]:
+    """Text that a language model of transformers writes itself: `{"input_ids": (sequences, tokens)}`.
+
+    Each sequence begins with the model's mark of the start, if it has one, and a token at random. All others are drawn
+    from the probabilities that the model gives. It is something to train a smaller model on where there is no text.
+    """
+    for name, value, least in (("sequences", sequences, 1), ("tokens", tokens, 4)):
+        check_count(name, value, least)
+    writer: Any = shared_copy(unwrap(model)).eval()
+    if not Reader(writer).causal:
+        raise DataError(f"{type(writer).__name__} writes no text.", fix="data=…, texts or samples to train on")
+    device = device_of(writer)
+    torch.manual_seed(seed)
+    first = getattr(writer.config, "bos_token_id", None)
+    words = writer.get_input_embeddings().weight.shape[0]
+    found = []
+    for begin in range(0, sequences, _AT_ONCE):
+        count = min(_AT_ONCE, sequences - begin)
+        ids = torch.randint(words, (count, 1), device=device)
+        if isinstance(first, int):
+            ids = torch.cat([torch.full_like(ids, first), ids], 1)
+        more = tokens - ids.shape[1]
+        with torch.no_grad():
+            made = writer.generate(
+                input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=True, temperature=1.0, top_k=0, top_p=1.0,
+                min_new_tokens=more, max_new_tokens=more, pad_token_id=first or 0,
+            )  # fmt: skip
+        found.append(made[:, :tokens].cpu())
+    return {"input_ids": torch.cat(found)}
+
+
+def with_adapters(model: nn.Module, rank: int) -> nn.Module:
+    """The model with trainable adapters on its linear layers, in place, and all else frozen."""
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError:
+        raise SecateurError("lora needs peft.", fix="pip install peft, or lora=0") from None
+    plain: Any = model
+    head = plain.get_output_embeddings() if hasattr(plain, "get_output_embeddings") else None
+    layers = [name for name, part in model.named_modules() if isinstance(part, nn.Linear) and part is not head]
+    if not layers:
+        raise SecateurError(f"{type(model).__name__} has no linear layer for an adapter.", fix="lora=0")
+    config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=layers)
+    found: nn.Module = get_peft_model(plain, config)
+    return found
+
+
+def merged(model: Any) -> nn.Module:
+    """The model that `with_adapters` was given, its adapters added to the weights."""
+    found: nn.Module = model.merge_and_unload()
+    return found

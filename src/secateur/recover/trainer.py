@@ -1,0 +1,325 @@
+"""The training loop: epochs of steps, averaged weights, held-out samples, checkpoints."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from secateur.errors import Argument, DataError, FileFormatError, TrainingError
+from secateur.nest import map_tensors, select_samples
+from secateur.recover.blocks import Blocks
+from secateur.recover.checkpoint import Checkpoint, random_state, set_random_state
+from secateur.recover.loss import Objective
+from secateur.recover.recording import Recording
+from secateur.recover.samples import Samples
+from secateur.recover.schedule import CURVES, Budget
+from secateur.recover.settings import Epoch, Recover
+from secateur.running.batches import size_of
+from secateur.running.devices import device_of
+from secateur.running.logits import logits_of
+from secateur.running.processes import active, agree, gathered, in_step, same_everywhere, share, synchronise
+from secateur.running.progress import Listener
+from secateur.running.sandbox import evaluating, run
+from secateur.running.targets import Reader, check_targets
+
+# A file is written after an epoch if that takes no more than this share of the time.
+_WRITING = 0.1
+# Steps between two looks at the loss.
+_LOOK = 100
+
+
+class Trainer:
+    """Trains `student` in place. `teacher`, in evaluation mode, answers the same batches; None if it is not asked."""
+
+    def __init__(
+        self, student: nn.Module, teacher: nn.Module | None, samples: Samples, settings: Recover, *,
+        blocks: Blocks | None = None, reader: Reader | None = None, tell: Listener = lambda event: None,
+        file: Checkpoint | None = None,
+    ) -> None:  # fmt: skip
+        self.student, self.teacher, self.samples, self.settings = student, teacher, samples, settings
+        self._blocks, self._tell, self._file = blocks, tell, file
+        self._parameters = [p for p in student.parameters() if p.requires_grad]
+        if not self._parameters:
+            raise DataError("every parameter is frozen (requires_grad=False): there is nothing to train.")
+        #: Everything that training changes.
+        self._moving: list[Tensor] = [*self._parameters, *student.buffers()]
+        self._average = [t.detach().clone() for t in self._moving] if settings.ema else []
+        self._device = device_of(student)
+        self._cuda = self._device is not None and self._device.type == "cuda"
+        self._mixed = settings.mixed and self._cuda
+        self._half = torch.bfloat16 if self._mixed and torch.cuda.is_bf16_supported() else torch.float16
+        self._scaler = torch.amp.GradScaler("cuda", enabled=self._mixed and self._half is torch.float16)
+        self._optimizer = _optimizer(self._parameters, settings)
+        self._objective = Objective(
+            reader or Reader(student), settings.teacher, settings.temperature or 1.0, settings.loss
+        )
+        self._net: nn.Module = student
+        #: Targets are checked. That asks the device for numbers, so it is done in the first epoch only.
+        self._unchecked = True
+        self._taken = 0
+        self._budget = Budget(settings.epochs, settings.minutes)
+        self._best: list[Tensor] = []
+        self._good = self._snapshot()
+        self.history: list[Epoch] = []
+        self.stopped = ""
+
+    # -- the run -------------------------------------------------------------------------------------------------------
+    def run(self) -> str:
+        """Train until the budget is spent, or held-out samples say that it is enough. Returns why it ended."""
+        self._restore()
+        written, cost = time.perf_counter(), 0.0  # when the file was written, and the seconds that it took
+        with self._training() as gradients:
+            while not self.stopped:
+                self._epoch(gradients)
+                self._after_epoch()
+                begin = time.perf_counter()
+                cheap = cost <= _WRITING * (begin - written)
+                if self._file is not None and same_everywhere(cheap or bool(self.stopped)):  # all write, or none
+                    self._save()
+                    written = time.perf_counter()
+                    cost = written - begin
+        self._finish()
+        return self.stopped
+
+    @contextmanager
+    def _training(self) -> Iterator[Recording]:
+        """Training mode, gradients and hooks; afterwards all flags are as before."""
+        flags = [(module, module.training) for module in self.student.modules()]
+        self.student.train()
+        if self.settings.compile:
+            self._net = torch.compile(self.student)  # type: ignore[assignment]
+        if active():
+            place = [self._device.index] if self._cuda and self._device else None
+            self._net = nn.parallel.DistributedDataParallel(self._net, device_ids=place)
+        alone = self._cuda and not active() and not self.settings.compile and not self._scaler.is_enabled()
+        recording = Recording(self._gradients, self._parameters, alone)
+        try:
+            with ExitStack() as stack:
+                stack.enter_context(torch.enable_grad())
+                if self._blocks is not None:
+                    stack.enter_context(self._blocks)
+                yield recording
+        finally:
+            recording.close()
+            self._net = self.student
+            for parameter in self.student.parameters():
+                parameter.grad = None
+            for module, flag in flags:
+                module.training = flag
+
+    def _epoch(self, gradients: Recording) -> None:
+        number, drawn = len(self.history), same_everywhere(torch.get_rng_state()) if active() else None
+        lengths = gathered(self.samples.length)
+        length = None if None in lengths else min(lengths)
+        sums, steps, rate = torch.zeros(3, device=self._device), 0, 0.0
+        for inputs, targets in in_step(self.samples.epoch(drawn)):
+            done = self._budget.done(number + (steps / length if length else 0.0))
+            if done >= 1 and (steps or number):
+                break  # the minutes are over
+            rate = self._set_rate(done)
+            try:
+                numbers = (self._gradients if self._unchecked else gradients)(inputs, targets)
+            except torch.OutOfMemoryError:
+                self._refuse_size(inputs, targets)
+            self._step()
+            sums += numbers
+            steps += 1
+            if steps % _LOOK == 0:
+                self._check_finite(float(sums[0]), number, steps)
+        if not steps and not number:
+            raise DataError("there is no batch to train on.")
+        self._unchecked = False
+        if steps:
+            synchronise(self.student)  # batch norm statistics are each process's own
+            loss, right, known = sums.tolist()
+            self._check_finite(loss, number, steps)
+            totals = [sum(part) for part in zip(*gathered([loss, right, known, float(steps)]), strict=True)]
+            accuracy = totals[1] / totals[2] if totals[2] else None
+            held, held_accuracy = self._held_out()
+            self.history.append(
+                Epoch(number + 1, self.settings.epochs, totals[0] / totals[3], accuracy, rate, held, held_accuracy,
+                      self._budget.seconds)
+            )  # fmt: skip
+            self._tell(self.history[-1])
+        self._good = self._snapshot()
+
+    def _after_epoch(self) -> None:
+        """Whether it is enough."""
+        patience, losses = self.settings.patience, [row.held_out for row in self.history]
+        if patience is not None and losses and losses[-1] is not None:
+            least = min(loss for loss in losses if loss is not None)
+            if losses[-1] == least:
+                self._best = self._snapshot()
+            if least not in losses[-patience:]:
+                best = losses.index(least) + 1
+                self.stopped = f"the loss on held-out samples did not fall for {patience} epochs; this is epoch {best}"
+                return
+        if self._budget.done(len(self.history)) >= 1:
+            by_time = self.settings.epochs is None or len(self.history) < self.settings.epochs
+            self.stopped = "the minutes are over" if by_time else "all epochs are done"
+
+    def _finish(self) -> None:
+        """Leave the weights that are the result in the student: those of the best epoch, and averaged if asked for."""
+        self._load(self._best or self._good)
+
+    # -- one step ------------------------------------------------------------------------------------------------------
+    def _set_rate(self, done: float) -> float:
+        assert self.settings.lr is not None
+        rate = self.settings.lr * CURVES[self.settings.schedule](done)
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+        return rate
+
+    def _gradients(self, inputs: Any, targets: Any) -> Tensor:
+        """The gradients of one batch. Returns its loss, how many answers are right, and how many are known."""
+        self._optimizer.zero_grad(set_to_none=True)
+        with self._half_precision():
+            answer = None
+            if self.teacher is not None:
+                with torch.no_grad():
+                    answer = logits_of(run(self.teacher, inputs))
+            output = logits_of(run(self._net, inputs))
+            loss, right = self._objective(inputs, targets, output, answer, check=self._unchecked)
+            if self._unchecked and self.settings.loss is None and output.ndim == 2 and self.samples.labels is not None:
+                # All labels at once, so that the next step can be recorded.
+                check_targets(self.samples.labels, output.detach()[:1].expand(len(self.samples.labels), -1))
+                self._unchecked = False
+            if self._blocks is not None:
+                loss = loss + self.settings.blocks * self._blocks.loss()
+        agree()  # nobody waits for the gradients of a process that has none
+        self._scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        return torch.cat([loss.detach().float().reshape(1), right])
+
+    def _half_precision(self) -> AbstractContextManager[object]:
+        # Without autocast's cache, because a recorded step must contain its conversions.
+        return torch.autocast("cuda", self._half, cache_enabled=False) if self._mixed else nullcontext()
+
+    def _step(self) -> None:
+        if self.settings.clip:
+            self._scaler.unscale_(self._optimizer)
+            nn.utils.clip_grad_norm_(self._parameters, self.settings.clip)
+        self._scaler.step(self._optimizer)
+        self._scaler.update()
+        self._taken += 1
+        if self._average:
+            decay = min(self.settings.ema, (1 + self._taken) / (10 + self._taken))
+            with torch.no_grad():
+                pairs = list(zip(self._average, self._moving, strict=True))
+                real = [(mean, now.detach()) for mean, now in pairs if mean.is_floating_point()]
+                torch._foreach_lerp_([mean for mean, _ in real], [now for _, now in real], 1 - decay)
+                for mean, now in pairs:
+                    if not mean.is_floating_point():
+                        mean.copy_(now)
+
+    # -- what can go wrong ---------------------------------------------------------------------------------------------
+    def _check_finite(self, loss: float, number: int, steps: int) -> None:
+        """Stop if the loss is NaN or infinite, with the weights of the last epoch that was complete."""
+        if not agree(flag=not math.isfinite(loss)):
+            return
+        self._load(self._good)
+        self.stopped = f"the loss became {'NaN' if math.isnan(loss) else 'infinite'} in epoch {number + 1}"
+        state = f"as it was after epoch {number}" if number else "as it was before training"
+        raise TrainingError(
+            "{stopped}, within its first {steps} steps; the model is {state}.",
+            fix="a smaller {lr}, or {clip} to limit the gradient", stopped=self.stopped, steps=steps, state=state,
+            lr=Argument("lr", self.settings.lr), clip=Argument("clip", 1.0),
+        )  # fmt: skip
+
+    def _refuse_size(self, inputs: Any, targets: Any) -> None:
+        """Say which batch size would fit into memory."""
+        whole = size = size_of(inputs)
+        while size > 1:
+            size //= 2
+            self._optimizer.zero_grad(set_to_none=True)
+            if self._cuda:
+                torch.cuda.empty_cache()
+            try:
+                self._gradients(select_samples(inputs, slice(size)), select_samples(targets, slice(size)))
+            except torch.OutOfMemoryError:
+                continue
+            self._load(self._good)
+            raise TrainingError(
+                "a batch of {whole} does not fit into the memory of {device}; {size} samples fit.", fix="{batch}",
+                whole=whole, device=self._device, size=size, batch=Argument("batch_size", size * share()[1]),
+            )  # fmt: skip
+        raise TrainingError(
+            "not even one sample fits into the memory of {device} with its gradients.",
+            fix="smaller inputs, {lora} for a language model, or a larger GPU", device=self._device,
+            lora=Argument("lora", 8),
+        )  # fmt: skip
+
+    # -- measures and states -------------------------------------------------------------------------------------------
+    def _held_out(self) -> tuple[float | None, float | None]:
+        """Loss and accuracy on the samples that are held out, of the weights that would be the result."""
+        if self.samples.held is None:
+            return None, None
+        now, sums, count = [t.detach().clone() for t in self._moving], torch.zeros(3, device=self._device), 0
+        self._load(self._snapshot())
+        with evaluating(self.student), torch.no_grad(), self._half_precision():
+            for inputs, targets in self.samples.held_batches():
+                answer = logits_of(run(self.teacher, inputs)) if self.teacher is not None else None
+                loss, right = self._objective(inputs, targets, logits_of(run(self.student, inputs)), answer)
+                size = size_of(inputs)
+                sums += torch.cat([size * loss.float().reshape(1), right])
+                count += size
+        self._load(now)
+        total, hits, known, seen = (sum(part) for part in zip(*gathered([*sums.tolist(), float(count)]), strict=True))
+        if not seen:
+            raise DataError("the held-out data are empty.")
+        return total / seen, hits / known if known else None
+
+    def _snapshot(self) -> list[Tensor]:
+        """The weights that would be the result now."""
+        return [t.detach().clone() for t in (self._average or self._moving)]
+
+    def _load(self, tensors: list[Tensor]) -> None:
+        with torch.no_grad():
+            for own, tensor in zip(self._moving, tensors, strict=True):
+                own.copy_(tensor)
+
+    def _save(self) -> None:
+        assert self._file is not None
+        self._file.save(
+            {
+                "moving": [t.detach() for t in self._moving], "average": self._average, "best": self._best,
+                "optimizer": self._optimizer.state_dict(), "scaler": self._scaler.state_dict(),
+                "random": gathered(map_tensors(lambda t: t.cpu(), random_state(self.samples.generators, self._device))),
+                "history": [asdict(row) for row in self.history], "taken": self._taken,
+                "seconds": self._budget.seconds, "stopped": self.stopped,
+            }
+        )  # fmt: skip
+
+    def _restore(self) -> None:
+        state = self._file.restore() if self._file is not None else None
+        if state is None:
+            return
+        try:
+            self._load(state["moving"])
+            for mean, saved in zip(self._average, state["average"], strict=True):
+                mean.copy_(saved)
+            self._best = [t.to(own.device) for t, own in zip(state["best"], self._moving, strict=bool(state["best"]))]
+            self._optimizer.load_state_dict(state["optimizer"])
+            self._scaler.load_state_dict(state["scaler"])
+            self.history = [Epoch(**row) for row in state["history"]]
+            self._taken, self.stopped = int(state["taken"]), str(state["stopped"])
+            self._budget.used = float(state["seconds"])
+            set_random_state(state["random"][share()[0]], self.samples.generators, self._device)
+        except (KeyError, TypeError, ValueError, RuntimeError, IndexError) as error:
+            assert self._file is not None
+            what = f"{self._file.path} is damaged: {type(error).__name__}: {error}"
+            raise FileFormatError(what, where=self._file.path) from error
+        self._good = self._snapshot()
+
+
+def _optimizer(parameters: list[nn.Parameter], settings: Recover) -> torch.optim.Optimizer:
+    lr, decay = settings.lr or 0.0, settings.weight_decay or 0.0
+    if settings.optimizer == "adamw":
+        return torch.optim.AdamW(parameters, lr, weight_decay=decay)
+    return torch.optim.SGD(parameters, lr, settings.momentum, weight_decay=decay)

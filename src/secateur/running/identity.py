@@ -1,0 +1,94 @@
+"""By what a run recognises its model, data and settings when it goes on: short texts and digests."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import numpy as np
+from torch import Tensor, nn
+
+from secateur.nest import tensors_in
+from secateur.running.batches import Data, as_batch, is_pair
+from secateur.running.sandbox import seeded
+from secateur.running.tensor_files import digest_of
+
+#: Iterable, but not loaders.
+_PLAIN = (str, bytes, Mapping, list, tuple, set, frozenset, np.ndarray)
+
+
+def described(value: Any, without: Collection[str] = ()) -> str:
+    """Settings as text that is the same in every process: functions by name, data by digest, dataclasses by field.
+
+    >>> described(len), described({"epochs": 3})
+    ('builtins.len', "{'epochs': 3}")
+    """
+    if is_dataclass(value) and not isinstance(value, type):
+        names = [field.name for field in fields(value) if field.repr and field.name not in without]
+        shown = ", ".join(f"{name}={described(getattr(value, name))}" for name in names)
+        return f"{type(value).__qualname__}({shown})"
+    loader = isinstance(value, Iterable) and not isinstance(value, _PLAIN)
+    if loader or is_pair(value) or tensors_in(value):
+        return data_identity(value)
+    if callable(value):
+        named = value if hasattr(value, "__qualname__") else type(value)
+        return f"{named.__module__}.{named.__qualname__}"
+    return repr(value)
+
+
+def data_identity(data: Data) -> str:
+    """All numbers of a pair (X, y) or a list of batches, as a digest.
+
+    Of a loader, type, lengths and the first sample: iterating would disturb the order in which it shuffles.
+    """
+    if data is None:
+        return "none"
+    if isinstance(data, list | tuple | Tensor | Mapping):
+        return _digest(*([data] if is_pair(data) or isinstance(data, Tensor | Mapping) else data))
+    dataset = getattr(data, "dataset", None)
+    facts = [type(data).__qualname__, _length(data), getattr(data, "batch_size", None)]
+    if dataset is not None:
+        facts += [type(dataset).__qualname__, _length(dataset), _first_sample(dataset)]
+    return " ".join(str(fact) for fact in facts)
+
+
+def _length(items: Any) -> int | None:
+    try:
+        return len(items)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def _first_sample(dataset: Any) -> str:
+    """A digest of the first sample; empty if it has none, or if it is altered at random whenever it is read."""
+    found = []
+    for seed in (0, 1):
+        try:
+            with seeded(seed, 0):
+                found.append(_digest(dataset[0]))
+        except Exception:  # a dataset without indices, or whatever the user's code raises: then there is no digest
+            return ""
+    return found[0] if found[0] == found[1] else ""
+
+
+def _digest(*samples: Any) -> str:
+    tensors: list[Tensor] = []
+    plain: list[Any] = []
+    for sample in samples:
+        pair = isinstance(sample, list | tuple) and len(sample) == 2
+        sample = as_batch(sample) if pair else sample
+        tensors += tensors_in(sample)
+        plain += [item for item in sample if isinstance(item, int | float | str)] if pair else []
+    return digest_of((str(i), tensor) for i, tensor in enumerate(tensors)) + (f" {plain}" if plain else "")
+
+
+# -- a model's numbers -------------------------------------------------------------------------------------------------
+def numbers(model: nn.Module) -> dict[str, Tensor]:
+    """All parameters and buffers, tied ones once."""
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def digest(model: nn.Module) -> str:
+    """A fingerprint of a model's numbers: a checkpoint made from other weights must not be mixed with these."""
+    return digest_of(numbers(model).items())
