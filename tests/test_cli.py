@@ -6,6 +6,7 @@ import csv
 import importlib.util
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnxruntime
@@ -22,6 +23,9 @@ from secateur.cli.output import Printer, ProgressLines
 from secateur.data.images import read
 from secateur.models import build, open_model
 from secateur.running.progress import Evaluating, Repairing
+from secateur.runtimes import Setup
+from secateur.runtimes.clock import Clock
+from secateur.runtimes.onnx import Onnx
 
 
 @pytest.fixture(scope="module")
@@ -446,3 +450,39 @@ def test_export(place: Place, tmp_path: Path, fixed: int | None) -> None:
         expected = build(place.net, place.weights)(x)[:, [2, 0]]
     assert np.abs(exported - expected.numpy()).max() < 1e-4
     assert "a name that ends in .onnx or .pt2" in fail("export", *place.model, "--out", tmp_path / "net.txt")
+
+
+def test_a_latency_is_planned_for_and_measured_in_the_runtime_that_is_named(
+    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a stopwatch that cannot be disturbed: a microsecond for each weight."""
+    monkeypatch.setenv("COLUMNS", "200")
+    asked: list[Setup] = []
+
+    def passes(self: Clock, models: Any) -> list[list[float]]:
+        asked.append(self.setup)
+        return [[weighed(model)] for model, _ in models]
+
+    def weighed(model: torch.nn.Module) -> float:
+        return 1e-6 * sum(p.numel() for p in model.parameters())
+
+    def profile(_: Onnx, model: torch.nn.Module, plan: Any, paths: list[str]) -> Any:
+        return lambda: {path: weighed(model.get_submodule(path)) for path in paths}
+
+    monkeypatch.setattr(Clock, "passes", passes)
+    monkeypatch.setattr(Onnx, "profile", profile)
+    args = [word for word in place.job if word not in ("--no-latency", "--no-report")]
+    more = ["--keep-latency", 0.7, "--runtime", "onnxruntime", "--batch", 2, "--threads", 1, "--repair", "mean"]
+    result = invoke("prune", *args, *more, "--out", tmp_path / "s")
+    assert result.exit_code == 0, result.stderr
+    assert Setup("onnxruntime", 2, 1) in asked
+    found = json.loads((tmp_path / "s" / "run.json").read_text())
+    assert found["after"]["params"] <= 0.7 * found["before"]["params"]
+    assert found["timed"] == {"threads": 1, "device": "cpu"}
+    assert {"onnx_latency_1", "onnx_latency_2", "onnx_latency_32", "latency_2"} <= set(found["after"])
+    assert (tmp_path / "s" / "model.onnx").exists()  # what runs there
+    assert "latency, batch 2, ONNX Runtime, 1 thread" in result.stdout
+    assert "ONNX Runtime, 1 thread, batch of 2" in (tmp_path / "s" / "report.html").read_text()
+    saved = json.loads((tmp_path / "s" / "model" / "plan.json").read_text())["about"]["latency"]
+    assert (saved["runtime"], saved["batch"], saved["threads"]) == ("onnxruntime", 2, 1)
+    assert saved["after"] == pytest.approx(1e-6 * found["after"]["params"])

@@ -217,7 +217,7 @@ class Task:
 
     def save(self, result: Result, folder: Path) -> None:
         """Write the smaller model and where it came from."""
-        save(result.model, folder, about={"origin": self.opened.origin.to_dict()})
+        save(result, folder, about={"origin": self.opened.origin.to_dict()})
 
     def times(self, result: Result, onnx: Path | None, printer: Printer, setup: Setup) -> list[Timing]:
         """Both models in turn: in PyTorch, with channels last where that is faster, compiled if that is asked for, and

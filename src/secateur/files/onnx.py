@@ -91,6 +91,8 @@ def _session(path: Path) -> Any:
     settings = onnxruntime.SessionOptions()
     settings.log_severity_level = 3
     settings.intra_op_num_threads = torch.get_num_threads()
+    # Threads wait for more work in a loop, and would take the processor from a session that is timed in turn.
+    settings.add_session_config_entry("session.force_spinning_stop", "1")
     return onnxruntime.InferenceSession(str(path), settings, providers=["CPUExecutionProvider"])
 
 

@@ -15,7 +15,7 @@ from secateur import atomic
 from secateur.arguments import check_path
 from secateur.runtimes.setup import Setup
 
-FORMAT = "secateur-latency-1"
+FORMAT = "secateur-latency-2"
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Cache:
             numbers = [
                 found["whole"],
                 found["error"],
-                found["constant"],
+                found["bend"],
                 *(n for k in found["kinds"].values() for n in k),
             ]
             return found if sound and all(isinstance(n, float) for n in numbers) else None

@@ -29,10 +29,9 @@ from secateur.runtimes.setup import Runtime, Setup
 from secateur.structure.cost import Savings, first_order
 from secateur.structure.graph import Graph
 
-# Seconds that the passes through all sample models may take, each kind.
-_BUDGET = 12.0
-_ROUNDS = (2, 10)
-# Where a forward pass takes longer than this, hooks do not matter, and few models are timed without them.
+# Seconds that the passes through all sample models may take, and how many these are at most.
+_BUDGET, _ROUNDS = 12.0, 10
+# Where a forward pass takes longer than this, watching it does not matter, and only the whole model is timed unwatched.
 _SLOW = 0.2
 
 
@@ -47,7 +46,7 @@ class Latency:
     setup: Setup
     whole: float
     error: float
-    constant: float
+    bend: float
     kinds: Mapping[str, Sequence[float]]
     graph: Graph = field(repr=False)
     segments: tuple[Segment, ...] = field(repr=False)
@@ -64,8 +63,13 @@ class Latency:
 
     def __call__(self, removed: Mask) -> float:
         """The predicted seconds of a forward pass without these groups."""
+        seconds = self._segments(removed)
+        # Small models take more than the sum of their segments says, or less.
+        return seconds * (1 + self.bend * (1 - seconds / self.whole))
+
+    def _segments(self, removed: Mask) -> float:
         known: dict[int, float] = {}
-        total = self.constant
+        total = 0.0
         for seconds, axes in self._terms:
             for axis in axes:
                 if id(axis) not in known:
@@ -77,7 +81,8 @@ class Latency:
     def savings(self, removed: Mask) -> Savings:
         """The seconds that each group takes as things stand, to first order."""
         terms = [(seconds / np.prod([float(len(axis)) for axis in axes]), axes) for seconds, axes in self._terms]
-        return first_order(terms, ~removed)
+        slope = 1 + self.bend * (1 - 2 * self._segments(removed) / self.whole)
+        return slope * first_order(terms, ~removed)
 
     def predict(self, plan: Plan) -> float:
         """The predicted seconds of a forward pass of what a plan leaves."""
@@ -159,7 +164,7 @@ def table_of(model: nn.Module, graph: Graph, setup: Setup, cache: str | Path | b
             if kept is not None:
                 kept.write(found)
     found = same_everywhere(found)
-    return Latency(setup, found["whole"], found["error"], found["constant"], found["kinds"], graph, segments, clocks)
+    return Latency(setup, found["whole"], found["error"], found["bend"], found["kinds"], graph, segments, clocks)
 
 
 def _measured(clock: Clock, graph: Graph, segments: Sequence[Segment]) -> dict[str, Any]:
@@ -171,42 +176,36 @@ def _measured(clock: Clock, graph: Graph, segments: Sequence[Segment]) -> dict[s
     paths = [segment.path for segment in segments]
     with setup.threaded():
         passes = [clock.profile(small, plan, paths) for small, plan in zip(models, plans, strict=True)]
-        seen = [defaultdict[str, list[float]](list) for _ in models]
-        for times, found in zip(seen, _rounds(passes), strict=True):
-            for one in found:
-                for path, seconds in one.items():
-                    times[path].append(seconds)
-        parts = [{path: min(times[path], default=0.0) for path in paths} for times in seen]
-        few = setup.runtime == "compile" or sum(parts[0].values()) > _SLOW
-        timed = range(2) if few else range(len(models))
-        wholes = clock.passes([(models[i], plans[i]) for i in timed])
+        seen = _rounds(passes, clock.runner.least)
+    parts = [{path: min(one.get(path, 0.0) for one in own) for path in paths} for own in seen]
     kinds = _fitted(segments, masks, parts)
-    sums = np.array([_sum(segments, kinds, mask) for mask in masks])[list(timed)]
-    # Where others disturb, the quickest pass is the true one. A model takes their sum, times a factor, and a constant
-    # for what no segment shows; what users see is the median.
-    measured = np.array([min(times) for times in wholes])
-    factor, constant = nonnegative(np.stack([sums, np.ones_like(sums)], 1) / measured[:, None], np.ones_like(sums))
-    error = float(np.median(np.abs(factor * sums + constant - measured) / measured))
+    sums = np.array([sum(float(kinds[s.kind] @ s.shares(mask)) for s in segments) for mask in masks])
+    together = [min(sum(one.values()) for one in own) for own in seen]
+    timed = range(2 if setup.runtime == "compile" else 1 if together[0] > _SLOW else len(models))
+    wholes = clock.passes([(models[i], plans[i]) for i in timed])
+    # Where others disturb, the quickest pass is the true one; what users see is the median.
+    quickest = np.array([min(times) for times in wholes] if len(timed) > 1 else together)
+    sums = sums[: len(quickest)]
+    ratio, less = quickest * sums[0] / (quickest[0] * sums), 1 - sums / sums[0]
+    slope = float((less * (ratio - 1) / ratio**2).sum() / max(float((less**2 / ratio**2).sum()), 1e-12))
+    bend = min(max(slope, -0.5), 0.5)
     whole = statistics.median(wholes[0])
-    scale = whole / (factor * sums[0] + constant)
-    factor, constant = scale * factor, scale * constant
     return {
-        "whole": whole, "error": error, "constant": float(constant),
-        "kinds": {kind: [float(factor * seconds) for seconds in values] for kind, values in kinds.items()},
+        "whole": whole, "error": float(np.median(np.abs((1 + bend * less) / ratio - 1))), "bend": bend,
+        "kinds": {kind: [float(whole / sums[0] * each) for each in values] for kind, values in kinds.items()},
     }  # fmt: skip
 
 
-def _rounds(passes: Sequence[Callable[[], dict[str, float]]]) -> list[list[dict[str, float]]]:
-    """What the passes say, which take turns. The first round only warms up, unless there is no time for more."""
+def _rounds(passes: Sequence[Callable[[], dict[str, float]]], least: int) -> list[list[dict[str, float]]]:
+    """What the passes say, which take turns: at least so often, and more often while there is time."""
     found: list[list[dict[str, float]]] = [[] for _ in passes]
     begin = time.perf_counter()
-    for number in range(1 + _ROUNDS[1]):
+    for number in range(1, 1 + _ROUNDS):
         for own, forward in zip(found, passes, strict=True):
             own.append(forward())
-        spent = time.perf_counter() - begin
-        if number >= _ROUNDS[0] - 1 and spent * (number + 2) / (number + 1) > _BUDGET:
+        if number >= least and (time.perf_counter() - begin) * (number + 1) / number > _BUDGET:
             break
-    return [own[1:] for own in found]
+    return found
 
 
 def _fitted(
@@ -225,7 +224,3 @@ def _fitted(
         weight = 1 / np.sqrt(np.maximum(seconds, 0.02 * seconds.max() + 1e-9))
         found[kind] = nonnegative(shares * weight[:, None], seconds * weight)
     return found
-
-
-def _sum(segments: Sequence[Segment], kinds: Mapping[str, Numbers], mask: Mask) -> float:
-    return sum(float(kinds[segment.kind] @ segment.shares(mask)) for segment in segments)

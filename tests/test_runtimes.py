@@ -1,0 +1,337 @@
+"""Latency tables: which calls are timed together, what is fitted, kept and predicted, and what plans make of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scipy.optimize import nnls
+from torch import Tensor, nn
+
+import secateur as sc
+from oracle import random_scores
+from secateur.errors import PlanError, SecateurError
+from secateur.plans import Limits
+from secateur.plans.allocation import order_by_price
+from secateur.plans.plan import plan_for
+from secateur.runtimes import Latency, Setup, onnx
+from secateur.runtimes.clock import Clock
+from secateur.runtimes.eager import Eager
+from secateur.runtimes.fit import nonnegative
+from secateur.runtimes.segments import segments_of
+from secateur.structure.cost import TermPrice
+from secateur.surgery.cut import cut
+
+IMAGE = torch.rand(1, 3, 12, 12, generator=torch.Generator().manual_seed(0))
+
+
+class Residual(nn.Module):
+    """A stem, a branch of two convolutions that is added to it, a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.norm = nn.Conv2d(3, 32, 3, padding=1), nn.BatchNorm2d(32)
+        self.inner, self.outer = nn.Conv2d(32, 48, 3, padding=1, bias=False), nn.Conv2d(48, 32, 1)
+        self.middle = nn.BatchNorm2d(48)
+        self.head = nn.Linear(32, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.norm(self.stem(x)))
+        x = torch.relu(x + self.outer(torch.relu(self.middle(self.inner(x)))))
+        return self.head(x.mean((2, 3)))
+
+
+class Encoder(nn.Module):
+    """Attention with heads, and a layer that is a matrix product in three dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read, self.attend = nn.Linear(6, 16), nn.MultiheadAttention(16, 4, batch_first=True)
+        self.up, self.down, self.head = nn.Linear(16, 40), nn.Linear(40, 16), nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.read(x)
+        x = x + self.attend(x, x, x, need_weights=False)[0]
+        return self.head((x + self.down(torch.relu(self.up(x)))).mean(1))
+
+
+def lively(model: nn.Module) -> nn.Module:
+    """In evaluation mode, with norms that do something."""
+    torch.manual_seed(1)
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            nn.init.uniform_(module.running_mean, -0.3, 0.3)
+            nn.init.uniform_(module.running_var, 0.5, 2)
+    return model.eval()
+
+
+def stopwatch(monkeypatch: pytest.MonkeyPatch, seconds: Callable[[str, nn.Module], float]) -> list[int]:
+    """A machine on which each module with weights takes what `seconds` says, and nothing else takes time."""
+    asked = [0]
+
+    def profile(_: Eager, model: nn.Module, plan: Any, paths: Sequence[str]) -> Callable[[], dict[str, float]]:
+        asked[0] += 1
+        return lambda: {path: seconds(path, model.get_submodule(path)) for path in paths}
+
+    def passes(self: Clock, models: Sequence[tuple[nn.Module, Any]]) -> list[list[float]]:
+        names = [name for name, module in self.model.named_modules() if hasattr(module, "weight")]
+        return [[sum(seconds(name, model.get_submodule(name)) for name in names)] for model, _ in models]
+
+    monkeypatch.setattr(Eager, "profile", profile)
+    monkeypatch.setattr(Clock, "passes", passes)
+    return asked
+
+
+def by_size(path: str, module: nn.Module) -> float:
+    """Something for the call, for each number of the weight, and for each output; norms are free."""
+    if isinstance(module, nn.BatchNorm2d):
+        return 0.0
+    weight = module.weight
+    outputs = len(weight) if isinstance(module, nn.Linear) else 144 * len(weight)
+    return 1e-5 + 1e-8 * weight.numel() * (1 if isinstance(module, nn.Linear) else 144) + 1e-7 * outputs
+
+
+def some_masks(graph: sc.Graph, count: int) -> list[np.ndarray]:
+    """Widths at random, in steps of eight."""
+    draw, found = np.random.default_rng(3), []
+    for _ in range(count):
+        removed = np.zeros(len(graph.root), np.bool_)
+        for layer in graph.layers:
+            if layer.prunable:
+                keep = 8 * int(draw.integers(1, max(2, len(layer.groups) // 8 + 1)))
+                removed[draw.permutation(layer.groups)[keep:]] = True
+        found.append(removed)
+    return found
+
+
+def test_segments_are_modules_with_weights_and_what_follows() -> None:
+    segments = segments_of(sc.analyze(lively(Residual()), IMAGE))
+    assert [segment.path for segment in segments] == ["stem", "inner", "outer", "head"]
+    sizes = {segment.path: sorted(tuple(len(axis) for axis in axes) for axes in segment.parts) for segment in segments}
+    # The stem reads pixels, which stay. The branch is a block: what lies in it is gone with it, a factor of one group.
+    assert sizes["stem"] == [(), (32,)]
+    assert sizes["inner"] == [(1,), (32, 1), (48, 1), (48, 32, 1)]
+    assert sizes["outer"] == [(1,), (32, 1), (32, 48, 1), (48, 1)]
+    assert sizes["head"] == [(), (32,)]
+
+
+def test_modules_that_hold_others_are_no_segments() -> None:
+    segments = segments_of(sc.analyze(Encoder().eval(), torch.rand(1, 7, 6)))
+    assert [segment.path for segment in segments] == ["read", "attend", "up", "down", "head"]
+
+
+def test_the_fit_is_that_of_scipy() -> None:
+    draw = np.random.default_rng(0)
+    for rows, columns in product((3, 8, 30), (1, 2, 5)):
+        matrix, wanted = draw.random((rows, columns)), draw.normal(size=rows)
+        found, best = nonnegative(matrix, wanted), nnls(matrix, wanted)[0]
+        assert (found >= 0).all()
+        errors = [np.linalg.norm(matrix @ x - wanted) for x in (found, best)]
+        assert errors[0] == pytest.approx(errors[1], rel=1e-6)
+
+
+def test_predictions_are_right_where_time_is_a_function_of_widths(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = lively(Residual())
+    stopwatch(monkeypatch, by_size)
+    table = sc.latency(model, IMAGE, cache=False)
+    assert table.error < 1e-6
+    for removed in some_masks(table.graph, 12):
+        plan = plan_for(table.graph, removed)
+        small = sc.apply(model, plan)
+        took = sum(by_size(path, module) for path, module in small.named_modules() if hasattr(module, "weight"))
+        assert table.predict(plan) == pytest.approx(took, rel=1e-6)
+        assert table.predict(sc.Plan.from_json(plan.to_json())) == table.predict(plan)
+    # Without the branch, what is left is the stem and the head.
+    (block,) = table.graph.blocks.prunable
+    removed = np.zeros(len(table.graph.root), np.bool_)
+    removed[block.group] = True
+    rest = sum(by_size(name, model.get_submodule(name)) for name in ("stem", "head"))
+    assert table(removed) == pytest.approx(rest, rel=1e-6)
+    assert table.savings(np.zeros(len(removed), np.bool_))[block.group] == pytest.approx(table.whole - rest, rel=1e-6)
+    shown = str(table)
+    assert f"Residual: {1000 * table.whole:.2f} ms in PyTorch, batch 1" in shown
+    assert "inner" in shown
+    other = sc.analyze(nn.Sequential(nn.Linear(4, 9), nn.Linear(9, 2)), torch.rand(1, 4))
+    with pytest.raises(PlanError, match="this table for another model"):
+        table.predict(sc.plan(other, random_scores(other, 0), remove=0.5))
+
+
+def test_savings_are_the_slope_of_the_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
+    stopwatch(monkeypatch, by_size)
+    table = sc.latency(lively(Residual()), IMAGE, cache=False)
+    nothing = np.zeros(len(table.graph.root), np.bool_)
+    saved = table.savings(nothing)
+    for layer in table.graph.layers:
+        if layer.prunable:
+            removed = nothing.copy()
+            removed[layer.groups[:8]] = True  # a step
+            assert table(nothing) - table(removed) == pytest.approx(saved[layer.groups[:8]].sum(), rel=0.35)
+
+
+def test_tables_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked = stopwatch(monkeypatch, by_size)
+    model = lively(Residual())
+    first = sc.latency(model, IMAGE, cache=tmp_path)
+    measured = asked[0]
+    assert measured == 8
+    again = sc.latency(lively(Residual()), IMAGE, cache=tmp_path)  # other weights, the same layers
+    assert asked[0] == measured
+    assert (again.whole, again.kinds) == (first.whole, first.kinds)
+    assert len(list(tmp_path.iterdir())) == 1
+    for other in ({"batch": 4}, {"threads": 3}, {"runtime": "channels-last"}):
+        sc.latency(model, IMAGE, cache=tmp_path, **other)
+        measured += 8
+        assert asked[0] == measured
+    (file, *_) = (path for path in tmp_path.iterdir() if json.loads(path.read_text())["key"]["batch"] == 4)
+    for damage in ("{", "[]", json.dumps({"key": json.loads(file.read_text())["key"], "table": {}})):
+        file.write_text(damage)
+        sc.latency(model, IMAGE, cache=tmp_path, batch=4)
+        measured += 8
+        assert asked[0] == measured
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    sc.latency(model, IMAGE)
+    assert len(list((tmp_path / "home" / "secateur").iterdir())) == 1
+    asked[0] = 0
+    sc.latency(model, IMAGE, cache=False)
+    assert asked[0] == 8
+    (tmp_path / "file").write_text("")
+    sc.latency(model, IMAGE, cache=tmp_path / "file")  # a cache that cannot be written is no reason to fail
+
+
+class Depthwise(nn.Module):
+    """An inverted bottleneck: a convolution of each channel by itself between two of all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.each = nn.Conv2d(3, 24, 1), nn.Conv2d(24, 24, 3, padding=1, groups=24, bias=False)
+        self.norm, self.narrow, self.head = nn.BatchNorm2d(24), nn.Conv2d(24, 8, 1), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.narrow(torch.relu(self.norm(self.each(torch.relu(self.wide(x)))))).mean((2, 3)))
+
+
+@pytest.mark.parametrize("model", [Residual, Depthwise, Encoder])
+def test_onnx_files_are_narrowed_as_the_model_is(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against PyTorch's own output of the smaller model. Where a size is written into the file, it is exported anew."""
+    net, example = lively(model()), torch.rand(1, 7, 6) if model is Encoder else IMAGE
+    runner = onnx.Onnx(Setup("onnxruntime", 2), example, net)
+    graph = sc.analyze(net, example)
+    exported: list[nn.Module] = []
+    export = onnx._exported
+    monkeypatch.setattr(onnx, "_exported", lambda m, x: exported.append(m) or export(m, x))
+    for keep, only in ((0.5, "*"), (0.7, {Encoder: "up", Residual: "inner", Depthwise: "wide"}[model])):
+        plan = sc.plan(graph, random_scores(graph, 1), keep={"macs": keep}, limits=Limits(only=only))
+        small = cut(net, plan)
+        found = runner.prepare(small, plan)()
+        expected = small(runner.inputs).detach().numpy()
+        np.testing.assert_allclose(found[0], expected, rtol=1e-3, atol=1e-5)
+    assert len(exported) == (1 if model is Encoder else 0)
+    seen = runner.profile(net, None, [segment.path for segment in segments_of(graph)])()
+    assert set(seen) <= {segment.path for segment in segments_of(graph)}
+    assert {"inner", "outer"} <= set(seen) or {"up", "down", "attend"} <= set(seen) or {"each", "narrow"} <= set(seen)
+    assert sum(seen.values()) > 0
+
+
+@pytest.mark.parametrize("runtime", ["torch", "channels-last"])
+def test_a_table_is_measured(runtime: Any) -> None:
+    threads = torch.get_num_threads()
+    table = sc.latency(lively(Residual()), IMAGE, runtime, batch=2, threads=1, cache=False)
+    assert isinstance(table, Latency)
+    assert table.whole > 0
+    assert str(table.setup).endswith("batch 2, 1 thread")
+    assert torch.get_num_threads() == threads
+    assert table(np.zeros(len(table.graph.root), np.bool_)) == pytest.approx(table.whole)
+
+
+def test_a_plan_for_a_latency_keeps_the_relevance_that_is_worth_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two chains beside each other, equal scores: the slow one gives more. No layer is emptied, however slow."""
+
+    class Twins(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.slow, self.fast = nn.Linear(8, 64), nn.Linear(7, 64)
+            self.a, self.b = nn.Linear(64, 3), nn.Linear(64, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.a(torch.relu(self.slow(x))) + self.b(torch.relu(self.fast(x[:, 1:])))
+
+    stopwatch(monkeypatch, lambda path, m: (1e-4 if path == "slow" else 1e-6) * len(m.weight))
+    net = Twins().eval()
+    table = sc.latency(net, torch.rand(1, 8), cache=False)
+    graph, scores = table.graph, random_scores(table.graph, 2)
+    plans = {
+        scope: sc.plan(graph, scores, keep={"latency": 0.3}, limits=Limits(scope, round_to=8), latency=table)
+        for scope in (None, "layer", "global")
+    }
+    assert all(table.predict(plan) <= 0.3 * table.whole for plan in plans.values())
+    assert plans[None].layers["slow"][1] == 16
+    assert plans[None].layers["fast"][1] > plans["layer"].layers["fast"][1]
+    assert sc.plan(graph, scores, keep={"seconds": 0.3 * table.whole}, latency=table).groups
+
+
+def test_the_knapsack_is_near_the_best_of_all_choices() -> None:
+    """Against every choice of widths, for the sum over layers of relevance · log(share kept)."""
+    net = nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 12), nn.ReLU(), nn.Linear(12, 12), nn.Linear(12, 2))
+    graph = sc.analyze(net.eval(), torch.rand(1, 6))
+    layers = [layer.groups for layer in graph.layers if layer.prunable]
+    price = graph.cost_of.prices["macs"]
+    for seed in range(4):
+        worth = np.zeros(len(graph.root))
+        draw = np.random.default_rng(seed)
+        for groups in layers:
+            worth[groups] = draw.gamma(0.7, 1, len(groups))
+        candidates = np.concatenate(layers)
+
+        def kept(removed: np.ndarray, worth: np.ndarray = worth) -> float:
+            sums = [(worth[g].sum(), worth[g][~removed[g]].sum()) for g in layers]
+            return sum(whole * np.log(max(left, 1e-12) / whole) for whole, left in sums)
+
+        def mask(widths: Sequence[int], worth: np.ndarray = worth) -> np.ndarray:
+            removed = np.zeros(len(graph.root), np.bool_)
+            for groups, width in zip(layers, widths, strict=True):
+                removed[groups[np.argsort(worth[groups])][: len(groups) - width]] = True
+            return removed
+
+        nothing = np.zeros(len(graph.root), np.bool_)
+        order = order_by_price(graph, candidates, worth[candidates], nothing, price)
+        assert sorted(order.tolist()) == sorted(candidates.tolist())
+        for share in (0.7, 0.4, 0.2):
+            limit = share * price(nothing)
+            fitting = [m for w in product(range(1, 13), repeat=3) if price(m := mask(w)) <= limit]
+            best = max(map(kept, fitting))
+            found = nothing.copy()
+            for group in order:
+                if price(found) <= limit:
+                    break
+                found[group] = True
+            whole = sum(worth[g].sum() for g in layers)
+            assert kept(found) >= best - 0.04 * whole
+
+
+def test_prices_are_sums_of_terms() -> None:
+    removed = np.array([False, True, False, False])
+    price = TermPrice([(2.0, [np.array([0, 1]), np.array([2, 3])]), (5.0, [np.array([1])]), (1.0, [])])
+    assert price(~removed & False) == 2 * 2 * 2 + 5 + 1
+    assert price(removed) == 2 * 1 * 2 + 0 + 1
+    assert price.savings(removed & False).tolist() == [4, 9, 4, 4]
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda: sc.latency(Residual(), IMAGE, "tflite"), "runtime='tflite' is not known"),
+        (lambda: sc.latency(Residual(), IMAGE, batch=0), "batch=0 must be at least 1"),
+        (lambda: sc.latency(Residual(), IMAGE, threads=1.5), "threads=1.5 must be a whole number"),
+        (lambda: sc.latency(Residual(), IMAGE, "onnxruntime", device="meta"), "is measured on the processor"),
+        (lambda: sc.latency(Residual(), IMAGE, cache=3), "cache is a int"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(call: Callable[[], object], said: str) -> None:
+    with pytest.raises(SecateurError, match=said):
+        call()
