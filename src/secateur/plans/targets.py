@@ -136,7 +136,7 @@ class Limits:
     def __post_init__(self) -> None:
         for name in ("ignore", "only"):
             object.__setattr__(self, name, arguments.patterns(name, getattr(self, name), error=TargetError))
-        if self.scope == "time":  # type: ignore[comparison-overlap]  # what older versions had
+        if str(self.scope) == "time":  # what older versions had
             fix = "a target in time, keep={{'latency': 0.5}}; then 'cost' is the time, as measured"
             raise TargetError("{scope} was an estimate, and is gone.", fix=fix, scope=Argument("scope", self.scope))
         if self.scope is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections import defaultdict
@@ -15,8 +16,8 @@ from torch import nn
 
 from secateur.analysis.analyze import analyze
 from secateur.errors import PlanError
-from secateur.ops.layers import Labels
-from secateur.plans.plan import Mask, Plan, plan_for
+from secateur.ops.layers import Labels, Mask
+from secateur.plans.plan import Plan, plan_for
 from secateur.running.copies import unwrap
 from secateur.running.processes import is_first, same_everywhere
 from secateur.running.sandbox import Example, leaves_no_trace
@@ -80,7 +81,7 @@ class Latency:
 
     def savings(self, removed: Mask) -> Savings:
         """The seconds that each group takes as things stand, to first order."""
-        terms = [(seconds / np.prod([float(len(axis)) for axis in axes]), axes) for seconds, axes in self._terms]
+        terms = [(seconds / math.prod(len(axis) for axis in axes), axes) for seconds, axes in self._terms]
         slope = 1 + self.bend * (1 - 2 * self._segments(removed) / self.whole)
         return slope * first_order(terms, ~removed)
 
