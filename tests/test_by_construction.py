@@ -7,6 +7,7 @@ reference is zero-masking as `oracle` writes it, in double precision.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -343,6 +344,40 @@ def test_the_width_of_a_head_is_computed_from_their_number(heads: int) -> None:
 
     graph = exact(Heads(), torch.randn(2, 6, 2 * heads).double())
     assert all(layer.reason for layer in graph.layers)
+
+
+@pytest.mark.parametrize(
+    "norm",
+    [nn.GroupNorm(4, 16, affine=False), nn.GroupNorm(1, 16, affine=False), nn.InstanceNorm2d(16),
+     nn.BatchNorm2d(16, affine=False, track_running_stats=False)],
+)  # fmt: skip
+def test_norms_without_parameters_know_their_width(norm: nn.Module) -> None:
+    net = nn.Sequential(nn.Conv2d(3, 16, 3), norm, nn.ReLU(), nn.Conv2d(16, 4, 3))
+    x = torch.randn(2, 3, 8, 8)
+    graph = sc.analyze(net, x)
+    plan = sc.plan(graph, random_scores(graph), remove=0.5)
+    small = sc.apply(net, plan)
+    count = getattr(small[1], "num_channels", None) or small[1].num_features
+    assert count == small[0].out_channels == 8
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        small(x)
+    # The kept channels, whole groups of them, are those of the original.
+    kept = [i for i in range(16) if i not in plan.cuts["0.weight"][0]]
+    per = 16 // norm.num_groups if isinstance(norm, nn.GroupNorm) and norm.num_groups > 1 else 1
+    expected = net[0](x)[:, kept]
+    if isinstance(norm, nn.GroupNorm):
+        expected = F.group_norm(expected, 8 // per if per > 1 else 1)
+    else:
+        expected = norm(net[0](x))[:, kept]
+    torch.testing.assert_close(small[:2](x), expected)
+    again = sc.apply(net, sc.Plan.from_json(plan.to_json()))
+    assert vars(again[1]) | {"training": 0, "_modules": 0} == vars(small[1]) | {"training": 0, "_modules": 0}
+
+
+def test_a_number_of_groups_in_the_code_stays() -> None:
+    graph = exact(Image(lambda m, h: F.group_norm(h, 4)), torch.randn(2, 3, 8, 8).double())
+    assert "number of groups" in reasons(graph)["stem"]
 
 
 def test_a_reader_needs_no_zero() -> None:
