@@ -542,6 +542,26 @@ class Sided(nn.Module):
         return (out, hidden) if self.training else out
 
 
+def test_distributions_are_outputs() -> None:
+    class Policy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.body, self.mean, self.spread = nn.Linear(4, 8), nn.Linear(8, 3), nn.Linear(8, 3)
+
+        def forward(self, x: Tensor) -> Any:
+            h = self.body(x).relu()
+            return torch.distributions.Normal(self.mean(h), self.spread(h).exp())
+
+    net, x = Policy(), torch.randn(5, 4)
+    graph = sc.analyze(net, x)
+    assert {layer.name: layer.prunable for layer in graph.layers} == {"body": True, "mean": False, "spread": False}
+    plan = sc.plan(graph, random_scores(graph), remove=0.5)
+    small, masked = sc.apply(net, plan)(x), zeroed(net, graph, plan)(x)
+    torch.testing.assert_close(small.mean, masked.mean)
+    torch.testing.assert_close(small.stddev, masked.stddev)
+
+
 def test_what_only_training_returns_stays() -> None:
     graph = exact(Sided(), words())
     assert graph.total_units == 10
