@@ -7,6 +7,7 @@ reference is zero-masking as `oracle` writes it, in double precision.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -345,6 +346,40 @@ def test_the_width_of_a_head_is_computed_from_their_number(heads: int) -> None:
     assert all(layer.reason for layer in graph.layers)
 
 
+@pytest.mark.parametrize(
+    "norm",
+    [nn.GroupNorm(4, 16, affine=False), nn.GroupNorm(1, 16, affine=False), nn.InstanceNorm2d(16),
+     nn.BatchNorm2d(16, affine=False, track_running_stats=False)],
+)  # fmt: skip
+def test_norms_without_parameters_know_their_width(norm: nn.Module) -> None:
+    net = nn.Sequential(nn.Conv2d(3, 16, 3), norm, nn.ReLU(), nn.Conv2d(16, 4, 3))
+    x = torch.randn(2, 3, 8, 8)
+    graph = sc.analyze(net, x)
+    plan = sc.plan(graph, random_scores(graph), remove=0.5)
+    small = sc.apply(net, plan)
+    count = getattr(small[1], "num_channels", None) or small[1].num_features
+    assert count == small[0].out_channels == 8
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        small(x)
+    # The kept channels, whole groups of them, are those of the original.
+    kept = [i for i in range(16) if i not in plan.cuts["0.weight"][0]]
+    per = 16 // norm.num_groups if isinstance(norm, nn.GroupNorm) and norm.num_groups > 1 else 1
+    expected = net[0](x)[:, kept]
+    if isinstance(norm, nn.GroupNorm):
+        expected = F.group_norm(expected, 8 // per if per > 1 else 1)
+    else:
+        expected = norm(net[0](x))[:, kept]
+    torch.testing.assert_close(small[:2](x), expected)
+    again = sc.apply(net, sc.Plan.from_json(plan.to_json()))
+    assert vars(again[1]) | {"training": 0, "_modules": 0} == vars(small[1]) | {"training": 0, "_modules": 0}
+
+
+def test_a_number_of_groups_in_the_code_stays() -> None:
+    graph = exact(Image(lambda m, h: F.group_norm(h, 4)), torch.randn(2, 3, 8, 8).double())
+    assert "number of groups" in reasons(graph)["stem"]
+
+
 def test_a_reader_needs_no_zero() -> None:
     """What a masked unit turns into is multiplied by weights that are masked too."""
     assert exact(Image(lambda m, y: (y.exp() / 9 + 1).sigmoid()), picture()).total_units == 22
@@ -505,6 +540,26 @@ class Sided(nn.Module):
         hidden = self.first(x).relu()
         out = self.last(self.middle(hidden).relu())
         return (out, hidden) if self.training else out
+
+
+def test_distributions_are_outputs() -> None:
+    class Policy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.body, self.mean, self.spread = nn.Linear(4, 8), nn.Linear(8, 3), nn.Linear(8, 3)
+
+        def forward(self, x: Tensor) -> Any:
+            h = self.body(x).relu()
+            return torch.distributions.Normal(self.mean(h), self.spread(h).exp())
+
+    net, x = Policy(), torch.randn(5, 4)
+    graph = sc.analyze(net, x)
+    assert {layer.name: layer.prunable for layer in graph.layers} == {"body": True, "mean": False, "spread": False}
+    plan = sc.plan(graph, random_scores(graph), remove=0.5)
+    small, masked = sc.apply(net, plan)(x), zeroed(net, graph, plan)(x)
+    torch.testing.assert_close(small.mean, masked.mean)
+    torch.testing.assert_close(small.stddev, masked.stddev)
 
 
 def test_what_only_training_returns_stays() -> None:

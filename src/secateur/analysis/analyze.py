@@ -20,7 +20,7 @@ from secateur.structure.blocks import find_blocks
 from secateur.structure.choices import settle_choices
 from secateur.structure.findings import Findings
 from secateur.structure.followed import Question, Questions
-from secateur.structure.graph import Graph, build
+from secateur.structure.graph import Graph, RepeatedSize, build
 from secateur.structure.label_pass import LabelPass, watch, watch_copy
 
 log = logging.getLogger("secateur")
@@ -78,6 +78,7 @@ def analyze(model: nn.Module, example: Example, output: str | Sequence[str] = ()
     # A router that has fewer experts sends tokens elsewhere.
     steered = watched.steered or (not watched.numberless and any(choice.used for choice in watched.found.choices))
     trial = Trial(fresh, inputs, {} if steered else watched.found.steps, watched.unsure)
+    trial.repeated |= {key: RepeatedSize(*key, labels) for p in passes for key, labels in p.counted.items()}
     while True:
         graph = build(model, example, passes, trial.blocked, tuple(trial.repeated.values()), names, blocks)
         if not trial.finds_more(graph):

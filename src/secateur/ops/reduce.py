@@ -98,6 +98,8 @@ register_named("input dim=None keepdim=False dtype=None", "mean nanmean", Reduct
 # Maximum and minimum, hard or soft: relevance goes to the winner, a zero may win.
 register_named("input dim|other=None keepdim=False", "max min amax amin argmax argmin median", Reduction(moves))
 register_named("input dim=None keepdim=False", "mode any all", Reduction(moves))
+# How torch.distributions checks its parameters.
+register("input", torch._is_all_true, torch._is_any_true, operation=Reduction(stops))
 register_named("input dim=None keepdim=False", "logsumexp", Reduction(moves, keeps_zero=False))
 register_named(
     "input dim=None correction|unbiased=1 keepdim=False", "var std var_mean std_mean", Reduction(stops, statistic=True)

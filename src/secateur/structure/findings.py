@@ -145,6 +145,8 @@ class Findings:
         #: What routers choose among (see `structure.choices`).
         self.choices: list[Any] = []
         self.producers: dict[int, Producer] = {}
+        #: The channels of norms without parameters, by the module and the attribute that counts them.
+        self.counted: dict[tuple[str, str], Labels] = {}
         #: What every call did.
         self.steps: dict[Site, Step] = {}
         #: Names of parameters and buffers that took part, and paths of modules that ran.

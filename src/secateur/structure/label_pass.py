@@ -18,8 +18,9 @@ from secateur.errors import SecateurError
 from secateur.nest import tensors_in
 from secateur.ops.elementwise import Blank
 from secateur.ops.layers import column, varying
+from secateur.ops.norm import ChannelNorm, GroupNorm
 from secateur.ops.table import Call, Function, Operation, Query, Readout, SizeQuery, lookup
-from secateur.running.copies import meta_copy, named_tensors, shared_copy
+from secateur.running.copies import meta_copy, named_modules, named_tensors, shared_copy
 from secateur.running.observer import Observer
 from secateur.running.sandbox import Example, quiet, run, run_or_explain, to_meta
 from secateur.structure.dataflow import DataFlow
@@ -52,6 +53,7 @@ class LabelPass(Observer):
         #: Whether it compares sizes in a way that only trial removals can judge.
         self.unsure = False
         self.questions = questions or Questions()
+        self._modules = dict(named_modules(model))
         self._spelt_out, self._follows, self._watch = 0, False, _Watch(self)
         self.numberless = all(t.is_meta for _, t in named_tensors(model) if t.is_floating_point())
 
@@ -82,6 +84,8 @@ class LabelPass(Observer):
         self.labels.trace(call, output)
         call.operation.channels(self.labels, call, output)
         self.labels.choices.observe(call, output)
+        if isinstance(call.operation, ChannelNorm):
+            self._count_channels(call)
         self._count_written(call, output)
         made = tuple((tuple(tensor.shape), self.labels.layers(tensor)) for tensor in tensors_in(output))
         self.found.steps[call.site] = Step(numbers_of(call), made)
@@ -163,6 +167,19 @@ class LabelPass(Observer):
             return self.questions.number(self.path, made)
         self._follows = True
         return follow(made, Reading(self._asked()))
+
+    def _count_channels(self, call: Call) -> None:
+        """What a norm without parameters remembers, and what only a module can."""
+        layers = [layer for layer in self.labels.layers(call["input"]) if varying(layer) == [1]]
+        module = self._modules.get(self.path)
+        if not layers:
+            return
+        if not isinstance(module, nn.GroupNorm | nn.modules.batchnorm._NormBase):
+            if isinstance(call.operation, GroupNorm) and call["num_groups"] > 1:
+                self.found.freeze(layers[0], f"the number of groups is written into the forward ({call.site})")
+        elif call["weight"] is None and call.get("running_mean") is None:
+            name = "num_channels" if isinstance(module, nn.GroupNorm) else "num_features"
+            self.found.counted[self.path, name] = np.abs(column(layers[0]))
 
     def _count_written(self, call: Call, output: Any) -> None:
         """How many numbers the call writes, by whose they are. Views write none; what is done in place does."""

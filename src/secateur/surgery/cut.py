@@ -99,13 +99,12 @@ def _fit(module: Any, old: Any, path: str, plan: Plan) -> None:
         module.out_features, module.in_features = module.weight.shape
     elif isinstance(module, nn.modules.batchnorm._NormBase):
         vector = module.weight if module.weight is not None else module.running_mean
-        if vector is not None:
-            module.num_features = len(vector)
+        module.num_features = _counted(path, plan, old.num_features) if vector is None else len(vector)
     elif isinstance(module, nn.LayerNorm | nn.RMSNorm) or isinstance(vars(module).get("normalized_shape"), tuple):
         scale: Tensor | None = getattr(module, "weight", None)  # absent without elementwise_affine
         module.normalized_shape = _norm_shape(old.normalized_shape, path, plan) if scale is None else tuple(scale.shape)
     elif isinstance(module, nn.GroupNorm):
-        kept = len(module.weight) if module.weight is not None else old.num_channels
+        kept = len(module.weight) if module.weight is not None else _counted(path, plan, old.num_channels)
         module.num_channels = kept
         if old.num_groups > 1:
             module.num_groups = kept // (old.num_channels // old.num_groups)
@@ -128,6 +127,11 @@ def _experts(old: nn.Module) -> list[tuple[str, str]]:
     counts = [(name, vars(old).get(name)) for name in ("num_experts", "n_routed_experts", "num_local_experts")]
     held = [(own, len(t)) for own, t in old._parameters.items() if t is not None and t.ndim > 1]
     return [(name, own) for name, count in counts for own, size in held[:1] if type(count) is int and count == size]
+
+
+def _counted(path: str, plan: Plan, before: int) -> int:
+    """How many channels a norm without parameters has after the cut."""
+    return next((item.after for item in plan.attributes if item.path == path), before)
 
 
 def is_conv1d(module: nn.Module) -> bool:
