@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from secateur.ops.layers import Labels
-from secateur.plans.plan import Mask
+from secateur.ops.layers import Labels, Mask
 from secateur.plans.scores import Values
 from secateur.structure.cost import Price
 from secateur.structure.graph import Graph

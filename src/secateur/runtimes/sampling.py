@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 from torch import nn
 
-from secateur.plans.plan import Mask, plan_for
+from secateur.ops.layers import Mask
+from secateur.plans.plan import plan_for
 from secateur.structure.graph import Graph
 from secateur.surgery.cut import cut
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from secateur.ops.layers import Labels
-from secateur.structure.cost import Mask, Work
+from secateur.ops.layers import Labels, Mask
+from secateur.structure.cost import Work
 from secateur.structure.graph import Graph
 
 #: Kernels compute this many channels at once, or more; a layer takes as long as one with the next multiple.

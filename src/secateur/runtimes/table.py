@@ -15,8 +15,8 @@ from torch import nn
 
 from secateur.analysis.analyze import analyze
 from secateur.errors import PlanError
-from secateur.ops.layers import Labels
-from secateur.plans.plan import Mask, Plan, plan_for
+from secateur.ops.layers import Labels, Mask
+from secateur.plans.plan import Plan, plan_for
 from secateur.running.copies import unwrap
 from secateur.running.processes import is_first, same_everywhere
 from secateur.running.sandbox import Example, leaves_no_trace
