@@ -258,7 +258,7 @@ def test_the_score_of_a_block_is_what_its_last_layer_scores() -> None:
             "weight": layer.weight.abs().sum(),
         }
         for criterion, value in expected.items():
-            assert found[criterion].blocks[name] == pytest.approx(float(value), rel=1e-4), criterion
+            assert found[criterion].blocks[name] == pytest.approx(float(value.detach()), rel=1e-4), criterion
     assert all(set(scores.blocks) == {"blocks.0", "blocks.1", "blocks.2"} for scores in found.values())
 
 
