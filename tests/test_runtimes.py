@@ -225,7 +225,7 @@ def test_onnx_files_are_narrowed_as_the_model_is(model: Any, monkeypatch: pytest
     exported: list[nn.Module] = []
     export = onnx._exported
     monkeypatch.setattr(onnx, "_exported", lambda m, x: exported.append(m) or export(m, x))
-    for keep, only in ((0.5, "*"), (0.7, {Encoder: "up", Residual: "inner", Depthwise: "wide"}[model])):
+    for keep, only in ((0.5, "*"), (0.7, {Encoder: "up", Residual: "inner", Depthwise: "narrow"}[model])):
         plan = sc.plan(graph, random_scores(graph, 1), keep={"macs": keep}, limits=Limits(only=only))
         small = cut(net, plan)
         found = runner.prepare(small, plan)()
