@@ -116,9 +116,7 @@ class Trainer:
 
     def _epoch(self, gradients: Recording) -> None:
         number, drawn = len(self.history), same_everywhere(torch.get_rng_state()) if active() else None
-        lengths = gathered(self.samples.length)
-        known = [length for length in lengths if length is not None]
-        length = min(known) if len(known) == len(lengths) else None
+        length = min(gathered(self.samples.length or 0))
         sums, steps, rate = torch.zeros(3, device=self._device), 0, 0.0
         for inputs, targets in in_step(self.samples.epoch(drawn)):
             done = self._budget.done(number + (steps / length if length else 0.0))
