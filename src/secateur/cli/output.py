@@ -23,6 +23,7 @@ from secateur.structure.cost import Cost, human
 # What latencies of other runtimes than PyTorch are called in JSON.
 _PREFIXES = {
     "ONNX Runtime": "onnx_", "PyTorch, channels last": "channels_last_", "torch.compile": "compile_",
+    "ONNX Runtime, int8": "int8_",
 }  # fmt: skip
 # More classes than this are not all listed.
 _CLASSES = 12
@@ -68,8 +69,12 @@ def headline(
     timings: Sequence[Timing] = (),
     metrics: Sequence[Mapping[str, float]] = (),
     sample: str = "image",
+    int8: Mapping[str, float] | None = None,
 ) -> Table:
-    """Before and after, side by side. `metrics` are the accuracies before and after, if there are any."""
+    """Before and after, side by side. `metrics` are the accuracies before and after, if there are any.
+
+    `int8` is the accuracy of the smaller model in int8.
+    """
     rows: list[Sequence[str]] = []
     macs = f"MACs per {sample}"
     for title, old, new in (("parameters", before.params, after.params), (macs, before.macs, after.macs)):
@@ -94,6 +99,10 @@ def headline(
                 title = "next-token accuracy" if PERPLEXITY in first else "accuracy"
             points = f"{100 * (last[name] - first[name]):+.1f} points"
             rows.append((title, f"{100 * first[name]:.1f} %", f"{100 * last[name]:.1f} %", points))
+        if int8 is not None:
+            was, now = first["overall"], int8["overall"]
+            points = f"{100 * (now - was):+.1f} points"
+            rows.append(("accuracy, int8", f"{100 * was:.1f} %", f"{100 * now:.1f} %", points))
     return table(("",), ("before", "after", "change"), rows)
 
 

@@ -13,6 +13,8 @@ from secateur.cli.run_folder import Run, check_folder, check_model, need_package
 from secateur.cli.task import Task, read_model, read_task
 from secateur.cli.text_task import TextTask, how_to_open, read_text_task
 from secateur.errors import SecateurError
+from secateur.files.int8 import Session
+from secateur.files.onnx import export
 from secateur.latency.measure import measure
 from secateur.loop.prune import Result
 from secateur.loop.prune import prune as run_prune
@@ -49,6 +51,10 @@ _SCOPE = (
 _RUNTIME = (
     "What runs the model: --keep-latency plans for it and measures in it. PyTorch, PyTorch with channels last in "
     "memory, torch.compile, or ONNX Runtime, which also writes model.onnx."
+)
+_INT8 = (
+    "Also write model.onnx, and model.int8.onnx, which computes in int8 with ranges from the images that units are "
+    "scored on. For convolutional networks."
 )
 _UNIFORM = "The same width in all blocks of a transformer, so that stock transformers loads the result."
 _BLOCKS = (
@@ -92,6 +98,7 @@ def prune(
     seed: o.Seed = 0,
     seen: o.Seen,
     onnx: Annotated[bool, _more("--onnx", help="Also write model.onnx, checked.")] = False,
+    int8: Annotated[bool, _more("--int8", help=_INT8)] = False,
     report: Annotated[bool, _more(help="Write report.html.")] = True,
     latency: Annotated[bool, _more(help="Time both models, for one sample and for a batch.")] = True,
     fresh: o.Fresh = False,
@@ -133,7 +140,9 @@ def prune(
     check_model(out, pretrained=texts.text is not None)
     if report:
         need_packages("report", "--no-report", "jinja2", "matplotlib")
-    onnx |= runtime == "onnxruntime"
+    if int8 and texts.text is not None:
+        raise SecateurError("--int8 is for convolutional networks, not for text.", fix="leave out --int8")
+    onnx |= runtime == "onnxruntime" or int8
     if onnx:
         need_packages("export", "no --onnx", "onnx", "onnxscript", "onnxruntime")
     printer = Printer(as_json)
@@ -166,7 +175,8 @@ def prune(
             f"nothing was removed ({result.stopped}), so nothing is written.",
             fix="a larger --max-drop, more samples, or smaller steps with repair (--step 0.01 --repair best)",
         )
-    _write(run, task, result, printer, onnx=onnx, setup=setup if latency else None, report=report, uniform=uniform)
+    timed = setup if latency else None
+    _write(run, task, result, printer, onnx=onnx, int8=int8, setup=timed, report=report, uniform=uniform)
 
 
 def _task(opened: Opened, images: o.Images, texts: o.Texts, seed: int, narrow: bool) -> Task | TextTask:
@@ -190,6 +200,7 @@ def _write(
     printer: Printer,
     *,
     onnx: bool,
+    int8: bool,
     setup: Setup | None,
     report: bool,
     uniform: bool,
@@ -200,25 +211,32 @@ def _write(
     models = write_model(result.model, partial(task.save, result), out, example if onnx else None, printer)
     files = {"model": models.pop("model"), "history": out / "history.csv", **models}
     result.history.to_csv(files["history"])
-    timings = task.times(result, files.get("onnx"), printer, setup) if setup is not None else []
+    quantised: dict[str, float] | None = None
+    if int8 and isinstance(task, Task):
+        with printer.stage("writing int8 and measuring its accuracy"):
+            files["int8"] = export(result.model, out / "model.int8.onnx", example, quantize=task.data())
+            quantised = task.accuracy(Session(files["int8"])) if task.test is not None else None
+    timings = task.times(result, files, printer, setup) if setup is not None else []
     if report:
+        more = {} if quantised is None else {"accuracy in int8": f"{100 * quantised['overall']:.1f} %"}
         with printer.stage("explaining a few samples and writing the report"):
-            files["report"] = task.report(out / "report.html", result, timings)
+            files["report"] = task.report(out / "report.html", result, timings, more)
     one = select_samples(example, slice(1))
     had, has = (measure(model, one, latency=False) for model in (task.model, result.model))
     before, after = sides(had, has, timings)
     metrics = [row.metrics for row in result.history if row.held and row.metrics]
     blocks = [block.name for block in result.plan.blocks] if result.plan is not None else []
+    accuracy = {} if quantised is None else {"int8": quantised}
     summary = {
         "stopped": result.stopped, "before": before, "after": after,
-        "accuracy": {"before": metrics[0], "after": metrics[-1]} if metrics else None, **task.counts,
+        "accuracy": {"before": metrics[0], "after": metrics[-1], **accuracy} if metrics else None, **task.counts,
         **({"timed": {"threads": setup.threads, "device": setup.device}} if setup is not None else {}),
         "removed_blocks": blocks, "steps": len(result.history) - 1, "seconds": round(printer.seconds, 1),
         "files": {name: str(path) for name, path in files.items()},
     }  # fmt: skip
     run.end(summary, [path.name for path in files.values()])
     printer.json(summary)
-    printer.result(headline(had, has, timings, metrics, task.sample))
+    printer.result(headline(had, has, timings, metrics, task.sample, quantised))
     if blocks:
         printer.result(f"whole blocks that left: {', '.join(blocks)}")
     if onnx:

@@ -33,14 +33,14 @@ _ASIDE = {"out", "fresh", "as_json"}
 # What may change between an interrupted run and the one that continues it: names of files that are compared by
 # content, the device, and what is written at the end.
 _FREE = {
-    "weights", "images", "test", "original", "per_class", "test_per_class", "strict", "device", "onnx", "report",
-    "latency", "size", "fit", "mean", "std", "text", "test_text", "labels", "columns", "tokens", "sequences",
+    "weights", "images", "test", "original", "per_class", "test_per_class", "strict", "device", "onnx", "int8",
+    "report", "latency", "size", "fit", "mean", "std", "text", "test_text", "labels", "columns", "tokens", "sequences",
     "test_sequences",
 }  # fmt: skip
 # Entries of a request that are not options.
 _FOUND = {"command", "model", "outputs", "merge", "view", "reference", "held_out", "criteria"}
-# Files that a run without --onnx or with --no-report does not replace.
-_REPLACED = frozenset(("model.onnx", "report.html"))
+# Files that a run without --onnx or --int8, or with --no-report, does not replace.
+_REPLACED = frozenset(("model.onnx", "model.int8.onnx", "report.html"))
 
 
 def need_packages(extra: str, without: str, *modules: str) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
@@ -219,9 +220,9 @@ class Task:
         """Write the smaller model and where it came from."""
         save(result, folder, about={"origin": self.opened.origin.to_dict()})
 
-    def times(self, result: Result, onnx: Path | None, printer: Printer, setup: Setup) -> list[Timing]:
+    def times(self, result: Result, files: Mapping[str, Path], printer: Printer, setup: Setup) -> list[Timing]:
         """Both models in turn: in PyTorch, with channels last where that is faster, compiled if that is asked for, and
-        in ONNX Runtime if there is a file for it."""
+        in ONNX Runtime if there are files for it."""
         example, batches = self.example(), sorted({1, 32, setup.batch})
         threads = setup.threads if setup.device == "cpu" else 0
         with setup.threaded():
@@ -229,17 +230,22 @@ class Task:
                 found = time_batches(self.model, result.model, example, batches)
                 for runtime in ("channels-last", "compile") if setup.runtime == "compile" else ("channels-last",):
                     found += time_elsewhere(self.model, result.model, example, found, runtime, setup)
-            if onnx is not None and example.device.type == "cpu":
+            if "onnx" in files and example.device.type == "cpu":
                 with printer.stage("timing both models in ONNX Runtime"), TemporaryDirectory() as folder:
                     try:
                         whole = export(self.model, Path(folder) / "unpruned.onnx", example)
-                        found += time_onnx(whole, onnx, example, batches)
+                        for name, runtime in (("onnx", "ONNX Runtime"), ("int8", "ONNX Runtime, int8")):
+                            if name in files:
+                                timed = time_onnx(whole, files[name], example, batches)
+                                found += [replace(timing, runtime=runtime) for timing in timed]
                     except (SecateurError, RuntimeError) as error:
                         why = f"the unpruned model cannot be exported ({message_of(error)})"
                         printer.note(f"ONNX timings are left out: {why}")
         return [replace(timing, threads=threads) for timing in found]
 
-    def report(self, path: Path, result: Result, timings: Sequence[Timing]) -> Path:
+    def report(
+        self, path: Path, result: Result, timings: Sequence[Timing], more: Mapping[str, str] = MappingProxyType({})
+    ) -> Path:
         """Write the page, with heat maps of a few images."""
         view = self.reference.view
         about = {
@@ -247,6 +253,7 @@ class Task:
             "images tested on": str(len(self.test)) if self.test is not None else "none",
             "outputs": "; ".join(f"{title(name)}: {_described(members)}" for name, members in self.outputs.items()),
             **({"merged by": self.merge} if self.merge is not None else {}),
+            **more,
         }
         page = Page(
             title=f"{self.opened.origin.model} pruned by {result.settings['criterion']}", about=about,

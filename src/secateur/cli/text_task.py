@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -119,7 +120,7 @@ class TextTask:
         with quiet_hub():
             replace(result, model=small).save_pretrained(folder, tokenizer=self.tokenizer)
 
-    def times(self, result: Result, onnx: Path | None, printer: Printer, setup: Setup) -> list[Timing]:
+    def times(self, result: Result, files: Mapping[str, Path], printer: Printer, setup: Setup) -> list[Timing]:
         """Both models in turn."""
         example, found, batches = select_samples(self.example(), slice(1)), [], sorted({*_BATCHES, setup.batch})
         threads = setup.threads if setup.device == "cpu" else 0
@@ -130,9 +131,11 @@ class TextTask:
                 found.append(Timing(batch, before, after, tokens=example["input_ids"].shape[1], threads=threads))
         return found
 
-    def report(self, path: Path, result: Result, timings: Sequence[Timing]) -> Path:
+    def report(
+        self, path: Path, result: Result, timings: Sequence[Timing], more: Mapping[str, str] = MappingProxyType({})
+    ) -> Path:
         """Write the page, with the words of a few passages in colours."""
-        about = {"scored on": self.about[0], "tested on": self.about[1]}
+        about = {"scored on": self.about[0], "tested on": self.about[1], **more}
         page = Page(
             title=f"{self.opened.origin.model.removeprefix(HUB)} pruned by {result.settings['criterion']}", about=about,
             latency=timings or False, tokenizer=self.tokenizer,

@@ -17,19 +17,33 @@ from torch import Tensor, nn
 from secateur.arguments import check_flag, check_path
 from secateur.atomic import naming_failures, replacing
 from secateur.errors import SecateurError, SecateurWarning, VerificationError
+from secateur.files.int8 import quantize as to_int8
+from secateur.files.int8 import session_of
 from secateur.latency.timing import Timing, medians, repeated
 from secateur.nest import map_leaves, map_tensors, tensors_in
+from secateur.running.batches import Data
 from secateur.running.copies import shared_copy, unwrap
 from secateur.running.sandbox import Example, arguments, leaves_no_trace, quiet, run_or_explain
 
 
 @leaves_no_trace
-def export(model: nn.Module, path: str | os.PathLike[str], example: Example, *, dynamic_batch: bool = True) -> Path:
+def export(
+    model: nn.Module,
+    path: str | os.PathLike[str],
+    example: Example,
+    *,
+    dynamic_batch: bool = True,
+    quantize: Data = None,
+) -> Path:
     """Write a model as `.onnx` (checked with ONNX Runtime) or `.pt2` (`torch.export`), by the ending of `path`.
 
     The exported model must give PyTorch's output on the example (relative 1e-4), or no file is written. An ONNX file
     takes any batch size and, for tokens, any length; with `dynamic_batch=False`, the sizes of the example only. Caches
     of a Hugging Face model are left out.
+
+    `quantize` are inputs, alone or as `data` of `prune`: the file computes in int8, with ranges from these inputs. If
+    the outputs change by more than 10 % of their spread, layers stay in float32, those first that add most error. For
+    convolutional networks.
     """
     model = unwrap(model)
     check_path("path", path, "export(model, path, example), with a name that ends in .onnx or .pt2")
@@ -37,6 +51,8 @@ def export(model: nn.Module, path: str | os.PathLike[str], example: Example, *, 
     target = Path(path)
     if target.suffix not in (".onnx", ".pt2"):
         raise SecateurError(f"cannot export to {target.name!r}.", fix="a name that ends in .onnx or .pt2")
+    if quantize is not None and target.suffix != ".onnx":
+        raise SecateurError("a .pt2 file cannot compute in int8.", where="quantize", fix="a name that ends in .onnx")
     model = shared_copy(model).eval()
     if getattr(getattr(model, "config", None), "use_cache", False):
         model.config.use_cache = False  # type: ignore[union-attr]  # the copy's own
@@ -55,6 +71,8 @@ def export(model: nn.Module, path: str | os.PathLike[str], example: Example, *, 
                 where=target,
                 fix=_fix(model),
             )
+        if quantize is not None:
+            to_int8(staged, quantize, type(model).__name__)
     return target
 
 
@@ -63,7 +81,7 @@ def time_onnx(before: Path, after: Path, example: Tensor, batches: Sequence[int]
 
     Files with a fixed batch size are timed for that one, if it is asked for.
     """
-    sessions = [_session(path) for path in (before, after)]
+    sessions = [session_of(path) for path in (before, after)]
     fixed = {_fixed(session) for session in sessions} - {None}
     found = []
     for batch in batches:
@@ -77,23 +95,12 @@ def time_onnx(before: Path, after: Path, example: Tensor, batches: Sequence[int]
 
 def fixed_batch(path: Path) -> int | None:
     """The only batch size that an ONNX file takes, or None if it takes any."""
-    return _fixed(_session(path))
+    return _fixed(session_of(path))
 
 
 def _fixed(session: Any) -> int | None:
     shape = session.get_inputs()[0].shape
     return shape[0] if shape and isinstance(shape[0], int) else None
-
-
-def _session(path: Path) -> Any:
-    import onnxruntime
-
-    settings = onnxruntime.SessionOptions()
-    settings.log_severity_level = 3
-    settings.intra_op_num_threads = torch.get_num_threads()
-    # Threads wait for more work in a loop, and would take the processor from a session that is timed in turn.
-    settings.add_session_config_entry("session.force_spinning_stop", "1")
-    return onnxruntime.InferenceSession(str(path), settings, providers=["CPUExecutionProvider"])
 
 
 def _gap(a: Tensor, b: Tensor) -> float:
@@ -124,7 +131,7 @@ def _to_onnx(
         # Some forwards fix the sizes, e.g. by reshaping with constants. A file for one batch size is still useful.
         torch.onnx.export(model, args, file, kwargs=kwargs or None, **options)
     try:
-        session = _session(file)
+        session = session_of(file)
         outputs = _answers(session, (args, kwargs))
     except Exception as error:  # numpy has no bfloat16; ONNX Runtime has no kernels for some operations in other types
         raise VerificationError(

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
+from secateur.files.int8 import session_of
 from secateur.files.onnx import export
 from secateur.nest import tensors_in
 from secateur.plans.plan import Plan
@@ -39,7 +40,7 @@ class Onnx:
 
     def prepare(self, model: nn.Module, plan: Plan | None = None) -> Callable[[], object]:
         """A forward pass of the model, which is what the plan leaves of the whole one."""
-        return partial(self._run, self._session(self._content(model, plan).SerializeToString()))
+        return partial(self._run, session_of(self._content(model, plan).SerializeToString(), self.setup.threads))
 
     def profile(self, model: nn.Module, plan: Plan | None, paths: Collection[str]) -> Callable[[], dict[str, float]]:
         """Forward passes that say how many seconds the operations took that belong to each of these modules."""
@@ -49,7 +50,7 @@ class Onnx:
 
         def forward() -> dict[str, float]:
             with TemporaryDirectory() as folder:
-                session = self._session(data, folder)
+                session = session_of(data, self.setup.threads, folder)
                 for _ in range(_RUNS + 1):
                     self._run(session)
                 events = json.loads(Path(session.end_profiling()).read_text())
@@ -65,19 +66,6 @@ class Onnx:
             return dict(seconds)
 
         return forward
-
-    def _session(self, content: bytes, profile: str = "") -> Any:
-        import onnxruntime
-
-        options = onnxruntime.SessionOptions()
-        options.log_severity_level = 3
-        options.intra_op_num_threads = self.setup.threads
-        # Threads wait for more work in a loop, and would take the processor from the session that is timed next.
-        options.add_session_config_entry("session.force_spinning_stop", "1")
-        if profile:
-            options.enable_profiling = True
-            options.profile_file_prefix = f"{profile}/profile"
-        return onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
 
     def _run(self, session: Any) -> Any:
         tensors = [tensor.detach().cpu().numpy() for tensor in tensors_in(self.inputs)]

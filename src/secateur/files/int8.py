@@ -1,0 +1,213 @@
+"""Static int8 quantisation of an ONNX file, by ONNX Runtime: convolutional networks, with the user's own inputs.
+
+Weights get one scale per output channel. Activations get the range that the given inputs show. What int8 changes in the
+outputs is measured on these inputs; if that is too much, the layers that add most of the error stay in float32.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from secateur.errors import Argument, DataError, SecateurError, VerificationError
+from secateur.nest import select_samples, tensors_in
+from secateur.running.batches import Data, as_data, batches, size_of
+
+Array = npt.NDArray[Any]
+Feeds = list[dict[str, Array]]
+
+#: Layers with weights, which are worth quantising.
+_LAYERS = ("Conv", "ConvTranspose", "Gemm", "MatMul")
+#: The error of the outputs that is allowed: root of the mean square, relative to their standard deviation.
+_ERROR = 0.1
+_SAMPLES = 256  # more inputs change the ranges little
+
+
+@dataclass(frozen=True)
+class Int8:
+    """How a file was quantised: how many layers, which of them stayed in float32, and the error of the outputs."""
+
+    layers: int
+    left_out: tuple[str, ...]
+    error: float
+
+
+def session_of(file: Path | bytes, threads: int | None = None, profile: str = "") -> Any:
+    """An ONNX file opened by ONNX Runtime on the processor. Default: as many threads as PyTorch uses.
+
+    `profile` is a folder for what each node takes.
+    """
+    import onnxruntime
+
+    settings = onnxruntime.SessionOptions()
+    settings.log_severity_level = 3
+    settings.intra_op_num_threads = threads or torch.get_num_threads()
+    # Threads wait for more work in a loop, and would take the processor from a session that is timed in turn.
+    settings.add_session_config_entry("session.force_spinning_stop", "1")
+    if profile:
+        settings.enable_profiling, settings.profile_file_prefix = True, f"{profile}/profile"
+    content = file if isinstance(file, bytes) else str(file)
+    return onnxruntime.InferenceSession(content, settings, providers=["CPUExecutionProvider"])
+
+
+class Session(nn.Module):
+    """An ONNX file as a module that takes one tensor, so that its accuracy is measured as any model's."""
+
+    def __init__(self, file: Path) -> None:
+        super().__init__()
+        self._session = session_of(file)
+
+    def __deepcopy__(self, memo: object) -> Session:
+        return self  # nothing in it changes
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The first output."""
+        name = self._session.get_inputs()[0].name
+        return torch.from_numpy(self._session.run(None, {name: x.detach().cpu().numpy()})[0])
+
+
+def quantize(file: Path, data: Data, name: str) -> Int8:
+    """Replace an ONNX file by one that computes in int8. `name` is that of the model, for messages."""
+    from onnxruntime.quantization.shape_inference import quant_pre_process
+
+    try:
+        import onnx
+    except ImportError as missing:
+        raise SecateurError("int8 needs other packages.", fix="pip install 'secateur[export]'") from missing
+    with TemporaryDirectory() as folder, _quiet():
+        plain, made = Path(folder) / "plain.onnx", Path(folder) / "int8.onnx"
+        quant_pre_process(str(file), str(plain), skip_symbolic_shape=True)  # folds batch norms
+        graph = onnx.load(plain)
+        for number, node in enumerate(graph.graph.node):
+            node.name = node.name or f"{node.op_type}_{number}"  # nodes are left out by name
+        layers = _layers(graph, name)
+        onnx.save(graph, plain)
+        feeds = _feeds(graph, data)
+        wanted, left_out, order = _answers(plain, feeds), list[str](), list[str]()
+        while True:
+            _quantized(plain, made, feeds, left_out)
+            error = _error(_answers(made, feeds), wanted)
+            if error <= _ERROR:
+                break
+            order = order or _by_added_error(onnx, plain, made, layers, feeds)
+            if 2 * len(left_out) >= len(layers):
+                raise VerificationError(
+                    f"int8 changes the outputs of {name} by {100 * error:.0f} % of their spread (allowed "
+                    f"{100 * _ERROR:.0f} %), although {len(left_out)} of its {len(layers)} layers stay in float32; no "
+                    "file is written.",
+                    fix="more varied inputs, or export in float32",
+                )
+            left_out = order[: max(1, 2 * len(left_out))]
+        file.write_bytes(made.read_bytes())
+    return Int8(len(layers), tuple(left_out), error)
+
+
+def _layers(graph: Any, name: str) -> list[str]:
+    """The names of the layers with weights. Refuse what static int8 does not suit."""
+    weights = {item.name for item in graph.graph.initializer}
+    nodes = [node for node in graph.graph.node if node.op_type in _LAYERS]
+    fix = "onnxruntime.quantization.quantize_dynamic on the float32 file, or keep float32"
+    products = [node.name for node in nodes if not weights.intersection(node.input)]
+    if products or any(node.op_type in ("Attention", "MultiHeadAttention") for node in graph.graph.node):
+        raise SecateurError(
+            f"{name} multiplies activations with each other ({', '.join(products[:2]) or 'attention'}), as attention "
+            "does: ranges that a few inputs show do not hold there, and int8 is for convolutional networks.",
+            where="quantize", fix=fix,
+        )  # fmt: skip
+    if any(item.type.tensor_type.elem_type != 1 for item in graph.graph.input):
+        raise SecateurError(f"{name} does not take float32 numbers, so int8 has no range.", where="quantize", fix=fix)
+    if not nodes:
+        raise SecateurError(f"{name} has no convolution and no linear layer to quantise.", where="quantize")
+    return [node.name for node in nodes]
+
+
+def _feeds(graph: Any, data: Data) -> Feeds:
+    """The inputs as ONNX Runtime takes them, one sample each unless the file fixes another number."""
+    names = [item.name for item in graph.graph.input]
+    size = graph.graph.input[0].type.tensor_type.shape.dim[0].dim_value or 1
+    found: Feeds = []
+    data = (data, None) if isinstance(data, Tensor) else data
+    for inputs, _ in batches(as_data(data)):
+        for first in range(0, size_of(inputs) - size + 1, size):
+            part = [t.detach().cpu().numpy() for t in tensors_in(select_samples(inputs, slice(first, first + size)))]
+            found.append(dict(zip(names, part, strict=True)))
+            if len(found) * size >= _SAMPLES:
+                return found
+    if not found:
+        raise DataError("{quantize} has no inputs.", fix="a few samples, as for `prune`", quantize=Argument("quantize"))
+    return found
+
+
+def _quantized(plain: Path, made: Path, feeds: Feeds, left_out: Sequence[str]) -> None:
+    from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_static
+
+    class Reader(CalibrationDataReader):  # type: ignore[misc]
+        """Gives the inputs one by one."""
+
+        def __init__(self) -> None:
+            self._rest: Iterator[dict[str, Array]] = iter(feeds)
+
+        def get_next(self) -> dict[str, Array] | None:
+            """The next inputs."""
+            return next(self._rest, None)
+
+    quantize_static(
+        str(plain), str(made), Reader(), quant_format=QuantFormat.QDQ, per_channel=True,
+        activation_type=QuantType.QUInt8, weight_type=QuantType.QInt8, nodes_to_exclude=list(left_out),
+    )  # fmt: skip
+
+
+def _answers(file: Path, feeds: Feeds) -> list[list[Array]]:
+    """The outputs for each of the inputs."""
+    session = session_of(file)
+    return [session.run(None, feed) for feed in feeds]
+
+
+def _error(found: Sequence[Sequence[Array]], wanted: Sequence[Sequence[Array]]) -> float:
+    """The largest error of any output, relative to its spread. (Softmax does not see what all classes share.)"""
+    worst = 0.0
+    for mine, theirs in zip(zip(*found, strict=True), zip(*wanted, strict=True), strict=True):
+        a, b = (np.stack(side).astype(np.float64) for side in (mine, theirs))
+        worst = max(worst, float(np.sqrt(np.mean((a - b) ** 2)) / max(b.std(), 1e-12)))
+    return worst
+
+
+def _by_added_error(onnx: Any, plain: Path, made: Path, layers: Sequence[str], feeds: Feeds) -> list[str]:
+    """The layers, first those after which the error of int8 grows most."""
+    few = feeds[:8]
+    shown = [_with_outputs(onnx, file, layers) for file in (made, plain)]
+    (names, mine), (_, theirs) = ((names, _answers(file, few)) for names, file in shown)
+    places = range(-len(names), 0)
+    errors = [_error([[row[i]] for row in mine], [[row[i]] for row in theirs]) for i in places]
+    added = dict(zip(names, np.diff(errors, prepend=0.0).tolist(), strict=True))
+    return sorted(layers, key=lambda layer: -added.get(layer, 0.0))
+
+
+def _with_outputs(onnx: Any, file: Path, layers: Sequence[str]) -> tuple[list[str], Path]:
+    """A file that also returns what its layers do, and which these are, in the order of the outputs."""
+    graph, target = onnx.load(file), file.with_suffix(".shown.onnx")
+    known = {item.name for item in graph.graph.output}
+    nodes = [node for node in graph.graph.node if node.name in layers and node.output[0] not in known]
+    graph.graph.output.extend(onnx.ValueInfoProto(name=node.output[0]) for node in nodes)
+    onnx.save(graph, target)
+    return [node.name for node in nodes], target
+
+
+class _quiet:
+    """ONNX Runtime's quantiser comments on what it does with the root logger."""
+
+    def __enter__(self) -> None:
+        self._before = logging.root.manager.disable
+        logging.disable(logging.WARNING)
+
+    def __exit__(self, *_: object) -> None:
+        logging.disable(self._before)

@@ -1,0 +1,152 @@
+"""int8 files: what they compute, what stays in float32, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from torch import Tensor, nn
+
+import secateur as sc
+from command import fail, furnished, invoke
+from secateur.data.images import read
+from secateur.errors import DataError, SecateurError, VerificationError
+from secateur.files import int8
+from secateur.files.int8 import Session, quantize
+
+IMAGES = torch.rand(24, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+
+
+def convolutional() -> nn.Module:
+    """Batch norms, a residual sum, a depthwise convolution, two kinds of activations."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.first, self.norm = nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16)
+            self.deep = nn.Conv2d(16, 16, 3, padding=1, groups=16)
+            self.last = nn.Linear(16, 5)
+            self.norm.running_var.uniform_(0.2, 2)
+            self.norm.running_mean.normal_()
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.norm(self.first(x)).relu()
+            h = h + nn.functional.hardswish(self.deep(h))
+            return self.last(h.amax((2, 3)) * 2)
+
+    return Net().eval()
+
+
+def operations(file: Path) -> list[str]:
+    return [node.op_type for node in onnx.load(file).graph.node]
+
+
+@pytest.mark.parametrize("data", [IMAGES, [(IMAGES[:8], None), (IMAGES[8:], None)]])
+def test_an_int8_file_answers_almost_the_same_and_takes_any_batch(data: Any, tmp_path: Path) -> None:
+    net = convolutional()
+    small = sc.prune(net, (IMAGES, torch.arange(24) % 5), remove=0.25, progress=False).model
+    file = sc.export(small, tmp_path / "m.onnx", IMAGES[:2], quantize=data)
+    assert [path.name for path in tmp_path.iterdir()] == ["m.onnx"]
+    with torch.no_grad():
+        expected = small(IMAGES)
+    for batch in (1, 2, 24):
+        found = Session(file)(IMAGES[:batch])
+        assert (found - expected[:batch]).norm() < 0.1 * (expected[:batch] - expected.mean(0)).norm() + 1e-3
+    assert not torch.equal(found, expected)
+
+
+def test_weights_are_int8_with_one_scale_per_channel(tmp_path: Path) -> None:
+    file = sc.export(convolutional(), tmp_path / "m.onnx", IMAGES[:2], quantize=IMAGES)
+    graph = onnx.load(file).graph
+    held = {item.name: onnx.numpy_helper.to_array(item) for item in graph.initializer}
+    kernels = [a for a in held.values() if a.dtype == np.int8 and a.ndim == 4]
+    assert sorted(a.shape for a in kernels) == [(16, 1, 3, 3), (16, 3, 3, 3)]
+    assert sum(a.shape == (16,) and a.dtype == np.float32 and bool((a > 0).all()) for a in held.values()) >= 2
+    assert "QuantizeLinear" in operations(file)
+    assert "BatchNormalization" not in operations(file)
+    assert file.stat().st_size < 1.5 * sc.export(convolutional(), tmp_path / "f.onnx", IMAGES[:2]).stat().st_size
+
+
+class Wild(nn.Module):
+    """A layer whose output has one huge channel: its range leaves the others a single step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.wild, self.last = nn.Conv2d(3, 8, 1), nn.Conv2d(8, 8, 1), nn.Conv2d(8, 4, 1)
+        with torch.no_grad():
+            self.wild.weight[0] *= 3e3
+            self.last.weight[:, 0] = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in (self.first, self.wild):
+            x = layer(x)
+        return self.last(x).mean((2, 3))
+
+
+def test_layers_stay_in_float32_if_the_drop_demands_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    notes = []
+    usual = int8.quantize
+    monkeypatch.setattr("secateur.files.onnx.to_int8", lambda *given: notes.append(usual(*given)))
+    net = Wild().eval()
+    file = sc.export(net, tmp_path / "m.onnx", IMAGES[:2], quantize=IMAGES)
+    (note,) = notes
+    assert note.layers == 3
+    assert 1 <= len(note.left_out) <= 2
+    assert note.error <= 0.1
+    found, expected = Session(file)(IMAGES), net(IMAGES)
+    assert ((found - expected).square().mean().sqrt() / expected.std()).item() == pytest.approx(note.error, rel=0.3)
+    monkeypatch.setattr(int8, "_ERROR", 0.0)
+    with pytest.raises(VerificationError, match=r"of its 3 layers stay in float32; no file is written.*more varied"):
+        sc.export(net, tmp_path / "none.onnx", IMAGES[:2], quantize=IMAGES)
+    assert not (tmp_path / "none.onnx").exists()
+
+
+def test_what_int8_does_not_suit_is_refused(tmp_path: Path) -> None:
+    tokens = torch.rand(2, 6, 8)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
+    with pytest.raises(SecateurError, match=r"multiplies activations.*as attention does.*quantize_dynamic"):
+        sc.export(layer, tmp_path / "a.onnx", tokens, quantize=tokens)
+    with pytest.raises(SecateurError, match="no convolution and no linear layer"):
+        sc.export(nn.ReLU(), tmp_path / "b.onnx", tokens, quantize=tokens)
+    with pytest.raises(SecateurError, match=r"\.pt2.*int8.*a name that ends in \.onnx"):
+        sc.export(convolutional(), tmp_path / "c.pt2", IMAGES[:2], quantize=IMAGES)
+    with pytest.raises(DataError, match="quantize has no inputs"):
+        sc.export(convolutional(), tmp_path / "d.onnx", IMAGES[:2], quantize=[])
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_packages_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = sc.export(convolutional(), tmp_path / "m.onnx", IMAGES[:2])
+    monkeypatch.setitem(__import__("sys").modules, "onnx", None)
+    with pytest.raises(SecateurError, match=r"pip install 'secateur\[export\]'"):
+        quantize(file, IMAGES, "Net")
+
+
+def test_prune_writes_int8_and_says_what_it_costs_and_gains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    place = furnished(tmp_path)
+    job = [word for word in place.job if word not in ("--no-latency", "--no-report")]
+    out = tmp_path / "small"
+    result = invoke("prune", *job, "--out", out, "--keep-macs", 0.6, "--int8", "--threads", 1)
+    assert result.exit_code == 0, result.stderr
+    x, y = read(place.test, size=16).tensors()
+    right = float((Session(out / "model.int8.onnx")(x).argmax(1) == y).float().mean())
+    found = json.loads((out / "run.json").read_text())
+    assert found["accuracy"]["int8"]["overall"] == pytest.approx(right)
+    page, shown = (out / "report.html").read_text(), " ".join(result.stdout.split())
+    assert f"accuracy, int8 │ {100 * found['accuracy']['before']['overall']:.1f} % │ {100 * right:.1f} %" in shown
+    assert "accuracy in int8" in page
+    for batch in (1, 32):
+        before, after = (found[side][f"int8_latency_{batch}"] for side in ("before", "after"))
+        assert f"latency, batch {batch}, ONNX Runtime, int8, 1 thread" in shown
+        assert f"{before / after:.2f}x as fast" in shown
+        assert f"ONNX Runtime, int8, 1 thread, batch of {batch}" in page
+    said = fail("prune", "hf:nothing", "--text", "t.txt", "--remove", 0.1, "--int8", "--out", tmp_path / "t")
+    assert "--int8 is for convolutional networks" in said
