@@ -86,7 +86,7 @@ class Onnx:
         with quiet():
             expected = [t.detach().cpu().numpy() for t in tensors_in(run(model.eval(), self.inputs))]
         try:
-            found = self._run(self._session(content.SerializeToString()))
+            found = self._run(session_of(content.SerializeToString(), self.setup.threads))
             same = all(_close(a, b) for a, b in zip(found, expected, strict=True))
         except Exception:  # a size that is written into the file: ONNX Runtime may raise anything
             same = False
