@@ -408,6 +408,7 @@ def test_a_pruned_model_in_half_precision(both: tuple[Any, Any]) -> None:
     torch.testing.assert_close(logits(small), logits(masked), rtol=0.05, atol=0.02)
 
 
+@pytest.mark.skipif(torch.__version__.startswith("2.6."), reason="torch 2.6 cannot compile the original either")
 def test_torch_compile(both: tuple[Any, Any]) -> None:
     compiled = torch.compile(both[0], backend="eager")
     torch.testing.assert_close(logits(compiled), logits(both[0]))

@@ -1,4 +1,8 @@
-"""Numbers of heads: where attention modules of the common libraries keep them, and which of them their code reads."""
+"""Numbers of heads: where attention modules of the common libraries keep them, and which of them their code reads.
+
+Trial removals find any number that a forward reads, whatever its name. With these names they succeed at once (one trial
+of Whisper instead of twenty), and numbers that no forward reads stay true as well. Trials prove what is set here.
+"""
 
 from __future__ import annotations
 
