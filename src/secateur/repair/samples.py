@@ -44,7 +44,7 @@ def exchange_words(texts: Mapping[str, Any], generator: torch.Generator, share: 
     ids: Tensor = texts["input_ids"]
     counts = counted(masks_in(texts, decoder=False), ids.shape)
     free = torch.ones_like(ids, dtype=torch.bool) if counts is None else counts.to(ids.device)
-    kinds, place = ids.unique(return_inverse=True)
+    kinds, place = torch.unique(ids, return_inverse=True)
     has = torch.zeros(len(ids), len(kinds), device=ids.device).scatter_add_(1, place, free.float()) > 0
     free = free & ~has.all(0)[place]
     others = ids[free]
