@@ -39,7 +39,8 @@ class Repair:
     and methods. They help to fit after that. `samples` and `rows`: at most so many samples, and positions per layer,
     take part (fewer if they would need more than 4 GiB). `at_once`: at most so many samples are in memory at once
     (default: what fits). More samples than that take longer, since each layer needs a pass of its own. `rounds`: extra
-    fits of each layer that ignore errors which a ReLU hides. `relevance`: the share of a position's weight in the regression that is its relevance.
+    fits of each layer that ignore errors which a ReLU hides. `relevance`: the share of a position's weight in the
+    regression that is its relevance.
     """
 
     method: str = "best"
