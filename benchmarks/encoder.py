@@ -30,6 +30,7 @@ import secateur as sc
 from benchmarks.language import limits_for
 from secateur.criteria import LRP, Taylor
 from secateur.loop import Schedule
+from secateur.repair import Repair
 
 BATCH = 32
 
@@ -73,7 +74,11 @@ def train(given: argparse.Namespace) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     tokenizer = AutoTokenizer.from_pretrained(given.model)
     torch.manual_seed(0)
-    model = AutoModelForSequenceClassification.from_pretrained(given.model, num_labels=2).to(device).eval()
+    model = (
+        AutoModelForSequenceClassification.from_pretrained(given.model, num_labels=2, dtype=torch.float32)
+        .to(device)
+        .eval()
+    )
     sentences, classes = labelled(given.data / "sst2_train.tsv")
     encoded = tokenizer(sentences, truncation=True, max_length=64)["input_ids"]
     upper = model.bert.encoder.layer[given.frozen :]
@@ -104,6 +109,8 @@ def train(given: argparse.Namespace) -> None:
                 x = layer(x, mask)
             logits = model.classifier(model.dropout(model.bert.pooler(x)))
         loss = nn.functional.cross_entropy(logits.float(), classes[index].to(device))
+        if not bool(torch.isfinite(loss)):
+            raise SystemExit(f"the loss is {float(loss)} at step {done}")
         optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(learnt, 1.0)
@@ -221,6 +228,15 @@ def settings(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
                         }  # fmt: skip
 
 
+def repair_named(name: str) -> Repair | str | None:
+    """None, a method, or a setting of a repair such as "relevance 0.5" or "copies 0"."""
+    words = name.split()
+    if len(words) == 2:
+        number = float(words[1]) if words[0] == "relevance" else int(words[1])
+        return Repair(**{words[0]: number})  # type: ignore[arg-type]
+    return None if name == "none" else name
+
+
 def body(model: nn.Module) -> int:
     return sum(p.numel() for name, p in model.named_parameters() if "embeddings" not in name)
 
@@ -286,7 +302,7 @@ def study(given: argparse.Namespace) -> None:
                 keep={"params": share},
                 schedule=Schedule(one_shot=True, rescore=False),
                 limits=limits_for(setting["scope"], setting["only"]),
-                repair=None if setting["repair"] == "none" else setting["repair"],
+                repair=repair_named(setting["repair"]),
                 progress=False,
             ).model
         except sc.SecateurError as error:

@@ -281,6 +281,9 @@ def memory(name: str, who: str, args: argparse.Namespace) -> float:
 
 
 def peak(args: argparse.Namespace) -> None:
+    size, args.batch = args.batch, 1
+    own(args.models[0], args)[args.peak]()  # libraries that are loaded on the way do not count
+    args.batch = size
     run = own(args.models[0], args)[args.peak]
     before = resident("VmRSS")
     run()

@@ -33,6 +33,7 @@ from secateur.recover import Recover, recover
 from secateur.relevance import Epsilon, RelevancePass, unit_relevance
 from secateur.relevance.starts import Starter
 from secateur.repair import Repair
+from secateur.repair.samples import Samples, exchange_words
 from secateur.running.accuracy import accuracy
 from secateur.running.targets import Reader
 
@@ -509,10 +510,27 @@ def smaller() -> tuple[nn.Module, nn.Module]:
     return sc.apply(model, plan), model
 
 
+def test_copies_of_texts_exchange_words_that_not_all_have() -> None:
+    ids = torch.tensor([[1, 5, 6, 7, 2, 0], [1, 8, 9, 2, 0, 0], [1, 6, 10, 11, 12, 2]])
+    mask = torch.tensor([[1, 1, 1, 1, 1, 0], [1, 1, 1, 1, 0, 0], [1] * 6])
+    made = exchange_words({"input_ids": ids, "attention_mask": mask}, torch.Generator().manual_seed(0), share=1.0)
+    new, free = made["input_ids"], (mask > 0) & (ids != 1) & (ids != 2)
+    assert torch.equal(made["attention_mask"], mask)
+    assert torch.equal(new[~free], ids[~free])
+    assert set(new[free].tolist()) <= set(ids[free].tolist())
+    assert not torch.equal(new, ids)
+    few, many = ({"input_ids": torch.arange(8 * n).view(8, n) % 23} for n in (64, 1024))
+    for batch, copies in ((few, 8), (many, 1)):
+        samples = Samples.collect(batch, 99, 8, None, 0.25, 0, None)
+        assert samples.copies == copies
+        assert sum(len(x["input_ids"]) for _, x in samples.chunks(5)) == 8 * (1 + copies)
+    assert Samples.collect({"input_ids": torch.zeros(1, 6, dtype=torch.long)}, 9, 8, None, 0, 0, None).copies == 0
+
+
 def test_the_answers_of_a_language_model_are_compared_as_classes(smaller: tuple[nn.Module, nn.Module]) -> None:
     """Jensen-Shannon at each token that is no padding, of the samples that are all held."""
     batch = padded(texts())
-    found = Repair("mean", held_out=0.0).examine(*smaller, batch, progress=False).divergence["none"]
+    found = Repair("mean", held_out=0.0, copies=0).examine(*smaller, batch, progress=False).divergence["none"]
     with torch.no_grad():
         q, p = (net(**batch).logits[batch["attention_mask"] > 0].double().softmax(-1) for net in smaller)
     m = (p + q) / 2

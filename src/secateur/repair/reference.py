@@ -99,7 +99,7 @@ class Reference:
 
     def _judged(self, model: nn.Module) -> list[Answers]:
         """The answers to samples that judge, at some positions of each, a few samples at a time."""
-        judges, found = self.samples.judges.nonzero().ravel(), []
+        judges, found = self.samples.judges[: self.samples.count].nonzero().ravel(), []  # no copies
         with quiet(), evaluating(model):
             for begin in range(0, len(judges), _ANSWERED_AT_ONCE):
                 index = judges[begin : begin + _ANSWERED_AT_ONCE]
@@ -178,7 +178,7 @@ def _relevance_weights(
         if use.name in layers:
             seen[use.name] = relevance.abs().movedim(use.channel, -1).sum(-1).movedim(layers[use.name].batch, 0)
 
-    engine, reader = RelevancePass(model, "alpha1beta0", heat_map=False, watch=watch), Reader(model)
+    engine, reader = RelevancePass(model, heat_map=False, watch=watch), Reader(model)
     made: dict[str, Tensor] = {}
     for place, x in samples.chunks(min(at_once, _EXPLAINED_AT_ONCE)):
         seen.clear()

@@ -1,8 +1,9 @@
-"""Samples to repair with, and altered copies of them: crops and flips, so that few images are not overfitted."""
+"""Samples to repair with, and altered copies of them, so that few are not overfitted: crops and flips of images, texts
+that exchange words."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,14 +13,16 @@ from torch import Tensor
 
 from secateur.errors import Argument, DataError
 from secateur.nest import map_leaves, select_samples, tensors_in
-from secateur.running.batches import Data, batches, check_inputs, is_pair, masks_in, size_of
+from secateur.running.batches import Data, batches, check_inputs, counted, is_pair, masks_in, size_of
 from secateur.running.devices import to_device
 from secateur.running.processes import active, gathered, share
 
-#: `f(images, generator)` returns altered images of the same shape. The generator lives on the CPU.
-Alter = Callable[[Tensor, torch.Generator], Tensor]
+#: `f(images, generator)` returns altered images of the same shape (or other inputs). The generator lives on the CPU.
+Alter = Callable[[Any, torch.Generator], Any]
 # Copies are drawn for this many samples together, whatever the batch size is.
 _PART = 32
+# Texts with more tokens than that need no copies.
+_FEW_TOKENS = 8192
 
 
 def crop_and_flip(images: Tensor, generator: torch.Generator, least: float = 0.5) -> Tensor:
@@ -33,6 +36,23 @@ def crop_and_flip(images: Tensor, generator: torch.Generator, least: float = 0.5
     theta[:, 0, 0], theta[:, 1, 1], theta[:, :, 2] = flip * zoom, zoom, centre
     grid = F.affine_grid(theta.to(images), list(images.shape), align_corners=False)
     return F.grid_sample(images, grid, mode="bilinear", padding_mode="border", align_corners=False)
+
+
+def exchange_words(texts: Mapping[str, Any], generator: torch.Generator, share: float = 0.3) -> dict[str, Any]:
+    """Give a share of the tokens of each text those of other texts. Tokens that every text has, such as marks of its
+    beginning and end, stay, and so does padding."""
+    ids: Tensor = texts["input_ids"]
+    counts = counted(masks_in(texts, decoder=False), ids.shape)
+    free = torch.ones_like(ids, dtype=torch.bool) if counts is None else counts.to(ids.device)
+    kinds, place = torch.unique(ids, return_inverse=True)
+    has = torch.zeros(len(ids), len(kinds), device=ids.device).scatter_add_(1, place, free.float()) > 0
+    free = free & ~has.all(0)[place]
+    others = ids[free]
+    if not len(others):
+        return dict(texts)
+    chosen = torch.rand(ids.shape, generator=generator).to(ids.device) < share
+    drawn = others[torch.randint(len(others), ids.shape, generator=generator).to(ids.device)]
+    return {**texts, "input_ids": torch.where(free & chosen, drawn, ids)}
 
 
 @dataclass(frozen=True)
@@ -55,7 +75,7 @@ class Samples:
 
         Of a pair (X, y) samples are taken evenly, since classes may lie together there; of batches, the first are. In
         several processes, each of which has batches of its own, those of all are taken.
-        Without `alter`, images are cropped and flipped, and other inputs get no copies.
+        Without `alter`, images are cropped and flipped, and a few texts exchange words. Other inputs get no copies.
         """
         inputs, targets, count = [], [], 0
         shared = not is_pair(data) and active()
@@ -81,6 +101,9 @@ class Samples:
         joined = _joined(inputs)
         if alter is None and _are_images(joined):
             alter = crop_and_flip
+        elif alter is None and isinstance(joined, Mapping) and isinstance(joined.get("input_ids"), Tensor):
+            copies = min(copies, _FEW_TOKENS // joined["input_ids"].numel() if count > 1 else 0)
+            alter = exchange_words if copies else None
         return cls(joined, count, copies if alter is not None else 0, alter, held, seed)
 
     @property

@@ -34,12 +34,13 @@ class Repair:
     what the surviving inputs give; "best" takes the one that is closest to the original on held-out samples. A
     correction that you registered is another method.
 
-    `copies`: altered copies of each sample that join the regression. Images are cropped and flipped; `alter` is a
-    function of your own. `held_out`: the share of samples that choose strengths and methods. They help to fit after
-    that. `samples` and `rows`: at most so many samples, and positions per layer, take part (fewer if they would need
-    more than 4 GiB). `at_once`: at most so many samples are in memory at once (default: what fits). More samples than
-    that take longer, since each layer needs a pass of its own. `rounds`: extra fits of each layer that ignore errors
-    which a ReLU hides. `relevance`: the share of a position's weight in the regression that is its relevance.
+    `copies`: altered copies of each sample that join the regression. Images are cropped and flipped; texts exchange
+    words, if there are few; `alter` is a function of your own. `held_out`: the share of samples that choose strengths
+    and methods. They help to fit after that. `samples` and `rows`: at most so many samples, and positions per layer,
+    take part (fewer if they would need more than 4 GiB). `at_once`: at most so many samples are in memory at once
+    (default: what fits). More samples than that take longer, since each layer needs a pass of its own. `rounds`: extra
+    fits of each layer that ignore errors which a ReLU hides. `relevance`: the share of a position's weight in the
+    regression that is its relevance.
     """
 
     method: str = "best"
