@@ -367,6 +367,38 @@ def test_repair_makes_up_for_a_block() -> None:
     assert (after - wanted).square().mean() < 0.5 * (before - wanted).square().mean()
 
 
+class Straight(nn.Module):
+    """Branches without nonlinearity: the second can do the work of both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = Bend(), Bend(), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.second(self.first(x)))
+
+
+class Bend(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.layer(x)
+
+
+def test_the_next_block_does_the_work_of_the_one_that_left() -> None:
+    """x + Bx + b can be (1 + B)(1 + A)x: the layer is fitted to what the stream lacks, not to the stream itself."""
+    net, x = seeded(Straight), torch.randn(200, 6)
+    graph = sc.analyze(net, x[:1])
+    small = sc.apply(net, plan_for(graph, marked(graph, ["first"])))
+    outcome = Repair("ridge").examine(small, net, (x, torch.arange(200) % 3))
+    with torch.no_grad():
+        wanted = net.second(net.first(x))
+        before, after = ((model.second(x) - wanted).square().mean() for model in (small, outcome.model))
+    assert after < 1e-3 * before
+
+
 def test_an_optimizer_forgets_what_left() -> None:
     net = seeded(lambda: Chain(["basic", "bare"]))
     optimizer = torch.optim.Adam(net.parameters())
@@ -425,3 +457,35 @@ def test_a_plan_that_replaces_what_is_not_there_is_refused() -> None:
     small = smaller()[0][1]
     with pytest.raises(PlanError, match="does not have"):
         sc.apply(nn.Sequential(nn.Linear(3, 3)), replace(plans_of(small)[0], cuts={}, shapes={}))
+
+
+class Nested(nn.Module):
+    """A residual branch with residual branches inside, and one whose layer serves another as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.body = nn.Conv2d(3, 4, 1), nn.Sequential(Bare(4), Scaled(4), nn.Conv2d(4, 4, 1))
+        self.shared, self.head = nn.Conv2d(4, 4, 1), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        x = x + self.body(x)
+        x = x + self.shared(x)
+        x = x + self.shared(x)
+        return self.head(x.mean((2, 3)))
+
+
+@pytest.mark.parametrize("names", [["body.0"], ["body"], ["body", "body.1"]])
+def test_blocks_in_blocks_and_layers_that_serve_twice(names: list[str]) -> None:
+    net = seeded(Nested)
+    graph = sc.analyze(net, IMAGE)
+    assert [block.name for block in graph.blocks.prunable] == ["body.0", "body.1", "body"]
+    assert sum("of no module" in (block.reason or "") for block in graph.blocks) == 2
+    plan = plan_for(graph, marked(graph, names))
+    small = sc.apply(net, plan)
+    assert [block.name for block in plan.blocks] == names[:1]
+    assert sum(p.numel() for p in small.parameters()) == plan.after.params
+    assert count_macs(small, IMAGE) == plan.after.macs
+    assert torch.allclose(
+        small(IMAGE), silenced(net, ["body.0.bn2" if names == ["body.0"] else "body"], IMAGE), atol=1e-6
+    )

@@ -100,9 +100,9 @@ class RepairableLayer:
             return values
         return values.index_select(-1, torch.as_tensor(self.kept, device=values.device))
 
-    def cut(self, kept: np.ndarray[Any, Any] | None, batch: int) -> RepairableLayer:
-        """The layer in a smaller model, where these output channels are left."""
-        small = replace(self, kept=kept, batch=batch)
+    def cut(self, kept: np.ndarray[Any, Any] | None, own: RepairableLayer) -> RepairableLayer:
+        """The layer in a smaller model, where these output channels are left. `own` is what was found there."""
+        small = replace(self, kept=kept, batch=own.batch, partner=own.partner)
         return replace(small, inverse=small.left(self.inverse), level=small.left(self.level))
 
     def prepared(self, tensors: Tensors, sampled: Positions) -> RepairableLayer:

@@ -52,15 +52,18 @@ def kept_indices(small: nn.Module, original: nn.Module) -> Kept:
 
 
 def layers_in_both(small: nn.Module, reference: Reference, kept: Kept) -> dict[str, RepairableLayer]:
-    """The layers of the original that the smaller model has too, with the smaller model's batch dimension.
+    """The layers of the original that the smaller model has too, with the smaller model's batch dimension and calls.
 
-    Layers whose number of positions changed (a layer across tokens) are left out: their rows have no counterparts.
+    Layers whose number of positions changed (a layer across tokens) are left out: their rows have no counterparts. So
+    are those to which something is added in one of the models only.
     """
     own = survey(small, reference.samples.two).layers
     return {
-        name: layer.cut(kept.get(name, {}).get(layer.outputs), own[name].batch)
+        name: layer.cut(kept.get(name, {}).get(layer.outputs), own[name])
         for name, layer in reference.layers.items()
-        if name in own and layer.positions == own[name].positions
+        if name in own
+        and layer.positions == own[name].positions
+        and (layer.partner is None) == (own[name].partner is None)
     }
 
 

@@ -143,7 +143,7 @@ class Blocks:
             own = [groups for name in block.parameters for groups in owned.get(name, ())]
             groups, counts = np.unique(np.concatenate([np.zeros(0, np.int64), *own]), return_counts=True)
             groups = groups[(counts == total[groups]) & (units[groups] > 0)]
-            inner = [b.group for b in self.found if b.parameters < block.parameters]
+            inner = [b.group for b in self.found if b.sites < block.sites]
             leave = np.concatenate([groups, np.array(inner, np.int64)])
             found.append(replace(block, groups=leave, units=int(units[groups[prunable[groups]]].sum())))
         return Blocks(tuple(found), self.passages)
