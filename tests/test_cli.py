@@ -18,6 +18,7 @@ from PIL import Image
 import secateur as sc
 from command import Place, fail, furnished, invoke, step_done, succeed
 from photos import write_photos
+from secateur.cli import recover as recover_command
 from secateur.cli import task
 from secateur.cli.output import Printer, ProgressLines
 from secateur.data.images import read
@@ -283,6 +284,45 @@ def test_an_interrupted_run_goes_on_and_ends_the_same(place: Place, tmp_path: Pa
     assert states[0].keys() == states[1].keys()
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
     assert sorted(p.name for p in (tmp_path / "parts").iterdir()) == ["history.csv", "model", "run.json"]
+
+
+def test_recover_trains_what_prune_wrote(place: Place, tmp_path: Path) -> None:
+    small, out = tmp_path / "small", tmp_path / "better"
+    succeed("prune", *place.job, "--remove", 0.5, "--out", small)
+    given = [small, "--original", place.net, "--images", place.train, "--test", place.test, "--out", out]
+    teacher = ["--teacher", place.net, "--teacher-weights", place.weights]
+    found = succeed("recover", *given, *teacher, "--epochs", 2)
+    assert [row["epoch"] for row in found["epochs"]] == [1, 2]
+    assert set(found["accuracy"]["after"]) == set(found["accuracy"]["before"])
+    assert sorted(path.name for path in out.iterdir()) == ["model", "run.json"]
+    assert "parameters" in invoke("inspect", out, "--original", place.net).output
+    without = succeed("recover", *given[:-1], tmp_path / "labels", "--minutes", 0.01)
+    assert without["stopped"] == "the minutes are over"
+    wide = fail("recover", *given[:-1], tmp_path / "wide", "--teacher", f"{place.net}?classes=7")
+    assert "has 7 outputs, the smaller model 3" in wide
+
+
+@pytest.mark.parametrize("merged", [False, True])
+def test_a_teacher_gets_the_outputs_of_its_student(place: Place, tmp_path: Path, merged: bool) -> None:
+    net, names = f"{place.net}?classes=7", sorted(path.name for path in Path(place.train).iterdir())
+    weights, numbers = tmp_path / "seven.safetensors", ["5", "0,2" if merged else "0", "6"]
+    torch.manual_seed(0)
+    whole = build(net)
+    safetensors.torch.save_file(whole.state_dict(), weights)
+    outputs = [word for name, number in zip(names, numbers, strict=True) for word in ("--outputs", f"{name}={number}")]
+    images = ["--input-size", 16, "--images", place.train, "--test", place.test]
+    small = tmp_path / "small"
+    rest = ["--round-to", 1, "--no-latency", "--no-report", "--remove", 0.4, "--out", small]
+    succeed("prune", net, "--weights", weights, *images, *outputs, *(["--merge", "mean"] if merged else []), *rest)
+    student = open_model(str(small), original=net)
+    teacher = recover_command._teacher(net, str(weights), student).eval()
+    x = torch.rand(4, 3, 16, 16)
+    if merged:
+        p = whole(x)[:, [0, 2, 5, 6]].softmax(1)
+        expected = torch.stack([p[:, 2], p[:, :2].mean(1), p[:, 3]], 1).log()
+    else:
+        expected = whole(x)[:, [5, 0, 6]]
+    torch.testing.assert_close(teacher(x), expected)
 
 
 def test_broken_images_are_named(place: Place, tmp_path: Path) -> None:

@@ -164,7 +164,7 @@ class LoopError(SecateurError):
 
 
 class EvaluationError(LoopError):
-    """The user's `evaluate`, `finetune`, `recover` data or `repair` raised."""
+    """The user's `evaluate`, `finetune` or `repair` raised."""
 
 
 class TrainingError(LoopError):

@@ -18,6 +18,7 @@ from secateur.version import __version__
 #: Each command and what `secateur --help` says of it. `secateur.cli.NAME` has the command.
 COMMANDS = {
     "prune": "Make a model smaller, keeping what your images or your text need.",
+    "recover": "Train a smaller model until it answers as the unpruned one does.",
     "explain": "Draw heat maps: red pixels or words speak for the output, blue ones against it.",
     "inspect": "Show a model's layers, what they cost, what may leave, and what may not and why.",
     "compare": "Prune by several criteria on the same images, by the paper's algorithm without repair, and compare.",

@@ -147,7 +147,7 @@ def prune(
         need_packages("export", "no --onnx", "onnx", "onnxscript", "onnxruntime")
     printer = Printer(as_json)
     with printer.stage(f"building the model and reading {'images' if texts.text is None else 'text'}"):
-        task = _task(read_model(source, seen), images, texts, seed, specialize)
+        task = task_of(read_model(source, seen), images, texts, seed, specialize)
     if task.test is None and max_drop is not None:
         kind, fix = (
             ("images", "--test, or a smaller --per-class") if isinstance(task, Task) else ("texts", "--test-text")
@@ -179,7 +179,7 @@ def prune(
     _write(run, task, result, printer, onnx=onnx, int8=int8, setup=timed, report=report, uniform=uniform)
 
 
-def _task(opened: Opened, images: o.Images, texts: o.Texts, seed: int, narrow: bool) -> Task | TextTask:
+def task_of(opened: Opened, images: o.Images, texts: o.Texts, seed: int, narrow: bool) -> Task | TextTask:
     """The task that fits the model: of text or of images."""
     if reads_text(opened.model):
         if texts.text is None:

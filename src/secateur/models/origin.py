@@ -26,7 +26,7 @@ class Origin:
     """How to build the model that a saved one was cut from, and what it expects.
 
     `classes` are the names of its outputs after `specialize`, `groups` the outputs that were merged into each, and
-    `outputs` how many there were before.
+    `outputs` how many there were before. `kept` are those that are left, in order, where none were merged.
     """
 
     model: str
@@ -34,6 +34,7 @@ class Origin:
     classes: tuple[str, ...] = ()
     groups: tuple[tuple[int, ...], ...] = ()
     outputs: int = 0
+    kept: tuple[int, ...] = ()
 
     def fresh(self) -> nn.Module:
         """The unpruned architecture, with merged outputs if it had some; weights are random."""
@@ -45,7 +46,9 @@ class Origin:
     def specialized(self, outputs: Mapping[str, tuple[int, ...]], count: int) -> Origin:
         """The origin of a model that was cut down to these outputs."""
         if all(len(members) < 2 for members in outputs.values()):
-            return replace(self, classes=tuple(outputs))
+            chosen = [members[0] for members in outputs.values() if members]
+            kept = tuple(self.kept[i] for i in chosen) if self.kept else tuple(chosen)
+            return replace(self, classes=tuple(outputs), kept=() if self.groups else kept)
         if self.groups:
             raise DataError("the outputs of this model are merged already; they cannot be merged again.")
         return replace(self, classes=tuple(outputs), groups=tuple(outputs.values()), outputs=count)
@@ -62,7 +65,8 @@ class Origin:
             mean, std = (tuple(map(float, view[name])) for name in ("mean", "std"))
             groups = tuple(tuple(map(int, members)) for members in data["groups"])
             seen, classes = View(int(view["size"]), view["fit"], mean, std), tuple(map(str, data["classes"]))
-            return cls(str(data["model"]), seen, classes, groups, int(data["outputs"]))
+            kept = tuple(map(int, data.get("kept", ())))  # older files lack it
+            return cls(str(data["model"]), seen, classes, groups, int(data["outputs"]), kept)
         except (KeyError, TypeError, ValueError, DataError) as error:
             raise FileFormatError(f"{where / PLANS}: its model is not described properly ({error})") from error
 

@@ -1,0 +1,127 @@
+"""`secateur recover`: train a smaller model with the unpruned one as its teacher."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any, cast
+
+import torch
+import typer
+from torch import nn
+
+from secateur.analysis.specialize import MergedOutputs, specialize
+from secateur.cli import options as o
+from secateur.cli.output import Printer
+from secateur.cli.prune import task_of
+from secateur.cli.run_folder import Run, check_folder, check_model, request
+from secateur.cli.task import count_outputs, noise, read_model
+from secateur.cli.text_task import TextTask
+from secateur.errors import SecateurError
+from secateur.files.pretrained import save_pretrained
+from secateur.files.saved import save
+from secateur.models import Opened, open_model
+from secateur.models.hub import quiet_hub, reads_text
+from secateur.recover import Recover
+from secateur.recover import recover as run_recover
+from secateur.running.devices import device_of
+from secateur.surgery.cut import cut
+from secateur.surgery.provenance import plans_of
+
+_TEACHER = "The unpruned model, as MODEL was given to prune. Without it, the labels alone teach."
+_MINUTES = "Train for so long, instead of a number of epochs."
+
+
+@o.grouped()
+def recover(
+    ctx: typer.Context,
+    *,
+    source: o.Source,
+    out: o.Out,
+    teacher: Annotated[str | None, typer.Option(help=_TEACHER, metavar="MODEL")] = None,
+    teacher_weights: Annotated[str | None, typer.Option(help="Its weights.", metavar="FILE|default")] = None,
+    images: o.SomeImages,
+    texts: o.Texts,
+    epochs: Annotated[int | None, typer.Option(min=1, help="Epochs of training. Default: 10.")] = None,
+    minutes: Annotated[float | None, typer.Option(min=0.01, help=_MINUTES)] = None,
+    learning_rate: o.LearningRate = None,
+    seed: o.Seed = 0,
+    seen: o.Seen,
+    fresh: o.Fresh = False,
+    as_json: o.AsJson = False,
+) -> None:
+    """Train a smaller model until it answers as the unpruned one does.
+
+    All images that accuracy is not measured on are trained on. Writes model/ into --out. An interrupted run goes on
+    when the same command is given again.
+
+    Example: secateur recover small --teacher torchvision:resnet50 --teacher-weights default --images photos --epochs 20
+    --out better
+
+    Example: secateur recover small --teacher hf:my-model --text train.txt --minutes 10 --out better
+    """
+    texts.check(images)
+    check_folder(out, images=images.images, test=images.test)
+    check_model(out, pretrained=texts.text is not None)
+    printer = Printer(as_json)
+    with printer.stage("building the models and reading samples"):
+        opened = read_model(source, seen)
+        task = task_of(opened, images, texts, seed, narrow=False)
+        whole = _teacher(teacher, teacher_weights, opened) if teacher is not None else None
+    settings = Recover(epochs, minutes, learning_rate, teacher=0.0 if whole is None else Recover.teacher, seed=seed)
+    run = Run.begin(out, request(ctx, task), fresh, printer)
+    measure = task.evaluate
+    before = measure(opened.model) if measure is not None else None
+    with run.working():
+        done = run_recover(
+            opened.model, whole, task.training_batches(), settings, checkpoint=run.checkpoint,
+            progress=printer.progress(),
+        )  # fmt: skip
+    after = measure(done.model) if measure is not None else None
+    place = out / "model"
+    _save(done.model, opened, task, place)
+    rows = [{"epoch": row.epoch, "loss": row.loss, "accuracy": row.accuracy} for row in done.history]
+    summary = {"stopped": done.stopped, "accuracy": {"before": before, "after": after}, "epochs": rows,
+               "seconds": round(printer.seconds, 1), "files": {"model": str(place)}}  # fmt: skip
+    run.end(summary)
+    printer.json(summary)
+    for name in before or {}:
+        assert before is not None
+        assert after is not None
+        unit, scale = ("", 1) if name == "perplexity" else (" %", 100)
+        printer.result(f"{name}: {scale * before[name]:.4g} → {scale * after[name]:.4g}{unit}")
+    printer.result(f"{done.stopped}; {summary['seconds']:.0f} s. Written to {place}")
+
+
+def _teacher(spec: str, weights: str | None, student: Opened) -> nn.Module:
+    """The unpruned model with the student's outputs: those that were removed first are removed from it as well."""
+    found = replace(open_model(spec, weights, device_of(student.model)), origin=student.origin)  # it sees the same
+    model: Any = found.model
+    if reads_text(found.model):
+        return found.model
+    had, has = count_outputs(found), count_outputs(student)
+    if had != has:
+        origin, small = student.origin, student.model
+        if isinstance(small, MergedOutputs) and origin.outputs == had:
+            named = dict(zip(origin.classes, origin.groups, strict=True))
+            model = cut(MergedOutputs(model, named, had), plans_of(small)[0])
+            model.members.copy_(small.members)  # sums or means
+        elif len(origin.kept) == has and max(origin.kept) < had:
+            model = specialize(model, list(origin.kept), noise(found, 2))
+        else:
+            raise SecateurError(
+                f"--teacher {spec} has {had} outputs, the smaller model {has}.",
+                fix="the model that it was pruned from; or `secateur prune --epochs`, which knows its original",
+            )
+    return cast(nn.Module, model).eval()
+
+
+def _save(model: nn.Module, opened: Opened, task: Any, place: Path) -> None:
+    """Write the model in the form that it was in."""
+    if not isinstance(task, TextTask):
+        save(model, place, about={"origin": opened.origin.to_dict()})
+        return
+    stored: torch.dtype | None = opened.stored
+    with quiet_hub():
+        save_pretrained(deepcopy(model).to(stored) if stored is not None else model, place, tokenizer=task.tokenizer)
