@@ -12,11 +12,10 @@ from torch import Tensor, nn
 
 import secateur as sc
 from secateur.criteria import LRP, Taylor
-from secateur.errors import RepairError
 from secateur.plans import Limits
 from secateur.repair import Repair, reference
 from secateur.repair.layers import survey
-from secateur.repair.lockstep import Lockstep
+from secateur.repair.lockstep import Runner
 
 IDS = torch.randint(0, 64, (12, 9), generator=torch.Generator().manual_seed(1))
 
@@ -98,9 +97,10 @@ def test_a_repair_that_keeps_no_rows_finds_the_same_weights(masked: bool, monkey
     graph = sc.analyze(model, data()[0][0])
     plan = sc.plan(graph, sc.score(model, None, "random", graph=graph), remove=0.3)
     small = sc.apply(model, plan)
-    kept = Repair("ridge").examine(small, model, data(masked), progress=False)
-    monkeypatch.setattr(reference, "_per_sample", lambda layers, samples, rows: 0)
-    session = Repair("ridge").session(model, data(masked))
+    settings = Repair("ridge", copies=0)  # copies of texts do not judge where rows are not kept
+    kept = settings.examine(small, model, data(masked), progress=False)
+    monkeypatch.setattr(reference, "_KEPT", 0)
+    session = settings.session(model, data(masked))
     streamed = session.examine(small, progress=False)
     assert session.reference().streams
     assert not session.reference().targets
@@ -110,15 +110,25 @@ def test_a_repair_that_keeps_no_rows_finds_the_same_weights(masked: bool, monkey
     assert any(not torch.equal(a, b) for a, b in zip(small.parameters(), streamed.model.parameters(), strict=True))
 
 
-def test_an_original_that_fails_beside_the_smaller_model_says_so() -> None:
+def test_a_pass_waits_at_each_layer_and_hands_on_its_errors() -> None:
     model = Tokens()
     x = torch.randn(4, 3, 5)
     layers = survey(model, x[:2]).layers
-    with Lockstep(model, layers, slice(0, 4), x) as original:
-        torch.testing.assert_close(original.take("first.weight").reshape(4, 3, 8), model.first(x))
-        torch.testing.assert_close(original.take("last.weight").reshape(4, 3), model(x))
-    with (
-        Lockstep(model, layers, slice(0, 4), torch.randn(4, 3, 6)) as original,
-        pytest.raises(RepairError, match=r"did not run `first.weight`"),
-    ):
-        original.take("first.weight")
+    runner = Runner(model, layers, slice(0, 4), x, lambda layer: layer.weight == "last.weight")
+    assert runner.layer is None
+    runner.go_on()
+    assert runner.at(layers["first.weight"])
+    torch.testing.assert_close(runner.rows.read().reshape(4, 3, 5), x)
+    assert runner.rows.output is None
+    runner.go_on(lambda rows: 2 * rows.call.run())  # what the model gets to see
+    torch.testing.assert_close(runner.rows.returned().reshape(4, 3), 2 * model(x))
+    runner.go_on()
+    assert runner.done
+    torch.testing.assert_close(runner.output, 2 * model(x))
+    torch.testing.assert_close(model.last(model.first(x).relu().mean(1)), model(x))  # nothing stays behind
+    with pytest.raises(RuntimeError, match="dim"):
+        Runner(model, layers, slice(0, 4), torch.randn(4, 3, 6), lambda layer: False).go_on()
+    early = Runner(model, layers, slice(0, 4), x, lambda layer: False).go_on()
+    early.close()
+    assert early.done
+    assert early.rows is None

@@ -33,6 +33,7 @@ def compare(
     remove: Annotated[float, typer.Option(help="Share of the units to remove in the end.")] = 0.5,
     step: Annotated[float, typer.Option(help="Share of the units per step.")] = 0.05,
     seed: o.Seed = 0,
+    memory: o.Memory = None,
     seen: o.Seen,
     fresh: o.Fresh = False,
     as_json: o.AsJson = False,
@@ -63,7 +64,7 @@ def compare(
         found = run_compare(
             task.model, task.data(), chosen,
             evaluate=task.accuracy, remove=remove, schedule=Schedule(step=step, seed=seed), checkpoint=run.checkpoint,
-            progress=printer.progress(),
+            memory=memory, progress=printer.progress(),
         )  # fmt: skip
     files = out / "comparison.json", out / "comparison.png"
     found.to_json(files[0])

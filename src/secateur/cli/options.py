@@ -57,6 +57,7 @@ _TEST_SEQUENCES = (
 )
 _SIZE = "Side of the network's input. Default: 224, or what timm says."
 _FIT = "Take the centre (crop, the default) or squeeze the whole image into the square."
+_MEMORY = "What scoring and repair may take: '2GiB'. Default: what is free, at most 2 GiB without a GPU."
 _MEAN = "Mean of the training pixels, 0 to 1: three numbers, or one for grey. Default: ImageNet's."
 
 Strict = Annotated[bool, _image("--strict", help="Refuse broken images instead of skipping them.")]
@@ -64,6 +65,7 @@ MergeBy = Annotated[Merge, _image(help=f"{_MERGE}. {_FAIR} where a network sprea
 EPOCHS = "Epochs of training after each removal, with the unpruned model as teacher. 0 is for none."
 LearningRate = Annotated[float | None, typer.Option(min=0.0, help="For training. Default: what suits the model.")]
 Seed = Annotated[int, typer.Option(help="Decides every random choice.")]
+Memory = Annotated[str | None, typer.Option(help=_MEMORY, metavar="SIZE")]
 Out = Annotated[Path, typer.Option(help="Folder for everything that is written.", show_default=False)]
 Fresh = Annotated[bool, typer.Option("--fresh", help="Forget an unfinished run in --out.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON, and nothing else, on standard output.")]

@@ -24,6 +24,7 @@ from secateur.models.hub import reads_text
 from secateur.nest import select_samples
 from secateur.plans.targets import Limits, Scope
 from secateur.recover import Recover
+from secateur.running.memory import parse
 from secateur.runtimes import Runtime, Setup
 from secateur.surgery.provenance import plans_of
 
@@ -96,6 +97,7 @@ def prune(
     epochs: Annotated[int, _method(min=0, help=o.EPOCHS)] = 0,
     learning_rate: o.LearningRate = None,
     seed: o.Seed = 0,
+    memory: o.Memory = None,
     seen: o.Seen,
     onnx: Annotated[bool, _more("--onnx", help="Also write model.onnx, checked.")] = False,
     int8: Annotated[bool, _more("--int8", help=_INT8)] = False,
@@ -135,6 +137,7 @@ def prune(
         )
     o.check_target(step, remove, keep, max_drop)
     o.check_criteria(criterion)
+    parse(memory)
     texts.check(images)
     check_folder(out, images=images.images, test=images.test)
     check_model(out, pretrained=texts.text is not None)
@@ -167,7 +170,7 @@ def prune(
     with run.working():
         result = run_prune(
             task.model, task.data(), criterion, remove, keep or None, schedule, limits=limits, repair=repair,
-            recover=trained, evaluate=task.evaluate, max_drop=max_drop, checkpoint=run.checkpoint,
+            recover=trained, evaluate=task.evaluate, max_drop=max_drop, checkpoint=run.checkpoint, memory=memory,
             progress=printer.progress(), latency=setup if keep_latency is not None else None,
         )  # fmt: skip
     if not plans_of(result.model):

@@ -29,7 +29,7 @@ from secateur.running.tensor_files import parse_json
 CHECKPOINT, RUN, WEIGHTS = "checkpoint.safetensors", "run.json", "weights_digest"
 _LARGEST_NOTE = 2**24
 # Options that do not change the results.
-_ASIDE = {"out", "fresh", "as_json"}
+_ASIDE = {"out", "fresh", "as_json", "memory"}
 # What may change between an interrupted run and the one that continues it: names of files that are compared by
 # content, the device, and what is written at the end.
 _FREE = {

@@ -16,9 +16,11 @@ from secateur.errors import CriterionError, DataError, PlanError
 from secateur.ops.table import Site
 from secateur.plans.plan import Plan
 from secateur.plans.scores import Scores, Values
-from secateur.running.batches import Data, batches, check_inputs, example_of, repeatable
+from secateur.running.batches import Data, batches, check_inputs, example_of, parts_of, repeatable
 from secateur.running.copies import unwrap
 from secateur.running.devices import device_of
+from secateur.running.memory import Memory, in_smaller_parts, limited
+from secateur.running.memory import together as fitting
 from secateur.running.processes import check_same, share, sum_over_processes, together
 from secateur.running.sandbox import check_weights, forked, leaves_no_trace
 from secateur.structure.graph import Graph
@@ -27,12 +29,12 @@ from secateur.structure.graph import Graph
 @overload
 def score(
     model: nn.Module, data: Data, criterion: Choice = ..., *, graph: Graph | None = ..., start: Plan | None = ...,
-    batch_size: int = ...,
+    batch_size: int = ..., memory: Memory = ...,
 ) -> Scores: ...  # fmt: skip
 @overload
 def score(
     model: nn.Module, data: Data, criterion: Sequence[Choice], *, graph: Graph | None = ..., start: Plan | None = ...,
-    batch_size: int = ...,
+    batch_size: int = ..., memory: Memory = ...,
 ) -> dict[str, Scores]: ...  # fmt: skip
 @leaves_no_trace
 def score(
@@ -43,6 +45,7 @@ def score(
     graph: Graph | None = None,
     start: Plan | None = None,
     batch_size: int = 32,
+    memory: Memory = None,
 ) -> Scores | dict[str, Scores]:
     """How much the model needs each of its units, according to a criterion; with a list of criteria, a dict of scores.
 
@@ -56,7 +59,8 @@ def score(
     `Taylor(norm=None, loss=f)`. The default settings are those of the paper.
     For a model that was already pruned, give the graph of the unpruned one and the plan as `start`.
 
-    The model is not changed. It runs in evaluation mode. In several processes each scores its share.
+    The model is not changed. It runs in evaluation mode. In several processes each scores its share. Large batches are
+    taken in parts that need no more than `memory` (bytes, or a text such as "2 GiB"; default: what is free).
 
     >>> import torch
     >>> net = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3))
@@ -75,7 +79,7 @@ def score(
     if start is not None:
         check_kind("start", start, Plan, "the plan that made this model, such as result.plan")
     check_count("batch_size", batch_size)
-    with together(any(each.data is not False for each in wanted)):
+    with limited(memory), together(any(each.data is not False for each in wanted)):
         data = repeatable(data)
         if graph is None:
             graph = analyze(model, example_of(model, data))
@@ -91,14 +95,18 @@ def scores_of(
 ) -> list[Scores]:
     """`score` for a model whose weights were checked already."""
     subject = Subject.of(model, graph, start)
+
+    def collected(most: int) -> list[Sums]:
+        return _collected(subject, criteria, data, batch_size, most)
+
     return [
         Scores(c.name, _units(subject, c, sums), c.aggregate, sums.books, _blocks(subject, c, sums))
-        for c, sums in zip(criteria, _collected(subject, criteria, data, batch_size), strict=True)
+        for c, sums in zip(criteria, in_smaller_parts(collected, 2**20), strict=True)
     ]
 
 
-def _collected(subject: Subject, criteria: Sequence[Criterion], data: Data, batch_size: int) -> list[Sums]:
-    """Go through the data once, for all criteria, and add up over processes."""
+def _collected(subject: Subject, criteria: Sequence[Criterion], data: Data, batch_size: int, most: int) -> list[Sums]:
+    """Go through the data once, for all criteria, and add up over processes. A pass sees at most so many samples."""
     passes: list[Accumulator] = []
     fed: list[Accumulator] = []
     for criterion in criteria:
@@ -107,12 +115,14 @@ def _collected(subject: Subject, criteria: Sequence[Criterion], data: Data, batc
         if joined is None and criterion.data is not False:
             fed.append(passes[-1])
     if fed and not (data is None and all(criterion.data is not True for criterion in criteria)):
-        seen = 0
+        seen, size, where = 0, 0, device_of(subject.model)
         with forked(subject.model.parameters()):
-            for inputs, targets in batches(data, batch_size, device_of(subject.model), share()):
-                check_inputs(inputs)
-                for accumulator in fed:
-                    accumulator.update(inputs, targets)
+            for whole in batches(data, batch_size, where, share()):
+                check_inputs(whole[0])
+                size = size or min(most, fitting(subject.model, whole[0], backward=True))
+                for inputs, targets in parts_of(*whole, size):
+                    for accumulator in fed:
+                        accumulator.update(inputs, targets)
                 seen += 1
         if not seen and share()[1] == 1:
             raise DataError("the data are empty: there is no batch in them.")

@@ -20,7 +20,7 @@ from secateur.data.views import View
 from secateur.errors import Argument, DataError, SecateurWarning
 
 SUFFIXES = (".jpg", ".jpeg", ".jfif", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
-_CACHE_BYTES = 2 * 2**30
+_CACHE_BYTES = 2**29
 _AHEAD = 2  # batches that are decoded while the network computes
 
 

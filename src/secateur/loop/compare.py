@@ -19,6 +19,7 @@ from secateur.plans.targets import Limits, Target
 from secateur.results.comparison import Comparison, curve, overlap, spearman
 from secateur.running.batches import Data, example_of, repeatable
 from secateur.running.copies import unwrap
+from secateur.running.memory import Memory, limited
 from secateur.running.processes import together
 from secateur.running.progress import Listener
 from secateur.running.sandbox import check_weights, leaves_no_trace
@@ -41,6 +42,7 @@ def compare(
     max_drop: float | Mapping[str, float] | None = None,
     output: str | Sequence[str] = (),
     checkpoint: str | Path | None = None,
+    memory: Memory = None,
     progress: bool | Listener = True,
 ) -> Comparison:
     """Prune with several criteria on the same samples and seed, and say how they compare.
@@ -74,17 +76,18 @@ def compare(
             raise TargetError(f"fractions holds {fraction}.", fix="shares above 0, up to 1")
     if checkpoint is not None:
         check_path("checkpoint", checkpoint, "a file name, such as 'run.pt'")
-    data = repeatable(data)
-    check_weights(original)
-    graph = analyze(original, example_of(original, data), output)
-    scores = dict(zip(names, scores_of(original, data, chosen, graph, None, steps.batch_size), strict=True))
-    histories = {}
-    for settings in runs:
-        path = None if checkpoint is None else Path(checkpoint)
-        name = settings.criterion.name
-        if path is not None:  # a run each
-            path = path.with_name(f"{path.stem}-{name.replace(':', '-')}{path.suffix}")
-        histories[name] = run_loop(original, data, settings, path, progress, graph).history
+    with limited(memory):
+        data = repeatable(data)
+        check_weights(original)
+        graph = analyze(original, example_of(original, data), output)
+        scores = dict(zip(names, scores_of(original, data, chosen, graph, None, steps.batch_size), strict=True))
+        histories = {}
+        for settings in runs:
+            path = None if checkpoint is None else Path(checkpoint)
+            name = settings.criterion.name
+            if path is not None:  # a run each
+                path = path.with_name(f"{path.stem}-{name.replace(':', '-')}{path.suffix}")
+            histories[name] = run_loop(original, data, settings, path, progress, graph).history
     values = {name: scores[name].of(graph)[graph.candidates] for name in names}
     pairs = [(a, b) for a in names for b in names if a != b]
     sizes = {f: max(1, round(f * len(graph.candidates))) for f in fractions}

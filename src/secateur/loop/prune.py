@@ -27,6 +27,7 @@ from secateur.results.comparison import Comparison
 from secateur.results.history import Record
 from secateur.running.batches import Data, example_of, repeatable
 from secateur.running.copies import copy_with, unwrap
+from secateur.running.memory import Memory, limited
 from secateur.running.processes import check_same, together
 from secateur.running.progress import Listener
 from secateur.running.sandbox import check_weights, leaves_no_trace
@@ -114,6 +115,7 @@ def prune(
     output: str | Sequence[str] = (),
     latency: Latency | Setup | None = None,
     checkpoint: str | Path | None = None,
+    memory: Memory = None,
     progress: bool | Listener = True,
 ) -> Result:
     """Remove the units that matter least until the target is met, and repair what remains. The model is not changed.
@@ -153,8 +155,9 @@ def prune(
 
     With `checkpoint`, a file is replaced atomically after each step. The same call made again goes on from there and
     ends the same; a call with another model, data or settings is refused. In several processes (`torchrun`) each scores
-    its share and all end with the same model. `progress` draws a bar on a terminal; a function receives
-    events, of which `str(event)` is text.
+    its share and all end with the same model. `memory` (bytes, or a text such as "2 GiB"; default: what is free) limits
+    what scoring and repair take. `progress` draws a bar on a terminal; a function receives events, of which
+    `str(event)` is text.
 
     >>> import torch
     >>> net = nn.Sequential(nn.Linear(4, 20), nn.ReLU(), nn.Linear(20, 3))
@@ -167,7 +170,8 @@ def prune(
         criterion_named(criterion), Target(remove, keep, max_drop), Schedule.of(schedule),
         Limits.of(limits), repair_of(repair), evaluate, output, latency, Recover.of(recover),
     )  # fmt: skip
-    return run_loop(model, data, settings, checkpoint, progress)
+    with limited(memory):
+        return run_loop(model, data, settings, checkpoint, progress)
 
 
 def run_loop(

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from secateur.errors import SecateurError
 from secateur.nest import tensors_in
-from secateur.repair.layerwise import Kept, kept_indices
+from secateur.repair.layerwise import kept_indices
+from secateur.repair.reference import Kept
 from secateur.running.copies import named_modules
 from secateur.running.logits import logits_of
 from secateur.running.sandbox import run

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -19,7 +20,7 @@ from secateur.ops.elementwise import Sum
 from secateur.ops.norm import BatchNorm
 from secateur.ops.shape import Reshape
 from secateur.ops.table import Call, Site
-from secateur.repair.rows import ALL, Positions, Rows, channel_last, is_convolution, operands, wide
+from secateur.repair.rows import ALL, Places, Positions, Rows, channel_last, is_convolution, operands, shape_of, wide
 from secateur.running.copies import named_tensors, shared_copy
 from secateur.running.observer import Observer
 from secateur.running.sandbox import Example, quiet, run_or_explain
@@ -85,14 +86,19 @@ class RepairableLayer:
     kept: np.ndarray[Any, Any] | None = field(default=None, compare=False)
 
     @property
+    def outputs(self) -> int:
+        """The dimension of the weight along which the output channels lie."""
+        return int(self.transposed or self.columns)
+
+    @property
     def shifts(self) -> bool:
         """Whether a constant per output can be added: to a bias, or to the mean of the batch norm that follows."""
         return self.bias is not None or (self.norm is not None and self.norm.alone)
 
-    @property
-    def outputs(self) -> int:
-        """The dimension of the weight along which the output channels lie."""
-        return int(self.transposed or self.columns)
+    def work(self, tensors: Tensors) -> float:
+        """About how long its repair takes: what the forward multiplies, and what a regression does."""
+        size = tensors[self.weight].numel()
+        return size * self.positions + 24 * (size / max(tensors[self.weight].shape[self.outputs], 1)) ** 2
 
     def left(self, values: Values) -> Values:
         """Numbers for the original's output channels, which are the last dimension, for those that are left."""
@@ -131,11 +137,13 @@ Layers = Mapping[str, RepairableLayer]
 class Surveyed:
     """The layers that can be repaired, by weight and in order of execution.
 
-    `largest` is the largest activation of a sample up to the last of them.
+    Bytes of one sample: `largest` is the largest activation up to the last of them, `alive` is by weight what is in
+    memory when the layer is called.
     """
 
     layers: dict[str, RepairableLayer]
     largest: int
+    alive: dict[str, int]
 
 
 def survey(model: nn.Module, samples: Example) -> Surveyed:
@@ -162,7 +170,8 @@ def survey(model: nn.Module, samples: Example) -> Surveyed:
         if norm is not None:
             norm = replace(norm, alone=found.uses[norm.mean] == 1 == reads[0])
         layers[layer.weight] = replace(layer, norm=norm, rectified=layer.rectified and sum(reads) == len(reads))
-    return Surveyed(layers, max((found.largest[layer.number] for layer in layers.values()), default=1) // 2)
+    largest = max((found.largest[layer.number] for layer in layers.values()), default=1) // 2
+    return Surveyed(layers, largest, {name: found.alive[layer.number] // 2 for name, layer in layers.items()})
 
 
 class _Survey(Observer):
@@ -183,9 +192,11 @@ class _Survey(Observer):
         self.probes: dict[str, tuple[torch.Size, Tensor]] = {}
         #: The pass with one sample alone, if this one has two.
         self._alone = alone
-        #: The largest activation up to each layer, and so far, in elements.
+        #: In bytes: the largest activation up to each layer, and so far; what is in memory when a layer is called.
         self.largest: dict[int, int] = {}
+        self.alive: dict[int, int] = {}
         self._largest = 0
+        self._outputs: list[weakref.ref[Tensor]] = []
         # Facts hold for a version of the tensor: a write to it, through any view, makes them void.
         self._made: TensorFacts[tuple[int, Site, int]] = TensorFacts()
         self._stage: TensorFacts[tuple[int, int, int]] = TensorFacts()
@@ -201,13 +212,16 @@ class _Survey(Observer):
         joined = self._add(call, operation.sign) if isinstance(operation, Sum) else None
         if source is not None and call.rectifies:
             self.layers[source] = replace(self.layers[source], rectified=True)
+        layer = operands(call)
+        if layer is not None:
+            self.alive[self._number] = self._in_memory()
         output = call.run()
         if not isinstance(output, Tensor):
             return output
-        self._largest = max(self._largest, output.numel())
+        self._outputs.append(weakref.ref(output))
+        self._largest = max(self._largest, output.numel() * output.element_size())
         if call.writes:
             self._stage.forget(output)
-        layer = operands(call)
         if layer is not None:
             joined = self._layer(call, output, *layer[1:])
         elif source is not None and isinstance(operation, BatchNorm):
@@ -226,6 +240,12 @@ class _Survey(Observer):
     def unknown(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._count(tensors_in((args, kwargs)))
         return func(*args, **kwargs)
+
+    def _in_memory(self) -> int:
+        """The bytes of all outputs that somebody still holds."""
+        held = [(ref, tensor) for ref in self._outputs if (tensor := ref()) is not None]
+        self._outputs = [ref for ref, _ in held]
+        return sum({(own := t.untyped_storage()).data_ptr(): own.nbytes() for _, t in held}.values())
 
     def _count(self, tensors: list[Tensor]) -> None:
         for tensor in tensors:
@@ -317,21 +337,25 @@ def _probe(tensor: Tensor) -> Tensor:
     return flat[:: max(1, len(flat) // 1024)].double()
 
 
-#: What to do when a layer runs, given its rows and its output; returns what the model gets to see.
-Handle = Callable[[RepairableLayer, Rows, Tensor], Tensor]
+#: What to do when a model comes to a layer; returns what the model gets to see as its output.
+Handle = Callable[[RepairableLayer, Rows], Tensor]
 
 
 class LayerObserver(Observer):
     """Hands each repairable layer to `handle`, and keeps tensors until the layer runs whose output they join.
 
-    `place` are the samples that `inputs` are.
+    `places` are the samples that `inputs` are, `count` of them. Layers for which `first` holds run before that, so that
+    their output is known. `run` computes something.
     """
 
-    def __init__(self, model: nn.Module, layers: Layers, handle: Handle, place: slice, inputs: Any) -> None:
+    def __init__(
+        self, model: nn.Module, layers: Layers, handle: Handle, places: Places, inputs: Any, count: int,
+        first: Callable[[RepairableLayer], bool], run: Callable[[Callable[[], Any]], Any] = lambda task: task(),
+    ) -> None:  # fmt: skip
         super().__init__(model)
         tensors = dict(named_tensors(model))
         self._layers = {id(tensors[name]): layer for name, layer in layers.items() if name in tensors}
-        self._handle, self._place = handle, place
+        self._handle, self._places, self._count, self._first, self._run = handle, places, count, first, run
         self._wanted = Counter(layer.partner for layer in self._layers.values() if layer.partner is not None)
         #: Layers that run on some samples only: which of them decides the forward.
         self.varying: set[str] = set()
@@ -343,33 +367,31 @@ class LayerObserver(Observer):
     def observe(self, call: Call) -> Any:
         own = operands(call)
         layer = self._layers.get(id(own[1])) if own is not None else None
-        output = call.run()
-        if layer is not None and self._complete(layer, call, output):
-            output = self._handle(layer, self._rows(layer, call, output), output)
-        elif layer is not None:
+        rows = None if layer is None else self._run(lambda: self._rows(layer, call))
+        if layer is None:
+            output = self._run(call.run)
+        elif rows is None:
             self.varying.add(layer.weight)
+            output = self._run(call.run)
+        else:
+            output = self._handle(layer, rows)
         if call.site in self._wanted and isinstance(output, Tensor):
             self._kept[call.site] = output
         return output
 
-    def _complete(self, layer: RepairableLayer, call: Call, output: Tensor) -> bool:
-        """Whether the layer ran on every position of every sample."""
-        samples: int = self._place.stop - self._place.start
-        channels = output.shape[1 if is_convolution(call) else -1]
-        return output.numel() == channels * layer.positions * samples
-
-    def _rows(self, layer: RepairableLayer, call: Call, output: Tensor) -> Rows:
-        def rows(tensor: Tensor) -> Tensor:
-            return wide(layer.sampled.take(channel_last(call, tensor, layer.batch, layer.positions), self._place))
-
-        y, partner = rows(output), self._partner(layer)
-        fits = partner is not None and (
-            partner.shape == output.shape or (layer.columns and partner.numel() == output.numel())
-        )
-        added = rows(partner) if partner is not None and fits else None
-        if added is not None and layer.inverse is not None:
-            added = added * layer.inverse.to(added)
-        return Rows(call, self._place, layer.sampled.of(self._place, y.device), y, added)
+    def _rows(self, layer: RepairableLayer, call: Call) -> Rows | None:
+        """None if the layer does not run on every position of every sample."""
+        shape = shape_of(call)
+        if shape.numel() != shape[1 if is_convolution(call) else -1] * layer.positions * self._count:
+            return None
+        partner, added = self._partner(layer), None
+        if partner is not None and (partner.shape == shape or (layer.columns and partner.numel() == shape.numel())):
+            added = channel_last(call, partner, layer.batch, layer.positions)
+            added = wide(layer.sampled.take(added, self._places))
+            if layer.inverse is not None:
+                added = added * layer.inverse.to(added)
+        output = call.run() if self._first(layer) else None
+        return Rows(call, self._places, layer.sampled, layer.batch, layer.positions, added, output)
 
     def _partner(self, layer: RepairableLayer) -> Tensor | None:
         """What will be added to a layer's output. It is let go when the last layer has read it: it is large."""

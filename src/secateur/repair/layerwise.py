@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from contextlib import suppress
-from copy import copy
-from dataclasses import dataclass
+import time
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -14,21 +14,21 @@ import torch
 from torch import Tensor, nn
 
 from secateur.errors import RepairError
-from secateur.ops.conv import Convolution
-from secateur.repair.corrections import NOTHING, Change, Correction, best_change
+from secateur.repair.corrections import Change, Correction, best_change
 from secateur.repair.layers import LayerObserver, Layers, RepairableLayer, survey
+from secateur.repair.lockstep import Runner
 from secateur.repair.moments import Moments, Regression, moments_for
-from secateur.repair.reference import Answers, Reference, answers_in
-from secateur.repair.rows import Rows, channel_last, is_convolution, operands, read_rows
+from secateur.repair.reference import Answers, Kept, Reference
+from secateur.repair.rows import Places, Rows, hidden, is_convolution, operands, wide
+from secateur.repair.samples import Samples
+from secateur.running.batches import size_of
 from secateur.running.copies import copy_with, named_tensors
 from secateur.running.progress import Listener, Repairing
 from secateur.running.sandbox import evaluating, quiet, run
 from secateur.surgery.provenance import plans_of
 
-#: For each parameter and dimension the indices that the smaller model kept.
-Kept = Mapping[str, Mapping[int, np.ndarray[Any, Any]]]
-# Rows of what a layer reads are made in blocks of at most this many numbers.
-_BLOCK = 2**25
+# After so many seconds it is known how long the rest will take.
+_SURE = 3.0
 
 
 def kept_indices(small: nn.Module, original: nn.Module) -> Kept:
@@ -96,85 +96,143 @@ class _Enough(Exception):
     """The layer in question has run."""
 
 
-class LayerCorrector:
-    """Corrects a copy of the smaller model. Each layer's correction is chosen on held-out samples.
+@dataclass(frozen=True)
+class Corrected:
+    """Two corrected models, and their divergence from the original on held-out samples.
 
-    If the corrections are `given`, all samples fit. `rounds` are extra fits of each layer that ignore errors which the
-    ReLU after it hides. `tell` receives an event after each layer.
+    The `trial` has seen no held-out sample. The choices for each layer were made with it. The other one is fitted to
+    all samples, with the same choices. If nothing is held out, there is no trial.
+    """
+
+    model: nn.Module
+    divergence: float
+    trial: tuple[nn.Module, float] | None
+    layers: dict[str, Correction]
+    errors: dict[str, tuple[float, float]]
+
+
+class LayerCorrector:
+    """Corrects copies of the smaller model. Each layer's correction is chosen on held-out samples.
+
+    `rounds` are extra fits of each layer that ignore errors which the ReLU after it hides. `tell` receives an event
+    after each layer.
     """
 
     def __init__(
         self, small: nn.Module, reference: Reference, layers: Layers, rounds: int, tell: Listener, method: Correction,
-        given: Mapping[str, Correction] | None = None,
+        samples: Samples,
     ) -> None:  # fmt: skip
-        self.reference, self.method, self.given, self.rounds = reference, method, given, rounds
-        self._small, self._copy = small, copy_with(small, lambda name, old: old.detach().clone())
-        self._tensors = dict(named_tensors(self._copy))
-        self.layers = {n: layer for n, layer in layers.items() if given is None or given.get(n, NOTHING) != NOTHING}
-        self._total, self._tell, self._near = len(layers), tell, method
+        self.reference, self.layers, self.method, self.rounds, self.samples = reference, layers, method, rounds, samples
+        self._tell, self._near, self._begin = tell, method, time.perf_counter()
+        self._whole = _Copy(small)
+        self._trial = _Copy(small) if bool(samples.held.any()) else None
         self._chosen: dict[str, Correction] = {}
-        self._changed: set[str] = set()
         self._errors: dict[str, tuple[float, float]] = {}
-        self.wanted: Callable[[str], Tensor] = reference.wanted  # what a layer should return
+        self._order = sorted(layers.values(), key=lambda layer: layer.number)
 
-    def run(self) -> Outcome:
-        """Correct all layers: in one pass if all samples fit into memory, else with a pass for each layer."""
-        model, samples, at_once = self._copy, self.reference.samples, self.reference.at_once
-        answers: list[Answers] = []
-        with quiet(), evaluating(model):
-            if samples.total <= at_once:
-                place, x = next(samples.chunks(at_once))
-                with self.reference.beside(place, x) as self.wanted:
-                    self._run_once(model, place, x, answers)
-            else:
-                for layer in sorted(self.layers.values(), key=lambda layer: layer.number):
-                    fit, only = _LayerFit(self, layer), {layer.weight: layer}
-                    while not fit.solved:
-                        for place, x in samples.chunks(at_once):
-                            with suppress(_Enough), LayerObserver(model, only, fit.collect, place, x):
-                                run(model, x)
-                        fit.solve()
-                    if fit.change is not None:
-                        self._finish(layer, fit.change)
-                for place, x in samples.chunks(at_once):
-                    answers.append(answers_in(run(model, x), place.stop - place.start))
-        sparse = self.reference.sparse
-        found = self.reference.divergence_of(model) if sparse else self.reference.divergence(answers)
-        divergence = {self.method.name: found}
-        # What the forward wrote to the copy (counters, averages) stays there.
-        corrected = copy_with(
-            self._small, lambda name, old: (self._tensors[name] if name in self._changed else old).detach().clone()
-        )
-        return Outcome(corrected, self.method.name, divergence, self._chosen, self._errors)
+    def first(self, layer: RepairableLayer) -> bool:
+        """Whether a layer's output is needed to correct it. What it reads tells that as well."""
+        return not self.method.needs_inputs or layer.transposed
 
-    def _run_once(self, model: nn.Module, place: slice, x: Any, answers: list[Answers]) -> None:
-        with suppress(_Enough), LayerObserver(model, self.layers, self._correct, place, x):
-            answers.append(answers_in(run(model, x), self.reference.samples.total))
+    def run(self) -> Corrected:
+        """Correct all layers: with models that wait at each layer, or with a pass for each layer."""
+        copies = [copy for copy in (self._whole, self._trial) if copy is not None]
+        with quiet(), ExitStack() as stack:
+            for copy in copies:
+                stack.enter_context(evaluating(copy.model))
+            answers = self._layer_by_layer() if self.reference.by_layer else self._in_lockstep()
+        found = [
+            self.reference.divergence_of(copy.model) if made is None else self.reference.divergence(made)
+            for copy, made in zip(copies, answers, strict=False)
+        ]
+        models = [copy.made() for copy in copies]
+        trial = (models[1], found[1]) if self._trial is not None else None
+        return Corrected(models[0], found[0], trial, self._chosen, self._errors)
 
-    def choose(self, layer: RepairableLayer, fit: Moments, held: Moments) -> Change:
-        """The change of a layer that is best on held-out rows."""
-        weight: Tensor | float = 1.0
-        if layer.norm is not None:
-            weight = layer.norm.scale(self._tensors).square().view_as(held.ee)
-        best, least, first = best_change(self.method, fit, held, layer.shifts, weight, self._near)
-        if isinstance(best.correction, type(self.method)):
-            self._near = best.correction  # where the search of the next layer begins
-        scale = float((weight * (held if held.rows else fit).size).sum()) or 1.0
-        self._errors[layer.weight] = first / scale, least / scale
-        return best
+    def _parts(self) -> list[tuple[_Copy, Places]]:
+        """Which samples each model runs on together: all of them; for the trial, those that are held out."""
+        step, total = self.reference.together, self.samples.total
+        parts: list[tuple[_Copy, Places]] = [
+            (self._whole, slice(begin, min(begin + step, total))) for begin in range(0, total, step)
+        ]
+        if self._trial is not None:
+            held, begin = self.samples.held_all.nonzero().ravel(), 0
+            # Samples that join at different layers cannot run together.
+            for end in sorted({*self.reference.joined.values(), total}):
+                mine = held[(held >= begin) & (held < end)]
+                parts += [(self._trial, mine[at : at + step]) for at in range(0, len(mine), step)]
+                begin = max(begin, end)
+        return parts
 
-    def _correct(self, layer: RepairableLayer, rows: Rows, output: Tensor) -> Tensor:
-        """Correct a layer when it runs; returns its new output."""
+    def _in_lockstep(self) -> list[list[Answers] | None]:
+        """All layers in one pass, in which the models wait at each layer."""
+        reference, waiting = self.reference, self._parts()
+        runners: list[tuple[_Copy | None, Runner]] = []
+        try:
+            for number, layer in enumerate(self._order):
+                joined = reference.joined[layer.weight]
+                ready = [part for part in waiting if _end(part[1]) <= joined]
+                waiting = [part for part in waiting if _end(part[1]) > joined]
+                left = {other.weight: other for other in self._order[number:]}
+                for owner, places in ready:
+                    x = self.samples.at(places)
+                    if reference.streams and owner is self._whole:
+                        original = {name: reference.layers[name] for name in left}
+                        runners.append((None, Runner(reference.original, original, places, x, lambda layer: True)))
+                        runners[-1][1].go_on()
+                    runners.append((owner, Runner(owner.model, left, places, x, self.first)))
+                    runners[-1][1].go_on()
+                here = [(copy, runner) for copy, runner in runners if runner.at(layer)]
+                if len(here) == len(runners):  # else it runs on some samples only
+                    self._correct(layer, here)
+                for copy, runner in here:
+                    runner.go_on(partial(self._made, layer, copy))
+            return self._answers(runners, waiting)
+        finally:
+            for _, runner in runners:
+                runner.close()
+
+    def _answers(
+        self, runners: list[tuple[_Copy | None, Runner]], waiting: list[tuple[_Copy, Places]]
+    ) -> list[list[Answers] | None]:
+        """What the corrected models answer to the samples that judge. None where that must be asked again."""
+        if self.reference.apart or waiting or self.samples is not self.reference.samples:
+            return [None, None]
+        found: list[list[Answers] | None] = []
+        for mine in (self._whole, self._trial):
+            made = []
+            for runner in (runner for owner, runner in runners if owner is mine):
+                while not runner.done:
+                    runner.go_on()
+                answers = self.reference.judged(runner.output, runner.places)
+                made.append(answers)
+            found.append(None if None in made else cast("list[Answers]", made))
+        return found
+
+    def _correct(self, layer: RepairableLayer, here: list[tuple[_Copy | None, Runner]]) -> None:
+        """Correct a layer at which the models wait."""
+        originals = [runner for copy, runner in here if copy is None]
+        for runner in originals:
+            assert runner.rows is not None
+            self.reference.store(layer, runner.rows)
         fit = _LayerFit(self, layer)
         while not fit.solved:
-            fit.add(rows)
+            for copy, runner in here:
+                if copy is not None:
+                    assert runner.rows is not None
+                    fit.add(runner.rows, copy is self._trial)
             fit.solve()
-        change = fit.change
-        assert change is not None
-        self._finish(layer, change)
-        if self.reference.sparse and len(self._chosen) == len(self.layers):
-            raise _Enough  # the answers are large, and looked at elsewhere
-        if change.empty:
+        self._finish(fit)
+        if originals:
+            del self.reference.targets[layer.weight]
+
+    def _made(self, layer: RepairableLayer, copy: _Copy | None, rows: Rows) -> Tensor:
+        """The output of a layer that was corrected."""
+        change = None if copy is None else copy.changes.get(layer.weight)
+        if rows.output is None:
+            return cast("Tensor", rows.call.run())
+        output = rows.output
+        if change is None or change.empty:
             return output
         if change.weight is not None or output.dtype not in (torch.float32, torch.float64):
             return cast("Tensor", rows.call.run())
@@ -186,12 +244,60 @@ class LayerCorrector:
             output = output.add_(change.shift.reshape(shape).to(output.dtype))
         return output
 
-    def _finish(self, layer: RepairableLayer, change: Change) -> None:
-        """Change the layer. Sums are double precision, and rounded once."""
-        self._chosen[layer.weight] = change.correction
+    def _layer_by_layer(self) -> list[list[Answers] | None]:
+        """One layer at a time, each with passes of its own."""
+        for layer in self._order:
+            fit, only = _LayerFit(self, layer), {layer.weight: layer}
+            while not fit.solved:
+                for copy, places in self._parts():
+                    x = self.samples.at(places)
+                    collect = partial(fit.collect, copy is self._trial)
+                    watch = LayerObserver(copy.model, only, collect, places, x, size_of(x), self.first)
+                    with suppress(_Enough), watch:
+                        run(copy.model, x)
+                fit.solve()
+            self._finish(fit)
+        return [None, None]
+
+    def choose(self, layer: RepairableLayer, fit: Moments, held: Moments) -> Change:
+        """The change of a layer that is best on held-out rows."""
+        weight: Tensor | float = 1.0
+        if layer.norm is not None:
+            weight = layer.norm.scale(self._whole.tensors).square().view_as(held.ee)
+        best, least, first = best_change(self.method, fit, held, layer.shifts, weight, self._near)
+        if isinstance(best.correction, type(self.method)):
+            self._near = best.correction  # where the search of the next layer begins
+        scale = float((weight * (held if held.rows else fit).size).sum()) or 1.0
+        self._errors[layer.weight] = first / scale, least / scale
+        self._chosen[layer.weight] = best.correction
+        return best
+
+    def _finish(self, fit: _LayerFit) -> None:
+        for copy, change in zip((self._whole, self._trial), fit.changes, strict=True):
+            if copy is not None and change is not None:
+                copy.change(fit.layer, change)
+        work = {layer.weight: layer.work(self._whole.tensors) for layer in self._order}
+        done = sum(work[name] for name in self._chosen) / max(sum(work.values()), 1)
+        spent = time.perf_counter() - self._begin
+        left = spent * (1 / done - 1) if spent > _SURE and done > 0 else None
+        self._tell(Repairing(self.method.name, len(self._chosen), len(self.layers), left))
+
+
+class _Copy:
+    """A copy of the smaller model whose layers are changed one by one."""
+
+    def __init__(self, small: nn.Module) -> None:
+        self._small, self.model = small, copy_with(small, lambda name, old: old.detach().clone())
+        self.tensors = dict(named_tensors(self.model))
+        self.changes: dict[str, Change] = {}
+        self._changed: set[str] = set()
+
+    def change(self, layer: RepairableLayer, change: Change) -> None:
+        """Change a layer. Sums are double precision, and rounded once."""
+        self.changes[layer.weight] = replace(change, weight=None if change.weight is None else change.weight[:0])
         self._changed |= {layer.weight, layer.bias or "", layer.norm.mean if layer.norm is not None else ""}
-        weight = self._tensors[layer.weight]
-        bias = self._tensors[layer.bias] if layer.bias is not None else None
+        weight = self.tensors[layer.weight]
+        bias = self.tensors[layer.bias] if layer.bias is not None else None
         new = weight.detach().double()
         constant = torch.zeros(1) if bias is None else bias.detach().double()
         if change.scale is not None:
@@ -206,11 +312,20 @@ class LayerCorrector:
                 weight.copy_(new)
             if change.shift is not None and bias is None:
                 assert layer.norm is not None
-                mean = self._tensors[layer.norm.mean]
+                mean = self.tensors[layer.norm.mean]
                 mean.copy_(mean.double() - change.shift.reshape(-1))
             elif bias is not None:
                 bias.copy_(constant if change.shift is None else constant + change.shift.reshape(-1))
-        self._tell(Repairing(self.method.name, len(self._chosen), self._total, self.given is not None))
+
+    def made(self) -> nn.Module:
+        """The corrected model. What the forward wrote to the copy (counters, averages) stays there."""
+        return copy_with(
+            self._small, lambda name, old: (self.tensors[name] if name in self._changed else old).detach().clone()
+        )
+
+
+def _end(places: Places) -> int:
+    return int(places.stop) if isinstance(places, slice) else int(places.max()) + 1
 
 
 class _LayerFit:
@@ -219,84 +334,139 @@ class _LayerFit:
     def __init__(self, corrector: LayerCorrector, layer: RepairableLayer) -> None:
         self._corrector, self.layer, self._rounds = corrector, layer, corrector.rounds
         self.solved = False
-        #: The change so far; None if the model does not run the layer.
-        self.change: Change | None = None
-        # Sums over rows that fit and that are held out; in further rounds, those that fit with moved targets.
-        self._sums: tuple[Moments, Moments] | None = None
-        self._moved: Regression | None = None
+        #: The changes so far, of the model that is fitted to all samples and of the trial.
+        self.changes: tuple[Change | None, Change | None] = None, None
+        # Sums over rows that fit; over rows that are held out, for the model and for the trial.
+        self._sums: tuple[Moments, Moments, Moments] | None = None
+        # In further rounds: sums of all rows and of those that fit, and the same with moved targets.
+        self._bases: tuple[Regression, Regression] | None = None
+        self._moved: tuple[Regression, Regression] | None = None
 
-    def collect(self, layer: RepairableLayer, rows: Rows, output: Tensor) -> Tensor:
+    def collect(self, trial: bool, layer: RepairableLayer, rows: Rows) -> Tensor:
         """Add the rows, and stop the model: nothing after the layer is needed."""
-        self.add(rows)
+        self.add(rows, trial)
         raise _Enough
 
-    def add(self, rows: Rows) -> None:
-        """Add the rows of some samples; in further rounds, move those that fit."""
-        call, y, reference = rows.call, rows.y, self._corrector.reference
-        wanted = self.layer.left(self._corrector.wanted(self.layer.weight)[rows.place])
+    def add(self, rows: Rows, trial: bool) -> None:
+        """Add the rows of some samples, which run through the model or through the trial; in further rounds, move
+        them."""
+        if trial and self._moved is not None:
+            return
+        samples = self._corrector.samples
+        index = torch.arange(samples.total)[rows.places]
+        held = samples.held_all[index]
+        if trial:
+            self._add(rows, index, None, 2)
+        elif not bool(held.any()):
+            self._add(rows, index, None, 0)
+        else:
+            for number, mask in enumerate((~held, held)):
+                if bool(mask.any()):
+                    self._add(rows, index, mask.nonzero().ravel(), number)
+
+    def _add(self, rows: Rows, index: Tensor, members: Tensor | None, number: int) -> None:
+        """Add the rows of some members to one of the sums."""
+        corrector, layer, call = self._corrector, self.layer, rows.call
+        x, weight, bias = cast("tuple[Tensor, Tensor, Tensor | None]", operands(call))
+        places = index if members is None else index[members]
+        members = None if members is None else members.to(x.device)
+        of = slice(None) if members is None else members
+        wanted = corrector.reference.wanted(layer, places)
+        full, groups = not corrector.first(layer), rows.groups
+        read = rows.read(members).flatten(0, 1) if full else None
+        added = None if rows.added is None else rows.added[of]
+        kernel = None
+        if read is None:
+            y = rows.returned()[of]
+        else:
+            kernel = wide(weight.detach())
+            kernel = kernel[None] if layer.columns else kernel.reshape(groups, len(weight) // groups, -1).mT
+            y = self._applied(read, kernel, bias).reshape(*wanted.shape[:2], -1)
         if wanted.shape != y.shape:
             raise RepairError(
-                f"`{self.layer.weight}` returns rows of shape {tuple(y.shape)}, but {tuple(wanted.shape)} are left of "
+                f"`{layer.weight}` returns rows of shape {tuple(y.shape)}, but {tuple(wanted.shape)} are left of "
                 "the original's.",
                 fix="repair the model that apply or prune made from this original",
             )
-        groups = int(call["groups"]) if isinstance(call.operation, Convolution) else 1
-        samples, count, outputs = y.shape
-        full = self._corrector.method.needs_inputs and not self.layer.transposed
-        x, weight, _ = cast("tuple[Tensor, Tensor, Tensor | None]", operands(call))
-        features = weight.numel() // weight.shape[self.layer.outputs] if full else 0
-        if self._sums is None:
-            size = (groups, outputs // groups, features, reference.samples.total * count, y.device)
-            self._sums = moments_for(*size), moments_for(*size)
-        held = reference.samples.held_all[rows.place] & (self._corrector.given is None)
-        if not is_convolution(call):
-            x = channel_last(call, x, self.layer.batch, self.layer.positions)
-        weights = reference.weights.get(self.layer.weight)
-        block = max(1, _BLOCK // (count * groups * max(features, 1)))
-        shape = (-1, groups, outputs // groups)
-        for sums, mask in zip(self._sums, (~held, held), strict=True):
-            if self._moved is not None and sums is self._sums[1]:
+        weights = corrector.reference.weights.get(layer.weight)
+        counts = live = None
+        if weights is not None:  # rows that do not count may hold anything
+            counts = weights[places.to(weights.device)].ravel().to(y.device)
+            live = counts > 0
+            counts, read = counts[live], None if read is None else read[live]
+
+        def flat(t: Tensor) -> Tensor:
+            made = t.reshape(-1, groups, t.shape[-1] // groups)
+            return made if live is None else made[live]
+
+        if self._moved is None:
+            if self._sums is None:
+                size = groups, y.shape[-1] // groups, read.shape[-1] if read is not None else 0
+                self._sums = self._empty(size, y)
+            lacks = (wanted if added is None else wanted - added) - y
+            self._sums[number].add(flat(lacks), flat(y), read, counts)
+            return
+        assert read is not None
+        assert kernel is not None
+        assert layer.level is not None
+        for which, moved in enumerate(self._moved):
+            if which and number:
+                continue  # the trial is not fitted to what is held out
+            change = self.changes[which]
+            if change is None or change.weight is None:
                 continue
-            members = mask.nonzero().ravel().to(y.device)
-            for begin in range(0, len(members), block):
-                index = members[begin : begin + block]
-                part, goal, inputs = rows, wanted, x
-                if len(index) < samples:
-                    part, goal, inputs = rows.of(index), wanted[index], x[index]
-                read = read_rows(call, inputs, part.chosen).flatten(0, 1) if full else None
-                if self._moved is None:
-                    lacks = part.missing(goal)
-                else:
-                    assert read is not None
-                    assert self.layer.level is not None
-                    assert self.change is not None
-                    lacks = part.hidden(goal, self.change.adds(read).reshape(part.y.shape), self.layer.level)
-                lacking, own, counts = lacks.reshape(shape), part.y.reshape(shape), None
-                if weights is not None:  # rows that do not count may hold anything
-                    counts = weights[rows.place][index].ravel().to(y.device)
-                    live = counts > 0
-                    lacking, own, counts = lacking[live], own[live], counts[live]
-                    read = None if read is None else read[live]
-                if self._moved is None:
-                    sums.add(lacking, own, read, counts)
-                else:
-                    self._moved.move(lacking, cast("Tensor", read), counts)
+            total = self._applied(read, kernel + change.weight.to(kernel.dtype), bias, change.shift)
+            goal = flat(wanted)
+            if added is not None:
+                total = total + flat(added)
+            level = layer.level.view(2, groups, -1)
+            moved.move(hidden(goal, total, level), read, counts, later=number == 1)
+
+    def _empty(self, size: tuple[int, int, int], y: Tensor) -> tuple[Moments, Moments, Moments]:
+        """Empty sums."""
+        samples, name = self._corrector.samples, self.layer.weight
+        joined = min(self._corrector.reference.joined[name], samples.total)
+        held = int(samples.held_all[:joined].sum())
+        make = partial(moments_for, device=y.device, exact=y.dtype == torch.float64)
+        fit = make(*size, (joined - held) * y.shape[1])
+        return fit, make(*size, held * y.shape[1], keep=True), make(*size, held * y.shape[1], keep=True)
+
+    @staticmethod
+    def _applied(read: Tensor, kernel: Tensor, bias: Tensor | None, shift: Tensor | None = None) -> Tensor:
+        """What a layer with these weights returns for rows (n, groups, features): (n, groups, outputs)."""
+        made = (wide(read).transpose(0, 1) @ kernel).transpose(0, 1)
+        for constant in (bias, shift):
+            if constant is not None:
+                made = made + constant.view(made.shape[1:]).to(made.dtype)
+        return made
 
     def solve(self) -> None:
-        """Find the change from the rows."""
+        """Find the changes from the rows."""
         self.solved = True
         if self._sums is None:
             return
-        fit, held = self._sums
-        if self.change is not None:
-            assert self._moved is not None
-            change = self.change.correction.fit(self._moved, self.layer.shifts)
+        fit, held, trial = self._sums
+        shifts = self.layer.shifts
+        last: Change | None
+        if self._moved is not None:
+            both = [
+                change.correction.fit(moved, shifts) if change is not None and change.weight is not None else change
+                for moved, change in zip(self._moved, self.changes, strict=True)
+            ]
+            self.changes = both[0], both[1]
             self._rounds -= 1
-        elif self._corrector.given is not None:
-            change = self._corrector.given[self.layer.weight].fit(fit, self.layer.shifts)
         else:
-            change = self._corrector.choose(self.layer, fit, held)
-        self.change = change
-        if self._rounds and self.layer.level is not None and change.weight is not None and change.scale is None:
-            assert isinstance(fit, Regression)
-            self._moved, self.solved = copy(fit), False
+            first = self._corrector.choose(self.layer, fit, trial)
+            again = self._rounds and self.layer.level is not None and first.weight is not None
+            before = fit.snapshot() if again and isinstance(fit, Regression) else None
+            last = first
+            if held.rows:
+                fit.join(held)
+                last = first.correction.fit(fit, shifts)
+            self.changes = last, first if held.rows else None
+            if before is not None and isinstance(fit, Regression):
+                self._bases = fit, before
+        last = self.changes[0]
+        if self._bases is not None and self._rounds and last is not None and last.weight is not None:
+            self._moved = self._bases[0].snapshot(), self._bases[1].snapshot()
+            self.solved = False

@@ -1,85 +1,145 @@
-"""The original beside a smaller model: each runs once, and a layer's rows are there only while they are needed.
+"""Models that run in lockstep: each forward pass waits at every layer until the layer is corrected.
 
-Rows of all layers together may need more memory than there is. Here the original runs in a thread of its own, and waits
-at each layer until the smaller model has come to it.
+Every pass runs on a few samples, in a thread of its own. Only what a model itself holds at that point stays in memory,
+and the numbers of a few samples fit into the cache of a CPU. One thread runs at a time. The numbers are computed in the
+thread that asks for them: memory that one thread gives back is not at once there for another.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
-from contextlib import suppress
-from queue import Empty, Full, Queue
-from typing import Any, Self
+from collections.abc import Callable
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from secateur.errors import RepairError
 from secateur.repair.layers import LayerObserver, Layers, RepairableLayer
-from secateur.repair.rows import Rows
+from secateur.repair.rows import Places, Rows
+from secateur.running.batches import size_of
+from secateur.running.copies import copy_with
 from secateur.running.sandbox import run
+
+Made = TypeVar("Made")
+#: What the model gets to see as the output of a layer at which it waited.
+Output = Callable[[Rows], Tensor]
 
 
 class _Stopped(Exception):
     """Nobody waits for further layers."""
 
 
-class Lockstep:
-    """Runs the original on all samples. `take(weight)` waits for that layer, and lets go of those before it."""
+def stack() -> int:
+    """The bytes of a thread's stack. It holds the calls of Python alone, as deep as they may be."""
+    return 2**21 * max(1, sys.getrecursionlimit() // 1000)
 
-    def __init__(self, model: nn.Module, layers: Layers, place: slice, inputs: Any) -> None:
-        self._model, self._layers, self._place, self._inputs = model, layers, place, inputs
-        self._rows: Queue[tuple[str, Any]] = Queue(maxsize=1)
-        self._current: tuple[str, Any] = "", None
-        self._stop, self._left = threading.Event(), len(layers)
+
+def _ran(rows: Rows) -> Tensor:
+    made: Tensor = rows.call.run() if rows.output is None else rows.output
+    return made
+
+
+class Runner:
+    """A forward pass that waits at each of some layers, where `layer` and `rows` tell what it is about to do.
+
+    Layers for which `first` holds run before that. At the end `output` is what the model returned.
+    """
+
+    def __init__(
+        self, model: nn.Module, layers: Layers, places: Places, inputs: Any, first: Callable[[RepairableLayer], bool]
+    ) -> None:
+        # A forward may keep things in its modules, so that each pass has modules of its own. Tensors are shared.
+        self._model = copy_with(model, lambda name, old: old.detach())
+        self._layers, self._inputs, self._first = layers, inputs, first
+        self.places, self.count = places, size_of(inputs)
+        self.layer: RepairableLayer | None = None
+        self.rows: Rows | None = None
+        self.output: Any = None
+        self.done = False
+        self._go, self._here = threading.Semaphore(0), threading.Semaphore(0)
+        self._made: Output = _ran
+        self._task: Callable[[], Any] | None = None
+        self._result: Any = None
+        self._error: BaseException | None = None
+        self._stopped = False
+        self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._work, daemon=True)
 
-    def __enter__(self) -> Self:
-        self._thread.start()
+    def go_on(self, made: Output = _ran) -> Self:
+        """Run on to the next layer, or to the end. `made` gives the output of the layer where it waits."""
+        if not self.done:
+            if not self._thread.ident:
+                usual = threading.stack_size(stack())
+                try:
+                    self._thread.start()
+                finally:
+                    threading.stack_size(usual)
+            self._made = made
+            self._go.release()
+            self._here.acquire()
+            while (task := self._task) is not None:
+                self._task = None
+                try:
+                    self._result = task()
+                except BaseException as error:  # raised again where the model made the call
+                    self._error = error
+                del task
+                self._go.release()
+                self._here.acquire()
+            if self._failure is not None:
+                raise self._failure
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self._stop.set()
-        while self._thread.is_alive():
-            with suppress(Empty):
-                self._rows.get(timeout=0.05)
-        self._thread.join()
+    def at(self, layer: RepairableLayer) -> bool:
+        """Whether it waits at that layer."""
+        return self.layer is not None and self.layer.weight == layer.weight
 
-    def take(self, weight: str) -> Tensor:
-        """The rows of a layer. Layers come in the order in which the model runs them."""
-        while self._current[0] != weight:
-            self._current = "", None
-            self._current = self._rows.get()
-            name, rows = self._current
-            if not name:
-                raise RepairError(
-                    f"the original did not run `{weight}` where the smaller model does.",
-                    fix="a smaller `samples`, so that the rows of all layers fit into memory",
-                ) from rows
-        found: Tensor = self._current[1]
-        return found
+    def close(self) -> None:
+        """Stop where it is."""
+        self._stopped = True
+        if self._thread.ident:
+            self._go.release()
+            self._thread.join()
+        self.layer = self.rows = None
+        self.done = True
 
     def _work(self) -> None:
-        failure: Exception | None = None
+        self._go.acquire()
         try:
-            with torch.no_grad(), LayerObserver(self._model, self._layers, self._hand_over, self._place, self._inputs):
-                run(self._model, self._inputs)
+            if not self._stopped:
+                observer = LayerObserver(
+                    self._model, self._layers, self._wait, self.places, self._inputs, self.count, self._first, self._ask
+                )
+                with torch.no_grad(), observer:
+                    self.output = run(self._model, self._inputs)
         except _Stopped:
-            return
-        except Exception as error:  # raised again where it is waited for
-            failure = error
-        self._put("", failure)
+            pass
+        except BaseException as error:  # raised again where it is waited for
+            self._failure = error
+        self.layer = self.rows = self._inputs = None
+        self.done = True
+        self._here.release()
 
-    def _hand_over(self, layer: RepairableLayer, rows: Rows, output: Tensor) -> Tensor:
-        self._put(layer.weight, rows.total)
-        self._left -= 1
-        if not self._left:
-            raise _Stopped  # nothing after the last layer is needed
-        return output
+    def _wait(self, layer: RepairableLayer, rows: Rows) -> Tensor:
+        self.layer, self.rows = layer, rows
+        self._here.release()
+        self._go.acquire()
+        if self._stopped:
+            raise _Stopped
+        self.layer = self.rows = None
+        return self._ask(lambda: self._made(rows))
 
-    def _put(self, name: str, rows: Any) -> None:
-        while not self._stop.is_set():
-            with suppress(Full):
-                self._rows.put((name, rows), timeout=0.05)
-                return
-        raise _Stopped
+    def _ask(self, task: Callable[[], Made]) -> Made:
+        """Have something computed in the other thread."""
+        self._task = task
+        self._here.release()
+        self._go.acquire()
+        if self._stopped:
+            raise _Stopped
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+        made: Made
+        made, self._result = self._result, None
+        return made

@@ -6,11 +6,16 @@ compared with the original. Each group of a grouped convolution is a regression 
 
 from __future__ import annotations
 
+from copy import copy
+from typing import Self
+
 import torch
 from torch import Tensor
 
 # Products of at most this many multiplications use double precision on the CPU too.
 _CHEAP = 2**27
+# Products of a matrix with itself are symmetric: from this many features on, half of them is computed.
+_WIDE = 512
 
 
 class Moments:
@@ -42,6 +47,12 @@ class Moments:
     def _add_inputs(self, e: Tensor, x: Tensor, weights: Tensor | None) -> None:
         """Sums that need what the layer reads: none here."""
 
+    def join(self, other: Moments) -> None:
+        """Add the rows of another one, which is of the same kind or keeps them."""
+        self.rows += other.rows
+        for name in ("e", "y", "ee", "yy", "ey"):  # not in place: a copy may share them
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
     @property
     def size(self) -> Tensor:
         """Mean square of the original's output, y + e."""
@@ -49,35 +60,54 @@ class Moments:
 
 
 class Regression(Moments):
-    """Also the sums that a change of weights needs: of x (groups, features), and of its products with x and e."""
+    """Also the sums that a change of weights needs: of x (groups, features), and of its products with x and e.
 
-    def __init__(self, groups: int, outputs: int, features: int, device: torch.device) -> None:
+    Double precision is slow on the CPU, so that `single` sums of products are single precision there.
+    """
+
+    def __init__(self, groups: int, outputs: int, features: int, device: torch.device, single: bool = False) -> None:
         super().__init__(groups, outputs, device)
         self.x = self.e.new_zeros(groups, features)
+        self._wide = torch.float32 if single and device.type == "cpu" else torch.float64
+        self._factor: tuple[tuple[float, bool], Tensor | None] | None = None
+        self._centred: tuple[bool, Tensor] | None = None
         self._prepare(groups, outputs, features)
 
     def _prepare(self, groups: int, outputs: int, features: int) -> None:
-        self._xx = self.e.new_zeros(groups, features, features)
-        self._xe = self.e.new_zeros(groups, features, outputs)
+        self._xx = self.x.new_zeros(groups, features, features, dtype=self._wide)
+        self._xe = self.x.new_zeros(groups, features, outputs, dtype=self._wide)
 
     def _add_inputs(self, e: Tensor, x: Tensor, weights: Tensor | None) -> None:
-        # Double precision is slow on the CPU: large products are single there, and only their sums are double.
-        cheap = x.numel() * x.shape[-1] <= _CHEAP
-        wide = torch.float64 if x.is_cuda or cheap or x.dtype == torch.float64 else torch.float32
-        left, right = x.to(wide).transpose(0, 1), e.to(wide).transpose(0, 1)  # (groups, n, ·)
-        own = left if weights is None else left * weights.to(wide)[:, None]
+        left, right = x.to(self._wide).transpose(0, 1), e.to(self._wide).transpose(0, 1)  # (groups, n, ·)
+        own = left if weights is None else left * weights.to(self._wide)[:, None]
         self.x += own.sum(1).double()
-        self._xx += own.mT @ left
-        self._xe += own.mT @ right
+        self._gather(own, left, right)
 
-    def move(self, d: Tensor, x: Tensor, weights: Tensor | None = None) -> None:
-        """Add d to e. Every row is moved once, in the order in which rows were added.
+    def _gather(self, own: Tensor, left: Tensor, right: Tensor) -> None:
+        """Add the products. Only the upper triangle of the symmetric one is kept up to date."""
+        self._factor = self._centred = None
+        features = left.shape[-1]
+        step = features if features < _WIDE else -(-features // 8)
+        for begin in range(0, features, step):
+            rows = slice(begin, begin + step)
+            self._xx[:, rows, begin:].baddbmm_(own[..., rows].mT, left[..., begin:])
+        self._xe.baddbmm_(own.mT, right)
+
+    def join(self, other: Moments) -> None:
+        super().join(other)
+        assert isinstance(other, FewRows)
+        self.x, self._xe = self.x + other.x, self._xe.clone()
+        for x, e, _ in other.parts:
+            self._gather(x.to(self._wide), x.to(self._wide), e.to(self._wide))
+
+    def move(self, d: Tensor, x: Tensor, weights: Tensor | None = None, later: bool = False) -> None:
+        """Add d to e. Every row is moved once, in the order in which rows were added; `later` ones have joined.
 
         Only what `solve` needs is updated, and not in place: a copy of the sums is moved alone.
         """
         own = d if weights is None else d * weights.to(d.dtype)[:, None, None]
         self.e = self.e + own.double().sum(0)
-        wide = torch.float64 if x.is_cuda or x.dtype == torch.float64 else torch.float32
+        wide = torch.promote_types(self._wide, x.dtype)
         self._xe = self._xe + x.to(wide).transpose(0, 1).mT @ own.to(wide).transpose(0, 1)
 
     def solve(self, strength: float, shifts: bool) -> Tensor | None:
@@ -86,77 +116,122 @@ class Regression(Moments):
         D minimises |e - xD|² / n + strength · v · |D|², where v is the mean variance of the features. With `shifts`,
         x and e are centred.
         """
-        n = self.rows
-        xx, xe = self._xx / n, self._xe / n
+        n, mean = self.rows, self.x / self.rows
+        if self._factor is None or self._factor[0] != (strength, shifts):
+            if self._centred is None or self._centred[0] != shifts:
+                xx = _whole(self._xx).double().div_(n)
+                if shifts:
+                    xx.baddbmm_(mean[:, :, None], mean[:, None, :], alpha=-1)
+                self._centred = shifts, xx
+            xx = self._centred[1]
+            self._factor = (strength, shifts), _factored(xx, xx.diagonal(dim1=1, dim2=2).clone(), strength)
+        factor = self._factor[1]
+        if factor is None:
+            return None
+        xe = self._xe.double() / n
         if shifts:
-            mean = self.x / n
-            xx -= mean[:, :, None] * mean[:, None, :]
-            xe -= mean[:, :, None] * (self.e / n)[:, None, :]
-        return _solved(xx, xe, xx.diagonal(dim1=1, dim2=2), strength)
+            xe.baddbmm_(mean[:, :, None], (self.e / n)[:, None, :], alpha=-1)
+        return torch.cholesky_solve(xe, factor)
+
+    def snapshot(self) -> Self:
+        """A copy that can be moved alone, and that later joins leave as it is."""
+        made = copy(self)
+        made._centred = None  # it is large, and the factor is known
+        return made
 
     def gain(self, weight: Tensor) -> Tensor:
         """Sum over rows of e² - (e - xD)², per output."""
-        return 2 * (weight * self._xe).sum(1) - (weight * (self._xx @ weight)).sum(1)
+        return 2 * (weight * self._xe).sum(1) - (weight * (_whole(self._xx).double() @ weight)).sum(1)
 
 
 class FewRows(Regression):
-    """The same for fewer rows than features: it keeps the rows, and its equations have one unknown per row."""
+    """The same for few rows: it keeps them, and its equations have one unknown per row."""
 
     def _prepare(self, groups: int, outputs: int, features: int) -> None:
-        # x and e, times the root of the row's weight, and these roots.
-        self._parts: list[tuple[Tensor, Tensor, Tensor]] = []
-        self._moves: tuple[Tensor, ...] = ()
+        #: x and e, times the root of the row's weight, and these roots.
+        self.parts: list[tuple[Tensor, Tensor, Tensor]] = []
+        self._moves: tuple[tuple[Tensor, ...], tuple[Tensor, ...]] = (), ()
 
     def _add_inputs(self, e: Tensor, x: Tensor, weights: Tensor | None) -> None:
+        self._factor = self._centred = None
         # Contiguous copies: a view would keep, and change with, a layer's input.
-        left = x.transpose(0, 1).to(torch.float64, memory_format=torch.contiguous_format, copy=True)
-        right, root = e.transpose(0, 1).double(), left.new_ones(len(x), 1)
+        left = x.transpose(0, 1).to(self._wide, memory_format=torch.contiguous_format, copy=True)
+        right, root = e.transpose(0, 1).to(self._wide), left.new_ones(len(x), 1)
         if weights is not None:
-            root = weights.double().sqrt()[:, None]
+            root = weights.to(self._wide).sqrt()[:, None]
             left, right = left * root, right * root
-        self._parts.append((left, right, root))
-        self.x += (root.mT @ left)[:, 0]
+        self.parts.append((left, right, root))
+        self.x += (root.mT @ left)[:, 0].double()
 
-    def move(self, d: Tensor, x: Tensor, weights: Tensor | None = None) -> None:
+    def join(self, other: Moments) -> None:
+        Moments.join(self, other)
+        assert isinstance(other, FewRows)
+        self._factor = self._centred = None
+        self.x, self.parts = self.x + other.x, [*self.parts, *other.parts]
+
+    def move(self, d: Tensor, x: Tensor, weights: Tensor | None = None, later: bool = False) -> None:
         own = d.double() if weights is None else d * weights.double()[:, None, None]
         self.e = self.e + own.sum(0)
         root = 1.0 if weights is None else weights.double().sqrt()[:, None, None]
-        self._moves = (*self._moves, (d.double() * root).transpose(0, 1))
+        first, last = self._moves
+        made = (d.double() * root).transpose(0, 1)
+        self._moves = (first, (*last, made)) if later else ((*first, made), last)
 
     def solve(self, strength: float, shifts: bool) -> Tensor | None:
         """The change D of the weights, as Xᵀ(XXᵀ / n + ridge)⁻¹e / n."""
         n = self.rows
         x, e, root = self._all()
-        if shifts:
-            x, e = x - root * (self.x / n)[:, None], e - root * (self.e / n)[:, None]
-        found = _solved(x @ x.mT / n, e, x.square().sum(1) / n, strength)
-        return None if found is None else x.mT @ found / n
+        if self._centred is None or self._centred[0] != shifts:
+            x = x.double()
+            self._centred = shifts, x - root * (self.x / n)[:, None] if shifts else x
+        x = self._centred[1]
+        if self._factor is None or self._factor[0] != (strength, shifts):
+            self._factor = (strength, shifts), _factored(x @ x.mT / n, x.square().sum(1) / n, strength)
+        factor = self._factor[1]
+        if factor is None:
+            return None
+        e = e.double() - root * (self.e / n)[:, None] if shifts else e.double()
+        return x.mT @ torch.cholesky_solve(e, factor) / n
 
     def gain(self, weight: Tensor) -> Tensor:
         x, e, _ = self._all()
-        made = x @ weight
-        return (made * (2 * e - made)).sum(1)
+        made = x @ weight.to(x.dtype)
+        return (made * (2 * e - made)).sum(1, dtype=torch.float64)
 
     def _all(self) -> tuple[Tensor, Tensor, Tensor]:
-        if len(self._parts) > 1:
-            lefts, rights, roots = zip(*self._parts, strict=True)
-            self._parts = [(torch.cat(lefts, 1), torch.cat(rights, 1), torch.cat(roots))]
-        ((x, e, root),) = self._parts
-        return x, e + torch.cat(self._moves, 1) if self._moves else e, root
+        if len(self.parts) > 1:
+            lefts, rights, roots = zip(*self.parts, strict=True)
+            self.parts = [(torch.cat(lefts, 1), torch.cat(rights, 1), torch.cat(roots))]
+        ((x, e, root),) = self.parts
+        moves = self._moves[0] + self._moves[1]
+        return x, e + torch.cat(moves, 1) if moves else e, root
 
 
-def moments_for(groups: int, outputs: int, features: int, rows: int, device: torch.device) -> Moments:
-    """Empty sums: with inputs if there are `features`, as rows where these are smaller than the sums."""
+def moments_for(
+    groups: int, outputs: int, features: int, rows: int, device: torch.device, *, keep: bool = False, exact: bool = True
+) -> Moments:
+    """Empty sums: with inputs if there are `features`, as rows if asked to `keep` them or where these are smaller.
+
+    Unless they are `exact`, sums of many products on a CPU are single precision.
+    """
     if not features:
         return Moments(groups, outputs, device)
-    kind = FewRows if rows <= features else Regression
-    return kind(groups, outputs, features, device)
+    kind = FewRows if keep or rows <= features else Regression
+    return kind(groups, outputs, features, device, not exact and rows * groups * features**2 > _CHEAP)
 
 
-def _solved(matrix: Tensor, right: Tensor, variances: Tensor, strength: float) -> Tensor | None:
-    """The solution of symmetric equations with a ridge relative to the mean variance; None if there is none."""
+def _whole(upper: Tensor) -> Tensor:
+    """A symmetric matrix from its upper triangle of blocks."""
+    return upper.triu() + upper.triu(1).mT
+
+
+def _factored(matrix: Tensor, variances: Tensor, strength: float) -> Tensor | None:
+    """The Cholesky factor of a matrix with a ridge relative to the mean variance; None if there is none."""
     # Rounding leaves the sums of squares uncertain by about 1e-7 of their size, so the ridge is never below that.
     ridge = (strength * variances.mean(1)).clamp_min(1e-7 * variances.amax(1)).clamp_min(1e-30)
-    matrix.diagonal(dim1=1, dim2=2).add_(ridge[:, None])
+    diagonal = matrix.diagonal(dim1=1, dim2=2)
+    before = diagonal.clone()
+    diagonal.add_(ridge[:, None])
     factor, failed = torch.linalg.cholesky_ex(matrix)
-    return None if bool((failed > 0).any()) else torch.cholesky_solve(right, factor)
+    diagonal.copy_(before)  # for the next strength: the matrix is large
+    return None if bool((failed > 0).any()) else factor

@@ -3,37 +3,41 @@
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from secateur.errors import RepairError
-from secateur.nest import select_samples, tensors_of_output
+from secateur.nest import tensors_of_output
 from secateur.relevance.engine import RelevancePass
 from secateur.relevance.starts import seed
 from secateur.relevance.weights import LayerUse
-from secateur.repair.layers import LayerObserver, Layers, RepairableLayer, survey
-from secateur.repair.lockstep import Lockstep
-from secateur.repair.rows import Positions, Rows, wide
+from secateur.repair.layers import LayerObserver, RepairableLayer, survey
+from secateur.repair.lockstep import stack
+from secateur.repair.rows import Places, Positions, Rows, wide
 from secateur.repair.samples import Samples
 from secateur.running.batches import counted
 from secateur.running.copies import copy_with, named_tensors, shared_copy
 from secateur.running.devices import device_of
 from secateur.running.logits import logits_of
+from secateur.running.memory import CACHE, allowed
 from secateur.running.sandbox import evaluating, quiet, run
 from secateur.running.targets import Reader
 
+#: For each parameter and dimension the indices that the smaller model kept.
+Kept = Mapping[str, Mapping[int, np.ndarray[Any, Any]]]
 #: What a model answers to a batch: one or several tensors.
 Answers = list[Tensor]
-# The memory that the rows of all layers may take together.
-_MOST_BYTES = 4 * 2**30
-# What each regression needs of rows if they are not kept for all layers.
-_ROWS_PER_FEATURE = 24
+# Of the memory: what models in lockstep may hold, and what the rows of all layers may take together.
+_IN_FLIGHT, _KEPT = 0.35, 0.3
+# So many samples run together on a CPU even if their largest activation does not fit into its cache.
+_LEAST_TOGETHER = 8
+# What each regression needs of rows.
+_LEAST_ROWS, _ROWS_PER_FEATURE, _ROWS_IF_ALONE = 4096, 10, 24
 # Answers to long texts: positions of each sample, and samples at once.
 _JUDGED, _ANSWERED_AT_ONCE = 32, 8
 # Relevance needs what a gradient needs, so fewer samples are in flight than in a forward pass.
@@ -41,72 +45,146 @@ _EXPLAINED_AT_ONCE = 32
 
 
 class Reference:
-    """Computed once from the original, and used for every smaller model of it."""
+    """Computed once from the original, and used for every smaller model of it. It needs at most about `memory` bytes.
+
+    Not all samples take part in all layers: the early layers of a network need much memory for each sample, and have
+    few weights. Samples that do not fit join in later layers.
+    """
 
     def __init__(
-        self, original: nn.Module, samples: Samples, rows: int, at_once: int | None = None, relevance: float = 0.0
-    ) -> None:
-        self.samples = samples
+        self, original: nn.Module, samples: Samples, rows: int, at_once: int | None = None, relevance: float = 0.0,
+        memory: int | None = None, kept: Kept | None = None,
+    ) -> None:  # fmt: skip
         found = survey(original, samples.two)
+        #: By weight: the output channels that smaller models may have. Others need no rows. All, if there is no entry.
+        self.kept = {
+            name: channels
+            for name, layer in found.layers.items()
+            if (channels := (kept or {}).get(name, {}).get(layer.outputs)) is not None
+        }
         device = device_of(original) or torch.device("cpu")
-        self.at_once = at_once if at_once is not None else max(16, memory_of(device) // 32 // max(found.largest, 1))
-        copy = shared_copy(original).eval()
-        tensors = dict(named_tensors(copy))
+        # A repair needs two copies of the smaller model, and makes a third.
+        taken = 3 * sum(t.numel() * t.element_size() for t in original.parameters())
+        room = allowed(device, taken, memory)
+        #: So many samples run together.
+        self.together = min(samples.total, at_once if at_once is not None else _together(found.largest, device, room))
+        #: Whether each layer needs a pass of its own, since all samples are too many at once for the user.
+        self.by_layer = at_once is not None and samples.total > at_once
+        self.original = shared_copy(original).eval()
+        tensors = dict(named_tensors(self.original))
+        order = sorted(found.layers.values(), key=lambda layer: layer.number)
+        every = dict.fromkeys(found.layers, samples.total)
+
+        def joining(share: float) -> dict[str, int]:
+            return every if self.by_layer else _joining(order, found.alive, samples.total, self.together, room * share)
+
+        def drawn(joined: dict[str, int], most: Callable[[RepairableLayer], int]) -> dict[str, int]:
+            return {layer.weight: min(most(layer) // joined[layer.weight], layer.positions) or 1 for layer in order}
+
+        features = {
+            layer.weight: tensors[layer.weight].numel() // tensors[layer.weight].shape[layer.outputs] for layer in order
+        }
+        #: By weight: so many samples, the first, take part.
+        self.joined = joining(_IN_FLIGHT / (1 + float(samples.held.double().mean())))
+
+        def enough(layer: RepairableLayer) -> int:
+            return min(rows, max(_LEAST_ROWS, _ROWS_PER_FEATURE * features[layer.weight]))
+
+        per_sample = drawn(self.joined, enough)
+        widths = {layer.weight: len(self.kept.get(layer.weight, range(layer.channels))) for layer in order}
+        needed = sum(4 * widths[name] * self.joined[name] * per_sample[name] for name in widths)
+        #: Whether rows are not kept: the original runs again beside each smaller model.
+        self.streams = needed > room * _KEPT and not self.by_layer
+        if self.streams:
+            self.joined = joining(_IN_FLIGHT / 2)
+            per_sample = drawn(
+                self.joined,
+                lambda layer: (
+                    _alone(layer, features[layer.weight], rows, room)
+                    if tensors[layer.weight].ndim == 2
+                    else enough(layer)
+                ),
+            )
+        elif needed > room * _KEPT:
+            per_sample = {name: max(1, int(count * room * _KEPT / needed)) for name, count in per_sample.items()}
+        #: The order matters only where the first do not hold all samples.
+        self.samples = samples.spread() if min(self.joined.values(), default=samples.count) < samples.count else samples
         self.layers: dict[str, RepairableLayer] = {}
         #: By weight: the weights of the rows. Layers without an entry weigh all rows alike.
         self.weights: dict[str, Tensor] = {}
-        kept = _per_sample(found.layers.values(), samples.total, rows)
-        #: Whether rows are not kept: the original runs again beside each smaller model.
-        self.streams = kept < max(1, rows // samples.total) and samples.total <= self.at_once
         for name, layer in found.layers.items():
-            most = _alone(layer, tensors[layer.weight], samples.total, rows) if self.streams else kept
             generator = torch.Generator().manual_seed(samples.seed * 7919 + layer.number)
-            counts = counted(samples.masks, (samples.total, layer.positions))
-            positions = Positions.draw(samples.total, layer.positions, most, generator, counts)
+            count = self.joined[name]
+            counts = counted(self.samples.masks, (samples.total, layer.positions))
+            counts = None if counts is None else counts[:count]
+            positions = Positions.draw(count, layer.positions, per_sample[name], generator, counts)
             self.layers[name] = layer.prepared(tensors, positions)
             if counts is not None:  # padding is no row
                 self.weights[name] = positions.take(counts[..., None].float(), slice(None))[..., 0]
         #: By weight: the rows (samples, positions, channels) that the layer should return.
         self.targets: dict[str, Tensor] = {}
-        self._original = copy
-        self._places: list[slice] = []
-        self._answers: list[Answers] = []
-        #: Whether answers are kept for some positions of samples that judge only: all of them are too large.
-        self.sparse = self.streams
+        #: Whether answers must be looked at apart: all of them are too large, or they have no row for each sample.
+        self.apart = self.streams and self._says_much()
         #: Whether it answers with classes for each token.
-        self._tokens = _classifies_tokens(copy, samples.two)
-        if self.sparse:
-            self._answers = self._judged(copy)
-        else:
-            for place, x in samples.chunks(self.at_once):
-                self._places.append(place)
-                with quiet(), LayerObserver(copy, self.layers, self._store, place, x) as observer:
-                    self._answers.append(answers_in(run(copy, x), place.stop - place.start))
-                for name in observer.varying:
-                    del self.layers[name]
-                    self.targets.pop(name, None)
+        self._tokens = _classifies_tokens(self.original, self.samples.two)
+        self._answers: list[Answers] = []
+        if not self.streams:
+            self._record()
+        if self.apart or self.streams:
+            self._answers = self._judged(self.original)
         if relevance:
-            for name, weights in _relevance_weights(copy, self.layers, samples, self.at_once, relevance).items():
+            for name, weights in self._relevance_weights(relevance).items():
                 self.weights[name] = weights * self.weights.get(name, 1.0)
 
-    def beside(self, place: slice, x: Any) -> AbstractContextManager[Callable[[str], Tensor]]:
-        """What each layer of the original should return on all samples, by weight, while a smaller model runs."""
-        return _stepping(self._original, self.layers, place, x) if self.streams else nullcontext(self.wanted)
+    def _says_much(self) -> bool:
+        """Whether the original answers for each token."""
+        with quiet():
+            return any(answer.ndim > 2 for answer in answers_in(run(self.original, self.samples.two), 2))
 
-    def wanted(self, weight: str) -> Tensor:
-        """What a layer should return, of all samples."""
-        return self.targets[weight]
+    def _record(self) -> None:
+        """Run the original: note what each layer returns at the sampled positions, and what it answers."""
+        for place, x in self.samples.chunks(self.together):
+            mine = {name: layer for name, layer in self.layers.items() if self.joined[name] >= place.stop}
+            count = place.stop - place.start
+            observer = LayerObserver(self.original, mine, self._store, place, x, count, lambda layer: True)
+            with quiet(), observer:
+                output = run(self.original, x)
+            judged = self.judged(output, place)
+            self.apart |= judged is None
+            self._answers.append(judged or [])
+            for name in observer.varying:
+                del self.layers[name]
+                self.targets.pop(name, None)
+
+    def judged(self, output: Any, places: Places) -> Answers | None:
+        """What an output says about the samples that judge; None if it has no row for each sample."""
+        index = torch.arange(self.samples.total)[places]
+        judges, answers = self.samples.judges[index], answers_in(output, len(index))
+        if any(answer.ndim == 0 or len(answer) != len(index) for answer in answers):
+            return None
+        masks = [mask[index[judges].to(mask.device)] for mask in self.samples.masks]
+        chosen = [answer[judges.to(answer.device)] for answer in answers]
+        if self._tokens:
+            return [self._at_positions(t, counted(masks, t.shape[:2]), t.shape[-2]) for t in chosen]
+        return [_without_padding(answer, counted(masks, answer.shape[:2])) for answer in chosen]
 
     def _judged(self, model: nn.Module) -> list[Answers]:
-        """The answers to samples that judge, at some positions of each, a few samples at a time."""
-        judges, found = self.samples.judges[: self.samples.count].nonzero().ravel(), []  # no copies
+        """The answers to samples that judge, a few samples at a time; at some positions of each where rows are not
+        kept."""
+        sparse, judges, found = self.streams and self.apart, self.samples.judges, []
+        judges = judges[: self.samples.count if sparse else None].nonzero().ravel()  # no copies of long texts
+        step = min(self.together, _ANSWERED_AT_ONCE) if sparse else self.together
         with quiet(), evaluating(model):
-            for begin in range(0, len(judges), _ANSWERED_AT_ONCE):
-                index = judges[begin : begin + _ANSWERED_AT_ONCE]
-                x = self.samples.of(index)
-                answers = answers_in(run(model, x), len(index))
-                masks = [mask[index.to(mask.device)] for mask in self.samples.masks]
-                found.append([self._at_positions(answer, counted(masks, answer.shape[:2])) for answer in answers])
+            for begin in range(0, len(judges), step):
+                index = judges[begin : begin + step]
+                output = run(model, self.samples.at(index))
+                answers = None if self.apart else self.judged(output, index)
+                if answers is None:
+                    answers = answers_in(output, len(index))
+                if sparse:
+                    masks = [mask[index.to(mask.device)] for mask in self.samples.masks]
+                    answers = [self._at_positions(answer, counted(masks, answer.shape[:2])) for answer in answers]
+                found.append(answers)
         return found
 
     def _at_positions(self, answer: Tensor, counts: Tensor | None, most: int = _JUDGED) -> Tensor:
@@ -122,107 +200,104 @@ class Reference:
         return rows if self._tokens else rows.unsqueeze(1)
 
     def divergence(self, answers: list[Answers]) -> float:
-        """How far a model's answers, to all samples or to those that judge, are from the original's."""
-        if self.sparse:
-            return divergence_between(answers, self._answers)
-
-        def judging(place: slice, batch: Answers) -> Answers:
-            rows = self.samples.judges[place]
-            judged = [select_samples(t, rows) if len(t) == len(rows) else t for t in batch]
-            masks = [select_samples(mask[place], rows) for mask in self.samples.masks]
-            if self._tokens:
-                return [self._at_positions(t, counted(masks, t.shape[:2]), t.shape[-2]) for t in judged]
-            return [_without_padding(t, counted(masks, t.shape[:2])) for t in judged]
-
-        mine, theirs = (list(map(judging, self._places, side)) for side in (answers, self._answers))
-        return divergence_between(mine, theirs)
+        """How far a model's answers to the samples that judge are from the original's."""
+        sides = [answers, self._answers]
+        if not self.apart:  # they may have come in other parts
+            sides = [[[torch.cat(parts) for parts in zip(*side, strict=True)]] for side in sides]
+        return divergence_between(*sides)
 
     def divergence_of(self, model: nn.Module) -> float:
-        """How far a model is from the original. Only samples that judge are run where that is possible."""
-        answers: list[Answers] = []
-        copy = copy_with(model, lambda name, old: old.detach().clone())
-        if self.sparse:
-            return self.divergence(self._judged(copy))
-        with quiet(), evaluating(copy):
-            for (place, x), wanted in zip(self.samples.chunks(self.at_once), self._answers, strict=True):
-                rows = self.samples.judges[place]
-                if any(len(answer) != len(rows) for answer in wanted):
-                    answers.append(answers_in(run(copy, x), len(rows)))
-                elif bool(rows.any()):
-                    answers.append(answers_in(run(copy, select_samples(x, rows)), int(rows.sum())))
-                else:
-                    answers.append([answer[:0] for answer in wanted])
-        return self.divergence(answers)
+        """How far a model is from the original. Only samples that judge are run."""
+        return self.divergence(self._judged(copy_with(model, lambda name, old: old.detach().clone())))
 
-    def _store(self, layer: RepairableLayer, rows: Rows, output: Tensor) -> Tensor:
+    def _store(self, layer: RepairableLayer, rows: Rows) -> Tensor:
         """Store what a layer returns, at once: a later call may overwrite it."""
-        total = rows.total
+        self.store(layer, rows)
+        assert rows.output is not None
+        return rows.output
+
+    def store(self, layer: RepairableLayer, rows: Rows) -> None:
+        """Note what a layer of the original returns for some samples."""
+        total, kept = rows.total, self.kept.get(layer.weight)
+        if kept is not None:
+            total = total.index_select(-1, torch.as_tensor(kept, device=total.device))
         if layer.weight not in self.targets:
-            self.targets[layer.weight] = total.new_empty(self.samples.total, *total.shape[1:])
-        self.targets[layer.weight][rows.place] = total
-        return output
+            self.targets[layer.weight] = total.new_empty(self.joined[layer.weight], *total.shape[1:])
+        self.targets[layer.weight][rows.places] = total
+
+    def wanted(self, layer: RepairableLayer, places: Tensor) -> Tensor:
+        """What a layer of a smaller model should return for some samples."""
+        targets, stored = self.targets[layer.weight], self.kept.get(layer.weight)
+        rows = targets[places.to(targets.device)]
+        if stored is None:
+            return layer.left(rows)
+        if layer.kept is None or len(layer.kept) == len(stored):
+            return rows
+        return rows.index_select(-1, torch.as_tensor(np.searchsorted(stored, layer.kept), device=rows.device))
+
+    def covers(self, kept: Kept) -> bool:
+        """Whether a smaller model that kept these indices can be repaired."""
+        found = (
+            (stored, kept.get(name, {}).get(self.layers[name].outputs))
+            for name, stored in self.kept.items()
+            if name in self.layers
+        )
+        return all(own is not None and bool(np.isin(own, stored).all()) for stored, own in found)
+
+    def _relevance_weights(self, share: float) -> dict[str, Tensor]:
+        """By layer the weights of its sampled positions, (samples, positions), 1 on average.
+
+        `share` of a weight is the relevance for the class that the original predicts; the rest is the same everywhere,
+        so that every position counts. Layers that no relevance reaches are left out.
+        """
+        seen: dict[str, Tensor] = {}  # by weight: (samples, positions)
+
+        def watch(use: LayerUse, relevance: Tensor) -> None:
+            """Note how much relevance lies at each position of a layer's output, over all channels, for each sample."""
+            if use.name in self.layers:
+                seen[use.name] = (
+                    relevance.abs().movedim(use.channel, -1).sum(-1).movedim(self.layers[use.name].batch, 0)
+                )
+
+        engine, reader = RelevancePass(self.original, heat_map=False, watch=watch), Reader(self.original)
+        made: dict[str, Tensor] = {}
+        for place, x in self.samples.chunks(min(self.together, _EXPLAINED_AT_ONCE)):
+            seen.clear()
+            count = place.stop - place.start
+            engine.run(x, lambda output, x=x, n=count: seed(reader.view(x, None, output), None, samples=n))  # type: ignore[misc]
+            for name, found in seen.items():
+                if self.joined[name] < place.stop:
+                    continue
+                rows = self.layers[name].sampled.take(found.reshape(count, -1, 1), place)[..., 0]
+                if name not in made:
+                    made[name] = torch.zeros(self.joined[name], rows.shape[1], device=rows.device)
+                made[name][place] = rows.float()
+        means = {name: rows.mean() for name, rows in made.items()}
+        return {name: 1 - share + share * rows / means[name] for name, rows in made.items() if bool(means[name] > 0)}
 
 
-def _relevance_weights(
-    model: nn.Module, layers: Layers, samples: Samples, at_once: int, share: float
-) -> dict[str, Tensor]:
-    """By layer the weights of its sampled positions, (samples, positions), 1 on average.
-
-    `share` of a weight is the relevance for the class that the original predicts; the rest is the same everywhere, so
-    that every position counts. Layers that no relevance reaches are left out.
-    """
-    seen: dict[str, Tensor] = {}  # by weight: (samples, positions)
-
-    def watch(use: LayerUse, relevance: Tensor) -> None:
-        """Note how much relevance lies at each position of a layer's output, over all channels, for each sample."""
-        if use.name in layers:
-            seen[use.name] = relevance.abs().movedim(use.channel, -1).sum(-1).movedim(layers[use.name].batch, 0)
-
-    engine, reader = RelevancePass(model, heat_map=False, watch=watch), Reader(model)
-    made: dict[str, Tensor] = {}
-    for place, x in samples.chunks(min(at_once, _EXPLAINED_AT_ONCE)):
-        seen.clear()
-        count = place.stop - place.start
-        engine.run(x, lambda output, x=x, n=count: seed(reader.view(x, None, output), None, samples=n))  # type: ignore[misc]
-        for name, found in seen.items():
-            rows = layers[name].sampled.take(found.reshape(count, -1, 1), place)[..., 0]
-            if name not in made:
-                made[name] = torch.zeros(samples.total, rows.shape[1], device=rows.device)
-            made[name][place] = rows.float()
-    means = {name: rows.mean() for name, rows in made.items()}
-    return {name: 1 - share + share * rows / means[name] for name, rows in made.items() if bool(means[name] > 0)}
+def _together(largest: int, device: torch.device, room: int) -> int:
+    """How many samples run together: as many as the memory holds, and on a CPU no more than its cache does."""
+    fitting = max(1, room // 12 // max(largest, 1))
+    return fitting if device.type != "cpu" else min(fitting, max(_LEAST_TOGETHER, CACHE // max(largest, 1)))
 
 
-def memory_of(device: torch.device) -> int:
-    """The bytes of a machine's or a GPU's memory."""
-    if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).total_memory)
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, OSError, ValueError):  # not every system tells
-        return 8 * 2**30
+def _joining(
+    order: Sequence[RepairableLayer], alive: Mapping[str, int], samples: int, together: int, room: float
+) -> dict[str, int]:
+    """By weight how many samples take part: as many as fit into memory from that layer on, in whole parts."""
+    worst, joined = 1, {}
+    for layer in reversed(order):
+        worst = max(worst, alive[layer.weight])
+        fitting = int(room / (worst + stack() / together)) // together * together
+        joined[layer.weight] = min(samples, max(together, fitting))
+    return joined
 
 
-def _per_sample(layers: Iterable[RepairableLayer], samples: int, rows: int) -> int:
-    """How many positions of each sample take part, such that the rows of all layers fit into memory."""
-    sizes = [(layer.channels, layer.positions) for layer in layers]
-    most = max(1, rows // samples)
-    while most > 1 and 4 * samples * sum(width * min(count, most) for width, count in sizes) > _MOST_BYTES:
-        most -= max(1, most // 8)
-    return most
-
-
-def _alone(layer: RepairableLayer, weight: Tensor, samples: int, rows: int) -> int:
-    """How many positions of each sample take part where rows are held for one layer at a time: at least so many as a
-    regression needs, and no more than a share of the memory."""
-    needed = max(rows, _ROWS_PER_FEATURE * (weight[0].numel() if weight.ndim == 2 else 0))
-    return max(1, min(needed, _MOST_BYTES // 8 // 4 // max(layer.channels, 1)) // samples)
-
-
-@contextmanager
-def _stepping(model: nn.Module, layers: Layers, place: slice, x: Any) -> Iterator[Callable[[str], Tensor]]:
-    with Lockstep(model, layers, place, x) as original:
-        yield original.take
+def _alone(layer: RepairableLayer, features: int, rows: int, room: int) -> int:
+    """How many rows a linear layer uses where they are held for one layer at a time: at least so many as a regression
+    needs, and no more than a share of the memory."""
+    return max(1, min(max(rows, _ROWS_IF_ALONE * features), room // 8 // 4 // max(layer.channels, 1)))
 
 
 def _classifies_tokens(model: nn.Module, inputs: Any) -> bool:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from secateur.nest import map_tensors
 from secateur.ops.attention import AddMatMul
 from secateur.ops.conv import Convolution, TransposedConvolution, each
 from secateur.ops.linear import Linear
 from secateur.ops.table import Call
+
+#: Which samples: their places among all.
+Places = slice | Tensor
 
 
 def operands(call: Call) -> tuple[Tensor, Tensor, Tensor | None] | None:
@@ -70,11 +74,11 @@ class Positions:
             lots += counts.cpu()
         return cls(lots.topk(most, dim=1).indices.sort(1).values)
 
-    def of(self, samples: slice, device: torch.device) -> Tensor | None:
+    def of(self, samples: Places, device: torch.device) -> Tensor | None:
         """The positions of some samples."""
         return None if self.chosen is None else self.chosen[samples].to(device)
 
-    def take(self, values: Tensor, samples: slice) -> Tensor:
+    def take(self, values: Tensor, samples: Places) -> Tensor:
         """The chosen positions of (samples, positions, channels)."""
         return _at(values, self.of(samples, values.device))
 
@@ -84,39 +88,62 @@ ALL = Positions(None)
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of a layer for some samples, (samples, positions, channels): what it returns (y), and what is added to that
-    later, in the same units."""
+    """A layer that is called for some samples, and what is added to its output later, in the same units: (samples,
+    positions, channels) at the positions that take part.
+
+    `output` is what the call returned, if it has run already.
+    """
 
     call: Call
-    place: slice
-    #: The positions that take part; None for all.
-    chosen: Tensor | None
-    y: Tensor
-    added: Tensor | None
+    places: Places
+    sampled: Positions
+    batch: int
+    positions: int
+    added: Tensor | None = None
+    output: Tensor | None = None
+
+    @property
+    def groups(self) -> int:
+        """Regressions that have nothing to do with each other."""
+        return int(self.call["groups"]) if isinstance(self.call.operation, Convolution) else 1
+
+    def returned(self) -> Tensor:
+        """What the layer returned at the positions that take part."""
+        assert self.output is not None
+        return wide(self.sampled.take(channel_last(self.call, self.output, self.batch, self.positions), self.places))
 
     @property
     def total(self) -> Tensor:
-        """Both together."""
-        return self.y if self.added is None else self.y + self.added
+        """What it returned, and what is added to that."""
+        return self.returned() if self.added is None else self.returned() + self.added
 
-    def of(self, index: Tensor) -> Rows:
-        """The rows of some samples."""
-        chosen, added = (None if t is None else t[index] for t in (self.chosen, self.added))
-        return replace(self, chosen=chosen, y=self.y[index], added=added)
+    def read(self, members: Tensor | None = None) -> Tensor:
+        """What the layer reads for each of its rows: (samples, positions, groups, features); of some samples."""
+        own = operands(self.call)
+        assert own is not None
+        x = own[0]
+        if not is_convolution(self.call):
+            x = channel_last(self.call, x, self.batch, self.positions)
+        chosen = self.sampled.of(self.places, x.device)
+        if members is not None:
+            x, chosen = x[members], None if chosen is None else chosen[members]
+        return read_rows(self.call, x, chosen)
 
-    def missing(self, wanted: Tensor) -> Tensor:
-        """What the layer's own output lacks if the total should be `wanted`."""
-        return (wanted if self.added is None else wanted - self.added) - self.y
 
-    def hidden(self, wanted: Tensor, made: Tensor, level: Tensor) -> Tensor:
-        """How `missing` changes where the original's ReLU passes nothing, if `made` is added to the output.
+def hidden(wanted: Tensor, total: Tensor, level: Tensor) -> Tensor:
+    """How what a layer should return changes where the original's ReLU passes nothing, if it and what is added to it
+    return `total` now. There, any output that does not pass is right.
+    """
+    begins, side = level.to(total.dtype)
+    enough = torch.where(side > 0, total.minimum(begins), total.maximum(begins))
+    return torch.where((wanted - begins) * side < 0, enough - wanted, 0.0)
 
-        There, any output that does not pass is right.
-        """
-        begins, side = level.to(self.y.dtype)
-        limit = begins - self.y if self.added is None else begins - self.y - self.added
-        enough = torch.where(side > 0, made.minimum(limit), made.maximum(limit))
-        return torch.where((wanted - begins) * side < 0, enough - self.missing(wanted), 0.0)
+
+def shape_of(call: Call) -> torch.Size:
+    """The shape of a layer's output, without computing it."""
+    args, kwargs = map_tensors(lambda t: torch.empty_like(t, device="meta"), (call.args, call.kwargs))
+    made: Tensor = call.function(*args, **kwargs)
+    return made.shape
 
 
 def read_rows(call: Call, x: Tensor, chosen: Tensor | None) -> Tensor:

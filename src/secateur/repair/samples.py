@@ -4,7 +4,7 @@ that exchange words."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from secateur.errors import Argument, DataError
 from secateur.nest import map_leaves, select_samples, tensors_in
+from secateur.repair.rows import Places
 from secateur.running.batches import Data, batches, check_inputs, counted, is_pair, masks_in, size_of
 from secateur.running.devices import to_device
 from secateur.running.processes import active, gathered, share
@@ -71,7 +72,8 @@ class Samples:
         cls, data: Data, most: int, copies: int, alter: Alter | None, held_out: float, seed: int,
         device: torch.device | None,
     ) -> Samples:  # fmt: skip
-        """Take at most `most` samples, and hold out a share of them: the same share of each class if targets are known.
+        """Take at most `most` samples, and as many copies of each as that leaves room for. Hold out a share of the
+        samples: the same share of each class if targets are known.
 
         Of a pair (X, y) samples are taken evenly, since classes may lie together there; of batches, the first are. In
         several processes, each of which has batches of its own, those of all are taken.
@@ -82,7 +84,8 @@ class Samples:
         if is_pair(data) and size_of(data[0]) > most:
             index = torch.linspace(0, size_of(data[0]) - 1, most, dtype=torch.float64).round().long()
             data = select_samples(tuple(data), index)
-        for x, y in batches(data, 64, device):
+        # All at once are not copied, only looked at.
+        for x, y in [to_device(tuple(data), device)] if is_pair(data) else batches(data, 64, device):
             check_inputs(x)
             take = min(size_of(x), most - count)
             inputs.append(select_samples(x, slice(take)))
@@ -104,7 +107,8 @@ class Samples:
         elif alter is None and isinstance(joined, Mapping) and isinstance(joined.get("input_ids"), Tensor):
             copies = min(copies, _FEW_TOKENS // joined["input_ids"].numel() if count > 1 else 0)
             alter = exchange_words if copies else None
-        return cls(joined, count, copies if alter is not None else 0, alter, held, seed)
+        copies = min(copies, max(0, most // count - 1)) if alter is not None else 0
+        return cls(joined, count, copies, alter, held, seed)
 
     @property
     def two(self) -> Any:
@@ -131,32 +135,44 @@ class Samples:
         """For each sample and copy which of its tokens are no padding, if there is an attention mask."""
         return [mask.repeat(1 + self.copies, 1) for mask in masks_in(self.inputs)]
 
-    def of(self, index: Tensor) -> Any:
-        """Some samples. They must be no copies."""
-        return select_samples(self.inputs, index)
+    @property
+    def plain(self) -> Samples:
+        """The samples without copies."""
+        return replace(self, copies=0)
+
+    def spread(self) -> Samples:
+        """The same in another order: the first so many hold of everything, also of what is held out, a fair share."""
+        order = torch.randperm(self.count, generator=torch.Generator().manual_seed(self.seed))
+        ranks = torch.empty(self.count)
+        for mask in (self.held[order], ~self.held[order]):
+            ranks[mask] = (torch.arange(int(mask.sum())) + 0.5) / max(int(mask.sum()), 1)
+        order = order[ranks.sort().indices]
+        return replace(self, inputs=select_samples(self.inputs, order), held=self.held[order])
+
+    def at(self, places: Places) -> Any:
+        """The samples and copies at these places, in order. Their numbers do not depend on what else is asked for."""
+        index = torch.arange(self.total)[places]
+        parts = torch.unique_consecutive(index // self.count * self.count + index % self.count // _PART * _PART)
+        made = []
+        for begin in parts.tolist():
+            copy, first = divmod(begin, self.count)
+            mine = index[(index >= begin) & (index < copy * self.count + min(first + _PART, self.count))] - begin
+            made.append(select_samples(self._part(copy, first), mine))
+        return _joined(made)
 
     def chunks(self, size: int) -> Iterator[tuple[slice, Any]]:
         """Inputs in batches of about `size`, with their places among all. Their numbers do not depend on `size`."""
-        waiting: list[Any] = []
-        begin = end = 0
-        for place, x in self._parts():
-            if waiting and place.stop - begin > size:
-                yield slice(begin, end), _joined(waiting)
-                waiting, begin = [], place.start
-            waiting.append(x)
-            end = place.stop
-        yield slice(begin, end), _joined(waiting)
+        for begin in range(0, self.total, size):
+            place = slice(begin, min(begin + size, self.total))
+            yield place, self.at(place)
 
-    def _parts(self) -> Iterator[tuple[slice, Any]]:
-        for copy in range(1 + self.copies):
-            for begin in range(0, self.count, _PART):
-                end = min(begin + _PART, self.count)
-                x = select_samples(self.inputs, slice(begin, end))
-                if copy:
-                    assert self.alter is not None
-                    key = (self.seed * 1_000_003 + copy) * 1_000_003 + begin
-                    x = self.alter(x, torch.Generator().manual_seed(key % 2**63))
-                yield slice(copy * self.count + begin, copy * self.count + end), x
+    def _part(self, copy: int, begin: int) -> Any:
+        x = select_samples(self.inputs, slice(begin, min(begin + _PART, self.count)))
+        if not copy:
+            return x
+        assert self.alter is not None
+        key = (self.seed * 1_000_003 + copy) * 1_000_003 + begin
+        return self.alter(x, torch.Generator().manual_seed(key % 2**63))
 
 
 def _are_images(inputs: Any) -> bool:

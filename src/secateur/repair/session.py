@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import warnings
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from functools import partial
+from typing import cast
 
 import torch
 from torch import nn
@@ -16,11 +17,12 @@ from secateur.nest import tensors_in
 from secateur.repair.corrections import corrections_named
 from secateur.repair.layers import Layers, version
 from secateur.repair.layerwise import LayerCorrector, Outcome, kept_indices, layers_in_both
-from secateur.repair.reference import Reference
+from secateur.repair.reference import Kept, Reference
 from secateur.repair.samples import Alter, Samples
 from secateur.running.batches import Data, repeatable
 from secateur.running.copies import copy_with, unwrap
 from secateur.running.devices import device_of
+from secateur.running.memory import Memory, allowed, in_smaller_parts, parse
 from secateur.running.processes import agree, check_same, synchronise, together
 from secateur.running.progress import Line, Listener, Recording
 from secateur.running.sandbox import check_weights, leaves_no_trace, quiet
@@ -36,9 +38,10 @@ class Repair:
 
     `copies`: altered copies of each sample that join the regression. Images are cropped and flipped; texts exchange
     words, if there are few; `alter` is a function of your own. `held_out`: the share of samples that choose strengths
-    and methods. They help to fit after that. `samples` and `rows`: at most so many samples, and positions per layer,
-    take part (fewer if they would need more than 4 GiB). `at_once`: at most so many samples are in memory at once
-    (default: what fits). More samples than that take longer, since each layer needs a pass of its own. `rounds`: extra
+    and methods. They help to fit after that. `samples` and `rows`: at most so many samples with their copies, and
+    positions per layer, take part. `memory` (bytes, or a text such as "2 GiB"; default: what is free, at most 2 GiB on
+    a CPU): samples that find no room in early layers join in later ones. `at_once`: at most so many samples are in
+    memory at once. More samples than that take much longer, since each layer needs passes of its own. `rounds`: extra
     fits of each layer that ignore errors which a ReLU hides. `relevance`: the share of a position's weight in the
     regression that is its relevance.
     """
@@ -50,6 +53,7 @@ class Repair:
     samples: int = 1024
     rows: int = 20_000
     at_once: int | None = None
+    memory: Memory = field(default=None, compare=False, repr=False)
     seed: int = 0
     rounds: int = 1
     relevance: float = 0.0
@@ -60,6 +64,7 @@ class Repair:
             check_number(name, getattr(self, name), error=RepairError)
         check_callable("alter", self.alter, "a function f(images, generator)", error=RepairError)
         check_count("seed", self.seed, None, error=RepairError)
+        parse(self.memory)
         if not 0 <= self.held_out < 1 or not 0 <= self.relevance <= 1:
             raise RepairError(
                 f"held_out={self.held_out} or relevance={self.relevance} is not a share.",
@@ -96,6 +101,7 @@ class Session:
         self.original, self.data, self.settings = unwrap(original), repeatable(data), settings
         self._reference: Reference | None = None
         self._versions: list[int] = []
+        self._memory = allowed(device_of(self.original), memory=parse(settings.memory))
 
     def examine(self, small: nn.Module, progress: bool | Listener = True) -> Outcome:
         """The repaired model, and what was done. `progress` is as for `Repair.examine`."""
@@ -107,17 +113,25 @@ class Session:
         kept = kept_indices(small, self.original)
         check_weights(small)
         check_weights(self.original)
+
+        def attempt(memory: int) -> Outcome:
+            if memory < self._memory:
+                self._memory, self._reference = memory, None
+            reference = self.reference(progress, kept)
+            return self._best(small, reference, layers_in_both(small, reference, kept), progress)
+
         with torch.inference_mode(False):
-            reference = self.reference(progress)
-            outcome = self._best(small, reference, layers_in_both(small, reference, kept), progress)
+            outcome = in_smaller_parts(attempt, self._memory, 2**28)
             synchronise(outcome.model)
         return outcome
 
-    def reference(self, tell: Listener = lambda event: None) -> Reference:
-        """The original's side. It is computed again if somebody wrote to the model or the data."""
+    def reference(self, tell: Listener = lambda event: None, kept: Kept | None = None) -> Reference:
+        """The original's side, for smaller models that `kept` at most these indices. It is computed again if somebody
+        wrote to the model or the data, or for a model that kept others."""
         original, asked = self.original, self.settings
         versions = [version(t) for t in [*original.parameters(), *original.buffers(), *tensors_in(self.data)]]
         known = self._reference is not None and versions == self._versions
+        known = known and (kept is None or cast("Reference", self._reference).covers(kept))
         if not agree(flag=not known) and self._reference is not None:
             return self._reference
         self._reference = None  # its memory is needed now
@@ -127,7 +141,7 @@ class Session:
             samples = Samples.collect(
                 self.data, asked.samples, asked.copies, asked.alter, asked.held_out, asked.seed, device_of(original)
             )
-        self._reference = Reference(original, samples, asked.rows, asked.at_once, asked.relevance)
+        self._reference = Reference(original, samples, asked.rows, asked.at_once, asked.relevance, self._memory, kept)
         self._versions = versions
         return self._reference
 
@@ -144,21 +158,28 @@ class Session:
         divergence = {"none": reference.divergence_of(small)}
         methods = {method.name: method for method in corrections_named(self.settings.method)} if layers else {}
         corrector = partial(LayerCorrector, small, reference, layers, self.settings.rounds, tell)
-        tried = {name: corrector(method).run() for name, method in methods.items()}
-        for found in tried.values():
-            divergence |= found.divergence
-        least = {name: value if math.isfinite(value) else math.inf for name, value in divergence.items()}
-        best = min(least, key=least.__getitem__)  # "none" comes first
-        if best == "none":
+        samples = reference.samples
+        best, found, cheaply, least = "none", None, False, _finite(divergence["none"])
+        for name, method in methods.items():
+            # A few numbers for each unit need few samples, if there are others to choose from.
+            cheap = len(methods) > 1 and not method.needs_inputs and samples.copies > 0
+            made = corrector(method, samples.plain if cheap else samples).run()
+            divergence[name] = made.divergence if made.trial is None else made.trial[1]
+            if _finite(divergence[name]) < least:  # "none" comes first
+                best, found, cheaply, least = name, made, cheap, _finite(divergence[name])
+        if found is None:
             copy = copy_with(small, lambda name, old: old.detach().clone())
             return Outcome(copy, "none", divergence, {}, {})
-        outcome = replace(tried[best], divergence=divergence)
-        if bool(reference.samples.held.any()):
-            # What was held out to choose with now helps to fit, unless that does harm.
-            again = corrector(methods[best], outcome.layers).run()
-            if again.divergence[best] <= least["none"]:
-                return replace(outcome, model=again.model)
-        return outcome
+        if cheaply:
+            found = corrector(methods[best], samples).run()
+        # What was held out to choose with helps to fit, unless that does harm.
+        harmful = found.trial is not None and not found.divergence <= _finite(divergence["none"])
+        model = found.trial[0] if harmful and found.trial is not None else found.model
+        return Outcome(model, best, divergence, found.layers, found.errors)
+
+
+def _finite(divergence: float) -> float:
+    return divergence if math.isfinite(divergence) else math.inf
 
 
 def repair(

@@ -6,16 +6,18 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from secateur.errors import DataError
-from secateur.running.batches import Data, batches
+from secateur.running.batches import Batch, Data, batches, parts_of
 from secateur.running.copies import shared_copy, unwrap
 from secateur.running.devices import device_of
 from secateur.running.logits import logits_of, one_output
+from secateur.running.memory import in_smaller_parts, together
 from secateur.running.sandbox import leaves_no_trace, run
 from secateur.running.targets import IGNORED, Reader, is_binary
 
@@ -53,17 +55,28 @@ def accuracy(model: nn.Module, data: Data, batch_size: int = 32) -> Accuracy:
     right: Counter[int] = Counter()
     seen: Counter[int] = Counter()
     model = shared_copy(unwrap(model)).eval()
-    reader = Reader(model)
+    reader, size = Reader(model), 0
+
+    def answered(inputs: Any, targets: Any) -> tuple[list[int], list[int]]:
+        """The targets that the model hits, and all."""
+        reading = reader.read(inputs, targets, logits_of(run(model, inputs)))
+        output, wanted = reading.logits, reading.known()
+        single = one_output(output, wanted.numel())
+        if wanted.is_floating_point() and not (single and is_binary(wanted)):
+            raise DataError("accuracy needs class numbers as targets; each is 0 or 1 if the model has one output.")
+        hits = (output > 0).to(wanted.dtype) == wanted if single else output.argmax(1) == wanted
+        return wanted[hits].long().tolist(), wanted[wanted != IGNORED].long().tolist()
+
     with torch.no_grad():
-        for inputs, targets in batches(data, batch_size, device_of(model)):
-            reading = reader.read(inputs, targets, logits_of(run(model, inputs)))
-            output, wanted = reading.logits, reading.known()
-            single = one_output(output, wanted.numel())
-            if wanted.is_floating_point() and not (single and is_binary(wanted)):
-                raise DataError("accuracy needs class numbers as targets; each is 0 or 1 if the model has one output.")
-            hits = (output > 0).to(wanted.dtype) == wanted if single else output.argmax(1) == wanted
-            right.update(wanted[hits].long().tolist())
-            seen.update(wanted[wanted != IGNORED].long().tolist())
+        for batch in batches(data, batch_size, device_of(model)):
+            size = size or together(model, batch[0])
+
+            def in_parts(most: int, batch: Batch = batch) -> list[tuple[list[int], list[int]]]:
+                return [answered(*part) for part in parts_of(*batch, most)]
+
+            for hits, known in in_smaller_parts(in_parts, size):
+                right.update(hits)
+                seen.update(known)
     if not seen:
         raise DataError("the test data are empty: there is no batch in them, or no target that counts.")
     return Accuracy(right.total() / seen.total(), {c: right[c] / seen[c] for c in sorted(seen)}, seen.total())

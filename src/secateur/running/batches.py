@@ -151,6 +151,18 @@ def _plain(data: Data, batch_size: int, share: tuple[int, int]) -> Iterator[Batc
         yield as_batch(batch)
 
 
+def parts_of(inputs: Any, targets: Any, size: int) -> Iterator[Batch]:
+    """A batch in parts of at most `size` samples. It stays whole where targets have no row for each sample."""
+    count = size_of(inputs)
+    fits = all(t.ndim and len(t) == count for t in tensors_in((inputs, targets)))
+    if count <= size or not fits or not (targets is None or tensors_in(targets)):
+        yield inputs, targets
+        return
+    for begin in range(0, count, size):
+        part = slice(begin, begin + size)
+        yield select_samples(inputs, part), select_samples(targets, part)
+
+
 def repeatable(data: Data) -> Data:
     """Data that can be gone through again: iterators, which cannot, are read into a list."""
     data = as_data(data)

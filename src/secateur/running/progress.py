@@ -53,15 +53,20 @@ class Recording(Event):
 
 @dataclass(frozen=True)
 class Repairing(Event):
-    """A repair works on one of several layers. `final` is the last fit, which uses all samples."""
+    """A repair works on one of several layers. `left` is about how many seconds the others will take, if known.
+
+    >>> print(Repairing("ridge", 3, 53, 42.4))
+    repair: ridge, layer 3/53, about 42 s left
+    """
 
     method: str
     layer: int = field(compare=False)
     layers: int = field(compare=False)
-    final: bool = False
+    left: float | None = field(default=None, compare=False)
 
     def __str__(self) -> str:
-        return f"repair: {self.method}{', with all samples' if self.final else ''}, layer {self.layer}/{self.layers}"
+        rest = "" if self.left is None else f", about {self.left:.0f} s left"
+        return f"repair: {self.method}, layer {self.layer}/{self.layers}{rest}"
 
 
 class Line:

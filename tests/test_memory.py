@@ -1,0 +1,164 @@
+"""Memory: what is free is found out, limits hold, and work on a GPU goes on in smaller parts."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import secateur as sc
+from command import fail, furnished, succeed
+from oracle import random_scores
+from secateur.errors import SecateurError
+from secateur.repair import Repair, session
+from secateur.repair.reference import Reference
+from secateur.repair.samples import Samples
+from secateur.running import memory
+
+
+@pytest.mark.parametrize(
+    ("given", "bytes_"),
+    [("2 GiB", 2 * 2**30), ("1.5gib", 3 * 2**29), ("800 MB", 800_000_000), ("20000000", 20_000_000), (2**30, 2**30)],
+)
+def test_amounts_of_memory(given: Any, bytes_: int) -> None:
+    assert memory.parse(given) == bytes_
+
+
+@pytest.mark.parametrize(
+    "given", ["much", "3 GiB of it", "1 kB", -1, 0, True, [2**30], float("nan"), float("inf"), "."]
+)
+def test_what_is_no_amount_is_refused(given: Any) -> None:
+    with pytest.raises(SecateurError, match=r"memory=.*Fix: bytes, or a text"):
+        sc.prune(nn.Linear(2, 2), (torch.rand(4, 2), None), remove=0.5, memory=given)
+    with pytest.raises(SecateurError, match="memory"):
+        Repair(memory=given)
+
+
+def test_the_command_line_takes_an_amount(tmp_path: Path) -> None:
+    place = furnished(tmp_path)
+    error = fail("prune", *place.job, "--remove", "0.3", "--out", tmp_path / "out", "--memory", "much")
+    assert "--memory much is no amount of memory" in error
+    seen: list[int] = []
+    with pytest.MonkeyPatch.context() as patch:
+        usual = memory.allowed
+        patch.setattr(session, "allowed", lambda *args, **kwargs: seen.append(usual(*args, **kwargs)) or seen[-1])
+        succeed("prune", *place.job, "--remove", "0.3", "--out", tmp_path / "out", "--memory", "300MiB")
+    assert seen == [300 * 2**20]
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_limits_of_containers_and_of_those_around_them(version: int, tmp_path: Path) -> None:
+    own, top = tmp_path / "own", tmp_path / ("memory" if version == 1 else "")
+    names = (
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        if version == 1
+        else ("memory.max", "memory.current", "inactive_file")
+    )
+    own.write_text("4:memory,hugetlb:/a/b\n" if version == 1 else "0::/a/b\n")
+    for group, most, used, cache in ((top / "a" / "b", "max", 10, 5), (top / "a", "1000", 400, 100)):
+        group.mkdir(parents=True, exist_ok=True)
+        for name, value in zip(names[:2], (most, used), strict=True):
+            (group / name).write_text(f"{value}\n")
+        (group / "memory.stat").write_text(f"anon 3\n{names[2]} {cache}\n")
+    assert memory._of_the_container(str(tmp_path), str(own)) == 1000 - 400 + 100
+    assert memory._of_the_container(str(tmp_path / "none"), str(own)) is None
+
+
+def test_what_is_free_is_the_least_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = memory.free_on(torch.device("cpu"))
+    assert 0 < free <= 1024 * memory._numbers("/proc/meminfo").get("MemTotal", 2**40)
+    monkeypatch.setattr(memory, "_of_the_container", lambda: 12345)
+    assert memory.free_on(None) == 12345
+    with memory.limited("64 MiB"):
+        assert memory.allowed(None) == 64 * 2**20
+        assert memory.allowed(None, taken=2**40) == 16 * 2**20
+        with memory.limited(None):
+            assert memory.allowed(None) == 64 * 2**20
+
+
+def test_too_little_memory_on_a_gpu_halves_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[int] = []
+
+    def work(size: int) -> str:
+        tried.append(size)
+        if size > 20:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nand more")
+        return "done"
+
+    assert memory.in_smaller_parts(work, 100) == "done"
+    assert tried == [100, 50, 25, 12]
+    with pytest.raises(SecateurError, match=r"too little memory.*Tried to allocate 2 GiB\..*Fix"):
+        memory.in_smaller_parts(work, 100, least=30)
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 32, 3, stride=2, padding=1), nn.ReLU(),
+        nn.Conv2d(32, 32, 3, stride=4), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10),
+    ).eval()  # fmt: skip
+
+
+def test_samples_without_room_join_in_later_layers() -> None:
+    """All samples are large in the first layers. Those that wait are fitted to as well, and classes are mixed."""
+    net, x, y = network(), torch.rand(60, 3, 48, 48), torch.arange(60) // 6
+    samples = Samples.collect((x, y), 1024, 2, None, 0.2, 0, None)
+    tight = Reference(net, samples, 20_000, memory=96 * 2**20)
+    joined = [tight.joined[name] for name in tight.layers]
+    assert joined == sorted(joined)
+    assert joined[0] < 60 < joined[-1] == samples.total == 180
+    first = tight.samples.held[: joined[0]].double().mean()
+    assert 0.1 < float(first) < 0.3
+    assert sorted(tight.samples.inputs.sum((1, 2, 3)).tolist()) == sorted(x.sum((1, 2, 3)).tolist())
+    graph = sc.analyze(net, x[:1])
+    small = sc.apply(net, sc.plan(graph, random_scores(graph), remove=0.3))
+    found = Repair("ridge", copies=2, memory=96 * 2**20).examine(small, net, (x, y))
+    roomy = Repair("ridge", copies=2, memory=2**30).examine(small, net, (x, y))
+    assert set(found.layers) == set(roomy.layers)
+    assert found.divergence["ridge"] < 0.5 * found.divergence["none"]
+    assert found.divergence["ridge"] < 2 * roomy.divergence["ridge"] + 1e-4
+
+
+def test_large_batches_are_scored_in_parts() -> None:
+    net, x, y = network(), torch.rand(40, 3, 32, 32), torch.arange(40) % 10
+    graph, seen = sc.analyze(net, x[:1]), []
+    whole = sc.score(net, [(x, y)], "taylor", graph=graph)
+    net.register_forward_pre_hook(lambda module, args: seen.append(len(args[0])))
+    parts = sc.score(net, [(x, y)], "taylor", graph=graph, memory="16 MiB")
+    assert 1 < max(seen) < 40
+    for site, values in whole.units.items():
+        torch.testing.assert_close(torch.tensor(parts.units[site]), torch.tensor(values), rtol=1e-4, atol=1e-7)
+
+
+_LIMITED = """
+import resource, torch
+import secateur as sc
+from secateur.repair import Repair, session
+from test_memory import network
+
+torch.set_num_threads(1)
+net, data = network(), (torch.rand(40, 3, 96, 96), torch.arange(40) % 10)
+result = sc.prune(net, (data[0][:4], data[1][:4]), remove=0.3, repair=None, progress=False)  # everything is loaded
+used = {l.split(":")[0]: l.split()[1] for l in open("/proc/self/status") if l.startswith("VmData")}
+most = 1024 * int(used["VmData"]) + 500 * 2**20
+resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+result = sc.prune(net, data, keep={"macs": 0.5}, progress=False)
+print("ended", result.settings["repair"], len(result.history))
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="limits are those of Linux")
+def test_a_limit_of_the_process_holds() -> None:
+    """40 images with copies: one activation of all of them is 400 MiB, and several are alive. 500 MiB must do."""
+    here = Path(__file__).parent
+    paths = [str(here), str(here.parent / "src"), *sys.path]
+    made = subprocess.run(
+        [sys.executable, "-c", _LIMITED], capture_output=True, text=True, timeout=300, check=False,
+        env={"PYTHONPATH": ":".join(paths), "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"},
+    )  # fmt: skip
+    assert made.stdout.strip() == "ended Repair 2", made.stderr[-2000:]
