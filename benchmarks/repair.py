@@ -50,7 +50,7 @@ def coloured(images: Tensor, generator: torch.Generator) -> Tensor:
 #: Other settings of a ridge, by name.
 VARIANTS: dict[str, dict[str, Any]] = {
     "default": {},
-    "like a CPU": {"at_once": None, "memory": "2 GiB"},
+    "like a CPU": {"at_once": None, "memory": "1.625 GiB"},
     "3 copies": {"copies": 3},
     "one fit": {"rounds": 0},
     "one fit, relevance 0.5": {"rounds": 0, "relevance": 0.5},

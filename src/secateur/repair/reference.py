@@ -33,7 +33,7 @@ Kept = Mapping[str, Mapping[int, np.ndarray[Any, Any]]]
 #: What a model answers to a batch: one or several tensors.
 Answers = list[Tensor]
 # Of the memory: what models in lockstep may hold, and what the rows of all layers may take together.
-_IN_FLIGHT, _KEPT = 0.35, 0.3
+_IN_FLIGHT, _KEPT = 0.3, 0.35
 # So many samples run together on a CPU even if their largest activation does not fit into its cache.
 _LEAST_TOGETHER = 8
 # What each regression needs of rows.

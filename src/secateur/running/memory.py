@@ -27,11 +27,11 @@ Memory = int | float | str | None
 _UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 _TEXT = re.compile(r"([0-9.]+)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
 #: More than this, weights included, is not used on a CPU unless the user allows it: work does not get faster by it.
-_ENOUGH = 2 * 2**30
+_ENOUGH = 13 * 2**27
 #: Of what is free, this share is used: others need memory too.
 _SHARE = 0.6
-#: About what the cache of a CPU holds.
-CACHE = 48 * 2**20
+#: About what the cache of a CPU holds, and less than what malloc gives back to the system at once.
+CACHE = 30 * 2**20
 #: Where nothing tells how much there is.
 _UNKNOWN = 4 * 2**30
 _LEAST = 16 * 2**20
