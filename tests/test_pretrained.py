@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -134,9 +135,27 @@ def test_widths_per_layer_are_loaded_by_us_and_refused_by_stock(tmp_path: Path) 
 
 def test_heads_that_no_config_describes_go_to_our_own_loader(tmp_path: Path) -> None:
     """BERT's config derives the width of a head from the number of heads."""
-    result = pruned(bert(), remove=0.25, uniform=True)
+    with pytest.warns(SecateurWarning, match="describes the widths of this plan"):
+        result = pruned(bert(), remove=0.25, uniform=True)
     folder = result.save_pretrained(tmp_path / "small")
     assert torch.equal(logits(sc.load(folder)), logits(result.model))
+
+
+def test_widths_that_no_config_describes_are_seen_before_the_work(tmp_path: Path) -> None:
+    """The width must be a multiple of the number of heads."""
+    model = llama(hidden_size=36, num_attention_heads=9, num_key_value_heads=3)
+    asked: dict[str, Any] = {"uniform": True, "ignore": ("*.q_proj", "*.up_proj")}
+    with pytest.warns(SecateurWarning, match=r"embed_tokens \(\d+ → \d+ units\)\. Only secateur.load") as seen:
+        result = pruned(model, 0.2, **asked)
+    assert result.model.config.hidden_size == 36
+    assert len([w for w in seen if "config" in str(w.message)]) == 1
+    folder = result.save_pretrained(tmp_path / "small")
+    assert json.loads((folder / "config.json").read_text())["secateur"]["widths"] == "per layer"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", SecateurWarning)
+        fitting = pruned(model, 0.3, **asked, round_to=9)
+    folder = fitting.save_pretrained(tmp_path / "fitting")
+    assert json.loads((folder / "config.json").read_text())["hidden_size"] == 18
 
 
 def test_the_tokenizer_and_the_generation_config_are_copied(tmp_path: Path) -> None:
