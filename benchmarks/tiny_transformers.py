@@ -200,7 +200,8 @@ def randomise(model: nn.Module, seed: int = 0) -> nn.Module:
         for name, parameter in model.named_parameters():
             new = torch.randn(parameter.shape, generator=generator)
             if parameter.ndim > 1:
-                parameter.copy_(new if "embed" in name else new / parameter.shape[-1] ** 0.5)
+                inputs = parameter[0].numel() if parameter.ndim > 3 else parameter.shape[-1]
+                parameter.copy_(new if "embed" in name else new / inputs**0.5)
             elif name.endswith("bias"):
                 parameter.copy_(new * 0.1)
             else:

@@ -234,8 +234,18 @@ def test_attributes_follow() -> None:
     assert first.out_channels == depth.in_channels == depth.out_channels == depth.groups == norm.num_features == 6
 
 
+def test_weight_norm_keeps_its_layer_and_nothing_else() -> None:
+    normed = nn.utils.parametrizations.weight_norm(nn.Linear(8, 6))
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), normed, nn.ReLU(), nn.Linear(6, 10), nn.ReLU(), nn.Linear(10, 2))
+    graph = sc.analyze(model, torch.zeros(1, 4))
+    assert {layer.name: layer.prunable for layer in graph.layers} == {"0": False, "4": True, "6": False}
+    plan = sc.plan(graph, random_scores(graph), remove=0.5)
+    small, x = sc.apply(model, plan), torch.randn(5, 4)
+    assert relative_gap([small(x)], [zeroed(model, graph, plan)(x)]) < 1e-5
+
+
 def test_parametrized_weights_are_refused() -> None:
-    model = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)), nn.Linear(4, 2))
+    model = nn.Sequential(nn.utils.parametrizations.orthogonal(nn.Linear(4, 4)), nn.Linear(4, 2))
     with pytest.raises(sc.SecateurError, match="remove_parametrizations"):
         sc.analyze(model, torch.zeros(1, 4))
 

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -134,9 +135,57 @@ def test_widths_per_layer_are_loaded_by_us_and_refused_by_stock(tmp_path: Path) 
 
 def test_heads_that_no_config_describes_go_to_our_own_loader(tmp_path: Path) -> None:
     """BERT's config derives the width of a head from the number of heads."""
-    result = pruned(bert(), remove=0.25, uniform=True)
+    with pytest.warns(SecateurWarning, match="describes the widths of this plan"):
+        result = pruned(bert(), remove=0.25, uniform=True)
     folder = result.save_pretrained(tmp_path / "small")
     assert torch.equal(logits(sc.load(folder)), logits(result.model))
+
+
+def test_widths_that_no_config_describes_are_seen_before_the_work(tmp_path: Path) -> None:
+    """The width must be a multiple of the number of heads."""
+    model = llama(hidden_size=36, num_attention_heads=9, num_key_value_heads=3)
+    asked: dict[str, Any] = {"uniform": True, "ignore": ("*.q_proj", "*.up_proj")}
+    with pytest.warns(SecateurWarning, match=r"embed_tokens \(\d+ → \d+ units\)\. Only secateur.load") as seen:
+        result = pruned(model, 0.2, **asked)
+    assert result.model.config.hidden_size == 36
+    assert len([w for w in seen if "config" in str(w.message)]) == 1
+    folder = result.save_pretrained(tmp_path / "small")
+    assert json.loads((folder / "config.json").read_text())["secateur"]["widths"] == "per layer"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", SecateurWarning)
+        fitting = pruned(model, 0.3, **asked, round_to=9)
+    folder = fitting.save_pretrained(tmp_path / "fitting")
+    assert json.loads((folder / "config.json").read_text())["hidden_size"] == 18
+
+
+@pytest.mark.parametrize("limits", [{"uniform": True, "only": "*.mlp.*"}, {"scope": "global"}])
+def test_image_models_are_folders_too(limits: dict[str, Any], tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = transformers.ViTConfig(**sizes, image_size=16, patch_size=8, num_labels=5)
+    model = transformers.ViTForImageClassification(config).eval()
+    images = torch.randn(4, 3, 16, 16)
+    data = [({"pixel_values": images}, None)]
+    result = sc.prune(model, data, "random", remove=0.3, limits=Limits(**limits), repair=None, progress=False)
+    folder = result.save_pretrained(tmp_path / "small")
+    with torch.no_grad():
+        wanted = result.model(images).logits
+        assert torch.equal(sc.load(folder)(images).logits, wanted)
+        if "uniform" in limits:
+            stock = transformers.AutoModelForImageClassification.from_pretrained(folder)
+            assert torch.equal(stock(images).logits, wanted)
+
+
+def test_the_trainer_of_transformers_takes_a_pruned_model(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    small = pruned(llama(), scope="global").model
+    data = [{"input_ids": ids, "labels": ids} for ids in IDS]
+    asked = transformers.TrainingArguments(
+        tmp_path / "run", max_steps=4, learning_rate=0.01, report_to=[], disable_tqdm=True, use_cpu=True
+    )
+    before = small(input_ids=IDS, labels=IDS).loss
+    transformers.Trainer(small, asked, train_dataset=data).train()
+    assert small(input_ids=IDS, labels=IDS).loss < before - 0.1
 
 
 def test_the_tokenizer_and_the_generation_config_are_copied(tmp_path: Path) -> None:

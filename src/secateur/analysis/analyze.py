@@ -7,14 +7,13 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from torch import nn
-from torch.nn.utils import parametrize
 
 from secateur.analysis.block_trial import with_sound_blocks
 from secateur.analysis.trial import Trial
-from secateur.analysis.variants import freeze_never_run, other_answers, other_sizes, trains_otherwise
+from secateur.analysis.variants import freeze_never_run, normed_weights, other_answers, other_sizes, trains_otherwise
 from secateur.errors import Argument, SecateurError, UnsupportedModelError
 from secateur.nest import entries, tensors_of_output
-from secateur.running.copies import check_followed, meta_copy, shared_copy, unwrap
+from secateur.running.copies import check_followed, meta_copy, named_tensors, shared_copy, unwrap
 from secateur.running.sandbox import Example, leaves_no_trace
 from secateur.structure.blocks import find_blocks
 from secateur.structure.choices import settle_choices
@@ -44,15 +43,12 @@ def analyze(model: nn.Module, example: Example, output: str | Sequence[str] = ()
     """
     model = unwrap(model)
     check_followed(model)
-    for path, module in model.named_modules():
-        if parametrize.is_parametrized(module):
-            raise UnsupportedModelError(
-                f"`{path}` computes {', '.join(module.parametrizations)} by torch.nn.utils.parametrize; slicing what "
-                "it is computed from could change it.",
-                fix="torch.nn.utils.parametrize.remove_parametrizations(module, name) first",
-            )
+    normed = normed_weights(model)
     names = (output,) if isinstance(output, str) else tuple(output)
     copy, inputs, watched, made = watch_copy(model, example)
+    for name, tensor in named_tensors(copy):
+        if name in normed:
+            watched.labels.freeze_tensor(tensor, normed[name])
     if names and len(names) > sum(bool(tensors_of_output(made, [name])) for name in names):
         raise UnsupportedModelError(
             f"the model returns {_entries(made)}, but {{output}} names {', '.join(names)}.",

@@ -10,7 +10,9 @@ from types import FunctionType
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
+from secateur.errors import UnsupportedModelError
 from secateur.nest import map_tensors, tensors_in, tensors_of_output
 from secateur.ops.layers import varying
 from secateur.running.copies import named_modules, named_tensors
@@ -124,6 +126,27 @@ def freeze_never_run(model: nn.Module, passes: Sequence[Findings]) -> None:
             around = around.rpartition(".")[0]
             if around in ran and _freeze_inside(passes, around, _sizes(module), reason):
                 break
+
+
+def normed_weights(model: nn.Module) -> dict[str, str]:
+    """Parameters from which weight norm computes a weight, which slicing could change, and why they stay.
+
+    Other functions of torch.nn.utils.parametrize are refused.
+    """
+    found: dict[str, str] = {}
+    for path, module in named_modules(model):
+        steps_of: Any = getattr(module, "parametrizations", {}) if parametrize.is_parametrized(module) else {}
+        for name, steps in steps_of.items():
+            if any(type(step).__name__ != "_WeightNorm" for step in steps):
+                raise UnsupportedModelError(
+                    f"`{path}` computes {name} by torch.nn.utils.parametrize; slicing what it is computed from could "
+                    "change it.",
+                    fix="torch.nn.utils.parametrize.remove_parametrizations(module, name) first",
+                )
+            inner = f"{path}.parametrizations.{name}.".lstrip(".")
+            reason = f"`{path}` computes {name} by weight norm; remove_parametrizations would free it"
+            found |= {own: reason for own, _ in named_tensors(model) if own.startswith(inner)}
+    return found
 
 
 def _sizes(module: nn.Module) -> set[int]:

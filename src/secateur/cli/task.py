@@ -23,12 +23,13 @@ from secateur.data.imagenet import title
 from secateur.data.images import Photographs, read
 from secateur.data.outputs import Outputs, match, parse
 from secateur.errors import DataError, SecateurError, SecateurWarning
+from secateur.files.architecture import is_pretrained
 from secateur.files.onnx import export, fixed_batch, time_onnx
 from secateur.files.saved import save
 from secateur.latency.timing import Timing, time_batches
 from secateur.loop.prune import Result
 from secateur.models import Opened, open_model
-from secateur.models.hub import HUB, longest_text, reads_text
+from secateur.models.hub import HUB, hub_view, label_names, longest_text, quiet_hub, reads_text
 from secateur.models.zoo import runs_code
 from secateur.report import Page
 from secateur.running.accuracy import accuracy
@@ -217,7 +218,14 @@ class Task:
         return self.training().training(20, device_of(self.model))
 
     def save(self, result: Result, folder: Path) -> None:
-        """Write the smaller model and where it came from."""
+        """Write the smaller model and where it came from. One of transformers is written as transformers does, unless
+        images are shown to it in another way than its own."""
+        origin = self.opened.origin
+        whole = is_pretrained(result.model) and origin.classes == label_names(result.model)
+        if whole and origin.view == hub_view(origin.model, result.model):
+            with quiet_hub():
+                result.save_pretrained(folder)
+            return
         save(result, folder, about={"origin": self.opened.origin.to_dict()})
 
     def times(self, result: Result, files: Mapping[str, Path], printer: Printer, setup: Setup) -> list[Timing]:

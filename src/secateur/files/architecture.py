@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,12 @@ import torch
 from torch import nn
 
 from secateur.errors import FileFormatError
-from secateur.running.copies import named_modules, shared_copy, unwrap
+from secateur.plans.plan import Plan
+from secateur.running.copies import meta_copy, named_modules, shared_copy, unwrap
 from secateur.running.tensor_files import parse_json
 from secateur.surgery.bypass import Bypass
-from secateur.surgery.provenance import plans_of
+from secateur.surgery.cut import cut
+from secateur.surgery.provenance import plans_of, remember
 
 CONFIG = "config.json"
 #: The field of `config.json` that says what secateur did.
@@ -69,7 +72,10 @@ def stock_config(model: nn.Module) -> Any | None:
     model, base = compact(model)
     wanted = {name: tuple(tensor.shape) for name, tensor in model.named_parameters()}
     search = _Search(type(model), base, wanted)
-    changes = _changes(model, search.shapes({}))
+    before = search.shapes({})
+    if _differ(before, wanted):
+        return None
+    changes = _changes(model, before)
     fields = {path: options for path, value in _numbers(search.base) if (options := _options(path, value, changes))}
     best, found = search.score({}), dict[tuple[str, ...], int]()
     for size in (1, 1, 2, 1):  # some sizes fit only together: heads, and those of keys and values
@@ -112,6 +118,23 @@ def _with_layers(config: Any, had: int, kept: Sequence[int]) -> Any:
             value = len(kept)
         made[key] = _with_layers(value, had, kept)
     return made
+
+
+def _differ(before: Mapping[str, tuple[int, ...]], after: Mapping[str, tuple[int, ...]]) -> bool:
+    """Whether blocks that had the same shapes differ now. The numbers of a config hold for all blocks."""
+    kinds: dict[str, list[str]] = {}
+    for name in before.keys() & after.keys():
+        kinds.setdefault(re.sub(r"\d+", "*", name), []).append(name)
+    return any(
+        len({before[name] for name in names}) == 1 < len({after[name] for name in names}) for names in kinds.values()
+    )
+
+
+def describable(model: nn.Module, plan: Plan) -> bool:
+    """Whether transformers can build what a plan leaves of a model."""
+    small = cut(meta_copy(model), plan)
+    remember(small, model, plan)
+    return stock_config(small) is not None
 
 
 class _Search:

@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from secateur import atomic
 from secateur.arguments import check_path
@@ -106,7 +106,7 @@ def _check_same(small: Any, stock: Any) -> None:
         torch.manual_seed(0)
         inputs = {
             name: torch.rand(tensor.shape).to(tensor) if tensor.is_floating_point() else tensor
-            for name, tensor in small.dummy_inputs.items()
+            for name, tensor in _dummies(small).items()
         }
         outputs = [tensors_of_output(net(**inputs)) for net in (shared_copy(small).cpu(), stock)]
     gaps = [float((a - b).abs().max() / b.abs().max()) for a, b in zip(*outputs, strict=True) if a.is_floating_point()]
@@ -117,6 +117,16 @@ def _check_same(small: Any, stock: Any) -> None:
             f"{allowed:.2g}); nothing is written.",
             fix="sc.save(result, path), and please report the model",
         )
+
+
+def _dummies(model: Any) -> dict[str, Tensor]:
+    """Inputs for a model. Transformers gives token numbers, also for models that take images."""
+    if model.main_input_name != "pixel_values":
+        return dict(model.dummy_inputs)
+    size = getattr(model.config, "image_size", None) or 64
+    sides = (size, size) if isinstance(size, int) else tuple(size)
+    like = next(model.parameters())
+    return {"pixel_values": like.new_zeros((2, getattr(model.config, "num_channels", 3), *sides), device="cpu")}
 
 
 def _companions(model: Any, tokenizer: Any) -> Iterator[tuple[str, bytes]]:

@@ -23,9 +23,11 @@ from secateur.errors import (
     TrainingError,
     VerificationError,
 )
+from secateur.files.architecture import describable, is_pretrained
 from secateur.loop.planner import Planner
 from secateur.loop.settings import Settings
-from secateur.plans.plan import Plan, difference
+from secateur.plans.plan import Plan, difference, plan_for
+from secateur.plans.ranking import families
 from secateur.plans.scores import Scores
 from secateur.recover.checkpoint import Checkpoint
 from secateur.recover.recovery import trained
@@ -119,6 +121,8 @@ class Steps:
         latency = None
         if target.timed:
             plan, latency = self._to_latency(state, scores, plan, proposal.last)
+        if proposal.last and self.settings.limits.uniform and is_pretrained(self.original):
+            self._check_config(plan)
         try:
             model = self._removed(state, plan)
         except VerificationError as error:
@@ -169,6 +173,27 @@ class Steps:
             # A repair starts from the original's own weights: repairs of repairs drift away from them.
             return apply(self.original, replace(plan, example=self.graph.example))
         return apply(state.model, difference(plan, state.plan))
+
+    def _check_config(self, plan: Plan) -> None:
+        """Warn of widths that are the same in all blocks, but that no config describes: before the long work begins."""
+        if describable(self.original, plan):
+            return
+        faults, gone = [], np.isin(np.arange(len(self.graph.root)), plan.groups)
+        for family in families(self.graph):
+            own = np.zeros_like(gone)
+            for layer in family:
+                own[layer.groups] = gone[layer.groups]
+            if own.any() and not describable(self.original, plan_for(self.graph, own)):
+                had, has = plan.layers[family[0].name]
+                faults.append(f"{family[0].name} ({had} → {has} units)")
+        warnings.warn(
+            SecateurWarning(
+                f"no config of transformers describes the widths of this plan{': ' if faults else ''}"
+                f"{', '.join(faults)}. Only secateur.load will open the saved folder.",
+                fix="protect these layers by Limits(ignore=…), or give round_to a multiple of the number of heads",
+            ),
+            stacklevel=2,
+        )
 
     def _learn(self, state: RunState, plan: Plan, error: VerificationError) -> None:
         """Keep the layers that a removal was wrong for, so that the step is taken again without them."""

@@ -134,7 +134,7 @@ for _operation, _plain, _in_place in (
     (Activation(), "gelu silu mish tanh hardswish elu selu celu leaky_relu rrelu threshold", "tanh_ elu_ selu_ celu_"),
     (Activation(), "softsign logsigmoid tanhshrink softshrink hardshrink", "leaky_relu_ threshold_"),
     (Activation(), "expm1 log log1p log2 rsqrt sign reciprocal clamp_max round floor ceil erf sin cos", "pow_"),
-    (Activation(), "nan_to_num pow __pow__ trunc fix", ""),
+    (Activation(), "nan_to_num pow __pow__ trunc fix acos asin", ""),
     (Unary(_scales), "neg negative __neg__", "neg_"),
     (Unary(stops), "logical_not bitwise_not __invert__", ""),
     (Identity(), "clone contiguous detach float half double bfloat16 to type_as type int long bool", "detach_"),

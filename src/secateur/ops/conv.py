@@ -42,10 +42,13 @@ class _Convolving(Operation):
                 labels.tie_rows(np.concatenate([source.reshape(groups, -1), made.reshape(groups, -1)], 1))
             else:
                 labels.freeze(made, f"grouped convolution over an input of fixed size in {call.site}")
+                labels.freeze(source, f"read by {call.site} through a weight of fixed size")
         labels.cost(call.site, macs, made, taken if groups == 1 else None)
         if made is not None:
             produce_with_bias(labels, made, call, "filter")
             labels.set(output, [spread(made, axis, output.shape)])
+        else:
+            labels.freeze_tensor(call["bias"], f"added by {call.site} to units of fixed number")
 
     def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
         if call["weight"].grad_fn is not None:

@@ -53,6 +53,8 @@ class Linear(Operation):
         if made is not None:
             produce_with_bias(labels, made, call, "neuron")
             layers.insert(0, spread(made, output.ndim - 1, output.shape))
+        else:
+            labels.freeze_tensor(call["bias"], f"added by {call.site} to units of fixed number")
         labels.set(output, layers)
 
     def rehearse(self, call: Call) -> Any:

@@ -100,6 +100,9 @@ class LabelVerbs(Protocol):
     def choose(self, layer: Tensor, indices: Tensor, count: int, call: Call) -> None:
         """The best `count` units of this layer are chosen: they stay, unless they are experts."""
 
+    def patch(self, base: Tensor, dim: int, part: Tensor, source: Tensor) -> list[Tensor] | None:
+        """A part of an empty tensor is written. The parts in their order along `dim`, once all are known."""
+
     def looks_up(self, units: Labels | None, index: Any, weight: bool) -> bool:
         """Whether an index comes from a choice among these units, which an axis (of a `weight`) holds."""
 

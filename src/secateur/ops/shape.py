@@ -244,6 +244,41 @@ class Gather(Fixed):
             super().channels(labels, call, output)
 
 
+class Pairs(Operation):
+    """Two neighbouring numbers as one complex number, as rotary embeddings take them: both leave, or none. No relevance
+    rule is known for complex numbers."""
+
+    def channels(self, labels: LabelVerbs, call: Call, output: Any) -> None:
+        x = call["input"]
+        if output.is_complex():
+            last = [x.ndim - 1]
+            layers = [labels.tied(la, last) if last[0] in varying(la) else la for la in labels.layers(x)]
+            labels.set(output, [layer[..., 0] for layer in layers])
+        else:
+            labels.set(output, [layer.unsqueeze(-1).expand(output.shape) for layer in labels.layers(x)])
+
+
+class Patch(Fixed):
+    """`base[..., :n].copy_(a)`: once all of an empty tensor is written so, it is what a concatenation would have made.
+    Anything else that is written into fixed places must stay."""
+
+    def channels(self, labels: LabelVerbs, call: Call, output: Any) -> None:
+        part, source = call["input"], call.tensors()[-1]
+        base = part._base
+        sides = [] if base is None or base.ndim != part.ndim else _differing(base, part)
+        fresh = base is not None and len(labels.fits(base)) == base.ndim and not labels.layers(base)
+        if len(sides) != 1 or not fresh or source.shape != part.shape:
+            return super().channels(labels, call, output)
+        parts = labels.patch(base, sides[0], part, source)
+        if parts is not None:
+            Concat().channels(labels, Call(Concat(), torch.cat, (parts, sides[0]), {}, call.site), base)
+        return None
+
+
+def _differing(base: Tensor, part: Tensor) -> list[int]:
+    return [d for d, (a, b) in enumerate(zip(base.shape, part.shape, strict=True)) if a != b]
+
+
 class IndexAdd(Operation):
     """Rows are added to computed places along one dimension. Units across it go on."""
 
@@ -380,8 +415,15 @@ register_named("input dim index", "select index_select", Slice())
 register_named("input indices dim=None", "take_along_dim", Fixed(_LOOKED_UP))
 register("input index value", Tensor.__setitem__, operation=Fixed(_WRITTEN, writes), writes=True)
 register_named("input dim index value|src reduce=None", "scatter", Fixed(_WRITTEN, writes), in_place="scatter_")
-register_named("input *rest", "scatter_add masked_scatter", Fixed(_WRITTEN, writes), in_place="copy_")
+register_named("input *rest", "scatter_add masked_scatter", Fixed(_WRITTEN, writes))
+register("input source|src *rest", Tensor.copy_, operation=Patch(_WRITTEN, writes), writes=True)
 register_named("input *rest", "index_put index_copy", Fixed(_WRITTEN, writes), in_place="index_put_ index_copy_")
+register_named("input", "view_as_complex view_as_real", Pairs())
+_COMPUTED = (torch._weight_norm, torch.polar, torch.linalg.solve_triangular, F.one_hot)
+register("input *rest", *_COMPUTED, operation=Fixed("computes with it"))
+register_named("input *rest", "as_strided", Fixed("reads it at fixed places"))
+_FOURIER = [getattr(torch.fft, f"{i}{n}fft{d}") for i in ("", "i") for n in ("", "r") for d in ("", "2", "n")]
+register("input *rest", *_FOURIER, operation=Fixed("mixes it by a Fourier transform"))
 register_named("input dim index source alpha=1", "index_add", IndexAdd(), in_place="index_add_")
 register_named("input chunks|indices|sections|tensor_indices_or_sections dim=0", "chunk tensor_split", Split())
 register_named("input|tensor split_size_or_sections|split_size|split_sizes dim=0", "split split_with_sizes", Split())

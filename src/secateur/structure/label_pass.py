@@ -94,6 +94,7 @@ class LabelPass(Observer):
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
         self._watch.end()
+        self.labels.close()
 
     def __torch_function__(
         self, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -46,6 +46,7 @@ class TensorLabels:
         self._names = {id(tensor): name for name, tensor in named_tensors(model)}
         self._weights: Any = WeakIdKeyDictionary((tensor, True) for _, tensor in named_tensors(model))
         self._blank: Any = WeakIdKeyDictionary()
+        self._patches: dict[int, tuple[Tensor, dict[tuple[int, int], Tensor]]] = {}
         self._following = {path for path, module in named_modules(model) if reads_heads(module)}
         # What needs no tensors, operations tell the findings at once.
         self.join, self.tie_rows, self.freeze, self.grid = found.join, found.tie_rows, found.freeze, found.grid
@@ -216,6 +217,28 @@ class TensorLabels:
         results = [moved(layer) for layer in self.layers(source) if not {*varying(layer)} & {*dropped}]
         for i, tensor in enumerate(tensors_in(output)):
             self.set(tensor, [tensors_in(result)[i] for result in results])
+
+    def patch(self, base: Tensor, dim: int, part: Tensor, source: Tensor) -> list[Tensor] | None:
+        """A part of an empty tensor is written. The parts in their order along `dim`, once all are known."""
+        known = self._patches.setdefault(id(base), (base, {}))[1]
+        known[dim, int(part.storage_offset() - base.storage_offset()) // base.stride(dim)] = source
+        at = 0
+        for (along, begin), piece in sorted(known.items(), key=lambda item: item[0]):
+            if (along, begin) != (dim, at):
+                return None
+            at += piece.shape[dim]
+        if at < base.shape[dim]:
+            return None
+        self._patches.pop(id(base))
+        self._blank.pop(base, None)
+        return [known[key] for key in sorted(known)]
+
+    def close(self) -> None:
+        """The forward is over: what was written into a part of a tensor, of which the rest stayed empty, must stay."""
+        for _, known in self._patches.values():
+            for source in known.values():
+                self.freeze_tensor(source, "it is written into a part of an empty tensor")
+        self._patches.clear()
 
     def keep(self, source: Tensor, output: Tensor, zero: bool = True) -> None:
         """The output has the source's shape and its labels. `zero`: it is 0 where the source is."""
