@@ -278,7 +278,7 @@ def test_relevance_of_a_block_is_what_passes_through_its_branch() -> None:
     branch = net.body(x)
     relevance = (branch * net.head.weight[y]).sum(1) / net(x).gather(1, y[:, None])[:, 0]
     scores = sc.score(net, (x, y), LRP(composite=Epsilon(), start="one"))
-    assert scores.blocks["body"] == pytest.approx(float(relevance.sum()), rel=1e-4)
+    assert scores.blocks["body"] == pytest.approx(float(relevance.detach().sum()), rel=1e-4)
 
 
 def test_a_block_is_worth_its_score_for_what_it_costs() -> None:

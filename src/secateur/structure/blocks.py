@@ -26,8 +26,9 @@ from secateur.running.copies import named_modules
 from secateur.structure.dataflow import DataFlow, Visit
 from secateur.structure.findings import Axis, Findings
 
-#: What stands in for a module returns: what it was given, zeros of that shape, zeros that may be written to, or None.
-Returns = Literal["input", "zeros", "own zeros", "nothing"]
+#: What stands in for a module returns: what it was given, a zero that fits what it is added to, zeros of the shape of
+#: what it was given, zeros that may be written to, or None.
+Returns = Literal["input", "zero", "zeros", "own zeros", "nothing"]
 
 
 @dataclass(frozen=True)
@@ -343,7 +344,7 @@ class _Search:
         keys = [key for key, value in visit.given if value == branch.stream or flow.maker[value] in branch.region]
         if not keys:
             return None if outer else StandIn(path, "nothing", place=() if visit.plain else place)
-        returns: Returns = "zeros" if outer else "input"
+        returns: Returns = "input" if not outer else "zero" if set(outer) == {branch.node} else "zeros"
         if any(flow.nodes[n].writes and flow.nodes[n].inputs[0] == read[0][1] for n in outer):
             returns = "own zeros"
         return StandIn(path, returns, str(keys[0]), () if visit.plain else place)

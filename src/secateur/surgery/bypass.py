@@ -42,7 +42,9 @@ class Bypass(nn.Module):
         if self.returns != "nothing":
             x: Tensor = args[self.argument] if isinstance(self.argument, int) else kwargs[self.argument]
             made = x
-            if self.returns == "zeros":
+            if self.returns == "zero":  # runtimes leave out the addition of a single 0
+                made = x.new_zeros((1,) * x.ndim)
+            elif self.returns == "zeros":
                 made = x.new_zeros(()).expand(x.shape)
             elif self.returns == "own zeros":
                 made = x.new_zeros(x.shape)
