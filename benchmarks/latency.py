@@ -22,8 +22,9 @@ from torch import nn
 import secateur as sc
 from benchmarks import latency_accuracy
 from benchmarks.latency_rows import append, lines
+from secateur.ops.layers import Mask
 from secateur.plans import Limits
-from secateur.plans.plan import Mask, Plan, plan_for
+from secateur.plans.plan import Plan, plan_for
 from secateur.plans.scores import Scores
 from secateur.runtimes import Latency, clock
 from secateur.structure.graph import Graph

@@ -26,8 +26,9 @@ import secateur as sc
 from benchmarks.latency_rows import append, lines
 from secateur.data.images import read
 from secateur.data.views import View
+from secateur.ops.layers import Mask
 from secateur.plans import Limits, allocation
-from secateur.plans.plan import Mask, Plan, plan_for
+from secateur.plans.plan import Plan, plan_for
 from secateur.plans.ranking import _Chooser
 from secateur.plans.scores import Scores
 from secateur.repair import Repair

@@ -136,9 +136,10 @@ class Limits:
     def __post_init__(self) -> None:
         for name in ("ignore", "only"):
             object.__setattr__(self, name, arguments.patterns(name, getattr(self, name), error=TargetError))
-        if str(self.scope) == "time":  # what older versions had
+        scope: str | None = self.scope
+        if scope == "time":  # what older versions had
             fix = "a target in time, keep={{'latency': 0.5}}; then 'cost' is the time, as measured"
-            raise TargetError("{scope} was an estimate, and is gone.", fix=fix, scope=Argument("scope", self.scope))
+            raise TargetError("{scope} was an estimate, and is gone.", fix=fix, scope=Argument("scope", scope))
         if self.scope is not None:
             arguments.check_choice("scope", self.scope, get_args(Scope), error=TargetError)
         arguments.check_flag("uniform", self.uniform)
