@@ -7,6 +7,7 @@ import logging
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from types import CodeType
 from typing import Any
 
@@ -284,6 +285,7 @@ def _decided(
         log.debug("no forward in float64: %s", error)
         return trial, _difference(trial, seen.outputs, scales, _COARSE)
     trial = replace(trial, wide=torch.float64, masked=expected)
+    scales = [max(pair) for pair in zip_longest(scales, _scales([expected.outputs]), fillvalue=0.0)]  # no overflow
     found = _run_small(net, model, masked, trial)
     if isinstance(found, Fault):
         return found.trial, found.what
