@@ -94,6 +94,7 @@ class Residual(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.conv, self.norm = nn.Conv2d(width, width, 3, padding=1), nn.BatchNorm2d(width)
+        nn.init.constant_(self.norm.weight, 0.1)  # or the numbers of a thousand layers overflow
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.norm(self.conv(x)).relu()
