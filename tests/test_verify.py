@@ -50,10 +50,14 @@ class Net(nn.Module):
     """Three convolutions. `twist` is done to what the second returns; `end` makes the output."""
 
     def __init__(
-        self, twist: Callable[[Any, Tensor], Tensor] | None = None, end: Callable[[Any, Tensor], Any] | None = None
+        self,
+        twist: Callable[[Any, Tensor], Tensor] | None = None,
+        end: Callable[[Any, Tensor], Any] | None = None,
+        branch: bool = False,
     ) -> None:
         super().__init__()
         torch.manual_seed(0)
+        self.branch = nn.Conv2d(12, 12, 1) if branch else None
         self.first, self.second, self.third = nn.Conv2d(3, 8, 3, 1, 1), nn.Conv2d(8, 12, 3, 1, 1), nn.Conv2d(12, 6, 1)
         self.last = nn.Linear(6, 3)
         self.twist, self.end = twist, end
@@ -337,6 +341,21 @@ def test_float32_never_decides_against_a_removal(heavy: bool, monkeypatch: pytes
     """A chain that amplifies rounding a millionfold."""
     monkeypatch.setattr(rule, "_PARAMETERS", 0 if heavy else 1e9)
     applied(Net(lambda net, h: h + 1e5 * (h - (h * 3 + 7 - 7) / 3)), IMAGE)
+
+
+def test_numbers_too_large_for_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rule, "_PARAMETERS", 0)  # float32 first, where they are infinite
+    applied(Net(lambda net, h: h * 1e30 * 1e30), IMAGE)
+    with pytest.raises(VerificationError):
+        applied(Net(lambda net, h: h.roll(1, 1) * 1e30 * 1e30), IMAGE)
+
+
+def test_what_a_branch_does_that_is_scaled_down_to_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float32 the outputs agree; the layer that reads the branch does not."""
+    monkeypatch.setattr(rule, "_PARAMETERS", 0)
+    with pytest.raises(VerificationError):
+        applied(Net(lambda net, h: h + 1e-7 * net.branch(h.roll(1, 1).relu()), branch=True), IMAGE)
+    applied(Net(lambda net, h: h + 1e-7 * net.branch(h.relu()), branch=True), IMAGE)
 
 
 def test_buffers_that_a_forward_writes_stay_out_of_it() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, takewhile
@@ -176,6 +177,13 @@ def within(path: str, outer: str) -> bool:
     return path == outer or path.startswith(f"{outer}.")
 
 
+def _around(path: str) -> Iterator[str]:
+    """A module and all modules that it lies in."""
+    while path:
+        yield path
+        path = path.rpartition(".")[0]
+
+
 def find_blocks(flow: DataFlow, found: Findings, model: nn.Module) -> Blocks:
     """The residual branches that have layers. Each gets a label of its own, after all others."""
     macs: dict[Site, float] = {}
@@ -200,11 +208,12 @@ def find_blocks(flow: DataFlow, found: Findings, model: nn.Module) -> Blocks:
 def _named(blocks: Collection[Block]) -> Iterator[Block]:
     """With names: the module around all parts of a block, if it has no other block, or else its largest part."""
     known: set[str] = set()
+    counts = Counter(path for block in blocks for path in _around(block.site.path))
     for block in blocks:
         parts = [path.split(".") for path in (block.site.path, *(item.path for item in block.stand_ins))]
         shared = takewhile(lambda words: len(set(words)) == 1, zip(*parts, strict=False))
         around, name = ".".join(words[0] for words in shared), block.name
-        if around and sum(within(other.site.path, around) for other in blocks) == 1:
+        if around and counts[around] == 1:
             name = around
         name = f"{name}#{block.group}" if name in known else name
         known.add(name)
@@ -268,6 +277,13 @@ class _Search:
         self, flow: DataFlow, macs: Mapping[Site, float], makers: Collection[Site], owners: Mapping[str, set[str]]
     ) -> None:
         self.flow, self.macs, self.makers, self.owners = flow, macs, makers, owners
+        self._under: dict[str, set[str]] = {}
+        for name, holders in owners.items():
+            for path in (outer for holder in holders for outer in _around(holder)):
+                self._under.setdefault(path, set()).add(name)
+        ordered = sorted(flow.visits.items(), key=lambda item: item[0].count("."))
+        calls = [(path, [n for visit in visits for n in range(visit.begin, visit.end)]) for path, visits in ordered]
+        self._calls = [(path, numbers) for path, numbers in calls if path and numbers]
 
     def block(self, branch: _Branch, group: int) -> Block:
         """The block of a branch. Its groups are not known yet."""
@@ -306,10 +322,9 @@ class _Search:
 
     def owned(self, paths: Sequence[str]) -> frozenset[str]:
         """Parameters and buffers that no other module holds."""
+        names = set[str]().union(*(self._under.get(path, ()) for path in paths))
         return frozenset(
-            name
-            for name, holders in self.owners.items()
-            if all(any(within(holder, path) for path in paths) for holder in holders)
+            name for name in names if all(not set(_around(holder)).isdisjoint(paths) for holder in self.owners[name])
         )
 
     def _macs_in(self, path: str) -> float:
@@ -322,9 +337,8 @@ class _Search:
     def _hollow(self, region: frozenset[int]) -> list[str]:
         """The outermost modules that run for the branch alone."""
         found: list[str] = []
-        for path, visits in sorted(self.flow.visits.items(), key=lambda item: item[0].count(".")):
-            calls = [n for visit in visits for n in range(visit.begin, visit.end)]
-            if path and calls and region.issuperset(calls) and not any(within(path, outer) for outer in found):
+        for path, calls in self._calls:
+            if calls[0] in region and region.issuperset(calls) and not any(within(path, outer) for outer in found):
                 found.append(path)
         return found
 

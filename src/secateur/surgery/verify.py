@@ -7,6 +7,7 @@ import logging
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from types import CodeType
 from typing import Any
 
@@ -172,8 +173,7 @@ def _trials(model: nn.Module, masked: _Net, plan: Plan, example: Example) -> lis
     if _reads_training(model):
         learning = replace(trials[-1].probe, name=f"{trials[-1].probe.name} in training mode", training=True)
         third, _ = _first_taken(masked, [learning], model, plan, _LIGHT)
-        finite = third is not None and all(bool(torch.isfinite(t).all()) for t in third.masked.outputs if _real(t))
-        trials += [third] if third is not None and finite else []
+        trials += [third] if third is not None and _finite(third) else []
     return trials
 
 
@@ -181,17 +181,26 @@ def _first_taken(
     masked: _Net, probes: Iterable[Probe], model: nn.Module, plan: Plan, macs: float = _MACS
 ) -> tuple[Trial | None, str]:
     """The first probe that the masked model takes, or the first error."""
-    reason = ""
+    reason, coarse = "", None
     for probe in probes:
         for wide in _formats(model, plan, probe, macs):
             try:
-                return Trial(probe, wide, masked.run(probe, wide)), ""
+                trial = Trial(probe, wide, masked.run(probe, wide))
+                if wide == torch.float64 or _finite(trial):
+                    return trial, ""
+                coarse = coarse or trial  # float64 overflows later
             except Exception as error:  # the user's own code decides what it takes
                 log.debug("%s is not taken: %s", probe.name, error)
                 reason = reason or f"{type(error).__name__}: {error}"
                 if not _about_formats(error):
                     break
+        if coarse is not None:
+            return coarse, ""
     return None, reason
+
+
+def _finite(trial: Trial) -> bool:
+    return all(bool(torch.isfinite(t).all()) for t in trial.masked.outputs if _real(t))
 
 
 def _about_formats(error: Exception) -> bool:
@@ -284,6 +293,7 @@ def _decided(
         log.debug("no forward in float64: %s", error)
         return trial, _difference(trial, seen.outputs, scales, _COARSE)
     trial = replace(trial, wide=torch.float64, masked=expected)
+    scales = [max(pair) for pair in zip_longest(scales, _scales([expected.outputs]), fillvalue=0.0)]  # no overflow
     found = _run_small(net, model, masked, trial)
     if isinstance(found, Fault):
         return found.trial, found.what
