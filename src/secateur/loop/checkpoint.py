@@ -16,8 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from secateur import atomic
-from secateur.errors import CheckpointError, FileFormatError, SecateurError
+from secateur.errors import FileFormatError, SecateurError
 from secateur.loop.settings import Repairer, Settings
 from secateur.loop.steps import RunState
 from secateur.plans.plan import Plan, plan_for
@@ -29,7 +28,7 @@ from secateur.results.history import History
 from secateur.running.batches import Data
 from secateur.running.identity import data_identity, described, digest, numbers
 from secateur.running.processes import is_first, same_everywhere, wait
-from secateur.running.tensor_files import decode, encode, fill, parse_json, read_sealed, sealed
+from secateur.running.tensor_files import decode, encode, fill, other_run, read_checkpoint, write_checkpoint
 from secateur.structure.graph import Graph
 from secateur.surgery.cut import cut
 from secateur.surgery.optimizer import carry as carry_over
@@ -83,22 +82,14 @@ class Checkpoint:
                 "history": json.loads(state.history.to_json()), "books": asdict(books) if books is not None else None,
                 "blocks": dict(state.scores.blocks) if state.scores is not None else {},
             }  # fmt: skip
-            saved = {name: tensor.detach().contiguous().cpu().clone() for name, tensor in tensors.items()}
-            try:
-                atomic.write(self.path, sealed(saved, json.dumps(header)))
-            except OSError as error:
-                raise CheckpointError(
-                    f"the checkpoint {self.path} could not be written ({error}); the one before it, if any, is intact.",
-                    where=self.path,
-                    fix="make room and start the same run again: it goes on from there",
-                ) from error
+            write_checkpoint(self.path, tensors, header)
         wait()
 
     def restore(self, state: RunState) -> bool:
         """Bring a new state to where the file is; False if there is no file. The file of another run is refused."""
         if not same_everywhere(self.path.exists()):
             return False
-        header, tensors = self._read()
+        header, tensors = read_checkpoint(self.path, FORMAT)
         try:
             self._check_identity(header["settings"])
             self._fill(state, header, tensors)
@@ -153,18 +144,6 @@ class Checkpoint:
             raise ValueError("its plan does not belong to its groups")
         return made
 
-    def _read(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        tensors, text, _ = read_sealed(self.path)
-        try:
-            header = parse_json(text.encode() or b"null")
-        except ValueError as error:
-            what = f"{self.path} is not a checkpoint, or is damaged: {error}"
-            raise FileFormatError(what, where=self.path) from error
-        if not isinstance(header, dict) or header.get("format") != FORMAT:
-            what = f"{self.path} is not a checkpoint of this version of secateur (expected format {FORMAT!r})"
-            raise FileFormatError(what, where=self.path)
-        return header, tensors
-
     def _check_identity(self, found: Mapping[str, Any]) -> None:
         wanted, found = json.loads(json.dumps(self.identity)), {**_LATER, **found}
         if not self.graph.heads:  # what older versions call the default of models without attention
@@ -173,12 +152,7 @@ class Checkpoint:
                 wanted["criterion"] = found["criterion"]
         other = [key for key in wanted if found.get(key) != wanted[key] and (key in found or key not in _ADDED)]
         if other:
-            what = "; ".join(
-                f"other {key}" if key in _DIGESTS else f"{key} was {found.get(key)!r}, is now {wanted[key]!r}"
-                for key in other[:4]
-            )
-            fix = "another checkpoint path, or remove the file"
-            raise FileFormatError(f"{self.path} belongs to another run: {what}.", where=self.path, fix=fix)
+            raise other_run(self.path, {key: (found.get(key), wanted[key]) for key in other}, _DIGESTS)
 
 
 def _counted(value: Any) -> int:

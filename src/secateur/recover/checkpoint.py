@@ -12,10 +12,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from secateur import atomic
-from secateur.errors import CheckpointError, FileFormatError, SecateurError
+from secateur.errors import FileFormatError
 from secateur.running.processes import is_first, same_everywhere, wait
-from secateur.running.tensor_files import decode, encode, parse_json, read_sealed, sealed
+from secateur.running.tensor_files import decode, encode, other_run, read_checkpoint, write_checkpoint
 
 FORMAT = "secateur-recover-1"
 _DIGESTS = ("weights", "teacher", "data", "test")  # too long to be shown
@@ -34,45 +33,24 @@ class Checkpoint:
         if is_first():
             tensors: dict[str, torch.Tensor] = {}
             header = {"format": FORMAT, "settings": self.identity, "state": encode(state, tensors, "state")}
-            kept = {name: tensor.detach().contiguous().cpu().clone() for name, tensor in tensors.items()}
-            try:
-                atomic.write(self.path, sealed(kept, json.dumps(header)))
-            except OSError as error:
-                raise CheckpointError(
-                    f"the checkpoint {self.path} could not be written ({error}); the one before it, if any, is intact.",
-                    where=self.path,
-                    fix="make room and start the same run again: it goes on from there",
-                ) from error
+            write_checkpoint(self.path, tensors, header)
         wait()
 
     def restore(self) -> Any:
         """The state in the file; None if there is none. The file of another run is refused."""
         if not same_everywhere(self.path.exists()):
             return None
+        header, tensors = read_checkpoint(self.path, FORMAT)
         try:
-            tensors, text, _ = read_sealed(self.path)
-            header = parse_json(text.encode() or b"null")
-            if not isinstance(header, dict) or header.get("format") != FORMAT:
-                raise ValueError(f"its format is not {FORMAT!r}")
-            found, wanted = header["settings"], json.loads(json.dumps(self.identity))
+            found, wanted = dict(header["settings"]), json.loads(json.dumps(self.identity))
             state = decode(header["state"], tensors)
-        except (SecateurError, MemoryError):
-            raise
-        except Exception as error:
-            what = f"{self.path} is not a checkpoint of a training run, or is damaged: {error}"
-            raise FileFormatError(what, where=self.path) from error
-        other = [key for key in wanted if found.get(key) != wanted[key]]
+        except (KeyError, TypeError, ValueError) as error:
+            raise FileFormatError(f"{self.path} is damaged: {error}", where=self.path) from error
+        other = {key: (found.get(key), wanted[key]) for key in wanted if found.get(key) != wanted[key]}
         if other and self.stale:
             return None
         if other:
-            texts = [
-                f"other {key}" if key in _DIGESTS else f"{key} was {found.get(key)!r}, is now {wanted[key]!r}"
-                for key in other[:3]
-            ]
-            fix = "another checkpoint path, or remove the file"
-            raise FileFormatError(
-                f"{self.path} belongs to another run: {'; '.join(texts)}.", where=self.path, fix=fix
-            )  # fmt: skip
+            raise other_run(self.path, other, _DIGESTS)
         wait()  # until all have read it
         return state
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -73,7 +72,7 @@ def recover(
     if original is None and isinstance(small, Record):
         original = small.original
     student = unwrap(model_of(small))
-    if original is None and (asked.teacher or asked.blocks) and _asks(asked):
+    if original is None and _asks(asked):
         raise SecateurError(
             "there is no original to learn from.", fix="recover(small, original, data), or teacher=0 for labels alone"
         )
@@ -140,8 +139,6 @@ def trained(
     except TrainingError as error:
         error.result = ended(trainer.stopped or error.what)
         raise
-    finally:
-        gc.collect() if settings.compile else None
     return ended(stopped)
 
 

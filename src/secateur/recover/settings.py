@@ -152,7 +152,7 @@ class Epoch(Event):
     """One epoch of training. `accuracy` is that on the samples trained on, before each step; None without labels.
 
     `held_out` and `held_out_accuracy` are the loss and the accuracy on samples that are not trained on, if there are
-    any, and `test` what `evaluate` said.
+    any. `lr` is the learning rate of its last step, and `seconds` the time since the beginning.
 
     >>> print(Epoch(2, 10, 0.25, 0.9, held_out=0.3, held_out_accuracy=0.88))
     recovering: epoch 2/10, loss 0.25, accuracy 90.0 %; held out: loss 0.3, accuracy 88.0 %

@@ -9,7 +9,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from secateur import atomic
 from secateur.errors import CheckpointError, FileFormatError
 
 _KEY = "secateur"
@@ -84,6 +85,42 @@ def parse_json(raw: bytes, hook: Any = None) -> Any:
 def sealed(tensors: Mapping[str, Tensor], text: str) -> bytes:
     """A safetensors file with a text and a digest over everything. Equal content gives equal bytes."""
     return safetensors.torch.save(dict(tensors), {_KEY: _seal(tensors, text) + text})
+
+
+def write_checkpoint(path: Path, tensors: Mapping[str, Tensor], header: Mapping[str, Any]) -> None:
+    """Replace a sealed file of tensors and JSON; a kill leaves the old or the new."""
+    kept = {name: tensor.detach().contiguous().cpu().clone() for name, tensor in tensors.items()}
+    try:
+        atomic.write(path, sealed(kept, json.dumps(header)))
+    except OSError as error:
+        raise CheckpointError(
+            f"the checkpoint {path} could not be written ({error}); the one before it, if any, is intact.",
+            where=path,
+            fix="make room and start the same run again: it goes on from there",
+        ) from error
+
+
+def read_checkpoint(path: Path, form: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The header and the tensors that `write_checkpoint` was given. `form` is what its "format" must be."""
+    tensors, text, _ = read_sealed(path)
+    try:
+        header = parse_json(text.encode() or b"null")
+    except ValueError as error:
+        raise FileFormatError(f"{path} is not a checkpoint, or is damaged: {error}", where=path) from error
+    if not isinstance(header, dict) or header.get("format") != form:
+        what = f"{path} is not a checkpoint of this version of secateur (expected format {form!r})"
+        raise FileFormatError(what, where=path)
+    return header, tensors
+
+
+def other_run(path: Path, other: Mapping[str, tuple[Any, Any]], digests: Collection[str]) -> FileFormatError:
+    """The error for the file of another run. `other` has what was and what is; `digests` are too long to be shown."""
+    texts = [
+        f"other {key}" if key in digests else f"{key} was {was!r}, is now {now!r}"
+        for key, (was, now) in list(other.items())[:4]
+    ]
+    fix = "another checkpoint path, or remove the file"
+    return FileFormatError(f"{path} belongs to another run: {'; '.join(texts)}.", where=path, fix=fix)
 
 
 def read_sealed(path: Path) -> tuple[dict[str, Tensor], str, dict[str, str]]:

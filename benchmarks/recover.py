@@ -1,0 +1,94 @@
+"""What training wins back after pruning and repair, in minutes. Killed runs go on when the same command is given again.
+
+    python -m benchmarks.recover compact --weights efficientnet_lite0.safetensors --images imagenette --out runs
+    python -m benchmarks.recover language --model smollm2 --text wikitext-2/test.txt --out runs
+
+compact: EfficientNet-Lite0 for Imagenette's ten classes at 35 % of its MACs. Ten images per class score and repair, all
+1,000 reference images train, 500 others measure. language: a language model at 80 % of its body. It is scored, repaired
+and trained on text that it writes itself, and measured on a text that it has not seen. Results are lines of
+`runs/recover.jsonl`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import secateur as sc
+from benchmarks.language import body, perplexity
+from secateur.recover import Recover, write_text
+
+IMAGENETTE = [0, 217, 482, 491, 497, 566, 569, 571, 574, 701]  # outputs of its classes, in order of their folders
+
+
+def compact(given: argparse.Namespace, settings: Recover) -> dict[str, float]:
+    from benchmarks.latency_accuracy import network
+    from secateur.data.images import read
+    from secateur.data.views import View
+    from secateur.running.accuracy import accuracy
+
+    view = View(mean=(0.5,) * 3, std=(0.5,) * 3)
+    model = network("efficientnet_lite0", given.weights).to(given.device)
+    model = sc.specialize(model, IMAGENETTE, torch.zeros(2, 3, 224, 224, device=given.device))
+    train, test = (read(given.images / part, view=view) for part in ("reference", "test"))
+    few = train.draw(10, seed=given.seed).tensors(given.device)
+    result = sc.prune(model, few, keep={"macs": given.left or 0.35}, progress=False)
+    done = sc.recover(
+        result, model, train.training(64, given.device), settings, checkpoint=given.out / "compact.safetensors",
+        progress=lambda event: print(event, flush=True),
+    )  # fmt: skip
+    models = {"unpruned": model, "repaired": result.model, "trained": done.model}
+    measured = test.batches(100, given.device)
+    return {name: accuracy(m, measured).overall for name, m in models.items()} | {"epochs": len(done.history)}
+
+
+def language(given: argparse.Namespace, settings: Recover) -> dict[str, float]:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    device = torch.device(given.device)
+    model = AutoModelForCausalLM.from_pretrained(given.model, dtype=torch.float32).to(device).eval()
+    tokenizer = AutoTokenizer.from_pretrained(given.model)
+    ids = tokenizer(given.text.read_text(), return_tensors="pt", verbose=False).input_ids[0]
+    text: Any = write_text(model, given.sequences, given.tokens, seed=given.seed)
+    few = [({"input_ids": part.to(device)}, None) for part in text["input_ids"][:128].split(8)]
+    whole, inner = sum(p.numel() for p in model.parameters()), body(model)
+    keep = {"params": (whole - inner + (given.left or 0.8) * inner) / whole}
+    result = sc.prune(model, few, keep=keep, progress=False)
+    done = sc.recover(
+        result, model, text, settings, checkpoint=given.out / "language.safetensors",
+        progress=lambda event: print(event, flush=True),
+    )  # fmt: skip
+    models = {"unpruned": model, "repaired": result.model, "trained": done.model.eval()}
+    context = min(1024, len(ids))
+    found = {name: perplexity(m, ids, device, context) for name, m in models.items()}
+    return found | {"epochs": len(done.history)}
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["compact", "language"])
+    for name in ("weights", "images", "model", "text"):
+        parser.add_argument(f"--{name}", type=Path)
+    parser.add_argument("--out", type=Path, default=Path("runs"))
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--lr", type=float, help="default: what suits the model")
+    parser.add_argument("--left", type=float, help="share of the MACs, or of the body, that is left")
+    parser.add_argument("--sequences", type=int, default=4096)
+    parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    begin = time.perf_counter()
+    asked = Recover(minutes=options.minutes, lr=options.lr, seed=options.seed)
+    line = {"what": options.what, "minutes": options.minutes, "lr": options.lr, "seed": options.seed}
+    line |= {"compact": compact, "language": language}[options.what](options, asked)
+    line["seconds"] = round(time.perf_counter() - begin, 1)
+    with (options.out / "recover.jsonl").open("a") as file:
+        file.write(json.dumps(line) + "\n")
+    print(json.dumps(line))
