@@ -27,7 +27,6 @@ from secateur.files.architecture import describable, is_pretrained
 from secateur.loop.planner import Planner
 from secateur.loop.settings import Settings
 from secateur.plans.plan import Plan, difference, plan_for
-from secateur.plans.ranking import families
 from secateur.plans.scores import Scores
 from secateur.recover.checkpoint import Checkpoint
 from secateur.recover.recovery import trained
@@ -38,7 +37,7 @@ from secateur.running.processes import same_everywhere
 from secateur.running.progress import Evaluating, Listener, Scoring
 from secateur.running.sandbox import check_weights, evaluating, seeded
 from secateur.runtimes import Latency
-from secateur.structure.graph import Graph
+from secateur.structure.graph import Graph, families
 from secateur.surgery.apply import apply
 from secateur.surgery.cut import cut
 from secateur.surgery.optimizer import carry as carry_over
@@ -179,7 +178,7 @@ class Steps:
         if describable(self.original, plan):
             return
         faults, gone = [], np.isin(np.arange(len(self.graph.root)), plan.groups)
-        for family in families(self.graph):
+        for family in families(layer for layer in self.graph.layers if layer.prunable):
             own = np.zeros_like(gone)
             for layer in family:
                 own[layer.groups] = gone[layer.groups]
