@@ -100,8 +100,8 @@ def page(rows: list[dict[str, Any]]) -> str:
         "Relevance starts at one output: 1, or its logit under `attnlrp`. *Input / start* is the share that\n"
         "reaches the image. *Absorbed* is what constants take by definition (class tokens, zero padding; under\n"
         "`attnlrp` also biases and the constant part of a softmax, often most of it in random networks). The two\n"
-        "add up to 1 unless relevance is lost or created. *Worst* is the largest share that is lost or created, in one operation\n"
-        "or in all.\n"
+        "add up to 1 unless relevance is lost or created. *Worst* is the largest share that is lost or created,\n"
+        "in one operation or in all.\n"
         "Weights, batch-norm statistics, biases and scales are random; one image, float32.\n"
     ]
     for zoo, title in (("torchvision", "every classifier"), ("timm", "the smallest member of each family")):
