@@ -97,9 +97,11 @@ def page(rows: list[dict[str, Any]]) -> str:
         "    python -m benchmarks.conservation torchvision\n"
         "    python -m benchmarks.conservation timm\n"
         "    python -m benchmarks.conservation --write\n\n"
-        "Relevance 1 starts at one output. *Input / start* is the share that reaches the image. *Absorbed* is the\n"
-        "share that constants take by definition (class tokens, zero padding). The two add up to 1 unless relevance\n"
-        "is lost or created. *Worst* is the largest share that is lost or created, in one operation or in all.\n"
+        "Relevance starts at one output: 1, or its logit under `attnlrp`. *Input / start* is the share that\n"
+        "reaches the image. *Absorbed* is what constants take by definition (class tokens, zero padding; under\n"
+        "`attnlrp` also biases and the constant part of a softmax, often most of it in random networks). The two\n"
+        "add up to 1 unless relevance is lost or created. *Worst* is the largest share that is lost or created,\n"
+        "in one operation or in all.\n"
         "Weights, batch-norm statistics, biases and scales are random; one image, float32.\n"
     ]
     for zoo, title in (("torchvision", "every classifier"), ("timm", "the smallest member of each family")):
