@@ -499,7 +499,7 @@ def test_a_latency_is_planned_for_and_measured_in_the_runtime_that_is_named(
     monkeypatch.setenv("COLUMNS", "200")
     asked: list[Setup] = []
 
-    def passes(self: Clock, models: Any) -> list[list[float]]:
+    def passes(self: Clock, models: Any, seconds: Any = None) -> list[list[float]]:
         asked.append(self.setup)
         return [[weighed(model)] for model, _ in models]
 

@@ -79,7 +79,7 @@ def stopwatch(monkeypatch: pytest.MonkeyPatch, seconds: Callable[[str, nn.Module
         asked[0] += 1
         return lambda: {path: seconds(path, model.get_submodule(path)) for path in paths}
 
-    def passes(self: Clock, models: Sequence[tuple[nn.Module, Any]]) -> list[list[float]]:
+    def passes(self: Clock, models: Sequence[tuple[nn.Module, Any]], each: Any = None) -> list[list[float]]:
         names = [name for name, module in self.model.named_modules() if hasattr(module, "weight")]
         return [[sum(seconds(name, model.get_submodule(name)) for name in names)] for model, _ in models]
 

@@ -32,16 +32,20 @@ class Clock:
         """Median seconds of a forward pass of each model, which is what its plan leaves. They take turns."""
         return [statistics.median(own) for own in self.passes(models)]
 
-    def passes(self, models: Sequence[tuple[nn.Module, Plan | None]]) -> list[list[float]]:
-        """Seconds of several forward passes of each model. They take turns."""
+    def passes(
+        self, models: Sequence[tuple[nn.Module, Plan | None]], seconds: float | None = None
+    ) -> list[list[float]]:
+        """Seconds of several forward passes of each model. They take turns, for so many seconds each."""
         with self.setup.threaded(), quiet():
-            return turns([self.runner.prepare(model, plan) for model, plan in models])
+            return turns([self.runner.prepare(model, plan) for model, plan in models], seconds or _BUDGET)
 
 
-def turns(calls: Sequence[Callable[[], object]]) -> list[list[float]]:
+def turns(calls: Sequence[Callable[[], object]], budget: float = _BUDGET) -> list[list[float]]:
     """Seconds of each call, several times after a warm-up; the calls take turns."""
+    begin = time.perf_counter()
     for call in calls:
         call()
+    least = _LEAST if time.perf_counter() - begin < len(calls) else 2  # slow models vary less
     seconds: list[list[float]] = [[] for _ in calls]
     begin = time.perf_counter()
     for turn in range(_MOST):
@@ -49,6 +53,6 @@ def turns(calls: Sequence[Callable[[], object]]) -> list[list[float]]:
             start = time.perf_counter()
             call()
             own.append(time.perf_counter() - start)
-        if turn + 1 >= _LEAST and time.perf_counter() - begin > _BUDGET * len(calls):
+        if turn + 1 >= least and time.perf_counter() - begin > budget * len(calls):
             break
     return seconds

@@ -22,7 +22,7 @@ from secateur.runtimes.setup import Setup
 class Eager:
     """Runs models in PyTorch."""
 
-    least = 3  # profiled passes, of which the first is cold
+    least = 2  # profiled passes, of which the first is cold
 
     def __init__(self, setup: Setup, example: Example) -> None:
         self.setup, self.inputs = setup, setup.inputs(example)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Collection
@@ -23,7 +24,7 @@ from secateur.running.sandbox import Example, quiet, run
 from secateur.runtimes.setup import Setup
 
 _GAP = 1e-3  # between a smaller version and PyTorch, relative: enough to see that the right things were cut
-_RUNS, _KEPT = 4, 8  # runs of a profile, and files that are kept
+_RUNS, _SECONDS, _KEPT = 4, 2.0, 8  # runs of a profile after a cold one, how long they may take, files that are kept
 Cuts = dict[str, tuple[str, dict[int, int]]]
 
 
@@ -37,9 +38,13 @@ class Onnx:
         self.file = _exported(model, self.inputs)
         self.origin = _origins(self.file, model)
         self._made: dict[tuple[int, ...], Any] = {}
+        self._whole: Any = None
 
     def prepare(self, model: nn.Module, plan: Plan | None = None) -> Callable[[], object]:
         """A forward pass of the model, which is what the plan leaves of the whole one."""
+        if plan is None or not plan.groups:  # timed again and again
+            self._whole = self._whole or session_of(self.file.SerializeToString(), self.setup.threads)
+            return partial(self._run, self._whole)
         return partial(self._run, session_of(self._content(model, plan).SerializeToString(), self.setup.threads))
 
     def profile(self, model: nn.Module, plan: Plan | None, paths: Collection[str]) -> Callable[[], dict[str, float]]:
@@ -51,8 +56,10 @@ class Onnx:
         def forward() -> dict[str, float]:
             with TemporaryDirectory() as folder:
                 session = session_of(data, self.setup.threads, folder)
-                for _ in range(_RUNS + 1):
+                begin, runs = time.perf_counter(), 0
+                while runs < 2 or (runs <= _RUNS and time.perf_counter() - begin < _SECONDS):
                     self._run(session)
+                    runs += 1
                 events = json.loads(Path(session.end_profiling()).read_text())
             seen: dict[str, list[float]] = defaultdict(list)
             for event in events:
@@ -62,7 +69,7 @@ class Onnx:
             last = next(iter(paths), "")
             for name, times in seen.items():
                 last = homes.of(name) or last
-                seconds[last] += min(times[len(times) // (_RUNS + 1) :])
+                seconds[last] += min(times[len(times) // runs :])
             return dict(seconds)
 
         return forward

@@ -30,10 +30,8 @@ from secateur.runtimes.setup import Runtime, Setup
 from secateur.structure.cost import Savings, first_order
 from secateur.structure.graph import Graph
 
-# Seconds that the passes through all sample models may take, and how many these are at most.
-_BUDGET, _ROUNDS = 12.0, 10
-# Where a forward pass takes longer than this, watching it does not matter, and only the whole model is timed unwatched.
-_SLOW = 0.2
+# Seconds that the passes through all sample models may take, how many these are at most, and seconds for one model.
+_BUDGET, _ROUNDS, _EACH = 12.0, 10, 0.6
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -181,16 +179,16 @@ def _measured(clock: Clock, graph: Graph, segments: Sequence[Segment]) -> dict[s
     parts = [{path: min(one.get(path, 0.0) for one in own) for path in paths} for own in seen]
     kinds = _fitted(segments, masks, parts)
     sums = np.array([sum(float(kinds[s.kind] @ s.shares(mask)) for s in segments) for mask in masks])
-    together = [min(sum(one.values()) for one in own) for own in seen]
-    timed = range(2 if setup.runtime == "compile" else 1 if together[0] > _SLOW else len(models))
-    wholes = clock.passes([(models[i], plans[i]) for i in timed])
-    # Where others disturb, the quickest pass is the true one; what users see is the median.
-    quickest = np.array([min(times) for times in wholes] if len(timed) > 1 else together)
-    sums = sums[: len(quickest)]
-    ratio, less = quickest * sums[0] / (quickest[0] * sums), 1 - sums / sums[0]
+    timed = range(2 if setup.runtime == "compile" else len(models))  # compiling takes long
+    # Each in turn with the whole model alone, as they will be measured: among many models, caches are cold.
+    pairs = [clock.passes([(models[0], plans[0]), (models[i], plans[i])], _EACH) for i in timed[1:]]
+    found = [[statistics.median(own) for own in pair] for pair in pairs]
+    wholes = statistics.median(first for first, _ in found) * np.array([1, *(other / first for first, other in found)])
+    sums = sums[: len(wholes)]
+    ratio, less = wholes * sums[0] / (wholes[0] * sums), 1 - sums / sums[0]
     slope = float((less * (ratio - 1) / ratio**2).sum() / max(float((less**2 / ratio**2).sum()), 1e-12))
     bend = min(max(slope, -0.5), 0.5)
-    whole = statistics.median(wholes[0])
+    whole = float(wholes[0])
     return {
         "whole": whole, "error": float(np.median(np.abs((1 + bend * less) / ratio - 1))), "bend": bend,
         "kinds": {kind: [float(whole / sums[0] * each) for each in values] for kind, values in kinds.items()},
