@@ -197,7 +197,9 @@ def table(rows: list[dict[str, Any]]) -> str:
     lines += [
         "",
         f"{good} of {len(built)} families pass: removal equals masking on all three inputs, and the saved folder opens "
-        f"with equal outputs. Relevance is conserved (at most {100 * _LOSS:g} % lost) in {conserved} of {len(kept)}.",
+        "with equal outputs. This says nothing about relevance.",
+        f"Relevance can be computed in {len(kept)} of {sum('relevance' in row for row in built)} families, and is "
+        f"conserved (at most {100 * _LOSS:g} % lost) in {conserved} of these.",
         *(
             f"{sum(part in row.get('parts', {}) and row['parts'][part][0] > 0 for row in built)} of "
             f"{sum(part in row.get('parts', {}) for row in built)} families that have {part} can lose some."
