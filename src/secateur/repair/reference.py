@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from secateur.errors import RepairError
-from secateur.nest import tensors_of_output
+from secateur.nest import tensors_in, tensors_of_output
 from secateur.relevance.engine import RelevancePass
 from secateur.relevance.starts import seed
 from secateur.relevance.weights import LayerUse
@@ -34,6 +34,8 @@ Kept = Mapping[str, Mapping[int, np.ndarray[Any, Any]]]
 Answers = list[Tensor]
 # Of the memory: what models in lockstep may hold, and what the rows of all layers may take together.
 _IN_FLIGHT, _KEPT = 0.3, 0.35
+# What the modules of a pass take, and what watches them.
+_MODULES = 4 * 2**20
 # So many samples run together on a CPU even if their largest activation does not fit into its cache.
 _LEAST_TOGETHER = 8
 # What each regression needs of rows.
@@ -74,9 +76,12 @@ class Reference:
         tensors = dict(named_tensors(self.original))
         order = sorted(found.layers.values(), key=lambda layer: layer.number)
         every = dict.fromkeys(found.layers, samples.total)
+        # A pass holds its inputs to its end.
+        given = sum(t.numel() * t.element_size() // max(len(t), 1) for t in tensors_in(samples.two) if t.ndim)
+        alive = {name: size + given for name, size in found.alive.items()}
 
         def joining(share: float) -> dict[str, int]:
-            return every if self.by_layer else _joining(order, found.alive, samples.total, self.together, room * share)
+            return every if self.by_layer else _joining(order, alive, samples.total, self.together, room * share)
 
         def drawn(joined: dict[str, int], most: Callable[[RepairableLayer], int]) -> dict[str, int]:
             return {layer.weight: min(most(layer) // joined[layer.weight], layer.positions) or 1 for layer in order}
@@ -289,7 +294,7 @@ def _joining(
     worst, joined = 1, {}
     for layer in reversed(order):
         worst = max(worst, alive[layer.weight])
-        fitting = int(room / (worst + stack() / together)) // together * together
+        fitting = int(room / (worst + (stack() + _MODULES) / together)) // together * together
         joined[layer.weight] = min(samples, max(together, fitting))
     return joined
 
