@@ -208,5 +208,5 @@ def table(rows: list[dict[str, Any]]) -> str:
     ]
     unbuilt = sorted((row for row in rows if "unbuilt" in row), key=lambda row: str(row["model"]))
     lines += ["", f"{len(unbuilt)} families have no tiny model here:", ""]
-    lines += [f"- {row['model']}: {row['unbuilt'][:160]}" for row in unbuilt]
+    lines += [f"- {row['model']}: {row['unbuilt'][:160].replace('[', chr(92) + '[')}" for row in unbuilt]
     return "\n".join(lines)

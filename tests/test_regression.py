@@ -109,9 +109,16 @@ def test_an_old_checkpoint_goes_on_and_ends_as_it_would_have(run: str, tmp_path:
     path = tmp_path / "run.safetensors"
     shutil.copy(FILES / f"{run}.safetensors", path)
     result, asked = pruned(run, path)
-    assert_same(numbers(result), expected)
+    found, alone = numbers(result), numbers(pruned(run, None)[0])
     assert asked == len(expected["rows"]) - 3  # steps 0, 1 and 2 were done already
-    assert_same(numbers(pruned(run, None)[0]), expected)
+    if run == "repaired":
+        # Today's repair draws other rows. Each step is repaired from the original's weights, so that what comes after
+        # the file must be what a run without it gives. What lies in the file, and every size, is the older version's.
+        assert [row[:4] for row in alone["rows"]] == [row[:4] for row in expected["rows"]]
+        expected |= {"rows": [*expected["rows"][:3], *alone["rows"][3:]], "weights": alone["weights"]}
+    else:
+        assert_same(alone, expected)
+    assert_same(found, expected)
 
 
 def test_an_old_folder_loads_and_computes_what_its_weights_say() -> None:

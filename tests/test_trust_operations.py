@@ -705,3 +705,24 @@ def test_a_function_without_a_derivative_is_named() -> None:
 
     with pytest.raises(sc.errors.CriterionError, match="floor_divide"):
         sc.score(Net(), [(torch.rand(4, 4), torch.arange(4) % 3)], "gradient")
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda h: torch.fft.fft(h).abs(),
+        lambda h: torch.linalg.solve_triangular(torch.eye(8) + h.T @ h, h.T, upper=False).T,
+    ],
+    ids=["fft", "solve_triangular"],
+)
+def test_relevance_through_what_no_rule_is_known_for_is_refused(function: Any) -> None:
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(6, 8), nn.Linear(8, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(function(self.a(x)))
+
+    with pytest.raises(sc.SecateurError, match="no relevance rule is known"):
+        sc.explain(Mixed().eval(), torch.rand(3, 6), target=1)

@@ -25,6 +25,7 @@ from secateur.ops.table import (
     SizeQuery,
     averages,
     moves,
+    refused,
     register,
     register_named,
     writes,
@@ -419,11 +420,12 @@ register_named("input *rest", "scatter_add masked_scatter", Fixed(_WRITTEN, writ
 register("input source|src *rest", Tensor.copy_, operation=Patch(_WRITTEN, writes), writes=True)
 register_named("input *rest", "index_put index_copy", Fixed(_WRITTEN, writes), in_place="index_put_ index_copy_")
 register_named("input", "view_as_complex view_as_real", Pairs())
-_COMPUTED = (torch._weight_norm, torch.polar, torch.linalg.solve_triangular, F.one_hot)
-register("input *rest", *_COMPUTED, operation=Fixed("computes with it"))
+register("input *rest", torch._weight_norm, F.one_hot, operation=Fixed("computes with it"))
+register("input *rest", torch.linalg.solve_triangular, operation=Fixed("computes with it", refused))
+register("abs angle out=None", torch.polar, operation=Fixed("computes with it", refused))
 register_named("input *rest", "as_strided", Fixed("reads it at fixed places"))
 _FOURIER = [getattr(torch.fft, f"{i}{n}fft{d}") for i in ("", "i") for n in ("", "r") for d in ("", "2", "n")]
-register("input *rest", *_FOURIER, operation=Fixed("mixes it by a Fourier transform"))
+register("input *rest", *_FOURIER, operation=Fixed("mixes it by a Fourier transform", refused))
 register_named("input dim index source alpha=1", "index_add", IndexAdd(), in_place="index_add_")
 register_named("input chunks|indices|sections|tensor_indices_or_sections dim=0", "chunk tensor_split", Split())
 register_named("input|tensor split_size_or_sections|split_size|split_sizes dim=0", "split split_with_sizes", Split())

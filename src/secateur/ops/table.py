@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from secateur.errors import UnsupportedModelError
 from secateur.nest import tensors_in
 from secateur.ops.protocols import LabelVerbs, RelevanceVerbs
 
@@ -202,6 +203,13 @@ def passes(relevance: RelevanceVerbs, call: Call) -> Any:
 def stops(relevance: RelevanceVerbs, call: Call) -> Any:
     """Not at all: the result is a fact or a statistic."""
     return relevance.stops(call)
+
+
+def refused(relevance: RelevanceVerbs, call: Call) -> Any:
+    """Nobody knows."""
+    raise UnsupportedModelError(
+        f"no relevance rule is known for {call.site}.", fix="another criterion, such as 'taylor'"
+    )
 
 
 def averages(relevance: RelevanceVerbs, call: Call) -> Any:
