@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from secateur.nest import tensors_of_output
 from secateur.ops import table
 from secateur.ops.activation import Activation
 from secateur.plans import Limits
+from secateur.plans.plan import plan_for
 from secateur.surgery import verify as rule
 
 IMAGE = torch.rand(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
@@ -525,3 +527,36 @@ def test_a_run_that_goes_on_remembers_what_stays(tmp_path: Path) -> None:
     assert again.plan == whole.plan
     same = zip(whole.model.state_dict().values(), again.model.state_dict().values(), strict=True)
     assert all(torch.equal(a, b) for a, b in same)
+
+
+class Remembering(nn.Module):
+    """Unless it is told not to, it keeps a state, whose width is that of its config."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(use_cache=True, width=12)
+        self.a, self.b, self.c = nn.Linear(6, 12), nn.Linear(12, 10), nn.Linear(10, 4)
+
+    def forward(self, x: Tensor, use_cache: bool | None = None) -> dict[str, Tensor]:
+        h, kept = self.a(x), {}
+        if self.config.use_cache if use_cache is None else use_cache:
+            kept = {"state": h.new_zeros(len(h), self.config.width)}
+            h = h + kept["state"]
+        return {"logits": self.c(self.b(h).relu()), **kept}
+
+
+def test_what_a_model_keeps_for_a_next_call_is_tried_too() -> None:
+    torch.manual_seed(0)
+    net, x = Remembering().eval(), torch.rand(5, 6)
+    graph = sc.analyze(net, x)
+    assert {"a", "b"} <= {layer.name for layer in graph.layers if layer.prunable}
+    removed = np.zeros(len(graph.root), np.bool_)
+    removed[[layer.groups[0] for layer in graph.layers if layer.name in ("a", "b")]] = True
+    with pytest.raises(VerificationError, match="with a cache") as caught:
+        sc.apply(net, plan_for(graph, removed))
+    assert caught.value.layers == ("a",)
+    with pytest.warns(SecateurWarning, match="disagree for a: these layers stay"):
+        result = sc.prune(net, (x, torch.arange(5) % 4), "weight", 0.3, repair=None, progress=False)
+    assert result.model.a.out_features == 12
+    assert result.model.b.out_features < 10
+    assert result.model(x)["logits"].shape == (5, 4)

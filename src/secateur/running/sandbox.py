@@ -142,12 +142,18 @@ def arguments(example: Example) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (tuple(example), {}) if isinstance(example, tuple | list) else ((example,), {})
 
 
-def run(model: nn.Module, example: Example) -> Any:
-    """Call the model on an example. A language model keeps no keys and values for a next call."""
+def run(model: nn.Module, example: Example, cached: bool = False) -> Any:
+    """Call the model on an example. A language model keeps no keys and values for a next call, unless `cached`."""
     args, kwargs = arguments(example)
     if _takes_use_cache(type(model).forward):
-        kwargs.setdefault("use_cache", False)
+        kwargs.setdefault("use_cache", cached)
     return model(*args, **kwargs)
+
+
+def caches(model: nn.Module) -> bool:
+    """Whether a model keeps something for a next call unless it is told not to."""
+    wanted = getattr(getattr(model, "config", None), "use_cache", False)
+    return bool(wanted) and _takes_use_cache(type(model).forward)
 
 
 @cache

@@ -14,12 +14,17 @@ from secateur.running.sandbox import Example
 
 @dataclass(frozen=True)
 class Probe:
-    """Inputs to compare two models on. `share` is how large they are compared with the example."""
+    """Inputs to compare two models on. `share` is how large they are compared with the example.
+
+    `cached`: the model keeps what a next call needs, such as keys and values. Those are as wide as its layers, so that
+    only what it returns first is compared.
+    """
 
     name: str
     inputs: Example
     share: float = 1.0
     training: bool = False
+    cached: bool = False
 
 
 #: Other sizes: new ones by dimension and old size.

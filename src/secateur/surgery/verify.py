@@ -20,7 +20,7 @@ from secateur.nest import map_tensors, tensors_in, tensors_of_output
 from secateur.plans.plan import Plan, plan_for
 from secateur.running.copies import named_modules, named_tensors, shared_copy
 from secateur.running.devices import device_of, dtype_of
-from secateur.running.sandbox import Example, quiet, run
+from secateur.running.sandbox import Example, caches, quiet, run
 from secateur.structure.blocks import Block, within
 from secateur.structure.graph import Layer
 from secateur.surgery.cut import cut, sliced
@@ -122,8 +122,9 @@ class _Net:
             with quiet(), unwritten(self._net, probe.training):
                 torch.manual_seed(0)
                 with mode:
-                    outputs = run(self._net, inputs)
-            return Seen(tensors_of_output(outputs, self._output), mode.drawn, mode.rows, layers)
+                    outputs = run(self._net, inputs, probe.cached)
+            made = tensors_in(outputs)[:1] if probe.cached else tensors_of_output(outputs, self._output)
+            return Seen(made, mode.drawn, mode.rows, layers)
         finally:
             for hook in hooks:
                 hook.remove()
@@ -170,8 +171,12 @@ def _trials(model: nn.Module, masked: _Net, plan: Plan, example: Example) -> lis
     trials = [first]
     second, _ = _first_taken(masked, others(example, first.masked.rows, plan.before.macs < _LIGHT), model, plan)
     trials += [second] if second is not None else []
+    last = trials[-1].probe
+    if caches(model):
+        cached, _ = _first_taken(masked, [replace(last, name=f"{last.name} with a cache", cached=True)], model, plan)
+        trials += [cached] if cached is not None else []
     if _reads_training(model):
-        learning = replace(trials[-1].probe, name=f"{trials[-1].probe.name} in training mode", training=True)
+        learning = replace(last, name=f"{last.name} in training mode", training=True)
         third, _ = _first_taken(masked, [learning], model, plan, _LIGHT)
         trials += [third] if third is not None and _finite(third) else []
     return trials
@@ -376,7 +381,7 @@ def _unproven(
     net: _Net, model: nn.Module, masked: _Net, plan: Plan, done: Sequence[tuple[Trial, Seen]]
 ) -> Fault | None:
     """Outputs that are empty, whole-numbered or constant hide what happens: then every layer is compared."""
-    plain = [(trial, seen) for trial, seen in done if not trial.probe.training]
+    plain = [(trial, seen) for trial, seen in done if not trial.probe.training and not trial.probe.cached]
     counts = {len(trial.masked.outputs) for trial, _ in plain}
     columns = list(zip(*(trial.masked.outputs for trial, _ in plain), strict=False))
     if not plain or (len(counts) == 1 and columns and all(map(_informs, columns))):
