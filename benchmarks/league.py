@@ -25,6 +25,7 @@ import time
 import traceback
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 import safetensors.torch
@@ -325,9 +326,7 @@ def probe() -> bool:
 
 def share_gpu() -> None:
     """Let several processes compute on the GPU at the same time (CUDA MPS), where that works."""
-    place = {"CUDA_MPS_PIPE_DIRECTORY": "/tmp/mps", "CUDA_MPS_LOG_DIRECTORY": "/tmp/mps-log"}
-    for folder in place.values():
-        Path(folder).mkdir(exist_ok=True)
+    place = {name: mkdtemp(prefix="mps-") for name in ("CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY")}
     os.environ |= place
     try:
         subprocess.run(["nvidia-cuda-mps-control", "-d"], check=True, capture_output=True, timeout=20)

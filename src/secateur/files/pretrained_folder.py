@@ -125,7 +125,9 @@ def _build(folder: Path, config: Mapping[str, Any], sizes: list[int]) -> tuple[n
     if not uniform:
         model = kind(made)
         if model.can_generate() and (folder / "generation_config.json").is_file():
-            model.generation_config = transformers.GenerationConfig.from_pretrained(folder, local_files_only=True)
+            # A folder: nothing is downloaded.
+            read = transformers.GenerationConfig.from_pretrained
+            model.generation_config = read(folder, local_files_only=True)  # nosec B615
         return model, False
     model, info = kind.from_pretrained(
         folder,
