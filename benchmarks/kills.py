@@ -118,12 +118,13 @@ class Way:
 
     def start(self, place: Path, at: int | None = None) -> int:
         """A process of its own, forked because importing torch anew would take longer than the run."""
+        said = os.open(place.with_suffix(".err"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)  # there, however early it dies
         child = os.fork()
         if child:
+            os.close(said)
             return child
         status = 1
         try:
-            said = os.open(place.with_suffix(".err"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             os.dup2(said, 2)
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
             operations = watch(place, at)
