@@ -1,76 +1,114 @@
-"""Whole blocks beside filters: accuracy at equal MACs, and how fast the smaller models are.
+"""Allocation at equal MACs: the knapsack beside a fixed order, single filters beside whole blocks.
 
-Each cell runs `secateur prune` in a process of its own; results are kept line by line, so that a run can be stopped.
+    python -m benchmarks.blocks --out results --weights resnet50.safetensors --images imagenette --device cuda
+    python -m benchmarks.blocks --out results --table
 
-    python -m benchmarks.blocks --model timm:efficientnet_lite0 --weights lite0.safetensors --images reference
-        --test test --classes n01440764 n02979186 n03000684 --out results.jsonl
-    python -m benchmarks.blocks --out results.jsonl --table
+Scenes are those of `benchmarks.latency accuracy`: three classes of Imagenette, ten photographs each, by draw. All cells
+of a draw run in one process on one analysis, one set of scores and one repair session; each cell is kept at once.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
-import sys
-import tempfile
-from itertools import product
+import time
 from pathlib import Path
 
-BLOCKS, MACS = ("no", "yes", "only"), (0.7, 0.5, 0.35)
+import numpy as np
+
+import secateur as sc
+from benchmarks.latency import MODELS
+from benchmarks.latency_accuracy import accuracy, scene
+from benchmarks.latency_rows import keep, known
+from secateur.plans import Limits, allocation
+from secateur.plans.plan import Plan, plan_for
+from secateur.plans.ranking import _Chooser
+from secateur.plans.scores import Scores
+from secateur.repair import Repair
+from secateur.structure.graph import Graph
+
+#: "fixed order": score per MAC of the whole model. "linear": weighed again as it shrinks. "knapsack": the worth of a
+#: unit grows as its layer loses relevance, too.
+CHOICES = ("fixed order", "linear", "knapsack", "knapsack, blocks", "only blocks")
 
 
-def run(cell: dict[str, object], given: argparse.Namespace) -> dict[str, object]:
-    with tempfile.TemporaryDirectory() as place:
-        folders = {}
-        for name in ("images", "test"):
-            folders[name] = Path(place) / name
-            folders[name].mkdir()
-            for wanted in given.classes:
-                (folders[name] / wanted).symlink_to(Path(getattr(given, name)).resolve() / wanted)
-        command = [
-            sys.executable, "-m", "secateur", "prune", given.model, "--weights", given.weights,
-            "--device", given.device, "--no-report", "--json", "--out", str(Path(place) / "small"),
-            "--images", str(folders["images"]), "--test", str(folders["test"]), "--per-class", str(given.per_class),
-            "--keep-macs", str(cell["macs"]), "--blocks", str(cell["blocks"]), "--repair", str(cell["repair"]),
-            "--scope", "cost", "--seed", str(cell["seed"]),
-        ]  # fmt: skip
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-    return {**cell, **(json.loads(done.stdout) if not done.returncode else {"error": done.stderr[-2000:]})}
+def choose(name: str, graph: Graph, scores: Scores, share: float) -> Plan:
+    """The plan that keeps so much of the MACs."""
+    allocation.BALANCE = 0.0 if name == "linear" else 1.0
+    blocks = "only" if name == "only blocks" else name.endswith("blocks")
+    bound, prices = share * graph.cost.macs, graph.cost_of.prices
+    limits = Limits("cost", round_to=8, blocks=blocks)
+    chooser = _Chooser(graph, scores, limits, None, prices, "macs", None if name == "fixed order" else bound)
+    return plan_for(graph, chooser.by_cost({"macs": bound}))
+
+
+def measure(options: argparse.Namespace) -> None:
+    """Every cell that is not known yet."""
+    where = {"what": "macs", "model": options.model, "repair": options.repair}
+    done = {(row["draw"], row["share"], row["choice"]) for row in known(options.out, options.logs, **where)}
+    begin = time.perf_counter()
+    for draw in range(*options.draws):
+        todo = [(s, c) for s in options.shares for c in options.choices if (draw, s, c) not in done]
+        if not todo:
+            continue
+        stage = scene(options, draw)
+        graph = sc.analyze(stage.model, stage.reference[0][:1])
+        scores, whole = sc.score(stage.model, stage.reference, "lrp", graph=graph), accuracy(stage.model, stage.test)
+        at_once = 1024 if options.device == "cuda" else None
+        session = Repair(options.repair, at_once=at_once).session(stage.model, stage.reference)
+        for share, name in todo:
+            if time.perf_counter() - begin > options.seconds:
+                return
+            row = {**where, "draw": draw, "share": share, "choice": name, "whole": whole}
+            try:
+                plan = choose(name, graph, scores, share)
+            except sc.SecateurError as error:  # whole blocks alone do not reach every target
+                keep(options.out, f"macs-{options.model}", {**row, "refused": str(error)[:200]})
+                continue
+            small = sc.apply(stage.model, plan)
+            row |= {
+                "macs": plan.after.macs / plan.before.macs, "params": plan.after.params / plan.before.params,
+                "blocks": [block.name for block in plan.blocks], "none": accuracy(small, stage.test),
+                "repaired": accuracy(session.examine(small).model, stage.test),
+            }  # fmt: skip
+            keep(options.out, f"macs-{options.model}", row)
+
+
+def table(options: argparse.Namespace) -> None:
+    """Means over draws that all choices of a share have, as Markdown."""
+    rows = [row for row in known(options.out, options.logs, what="macs") if "refused" not in row]
+    print("| model | MACs asked | choice | draws | MACs | parameters | blocks | not repaired | repaired |")
+    print("|---|---|---|---|---|---|---|---|---|")
+    for model, share in sorted({(row["model"], row["share"]) for row in rows}, key=lambda key: (key[0], -key[1])):
+        for name in CHOICES:
+            mine = [row for row in rows if (row["model"], row["share"], row["choice"]) == (model, share, name)]
+            if mine:
+                macs, params, none, last = (
+                    100 * np.array([row[key] for row in mine]) for key in ("macs", "params", "none", "repaired")
+                )
+                half = 1.96 * last.std(ddof=1) / len(mine) ** 0.5 if len(mine) > 1 else 0.0
+                count = np.mean([len(row["blocks"]) for row in mine])
+                cells = [model, f"{100 * share:.0f} %", name, len(mine), f"{macs.mean():.1f} %"]
+                cells += [f"{params.mean():.1f} %", f"{count:.1f}", f"{none.mean():.1f}"]
+                print(f"| {' | '.join(map(str, cells))} | {last.mean():.1f} ± {half:.1f} |")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    for name in ("model", "weights", "images", "test"):
-        parser.add_argument(f"--{name}", default="")
-    parser.add_argument("--classes", nargs="*", default=[])
-    parser.add_argument("--per-class", type=int, default=10)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--seeds", type=int, default=1)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--logs", nargs="*", type=Path, default=[], help="output of earlier runs")
+    parser.add_argument("--model", choices=MODELS, default="resnet50")
+    parser.add_argument("--weights", type=Path)
+    parser.add_argument("--images", type=Path)
+    parser.add_argument("--data", choices=("imagenette", "cats_dogs"), default="imagenette")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--repair", default="best")
+    parser.add_argument("--draws", type=lambda t: tuple(map(int, t.split(":"))), default=(0, 10), help="from:to")
+    parser.add_argument("--shares", nargs="+", type=float, default=(0.6, 0.35, 0.16), help="of the MACs")
+    parser.add_argument("--choices", nargs="+", default=CHOICES)
+    parser.add_argument("--seconds", type=float, default=400, help="begin no cell after so many seconds")
     parser.add_argument("--table", action="store_true")
-    given = parser.parse_args()
-    known = [json.loads(line) for line in given.out.read_text().splitlines()] if given.out.exists() else []
-    if given.table:
-        heads = ("MACs", "blocks", "draw", "blocks that left", "accuracy", "MACs left", "ms, 1 image", "seconds")
-        print(f"| {' | '.join(heads)} |\n{'|---' * len(heads)}|")
-        for row in known:
-            if "error" not in row:
-                ratio = row["after"]["macs"] / row["before"]["macs"]
-                print(f"| {row['macs']} | {row['blocks']} | {row['seed']} | {', '.join(row['blocks_left'])} | "
-                      f"{100 * row['accuracy']['after']['overall']:.1f} | {ratio:.2f} | "
-                      f"{1000 * row['after']['latency_1']:.1f} | {row['seconds']:.0f} |")  # fmt: skip
-        return
-    for seed, macs, blocks in product(range(given.seeds), MACS, BLOCKS):
-        cell = {"macs": macs, "repair": "best", "seed": seed}
-        if any({**cell, "asked": blocks}.items() <= row.items() for row in known):
-            continue
-        row = run({**cell, "blocks": blocks}, given)
-        row = {**row, "blocks_left": row.get("removed_blocks", []), "blocks": blocks, "asked": blocks}
-        with given.out.open("a") as file:
-            file.write(json.dumps(row) + "\n")
-        shown = ("macs", "blocks", "blocks_left", "accuracy", "error")
-        print(json.dumps({key: row.get(key) for key in shown}), flush=True)
+    options = parser.parse_args()
+    (table if options.table else measure)(options)
 
 
 if __name__ == "__main__":

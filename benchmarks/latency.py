@@ -21,7 +21,7 @@ from torch import nn
 
 import secateur as sc
 from benchmarks import latency_accuracy
-from benchmarks.latency_rows import append, lines
+from benchmarks.latency_rows import keep, known
 from secateur.ops.layers import Mask
 from secateur.plans import Limits
 from secateur.plans.plan import Plan, plan_for
@@ -71,8 +71,9 @@ def some_plan(graph: Graph, number: int) -> Plan:
 def predict(options: argparse.Namespace) -> None:
     """Predicted and measured seconds of some plans."""
     where = {key: getattr(options, key) for key in ("model", "runtime", "batch", "threads", "device")}
-    path = options.out / f"predict-{'-'.join(map(str, where.values()))}.jsonl"
-    done = {row["plan"] for row in lines(path) if "plan" in row}
+    where = {"what": "predict", **where}
+    name = "-".join(map(str, where.values()))
+    done = {row["plan"] for row in known(options.out, options.logs, **where) if "plan" in row}
     todo = [number for number in range(options.plans) if number not in done]
     if not todo:
         return
@@ -83,8 +84,7 @@ def predict(options: argparse.Namespace) -> None:
     settings = {key: where[key] for key in ("runtime", "batch", "threads", "device")}
     table: Latency = sc.latency(model, example, cache=options.out / "cache", **settings)
     took = time.perf_counter() - begin
-    append(path, {**where, "table_seconds": took, "whole": table.whole, "error": table.error})
-    print(where, f"table {took:.1f} s, whole {1000 * table.whole:.2f} ms, its own error {100 * table.error:.1f} %")
+    keep(options.out, name, {**where, "table_seconds": took, "whole": table.whole, "error": table.error})
     watch = table.clock(model)
     begin = time.perf_counter()
     for number in todo:
@@ -92,10 +92,10 @@ def predict(options: argparse.Namespace) -> None:
         small = cut(model, plan).eval()
         whole, seconds = watch.in_turn([(model, None), (small, plan)])
         predicted = table.predict(plan)
-        append(path, {**where, "plan": number, "macs": plan.after.macs / plan.before.macs, "whole": whole,
-                      "seconds": seconds, "predicted": predicted})  # fmt: skip
-        share, gap = 100 * plan.after.macs / plan.before.macs, 100 * (predicted / table.whole * whole / seconds - 1)
-        print(f"{number:3d}  {share:5.1f} % MACs  {1000 * seconds:8.2f} ms  {gap:+6.1f} % predicted", flush=True)
+        # As shares of what the whole model takes, timed in turn: a machine that changes its pace hits both.
+        gap = predicted / table.whole * whole / seconds - 1
+        keep(options.out, name, {**where, "plan": number, "macs": plan.after.macs / plan.before.macs, "whole": whole,
+                                 "seconds": seconds, "predicted": predicted, "gap": gap})  # fmt: skip
         if time.perf_counter() - begin > options.seconds:
             break
 
@@ -106,15 +106,15 @@ def tables(options: argparse.Namespace) -> None:
         "| model | runtime | batch | whole | table took | plans | within 10 % | median error | worst | of the seconds |"
     )
     print("|---|---|---|---|---|---|---|---|---|---|")
-    for path in sorted(options.out.glob("predict-*.jsonl")):
-        rows = lines(path)
-        plans = [row for row in rows if "plan" in row]
-        heads = [row for row in rows if "table_seconds" in row]
+    keys = ("model", "runtime", "batch", "threads", "device")
+    rows = known(options.out, options.logs, what="predict")
+    for place in sorted({tuple(row[key] for key in keys) for row in rows}):
+        mine = [row for row in rows if tuple(row[key] for key in keys) == place]
+        plans, heads = [row for row in mine if "plan" in row], [row for row in mine if "table_seconds" in row]
         if not plans:
             continue
-        head = heads[-1]
-        # As shares of what the whole model takes, timed in turn: a machine that changes its pace hits both.
-        errors = np.array([row["predicted"] / head["whole"] * row["whole"] / row["seconds"] - 1 for row in plans])
+        head = max(heads, key=lambda row: row["table_seconds"])  # later ones read it from the cache
+        errors = np.array([row["gap"] for row in plans])
         plain = np.array([row["predicted"] / row["seconds"] - 1 for row in plans])
         where = f"{head['runtime']}, " + (f"{head['threads']} threads" if head["device"] == "cpu" else head["device"])
         near, middle = 100 * np.mean(np.abs(errors) <= 0.1), 100 * np.median(np.abs(errors))
@@ -124,13 +124,14 @@ def tables(options: argparse.Namespace) -> None:
             f"{100 * np.mean(np.abs(plain) <= 0.1):.0f} %",
         ]  # fmt: skip
         print(f"| {' | '.join(map(str, cells))} |")
-    latency_accuracy.tables(options.out)
+    latency_accuracy.tables(known(options.out, options.logs, what="accuracy"))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("predict", "accuracy", "table"))
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--logs", nargs="*", type=Path, default=[], help="output of earlier runs")
     parser.add_argument("--model", choices=MODELS, default="resnet50")
     parser.add_argument("--runtime", default="onnxruntime")
     parser.add_argument("--batch", type=int, default=1)

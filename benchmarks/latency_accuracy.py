@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import copy
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import secateur as sc
-from benchmarks.latency_rows import append, lines
+from benchmarks.latency_rows import keep, known
 from secateur.data.images import read
 from secateur.data.views import View
 from secateur.ops.layers import Mask
@@ -157,8 +157,9 @@ def reach(make: Callable[[float], Plan], model: nn.Module, clock: Clock, table: 
 def measure(options: argparse.Namespace) -> None:
     """Every cell that is not in the results yet."""
     where = {key: getattr(options, key) for key in ("model", "data", "runtime", "batch", "threads")}
-    path = options.out / f"accuracy-{'-'.join(map(str, where.values()))}-{options.draws[0]}.jsonl"
-    done = {(row["draw"], row["share"], row["allocation"]) for row in lines(path)}
+    where = {"what": "accuracy", **where}
+    file = "-".join(map(str, (*where.values(), options.draws[0])))
+    done = {(row["draw"], row["share"], row["allocation"]) for row in known(options.out, options.logs, **where)}
     begin = time.perf_counter()
     for draw in range(*options.draws):
         todo = [(s, a) for s in options.shares for a in options.allocations if (draw, s, a) not in done]
@@ -190,18 +191,13 @@ def measure(options: argparse.Namespace) -> None:
                 "blocks": len(plan.blocks), "none": accuracy(small, stage.test),
                 "repaired": accuracy(session.examine(small).model, stage.test),
             }  # fmt: skip
-            append(path, row)
-            print(
-                {key: round(v, 4) if isinstance(v, float) else v for key, v in row.items() if key not in where},
-                flush=True,
-            )
+            keep(options.out, file, row)
             if time.perf_counter() - begin > options.seconds:
                 return
 
 
-def tables(out: Path) -> None:
+def tables(rows: Sequence[Mapping[str, Any]]) -> None:
     """What was measured, as Markdown: means over draws."""
-    rows = [row for path in sorted(out.glob("accuracy-*.jsonl")) for row in lines(path)]
     for place in sorted({(row["data"], row["model"], row["runtime"], row["batch"]) for row in rows}):
         mine = [row for row in rows if (row["data"], row["model"], row["runtime"], row["batch"]) == place]
         whole = 100 * np.mean([row["whole"] for row in mine])

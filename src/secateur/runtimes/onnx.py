@@ -6,7 +6,7 @@ import json
 import time
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -36,16 +36,18 @@ class Onnx:
     def __init__(self, setup: Setup, example: Example, model: nn.Module) -> None:
         self.setup, self.inputs = setup, setup.inputs(example)
         self.file = _exported(model, self.inputs)
-        self.origin = _origins(self.file, model)
+        self.origin, self.shapes = _origins(self.file, model), _written_shapes(self.file, setup.batch)
         self._made: dict[tuple[int, ...], Any] = {}
-        self._whole: Any = None
+        self._open: dict[tuple[int, ...], Any] = {}
 
     def prepare(self, model: nn.Module, plan: Plan | None = None) -> Callable[[], object]:
         """A forward pass of the model, which is what the plan leaves of the whole one."""
-        if plan is None or not plan.groups:  # timed again and again
-            self._whole = self._whole or session_of(self.file.SerializeToString(), self.setup.threads)
-            return partial(self._run, self._whole)
-        return partial(self._run, session_of(self._content(model, plan).SerializeToString(), self.setup.threads))
+        groups = () if plan is None else plan.groups
+        content = self._content(model, plan)
+        if groups not in self._open:  # beside the whole model, which is timed again and again, one stays open
+            self._open = {key: session for key, session in self._open.items() if not key}
+            self._open[groups] = session_of(content.SerializeToString(), self.setup.threads)
+        return partial(self._run, self._open[groups])
 
     def profile(self, model: nn.Module, plan: Plan | None, paths: Collection[str]) -> Callable[[], dict[str, float]]:
         """Forward passes that say how many seconds the operations took that belong to each of these modules."""
@@ -89,15 +91,20 @@ class Onnx:
         return self._made[plan.groups]
 
     def _narrow(self, model: nn.Module, plan: Plan) -> Any:
-        content = _narrowed(self.file, self.origin, plan)
+        from onnxruntime.capi import onnxruntime_pybind11_state as raised
+
+        content = _narrowed(self.file, self.origin, self.shapes, plan)
         with quiet():
             expected = [t.detach().cpu().numpy() for t in tensors_in(run(model.eval(), self.inputs))]
         try:
-            found = self._run(session_of(content.SerializeToString(), self.setup.threads))
-            same = all(_close(a, b) for a, b in zip(found, expected, strict=True))
-        except Exception:  # a size that is written into the file: ONNX Runtime may raise anything
-            same = False
-        return content if same else _exported(model, self.inputs)
+            session = session_of(content.SerializeToString(), self.setup.threads)
+            found = self._run(session)
+        except (raised.Fail, raised.InvalidArgument, raised.InvalidGraph, raised.RuntimeException):
+            return _exported(model, self.inputs)  # a size that is written into the file in another way
+        if not all(_close(a, b) for a, b in zip(found, expected, strict=True)):
+            return _exported(model, self.inputs)
+        self._open = {key: other for key, other in self._open.items() if not key} | {plan.groups: session}
+        return content
 
 
 def _close(found: Any, expected: Any) -> bool:
@@ -148,7 +155,31 @@ def _origins(file: Any, model: nn.Module) -> Cuts:
     return found
 
 
-def _narrowed(file: Any, origin: Cuts, plan: Plan) -> Any:
+def _written_shapes(file: Any, batch: int) -> dict[str, list[int]]:
+    """The shapes that are written into the file for Reshape with one size left open, as they are for this batch."""
+    import onnx
+
+    fixed = onnx.ModelProto()
+    fixed.CopyFrom(file)
+    for item in fixed.graph.input:
+        if item.type.tensor_type.shape.dim and item.type.tensor_type.shape.dim[0].dim_param:
+            item.type.tensor_type.shape.dim[0].dim_value = batch
+    del fixed.graph.value_info[:]
+    known = onnx.shape_inference.infer_shapes(fixed, data_prop=True).graph
+    sizes = {
+        item.name: [dim.dim_value for dim in item.type.tensor_type.shape.dim]
+        for item in (*known.value_info, *known.output)
+    }
+    held = {item.name for item in file.graph.initializer}
+    found = {
+        node.input[1]: sizes.get(node.output[0], [])
+        for node in file.graph.node
+        if node.op_type == "Reshape" and node.input[1] in held
+    }
+    return {name: shape for name, shape in found.items() if shape and all(shape)}
+
+
+def _narrowed(file: Any, origin: Cuts, shapes: Mapping[str, Sequence[int]], plan: Plan) -> Any:
     """The file without what the plan removes."""
     import onnx
     from onnx import numpy_helper
@@ -163,6 +194,16 @@ def _narrowed(file: Any, origin: Cuts, plan: Plan) -> Any:
             for own, theirs in dims.items():
                 numbers = np.delete(numbers, list(cuts.get(theirs, ())), own)
             item.CopyFrom(numpy_helper.from_array(np.ascontiguousarray(numbers), item.name))
+    # A written shape leaves the batch open. Here the batch is known: what is open instead is a size that is cut.
+    cut = {plan.shapes[name][dim] for name, dims in plan.cuts.items() for dim in dims} | {h.heads for h in plan.heads}
+    for item in made.graph.initializer:
+        if item.name in shapes:
+            before = numpy_helper.to_array(item)
+            places = [i for i, size in enumerate(before.tolist()) if size in cut]
+            if places:
+                after = np.array(shapes[item.name], before.dtype)
+                after[places[-1]] = -1
+                item.CopyFrom(numpy_helper.from_array(after, item.name))
     whole, sizes = ({item.name: item.dims[0] for item in f.graph.initializer if item.dims} for f in (file, made))
     for node in made.graph.node:
         weight = node.input[1] if node.op_type == "Conv" else ""
