@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from secateur.relevance import Accelerators, RelevancePass
+from secateur.relevance import Accelerators, RelevancePass, _fusion, _kernels
 from secateur.relevance.ledger import by_ones
+from secateur.relevance.linear_maps import ConvMap, Geometry
 from secateur.relevance.starts import starter
 
 NONE = {"fusion": False, "script": False, "cuda_graphs": False, "kernels": False}
@@ -131,7 +132,7 @@ def test_nothing_of_a_batch_stays_in_memory(make, monkeypatch):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_kernels_are_compiled_and_left_alone_on_request():
-    from secateur.relevance import _kernels, rules
+    from secateur.relevance import rules
 
     device = torch.device("cuda", torch.cuda.current_device())
     names = {"over_positive", "by_positive_parts", "rectified", "by_factor", "centred"}
@@ -143,6 +144,57 @@ def test_kernels_are_compiled_and_left_alone_on_request():
     with _kernels.allowed(False):
         torch.testing.assert_close(rules.over_positive(r, z), r / before)
     assert not torch.equal(z, before), "the formula does"
+
+
+def picture(device: str) -> tuple[ConvMap, Tensor, Tensor]:
+    """A convolution, inputs with channels last, and what it gives with bias and ReLU, from the definition."""
+    torch.manual_seed(0)
+    conv = nn.Conv2d(16, 32, 3, stride=2, padding=1).to(device).requires_grad_(False)
+    layer = ConvMap(conv.weight, conv.bias, Geometry((2, 2), (1, 1), (1, 1), output_padding=(0, 0)))
+    x = torch.randn(5, 16, 20, 20, device=device).to(memory_format=torch.channels_last)
+    exact = F.conv2d(x.double(), conv.weight.double(), conv.bias.double(), 2, 1).relu()
+    return layer, x, exact
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize(("tf32", "apart"), [(False, 1e-5), (True, 2e-3)])
+def test_cudnn_computes_convolution_bias_and_relu_at_once(tf32, apart, monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", tf32)
+    _fusion._agrees.clear()
+    layer, x, exact = picture("cuda")
+    for made in (_fusion._by_cudnn(layer, x), _fusion._forward(layer, x, True)):
+        if made is not None:
+            assert float((made - exact).norm() / exact.norm()) < apart
+    if tf32:
+        assert list(_fusion._agrees.values()) == [True], "the kernel that makes it fast is used"
+    with _kernels.allowed(False):
+        assert _fusion._by_cudnn(layer, x) is None
+    assert _fusion._by_cudnn(layer, x.contiguous()) is None
+
+
+@pytest.mark.parametrize("kernel", ["right", "wrong", "none"])
+def test_cudnn_is_used_only_where_it_agrees(kernel, monkeypatch):
+    layer, x, exact = picture("cpu")
+    calls: list[int] = []
+
+    def at_once(x, weight, bias, stride, padding, dilation, groups):
+        calls.append(len(x))
+        if kernel == "none":
+            raise RuntimeError("unable to find an engine to execute this computation")
+        made = F.conv2d(x, weight, bias, stride, padding, dilation, groups).relu()
+        return made if kernel == "right" else made + 0.1
+
+    monkeypatch.setattr(torch, "cudnn_convolution_relu", at_once)
+    monkeypatch.setattr(torch.backends.cudnn, "is_acceptable", lambda x: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    _fusion._agrees.clear()
+    found = [_fusion._by_cudnn(layer, x) for _ in range(2)]
+    _fusion._agrees.clear()
+    if kernel == "right":
+        assert calls == [1, 5, 5], "one sample is compared, once"
+        torch.testing.assert_close(found[1].double(), exact, rtol=1e-5, atol=1e-5)
+    else:
+        assert (found, calls) == ([None, None], [1])
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -59,6 +59,11 @@ def allowed(yes: bool) -> Iterator[None]:
             _objections -= not yes
 
 
+def permitted() -> bool:
+    """Whether kernels may be used now."""
+    return not _objections
+
+
 def available(device: torch.device) -> list[str]:
     """The formulas that are one kernel on a device."""
     return [name for name in _FORMULAS if compiled(name, torch.float32, device) is not None]
