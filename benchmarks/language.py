@@ -69,6 +69,36 @@ def by_columns(model: nn.Module, batches: list[Any], fluctuation: bool) -> dict[
     return found
 
 
+def by_influence(model: nn.Module, batches: list[Any]) -> dict[str, Tensor]:
+    """How far each residual branch turns the state that it is added to, 1 - cos, mean over tokens (ShortGPT's "block
+    influence"), spread over the outputs of the branch's last layer."""
+    sums: dict[str, list[float]] = {}
+    state: list[Tensor] = []
+
+    def begin(module: nn.Module, inputs: tuple[Tensor, ...], named: dict[str, Tensor]) -> None:
+        state[:] = [(inputs or (named.get("hidden_states"),))[0]]  # type: ignore[list-item]
+
+    def see(name: str, module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        after = state[0] + output
+        turned = 1 - F.cosine_similarity(state[0].float(), after.float(), dim=-1)
+        sums.setdefault(name, []).append(float(turned.mean()))
+        state[:] = [after]
+
+    handles = []
+    for name, module in model.named_modules():
+        if name.endswith(("o_proj", "down_proj")):
+            handles.append(module.register_forward_hook(partial(see, name)))
+        elif hasattr(module, "self_attn") and hasattr(module, "mlp"):
+            handles.append(module.register_forward_pre_hook(begin, with_kwargs=True))
+    with torch.no_grad():
+        for inputs, _ in batches:
+            model(**inputs)
+    for handle in handles:
+        handle.remove()
+    width = state[0].shape[-1]
+    return {name: torch.full((width,), statistics.mean(seen) / width) for name, seen in sums.items()}
+
+
 def criteria() -> dict[str, Any]:
     """Each by a name for the table."""
     return {
@@ -79,6 +109,7 @@ def criteria() -> dict[str, Any]:
         "taylor, squares": Taylor(norm=None, absolute="square"),
         "wanda-sp": Custom(name="wanda-sp", function=partial(by_columns, fluctuation=False), norm=1),
         "flap": Custom(name="flap", function=partial(by_columns, fluctuation=True)),
+        "block influence": Custom(name="influence", function=by_influence),
         "activation": "activation",
         "weight": "weight",
         "random": "random",
@@ -131,7 +162,11 @@ def settings(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def limits_for(scope: str, only: str) -> Limits:
+    """A scope of `Limits`, "uniform" before it for the same width in all blocks; "branches" for whole residual
+    branches and nothing else, "layers" for pairs of them."""
     parts = tuple(only.split(",")) if only else ("*",)
+    if scope in ("branches", "layers"):
+        return Limits(only=parts, blocks="only", uniform=scope == "layers")
     uniform, kind = scope.startswith("uniform"), scope.removeprefix("uniform").strip() or None
     return Limits(
         scope=None if kind in (None, "default") else kind, only=parts, uniform=uniform, round_to=32 if uniform else 1
