@@ -26,6 +26,7 @@ from secateur.recover import Recover, distillation_loss, write_text
 from secateur.recover import schedule as schedules
 from secateur.recover import trainer as training
 from secateur.recover.blocks import Blocks
+from secateur.recover.checkpoint import Checkpoint as TrainingFile
 from secateur.recover.samples import Samples, altered, shifted
 from secateur.recover.schedule import CURVES, Budget
 from secateur.running.identity import digest
@@ -471,6 +472,27 @@ def test_a_killed_prune_goes_on_within_its_training(tmp_path: Path, monkeypatch:
     assert [file.name for file in tmp_path.iterdir()] == ["run.safetensors"]
     with pytest.raises(FileFormatError, match="other recover"):
         sc.prune(net(), data(), remove=0.4, schedule=0.2, recover=4, checkpoint=path, progress=False)
+
+
+def test_a_prune_that_is_killed_after_its_last_save_leaves_no_training_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run() -> sc.Result:
+        return sc.prune(net(), data(), remove=0.2, recover=Recover(epochs=2), checkpoint=path, progress=False)
+
+    def kill(self: TrainingFile) -> None:
+        if self.path.exists():
+            raise Killed
+
+    path = tmp_path / "run.safetensors"
+    monkeypatch.setattr(training, "_WRITING", math.inf)
+    with monkeypatch.context() as patched:
+        patched.setattr(TrainingFile, "remove", kill)
+        with pytest.raises(Killed):
+            run()
+    assert (tmp_path / "run-training.safetensors").exists()
+    run()
+    assert [file.name for file in tmp_path.iterdir()] == ["run.safetensors"]
 
 
 # -- language models ---------------------------------------------------------------------------------------------------

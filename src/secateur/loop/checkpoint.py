@@ -60,7 +60,7 @@ class Checkpoint:
         return Training(self.path.with_name(f"{self.path.stem}-training{self.path.suffix}"), {}, stale=True)
 
     def forget_training(self) -> None:
-        """Delete that file: the step is saved."""
+        """Delete that file: the last step is saved. That of an earlier step is not read by the next."""
         if self.settings.recover is not None:
             self.training.remove()
 

@@ -212,8 +212,9 @@ def run_loop(
                 steps.next(state)
                 if saved is not None:
                     saved.save(state)
-                    saved.forget_training()
                 shown(StepDone(state.history[-1]))
+            if saved is not None:
+                saved.forget_training()  # here, too, if the run was killed after its last step was saved
         except SecateurError as error:
             error.result = _result(state, original, steps.graph, settings)
             raise
