@@ -153,6 +153,20 @@ def test_onnx_equals_torch(name: str, tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["m.onnx"]
 
 
+def test_what_torch_cannot_translate_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object, **options: object) -> None:
+        try:
+            raise AttributeError("'tuple' object has no attribute 'dtype'")
+        except AttributeError as error:
+            raise RuntimeError("pages " * 1000) from error
+
+    monkeypatch.setattr("torch.onnx.export", fail)
+    with pytest.raises(sc.SecateurError, match=r"cannot translate Linear \(AttributeError: 'tuple'.*\.pt2") as caught:
+        sc.export(torch.nn.Linear(2, 3), tmp_path / "m.onnx", torch.rand(1, 2))
+    assert len(str(caught.value)) < 400
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("kind", [torch.float64, torch.bfloat16])
 def test_onnx_runtime_cannot_run_every_precision(kind: torch.dtype, tmp_path: Path) -> None:
     net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 2)).eval()

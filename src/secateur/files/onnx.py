@@ -129,7 +129,10 @@ def _to_onnx(
             wide = None
     if wide is None:
         # Some forwards fix the sizes, e.g. by reshaping with constants. A file for one batch size is still useful.
-        torch.onnx.export(model, args, file, kwargs=kwargs or None, **options)
+        try:
+            torch.onnx.export(model, args, file, kwargs=kwargs or None, **options)
+        except Exception as error:
+            raise _untold(model, error) from error
     try:
         session = session_of(file)
         outputs = _answers(session, (args, kwargs))
@@ -142,6 +145,18 @@ def _to_onnx(
     if dynamic_batch:
         _check_free(model, session, args, kwargs)
     return outputs
+
+
+def _untold(model: nn.Module, error: Exception) -> SecateurError:
+    """What to do if torch cannot translate a model. Its own message is pages long; the cause says it in a line."""
+    while error.__cause__ is not None and isinstance(error.__cause__, Exception):
+        error = error.__cause__
+    reason = " ".join(str(error).split())[:300]
+    fix = "a name that ends in .pt2, for torch.export"
+    if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 7):
+        fix = f"pip install 'onnxscript<0.3', which fits torch {torch.__version__}; or {fix}"
+    what = f"torch.onnx cannot translate {type(model).__name__} ({type(error).__name__}: {reason})."
+    return SecateurError(what, where=type(model).__name__, fix=fix)
 
 
 def _answers(session: Any, inputs: Any) -> list[Tensor]:
