@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Sequence
 from itertools import product
 from pathlib import Path
@@ -253,6 +254,41 @@ def test_a_table_is_measured(runtime: Any) -> None:
     assert str(table.setup).endswith("batch 2, 1 thread")
     assert torch.get_num_threads() == threads
     assert table(np.zeros(len(table.graph.root), np.bool_)) == pytest.approx(table.whole)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
+def test_a_table_of_compiled_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each smaller version is compiled for its own widths: dynamo alone runs the ninth uncompiled."""
+    net, x = nn.Sequential(nn.Linear(4, 32), nn.ReLU(), nn.Linear(32, 2)).eval(), torch.rand(2, 4)
+    made: list[Any] = []
+    compiled = torch.compile
+
+    def note(model: Any, **options: Any) -> Any:
+        made.append(compiled(model, **options, backend=lambda graph, _: calls.append(graph) or graph.forward))
+        return made[-1]
+
+    table = sc.latency(net, x, "compile", threads=1, cache=False)
+    assert str(table.setup) == "torch.compile, batch 2, 1 thread"
+    calls: list[Any] = []
+    monkeypatch.setattr(torch, "compile", note)
+    watch = table.clock(net)
+    for width in range(31, 20, -1):
+        plan = sc.plan(table.graph, random_scores(table.graph, 0), remove=1 - width / 32)
+        small = cut(net, plan).eval()
+        watch.passes([(small, plan)], 1e-3)
+        assert len(calls) == len(made) == 32 - width
+        with torch.no_grad():
+            torch.testing.assert_close(made[-1](x), small(x))
+
+
+def test_a_model_that_cannot_be_compiled_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(graph: Any, inputs: Any) -> Any:
+        raise RuntimeError("no compiler")
+
+    compiled = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda model, **options: compiled(model, **options, backend=broken))
+    with pytest.raises(SecateurError, match=r"torch.compile fails on Sequential.*no compiler.*Fix: another runtime"):
+        Eager(Setup("compile", 1, 1), torch.rand(1, 4)).prepare(nn.Sequential(nn.Linear(4, 3)))
 
 
 def test_a_plan_for_a_latency_keeps_the_relevance_that_is_worth_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
