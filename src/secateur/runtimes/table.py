@@ -186,8 +186,9 @@ def _measured(clock: Clock, graph: Graph, segments: Sequence[Segment]) -> dict[s
     wholes = statistics.median(first for first, _ in found) * np.array([1, *(other / first for first, other in found)])
     sums = sums[: len(wholes)]
     ratio, less = wholes * sums[0] / (wholes[0] * sums), 1 - sums / sums[0]
-    slope = float((less * (ratio - 1) / ratio**2).sum() / max(float((less**2 / ratio**2).sum()), 1e-12))
-    bend = min(max(slope, -0.5), 0.5)
+    # The median, since a very narrow model says little about those that are half as wide.
+    bends = (ratio[1:] - 1)[less[1:] > 0.02] / less[1:][less[1:] > 0.02]
+    bend = float(np.clip(np.median(bends), -0.5, 0.5)) if len(bends) else 0.0
     whole = float(wholes[0])
     return {
         "whole": whole, "error": float(np.median(np.abs((1 + bend * less) / ratio - 1))), "bend": bend,
