@@ -12,7 +12,7 @@ import copy
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -104,7 +104,7 @@ def planner(name: str, stage: Scene, graph: Graph, scores: Scores, table: Latenc
 
         return by_table
     if name == "torch-pruning":
-        return partial(by_magnitude, copy.deepcopy(stage.model).cpu(), graph, table)
+        return by_magnitude(copy.deepcopy(stage.model).cpu(), graph, table)
     work = graph.cost_of.work
     spared = TermPrice([((1 if item.macs else 300) * item.term[0], item.term[1]) for item in work])
     prices = {"spared": spared if name == "old time" else graph.cost_of.prices["macs"], "seconds": table}
@@ -116,10 +116,11 @@ def planner(name: str, stage: Scene, graph: Graph, scores: Scores, table: Latenc
     return by_price
 
 
-def by_magnitude(model: nn.Module, graph: Graph, table: Latency, seconds: float) -> Plan:
+def by_magnitude(model: nn.Module, graph: Graph, table: Latency) -> Callable[[float], Plan]:
     """What Torch-Pruning removes at the ratio for which so many seconds are predicted."""
     import torch_pruning as tp
 
+    @cache
     def at(ratio: float) -> Mask:
         small = copy.deepcopy(model)
         heads = [m for m in small.modules() if isinstance(m, nn.Linear)]
@@ -135,11 +136,14 @@ def by_magnitude(model: nn.Module, graph: Graph, table: Latency, seconds: float)
             removed[graph.root[axis.span][indices]] = True
         return removed
 
-    low, high = 0.0, 0.95
-    for _ in range(7):
-        middle = (low + high) / 2
-        low, high = (low, middle) if table(at(middle)) <= seconds else (middle, high)
-    return plan_for(graph, at(high))
+    def by_ratio(seconds: float) -> Plan:
+        low, high = 0.0, 0.96
+        for _ in range(6):
+            middle = (low + high) / 2
+            low, high = (low, middle) if table(at(middle)) <= seconds else (middle, high)
+        return plan_for(graph, at(high))
+
+    return by_ratio
 
 
 def reach(make: Callable[[float], Plan], model: nn.Module, clock: Clock, table: Latency, share: float) -> Any:
