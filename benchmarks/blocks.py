@@ -1,4 +1,4 @@
-"""Allocation at equal MACs: the knapsack beside a fixed order, single filters beside whole blocks.
+"""Allocation at equal MACs or parameters: the knapsack beside a fixed order, single filters beside whole blocks.
 
     python -m benchmarks.blocks --out results --weights resnet50.safetensors --images imagenette --device cuda
     python -m benchmarks.blocks --out results --table
@@ -31,19 +31,20 @@ from secateur.structure.graph import Graph
 CHOICES = ("fixed order", "linear", "knapsack", "knapsack, blocks", "only blocks")
 
 
-def choose(name: str, graph: Graph, scores: Scores, share: float) -> Plan:
-    """The plan that keeps so much of the MACs."""
+def choose(name: str, graph: Graph, scores: Scores, share: float, currency: str = "macs") -> Plan:
+    """The plan that keeps so much of the MACs, or of the parameters."""
     allocation.BALANCE = 0.0 if name == "linear" else 1.0
     blocks = "only" if name == "only blocks" else name.endswith("blocks")
-    bound, prices = share * graph.cost.macs, graph.cost_of.prices
+    bound, prices = share * getattr(graph.cost, currency), graph.cost_of.prices
     limits = Limits("cost", round_to=8, blocks=blocks)
-    chooser = _Chooser(graph, scores, limits, None, prices, "macs", None if name == "fixed order" else bound)
-    return plan_for(graph, chooser.by_cost({"macs": bound}))
+    chooser = _Chooser(graph, scores, limits, None, prices, currency, None if name == "fixed order" else bound)
+    return plan_for(graph, chooser.by_cost({currency: bound}))
 
 
 def measure(options: argparse.Namespace) -> None:
     """Every cell that is not known yet."""
-    where = {"what": "macs", "model": options.model, "repair": options.repair}
+    where = {"what": options.currency, "model": options.model, "repair": options.repair}
+    file = f"{options.currency}-{options.model}-{options.draws[0]}"
     done = {(row["draw"], row["share"], row["choice"]) for row in known(options.out, options.logs, **where)}
     begin = time.perf_counter()
     for draw in range(*options.draws):
@@ -60,9 +61,9 @@ def measure(options: argparse.Namespace) -> None:
                 return
             row = {**where, "draw": draw, "share": share, "choice": name, "whole": whole}
             try:
-                plan = choose(name, graph, scores, share)
+                plan = choose(name, graph, scores, share, options.currency)
             except sc.SecateurError as error:  # whole blocks alone do not reach every target
-                keep(options.out, f"macs-{options.model}", {**row, "refused": str(error)[:200]})
+                keep(options.out, file, {**row, "refused": str(error)[:200]})
                 continue
             small = sc.apply(stage.model, plan)
             row |= {
@@ -70,13 +71,13 @@ def measure(options: argparse.Namespace) -> None:
                 "blocks": [block.name for block in plan.blocks], "none": accuracy(small, stage.test),
                 "repaired": accuracy(session.examine(small).model, stage.test),
             }  # fmt: skip
-            keep(options.out, f"macs-{options.model}", row)
+            keep(options.out, file, row)
 
 
 def table(options: argparse.Namespace) -> None:
-    """Means over draws that all choices of a share have, as Markdown."""
-    rows = [row for row in known(options.out, options.logs, what="macs") if "refused" not in row]
-    print("| model | MACs asked | choice | draws | MACs | parameters | blocks | not repaired | repaired |")
+    """Means over draws, as Markdown."""
+    rows = [row for row in known(options.out, options.logs, what=options.currency) if "refused" not in row]
+    print("| model | asked | choice | draws | MACs | parameters | blocks | not repaired | repaired |")
     print("|---|---|---|---|---|---|---|---|---|")
     for model, share in sorted({(row["model"], row["share"]) for row in rows}, key=lambda key: (key[0], -key[1])):
         for name in CHOICES:
@@ -99,15 +100,16 @@ def main() -> None:
     parser.add_argument("--model", choices=MODELS, default="resnet50")
     parser.add_argument("--weights", type=Path)
     parser.add_argument("--images", type=Path)
-    parser.add_argument("--data", choices=("imagenette", "cats_dogs"), default="imagenette")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--repair", default="best")
+    parser.add_argument("--currency", choices=("macs", "params"), default="macs")
     parser.add_argument("--draws", type=lambda t: tuple(map(int, t.split(":"))), default=(0, 10), help="from:to")
-    parser.add_argument("--shares", nargs="+", type=float, default=(0.6, 0.35, 0.16), help="of the MACs")
+    parser.add_argument("--shares", nargs="+", type=float, default=(0.6, 0.35, 0.16), help="of the currency")
     parser.add_argument("--choices", nargs="+", default=CHOICES)
     parser.add_argument("--seconds", type=float, default=400, help="begin no cell after so many seconds")
     parser.add_argument("--table", action="store_true")
     options = parser.parse_args()
+    options.data = "imagenette"
     (table if options.table else measure)(options)
 
 

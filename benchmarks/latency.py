@@ -2,10 +2,12 @@
 
     python -m benchmarks.latency predict --out results --model resnet50 --runtime onnxruntime --batch 1 --threads 2
     python -m benchmarks.latency accuracy --out results --weights resnet50.safetensors --images imagenette --device cuda
+    python -m benchmarks.latency text --out results --weights minilm --images data --shares 0.5 --batch 8
     python -m benchmarks.latency table --out results
 
 `predict` measures the table of a model and then models of other plans, in turn with the whole one. `accuracy` is
-described in `benchmarks.latency_accuracy`. Results are kept line by line, so that a run can be stopped and goes on.
+described in `benchmarks.latency_accuracy`, `text` in `benchmarks.latency_text`. Results are kept line by line, so that
+a run can be stopped and goes on.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import torchvision
 from torch import nn
 
 import secateur as sc
-from benchmarks import latency_accuracy
+from benchmarks import latency_accuracy, latency_text
 from benchmarks.latency_rows import keep, known
 from secateur.ops.layers import Mask
 from secateur.plans import Limits
@@ -129,7 +131,7 @@ def tables(options: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("predict", "accuracy", "table"))
+    parser.add_argument("what", choices=("predict", "accuracy", "text", "table"))
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--logs", nargs="*", type=Path, default=[], help="output of earlier runs")
     parser.add_argument("--model", choices=MODELS, default="resnet50")
@@ -146,11 +148,13 @@ def main() -> None:
     parser.add_argument("--shares", nargs="+", type=float, default=(0.6, 0.4, 0.25), help="of the latency")
     parser.add_argument("--allocations", nargs="+", default=latency_accuracy.ALLOCATIONS)
     parser.add_argument("--repair", default="best")
+    parser.add_argument("--int8", action="store_true", help="quantise what was repaired, too")
     parser.add_argument("--budget", type=float, default=1.0, help="seconds for timing each model")
     options = parser.parse_args()
     clock._BUDGET = options.budget
     torch.set_num_threads(options.threads)
-    {"predict": predict, "accuracy": latency_accuracy.measure, "table": tables}[options.what](options)
+    measured = {"accuracy": latency_accuracy.measure, "text": latency_text.measure}
+    {"predict": predict, "table": tables, **measured}[options.what](options)
 
 
 if __name__ == "__main__":

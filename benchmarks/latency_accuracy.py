@@ -12,8 +12,9 @@ import copy
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,8 @@ import secateur as sc
 from benchmarks.latency_rows import keep, known
 from secateur.data.images import read
 from secateur.data.views import View
+from secateur.files.session import Session, answers, session_of
+from secateur.latency.timing import medians, repeated
 from secateur.ops.layers import Mask
 from secateur.plans import Limits, allocation
 from secateur.plans.plan import Plan, plan_for
@@ -101,7 +104,7 @@ def planner(name: str, stage: Scene, graph: Graph, scores: Scores, table: Latenc
 
         return by_table
     if name == "torch-pruning":
-        return partial(by_magnitude, copy.deepcopy(stage.model).cpu(), graph, table)
+        return by_magnitude(copy.deepcopy(stage.model).cpu(), graph, table)
     work = graph.cost_of.work
     spared = TermPrice([((1 if item.macs else 300) * item.term[0], item.term[1]) for item in work])
     prices = {"spared": spared if name == "old time" else graph.cost_of.prices["macs"], "seconds": table}
@@ -113,10 +116,11 @@ def planner(name: str, stage: Scene, graph: Graph, scores: Scores, table: Latenc
     return by_price
 
 
-def by_magnitude(model: nn.Module, graph: Graph, table: Latency, seconds: float) -> Plan:
+def by_magnitude(model: nn.Module, graph: Graph, table: Latency) -> Callable[[float], Plan]:
     """What Torch-Pruning removes at the ratio for which so many seconds are predicted."""
     import torch_pruning as tp
 
+    @cache
     def at(ratio: float) -> Mask:
         small = copy.deepcopy(model)
         heads = [m for m in small.modules() if isinstance(m, nn.Linear)]
@@ -132,11 +136,14 @@ def by_magnitude(model: nn.Module, graph: Graph, table: Latency, seconds: float)
             removed[graph.root[axis.span][indices]] = True
         return removed
 
-    low, high = 0.0, 0.95
-    for _ in range(7):
-        middle = (low + high) / 2
-        low, high = (low, middle) if table(at(middle)) <= seconds else (middle, high)
-    return plan_for(graph, at(high))
+    def by_ratio(seconds: float) -> Plan:
+        low, high = 0.0, 0.96
+        for _ in range(6):
+            middle = (low + high) / 2
+            low, high = (low, middle) if table(at(middle)) <= seconds else (middle, high)
+        return plan_for(graph, at(high))
+
+    return by_ratio
 
 
 def reach(make: Callable[[float], Plan], model: nn.Module, clock: Clock, table: Latency, share: float) -> Any:
@@ -189,11 +196,26 @@ def measure(options: argparse.Namespace) -> None:
                 "whole_ms": 1000 * before, "predicted": predicted, "macs": plan.after.macs / plan.before.macs,
                 "whole": whole, "params": plan.after.params / plan.before.params,
                 "blocks": len(plan.blocks), "none": accuracy(small, stage.test),
-                "repaired": accuracy(session.examine(small).model, stage.test),
             }  # fmt: skip
+            small = session.examine(small).model
+            row["repaired"] = accuracy(small, stage.test)
+            if options.int8:
+                row |= in_int8(local, small.cpu(), stage, options)
             keep(options.out, file, row)
             if time.perf_counter() - begin > options.seconds:
                 return
+
+
+def in_int8(whole: nn.Module, small: nn.Module, stage: Scene, options: argparse.Namespace) -> dict[str, Any]:
+    """Accuracy of the smaller model in int8; seconds in ONNX Runtime of the whole model, the smaller one, and int8."""
+    photos, (x, y) = stage.reference[0].cpu(), stage.test
+    with TemporaryDirectory() as folder:
+        files = [Path(folder) / f"{name}.onnx" for name in ("whole", "small", "int8")]
+        for model, file in zip((whole, small, small), files, strict=True):
+            sc.export(model, file, photos[:2], quantize=photos if file.stem == "int8" else None)
+        inputs = repeated(photos, options.batch)
+        seconds = medians([partial(answers, session_of(file, options.threads), inputs) for file in files])
+        return {"int8": accuracy(Session(files[2]), (x.cpu(), y.cpu())), "int8_seconds": seconds}
 
 
 def tables(rows: Sequence[Mapping[str, Any]]) -> None:
@@ -202,8 +224,8 @@ def tables(rows: Sequence[Mapping[str, Any]]) -> None:
         mine = [row for row in rows if (row["data"], row["model"], row["runtime"], row["batch"]) == place]
         whole = 100 * np.mean([row["whole"] for row in mine])
         print(f"\n{place[0]}, {place[1]}, {place[2]}, batch {place[3]}; unpruned {whole:.1f} %\n")
-        print("| latency asked | allocation | draws | measured | MACs | not repaired | repaired |")
-        print("|---|---|---|---|---|---|---|")
+        print("| latency asked | allocation | draws | measured | MACs | not repaired | repaired | in int8 | speed |")
+        print("|---|---|---|---|---|---|---|---|---|")
         for share in sorted({row["share"] for row in mine}, reverse=True):
             for name in dict.fromkeys(row["allocation"] for row in mine):
                 some = [row for row in mine if (row["share"], row["allocation"]) == (share, name)]
@@ -214,5 +236,14 @@ def tables(rows: Sequence[Mapping[str, Any]]) -> None:
                     half = 1.96 * np.std(kept, ddof=1) / np.sqrt(len(some)) if len(some) > 1 else 0.0
                     print(
                         f"| {100 * share:.0f} % | {name} | {len(some)} | {measured.mean():.1f} % | {macs.mean():.0f} % "
-                        f"| {none.mean():.1f} | {kept.mean():.1f} ± {half:.1f} |"
+                        f"| {none.mean():.1f} | {kept.mean():.1f} ± {half:.1f} | {_int8(some)} |"
                     )
+
+
+def _int8(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Accuracy in int8, and how many times as fast as the whole model the smaller one is, in float and in int8."""
+    rows = [row for row in rows if "int8" in row]
+    if not rows:
+        return "|"
+    fast = np.mean([[row["int8_seconds"][0] / seconds for seconds in row["int8_seconds"][1:]] for row in rows], 0)
+    return f"{100 * np.mean([row['int8'] for row in rows]):.1f} ({len(rows)} draws) | {fast[0]:.2f}x, {fast[1]:.2f}x"

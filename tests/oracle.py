@@ -82,6 +82,19 @@ def _among_kept(removed: list[int], module: Any, args: tuple[Tensor], output: An
     return output[0], weights, kept[chosen]
 
 
+def silenced(net: nn.Module, paths: list[str], x: Any) -> Any:
+    """What a copy answers in which hooks make these modules return 0, such as the last one of a residual branch."""
+    net = copy.deepcopy(net)
+
+    def zero(module: nn.Module, args: Any, output: Any) -> Any:
+        return torch.zeros_like(output) if isinstance(output, Tensor) else (torch.zeros_like(output[0]), *output[1:])
+
+    for path in paths:
+        net.get_submodule(path).register_forward_hook(zero)
+    with torch.no_grad():
+        return net(x)
+
+
 def norm_by_formula(module: nn.Module, x: Tensor, kept: Sequence[int]) -> Tensor:
     """y = (x - E[x]) / sqrt(E[(x - E[x])²] + ε) · weight + bias, with channels last; RMS norm has no E[x] and no bias.
 

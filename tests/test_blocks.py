@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import secateur as sc
+from oracle import silenced
 from secateur.criteria import LRP
 from secateur.errors import NothingToPruneError, PlanError
 from secateur.plans import Limits
@@ -135,19 +136,6 @@ def marked(graph: Graph, names: list[str] | None = None) -> Any:
     for block in graph.blocks.prunable:
         removed[block.group] |= names is None or block.name in names
     return removed
-
-
-def silenced(net: nn.Module, paths: list[str], x: Any) -> Any:
-    """The original, in which hooks make the last module of each branch return 0: the oracle."""
-    net = copy.deepcopy(net)
-
-    def zero(module: nn.Module, args: Any, output: Any) -> Any:
-        return torch.zeros_like(output) if isinstance(output, Tensor) else (torch.zeros_like(output[0]), *output[1:])
-
-    for path in paths:
-        net.get_submodule(path).register_forward_hook(zero)
-    with torch.no_grad():
-        return net(x)
 
 
 IMAGE, TOKENS = torch.rand(2, 3, 8, 8), torch.rand(2, 6, 5)

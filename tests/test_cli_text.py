@@ -26,6 +26,8 @@ from secateur.report import Page
 from secateur.running.accuracy import perplexity
 from tiny_text import WORDS, classifier, language_model, running, sentences, tokenizer
 
+THREADS = f"{torch.get_num_threads()} thread{'s' * (torch.get_num_threads() > 1)}"
+
 
 class Desk:
     """A folder with a language model, a classifier and texts."""
@@ -93,7 +95,7 @@ def test_a_language_model_becomes_smaller_and_transformers_loads_it(desk: Desk, 
         for side in ("before", "after"):
             rate = found[side][f"tokens_per_second_{batch}"]
             assert rate == pytest.approx(16 * batch / found[side][f"latency_{batch}"])
-            assert f"{rate:,.0f}" in lines[f"tokens/s, batch {batch} x 16"]
+            assert f"{rate:,.0f}" in lines[f"tokens/s, batch {batch} x 16, PyTorch, {THREADS}"]
             assert f"{rate:,.0f} tokens/s" in page
     for side in ("before", "after"):
         assert f"{found['accuracy'][side]['perplexity']:.2f}" in lines["perplexity"]
@@ -130,7 +132,9 @@ def test_blocks_of_different_widths_open_too(desk: Desk, tmp_path: Path) -> None
 
 def test_a_classifier_is_tested_by_class(desk: Desk, tmp_path: Path) -> None:
     args = [word for word in desk.sort if word != "--no-report"]
-    found = succeed("prune", *args, "--keep-params", 0.8, "--onnx", "--out", tmp_path / "s", "--sequences", 20)
+    args = [word for word in args if word != "--no-latency"]
+    wanted, texts = ("--keep-params", 0.8, "--out", tmp_path / "s"), ("--sequences", 20)
+    found = succeed("prune", *args, *wanted, *texts, "--runtime", "onnxruntime", "--batch", 3)
     assert found["texts"]["reference"] == 20
     small = sc.load(tmp_path / "s" / "model")
     # The last fifth of each class is held out.
@@ -152,7 +156,12 @@ def test_a_classifier_is_tested_by_class(desk: Desk, tmp_path: Path) -> None:
     with torch.no_grad():
         expected = small(**tokens).logits.numpy()
     assert np.abs(session.run(None, feeds)[0] - expected).max() <= 1e-4 * np.abs(expected).max()
-    assert "friendly" in (tmp_path / "s" / "report.html").read_text()
+    page = (tmp_path / "s" / "report.html").read_text()
+    assert "friendly" in page
+    assert f"ONNX Runtime, {THREADS}, batch of 3" in page  # timed where it will run
+    for side in ("before", "after"):
+        width = found[side]["onnx_tokens_per_second_3"] * found[side]["onnx_latency_3"] / 3
+        assert width == pytest.approx(found[side]["tokens_per_second_1"] * found[side]["latency_1"])
 
 
 def test_half_precision_files_stay_half_precision(desk: Desk, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ import secateur as sc
 from constructs import CONSTRUCTS, build
 from oracle import outputs, random_scores, relative_gap
 from secateur.errors import FileFormatError, PlanError, SecateurWarning, VerificationError
-from secateur.files.onnx import fixed_batch
+from secateur.files.session import fixed_batch
 
 
 def pruned(name: str, share: float = 0.5) -> tuple[nn.Module, object, nn.Module, sc.Plan]:

@@ -17,7 +17,8 @@ from command import fail, furnished, invoke
 from secateur.data.images import read
 from secateur.errors import DataError, SecateurError, VerificationError
 from secateur.files import int8
-from secateur.files.int8 import Session, quantize
+from secateur.files.int8 import quantize
+from secateur.files.session import Session
 
 IMAGES = torch.rand(24, 3, 16, 16, generator=torch.Generator().manual_seed(0))
 

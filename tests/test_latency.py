@@ -7,9 +7,12 @@ import torch
 from torch import Tensor, nn
 
 import secateur as sc
-from secateur.files.onnx import time_onnx
+from secateur.cli.task import time_elsewhere
+from secateur.files.session import time_onnx
 from secateur.latency import timing
 from secateur.latency.timing import Timing, medians, time_batches, time_in_turn
+from secateur.runtimes import Setup
+from secateur.runtimes.clock import Clock, turns
 
 CLOCK = [0.0]
 
@@ -87,3 +90,24 @@ def test_onnx_files_are_timed_for_the_batches_they_take(tmp_path) -> None:
     assert all(timing.before > 0 and timing.after > 0 for timing in found)
     assert [timing.batch for timing in time_onnx(free, fixed, x)] == [1]
     assert Timing(1, 0.3, 0.1).gain == pytest.approx(3)
+
+
+@pytest.mark.usefixtures("clock")
+@pytest.mark.parametrize(("seconds", "calls", "kept"), [(0.01, 1 + 40, 40), (0.3, 1 + 4, 4), (3.0, 2, 2)])
+def test_slow_models_are_timed_less_often(seconds: float, calls: int, kept: int) -> None:
+    """The first pass is a warm-up, unless it takes so long that every pass counts."""
+    notes: list[tuple[str, int]] = []
+    models = [Sleeper(name, seconds, notes) for name in "ab"]
+    found = turns([lambda model=model: model(torch.zeros(1, 4)) for model in models], 1.0)
+    assert [name for name, _ in notes] == ["a", "b"] * calls
+    assert [len(own) for own in found] == [kept, kept]
+
+
+def test_other_forms_of_pytorch_are_timed_where_they_help(monkeypatch: pytest.MonkeyPatch) -> None:
+    net, x = nn.Linear(4, 2), torch.rand(1, 4)
+    took = {("channels-last", 1): [4.0, 3.0], ("channels-last", 32): [9.0, 5.0], ("compile", 1): [4.0, 3.5]}
+    monkeypatch.setattr(Clock, "in_turn", lambda self, models: took[self.setup.runtime, self.setup.batch])
+    plain = [Timing(1, 4.0, 2.0), Timing(32, 9.0, 6.0)]
+    found = time_elsewhere(net, net, x, plain, "channels-last", Setup())
+    assert found == [Timing(32, 9.0, 5.0, "PyTorch, channels last")]  # slower for one sample: left out
+    assert time_elsewhere(net, net, x, plain[:1], "compile", Setup("compile")) == [Timing(1, 4.0, 3.5, "torch.compile")]

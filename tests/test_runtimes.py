@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import shutil
 from collections.abc import Callable, Sequence
 from itertools import product
 from pathlib import Path
@@ -20,6 +22,7 @@ from secateur.errors import PlanError, SecateurError
 from secateur.plans import Limits
 from secateur.plans.allocation import order_by_price
 from secateur.plans.plan import plan_for
+from secateur.plans.scores import Scores
 from secateur.runtimes import Latency, Setup, onnx
 from secateur.runtimes.clock import Clock
 from secateur.runtimes.eager import Eager
@@ -232,7 +235,7 @@ def test_onnx_files_are_narrowed_as_the_model_is(model: Any, monkeypatch: pytest
         expected = small(runner.inputs).detach().numpy()
         np.testing.assert_allclose(found[0], expected, rtol=1e-3, atol=1e-5)
     assert not exported
-    monkeypatch.setattr(onnx, "_narrowed", lambda file, *_: file)  # nothing is cut: other numbers
+    monkeypatch.setattr(onnx, "_narrowed", lambda file, *_: copy.deepcopy(file))  # nothing is cut: other numbers
     plan = sc.plan(graph, random_scores(graph, 2), keep={"macs": 0.6})
     small = cut(net, plan)
     expected = small(runner.inputs).detach().numpy()
@@ -253,6 +256,41 @@ def test_a_table_is_measured(runtime: Any) -> None:
     assert str(table.setup).endswith("batch 2, 1 thread")
     assert torch.get_num_threads() == threads
     assert table(np.zeros(len(table.graph.root), np.bool_)) == pytest.approx(table.whole)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
+def test_a_table_of_compiled_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each smaller version is compiled for its own widths: dynamo alone runs the ninth uncompiled."""
+    net, x = nn.Sequential(nn.Linear(4, 32), nn.ReLU(), nn.Linear(32, 2)).eval(), torch.rand(2, 4)
+    made: list[Any] = []
+    compiled = torch.compile
+
+    def note(model: Any, **options: Any) -> Any:
+        made.append(compiled(model, **options, backend=lambda graph, _: calls.append(graph) or graph.forward))
+        return made[-1]
+
+    table = sc.latency(net, x, "compile", threads=1, cache=False)
+    assert str(table.setup) == "torch.compile, batch 2, 1 thread"
+    calls: list[Any] = []
+    monkeypatch.setattr(torch, "compile", note)
+    watch = table.clock(net)
+    for width in range(31, 20, -1):
+        plan = sc.plan(table.graph, random_scores(table.graph, 0), remove=1 - width / 32)
+        small = cut(net, plan).eval()
+        watch.passes([(small, plan)], 1e-3)
+        assert len(calls) == len(made) == 32 - width
+        with torch.no_grad():
+            torch.testing.assert_close(made[-1](x), small(x))
+
+
+def test_a_model_that_cannot_be_compiled_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(graph: Any, inputs: Any) -> Any:
+        raise RuntimeError("no compiler")
+
+    compiled = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda model, **options: compiled(model, **options, backend=broken))
+    with pytest.raises(SecateurError, match=r"torch.compile fails on Sequential.*no compiler.*Fix: another runtime"):
+        Eager(Setup("compile", 1, 1), torch.rand(1, 4)).prepare(nn.Sequential(nn.Linear(4, 3)))
 
 
 def test_a_plan_for_a_latency_keeps_the_relevance_that_is_worth_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -281,12 +319,13 @@ def test_a_plan_for_a_latency_keeps_the_relevance_that_is_worth_its_time(monkeyp
     assert sc.plan(graph, scores, keep={"seconds": 0.3 * table.whole}, latency=table).groups
 
 
-def test_the_knapsack_is_near_the_best_of_all_choices() -> None:
+@pytest.mark.parametrize("currency", ["macs", "params"])
+def test_the_knapsack_is_near_the_best_of_all_choices(currency: str) -> None:
     """Against every choice of widths, for the sum over layers of relevance · log(share kept)."""
     net = nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 12), nn.ReLU(), nn.Linear(12, 12), nn.Linear(12, 2))
     graph = sc.analyze(net.eval(), torch.rand(1, 6))
     layers = [layer.groups for layer in graph.layers if layer.prunable]
-    price = graph.cost_of.prices["macs"]
+    price = graph.cost_of.prices[currency]
     for seed in range(4):
         worth = np.zeros(len(graph.root))
         draw = np.random.default_rng(seed)
@@ -307,15 +346,14 @@ def test_the_knapsack_is_near_the_best_of_all_choices() -> None:
         nothing = np.zeros(len(graph.root), np.bool_)
         order = order_by_price(graph, candidates, worth[candidates], nothing, price)
         assert sorted(order.tolist()) == sorted(candidates.tolist())
+        scores = Scores("given", {p.sites[0]: worth[graph.root[p.labels]] for p in graph.producers})
         for share in (0.7, 0.4, 0.2):
             limit = share * price(nothing)
             fitting = [m for w in product(range(1, 13), repeat=3) if price(m := mask(w)) <= limit]
             best = max(map(kept, fitting))
             found = nothing.copy()
-            for group in order:
-                if price(found) <= limit:
-                    break
-                found[group] = True
+            found[list(sc.plan(graph, scores, keep={currency: share}, limits=Limits("cost")).groups)] = True
+            assert price(found) <= limit
             whole = sum(worth[g].sum() for g in layers)
             assert kept(found) >= best - 0.04 * whole
 

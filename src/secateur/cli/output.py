@@ -31,14 +31,16 @@ _CLASSES = 12
 
 def sides(before: Cost, after: Cost, timings: Sequence[Timing] = ()) -> tuple[dict[str, Any], dict[str, Any]]:
     """What two models cost, for JSON: parameters, MACs for one sample, seconds by batch size where measured."""
-    names = [f"{_PREFIXES.get(timing.runtime, '')}latency_{timing.batch}" for timing in timings]
+    prefixes = [_PREFIXES.get(timing.runtime, "") for timing in timings]
+    names = [f"{prefix}latency_{timing.batch}" for prefix, timing in zip(prefixes, timings, strict=True)]
     found = (
         {"params": before.params, "macs": before.macs, **dict(zip(names, (t.before for t in timings), strict=True))},
         {"params": after.params, "macs": after.macs, **dict(zip(names, (t.after for t in timings), strict=True))},
     )
-    for timing in (timing for timing in timings if timing.tokens):
-        for side, rate in zip(found, timing.rates, strict=True):
-            side[f"tokens_per_second_{timing.batch}"] = rate
+    for prefix, timing in zip(prefixes, timings, strict=True):
+        if timing.tokens:
+            for side, rate in zip(found, timing.rates, strict=True):
+                side[f"{prefix}tokens_per_second_{timing.batch}"] = rate
     return found
 
 
@@ -83,7 +85,8 @@ def headline(
         title = f"latency, batch {timing.batch}, {timing.where}"
         speeds: Iterable[str] = (f"{1000 * side:.1f} ms" for side in (timing.before, timing.after))
         if timing.tokens:
-            title, speeds = f"tokens/s, batch {timing.batch} x {timing.tokens}", (f"{r:,.0f}" for r in timing.rates)
+            title = f"tokens/s, batch {timing.batch} x {timing.tokens}, {timing.where}"
+            speeds = (f"{rate:,.0f}" for rate in timing.rates)
         rows.append((title, *speeds, f"{timing.gain:.2f}x as fast"))
     if metrics:
         first, last = metrics[0], metrics[-1]

@@ -13,8 +13,8 @@ from secateur.cli.run_folder import Run, check_folder, check_model, need_package
 from secateur.cli.task import Task, read_model, read_task
 from secateur.cli.text_task import TextTask, how_to_open, read_text_task
 from secateur.errors import SecateurError
-from secateur.files.int8 import Session
 from secateur.files.onnx import export
+from secateur.files.session import Session
 from secateur.latency.measure import measure
 from secateur.loop.prune import Result
 from secateur.loop.prune import prune as run_prune

@@ -24,20 +24,22 @@ from secateur.data.images import Photographs, read
 from secateur.data.outputs import Outputs, match, parse
 from secateur.errors import DataError, SecateurError, SecateurWarning
 from secateur.files.architecture import is_pretrained
-from secateur.files.onnx import export, fixed_batch, time_onnx
+from secateur.files.onnx import export
 from secateur.files.saved import save
+from secateur.files.session import fixed_batch, time_onnx
 from secateur.latency.timing import Timing, time_batches
 from secateur.loop.prune import Result
 from secateur.models import Opened, open_model
 from secateur.models.hub import HUB, hub_view, label_names, longest_text, quiet_hub, reads_text
 from secateur.models.zoo import runs_code
+from secateur.nest import tensors_in
 from secateur.report import Page
 from secateur.running.accuracy import accuracy
 from secateur.running.batches import Data
 from secateur.running.copies import shared_copy
 from secateur.running.devices import device_of
 from secateur.running.logits import logits_of
-from secateur.running.sandbox import quiet, run_or_explain
+from secateur.running.sandbox import Example, quiet, run_or_explain
 from secateur.runtimes import Runtime, Setup
 from secateur.runtimes.clock import Clock
 from secateur.structure.cost import human, size_of
@@ -238,17 +240,7 @@ class Task:
                 found = time_batches(self.model, result.model, example, batches)
                 for runtime in ("channels-last", "compile") if setup.runtime == "compile" else ("channels-last",):
                     found += time_elsewhere(self.model, result.model, example, found, runtime, setup)
-            if "onnx" in files and example.device.type == "cpu":
-                with printer.stage("timing both models in ONNX Runtime"), TemporaryDirectory() as folder:
-                    try:
-                        whole = export(self.model, Path(folder) / "unpruned.onnx", example)
-                        for name, runtime in (("onnx", "ONNX Runtime"), ("int8", "ONNX Runtime, int8")):
-                            if name in files:
-                                timed = time_onnx(whole, files[name], example, batches)
-                                found += [replace(timing, runtime=runtime) for timing in timed]
-                    except (SecateurError, RuntimeError) as error:
-                        why = f"the unpruned model cannot be exported ({message_of(error)})"
-                        printer.note(f"ONNX timings are left out: {why}")
+            found += time_files(self.model, files, example, batches, printer)
         return [replace(timing, threads=threads) for timing in found]
 
     def report(
@@ -277,6 +269,25 @@ class Task:
         """What the exported model takes and returns, in words."""
         classes = ", ".join(map(title, self.opened.origin.classes))
         return expects(self.reference.view, fixed_batch(onnx)) + (f"; outputs: {classes}" if classes else "")
+
+
+def time_files(
+    model: nn.Module, files: Mapping[str, Path], example: Example, batches: Sequence[int], printer: Printer
+) -> list[Timing]:
+    """The unpruned model and the files of the smaller one in turn in ONNX Runtime, if there are files for it."""
+    found: list[Timing] = []
+    if "onnx" not in files or any(tensor.device.type != "cpu" for tensor in tensors_in(example)):
+        return found
+    with printer.stage("timing both models in ONNX Runtime"), TemporaryDirectory() as folder:
+        try:
+            whole = export(model, Path(folder) / "unpruned.onnx", example)
+            for name, runtime in (("onnx", "ONNX Runtime"), ("int8", "ONNX Runtime, int8")):
+                if name in files:
+                    timed = time_onnx(whole, files[name], example, batches)
+                    found += [replace(timing, runtime=runtime) for timing in timed]
+        except (SecateurError, RuntimeError) as error:
+            printer.note(f"ONNX timings are left out: the unpruned model cannot be exported ({message_of(error)})")
+    return found
 
 
 def time_elsewhere(

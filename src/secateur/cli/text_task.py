@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 from secateur.cli.options import Texts
 from secateur.cli.output import Printer
-from secateur.cli.task import count_outputs
+from secateur.cli.task import count_outputs, time_files
 from secateur.data.text import Batch, Sentences, Tokens, in_batches, read_sentences, read_text
 from secateur.errors import Argument, DataError
 from secateur.files.architecture import note_of
-from secateur.files.onnx import fixed_batch
-from secateur.latency.timing import Timing, time_in_turn
+from secateur.files.session import fixed_batch
+from secateur.latency.timing import Timing, repeated, time_in_turn
 from secateur.loop.prune import Result
 from secateur.models import Opened
 from secateur.models.hub import HUB, label_names, longest_text, quiet_hub, tokenizer_of
@@ -121,15 +121,15 @@ class TextTask:
             replace(result, model=small).save_pretrained(folder, tokenizer=self.tokenizer)
 
     def times(self, result: Result, files: Mapping[str, Path], printer: Printer, setup: Setup) -> list[Timing]:
-        """Both models in turn."""
-        example, found, batches = select_samples(self.example(), slice(1)), [], sorted({*_BATCHES, setup.batch})
-        threads = setup.threads if setup.device == "cpu" else 0
-        with setup.threaded(), printer.stage(f"timing both models for {', '.join(map(str, batches))} texts"):
-            for batch in batches:
-                inputs = {name: tensor.expand(batch, -1).contiguous() for name, tensor in example.items()}
-                before, after = time_in_turn([self.model, result.model], inputs)
-                found.append(Timing(batch, before, after, tokens=example["input_ids"].shape[1], threads=threads))
-        return found
+        """Both models in turn: in PyTorch, and in ONNX Runtime if there is a file for it."""
+        example, batches = self.example(), sorted({*_BATCHES, setup.batch})
+        tokens, threads = example["input_ids"].shape[1], setup.threads if setup.device == "cpu" else 0
+        with setup.threaded():
+            with printer.stage(f"timing both models for {', '.join(map(str, batches))} texts"):
+                times = [time_in_turn([self.model, result.model], repeated(example, batch)) for batch in batches]
+            found = [Timing(batch, old, new) for batch, (old, new) in zip(batches, times, strict=True)]
+            found += time_files(self.model, files, example, batches, printer)
+        return [replace(timing, tokens=tokens, threads=threads) for timing in found]
 
     def report(
         self, path: Path, result: Result, timings: Sequence[Timing], more: Mapping[str, str] = MappingProxyType({})

@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from secateur.errors import Argument, DataError, SecateurError, VerificationError
+from secateur.files.session import session_of
 from secateur.nest import select_samples, tensors_in
 from secateur.running.batches import Data, as_data, batches, size_of
 
@@ -39,40 +39,6 @@ class Int8:
     layers: int
     left_out: tuple[str, ...]
     error: float
-
-
-def session_of(file: Path | bytes, threads: int | None = None, profile: str = "") -> Any:
-    """An ONNX file opened by ONNX Runtime on the processor. Default: as many threads as PyTorch uses.
-
-    `profile` is a folder for what each node takes.
-    """
-    import onnxruntime
-
-    settings = onnxruntime.SessionOptions()
-    settings.log_severity_level = 3
-    settings.intra_op_num_threads = threads or torch.get_num_threads()
-    # Threads wait for more work in a loop, and would take the processor from a session that is timed in turn.
-    settings.add_session_config_entry("session.force_spinning_stop", "1")
-    if profile:
-        settings.enable_profiling, settings.profile_file_prefix = True, f"{profile}/profile"
-    content = file if isinstance(file, bytes) else str(file)
-    return onnxruntime.InferenceSession(content, settings, providers=["CPUExecutionProvider"])
-
-
-class Session(nn.Module):
-    """An ONNX file as a module that takes one tensor, so that its accuracy is measured as any model's."""
-
-    def __init__(self, file: Path) -> None:
-        super().__init__()
-        self._session = session_of(file)
-
-    def __deepcopy__(self, memo: object) -> Session:
-        return self  # nothing in it changes
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The first output."""
-        name = self._session.get_inputs()[0].name
-        return torch.from_numpy(self._session.run(None, {name: x.detach().cpu().numpy()})[0])
 
 
 def quantize(file: Path, data: Data, name: str) -> Int8:

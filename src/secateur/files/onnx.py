@@ -6,8 +6,6 @@ import inspect
 import io
 import os
 import warnings
-from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +16,7 @@ from secateur.arguments import check_flag, check_path
 from secateur.atomic import naming_failures, replacing
 from secateur.errors import SecateurError, SecateurWarning, VerificationError
 from secateur.files.int8 import quantize as to_int8
-from secateur.files.int8 import session_of
-from secateur.latency.timing import Timing, medians, repeated
+from secateur.files.session import answers, fixed_size, session_of
 from secateur.nest import map_leaves, map_tensors, tensors_in
 from secateur.running.batches import Data
 from secateur.running.copies import shared_copy, unwrap
@@ -76,33 +73,6 @@ def export(
     return target
 
 
-def time_onnx(before: Path, after: Path, example: Tensor, batches: Sequence[int] = (1, 32)) -> list[Timing]:
-    """Time two ONNX files in turn on the processor, with as many threads as PyTorch uses.
-
-    Files with a fixed batch size are timed for that one, if it is asked for.
-    """
-    sessions = [session_of(path) for path in (before, after)]
-    fixed = {_fixed(session) for session in sessions} - {None}
-    found = []
-    for batch in batches:
-        if fixed <= {batch}:
-            numbers = repeated(example, batch).detach().cpu().numpy()
-            calls = [partial(session.run, None, {session.get_inputs()[0].name: numbers}) for session in sessions]
-            first, second = medians(calls)
-            found.append(Timing(batch, first, second, "ONNX Runtime"))
-    return found
-
-
-def fixed_batch(path: Path) -> int | None:
-    """The only batch size that an ONNX file takes, or None if it takes any."""
-    return _fixed(session_of(path))
-
-
-def _fixed(session: Any) -> int | None:
-    shape = session.get_inputs()[0].shape
-    return shape[0] if shape and isinstance(shape[0], int) else None
-
-
 def _gap(a: Tensor, b: Tensor) -> float:
     a, b = a.detach().double().cpu(), b.detach().double().cpu()
     if a.shape != b.shape:
@@ -135,7 +105,7 @@ def _to_onnx(
             raise _untold(model, error) from error
     try:
         session = session_of(file)
-        outputs = _answers(session, (args, kwargs))
+        outputs = answers(session, (args, kwargs))
     except Exception as error:  # numpy has no bfloat16; ONNX Runtime has no kernels for some operations in other types
         raise VerificationError(
             f"ONNX Runtime cannot run the exported {type(model).__name__}, so it cannot be checked and is not "
@@ -157,13 +127,6 @@ def _untold(model: nn.Module, error: Exception) -> SecateurError:
         fix = f"pip install 'onnxscript<0.3', which fits torch {torch.__version__}; or {fix}"
     what = f"torch.onnx cannot translate {type(model).__name__} ({type(error).__name__}: {reason})."
     return SecateurError(what, where=type(model).__name__, fix=fix)
-
-
-def _answers(session: Any, inputs: Any) -> list[Tensor]:
-    """What ONNX Runtime computes. Inputs that the exporter found unused are left out."""
-    tensors = [tensor.detach().cpu().numpy() for tensor in tensors_in(inputs)]
-    feeds = {item.name: numbers for item, numbers in zip(session.get_inputs(), tensors, strict=True)}
-    return [torch.from_numpy(item) for item in session.run(None, feeds)]
 
 
 def _in_batches(model: nn.Module, inputs: Any) -> Any:
@@ -211,7 +174,7 @@ def _token_count(inputs: Any) -> int | None:
 def _check_free(model: nn.Module, session: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Warn of sizes that are fixed although they should be free; raise if another size gives another output."""
     fact = f"the exported {type(model).__name__} takes"
-    size, count = _fixed(session), _token_count((args, kwargs))
+    size, count = fixed_size(session), _token_count((args, kwargs))
     if size is not None and len(tensors_in((args, kwargs))[0]):
         what = f"{fact} batches of {size} only: its forward fixes the batch size."
         fix = "export with an example of the batch size that you need"
@@ -233,7 +196,7 @@ def _check_free(model: nn.Module, session: Any, args: tuple[Any, ...], kwargs: d
             expected = tensors_in(model(*other[0], **other[1]))
         except Exception:  # a size that the model itself does not take
             return
-    found = _answers(session, other)
+    found = answers(session, other)
     gap = max(_gap(a, b) for a, b in zip(found, expected, strict=True))
     if not gap <= 1e-4:
         raise VerificationError(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from secateur.errors import ForwardError
-from secateur.nest import tensors_in
+from secateur.nest import map_tensors, select_samples, tensors_in
 from secateur.running.copies import shared_copy, unwrap
 from secateur.running.sandbox import Example, quiet, run, run_or_explain
 
@@ -120,6 +120,7 @@ def batch_of(example: Example) -> int:
     return next((len(tensor) for tensor in tensors_in(example) if tensor.ndim), 1)
 
 
-def repeated(example: Tensor, batch: int) -> Tensor:
+def repeated(example: Example, batch: int) -> Example:
     """The first sample of an example, so many times."""
-    return example[:1].expand(batch, *example.shape[1:]).contiguous()
+    one = select_samples(example, slice(1))
+    return map_tensors(lambda t: t.expand(batch, *t.shape[1:]).contiguous() if t.ndim else t, one)

@@ -36,9 +36,10 @@ def plan(
     `{"macs": 1.2e9}`, a fraction if at most 1, else an absolute number; `{"latency": 0.5}` or `{"seconds": 0.01}` as
     predicted by `latency`, the table of `secateur.latency`. `limits` protects layers, rounds widths, and says which
     units compete (`secateur.plans.Limits`): with `Limits(scope="layer")` every layer loses the same share, with "cost"
-    groups are ranked by score lost for what they save: MACs, or parameters or time if only these are asked for. With
-    `round_to`, less may leave than `remove` allows. `Limits(blocks=True)` lets residual branches leave as a whole. With
-    `start`, what that plan removes is gone already and counts towards the target.
+    groups are ranked by score lost for what they save: MACs, or parameters or time if only these are asked for; both
+    are weighed again as the model shrinks towards `keep`. With `round_to`, less may leave than `remove` allows.
+    `Limits(blocks=True)` lets residual branches leave as a whole. With `start`, what that plan removes is gone already
+    and counts towards the target.
 
     >>> import torch, secateur as sc
     >>> net = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.ReLU(), torch.nn.Linear(6, 2))
@@ -65,7 +66,7 @@ def plan(
         prices["seconds"] = latency
         bounds["seconds"] = target.seconds(latency(np.zeros(len(graph.root), np.bool_)))
     spared = next(iter(bounds)) if len(bounds) == 1 else "macs"
-    chooser = _Chooser(graph, scores, limits, start, prices, spared, bounds.get("seconds"))
+    chooser = _Chooser(graph, scores, limits, start, prices, spared, bounds.get(spared))
     return plan_for(graph, chooser.by_units(remove) if remove is not None else chooser.by_cost(bounds))
 
 
@@ -80,7 +81,7 @@ class _Chooser:
         start: Plan | None,
         prices: Mapping[str, Price],
         spared: str,
-        seconds: float | None = None,
+        bound: float | None = None,
     ) -> None:
         self.graph, self.limits, self.prices = graph, limits, prices
         self.gone: Mask = np.zeros(len(graph.root), np.bool_)
@@ -117,12 +118,12 @@ class _Chooser:
             key = self._shares(candidates)
         elif limits.scope == "cost":
             worth = self._worth(candidates, scores.aggregate)
-            if seconds is None:
+            if bound is None:
                 saved = prices[spared].savings(self.gone)[candidates]
                 # What saves nothing is not worth its score, however low: it leaves last, not first.
                 key = worth / np.maximum(saved, 1e-6 * max(float(saved.max()), 1.0))
             else:
-                order = order_by_price(graph, candidates, worth, self.gone, prices[spared], 0.9 * seconds)
+                order = order_by_price(graph, candidates, worth, self.gone, prices[spared], 0.9 * bound)
                 place = np.empty(len(graph.root))
                 place[order] = np.arange(len(order))
                 key = place[candidates]

@@ -42,17 +42,18 @@ class Clock:
 
 def turns(calls: Sequence[Callable[[], object]], budget: float = _BUDGET) -> list[list[float]]:
     """Seconds of each call, several times after a warm-up; the calls take turns."""
-    begin = time.perf_counter()
-    for call in calls:
-        call()
-    least = _LEAST if time.perf_counter() - begin < len(calls) else 2  # slow models vary less
     seconds: list[list[float]] = [[] for _ in calls]
-    begin = time.perf_counter()
-    for turn in range(_MOST):
+    begin, least = time.perf_counter(), _LEAST
+    for turn in range(1 + _MOST):
         for call, own in zip(calls, seconds, strict=True):
             start = time.perf_counter()
             call()
             own.append(time.perf_counter() - start)
-        if turn + 1 >= least and time.perf_counter() - begin > budget * len(calls):
+        spent = time.perf_counter() - begin
+        if not turn and spent > len(calls):  # slow models vary less, and they ran once when they were prepared
+            least = 2
+        elif not turn:
+            seconds, begin = [[] for _ in calls], time.perf_counter()
+        elif len(seconds[0]) >= least and spent > budget * len(calls):
             break
     return seconds

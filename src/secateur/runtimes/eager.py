@@ -12,11 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from secateur.errors import SecateurError
 from secateur.nest import map_tensors
 from secateur.plans.plan import Plan
 from secateur.running.copies import named_modules, shared_copy, unwrap
 from secateur.running.sandbox import Example, quiet, run, run_or_explain
 from secateur.runtimes.setup import Setup
+
+_VERSIONS = 1000  # of one model that may be compiled in a process
 
 
 class Eager:
@@ -35,12 +38,7 @@ class Eager:
         copy = self._placed(model)
         with quiet():
             run_or_explain(copy, self.inputs)
-        ready: Any = copy
-        if self.setup.runtime == "compile":
-            ready = torch.compile(copy)
-            with quiet():
-                run(ready, self.inputs)
-        return partial(self._forward, ready)
+        return partial(self._forward, self._compiled(copy) if self.setup.runtime == "compile" else copy)
 
     def profile(self, model: nn.Module, plan: Plan | None, paths: Collection[str]) -> Callable[[], dict[str, float]]:
         """A forward pass that says how many seconds passed from the start of each of these modules to the next."""
@@ -62,6 +60,23 @@ class Eager:
             return dict(seconds)
 
         return forward
+
+    def _compiled(self, model: nn.Module) -> Any:
+        """The model compiled for these shapes. Smaller versions share its code: without a limit of their own, the ninth
+        would run uncompiled, and the second would be compiled for widths of any size."""
+        from torch import _dynamo
+
+        compiled: Any = torch.compile(model, dynamic=False)
+        try:
+            with quiet(), _dynamo.config.patch(cache_size_limit=_VERSIONS, accumulated_cache_size_limit=4 * _VERSIONS):
+                run(compiled, self.inputs)
+        except _dynamo.exc.TorchDynamoException as error:
+            raise SecateurError(
+                f"torch.compile fails on {type(model).__name__}: {' '.join(str(error).strip().splitlines()[:2])}",
+                where="runtime='compile'",
+                fix="another runtime, such as 'torch'; on the processor, torch.compile needs a C++ compiler",
+            ) from error
+        return compiled
 
     def _placed(self, model: nn.Module) -> nn.Module:
         copy = shared_copy(unwrap(model)).eval()

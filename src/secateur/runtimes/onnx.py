@@ -13,10 +13,11 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from secateur.files.int8 import session_of
 from secateur.files.onnx import export
+from secateur.files.session import answers, session_of
 from secateur.nest import tensors_in
 from secateur.plans.plan import Plan
 from secateur.running.copies import named_tensors
@@ -26,6 +27,7 @@ from secateur.runtimes.setup import Setup
 _GAP = 1e-3  # between a smaller version and PyTorch, relative: enough to see that the right things were cut
 _RUNS, _SECONDS, _KEPT = 4, 2.0, 8  # runs of a profile after a cold one, how long they may take, files that are kept
 Cuts = dict[str, tuple[str, dict[int, int]]]
+File = tuple[bytes, Any]  # what ONNX Runtime opens, and its nodes
 
 
 class Onnx:
@@ -37,30 +39,30 @@ class Onnx:
         self.setup, self.inputs = setup, setup.inputs(example)
         self.file = _exported(model, self.inputs)
         self.origin, self.shapes = _origins(self.file, model), _written_shapes(self.file, setup.batch)
-        self._made: dict[tuple[int, ...], Any] = {}
+        self._made: dict[tuple[int, ...], File] = {}
         self._open: dict[tuple[int, ...], Any] = {}
 
     def prepare(self, model: nn.Module, plan: Plan | None = None) -> Callable[[], object]:
         """A forward pass of the model, which is what the plan leaves of the whole one."""
         groups = () if plan is None else plan.groups
-        content = self._content(model, plan)
+        data, _ = self._file(model, plan)
         if groups not in self._open:  # beside the whole model, which is timed again and again, one stays open
             self._open = {key: session for key, session in self._open.items() if not key}
-            self._open[groups] = session_of(content.SerializeToString(), self.setup.threads)
-        return partial(self._run, self._open[groups])
+            self._open[groups] = session_of(data, self.setup.threads)
+            answers(self._open[groups], self.inputs)  # the first run is slow
+        return partial(answers, self._open[groups], self.inputs)
 
     def profile(self, model: nn.Module, plan: Plan | None, paths: Collection[str]) -> Callable[[], dict[str, float]]:
         """Forward passes that say how many seconds the operations took that belong to each of these modules."""
-        content = self._content(model, plan)
-        homes = _Homes(content, self.origin, paths)
-        data = content.SerializeToString()
+        data, nodes = self._file(model, plan)
+        homes = _Homes(nodes, self.origin, paths)
 
         def forward() -> dict[str, float]:
             with TemporaryDirectory() as folder:
                 session = session_of(data, self.setup.threads, folder)
                 begin, runs = time.perf_counter(), 0
                 while runs < 2 or (runs <= _RUNS and time.perf_counter() - begin < _SECONDS):
-                    self._run(session)
+                    answers(session, self.inputs)
                     runs += 1
                 events = json.loads(Path(session.end_profiling()).read_text())
             seen: dict[str, list[float]] = defaultdict(list)
@@ -76,41 +78,44 @@ class Onnx:
 
         return forward
 
-    def _run(self, session: Any) -> Any:
-        tensors = [tensor.detach().cpu().numpy() for tensor in tensors_in(self.inputs)]
-        named = zip(session.get_inputs(), tensors, strict=True)
-        return session.run(None, {item.name: numbers for item, numbers in named})
-
-    def _content(self, model: nn.Module, plan: Plan | None) -> Any:
+    def _file(self, model: nn.Module, plan: Plan | None) -> File:
         if plan is None or not plan.groups:
-            return self.file
+            return self.file.SerializeToString(), self.file.graph.node
         if plan.groups not in self._made:
             if len(self._made) >= _KEPT:
                 self._made.pop(next(iter(self._made)))
-            self._made[plan.groups] = self._narrow(model, plan)
+            self._made[plan.groups] = self._narrow(model, plan) or _apart(_exported(model, self.inputs))
         return self._made[plan.groups]
 
-    def _narrow(self, model: nn.Module, plan: Plan) -> Any:
+    def _narrow(self, model: nn.Module, plan: Plan) -> File | None:
+        """The file of the whole model without what the plan removes; None if that is not the smaller model."""
         from onnxruntime.capi import onnxruntime_pybind11_state as raised
 
-        content = _narrowed(self.file, self.origin, self.shapes, plan)
+        data, nodes = _apart(_narrowed(self.file, self.origin, self.shapes, plan))
         with quiet():
-            expected = [t.detach().cpu().numpy() for t in tensors_in(run(model.eval(), self.inputs))]
+            expected = tensors_in(run(model.eval(), self.inputs))
         try:
-            session = session_of(content.SerializeToString(), self.setup.threads)
-            found = self._run(session)
+            session = session_of(data, self.setup.threads)
+            found = answers(session, self.inputs)
         except (raised.Fail, raised.InvalidArgument, raised.InvalidGraph, raised.RuntimeException):
-            return _exported(model, self.inputs)  # a size that is written into the file in another way
+            return None  # a size that is written into the file in another way
         if not all(_close(a, b) for a, b in zip(found, expected, strict=True)):
-            return _exported(model, self.inputs)
+            return None
         self._open = {key: other for key, other in self._open.items() if not key} | {plan.groups: session}
-        return content
+        return data, nodes
 
 
-def _close(found: Any, expected: Any) -> bool:
-    return found.shape == expected.shape and bool(
-        np.abs(found - expected).max(initial=0) <= _GAP * np.abs(expected).max(initial=1e-12)
-    )
+def _apart(content: Any) -> File:
+    """A file, and its nodes without the weights."""
+    data = content.SerializeToString()
+    content.graph.ClearField("initializer")
+    return data, content.graph.node
+
+
+def _close(found: Tensor, expected: Tensor) -> bool:
+    found, expected = found.double(), expected.detach().cpu().double()
+    gap = _GAP * float(expected.abs().max()) if expected.numel() else 0.0
+    return found.shape == expected.shape and torch.allclose(found, expected, rtol=0.0, atol=max(gap, 1e-12))
 
 
 def _exported(model: nn.Module, example: Example) -> Any:
@@ -219,11 +224,10 @@ def _narrowed(file: Any, origin: Cuts, shapes: Mapping[str, Sequence[int]], plan
 class _Homes:
     """To which module each operation belongs: that of its weight, else that of what it reads."""
 
-    def __init__(self, file: Any, origin: Cuts, paths: Collection[str]) -> None:
+    def __init__(self, nodes: Any, origin: Cuts, paths: Collection[str]) -> None:
         self._paths, self._origin = paths, origin
-        self._makers = {output: node for node in file.graph.node for output in node.output}
-        self._nodes = {node.name: node for node in file.graph.node}
-        self._known: dict[str, str] = {}
+        self._makers = {output: node for node in nodes for output in node.output}
+        self._nodes = {node.name: node for node in nodes}
 
     def of(self, name: str) -> str:
         """ONNX Runtime calls an operation by its name, or by what it makes."""

@@ -15,8 +15,8 @@ import torch
 
 from secateur.arguments import check_choice, check_count
 from secateur.errors import Argument, SecateurError
-from secateur.latency.timing import RUNTIMES, batch_of
-from secateur.nest import map_tensors, select_samples, tensors_in
+from secateur.latency.timing import RUNTIMES, batch_of, repeated
+from secateur.nest import map_tensors, tensors_in
 from secateur.running.sandbox import Example
 
 #: What runs a model. "channels-last" is PyTorch with the channels of images last in memory.
@@ -77,8 +77,7 @@ class Setup:
     def inputs(self, example: Example) -> Example:
         """The example's first sample as a batch of the wanted size, on the device."""
         if batch_of(example) != self.batch:
-            one = select_samples(example, slice(1))
-            example = map_tensors(lambda t: t.expand(self.batch, *t.shape[1:]).contiguous() if t.ndim else t, one)
+            example = repeated(example, self.batch)
         return map_tensors(lambda t: t.to(self.device), example)
 
     @contextmanager

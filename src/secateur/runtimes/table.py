@@ -32,6 +32,7 @@ from secateur.structure.graph import Graph
 
 # Seconds that the passes through all sample models may take, how many these are at most, and seconds for one model.
 _BUDGET, _ROUNDS, _EACH = 12.0, 10, 0.6
+_SLOW = 0.3  # seconds of a pass
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -180,14 +181,20 @@ def _measured(clock: Clock, graph: Graph, segments: Sequence[Segment]) -> dict[s
     kinds = _fitted(segments, masks, parts)
     sums = np.array([sum(float(kinds[s.kind] @ s.shares(mask)) for s in segments) for mask in masks])
     timed = range(2 if setup.runtime == "compile" else len(models))  # compiling takes long
-    # Each in turn with the whole model alone, as they will be measured: among many models, caches are cold.
-    pairs = [clock.passes([(models[0], plans[0]), (models[i], plans[i])], _EACH) for i in timed[1:]]
-    found = [[statistics.median(own) for own in pair] for pair in pairs]
+    # Each in turn with the whole model alone, as they will be measured: among many models, caches are cold. For slow
+    # models that makes no difference, and the whole one is timed less often.
+    together = 4 if sum(parts[0].values()) > _SLOW else 1
+    found: list[tuple[float, float]] = []
+    for start in range(1, len(timed), together):
+        chosen = [0, *timed[start : start + together]]
+        first, *others = map(statistics.median, clock.passes([(models[i], plans[i]) for i in chosen], _EACH))
+        found += [(first, other) for other in others]
     wholes = statistics.median(first for first, _ in found) * np.array([1, *(other / first for first, other in found)])
     sums = sums[: len(wholes)]
     ratio, less = wholes * sums[0] / (wholes[0] * sums), 1 - sums / sums[0]
-    slope = float((less * (ratio - 1) / ratio**2).sum() / max(float((less**2 / ratio**2).sum()), 1e-12))
-    bend = min(max(slope, -0.5), 0.5)
+    # The median, since a very narrow model says little about those that are half as wide.
+    bends = (ratio[1:] - 1)[less[1:] > 0.02] / less[1:][less[1:] > 0.02]
+    bend = float(np.clip(np.median(bends), -0.5, 0.5)) if len(bends) else 0.0
     whole = float(wholes[0])
     return {
         "whole": whole, "error": float(np.median(np.abs((1 + bend * less) / ratio - 1))), "bend": bend,
