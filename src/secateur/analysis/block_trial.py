@@ -20,7 +20,7 @@ from secateur.running.sandbox import Example, quiet, run
 from secateur.structure.blocks import Block, Blocks
 from secateur.structure.graph import Graph
 from secateur.surgery.bypass import Bypass
-from secateur.surgery.cut import cut
+from secateur.surgery.cut import cut_copy
 
 
 def with_sound_blocks(graph: Graph, copy: nn.Module, inputs: Example, output: Any) -> Graph:
@@ -33,7 +33,7 @@ def with_sound_blocks(graph: Graph, copy: nn.Module, inputs: Example, output: An
         removed[[block.group for block in blocks]] = True
         adds = {block.site: block for block in blocks}
         try:
-            small = cut(copy, plan_for(tried, removed))
+            small = cut_copy(copy, plan_for(tried, removed))
             with quiet(), _Silence(small, adds) as heard:
                 made = run(small, inputs)
         except Exception as error:
