@@ -3,23 +3,27 @@
     python -m benchmarks.structure [--models densenet201 ...] [--repeat 3]
     python -m benchmarks.structure --every     # every torchvision classifier, secateur alone, once
     python -m benchmarks.structure --rival     # every torchvision classifier that Torch-Pruning gets right, both tools
+    python -m benchmarks.structure --rival --log F --part 0 4     # goes on where F ends; the first of four parts
+    python -m benchmarks.structure --table F G    # the table of such files
     python -m benchmarks.structure --growth    # time and memory over depth, width and images
 
 Both remove half of the channels by a magnitude criterion, with random weights. secateur's time includes the
-verification that removal equals masking (four forward passes, two of them on smaller images); Torch-Pruning verifies
-nothing.
+verification that removal equals masking (four forward passes, two of them on smaller images; six if code of its own
+asks for the training mode); Torch-Pruning verifies nothing, and the copy that its step changes is not counted.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import json
 import statistics
 import subprocess
 import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -64,8 +68,10 @@ def against(options: argparse.Namespace) -> None:
     import torchvision
 
     names = options.models if options.models != MODELS else torchvision.models.list_models(module=torchvision.models)
+    part, parts = options.part
+    done = {row[1] for row in _rows([options.log])} if options.log and Path(options.log).exists() else set()
+    names = [name for name in names[part::parts] if name not in done]
     ours(torchvision.models.get_model("resnet18").eval(), torch.randn(1, 3, 64, 64))
-    rows = []
     for name in names:
         model = torchvision.models.get_model(name).eval()
         example = torch.randn(1, 3, 299, 299) if name == "inception_v3" else torch.randn(1, 3, 224, 224)
@@ -80,9 +86,20 @@ def against(options: argparse.Namespace) -> None:
             print(f"{name}: Torch-Pruning: {type(error).__name__}: {str(error)[:60]}", file=sys.stderr, flush=True)
             continue
         own, other = statistics.median(mine), statistics.median(rival)
-        rows.append((other / own, name, own, other))
-        print(f"{name} {own:.2f} {other:.2f} {other / own:.2f}x", file=sys.stderr, flush=True)
-    rows.sort()
+        row = json.dumps([other / own, name, own, other])
+        print(row, flush=True)
+        if options.log:
+            with Path(options.log).open("a") as file:
+                file.write(f"{row}\n")
+
+
+def _rows(logs: Sequence[str]) -> list[tuple[float, str, float, float]]:
+    return [tuple(json.loads(line)) for log in logs for line in Path(log).read_text().splitlines()]
+
+
+def table(logs: Sequence[str]) -> None:
+    """The ratios of some logs, the worst first."""
+    rows = sorted(_rows(logs))
     print(f"{sum(ratio >= 1 for ratio, *_ in rows)} of {len(rows)} at least as fast as Torch-Pruning\n")
     print("| model | secateur s | Torch-Pruning s | ratio |\n|---|---|---|---|")
     for ratio, name, own, other in rows:
@@ -182,6 +199,9 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=MODELS)
     parser.add_argument("--every", action="store_true", help="time every torchvision classifier, without the rival")
     parser.add_argument("--rival", action="store_true", help="time both tools on every torchvision classifier")
+    parser.add_argument("--log", help="with --rival: note each model here, and go on where the file ends")
+    parser.add_argument("--part", nargs=2, type=int, default=(0, 1), help="with --rival: which of how many parts")
+    parser.add_argument("--table", nargs="+", metavar="LOG", help="the table of such logs")
     parser.add_argument("--growth", action="store_true", help="time and memory over depth, width and images")
     parser.add_argument("--grow", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--size", type=int, default=224)
@@ -194,6 +214,8 @@ def main() -> None:
         return grow(options.grow[0], int(options.grow[1]))
     if options.growth:
         return growth()
+    if options.table:
+        return table(options.table)
     if options.rival:
         return against(options)
     import torchvision

@@ -215,8 +215,13 @@ def test_other_tokens_and_padding(wrong: Callable[..., Tensor], found: bool, len
         applied(Reader(wrong), example)
 
 
+@pytest.mark.parametrize("stepwise", [False, True])
 @pytest.mark.parametrize("code", ["value", "aux"])
-def test_what_only_training_returns(code: str) -> None:
+def test_what_only_training_returns(code: str, stepwise: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if stepwise:
+        monkeypatch.setattr(rule, "_LIGHT", 0)  # float32 first
+        monkeypatch.setattr(rule, "_STEPWISE", 10)
+
     class Learner(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -239,6 +244,40 @@ def test_what_only_training_returns(code: str) -> None:
     assert caught.value.layers == ("body",)
     code = "right"
     applied(Learner(), torch.rand(3, 4))
+
+
+def test_rounding_in_training_needs_no_double_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batch norms of few numbers multiply rounding; each layer goes on with what the masked one returned."""
+
+    class Deep(nn.Module):
+        def __init__(self, wrong: bool) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            layers = [nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16)) for _ in range(30)]
+            self.first, self.layers, self.wrong = nn.Linear(4, 16), nn.ModuleList(layers), wrong
+            self.last = nn.Linear(16, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.first(x)
+            for i, layer in enumerate(self.layers):
+                h = layer(h.roll(1, 1) if self.training and self.wrong and i == 15 else h).relu()
+            return self.last(h)
+
+    formats: list[tuple[bool, torch.dtype]] = []
+    plain = rule.Net.run
+
+    def run(self: Any, probe: Any, wide: torch.dtype, *args: Any, **kwargs: Any) -> Any:
+        formats.append((probe.training, wide))
+        return plain(self, probe, wide, *args, **kwargs)
+
+    monkeypatch.setattr(rule, "_LIGHT", 0)
+    monkeypatch.setattr(rule, "_STEPWISE", 10)
+    monkeypatch.setattr(rule.Net, "run", run)
+    applied(Deep(False), torch.rand(2, 4))
+    assert (True, torch.float32) in formats
+    assert (True, torch.float64) not in formats
+    with pytest.raises(VerificationError, match="in training mode"):
+        applied(Deep(True), torch.rand(2, 4))
 
 
 # -- right cuts that must not be refused -------------------------------------------------------------------------------

@@ -10,17 +10,17 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from secateur.nest import map_leaves, tensors_in, tensors_of_output
 from secateur.ops.table import Call, Site
 from secateur.plans.plan import plan_for
 from secateur.running.observer import Rehearsal
 from secateur.running.sandbox import Example, quiet, run
+from secateur.running.tensor_facts import TensorFacts
 from secateur.structure.blocks import Block, Blocks
 from secateur.structure.graph import Graph
 from secateur.surgery.bypass import Bypass
-from secateur.surgery.cut import cut
+from secateur.surgery.cut import cut_copy
 
 
 def with_sound_blocks(graph: Graph, copy: nn.Module, inputs: Example, output: Any) -> Graph:
@@ -33,7 +33,7 @@ def with_sound_blocks(graph: Graph, copy: nn.Module, inputs: Example, output: An
         removed[[block.group for block in blocks]] = True
         adds = {block.site: block for block in blocks}
         try:
-            small = cut(copy, plan_for(tried, removed))
+            small = cut_copy(copy, plan_for(tried, removed))
             with quiet(), _Silence(small, adds) as heard:
                 made = run(small, inputs)
         except Exception as error:
@@ -78,12 +78,12 @@ class _Silence(Rehearsal):
     def __init__(self, model: nn.Module, adds: dict[Site, Block]) -> None:
         super().__init__(model)
         self.reason: str | None = None
-        self._adds, self._zero = adds, WeakIdKeyDictionary()
+        self._adds, self._zero = adds, TensorFacts[bool]()
 
     def runs(self, module: nn.Module, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         output = super().runs(module, plain, args, kwargs)
         if isinstance(module, Bypass) and module.returns not in ("input", "nothing"):
-            self._zero.update((tensor, True) for tensor in tensors_in(output))
+            self._mark(output)
         return output
 
     def observe(self, call: Call) -> Any:
@@ -93,11 +93,15 @@ class _Silence(Rehearsal):
         silent = any(tensor in self._zero for tensor in sources) and _stays_zero(call, self._zero)
         output = super().observe(call)
         if silent:
-            self._zero.update((tensor, True) for tensor in tensors_in(output))
+            self._mark(output)
         return output
 
+    def _mark(self, output: Any) -> None:
+        for tensor in tensors_in(output):
+            self._zero[tensor] = True
 
-def _stays_zero(call: Call, zero: Any) -> bool:
+
+def _stays_zero(call: Call, zero: TensorFacts[bool]) -> bool:
     """Whether a call makes zeros of zeros, whatever else it reads."""
 
     def number(leaf: Any) -> Any:

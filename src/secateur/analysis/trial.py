@@ -14,7 +14,7 @@ from secateur.running.sandbox import Example, quiet, run
 from secateur.structure.blocks import pattern
 from secateur.structure.graph import Graph, Layer, RepeatedSize, families
 from secateur.structure.trace import Comparison, Step, remade
-from secateur.surgery.cut import cut, is_conv1d
+from secateur.surgery.cut import cut_copy, is_conv1d
 
 Attributes = dict[tuple[str, str], RepeatedSize]
 
@@ -48,7 +48,7 @@ class Trial:
         return next((reason for reason in found if reason is not None), None)
 
     def _differs(self, graph: Graph, removed: Mask) -> str | None:
-        small = cut(self.copy, plan_for(graph, removed, tuple(self.repeated.values())))
+        small = cut_copy(self.copy, plan_for(graph, removed, tuple(self.repeated.values())))
         gone = removed[graph.root]
         gone[0] = False
         with quiet():

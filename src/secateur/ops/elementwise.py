@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from secateur.nest import tensors_in
-from secateur.ops.layers import Layers, is_zero
+from secateur.ops.layers import Layers, is_zero, like
 from secateur.ops.protocols import LabelVerbs, RelevanceVerbs, Zero, first, never
 from secateur.ops.table import (
     Call,
@@ -96,7 +96,28 @@ class Choice(Elementwise):
         return torch.where(call["condition"], *(relevance.constant(call[name], call) for name in ("input", "other")))
 
 
-class Sum(Elementwise):
+class _Arithmetic(Elementwise):
+    """Two tensors of one format make a third one, or overwrite the first."""
+
+    def rehearse(self, call: Call) -> Any:
+        """The shape, by arithmetic: torch takes a millisecond over it. What does not fit is left to torch."""
+        tensors = call.tensors()
+        x = tensors[0]
+        if not x.is_meta or not x.is_floating_point() or "out" in call.kwargs or len(tensors) > 2:
+            return call.run()
+        shape = tuple(x.shape)
+        for y in tensors[1:]:
+            if not y.is_meta or y.dtype != x.dtype or y.ndim != x.ndim:
+                return call.run()
+            if any(a != b and 1 not in (a, b) for a, b in zip(shape, y.shape, strict=True)):
+                return call.run()
+            shape = tuple([b if a == 1 else a for a, b in zip(shape, y.shape, strict=True)])
+        if call.writes:
+            return x if shape == tuple(x.shape) and call["input"] is x and all(x.stride()) else call.run()
+        return like(x) if shape == tuple(x.shape) else like(x, shape)
+
+
+class Sum(_Arithmetic):
     """Addition, or subtraction with `sign=-1`. `reflected`: the second argument comes first, as in `rsub`."""
 
     def __init__(self, sign: int = 1, reflected: bool = False) -> None:
@@ -114,7 +135,7 @@ class Sum(Elementwise):
         return relevance.adds(call, first, second, self.sign * float(call.get("alpha", 1)))
 
 
-class Product(Elementwise):
+class Product(_Arithmetic):
     """Multiplication: gates, scales, masks. Relevance goes to the signal."""
 
     def __init__(self) -> None:

@@ -20,14 +20,17 @@ Layers = list[Tensor]
 
 def spread(labels: Tensor | Labels, dim: int, shape: Sequence[int]) -> Tensor:
     """Labels along one dimension, the same everywhere else."""
-    labels = torch.as_tensor(labels)
+    line = labels if isinstance(labels, Tensor) else torch.from_numpy(labels)
     dim %= len(shape)
-    return labels.reshape([-1 if d == dim else 1 for d in range(len(shape))]).expand(tuple(shape))
+    if line.shape[0] != shape[dim]:
+        line = line.expand(shape[dim])
+    return line.as_strided(tuple(shape), [line.stride(0) if d == dim else 0 for d in range(len(shape))])
 
 
 def varying(layer: Tensor) -> list[int]:
     """The dimensions along which a compact layer varies."""
-    return [d for d, (size, stride) in enumerate(zip(layer.shape, layer.stride(), strict=True)) if size > 1 and stride]
+    sizes = layer.shape
+    return [d for d, stride in enumerate(layer.stride()) if stride and sizes[d] > 1]
 
 
 def head(layer: Tensor, dims: Container[int]) -> Tensor:
@@ -50,7 +53,10 @@ def like(x: Tensor, shape: Sequence[int] | None = None) -> Tensor:
 
 def column(layer: Tensor) -> Labels:
     """The labels of a layer that varies along a single dimension."""
-    return narrow(layer).reshape(-1).numpy()
+    over = varying(layer)
+    if len(over) != 1:
+        return narrow(layer).reshape(-1).numpy()
+    return layer.as_strided((layer.shape[over[0]],), (layer.stride(over[0]),)).numpy()
 
 
 def is_zero(layer: Tensor) -> bool:

@@ -27,13 +27,13 @@ class PerChannel(Ruled):
 
     def channels(self, labels: LabelVerbs, call: Call, output: Any) -> None:
         x = call["input"]
+        vectors = [v for name in _VECTORS if (v := call.get(name)) is not None and v.numel() > 1]
+        held = [labels.along(vector, 0) for vector in vectors]
+        if labels.meets_lines(x, 1, held, output, self.zero(call)):
+            return
         own = [size if dim == 1 else 1 for dim, size in enumerate(x.shape)]
         operands = operands_of(labels, x)
-        for name in _VECTORS:
-            vector = call.get(name)
-            if vector is not None and vector.numel() > 1:
-                held = labels.along(vector, 0)
-                operands.append(([] if held is None else [spread(held, 1, own)], own))
+        operands += [([] if line is None else [spread(line, 1, own)], own) for line in held]
         labels.merge(output, operands, call.site, self.zero(call))
 
 

@@ -129,6 +129,9 @@ class LabelVerbs(Protocol):
         `zero`: whether the output is 0 at a masked unit, given which of the operands are surely 0 there.
         """
 
+    def meets_lines(self, source: Tensor, dim: int, lines: Sequence[Labels | None], output: Tensor, zero: Zero) -> bool:
+        """`merge` of a tensor with lines of labels along `dim`; False if it carries anything but one line there."""
+
     def match(self, layer: Tensor, rival: Tensor, dim: int, site: Site) -> None:
         """A layer meets another tensor that is joined to its own along `dim`."""
 

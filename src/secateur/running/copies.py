@@ -111,9 +111,10 @@ def named_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
             continue
         seen.add(id(module))
         found.append((path, module))
-        prefix = f"{path}." if path else ""
-        children = [(prefix + name, child) for name, child in module._modules.items() if child is not None]
-        waiting.extend(reversed(children))
+        inside = module._modules
+        if inside:
+            prefix = f"{path}." if path else ""
+            waiting += [(prefix + name, child) for name, child in reversed(inside.items()) if child is not None]
     return found
 
 
@@ -124,7 +125,8 @@ def named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
     found: list[tuple[str, Tensor]] = []
     for own in ("_parameters", "_buffers"):
         for path, module in modules:
-            for name, tensor in vars(module)[own].items():
+            held = module.__dict__[own]
+            for name, tensor in held.items() if held else ():
                 if tensor is not None and id(tensor) not in seen:
                     seen.add(id(tensor))
                     found.append((f"{path}.{name}" if path else name, tensor))

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 from secateur.nest import tensors_in
 from secateur.ops.activation import Identity
@@ -22,6 +21,7 @@ from secateur.ops.layers import Labels, column, narrow
 from secateur.ops.reduce import TopK
 from secateur.ops.shape import Gather
 from secateur.ops.table import Call, Site
+from secateur.running.tensor_facts import TensorFacts
 from secateur.structure.findings import Findings, NormSite
 
 
@@ -47,9 +47,9 @@ class Choices:
     def __init__(self, found: Findings) -> None:
         self._found = found
         #: Probabilities over units that may turn out to be experts.
-        self._shares: Any = WeakIdKeyDictionary()
+        self._shares = TensorFacts[Choice]()
         #: Numbers that come from a choice: which, how many of each, in which order.
-        self._numbers: Any = WeakIdKeyDictionary()
+        self._numbers = TensorFacts[Choice]()
 
     def share(self, layer: Tensor, output: Tensor, call: Call) -> None:
         """The units of this layer become shares of a whole. They can leave if they are experts."""
@@ -81,7 +81,8 @@ class Choices:
             if choice is None or isinstance(call.operation, TopK | Gather):
                 continue
             if isinstance(call.operation, Identity | Sum):
-                self._shares.update((made, choice) for made in tensors_in(output))
+                for made in tensors_in(output):
+                    self._shares[made] = choice
             else:
                 self._found.freeze(choice.labels, choice.reason)
 
@@ -92,8 +93,9 @@ class Choices:
         sources = tensors_in(given)
         known = [choice for tensor in sources if (choice := self._numbers.get(tensor)) is not None]
         for tensor in tensors_in(made) if known else ():
-            if len(known) == len(sources) or not tensor.is_floating_point():
-                self._numbers.setdefault(tensor, known[0])
+            follows = len(known) == len(sources) or not tensor.is_floating_point()
+            if follows and tensor not in self._numbers:
+                self._numbers[tensor] = known[0]
 
 
 def settle_choices(passes: Sequence[Findings]) -> None:

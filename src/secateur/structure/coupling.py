@@ -20,9 +20,7 @@ class Coupling:
     """
 
     def __init__(self, total: int, passes: Sequence[Findings]) -> None:
-        empty = np.zeros(0, np.int64)
-        self._left = np.concatenate([empty, *(a for p in passes for a in p.left)])
-        self._right = np.concatenate([empty, *(a for p in passes for a in p.right)])
+        self._left, self._right = (np.concatenate(side) for side in zip(*(p.edges for p in passes), strict=True))
         self._total = total
         self.root = components(total, self._left, self._right)
         self._frozen = [item for p in passes for item in p.frozen]

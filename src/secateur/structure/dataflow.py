@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 from secateur.nest import tensors_in
 from secateur.ops.table import Call, Operation, Site
+from secateur.running.tensor_facts import TensorFacts
 
 # A value is what a tensor holds between two writes. Values and calls are known by their numbers.
 
@@ -56,11 +56,11 @@ class DataFlow:
     readers: list[list[int]] = field(default_factory=list)
     shapes: list[tuple[int, ...]] = field(default_factory=list)
     ends: set[int] = field(default_factory=set)
-    _known: Any = field(default_factory=WeakIdKeyDictionary)
+    _known: TensorFacts[int] = field(default_factory=TensorFacts)
 
     def value(self, tensor: Tensor) -> int:
         """The value that a tensor holds now."""
-        found: int | None = self._known.get(tensor)
+        found = self._known.get(tensor)
         return self._new(tensor, -1) if found is None else found
 
     def _new(self, tensor: Tensor, maker: int) -> int:

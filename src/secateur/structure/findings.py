@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -33,12 +34,12 @@ class Axis:
         """Where the labels of this axis are in an array that is indexed by label."""
         return slice(self.base, self.base + self.size)
 
-    @property
+    @cached_property
     def numbers(self) -> Labels:
         """The labels along this axis."""
         return np.arange(self.base, self.base + self.size)
 
-    @property
+    @cached_property
     def labels(self) -> Tensor:
         """The labels along this axis, as layers have them."""
         return torch.from_numpy(self.numbers)
@@ -133,8 +134,7 @@ class Findings:
 
     def __init__(self, axes: AxisTable, where: Callable[[], str]) -> None:
         self.axes, self.where = axes, where
-        self.left: list[Labels] = []
-        self.right: list[Labels] = []
+        self._pairs: list[tuple[Labels, Labels]] = []
         self.frozen: list[tuple[Labels, str]] = []
         self.grids: list[Grid] = []
         self.macs: list[CostTerm] = []
@@ -155,7 +155,11 @@ class Findings:
 
     def join(self, a: Labels, b: Labels) -> None:
         """These labels, pair by pair, leave together. A label paired with 0 cannot leave."""
-        pairs = np.abs(np.stack([np.ravel(a), np.ravel(b)], 1))
+        a, b = a.ravel(), b.ravel()
+        if len(a) <= 4096 and a.all() and b.all():  # the rest can wait until `edges` does it for all at once
+            self._pairs.append((a, b))
+            return
+        pairs = np.abs(np.stack([a, b], 1))
         pairs = pairs[pairs[:, 0] != pairs[:, 1]]
         if not len(pairs):
             return
@@ -167,8 +171,15 @@ class Findings:
         if blank.any():
             self.freeze(pairs[blank].max(1), f"meets channels that cannot be removed in {self.where()}")
             pairs = pairs[~blank]
-        self.left.append(pairs[:, 0])
-        self.right.append(pairs[:, 1])
+        self._pairs.append((pairs[:, 0], pairs[:, 1]))
+
+    @property
+    def edges(self) -> tuple[Labels, Labels]:
+        """What was joined: the labels of each pair."""
+        empty = np.zeros(0, np.int64)
+        left, right = (np.abs(np.concatenate([empty, *(pair[i] for pair in self._pairs)])) for i in (0, 1))
+        differ = left != right
+        return left[differ], right[differ]
 
     def tie_rows(self, labels: Labels) -> None:
         """In a 2-d array, the labels of each row leave together."""

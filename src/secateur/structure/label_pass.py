@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -40,6 +40,8 @@ _NUMBERS = {Tensor.__int__, Tensor.__float__, Tensor.__index__}
 
 class LabelPass(Observer):
     """Watches one forward pass: `labels` is what operations speak to, `found` what they said."""
+
+    shortcuts = True
 
     def __init__(self, model: nn.Module, axes: AxisTable, questions: Questions | None = None) -> None:
         super().__init__(model)
@@ -185,17 +187,22 @@ class LabelPass(Observer):
     def _count_written(self, call: Call, output: Any) -> None:
         """How many numbers the call writes, by whose they are. Views write none; what is done in place does."""
         sources = call.tensors()
-        memories = {tensor.untyped_storage()._cdata for tensor in sources}
         for tensor in tensors_in(output):
-            if tensor.untyped_storage()._cdata in memories and not any(tensor is source for source in sources):
+            layers = self.labels.layers(tensor)
+            if not layers or (_is_view(tensor, sources) and not any(tensor is source for source in sources)):
                 continue
-            axes = {over[0]: column(layer) for layer in self.labels.layers(tensor) if len(over := varying(layer)) == 1}
+            axes = {over[0]: column(layer) for layer in layers if len(over := varying(layer)) == 1}
             if axes:
                 share = tensor.numel() / math.prod(tensor.shape[dim] for dim in axes)
                 self.found.written.append(CostTerm(call.site, share, [np.abs(line) for line in axes.values()]))
 
     def concerns(self, value: Any) -> bool:
         return bool(self.labels.layers(value))
+
+
+def _is_view(tensor: Tensor, sources: Sequence[Tensor]) -> bool:
+    memory = tensor.untyped_storage()._cdata
+    return any(source.untyped_storage()._cdata == memory for source in sources)
 
 
 @dataclass

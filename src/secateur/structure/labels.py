@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from secateur.nest import map_leaves, tensors_in
 from secateur.ops.activation import Unary
@@ -29,6 +28,7 @@ from secateur.ops.shape import Move
 from secateur.ops.table import Call, Site
 from secateur.running.copies import named_modules, named_tensors
 from secateur.running.heads import reads_heads
+from secateur.running.tensor_facts import TensorFacts
 from secateur.structure.choices import Choices
 from secateur.structure.findings import Findings, NormSite
 
@@ -42,10 +42,11 @@ class TensorLabels:
 
     def __init__(self, model: nn.Module, found: Findings) -> None:
         self.found = found
-        self._layers: Any = WeakIdKeyDictionary()
+        self._layers = TensorFacts[Layers]()
         self._names = {id(tensor): name for name, tensor in named_tensors(model)}
-        self._weights: Any = WeakIdKeyDictionary((tensor, True) for _, tensor in named_tensors(model))
-        self._blank: Any = WeakIdKeyDictionary()
+        self._weights, self._blank = TensorFacts[bool](), TensorFacts[frozenset[int]]()
+        for _, tensor in named_tensors(model):
+            self._weights[tensor] = True
         self._patches: dict[int, tuple[Tensor, dict[tuple[int, int], Tensor]]] = {}
         self._following = {path for path, module in named_modules(model) if reads_heads(module)}
         # What needs no tensors, operations tell the findings at once.
@@ -58,7 +59,7 @@ class TensorLabels:
         """The layers of a tensor; those of a parameter have one label per index of each dimension."""
         if not isinstance(tensor, Tensor):
             return []
-        known: Layers | None = self._layers.get(tensor)
+        known = self._layers.get(tensor)
         if known is not None:
             return known
         name = self._names.get(id(tensor))
@@ -70,12 +71,12 @@ class TensorLabels:
         self._layers[tensor] = made
         return made
 
-    def set(self, tensor: Tensor, layers: Layers) -> None:
-        """Say what a tensor carries."""
+    def set(self, tensor: Tensor, layers: Layers, compacted: bool = False) -> None:
+        """Say what a tensor carries. `compacted`: layers have stride 0 wherever they do not vary."""
         kept = []
         for layer in layers:
             assert layer.shape == tensor.shape, (layer.shape, tensor.shape)
-            layer = compact(layer)
+            layer = layer if compacted else compact(layer)
             if varying(layer):
                 kept.append(layer)
             else:
@@ -96,12 +97,14 @@ class TensorLabels:
 
     def fits(self, tensor: Any) -> frozenset[int]:
         """The dimensions along which a tensor repeats one number, and was made to fit whatever it meets."""
-        return self._blank.get(tensor, frozenset())  # type: ignore[no-any-return]
+        return self._blank.get(tensor) or frozenset()
 
     def bind(self, tensors: Sequence[Tensor], output: Tensor) -> None:
         """Tensors met: those that fitted anything are as large as what they met from now on. What they became fits."""
         blanks = [
-            (tensor, self._blank[tensor], output.ndim - tensor.ndim) for tensor in tensors if tensor in self._blank
+            (tensor, dims, output.ndim - tensor.ndim)
+            for tensor in tensors
+            if (dims := self._blank.get(tensor)) is not None
         ]
         if not blanks:
             return
@@ -121,11 +124,12 @@ class TensorLabels:
         """What is computed from parameters alone is a weight too. What is moved from a blank is blank."""
         sources = call.tensors()
         if call.writes and sources:
-            self._blank.pop(sources[0], None)
+            self._blank.forget(sources[0])
         if sources and all(source in self._weights for source in sources):
-            self._weights.update((tensor, True) for tensor in tensors_in(output))
-        if sources and isinstance(call.operation, Move | Unary) and sources[0] in self._blank:
-            dims = self._blank[sources[0]]
+            for tensor in tensors_in(output):
+                self._weights[tensor] = True
+        dims = self._blank.get(sources[0]) if sources and isinstance(call.operation, Move | Unary) else None
+        if dims is not None:
             for tensor in tensors_in(output):
                 if isinstance(call.operation, Unary):
                     self._blank[tensor] = dims
@@ -230,7 +234,7 @@ class TensorLabels:
         if at < base.shape[dim]:
             return None
         self._patches.pop(id(base))
-        self._blank.pop(base, None)
+        self._blank.forget(base)
         return [known[key] for key in sorted(known)]
 
     def close(self) -> None:
@@ -243,7 +247,7 @@ class TensorLabels:
     def keep(self, source: Tensor, output: Tensor, zero: bool = True) -> None:
         """The output has the source's shape and its labels. `zero`: it is 0 where the source is."""
         layers = self.layers(source)
-        self.set(output, layers if zero else [lost(layer) for layer in layers])
+        self.set(output, layers if zero else [lost(layer) for layer in layers], compacted=True)
 
     def carry(self, source: Tensor, output: Tensor, mixed: Sequence[int], reason: str) -> None:
         """Same number of dimensions, other sizes along `mixed`: labels that vary there are frozen, the rest go on."""
@@ -294,16 +298,28 @@ class TensorLabels:
             return False
         if any(own[overs[0][0]] != output.shape[overs[0][0]] for _, own in operands):
             return False
-        lines = [column(layer) for layer in single]
+        self._met(output, single[0], [column(layer) for layer in single], zero)
+        return True
+
+    def _met(self, output: Tensor, layer: Tensor, lines: Sequence[Labels], zero: Zero) -> None:
         for line in lines[1:]:
             self.join(lines[0], line)
         zeros = [bool(line.min() >= 0) for line in lines]
-        layer = single[0]
         if not zero(zeros):
             layer = lost(layer)
         elif not zeros[0]:
             layer = narrow(layer).abs()
-        self.set(output, [layer.expand(output.shape)])
+        self.set(output, [layer if layer.shape == output.shape else layer.expand(output.shape)], compacted=True)
+
+    def meets_lines(self, source: Tensor, dim: int, lines: Sequence[Labels | None], output: Tensor, zero: Zero) -> bool:
+        """`merge` of a tensor with lines of labels along `dim`; False if it carries anything but one line there."""
+        layers, stride = self.layers(source), source.stride(dim)
+        if len(layers) != 1 or varying(layers[0]) != [dim] or not stride or self.fits(source):
+            return False
+        own = column(layers[0])
+        if any(line is None or len(line) != len(own) for line in lines):
+            return False
+        self._met(output, layers[0], [own, *(line for line in lines if line is not None)], zero)
         return True
 
     def match(self, layer: Tensor, rival: Tensor, dim: int, site: Site) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from secateur.nest import tensors_in
-from secateur.ops.layers import Layers, Mask, narrow, varying
+from secateur.ops.layers import Layers, Mask, varying
 from secateur.ops.table import Call, Function, Site
 from secateur.running.copies import named_modules
 from secateur.running.observer import Rehearsal
@@ -41,19 +41,27 @@ class Step:
     numbers: tuple[Any, ...]
     made: tuple[tuple[Shape, Layers], ...] = ()
 
-    def shapes(self, gone: Mask) -> list[Shape | None]:
+    def shapes(self, gone: Mask, known: Known) -> list[Shape | None]:
         """The shape of each tensor without the labels in `gone`; None for a tensor that carries none."""
-        return [_without(shape, layers, gone) if layers else None for shape, layers in self.made]
+        return [_without(shape, layers, gone, known) if layers else None for shape, layers in self.made]
 
 
-def _without(shape: Shape, layers: Layers, gone: Mask) -> Shape:
+#: How many labels are left along the dimensions of a layer, by where it lies in memory: many tensors share one.
+Known = dict[tuple[int, tuple[int, ...]], list[int]]
+
+
+def _without(shape: Shape, layers: Layers, gone: Mask, known: Known) -> Shape:
     sizes = list(shape)
     for layer in layers:
         over = varying(layer)
-        kept = ~gone[np.abs(narrow(layer).numpy())]
-        for dim in over:
-            others = tuple(d for d in range(layer.ndim) if d != dim)
-            sizes[dim] = min(sizes[dim], int(np.count_nonzero(kept.any(others))))
+        key = layer.data_ptr(), tuple([n for d in over for n in (layer.shape[d], layer.stride(d))])
+        counts = known.get(key)
+        if counts is None:
+            own = layer.as_strided([layer.shape[d] for d in over], [layer.stride(d) for d in over])
+            kept, dims = ~gone[np.abs(own.numpy())], range(len(over))
+            counts = known[key] = [int(np.count_nonzero(kept.any(tuple(e for e in dims if e != d)))) for d in dims]
+        for dim, count in zip(over, counts, strict=True):
+            sizes[dim] = min(sizes[dim], count)
     return tuple(sizes)
 
 
@@ -93,6 +101,7 @@ class Comparison(Rehearsal):
         self.difference: str | None = None
         self._steps, self._gone, self._others = steps, gone, others
         self._seen: set[Site] = set()
+        self._known: Known = {}
 
     def observe(self, call: Call) -> Any:
         output = super().observe(call)
@@ -113,7 +122,7 @@ class Comparison(Rehearsal):
         elif step.numbers != numbers:
             self.difference = f"its size is used as a number in {site}"
         elif output is not None:
-            for made, wanted in zip(tensors_in(output), step.shapes(self._gone), strict=False):
+            for made, wanted in zip(tensors_in(output), step.shapes(self._gone, self._known), strict=False):
                 if wanted is not None and not _fits(made, wanted):
                     self.difference = (
                         f"a size is written into the forward ({site} makes {tuple(made.shape)} instead of {wanted})"

@@ -17,7 +17,7 @@ from secateur.ops.table import Call, Site
 from secateur.plans.plan import BlockCut, NormCut, Plan
 from secateur.running.copies import copy_with, unwrap
 from secateur.running.observer import Observer
-from secateur.surgery.cut import check_fits, kept_places
+from secateur.surgery.cut import check_fits, kept_places, places
 
 
 def mask(model: nn.Module, plan: Plan) -> nn.Module:
@@ -43,7 +43,7 @@ def _masked(model: nn.Module, plan: Plan, shared: Set[str]) -> nn.Module:
             return old.detach()
         new = old.detach().clone()
         for dim, indices in plan.cuts.get(name, {}).items():
-            new.index_fill_(dim, torch.tensor(indices, dtype=torch.int64, device=new.device), 0)
+            new.index_fill_(dim, places(indices).to(new.device), 0)
         return new
 
     masked = copy_with(model, made)
@@ -104,8 +104,7 @@ def _reduced(call: Call, kept: Tensor) -> Any:
             inside = kept.movedim(dim, 0).reshape(size, -1).any(1)
             if size != x.shape[dim]:  # an image of another size: as many places for each channel
                 inside = inside[torch.arange(x.shape[dim]) * size // x.shape[dim]]
-            places = inside.nonzero().squeeze(1)
-            small = small.index_select(dim, places.to(x.device))
+            small = small.index_select(dim, inside.nonzero().squeeze(1).to(x.device))
     return call.on(x)(small)
 
 

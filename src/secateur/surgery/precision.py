@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -13,7 +14,6 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from secateur.nest import SCALARS, map_leaves, map_tensors
-from secateur.running.copies import named_modules
 
 _CASTS = frozenset({Tensor.float, Tensor.half, Tensor.bfloat16, Tensor.double})
 _DROPOUTS = frozenset(
@@ -49,33 +49,37 @@ class Precise(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
-        if name in ("__get__", "__set__"):
+        kwargs, role = kwargs or {}, _role(func)
+        if role == "attribute":
             return func(*args, **kwargs)
-        if func in _CASTS:
+        if role == "cast":
             return args[0].to(self.wide)
-        in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
-        args = tuple(item if in_place and not i else self._widened(item) for i, item in enumerate(args))
-        kwargs = {key: item if key == "out" else self._widened(item) for key, item in kwargs.items()}
-        if name in _DROPOUTS:
+        in_place, widened = role == "in place", self._widened
+        args = tuple([item if in_place and not i else widened(item) for i, item in enumerate(args)])
+        if kwargs:
+            kwargs = {key: item if key == "out" else widened(item) for key, item in kwargs.items()}
+        if role == "dropout":
             return args[0] if args else kwargs["input"]
-        if func is F.embedding or name == "one_hot":
+        if role == "table":
             self._note(*args, **kwargs)
-        elif func is F.scaled_dot_product_attention:
+        elif role == "attention":
             args, kwargs = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args, kwargs | {"dropout_p": 0.0}
             kwargs = {key: item for key, item in kwargs.items() if key != "dropout_p" or len(args) <= 4}
-        made = self._noise(func, name, args, kwargs) if name in _NOISE else func(*args, **kwargs)
+        noise = role == "noise" or (in_place and func.__name__ in _NOISE)
+        made = self._noise(func, func.__name__, args, kwargs) if noise else func(*args, **kwargs)
         if isinstance(made, Tensor) and made.dtype in self._narrow and not in_place and "out" not in kwargs:
             made = made.to(self.wide)
         return made
 
     def _widened(self, item: Any) -> Any:
         kind = type(item)
-        if isinstance(item, Tensor):
-            return item.to(self.wide) if item.dtype in self._narrow else item
         if kind is torch.dtype:
             return self.wide if item in self._narrow else item
-        if item is None or kind in SCALARS or kind is torch.Size or _is_plain(item):
+        if item is None or kind in SCALARS or kind is torch.Size:
+            return item
+        if isinstance(item, Tensor):
+            return item.to(self.wide) if item.dtype in self._narrow else item
+        if _is_plain(item):
             return item
         return map_leaves(self._widened, item) if kind in (tuple, list, dict) else item
 
@@ -103,17 +107,34 @@ class Precise(TorchFunctionMode):
         return made
 
 
+@cache
+def _role(func: Callable[..., Any]) -> str:
+    """What a function is to `Precise`; "" if nothing special."""
+    name = getattr(func, "__name__", "")
+    if name in ("__get__", "__set__"):
+        return "attribute"
+    if func in _CASTS:
+        return "cast"
+    if name in _DROPOUTS:
+        return "dropout"
+    if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):
+        return "in place"
+    if func is F.scaled_dot_product_attention:
+        return "attention"
+    return "table" if func is F.embedding or name == "one_hot" else "noise" if name in _NOISE else ""
+
+
 def _is_plain(item: Any) -> bool:
     """Whether it is a list or tuple of numbers, as a stride is."""
     return type(item) in (tuple, list) and all(type(part) in SCALARS for part in item)
 
 
-def widen(net: nn.Module, wide: torch.dtype) -> None:
-    """Put the buffers of a copy, and tensors that are plain attributes, into another format, in place.
+def widen(modules: Iterable[nn.Module], wide: torch.dtype) -> None:
+    """Put the buffers of the modules of a copy, and tensors that are plain attributes, into another format, in place.
 
     Calls cast the parameters they read: that takes no memory for long, and less time than a copy of them all.
     """
-    for _, module in named_modules(net):
+    for module in modules:
         if isinstance(module, nn.RNNBase):  # compares their format with that of its input, where nobody sees it
             module._flat_weights = [weight.to(wide) for weight in module._flat_weights if weight is not None]
         for key, value in module._buffers.items():
@@ -125,28 +146,34 @@ def widen(net: nn.Module, wide: torch.dtype) -> None:
                 vars(module)[key] = map_tensors(lambda t: t.to(wide) if t.is_floating_point() else t, value)
 
 
-@contextmanager
-def unwritten(net: nn.Module, training: bool) -> Iterator[None]:
-    """Evaluation or training mode. What a forward writes on its modules, hooks included, is taken back."""
-    modules = [module for _, module in named_modules(net)]
-    before = [(vars(module), dict(vars(module))) for module in modules]
-    items = [item for _, state in before for item in state.values() if type(item) in _CONTAINERS]
-    held = [(item, type(item)(item) if item else ()) for item in items]  # most are empty
-    numbers = [(b, b.clone()) for module in modules for b in module._buffers.values() if b is not None]
-    try:
-        for module in modules:
-            module.training = False
-        if training:
-            net.train()
-            for module in modules:
-                # Their own code draws, where nobody sees it.
-                if isinstance(module, nn.MultiheadAttention | nn.RNNBase):
-                    module.dropout = 0.0
-        yield
-    finally:
-        for item, content in [*before, *held]:
-            if item or content:
-                item.clear()
-                (item.extend if isinstance(item, list) else item.update)(content)
-        for buffer, saved in numbers:
-            buffer.copy_(saved)
+class Pristine:
+    """The state of the modules of a copy, to which each forward returns: what it writes on them is taken back."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._modules = modules
+        self._before = [(vars(module), dict(vars(module))) for module in modules]
+        items = [item for _, state in self._before for item in state.values() if type(item) in _CONTAINERS]
+        self._held = [(item, type(item)(item) if item else ()) for item in items]  # most are empty
+        self._buffers = [b for module in modules for b in module._buffers.values() if b is not None]
+        self._numbers = [buffer.clone() for buffer in self._buffers]
+
+    @contextmanager
+    def kept(self, training: bool) -> Iterator[None]:
+        """Evaluation or training mode, until everything, hooks included, is as it was."""
+        try:
+            for module in self._modules:
+                module.training = False
+            if training:
+                self._modules[0].train()
+                for module in self._modules:
+                    # Their own code draws, where nobody sees it.
+                    if isinstance(module, nn.MultiheadAttention | nn.RNNBase):
+                        module.dropout = 0.0
+            yield
+        finally:
+            for item, content in [*self._before, *self._held]:
+                if item or content:
+                    item.clear()
+                    (item.extend if isinstance(item, list) else item.update)(content)
+            if self._buffers:
+                torch._foreach_copy_(self._buffers, self._numbers)

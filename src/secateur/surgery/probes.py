@@ -85,6 +85,8 @@ def _sizes(tensors: list[Tensor]) -> Iterator[Sizes]:
                 yield dict.fromkeys([(d, length) for d in ((1, 2, 3) if found is texts else (dim,))], new)
     if images:
         sides = list(enumerate(images[0].shape))[2:]
+        if min(side for _, side in sides) >= 128:  # most networks halve images five times
+            yield {(dim, side): 64 >> dim % 2 for dim, side in sides}
         yield {(dim, side): _side(side)[dim % 2] for dim, side in sides}  # no square: sides must not be mixed up
         yield {(dim, side): _side(side)[2] for dim, side in sides}
 

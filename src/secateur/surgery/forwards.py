@@ -1,0 +1,114 @@
+"""Forwards of a copy of a model on probes, in one number format or another, and what its layers return meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from secateur.nest import map_tensors, tensors_in, tensors_of_output
+from secateur.running.copies import named_modules
+from secateur.running.sandbox import quiet, run
+from secateur.surgery.precision import Precise, Pristine, widen
+from secateur.surgery.probes import Probe
+
+_PLACES = 8  # of a layer's output are noted along each dimension, at least, if there are as many
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a model returned, the shapes of the noise it drew, and the tables it read (see `Precise`).
+
+    `layers` has some places of what its layers returned, by path, in each call.
+    """
+
+    outputs: list[Tensor]
+    drawn: list[tuple[int, ...]]
+    rows: dict[int, int]
+    layers: dict[str, list[Tensor]]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A probe that the masked model took, in which format, what it returned, and which noise was even (`Precise`)."""
+
+    probe: Probe
+    wide: torch.dtype
+    masked: Seen
+    even: tuple[int, ...] = ()
+
+
+#: What a layer shall return instead, by path, in each call.
+Forced = Mapping[str, Sequence[Tensor]]
+_NOTHING: Forced = MappingProxyType({})
+
+
+class Net:
+    """A copy that is run in several formats."""
+
+    def __init__(self, net: nn.Module, output: tuple[str, ...]) -> None:
+        self._net, self._output = net, output
+        self._modules = named_modules(net)
+        kinds = (nn.Linear, nn.modules.conv._ConvNd)
+        #: Convolutions and linear layers, by path.
+        self.layers = {path: module for path, module in self._modules if isinstance(module, kinds)}
+        self._wide: torch.dtype | None = None
+
+    def run(
+        self, probe: Probe, wide: torch.dtype, even: Iterable[int] = (), whole: bool = False, forced: Forced = _NOTHING
+    ) -> Seen:
+        """What the model and its layers return; of these some places, unless `whole` is set.
+
+        `forced`: what layers return is noted, and then replaced by this, if it has the same shape.
+        """
+        if wide != self._wide:
+            widen([module for _, module in self._modules], wide)
+            self._wide, self._pristine = wide, Pristine([module for _, module in self._modules])
+        inputs = map_tensors(lambda t: t.to(wide) if t.is_floating_point() else t, probe.inputs)
+        layers: dict[str, list[Tensor]] = {}
+        hooks = [layer.register_forward_hook(_note(path, layers, whole, forced)) for path, layer in self.layers.items()]
+        mode = Precise(wide, frozenset(even))
+        try:
+            with quiet(), self._pristine.kept(probe.training):
+                _seed(probe)
+                with mode:
+                    outputs = run(self._net, inputs, probe.cached)
+            made = tensors_in(outputs)[:1] if probe.cached else tensors_of_output(outputs, self._output)
+            return Seen(made, mode.drawn, mode.rows, layers)
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+
+def _seed(probe: Probe) -> None:
+    """Every forward draws the same. (`torch.manual_seed` looks at the stack, which takes milliseconds.)"""
+    on_cpu = all(tensor.device.type == "cpu" for tensor in tensors_in(probe.inputs))
+    (torch.default_generator.manual_seed if on_cpu else torch.manual_seed)(0)
+
+
+def _note(path: str, found: dict[str, list[Tensor]], whole: bool, forced: Forced) -> Callable[..., Any]:
+    def keep(module: nn.Module, args: Any, output: Any) -> Any:
+        with torch._C.DisableTorchFunction():
+            made, dim = found.setdefault(path, []), channel_dim(module)
+            wanted = forced.get(path, ())[len(made) : len(made) + 1]
+            made.extend(t.clone() if whole or wanted else _some(t, dim) for t in tensors_in(output))
+            return wanted[0].clone() if wanted and wanted[0].shape == output.shape else None
+
+    return keep
+
+
+def channel_dim(layer: nn.Module) -> int:
+    """The dimension of its output that a layer makes."""
+    return -1 - len(getattr(layer, "kernel_size", ()))
+
+
+def _some(output: Tensor, channel: int) -> Tensor:
+    """All channels at some places of an output."""
+    for dim in range(output.ndim):
+        if dim - output.ndim != channel and output.shape[dim] >= 2 * _PLACES:
+            output = output[(slice(None),) * dim + (slice(None, None, output.shape[dim] // _PLACES),)]
+    return output.clone()
