@@ -2,7 +2,7 @@
 
 An entry answers three questions: which channels go in and out together (`channels`), how many multiply-accumulates the
 call costs (part of `channels`, which sees the shapes), and how relevance passes back (`relevance`).
-A function without an entry is refused by name, never guessed.
+What a function without an entry does is never guessed: what reaches it stays as it is, and carries no relevance.
 """
 
 from __future__ import annotations
@@ -244,6 +244,14 @@ class Readout(Query):
     """Brings numbers to Python."""
 
     settles = True
+
+
+class Opaque(Operation):
+    """A function without an entry. It may mix and read whatever it gets, so nothing that reaches it can leave."""
+
+    def channels(self, labels: LabelVerbs, call: Call, output: Any) -> None:
+        for tensor in call.tensors():
+            labels.freeze_tensor(tensor, f"secateur has no entry for {call.site}, which reads it")
 
 
 class Decomposed(Operation):

@@ -99,6 +99,12 @@ class Comparison(Rehearsal):
         self._compare(call.site, numbers_of(call), output)
         return output
 
+    def unknown(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        output = super().unknown(func, args, kwargs)
+        if func not in MAKERS and tensors_in((args, kwargs)):
+            self._compare(self.site(func), _numbers((args, kwargs), _BROKEN), output)
+        return output
+
     def passes_by(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if func in MAKERS:
             self._compare(self.site(func), numbers_made(func, args, kwargs), None)
