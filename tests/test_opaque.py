@@ -226,3 +226,33 @@ def test_scores_are_of_what_layers_returned_although_an_unknown_function_writes_
     wanted = (z * torch.autograd.grad(loss, z)[0]).sum((0, 2, 3)).abs()
     found = torch.as_tensor(next(v for site, v in scores.units.items() if site.path == "body"))
     torch.testing.assert_close((found / found.norm()).float(), wanted / wanted.norm())
+
+
+# -- shapes that numbers decide ---------------------------------------------------------------------------------------
+COUNTED: dict[str, Callable[[Tensor], Tensor]] = {
+    "mask": lambda s: s[s > 0],
+    "masked_select": lambda s: torch.masked_select(s, s > 0),
+    "nonzero": lambda s: s[(s > 0).nonzero().squeeze(1)],
+    "where": lambda s: s[torch.where(s > 0)[0]],
+    "unknown": lambda s: torch.unique(s.round()),
+}
+
+
+@pytest.mark.parametrize("name", COUNTED)
+def test_how_many_numbers_there_are_is_no_size_of_a_layer(name: str) -> None:
+    """What is counted depends on numbers, which removal changes: that freezes nothing after it."""
+
+    class Counted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.first, self.score = nn.Linear(6, 12), nn.Linear(12, 1)
+            self.next, self.last = nn.Linear(1, 10), nn.Linear(10, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            chosen = COUNTED[name](self.score(self.first(x).relu()).squeeze(1) + 0.1)
+            return self.last(self.next(chosen[:, None]).relu()).sum(0)
+
+    x = torch.randn(64, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    graph = exact(Counted(), x)
+    assert {layer.name for layer in graph.layers if layer.prunable} == {"first", "next"}

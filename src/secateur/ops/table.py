@@ -172,6 +172,10 @@ class Operation:
         """Which channels go in and out together, and the cost: tell `labels`."""
         raise NotImplementedError
 
+    def counts(self, call: Call) -> bool:
+        """Whether numbers decide the shape of what is made."""
+        return False
+
     def rehearse(self, call: Call) -> Any:
         """The call on tensors without numbers: the right shape, or the right error. Overridden where torch is slow."""
         return call.run()
@@ -252,6 +256,9 @@ class Opaque(Operation):
     def channels(self, labels: LabelVerbs, call: Call, output: Any) -> None:
         for tensor in call.tensors():
             labels.freeze_tensor(tensor, f"secateur has no entry for {call.site}, which reads it")
+
+    def counts(self, call: Call) -> bool:
+        return any(tensor.is_floating_point() for tensor in call.tensors())
 
 
 class Decomposed(Operation):

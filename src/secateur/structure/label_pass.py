@@ -93,10 +93,7 @@ class LabelPass(Observer):
         call = Call(_OPAQUE, func, args, kwargs, self.site(func))
         made = call.run()
         self._learn(call, made, [t for t, before in zip(tensors, versions, strict=True) if _version(t) != before])
-        if not any(tensor.is_floating_point() for tensor in tensors):
-            return made
-        self.steered |= not self.numberless  # it may make as many numbers as the data say
-        return made if tensors_in(made) else self._readings(func, tensors, made)
+        return self._readings(func, tensors, made) if _OPAQUE.counts(call) and not tensors_in(made) else made
 
     def transformed(self, func: Function, tensors: Sequence[Tensor]) -> None:
         """What reaches `torch.vmap` stays."""
@@ -120,6 +117,7 @@ class LabelPass(Observer):
     def _learn(self, call: Call, output: Any, written: Sequence[Tensor] = ()) -> None:
         """What a call says. `written`: what it was seen to overwrite."""
         self.labels.overwritten(written)
+        self.steered |= not self.numberless and call.operation.counts(call)
         self.flow.add(call, output, written)
         self.labels.trace(call, output)
         call.operation.channels(self.labels, call, output)
