@@ -247,10 +247,15 @@ def test_how_many_numbers_there_are_is_no_size_of_a_layer(name: str) -> None:
             super().__init__()
             torch.manual_seed(0)
             self.first, self.score = nn.Linear(6, 12), nn.Linear(12, 1)
-            self.next, self.last = nn.Linear(1, 10), nn.Linear(10, 3)
+            self.next, self.last, self.side = nn.Linear(1, 10), nn.Linear(10, 3), nn.Linear(6, 8)
+
+        def mean(self, x: Tensor) -> Tensor:
+            """Divides by the width of a layer, which must stay."""
+            side = self.side(x)
+            return side.sum() / side.shape[1]
 
         def forward(self, x: Tensor) -> Tensor:
-            chosen = COUNTED[name](self.score(self.first(x).relu()).squeeze(1) + 0.1)
+            chosen = COUNTED[name](self.score(self.first(x).relu()).squeeze(1) + 0.1) + self.mean(x)
             return self.last(self.next(chosen[:, None]).relu()).sum(0)
 
     x = torch.randn(64, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)

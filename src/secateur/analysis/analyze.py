@@ -76,7 +76,7 @@ def analyze(model: nn.Module, example: Example, output: str | Sequence[str] = ()
     fresh = _fresh(model, watched)
     # A router that has fewer experts sends tokens elsewhere.
     steered = watched.steered or (not watched.numberless and any(choice.used for choice in watched.found.choices))
-    trial = Trial(fresh, inputs, {} if steered else watched.found.steps, watched.unsure)
+    trial = Trial(fresh, inputs, {} if steered else watched.found.steps, watched.unsure, watched.counted)
     trial.repeated |= {key: RepeatedSize(*key, labels) for p in passes for key, labels in p.counted.items()}
     while True:
         graph = build(model, example, passes, trial.blocked, tuple(trial.repeated.values()), names, blocks)

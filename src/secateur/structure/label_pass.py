@@ -52,6 +52,8 @@ class LabelPass(Observer):
         self.flow = DataFlow()
         #: Whether numbers that tensors hold steer the forward. Then a smaller model may well do other things.
         self.steered = False
+        #: Whether they decide shapes.
+        self.counted = False
         #: Whether code reads sizes, so that it may do other things for another input.
         self.sized = False
         #: Whether it compares sizes in a way that only trial removals can judge.
@@ -117,7 +119,7 @@ class LabelPass(Observer):
     def _learn(self, call: Call, output: Any, written: Sequence[Tensor] = ()) -> None:
         """What a call says. `written`: what it was seen to overwrite."""
         self.labels.overwritten(written)
-        self.steered |= not self.numberless and call.operation.counts(call)
+        self.counted |= not self.numberless and call.operation.counts(call)
         self.flow.add(call, output, written)
         self.labels.trace(call, output)
         call.operation.channels(self.labels, call, output)
