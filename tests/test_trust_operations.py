@@ -7,6 +7,7 @@ import re
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -219,9 +220,10 @@ def test_strided_slices_say_why_units_stay() -> None:
     assert all("fixed places" in str(layer.reason) for layer in graph.layers if layer.name == "a")
 
 
-def test_vmap_is_refused_by_name() -> None:
+def test_vmap_is_frozen_and_not_explained() -> None:
     net, x = Net(lambda m, h, k: torch.vmap(lambda t: t * 2)(h)), pictures()
-    for act in (sc.analyze, sc.explain):
+    assert "torch.vmap" in str(next(layer.reason for layer in sc.analyze(net, x).layers if layer.name == "a"))
+    for act in (partial(sc.analyze, strict=True), sc.explain):
         with pytest.raises(UnsupportedModelError, match=r"torch\.vmap"):
             act(net, x)
 
@@ -559,8 +561,8 @@ def test_gradient_checkpointing_is_refused_by_name(reentrant: bool) -> None:
 
 @pytest.mark.parametrize(
     ("make", "word"),
-    [(Scripted, "TorchScript"), (lambda: nn.Sequential(nn.LazyLinear(6), nn.Linear(6, 3)), "lazy"),
-     (lambda: nested(200), "nested")],
+    [(lambda: torch.jit.script(nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3))), "TorchScript"),
+     (lambda: nn.Sequential(nn.LazyLinear(6), nn.Linear(6, 3)), "lazy"), (lambda: nested(200), "nested")],
 )  # fmt: skip
 def test_parts_that_cannot_be_followed_are_refused_by_name(make: Callable[[], nn.Module], word: str) -> None:
     net, x, y = make(), torch.rand(6, 4), torch.arange(6) % 3
@@ -570,6 +572,17 @@ def test_parts_that_cannot_be_followed_are_refused_by_name(make: Callable[[], nn
     for act in acts:
         with pytest.raises(UnsupportedModelError, match=word):
             act()
+
+
+def test_compiled_parts_stay_and_are_not_explained() -> None:
+    net, x, y = Scripted(), torch.rand(6, 4), torch.arange(6) % 3
+    for act in (sc.explain, partial(sc.analyze, strict=True)):
+        with pytest.raises(sc.SecateurError, match=r"(?i)torchscript"):
+            act(net, x)
+    graph = sc.analyze(net, x)
+    assert not graph.total_units
+    assert "torchscript in `middle`" in str(graph.layers[0].reason)
+    sc.score(net, (x, y), "taylor", graph=graph)
 
 
 def test_deep_nesting_that_fits_is_followed() -> None:

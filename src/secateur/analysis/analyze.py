@@ -26,7 +26,7 @@ log = logging.getLogger("secateur")
 
 
 @leaves_no_trace
-def analyze(model: nn.Module, example: Example, output: str | Sequence[str] = ()) -> Graph:
+def analyze(model: nn.Module, example: Example, output: str | Sequence[str] = (), *, strict: bool = False) -> Graph:
     """Find the groups of coupled units of a model, which may leave, and what they cost.
 
     `example` is an input the model runs on: a tensor, a tuple of positional inputs or a dict of named ones. The model
@@ -35,6 +35,9 @@ def analyze(model: nn.Module, example: Example, output: str | Sequence[str] = ()
     What the model returns keeps its size. If it returns several things, `output` names those that count, such as
     "logits"; the others may become narrower. Beside logits, hidden states and caches do not count.
 
+    Units that reach a function without an entry in the table of operations stay, with that reason. `strict` refuses the
+    model instead.
+
     >>> import torch
     >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3))
     >>> graph = analyze(net, torch.zeros(1, 3, 8, 8))
@@ -42,10 +45,10 @@ def analyze(model: nn.Module, example: Example, output: str | Sequence[str] = ()
     [('0', 8, True), ('2', 4, False)]
     """
     model = unwrap(model)
-    check_followed(model)
+    check_followed(model, strict)
     normed = normed_weights(model)
     names = (output,) if isinstance(output, str) else tuple(output)
-    copy, inputs, watched, made = watch_copy(model, example)
+    copy, inputs, watched, made = watch_copy(model, example, strict)
     for name, tensor in named_tensors(copy):
         if name in normed:
             watched.labels.freeze_tensor(tensor, normed[name])
@@ -73,7 +76,7 @@ def analyze(model: nn.Module, example: Example, output: str | Sequence[str] = ()
     fresh = _fresh(model, watched)
     # A router that has fewer experts sends tokens elsewhere.
     steered = watched.steered or (not watched.numberless and any(choice.used for choice in watched.found.choices))
-    trial = Trial(fresh, inputs, {} if steered else watched.found.steps, watched.unsure)
+    trial = Trial(fresh, inputs, {} if steered else watched.found.steps, watched.unsure, watched.counted)
     trial.repeated |= {key: RepeatedSize(*key, labels) for p in passes for key, labels in p.counted.items()}
     while True:
         graph = build(model, example, passes, trial.blocked, tuple(trial.repeated.values()), names, blocks)
@@ -101,7 +104,7 @@ def _another_pass(
 ) -> list[Findings]:
     """What a further label pass finds; nothing if the forward does not run so."""
     try:
-        return [_with_frozen_output(*watch(copy, inputs, first.found.axes, questions), names)]
+        return [_with_frozen_output(*watch(copy, inputs, first.found.axes, questions, first.strict), names)]
     except SecateurError:
         if copy.training or questions:  # what trains must be understood; another size need not be possible
             raise

@@ -25,9 +25,12 @@ class Trial:
     `blocked` has the layers that break it, with the reason; `repeated` the attributes that repeat a layer's size.
     """
 
-    def __init__(self, copy: nn.Module, inputs: Example, steps: dict[Site, Step], thorough: bool = False) -> None:
-        """`steps`: what the forward of the whole copy did; empty if numbers steer it. `thorough`: sizes steer it."""
-        self.copy, self.inputs, self.steps, self.thorough = copy, inputs, steps, thorough
+    def __init__(
+        self, copy: nn.Module, inputs: Example, steps: dict[Site, Step], thorough: bool = False, loose: bool = False
+    ) -> None:
+        """`steps`: what the forward of the whole copy did; empty if numbers steer it. `thorough`: sizes steer it.
+        `loose`: numbers decide shapes."""
+        self.copy, self.inputs, self.steps, self.thorough, self.loose = copy, inputs, steps, thorough, loose
         self.blocked: dict[str, str] = {}
         self.repeated: Attributes = {}
         self._remade = remade(copy)
@@ -53,7 +56,7 @@ class Trial:
         gone[0] = False
         with quiet():
             try:
-                with Comparison(small, self.steps, gone, self._remade) as compared:
+                with Comparison(small, self.steps, gone, self._remade, self.loose) as compared:
                     run(small, self.inputs)
             except Exception as error:
                 text = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"

@@ -9,7 +9,7 @@ its layers does padding count, as an attention mask tells it. One pass serves al
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -18,8 +18,9 @@ from torch import Tensor
 
 from secateur.criteria.criterion import Absolute, Accumulator, Criterion, Norm, Subject, Sums
 from secateur.errors import CriterionError, SecateurError
+from secateur.nest import tensors_in
 from secateur.ops.conv import Convolution, TransposedConvolution
-from secateur.ops.table import Call
+from secateur.ops.table import Call, lookup
 from secateur.plans.scores import Values
 from secateur.running.batches import counted, masks_in, size_of
 from secateur.running.devices import precise
@@ -193,8 +194,8 @@ class Taps(Observer):
         """Tap the calls that make units. If a later call writes over such an output, it is copied first."""
         index = self.owner.subject.place.get(call.site)
         if index is None:
-            if self._open and call.writes:
-                self._rescue(call)
+            if self._open and call.writes and not call.rectifies:  # where ReLU changes z, g is 0, so z·g is the same
+                self._rescue(call.tensors()[:1])
             return call.run()
         z: Tensor = call.run()
         channel = -1
@@ -209,14 +210,17 @@ class Taps(Observer):
         self._open[z.untyped_storage().data_ptr()] = weakref.ref(tap)
         return _Watch.apply(z, self.anchor, tap)
 
-    def _rescue(self, call: Call) -> None:
-        tensors = call.tensors()
-        if not tensors or call.rectifies:
-            return  # z·g is the same before and after: where ReLU changes z, g is 0
-        known = self._open.pop(tensors[0].untyped_storage().data_ptr(), None)
-        tap = known() if known is not None else None
-        if tap is not None:
-            tap.z = tap.z.clone()
+    def passes_by(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._open and lookup(func) is None:  # nobody knows what it writes to
+            self._rescue(tensors_in((args, kwargs)))
+
+    def _rescue(self, tensors: Iterable[Tensor]) -> None:
+        """Copy outputs that are about to be overwritten."""
+        for tensor in tensors:
+            known = self._open.pop(tensor.untyped_storage().data_ptr(), None)
+            tap = known() if known is not None else None
+            if tap is not None:
+                tap.z = tap.z.clone()
 
 
 @dataclass(eq=False)

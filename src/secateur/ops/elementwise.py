@@ -89,6 +89,9 @@ class Choice(Elementwise):
         else:
             labels.freeze_tensor(call["condition"], f"{call.site} looks up the places of what is true")
 
+    def counts(self, call: Call) -> bool:
+        return call.get("other") is None
+
     def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
         """To whichever was chosen, constants included."""
         if call.get("other") is None:

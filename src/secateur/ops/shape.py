@@ -75,6 +75,9 @@ class Slice(Move):
                     _pin(labels, layer, dim, item, call)
         labels.move(call, output, chosen)
 
+    def counts(self, call: Call) -> bool:
+        return any(tensor.dtype in (torch.bool, torch.uint8) for tensor in call.tensors()[1:])
+
 
 class Split(Move):
     """Chunk, split, unbind: equal parts lose the same places; unequal ones are pinned."""
@@ -232,6 +235,13 @@ class Fixed(Ruled):
     def channels(self, labels: LabelVerbs, call: Call, output: Any) -> None:
         for tensor in call.tensors():
             labels.freeze_tensor(tensor, f"{call.site} {self.deed}")
+
+
+class Selected(Fixed):
+    """As many numbers as the data say."""
+
+    def counts(self, call: Call) -> bool:
+        return True
 
 
 class Gather(Fixed):
@@ -445,7 +455,8 @@ register_named("input factor|upscale_factor|downscale_factor", "pixel_shuffle pi
 register_named("input shifts dims=None", "roll", Roll())
 register_named("input *dims", "flip", Roll())
 register_named("input dim index sparse_grad=False", "gather", Gather(_LOOKED_UP))
-register_named("input|theta *rest", "affine_grid masked_select nonzero", Fixed(_LOOKED_UP))
+register_named("input|theta *rest", "affine_grid", Fixed(_LOOKED_UP))
+register_named("input *rest", "masked_select nonzero", Selected(_LOOKED_UP))
 register_named("input *rest", "dim ndimension stride element_size storage_offset data_ptr", Query())
 register_named("input *rest", "size numel nelement __len__", SizeQuery())
 register_named("input *rest", "is_floating_point is_complex is_contiguous is_same_size is_signed is_inference", Query())

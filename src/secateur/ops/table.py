@@ -2,7 +2,7 @@
 
 An entry answers three questions: which channels go in and out together (`channels`), how many multiply-accumulates the
 call costs (part of `channels`, which sees the shapes), and how relevance passes back (`relevance`).
-A function without an entry is refused by name, never guessed.
+What a function without an entry does is never guessed: what reaches it stays as it is, and carries no relevance.
 """
 
 from __future__ import annotations
@@ -172,6 +172,10 @@ class Operation:
         """Which channels go in and out together, and the cost: tell `labels`."""
         raise NotImplementedError
 
+    def counts(self, call: Call) -> bool:
+        """Whether numbers decide the shape of what is made."""
+        return False
+
     def rehearse(self, call: Call) -> Any:
         """The call on tensors without numbers: the right shape, or the right error. Overridden where torch is slow."""
         return call.run()
@@ -244,6 +248,17 @@ class Readout(Query):
     """Brings numbers to Python."""
 
     settles = True
+
+
+class Opaque(Operation):
+    """A function without an entry. It may mix and read whatever it gets, so nothing that reaches it can leave."""
+
+    def channels(self, labels: LabelVerbs, call: Call, output: Any) -> None:
+        for tensor in call.tensors():
+            labels.freeze_tensor(tensor, f"secateur has no entry for {call.site}, which reads it")
+
+    def counts(self, call: Call) -> bool:
+        return any(tensor.is_floating_point() for tensor in call.tensors())
 
 
 class Decomposed(Operation):

@@ -196,7 +196,7 @@ def _by_cudnn(layer: ConvMap, a: Tensor) -> Tensor | None:
     if bias is None or not fits or form.groups != 1 or form.transposed or not permitted() or not len(a):
         return None
     key = form, layer.weight.shape, a.shape, a.device
-    if _agrees.get(key) is False or not torch.backends.cudnn.is_acceptable(a):
+    if _agrees.get(key) is False or not torch.backends.cudnn.is_acceptable(a):  # type: ignore[no-untyped-call]
         return None
 
     def at_once(x: Tensor) -> Tensor:

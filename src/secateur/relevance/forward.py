@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from secateur.errors import DataError, RelevanceError, UnknownOperationError
-from secateur.nest import SCALARS
+from secateur.nest import SCALARS, map_tensors, tensors_in
 from secateur.ops.table import Call, Function, Operation, Query, Site
 from secateur.relevance._script import Script
 from secateur.relevance.accelerators import Attempt, Attends, Deviation
 from secateur.relevance.propagation import Propagation
 from secateur.relevance.weights import Weights
 from secateur.running.logits import answer_of, logits_of
-from secateur.running.observer import Observer, refuse_autocast, refuse_checkpoint
+from secateur.running.observer import Observer, refuse_autocast, refuse_checkpoint, unknown_operation
 from secateur.running.sandbox import run
 
 
@@ -100,6 +100,30 @@ class ForwardPass(Observer):
             raise Deviation
         return site
 
+    def unknown(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A function without an entry is in the way only of relevance that comes back to it."""
+        tensors = tensors_in((args, kwargs))
+        sources = [tensor for tensor in tensors if tensor.requires_grad]
+        if not sources:
+            return func(*args, **kwargs)
+        refusal, versions = unknown_operation(self.site(func), tensors), [tensor._version for tensor in sources]
+        if torch._C._functorch.maybe_current_level() is not None:
+            raise refusal
+
+        def back(*_: Tensor) -> tuple[Tensor | None, ...]:
+            raise refusal
+
+        def fenced(made: Tensor) -> Tensor:
+            if not made.is_floating_point() or any(made is source for source in sources):
+                return made
+            return self._propagation.backward.step(lambda: made.clone(), back, *sources, saves=False)
+
+        with torch.no_grad():
+            output = func(*args, **kwargs)
+        if versions != [tensor._version for tensor in sources]:
+            raise refusal
+        return map_tensors(fenced, output)
+
     def applies(self, function: type[Any], plain: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         """A function with a derivative of its own, which is no rule for relevance: what it calls is followed instead.
         Without it, `forward` needs a context only to write to."""
@@ -119,7 +143,7 @@ class ForwardPass(Observer):
         args = tuple([v if v is None or type(v) in SCALARS else self._present(v, tensors, settles) for v in args])
         if kwargs:
             kwargs = {key: self._present(value, tensors, settles) for key, value in kwargs.items()}
-        if self._ahead is not None and isinstance(operation, Query):
+        if self._ahead is not None and (operation is None or isinstance(operation, Query)):
             self._attempt.deviates()
         return args, kwargs, tensors
 

@@ -43,11 +43,12 @@ def _inner(model: nn.Module) -> nn.Module:
         model = inner
 
 
-def check_followed(model: nn.Module) -> None:
-    """Refuse a model with parts that nobody can watch: compiled code, layers without a size, too deep nesting."""
+def check_followed(model: nn.Module, strict: bool = False) -> None:
+    """Refuse what nobody can watch: a compiled model (`strict`: or part), layers without a size, too deep nesting."""
     for path, module in named_modules(model):
         name = f"`{path}`" if path else type(model).__name__
-        if any(isinstance(part, torch.jit.ScriptModule | torch.jit.ScriptFunction) for part in _parts(module)):
+        parts = _parts(module) if strict else [] if path else [module]
+        if any(isinstance(part, torch.jit.ScriptModule | torch.jit.ScriptFunction) for part in parts):
             raise UnsupportedModelError(
                 f"{name} is TorchScript: its code is compiled and cannot be followed.",
                 fix="the Python code that it was made from",
@@ -84,15 +85,21 @@ def copy_with(model: nn.Module, tensor: Callable[[str, Tensor], Tensor]) -> nn.M
 
 
 def _copied_plain(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """A copy with the tensors of the memo, whose parts are not compiled."""
+    """A copy with the tensors of the memo, whose parts are not compiled. Functions of TorchScript are shared."""
+    parts = [part for _, module in named_modules(model) for part in _parts(module)]
+    memo |= {id(part): part for part in parts if isinstance(part, torch.jit.ScriptFunction)}
     try:
-        made = _copied(model, memo)
+        with torch.no_grad():  # in which copies of TorchScript are leaves
+            made = _copied(model, memo)
     except (RuntimeError, TypeError, ValueError, pickle.PickleError) as error:
         raise UnsupportedModelError(
             f"{type(model).__name__} cannot be copied ({error}). secateur never changes your model, so it "
             "works on copies.",
             fix="keep non-leaf tensors and open resources out of its attributes, or detach() them",
         ) from error
+    if any(isinstance(part, torch.jit.ScriptModule) for part in parts):
+        for old, new in zip(model.parameters(), made.parameters(), strict=True):
+            new.requires_grad_(old.requires_grad)
     for _, module in named_modules(made):
         for name, child in module._modules.items():
             if child is not None and "_orig_mod" in child._modules:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import inspect
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import FrameType
 from typing import Any, Self
 
@@ -115,27 +116,25 @@ class Observer(TorchFunctionMode):
         tensors = tensors_in((args, kwargs))
         if not any(self.concerns(tensor) for tensor in tensors):
             return func(*args, **kwargs)
-        shapes = ", ".join(str(tuple(t.shape)) for t in tensors)
-        raise UnknownOperationError(
-            f"secateur has no entry for {self.site(func)}, called on tensors of shape {shapes}. It will not guess what "
-            "the function does to channels and relevance.",
-            fix="register an entry with `secateur.ops.register(...)` (see the how-to 'Register an operation'), "
-            "or replace the call in the model",
-        )
+        raise unknown_operation(self.site(func), tensors)
 
     def _is_transformed(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether a call is made by `torch.vmap` or its like, whose tensors hide a dimension. Refused if tracked."""
+        """Whether a call is made by `torch.vmap` or its like, whose tensors hide a dimension."""
         tensors = tensors_in((args, kwargs))
         bare = [_bare(tensor) for tensor in tensors]
         if all(a is b for a, b in zip(tensors, bare, strict=True)):
             return False
         if any(self.concerns(tensor) for tensor in bare):
-            raise UnsupportedModelError(
-                f"{self.site(func)} runs inside torch.vmap or another transform of torch.func, whose tensors hide "
-                "dimensions, so that units and relevance cannot be followed.",
-                fix="write the function for whole batches",
-            )
+            self.transformed(func, bare)
         return True
+
+    def transformed(self, func: Function, tensors: Sequence[Tensor]) -> None:
+        """A call inside `torch.vmap` or its like, on what is tracked."""
+        raise UnsupportedModelError(
+            f"{self.site(func)} runs inside torch.vmap or another transform of torch.func, whose tensors hide "
+            "dimensions, so that units and relevance cannot be followed.",
+            fix="write the function for whole batches",
+        )
 
     def __enter__(self) -> Self:
         self._fastpath = torch.backends.mha.get_fastpath_enabled()
@@ -161,7 +160,9 @@ class Observer(TorchFunctionMode):
             self._stack.pop()
 
     def runs(self, module: nn.Module, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a module under observation."""
+        """Run a module under observation. TorchScript is one call of a function that nobody knows."""
+        if isinstance(module, torch.jit.ScriptModule):
+            return self.scripted(partial(plain, module), args, kwargs)
         shortcut = _SHORTCUTS.get(type(module)) if self.shortcuts and len(args) == 1 and not kwargs else None
         if shortcut is not None and _is_plain(module) and torch._C._len_torch_function_stack() == self._height:
             with torch._C.DisableTorchFunction():
@@ -170,9 +171,30 @@ class Observer(TorchFunctionMode):
                     return self.__torch_function__(call[0], (), call[1:])
         return plain(module, *args, **kwargs)
 
+    def scripted(self, code: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run compiled code, inside which nothing can be watched."""
+        with torch._C.DisableTorchFunction():
+            return self.__torch_function__(torchscript, (), (code, *args), kwargs)
+
     def applies(self, function: type[Any], plain: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
         """Run a `torch.autograd.Function` under observation. What its forward calls is observed in any case."""
         return plain(*args, **kwargs)
+
+
+def torchscript(code: Function, *args: Any, **kwargs: Any) -> Any:
+    """Stands for compiled code in the table of operations, where it has no entry."""
+    return code(*args, **kwargs)
+
+
+def unknown_operation(site: Site, tensors: Sequence[Tensor]) -> UnknownOperationError:
+    """The refusal of a function without an entry."""
+    shapes = ", ".join(str(tuple(t.shape)) for t in tensors)
+    return UnknownOperationError(
+        f"secateur has no entry for {site}, called on tensors of shape {shapes}. It will not guess what "
+        "the function does to channels and relevance.",
+        fix="register an entry with `secateur.ops.register(...)` (see the how-to 'Register an operation'), "
+        "or replace the call in the model",
+    )
 
 
 def _bare(tensor: Tensor) -> Tensor:
@@ -221,6 +243,8 @@ _lock = threading.Lock()
 _watching = 0  # observers in all threads
 _plain: Callable[..., Any] = nn.Module._call_impl
 _apply: Any = inspect.getattr_static(torch.autograd.Function, "apply")
+_SCRIPT: Any = torch.jit.ScriptFunction
+_compiled: Callable[..., Any] = _SCRIPT.__call__
 
 
 def _observed(plain: Callable[..., Any]) -> Callable[..., Any]:
@@ -246,6 +270,13 @@ def _applied(function: type[Any], *args: Any, **kwargs: Any) -> Any:
     return _thread.observers[-1].applies(function, plain, args, kwargs) if _thread.observers else plain(*args, **kwargs)
 
 
+def _scripted(function: Any, *args: Any, **kwargs: Any) -> Any:
+    """A call of a TorchScript function, which torch shows to no mode."""
+    if not _thread.observers or not torch._C._is_torch_function_mode_enabled():
+        return _compiled(function, *args, **kwargs)
+    return _thread.observers[-1].scripted(partial(_compiled, function), args, kwargs)
+
+
 def _watch(observer: Observer) -> None:
     global _watching, _plain, _apply
     _thread.observers.append(observer)
@@ -256,6 +287,7 @@ def _watch(observer: Observer) -> None:
             nn.Module._call_impl = _observed(_plain)  # type: ignore[method-assign]
             _apply = inspect.getattr_static(torch.autograd.Function, "apply")
             torch.autograd.Function.apply = _applied
+            _SCRIPT.__call__ = _scripted
 
 
 def _forget(observer: Observer) -> None:
@@ -266,6 +298,7 @@ def _forget(observer: Observer) -> None:
         if not _watching:
             nn.Module._call_impl = _plain  # type: ignore[method-assign]
             torch.autograd.Function.apply = _apply
+            _SCRIPT.__call__ = _compiled
 
 
 def _is_plain(module: nn.Module) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -70,11 +70,14 @@ class DataFlow:
         self.shapes.append(tuple(tensor.shape))
         return number
 
-    def add(self, call: Call, output: Any) -> None:
-        """Note a call. One that returns what it was given, as dropout does in evaluation mode, is none."""
+    def add(self, call: Call, output: Any, written: Sequence[Tensor] = ()) -> None:
+        """Note a call. One that returns what it was given, as dropout does in evaluation mode, is none.
+
+        `written`: what it was seen to overwrite, beside what its entry says.
+        """
         sources, number, writes = call.tensors(), len(self.nodes), call.writes
         inputs = tuple(self.value(tensor) for tensor in sources)
-        made = sources[:1] if writes else []
+        made = sources[:1] if writes else list(written)
         made = [*made, *(t for t in tensors_in(output) if not any(t is source for source in sources))]
         if not made:
             return

@@ -19,7 +19,7 @@ from secateur.nest import tensors_in
 from secateur.ops.elementwise import Blank
 from secateur.ops.layers import column, varying
 from secateur.ops.norm import ChannelNorm, GroupNorm
-from secateur.ops.table import Call, Function, Operation, Query, Readout, SizeQuery, lookup
+from secateur.ops.table import Call, Function, Opaque, Operation, Query, Readout, SizeQuery, lookup
 from secateur.running.copies import meta_copy, named_modules, named_tensors, shared_copy
 from secateur.running.observer import Observer
 from secateur.running.sandbox import Example, quiet, run, run_or_explain, to_meta
@@ -43,13 +43,19 @@ class LabelPass(Observer):
 
     shortcuts = True
 
-    def __init__(self, model: nn.Module, axes: AxisTable, questions: Questions | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, axes: AxisTable, questions: Questions | None = None, strict: bool = False
+    ) -> None:
         super().__init__(model)
+        #: Whether functions without an entry are refused. If not, what reaches them stays.
+        self.strict = strict
         self.found = Findings(axes, lambda: self.path or "the forward")
         self.labels = TensorLabels(model, self.found)
         self.flow = DataFlow()
         #: Whether numbers that tensors hold steer the forward. Then a smaller model may well do other things.
         self.steered = False
+        #: Whether they decide shapes.
+        self.counted = False
         #: Whether code reads sizes, so that it may do other things for another input.
         self.sized = False
         #: Whether it compares sizes in a way that only trial removals can judge.
@@ -77,12 +83,46 @@ class LabelPass(Observer):
             begin, given = self.flow.enters(args, kwargs)
         output = super().runs(module, plain, args, kwargs)
         with torch._C.DisableTorchFunction():
+            if isinstance(module, torch.jit.ScriptModule):
+                self._stays_whole(module)
             self.flow.leaves(self.path, begin, given, output)
         return output
 
+    def unknown(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What reaches a function without an entry stays; of what it makes nothing is known but the shape."""
+        tensors = tensors_in((args, kwargs))
+        if not tensors or func in MAKERS or self.strict:
+            return super().unknown(func, args, kwargs)
+        versions = [_version(tensor) for tensor in tensors]
+        call = Call(_OPAQUE, func, args, kwargs, self.site(func))
+        made = call.run()
+        self._learn(call, made, [t for t, before in zip(tensors, versions, strict=True) if _version(t) != before])
+        return self._readings(func, tensors, made) if _OPAQUE.counts(call) and not tensors_in(made) else made
+
+    def transformed(self, func: Function, tensors: Sequence[Tensor]) -> None:
+        """What reaches `torch.vmap` stays."""
+        if self.strict:
+            super().transformed(func, tensors)
+        for tensor in tensors:
+            self.labels.freeze_tensor(tensor, f"{self.site(func)} runs inside torch.vmap, where nobody can follow it")
+            self.flow.ends.add(self.flow.value(tensor))  # nobody knows who reads what becomes of it
+
+    def _stays_whole(self, part: nn.Module) -> None:
+        """All parameters of a part, inside which nothing can be seen, stay."""
+        for _, tensor in named_tensors(part):
+            self.labels.freeze_tensor(tensor, f"`{self.path}` is TorchScript")
+        self.found.ran |= {f"{self.path}.{path}" for path, _ in named_modules(part) if path}
+
     def observe(self, call: Call) -> Any:
         output = call.operation.rehearse(call)
-        self.flow.add(call, output)
+        self._learn(call, output)
+        return output
+
+    def _learn(self, call: Call, output: Any, written: Sequence[Tensor] = ()) -> None:
+        """What a call says. `written`: what it was seen to overwrite."""
+        self.labels.overwritten(written)
+        self.counted |= not self.numberless and call.operation.counts(call)
+        self.flow.add(call, output, written)
         self.labels.trace(call, output)
         call.operation.channels(self.labels, call, output)
         self.labels.choices.observe(call, output)
@@ -91,7 +131,6 @@ class LabelPass(Observer):
         self._count_written(call, output)
         made = tuple((tuple(tensor.shape), self.labels.layers(tensor)) for tensor in tensors_in(output))
         self.found.steps[call.site] = Step(numbers_of(call), made)
-        return output
 
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
@@ -200,6 +239,14 @@ class LabelPass(Observer):
         return bool(self.labels.layers(value))
 
 
+_OPAQUE = Opaque()
+
+
+def _version(tensor: Tensor) -> int:
+    """How often a tensor was written to."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
 def _is_view(tensor: Tensor, sources: Sequence[Tensor]) -> bool:
     memory = tensor.untyped_storage()._cdata
     return any(source.untyped_storage()._cdata == memory for source in sources)
@@ -242,22 +289,26 @@ def _asked(watch: _Watch, path: str, answer: bool) -> bool:
 
 
 def watch(
-    model: nn.Module, example: Example, axes: AxisTable | None = None, questions: Questions | None = None
+    model: nn.Module,
+    example: Example,
+    axes: AxisTable | None = None,
+    questions: Questions | None = None,
+    strict: bool = False,
 ) -> tuple[LabelPass, Any]:
     """Run a copy of a model under a label pass. Returns the pass and the model's output."""
-    watched = LabelPass(model, AxisTable() if axes is None else axes, questions)
+    watched = LabelPass(model, AxisTable() if axes is None else axes, questions, strict)
     with quiet(), watched:
         return watched, run(model, example)
 
 
-def watch_copy(model: nn.Module, example: Example) -> tuple[nn.Module, Example, LabelPass, Any]:
+def watch_copy(model: nn.Module, example: Example, strict: bool = False) -> tuple[nn.Module, Example, LabelPass, Any]:
     """Watch a copy without numbers if the forward runs without them, else one that shares the parameters' memory.
 
     Returns the copy and its inputs, then what `watch` returns.
     """
     copy, inputs = meta_copy(model).eval(), to_meta(example)
     try:
-        return copy, inputs, *watch(copy, inputs)
+        return copy, inputs, *watch(copy, inputs, strict=strict)
     except SecateurError:
         raise
     except Exception as error:  # numbers steer the forward, or tensors are made on a device of their own
@@ -265,4 +316,4 @@ def watch_copy(model: nn.Module, example: Example) -> tuple[nn.Module, Example, 
     copy = shared_copy(model).eval()
     with quiet():
         run_or_explain(copy, example)
-    return copy, example, *watch(copy, example)
+    return copy, example, *watch(copy, example, strict=strict)

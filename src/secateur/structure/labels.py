@@ -95,6 +95,13 @@ class TensorLabels:
         """A tensor has the same number everywhere."""
         self._blank[tensor] = frozenset(range(tensor.ndim))
 
+    def overwritten(self, tensors: Sequence[Tensor]) -> None:
+        """Tensors, and what they are views of, no longer have the same number everywhere."""
+        for tensor in tensors:
+            for old in (tensor, tensor._base):
+                if old is not None:
+                    self._blank.forget(old)
+
     def fits(self, tensor: Any) -> frozenset[int]:
         """The dimensions along which a tensor repeats one number, and was made to fit whatever it meets."""
         return self._blank.get(tensor) or frozenset()
