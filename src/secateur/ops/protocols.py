@@ -151,6 +151,9 @@ class RelevanceVerbs(Protocol):
     def moves(self, call: Call) -> Any:
         """Data movement: relevance moves back the same way."""
 
+    def transforms(self, call: Call) -> Any:
+        """A linear function between real and complex numbers, for which only attnlrp has a rule."""
+
     def writes(self, call: Call) -> Any:
         """Numbers are written over others. Constants among them absorb what falls on them."""
 

@@ -28,6 +28,7 @@ from secateur.ops.table import (
     refused,
     register,
     register_named,
+    transforms,
     writes,
 )
 
@@ -245,9 +246,8 @@ class Gather(Fixed):
             super().channels(labels, call, output)
 
 
-class Pairs(Operation):
-    """Two neighbouring numbers as one complex number, as rotary embeddings take them: both leave, or none. No relevance
-    rule is known for complex numbers."""
+class Pairs(Ruled):
+    """Two neighbouring numbers as one complex number, as rotary embeddings take them: both leave, or none."""
 
     def channels(self, labels: LabelVerbs, call: Call, output: Any) -> None:
         x = call["input"]
@@ -419,13 +419,13 @@ register_named("input dim index value|src reduce=None", "scatter", Fixed(_WRITTE
 register_named("input *rest", "scatter_add masked_scatter", Fixed(_WRITTEN, writes))
 register("input source|src *rest", Tensor.copy_, operation=Patch(_WRITTEN, writes), writes=True)
 register_named("input *rest", "index_put index_copy", Fixed(_WRITTEN, writes), in_place="index_put_ index_copy_")
-register_named("input", "view_as_complex view_as_real", Pairs())
+register_named("input", "view_as_complex view_as_real", Pairs(transforms))
 register("input *rest", torch._weight_norm, F.one_hot, operation=Fixed("computes with it"))
 register("input *rest", torch.linalg.solve_triangular, operation=Fixed("computes with it", refused))
 register("abs angle out=None", torch.polar, operation=Fixed("computes with it", refused))
 register_named("input *rest", "as_strided", Fixed("reads it at fixed places"))
 _FOURIER = [getattr(torch.fft, f"{i}{n}fft{d}") for i in ("", "i") for n in ("", "r") for d in ("", "2", "n")]
-register("input *rest", *_FOURIER, operation=Fixed("mixes it by a Fourier transform", refused))
+register("input *rest", *_FOURIER, operation=Fixed("mixes it by a Fourier transform", transforms))
 register_named("input dim index source alpha=1", "index_add", IndexAdd(), in_place="index_add_")
 register_named("input chunks|indices|sections|tensor_indices_or_sections dim=0", "chunk tensor_split", Split())
 register_named("input|tensor split_size_or_sections|split_size|split_sizes dim=0", "split split_with_sizes", Split())
@@ -465,6 +465,7 @@ def _getters(names: str) -> list[Any]:
 
 
 register("input *rest", *_getters("T mT H mH"), operation=Move())
+register("input *rest", *_getters("real imag"), operation=Move(transforms))
 register("input *rest", *_getters("shape"), operation=SizeQuery())
 register("input *rest", *_getters("device dtype ndim layout requires_grad grad_fn grad"), operation=Query())
 register("input *rest", *_getters("is_cuda is_leaf is_nested is_sparse is_quantized"), operation=Query())
