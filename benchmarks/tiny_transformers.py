@@ -15,6 +15,7 @@ from secateur.structure.graph import Graph
 
 #: Small sizes, by the names that configurations use for them.
 SIZES: dict[int, str] = {
+    1: "first_k_dense_replace num_dense_layers moe_layer_start_index",
     2: """num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers num_decoder_layers num_blocks
         num_encoder_layers num_key_value_heads num_experts_per_tok moe_k moe_topk type_vocab_size num_kv_heads
         multi_query_group_num top_k_experts num_experts_per_token moe_top_k""",
@@ -57,7 +58,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "big_bird": {"attention_type": "original_full"},
     "codegen": {"rotary_dim": 4},
     "cohere_compass_text": {"layer_types": ["full_attention", "sliding_attention"]},
-    "deepseek_v2": {"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1},
+    "deepseek_v2": {"n_group": 2, "topk_group": 1},
     "dots1": {"n_group": 2, "topk_group": 1},
     "esmc": {"num_key_value_heads": 4},
     "gptj": {"rotary_dim": 4},

@@ -191,7 +191,8 @@ def main(only: Sequence[str] | None, log: Path | None, workers: int = 1, seconds
             log.parent.mkdir(parents=True, exist_ok=True)
             with log.open("a") as file:
                 file.write(json.dumps(row) + "\n")
-    print(f"\ntransformers {transformers.__version__}, torch {torch.__version__}: {time.perf_counter() - begin:.0f} s\n")
+    took = f"{time.perf_counter() - begin:.0f} s"
+    print(f"\ntransformers {transformers.__version__}, torch {torch.__version__}, {workers} workers: {took}\n")
     print(table([row for row in rows.values() if row["model"] in known]))
 
 

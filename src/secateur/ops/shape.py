@@ -58,7 +58,18 @@ class Reshape(Repeat):
     """View, reshape, flatten, unflatten. A split dimension may only lose whole slices of one of its factors."""
 
     def place(self, labels: LabelVerbs, call: Call, output: Any) -> None:
-        labels.set(output, [layer.reshape(output.shape) for layer in labels.layers(call["input"])])
+        x = call["input"]
+        layers = labels.layers(x) or self._copies(labels, x, output)
+        labels.set(output, [layer.reshape(output.shape) for layer in layers])
+
+    @staticmethod
+    def _copies(labels: LabelVerbs, x: Tensor, output: Tensor) -> list[Tensor]:
+        """Numbers that were expanded to fit something, and are copied now that dimensions are merged. They may become
+        fewer, as a mask of groups of experts that is repeated for the members of a group."""
+        expanded = [d for d, size in enumerate(x.shape) if size > 1 and not x.stride(d)]
+        if len(expanded) != 1 or output.untyped_storage()._cdata == x.untyped_storage()._cdata:
+            return []
+        return [spread(labels.virtual(x.shape[expanded[0]]), expanded[0], x.shape)]
 
 
 class Slice(Move):

@@ -118,18 +118,18 @@ class TensorLabels:
         self._blank[output] = frozenset(range(output.ndim)) - taken
 
     def trace(self, call: Call, output: Any) -> None:
-        """What is computed from parameters alone is a weight too. What is moved from a blank is blank."""
+        """What is computed from parameters alone is a weight too. What is moved from a blank is blank. What is computed
+        number by number from a tensor that was expanded fits as that does."""
         sources = call.tensors()
         if call.writes and sources:
             self._blank.pop(sources[0], None)
         if sources and all(source in self._weights for source in sources):
             self._weights.update((tensor, True) for tensor in tensors_in(output))
-        if sources and isinstance(call.operation, Move | Unary) and sources[0] in self._blank:
-            dims = self._blank[sources[0]]
-            for tensor in tensors_in(output):
-                if isinstance(call.operation, Unary):
-                    self._blank[tensor] = dims
-                elif len(dims) == sources[0].ndim and not self.layers(sources[0]):
+        if sources and isinstance(call.operation, Unary) and (dims := free(self, sources[0])):
+            self._blank.update((tensor, dims) for tensor in tensors_in(output))
+        elif sources and isinstance(call.operation, Move) and sources[0] in self._blank:
+            if len(self._blank[sources[0]]) == sources[0].ndim and not self.layers(sources[0]):
+                for tensor in tensors_in(output):
                     self.blank(tensor)
 
     def follows(self) -> bool:
