@@ -15,16 +15,16 @@ from secateur.structure.graph import Graph
 
 #: Small sizes, by the names that configurations use for them.
 SIZES: dict[int, str] = {
-    1: "first_k_dense_replace num_dense_layers moe_layer_start_index",
+    1: "first_k_dense_replace num_dense_layers moe_layer_start_index topk_group",
     2: """num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers num_decoder_layers num_blocks
         num_encoder_layers num_key_value_heads num_experts_per_tok moe_k moe_topk type_vocab_size num_kv_heads
-        multi_query_group_num top_k_experts num_experts_per_token moe_top_k""",
+        multi_query_group_num top_k_experts num_experts_per_token moe_top_k n_group num_expert_group""",
     4: """num_attention_heads n_head n_heads num_heads encoder_attention_heads decoder_attention_heads num_experts
-        num_local_experts n_routed_experts moe_num_experts num_conv_pos_embedding_groups mamba_d_conv state_size
+        num_local_experts moe_num_experts num_conv_pos_embedding_groups mamba_d_conv state_size
         n_groups_ num_codebooks linear_num_heads""",
     8: """head_dim patch_size d_kv attention_head_dim kv_channels v_head_dim qk_nope_head_dim qk_rope_head_dim
         linear_key_head_dim linear_value_head_dim global_head_dim mamba_d_head attention_head_size
-        linear_head_dim""",
+        linear_head_dim n_routed_experts""",
     16: "kv_lora_rank q_lora_rank num_conv_pos_embeddings index_head_dim",
     32: """hidden_size d_model n_embd dim embed_dim emb_dim embedding_size width cross_attention_hidden_size image_size
         projection_dim word_embed_proj_dim d_embed num_mel_bins model_dim encoder_hidden_size attention_hidden_size
@@ -44,8 +44,7 @@ _WAVES = {"conv_dim": [16] * 7}
 _MIXED = {"layer_types": ["linear_attention", "full_attention"]}
 #: What the sizes above do not fit.
 SPECIAL: dict[str, dict[str, Any]] = {
-    "axk1": {"n_group": 2, "topk_group": 1},
-    "bailing_hybrid": {**_MIXED, "n_group": 2, "topk_group": 1},
+    "bailing_hybrid": _MIXED,
     "bamba": {
         "mamba_n_heads": 8,
         "mamba_d_head": 8,
@@ -58,8 +57,6 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "big_bird": {"attention_type": "original_full"},
     "codegen": {"rotary_dim": 4},
     "cohere_compass_text": {"layer_types": ["full_attention", "sliding_attention"]},
-    "deepseek_v2": {"n_group": 2, "topk_group": 1},
-    "dots1": {"n_group": 2, "topk_group": 1},
     "esmc": {"num_key_value_heads": 4},
     "gptj": {"rotary_dim": 4},
     "detr": {

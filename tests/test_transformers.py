@@ -73,7 +73,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], dict[str, tuple[int, int]]]] =
     # The slopes of its position biases are computed from the number of heads.
     "bloom": ("bloom", _LM, {}, {"width": (160, 160), "heads": (0, 8), "neurons": (256, 256)}),
     # Keys and values are counted from the end of the queries.
-    "falcon": ("falcon", _LM, {}, {"width": (160, 160), "heads": (0, 2), "neurons": (96, 96)}),
+    "falcon": ("falcon", _LM, {}, {"width": (160, 160), "heads": (8, 8), "neurons": (96, 128)}),
     # Latent attention, and rotary factors that are complex numbers.
     "deepseek_v2": (
         "deepseek_v2",

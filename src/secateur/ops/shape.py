@@ -392,26 +392,24 @@ def _pin(labels: LabelVerbs, layer: Tensor, dim: int, item: Any, call: Call) -> 
     """Freeze the units whose place along `dim` the index relies on."""
     size = layer.shape[dim]
     reason = f"{call.site} cuts it at fixed places"
-    start, stop = 0, size
-    if isinstance(item, slice) and item.step in (None, 1):
+    straight = isinstance(item, slice) and item.step in (None, 1)
+    if straight:
         start, stop = item.start or 0, size if item.stop is None else item.stop
         if start in (0, -size) and stop >= size:
             return
-    elif isinstance(item, slice):  # every second unit: each relies on all those before it
-        start = size
-    elif isinstance(item, int):
-        start, stop = (0, item + 1) if item >= 0 else (item, size)
-    else:
-        start, reason = size, f"{call.site} picks it by computed positions"
-    if len(varying(layer)) > 1:
-        labels.grid(layer, reason, rigid=[dim])
-        return
-    if isinstance(item, slice) and item.step in (None, 1) and labels.follows():
-        return
+        edges = [start, stop if stop < size else 0]
+    elif isinstance(item, int) or (isinstance(item, list) and item and all(type(i) is int for i in item)):
+        edges = [i + 1 if i >= 0 else i for i in ([item] if isinstance(item, int) else item)]
+    else:  # every second unit: each relies on all those before it
+        edges = [size]
+        reason = reason if isinstance(item, slice) else f"{call.site} picks it by computed positions"
     pinned = np.zeros(size, bool)
-    for edge in (start, stop if stop < size else 0):  # what lies between an edge and the end it is counted from
+    for edge in edges:  # what lies between an edge and the end it is counted from
         pinned[slice(edge) if edge >= 0 else slice(edge, None)] = True
-    labels.freeze(column(layer)[pinned], reason)
+    if len(varying(layer)) > 1:
+        labels.grid(layer, reason, [dim] if pinned.all() else [], pinned=[(dim, pinned)])
+    elif not (straight and labels.follows()):
+        labels.freeze(column(layer)[pinned], reason)
 
 
 _WRITTEN, _LOOKED_UP = "writes it into fixed places", "looks it up by computed positions"

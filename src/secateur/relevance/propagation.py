@@ -303,7 +303,7 @@ class Propagation:
 def refuse_complex(site: Site, composite: str) -> NoReturn:
     """No rule is known for what happens to complex numbers here."""
     raise UnsupportedModelError(
-        f"the composite {composite!r} has no rule for the complex numbers in {site}.",
+        f"no relevance rule is known for the complex numbers in {site} under the composite {composite!r}.",
         fix="composite='attnlrp', or the criterion 'lrp:attnlrp', which have one for linear functions; or another "
         "criterion, such as 'taylor'",
     )

@@ -128,9 +128,9 @@ class TensorLabels:
         if sources and isinstance(call.operation, Unary) and (dims := free(self, sources[0])):
             self._blank.update((tensor, dims) for tensor in tensors_in(output))
         elif sources and isinstance(call.operation, Move) and sources[0] in self._blank:
-            if len(self._blank[sources[0]]) == sources[0].ndim and not self.layers(sources[0]):
-                for tensor in tensors_in(output):
-                    self.blank(tensor)
+            whole = len(self._blank[sources[0]]) == sources[0].ndim and not self.layers(sources[0])
+            for tensor in tensors_in(output) if whole else ():
+                self.blank(tensor)
 
     def follows(self) -> bool:
         """Whether the module that runs computes places from its number of heads, which shrinks with them."""
