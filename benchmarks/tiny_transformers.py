@@ -15,14 +15,16 @@ from secateur.structure.graph import Graph
 
 #: Small sizes, by the names that configurations use for them.
 SIZES: dict[int, str] = {
+    1: "first_k_dense_replace num_dense_layers moe_layer_start_index topk_group",
     2: """num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers num_decoder_layers num_blocks
         num_encoder_layers num_key_value_heads num_experts_per_tok moe_k moe_topk type_vocab_size num_kv_heads
-        multi_query_group_num top_k_experts num_experts_per_token moe_top_k""",
+        multi_query_group_num top_k_experts num_experts_per_token moe_top_k n_group num_expert_group""",
     4: """num_attention_heads n_head n_heads num_heads encoder_attention_heads decoder_attention_heads num_experts
-        num_local_experts n_routed_experts moe_num_experts num_conv_pos_embedding_groups mamba_d_conv state_size
-        n_groups_ num_codebooks""",
+        num_local_experts moe_num_experts num_conv_pos_embedding_groups mamba_d_conv state_size
+        n_groups_ num_codebooks linear_num_heads""",
     8: """head_dim patch_size d_kv attention_head_dim kv_channels v_head_dim qk_nope_head_dim qk_rope_head_dim
-        linear_key_head_dim linear_value_head_dim global_head_dim mamba_d_head attention_head_size""",
+        linear_key_head_dim linear_value_head_dim global_head_dim mamba_d_head attention_head_size
+        linear_head_dim n_routed_experts""",
     16: "kv_lora_rank q_lora_rank num_conv_pos_embeddings index_head_dim",
     32: """hidden_size d_model n_embd dim embed_dim emb_dim embedding_size width cross_attention_hidden_size image_size
         projection_dim word_embed_proj_dim d_embed num_mel_bins model_dim encoder_hidden_size attention_hidden_size
@@ -42,8 +44,7 @@ _WAVES = {"conv_dim": [16] * 7}
 _MIXED = {"layer_types": ["linear_attention", "full_attention"]}
 #: What the sizes above do not fit.
 SPECIAL: dict[str, dict[str, Any]] = {
-    "axk1": {"n_group": 2, "topk_group": 1},
-    "bailing_hybrid": {**_MIXED, "n_group": 2, "topk_group": 1},
+    "bailing_hybrid": _MIXED,
     "bamba": {
         "mamba_n_heads": 8,
         "mamba_d_head": 8,
@@ -56,8 +57,6 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "big_bird": {"attention_type": "original_full"},
     "codegen": {"rotary_dim": 4},
     "cohere_compass_text": {"layer_types": ["full_attention", "sliding_attention"]},
-    "deepseek_v2": {"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1},
-    "dots1": {"n_group": 2, "topk_group": 1},
     "esmc": {"num_key_value_heads": 4},
     "gptj": {"rotary_dim": 4},
     "detr": {
@@ -131,6 +130,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "rwkv": {"attention_hidden_size": 32},
     "squeezebert": {f"{x}_groups": 2 for x in ("q", "k", "v", "post_attention", "intermediate", "output")},
     "whisper": {"max_source_positions": 16},
+    "yolos": {"image_size": [32, 48], "num_detection_tokens": 6},
     "xmod": {"default_language": "en_XX", "languages": ["en_XX"]},
     "zaya": {"num_experts_per_tok": 1},
     "zamba": {"layers_block_type": ["mamba", "hybrid"], "attention_hidden_size": 64, "attention_head_dim": 16},
@@ -147,6 +147,8 @@ MAPPINGS = [
     "OBJECT_DETECTION",
     "ZERO_SHOT_IMAGE_CLASSIFICATION",
 ]
+#: They read images beside texts.
+_IMAGES = ("git", "tipsv2")
 _OUTPUTS = ("model output", "entries of an embedding")
 
 
@@ -170,7 +172,7 @@ def families() -> Iterator[tuple[str, str]]:
     """The name of each family with the mapping that has its model: the whole of an encoder and decoder first."""
     seen: set[str] = set()
     for mapping in MAPPINGS:
-        for family in getattr(auto, f"MODEL_FOR_{mapping}_MAPPING_NAMES"):
+        for family in getattr(auto, f"MODEL_FOR_{mapping}_MAPPING_NAMES", ()):
             if family not in seen:
                 seen.add(family)
                 yield family, mapping
@@ -234,13 +236,32 @@ def inputs(model: Any, batch: int = 2, length: int = 8, pad: int = 0, seed: int 
         given = {main: torch.randn(batch, config.num_mel_bins, frames, generator=generator).to(dtype)}
     else:
         given = tokens(batch, length, pad, seed)
-        if getattr(config, "vision_config", None) is not None and hasattr(model, "logit_scale"):  # text and images
-            size = config.vision_config.image_size
-            given["pixel_values"] = torch.randn(batch, 3, size, size, generator=generator).to(dtype)
+        given |= _beside_text(model, batch, length, generator)
     if config.is_encoder_decoder:
         wide = tokens(batch, length + 1, 0, seed + 1)
         given["decoder_input_ids"] = wide["input_ids"]
     return {name: value for name, value in given.items() if name in taken}
+
+
+def _beside_text(model: Any, batch: int, length: int, generator: torch.Generator) -> dict[str, Tensor]:
+    """What some families read in addition, so that no part of a model is left out."""
+    config, dtype = model.config, next(model.parameters()).dtype
+    kind = config.model_type
+
+    def numbers(below: int, *shape: int) -> Tensor:
+        return torch.randint(0, below, (batch, *shape), generator=generator)
+
+    if getattr(config, "vision_config", None) is not None and (hasattr(model, "logit_scale") or kind in _IMAGES):
+        size = config.vision_config.image_size
+        return {"pixel_values": torch.randn(batch, 3, size, size, generator=generator).to(dtype)}
+    if kind == "trocr":
+        return {"encoder_hidden_states": torch.randn(batch, 5, config.d_model, generator=generator).to(dtype)}
+    if kind == "luke":
+        return {"entity_ids": numbers(16, 2), "entity_position_ids": numbers(length, 2, 3)}
+    if kind == "markuplm":
+        depth = config.max_depth
+        return {"xpath_tags_seq": numbers(200, length, depth), "xpath_subs_seq": numbers(1000, length, depth)}
+    return {}
 
 
 def parts(graph: Graph) -> dict[str, tuple[int, int, str]]:

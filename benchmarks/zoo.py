@@ -249,13 +249,15 @@ def main() -> None:
     parser.add_argument("--smallest", action="store_true", help="one member per family, ONNX included")
     parser.add_argument("--only", nargs="*", help="just these models")
     parser.add_argument("--size", type=int, help="input size for models that take any (torchvision)")
+    parser.add_argument("--workers", type=int, default=1, help="families of transformers at the same time")
+    parser.add_argument("--seconds", type=float, default=150, help="for one family of transformers at most")
     parser.add_argument("--out", "--log", type=Path, help="rows so far: a later run goes on from there")
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
     if options.hf:
         from benchmarks import zoo_transformers
 
-        return zoo_transformers.main(options.only, options.out)
+        return zoo_transformers.main(options.only, options.out, options.workers, options.seconds)
     if options.zoo is None:
         parser.error("name a zoo, or give --hf")
     names = options.only or (

@@ -1,23 +1,24 @@
 """Every family of `transformers` that builds from a tiny configuration without a network: what may leave, is it exact?
 
-    python -m benchmarks.zoo --hf --log out/hf.jsonl
+    python -m benchmarks.zoo --hf --workers 16 --log out/hf.jsonl
     python -m benchmarks.zoo --hf --only llama gpt2
 
 For each family: analyse, remove 30 % and 60 % of the units at random, and compare with masking in double precision, on
 the example, on another length, and with padding. Then save as a folder, load it, and check that relevance is conserved
-under attnlrp. A row says which share of heads, neurons, width and experts may leave, and why the rest may not. With
-`--log`, rows are kept as they come, and families that have a row are not run again.
+under attnlrp. A row says which share of heads, neurons, width and experts may leave, and why the rest may not. Each
+family runs in a process of its own, with a time limit. With `--log`, rows are kept as they come, and families that
+have a row are not run again.
 """
 
 from __future__ import annotations
 
 import json
-import signal
+import multiprocessing
 import tempfile
 import time
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +29,13 @@ from torch import Tensor, nn
 
 import secateur as sc
 from benchmarks.tiny_transformers import build, families, inputs, parts
+from secateur.files.pretrained import save_pretrained
 from secateur.nest import tensors_of_output
 
 # Relative to the largest output. Forwards cast to single precision in places.
 _ROUNDING = 1e-5
 _SECONDS = 150  # for one family
+_SLOW = ("yolos", "kimi_linear")  # these begin first
 _LOSS = 0.05  # of the relevance, as for the other zoos with layer norms
 _PARTS = ("heads", "neurons", "width", "experts")
 
@@ -96,7 +99,7 @@ def _removed(model: nn.Module, graph: sc.Graph, scores: sc.Scores, share: float)
 def _reload(small: nn.Module, example: dict[str, Tensor]) -> str:
     """Who opens the folder again, with equal logits: transformers itself, or we."""
     with tempfile.TemporaryDirectory() as folder:
-        where = sc.files.pretrained.save_pretrained(small, Path(folder, "m"))
+        where = save_pretrained(small, Path(folder, "m"))
         note = json.loads((where / "config.json").read_text())["secateur"]["widths"]
         again: Any = sc.load(where).eval()
         if hasattr(again, "set_experts_implementation"):
@@ -129,44 +132,68 @@ def _said(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
 
 
-@contextmanager
-def _at_most(seconds: int) -> Iterator[None]:
-    def stop(*_: Any) -> None:
-        raise TimeoutError(f"took longer than {seconds} s")
-
-    signal.signal(signal.SIGALRM, stop)
-    signal.alarm(seconds)
+def _work(family: str, mapping: str, end: Any) -> None:
+    """One family, in a process of its own."""
+    torch.set_num_threads(1)
+    begin = time.perf_counter()
     try:
-        yield
-    finally:
-        signal.alarm(0)
+        row = mill(family, mapping)
+    except Exception as error:
+        row = {"model": family, "error": _said(error)}
+    end.send(row | {"seconds": round(time.perf_counter() - begin, 1)})
 
 
-def main(only: Sequence[str] | None, log: Path | None) -> None:
+def _rows(waiting: list[tuple[str, str]], workers: int, seconds: float) -> Iterator[dict[str, Any]]:
+    """A row for each family, as they come. A family that takes too long, or whose process dies, has an error."""
+    context = multiprocessing.get_context("fork")  # what was imported need not be imported again
+    running: dict[Any, tuple[str, Any, float]] = {}
+    while waiting or running:
+        while waiting and len(running) < workers:
+            (family, mapping), (ours, theirs) = waiting.pop(0), context.Pipe(duplex=False)
+            process = context.Process(target=_work, args=(family, mapping, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            running[ours] = family, process, time.perf_counter()
+        ready = wait(list(running), timeout=1)
+        for ours, (family, process, begin) in list(running.items()):
+            late = time.perf_counter() - begin > seconds
+            if ours not in ready and not late:
+                continue
+            row = {"model": family, "error": f"TimeoutError: took longer than {seconds:g} s"}
+            if ours in ready:
+                try:
+                    row = ours.recv()
+                except EOFError:
+                    row["error"] = "the process died"
+            else:
+                process.kill()
+            process.join()
+            del running[ours]
+            yield row
+
+
+def main(only: Sequence[str] | None, log: Path | None, workers: int = 1, seconds: float = _SECONDS) -> None:
     """Print a line for each family as it comes, and the table."""
     transformers.logging.set_verbosity_error()
     warnings.filterwarnings("ignore")
     rows: dict[str, dict[str, Any]] = {}
     if log is not None and log.exists():
         rows = {row["model"]: row for row in map(json.loads, log.read_text().splitlines())}
-    for family, mapping in families():
-        if family in rows or (only and family not in only):
-            continue
-        begin = time.perf_counter()
-        try:
-            with _at_most(_SECONDS):
-                row = mill(family, mapping)
-        except Exception as error:
-            row = {"model": family, "error": _said(error)}
+    known = {family for family, _ in families()}
+    waiting = [(f, mapping) for f, mapping in families() if f not in rows and (not only or f in only)]
+    waiting.sort(key=lambda pair: pair[0] not in _SLOW)
+    begin = time.perf_counter()
+    for row in _rows(waiting, workers, seconds):
         state = row.get("error") or row.get("unbuilt") or ("ok" if row.get("ok") else "NOT OK")
-        print(f"{family}: {state[:200]} ({time.perf_counter() - begin:.1f} s)", flush=True)
-        rows[family] = row
+        print(f"{row['model']}: {state[:200]} ({row.get('seconds', seconds)} s)", flush=True)
+        rows[row["model"]] = row
         if log is not None:
             log.parent.mkdir(parents=True, exist_ok=True)
             with log.open("a") as file:
                 file.write(json.dumps(row) + "\n")
-    print()
-    print(table(list(rows.values())))
+    took = f"{time.perf_counter() - begin:.0f} s"
+    print(f"\ntransformers {transformers.__version__}, torch {torch.__version__}, {workers} workers: {took}\n")
+    print(table([row for row in rows.values() if row["model"] in known]))
 
 
 def _lost(share: float | str) -> str:

@@ -167,3 +167,34 @@ def test_experts_of_mixtral(way: str) -> None:
     torch.testing.assert_close(found, wanted)
     assert small.model.layers[1].mlp.experts.num_experts == 2
     small.generate(example["input_ids"], max_new_tokens=2, do_sample=False)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_experts_of_deepseek(groups: int) -> None:
+    """Experts come in groups, and only those of the best group may be chosen. Of each group the same number stays."""
+    given = {"n_routed_experts": 8, "n_group": groups, "topk_group": 1}
+    model: Any = build("deepseek_v3", "CAUSAL_LM", **given).float()
+    gate, example = model.model.layers[1].mlp.gate, inputs(model, 3, 9)
+    gate.e_score_correction_bias.uniform_(-0.3, 0.3)
+    graph = sc.analyze(model, example)
+    layer = next(layer for layer in graph.layers if layer.kind == "expert")
+    assert (layer.prunable, len(layer.groups)) == (True, 8 // groups)
+    small: Any = sc.apply(model, remove(graph, "model.layers.1.mlp.gate", [0, 2]))
+    gone = torch.tensor([0, 2] if groups == 1 else [0, 2, 4, 6])
+
+    def without(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        logits = x.flatten(0, -2) @ gate.weight.T
+        choice = (logits.sigmoid() + gate.e_score_correction_bias).index_fill(-1, gone, -torch.inf)
+        best = choice.unflatten(-1, (groups, -1)).sort(-1).values[..., -2:].sum(-1).argmax(-1, keepdim=True)
+        choice = choice.masked_fill(torch.arange(8) // (8 // groups) != best, -torch.inf)
+        chosen = choice.topk(2).indices
+        weights = logits.sigmoid().gather(1, chosen)
+        return logits, gate.routed_scaling_factor * weights / weights.sum(-1, keepdim=True), chosen
+
+    with torch.no_grad():
+        found, whole = small(**example).logits, model(**example).logits
+        gate.forward = without
+        wanted = model(**example).logits
+    assert (whole - wanted).abs().max() > 0.01
+    torch.testing.assert_close(found, wanted)
+    assert small.model.layers[1].mlp.gate.num_experts == 8 - len(gone)

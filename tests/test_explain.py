@@ -163,14 +163,61 @@ def test_an_input_that_is_read_before_it_is_overwritten():
     )
 
 
-def test_overwriting_through_a_view_is_refused_if_it_cannot_be_followed():
+@pytest.mark.parametrize("composite", ["alpha1beta0", "attnlrp"])
+def test_overwriting_through_a_view_is_overwriting(composite):
     def forward(self, x):
         y = self.conv(x)
         y[:, 0].mul_(5)
-        return y.flatten(1)
+        keys = y.new_empty(len(y), 6, *y.shape[2:])
+        keys.transpose(1, 2)[:, :, :4].copy_(y.transpose(1, 2))
+        keys[:, 4:].copy_(y[:, 2:])
+        return keys.flatten(1)
+
+    def written_out(self, x):
+        y = self.conv(x)
+        y = torch.cat([5 * y[:, :1], y[:, 1:]], 1)
+        return torch.cat([y, y[:, 2:]], 1).flatten(1)
+
+    conv = nn.Conv2d(3, 4, 3)
+    seen, wanted = (explain(Op(f, conv=conv), X, 70, composite=composite) for f in (forward, written_out))
+    torch.testing.assert_close(seen.output, wanted.output)
+    torch.testing.assert_close(seen.input, wanted.input)
+    torch.testing.assert_close(seen.units["conv"], wanted.units["conv"])
+
+
+def test_overwriting_through_a_view_is_refused_if_it_cannot_be_followed():
+    def forward(self, x):
+        y = self.conv(x)
+        before = y[:, 1:]
+        y[:, 1].mul_(5)
+        return before.flatten(1)
 
     with pytest.raises(UnsupportedModelError, match="through a view"):
         explain(Op(forward, conv=nn.Conv2d(3, 4, 3)), X, 1)
+
+
+def test_complex_numbers_pass_relevance_as_the_matrix_that_they_stand_for():
+    """Rotations as in rotary embeddings, and a Fourier transform: linear, so x · gradient is the oracle."""
+
+    def forward(self, x):
+        y = self.first(x)
+        turned = torch.view_as_complex(y.view(2, 3, 2)) * torch.polar(torch.ones(3), torch.arange(3.0))
+        return self.last(torch.fft.fftn(torch.view_as_real(turned).flatten(1), dim=(0, 1)).real)
+
+    torch.manual_seed(3)
+    net = Op(forward, first=nn.Linear(4, 6, bias=False), last=nn.Linear(6, 3, bias=False))
+    x = torch.randn(2, 4, requires_grad=True)
+    out = net(x)
+    (gradient,) = torch.autograd.grad(out[:, 1].sum(), x)
+    seen = explain(net, x.detach(), 1, start="logit")
+    assert seen.composite == "attnlrp"
+    torch.testing.assert_close(seen.input, (x * gradient).detach(), rtol=1e-4, atol=1e-5)
+    with pytest.raises(UnsupportedModelError, match=r"complex numbers.*'alpha1beta0'.*attnlrp"):
+        explain(net, x.detach(), 1, composite="alpha1beta0")
+    bent = Op(lambda m, x: m.last(torch.view_as_complex(m.first(x).view(2, 6, 2)).abs()), first=nn.Linear(4, 12),
+              last=nn.Linear(6, 3))  # fmt: skip
+    with pytest.raises(UnsupportedModelError, match="complex numbers"):
+        explain(bent, x.detach(), 1)
 
 
 def test_reused_modules_add_up():
@@ -512,6 +559,7 @@ OVERWRITTEN = {
     "item": lambda y: _put(y, lambda y: y.__setitem__(y > 0.3, 0.7)),
     "items": lambda y: _put(y, lambda y: y.__setitem__((slice(None), slice(2)), torch.full((2, 2), 0.7).to(y))),
     "a part of ones": lambda y: _put(torch.ones_like(y), lambda z: z.__setitem__((slice(None), slice(2)), y[:, :2])),
+    "a view of ones": lambda y: _put(torch.ones_like(y), lambda z: z[:, :2].copy_(y[:, :2])),
     "fill": lambda y: y.masked_fill(y > 0.3, 0.7),
     "fill in place": lambda y: _put(y, lambda y: y.masked_fill_(mask=y > 0.3, value=0.7)),
     "where": lambda y: torch.where(y > 0.3, 0.7, y),

@@ -6,8 +6,10 @@ channels. It is compared in double precision, on other lengths and with padding.
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -71,7 +73,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], dict[str, tuple[int, int]]]] =
     # The slopes of its position biases are computed from the number of heads.
     "bloom": ("bloom", _LM, {}, {"width": (160, 160), "heads": (0, 8), "neurons": (256, 256)}),
     # Keys and values are counted from the end of the queries.
-    "falcon": ("falcon", _LM, {}, {"width": (160, 160), "heads": (0, 2), "neurons": (96, 96)}),
+    "falcon": ("falcon", _LM, {}, {"width": (160, 160), "heads": (8, 8), "neurons": (96, 128)}),
     # Latent attention, and rotary factors that are complex numbers.
     "deepseek_v2": (
         "deepseek_v2",
@@ -116,3 +118,63 @@ def logits(model: nn.Module, example: dict[str, Tensor]) -> Tensor:
     with torch.no_grad():
         made = model(**example)
         return made["logits"] if "logits" in made else made["logits_per_image"]
+
+
+# -- relevance -----------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("family", "mapping", "given"),
+    [
+        ("phimoe", _LM, {}),  # its router switches gradients off
+        ("deepseek_v3", _LM, {}),  # keys are written through views of an empty tensor
+        ("deepseek_v2", _LM, {}),  # the same, and rotary embeddings by complex numbers
+        ("fnet", _MASKED, {}),  # a Fourier transform
+        ("mobilebert", _MASKED, {}),  # the last layer is a product with two weights side by side
+        ("longformer", _MASKED, {"attention_window": [4, 4]}),  # masks of minus infinity
+    ],
+)
+def test_relevance_is_conserved_where_forwards_are_odd(family: str, mapping: str, given: dict[str, Any]) -> None:
+    model = build(family, mapping, **given).float()
+    example = inputs(model, 2, 8, 3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        seen = sc.explain(model, example, 3)
+    assert seen.composite == "attnlrp"
+    torch.testing.assert_close(seen.output, logits(model, example), rtol=1e-4, atol=1e-5)
+    assert abs(seen.conservation.missing) < 1e-4
+    assert bool(torch.isfinite(seen.heat).all())
+    assert float(seen.heat.abs().max()) > 0
+    if family not in ("fnet", "mobilebert"):  # they mix neighbouring tokens whatever the mask says
+        assert float(seen.heat[0, 5:].abs().max()) < 1e-6 * float(seen.heat.abs().max())
+
+
+@pytest.mark.filterwarnings("ignore:the model returns several tensors")
+def test_samples_that_are_compared_are_explained_one_by_one() -> None:
+    model = build("chinese_clip", "ZERO_SHOT_IMAGE_CLASSIFICATION").float()
+    example = inputs(model)
+    with pytest.raises(sc.errors.DataError, match=r"\(2, 2\) for 2 samples and \(1, 1\) for one.*one sample"):
+        sc.explain(model, example, 1)
+    seen = sc.explain(model, {name: tensor[:1] for name, tensor in example.items()})
+    assert abs(seen.conservation.missing) < 1e-4
+
+
+def test_a_model_without_a_head_starts_at_all_numbers_of_its_states() -> None:
+    whole: Any = build("bert", _MASKED).float()
+    model, example = whole.bert, inputs(whole, 2, 8, 3)
+    counts = example["attention_mask"].unsqueeze(-1)
+    with pytest.warns(sc.errors.SecateurWarning, match=r"output\['last_hidden_state'\] has states and no"):
+        seen = sc.explain(model, example)
+    wanted = sc.explain(model, example, lambda states: states.square() * counts)
+    torch.testing.assert_close(seen.heat, wanted.heat)
+    with torch.no_grad():
+        squares = model(**example).last_hidden_state.square() * counts
+    assert abs(seen.conservation.start - float(squares.sum())) < 1e-3
+    with pytest.warns(sc.errors.SecateurWarning, match="states and no classes"):
+        scores = sc.score(model, [(example, None)])
+    said = sc.score(model, [(example, squares)])  # relevance to start with
+    for site, values in said.units.items():
+        np.testing.assert_allclose(scores.units[site], values, rtol=1e-4, atol=1e-5 * abs(values).max())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        sc.explain(model, example, 5)  # a number of the states that somebody asks for
+    with pytest.raises(sc.errors.DataError, match="targets"):
+        sc.score(model, [(example, None)], "taylor")

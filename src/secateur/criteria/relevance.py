@@ -33,8 +33,9 @@ class LRP(Criterion):
     Every sample starts at its true class, or the predicted one without targets: with 1 or, under "attnlrp", with its
     logit. `start` says otherwise. If there is an answer for each position (a token, a pixel), each that counts starts
     so. Relevance is added up, squared under "attnlrp"; `absolute` says otherwise. Without targets, a language model
-    that generates text starts at the next token of its input. A model with one output has no output for class 0, so
-    every sample starts there, whatever its target.
+    that generates text starts at the next token of its input, and a model without a head at all numbers of its states,
+    with their squares. A model with one output has no output for class 0, so every sample starts there, whatever its
+    target.
     """
 
     #: Relevance is conserved: the scores of each layer are shares of one sum.

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
-from secateur.ops.layers import Labels, Layers
+from secateur.ops.layers import Labels, Layers, Mask
 
 if TYPE_CHECKING:
     from secateur.ops.table import Call, Site
@@ -79,8 +79,10 @@ class LabelVerbs(Protocol):
     def freeze_tensor(self, tensor: Any, reason: str) -> None:
         """Nothing that a tensor carries can ever leave."""
 
-    def grid(self, layer: Tensor, reason: str, rigid: Sequence[int] = ()) -> None:
-        """A layer that varies over several axes, of which those in `rigid` cannot shrink."""
+    def grid(
+        self, layer: Tensor, reason: str, rigid: Sequence[int] = (), *, pinned: Sequence[tuple[int, Mask]] = ()
+    ) -> None:
+        """A layer that varies over several axes: those in `rigid` cannot shrink, of others the `pinned` slices stay."""
 
     def cost(self, site: Site, total: float, *axes: Labels | None) -> None:
         """Multiply-accumulates, proportional to what is kept along each of `axes`."""
@@ -153,6 +155,9 @@ class RelevanceVerbs(Protocol):
 
     def moves(self, call: Call) -> Any:
         """Data movement: relevance moves back the same way."""
+
+    def transforms(self, call: Call) -> Any:
+        """A linear function between real and complex numbers, for which only attnlrp has a rule."""
 
     def writes(self, call: Call) -> Any:
         """Numbers are written over others. Constants among them absorb what falls on them."""

@@ -86,8 +86,9 @@ class TopK(Cumulative):
     def channels(self, labels: LabelVerbs, call: Call, output: Any) -> None:
         x, dim = call["input"], int(call["dim"]) % call["input"].ndim
         layers = [layer for layer in labels.layers(x) if dim in varying(layer)]
-        if len(layers) == 1 and varying(layers[0]) == [dim] and call.get("largest", True):
-            labels.choose(layers[0], tensors_in(output)[1], int(call["k"]), call)
+        if len(layers) == 1 and call.get("largest", True):  # of each group, if they come in groups of one size
+            best = labels.tied(layers[0], [d for d in varying(layers[0]) if d != dim])
+            labels.choose(best, tensors_in(output)[1], int(call["k"]), call)
         else:
             super().channels(labels, call, output)
 

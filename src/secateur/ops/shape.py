@@ -28,6 +28,7 @@ from secateur.ops.table import (
     refused,
     register,
     register_named,
+    transforms,
     writes,
 )
 
@@ -57,7 +58,18 @@ class Reshape(Repeat):
     """View, reshape, flatten, unflatten. A split dimension may only lose whole slices of one of its factors."""
 
     def place(self, labels: LabelVerbs, call: Call, output: Any) -> None:
-        labels.set(output, [layer.reshape(output.shape) for layer in labels.layers(call["input"])])
+        x = call["input"]
+        layers = labels.layers(x) or self._copies(labels, x, output)
+        labels.set(output, [layer.reshape(output.shape) for layer in layers])
+
+    @staticmethod
+    def _copies(labels: LabelVerbs, x: Tensor, output: Tensor) -> list[Tensor]:
+        """Numbers that were expanded to fit something, and are copied now that dimensions are merged. They may become
+        fewer, as a mask of groups of experts that is repeated for the members of a group."""
+        expanded = [d for d, size in enumerate(x.shape) if size > 1 and not x.stride(d)]
+        if len(expanded) != 1 or output.untyped_storage()._cdata == x.untyped_storage()._cdata:
+            return []
+        return [spread(labels.virtual(x.shape[expanded[0]]), expanded[0], x.shape)]
 
 
 class Slice(Move):
@@ -255,9 +267,8 @@ class Gather(Fixed):
             super().channels(labels, call, output)
 
 
-class Pairs(Operation):
-    """Two neighbouring numbers as one complex number, as rotary embeddings take them: both leave, or none. No relevance
-    rule is known for complex numbers."""
+class Pairs(Ruled):
+    """Two neighbouring numbers as one complex number, as rotary embeddings take them: both leave, or none."""
 
     def channels(self, labels: LabelVerbs, call: Call, output: Any) -> None:
         x = call["input"]
@@ -391,26 +402,24 @@ def _pin(labels: LabelVerbs, layer: Tensor, dim: int, item: Any, call: Call) -> 
     """Freeze the units whose place along `dim` the index relies on."""
     size = layer.shape[dim]
     reason = f"{call.site} cuts it at fixed places"
-    start, stop = 0, size
-    if isinstance(item, slice) and item.step in (None, 1):
+    straight = isinstance(item, slice) and item.step in (None, 1)
+    if straight:
         start, stop = item.start or 0, size if item.stop is None else item.stop
         if start in (0, -size) and stop >= size:
             return
-    elif isinstance(item, slice):  # every second unit: each relies on all those before it
-        start = size
-    elif isinstance(item, int):
-        start, stop = (0, item + 1) if item >= 0 else (item, size)
-    else:
-        start, reason = size, f"{call.site} picks it by computed positions"
-    if len(varying(layer)) > 1:
-        labels.grid(layer, reason, rigid=[dim])
-        return
-    if isinstance(item, slice) and item.step in (None, 1) and labels.follows():
-        return
+        edges = [start, stop if stop < size else 0]
+    elif isinstance(item, int) or (isinstance(item, list) and item and all(type(i) is int for i in item)):
+        edges = [i + 1 if i >= 0 else i for i in ([item] if isinstance(item, int) else item)]
+    else:  # every second unit: each relies on all those before it
+        edges = [size]
+        reason = reason if isinstance(item, slice) else f"{call.site} picks it by computed positions"
     pinned = np.zeros(size, bool)
-    for edge in (start, stop if stop < size else 0):  # what lies between an edge and the end it is counted from
+    for edge in edges:  # what lies between an edge and the end it is counted from
         pinned[slice(edge) if edge >= 0 else slice(edge, None)] = True
-    labels.freeze(column(layer)[pinned], reason)
+    if len(varying(layer)) > 1:
+        labels.grid(layer, reason, [dim] if pinned.all() else [], pinned=[(dim, pinned)])
+    elif not (straight and labels.follows()):
+        labels.freeze(column(layer)[pinned], reason)
 
 
 _WRITTEN, _LOOKED_UP = "writes it into fixed places", "looks it up by computed positions"
@@ -429,13 +438,13 @@ register_named("input dim index value|src reduce=None", "scatter", Fixed(_WRITTE
 register_named("input *rest", "scatter_add masked_scatter", Fixed(_WRITTEN, writes))
 register("input source|src *rest", Tensor.copy_, operation=Patch(_WRITTEN, writes), writes=True)
 register_named("input *rest", "index_put index_copy", Fixed(_WRITTEN, writes), in_place="index_put_ index_copy_")
-register_named("input", "view_as_complex view_as_real", Pairs())
+register_named("input", "view_as_complex view_as_real", Pairs(transforms))
 register("input *rest", torch._weight_norm, F.one_hot, operation=Fixed("computes with it"))
 register("input *rest", torch.linalg.solve_triangular, operation=Fixed("computes with it", refused))
 register("abs angle out=None", torch.polar, operation=Fixed("computes with it", refused))
 register_named("input *rest", "as_strided", Fixed("reads it at fixed places"))
 _FOURIER = [getattr(torch.fft, f"{i}{n}fft{d}") for i in ("", "i") for n in ("", "r") for d in ("", "2", "n")]
-register("input *rest", *_FOURIER, operation=Fixed("mixes it by a Fourier transform", refused))
+register("input *rest", *_FOURIER, operation=Fixed("mixes it by a Fourier transform", transforms))
 register_named("input dim index source alpha=1", "index_add", IndexAdd(), in_place="index_add_")
 register_named("input chunks|indices|sections|tensor_indices_or_sections dim=0", "chunk tensor_split", Split())
 register_named("input|tensor split_size_or_sections|split_size|split_sizes dim=0", "split split_with_sizes", Split())
@@ -476,6 +485,7 @@ def _getters(names: str) -> list[Any]:
 
 
 register("input *rest", *_getters("T mT H mH"), operation=Move())
+register("input *rest", *_getters("real imag"), operation=Move(transforms))
 register("input *rest", *_getters("shape"), operation=SizeQuery())
 register("input *rest", *_getters("device dtype ndim layout requires_grad grad_fn grad"), operation=Query())
 register("input *rest", *_getters("is_cuda is_leaf is_nested is_sparse is_quantized"), operation=Query())

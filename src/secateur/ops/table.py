@@ -216,6 +216,11 @@ def refused(relevance: RelevanceVerbs, call: Call) -> Any:
     )
 
 
+def transforms(relevance: RelevanceVerbs, call: Call) -> Any:
+    """As a gradient: a linear function of real numbers by way of complex ones."""
+    return relevance.transforms(call)
+
+
 def averages(relevance: RelevanceVerbs, call: Call) -> Any:
     """Shared among the numbers that are summed or averaged."""
     return relevance.averages(call, call["input"], call.on(call["input"]))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from secateur.nest import tensors_in
@@ -67,12 +68,29 @@ class Activations:
     def replace(self, call: Call, output: Tensor) -> None:
         """From now on, the tensor that an in-place call would overwrite means `output`."""
         target = call.tensors()[0]
-        if output is target:
+        if output is target or self.newer.get(target) is output:
             return
-        if target._is_view():
-            self.doubtful = self.doubtful or str(call.site)
         self.linear.forget(target)
         self.newer[target] = output
+        if target._is_view():
+            self.doubtful = self.doubtful or str(call.site)
+            self._replace_whole(target, output)
+
+    def _replace_whole(self, part: Tensor, output: Tensor) -> None:
+        """The tensor of which `part` is a view has the new numbers as well. Its other views do not: there, the output
+        of the model comes out wrong, and is refused."""
+        base: Any = part._base
+        if base.dtype != output.dtype or base.layout != torch.strided:
+            return
+        numbers = torch.empty_strided(base.shape, base.stride(), dtype=torch.int64, device=base.device)
+        numbers.copy_(torch.arange(base.numel(), device=base.device).view(base.shape))
+        offset = part.storage_offset() - base.storage_offset()
+        written = torch.unravel_index(numbers.as_strided(part.shape, part.stride(), offset), base.shape)
+        whole = base
+        while (newer := self.newer.get(whole)) is not None:
+            whole = newer
+        with torch.enable_grad():  # what carries relevance still does where nothing was written
+            self.newer[whole] = whole.index_put(written, output)
 
     def overwritten(self, tensor: Tensor) -> None:
         """The tensor has other numbers now, so nothing is known about it."""

@@ -141,7 +141,8 @@ def explain(
     `against` is another class: it starts with the opposite sign, which explains why the one and not the other.
     `position` says which position of a text is explained, one for all samples or one for each. It counts tokens that
     are no padding; -1 is the last. By default this is the last one if the model generates text, else all. The classes
-    of a language model are its tokens.
+    of a language model are its tokens. A model without a head returns states: without a target, each number of a state
+    starts with its square, which explains the length of the state.
 
     Without a `composite`, it is "attnlrp" for models with attention, which starts with the logit, and "alpha1beta0" for
     all others, which starts with 1. `.composite` says which was used.
@@ -237,7 +238,18 @@ def _one_by_one(engine: RelevancePass, inputs: Any, begun: Tensor) -> list[Tenso
     found, samples = [], len(begun)
     for i in range(samples):
         one = map_tensors(lambda t, i=i: t[i : i + 1] if t.ndim and len(t) == samples else t, inputs)  # type: ignore[misc]
-        found.append(engine.run(one, lambda _, i=i: begun[i : i + 1])[1])  # type: ignore[misc]
+
+        def start(output: Tensor, i: int = i) -> Tensor:
+            if output.shape != begun[i : i + 1].shape:
+                raise DataError(
+                    f"the model compares the samples of a batch: its output has shape {tuple(begun.shape)} for "
+                    f"{samples} samples and {tuple(output.shape)} for one. They share embeddings of positions, so the "
+                    "relevance of their tokens cannot be told apart.",
+                    fix="explain one sample (one text with one image) at a time",
+                )
+            return begun[i : i + 1]
+
+        found.append(engine.run(one, start)[1])
     return [None if any(t is None for t in parts) else torch.cat(parts) for parts in zip(*found, strict=True)]
 
 

@@ -29,7 +29,7 @@ from secateur.relevance.backward import Backward, fitted
 from secateur.relevance.layers import Layers
 from secateur.relevance.ledger import HALF, total, wide
 from secateur.relevance.linear_maps import Bilinear, ConvMap, LinearMap
-from secateur.relevance.propagation import Propagation
+from secateur.relevance.propagation import Propagation, refuse_complex
 from secateur.relevance.weights import LinearCall
 from secateur.running.tensor_facts import TensorFacts
 
@@ -140,6 +140,8 @@ class GradientPropagation(Propagation):
 
     def _factor(self, call: Call, x: Tensor) -> Tensor:
         """y = f(x) as a constant factor y / x."""
+        if x.is_complex():
+            refuse_complex(call.site, self.backward.composite.name)
         made = list[Tensor]()
 
         def run() -> Tensor:
@@ -154,6 +156,9 @@ class GradientPropagation(Propagation):
         if output.shape == x.shape and output.grad_fn is not None:  # the forward may switch gradients off
             output.grad_fn.elementwise = True  # type: ignore[attr-defined]
         return output
+
+    def transforms(self, call: Call) -> Any:
+        return self.moves(call)
 
     def scales(self, call: Call, x: Tensor) -> Any:
         return self._alone(call, x)
@@ -209,6 +214,8 @@ class GradientPropagation(Propagation):
         if not (first and second):
             backward, name = self.backward, call.site
             constant = b if first else a
+            if output.is_complex():
+                refuse_complex(name, backward.composite.name)
             if isinstance(constant, Tensor) or constant:
                 share = constant * sign if first and sign != 1 else constant
                 _on_gradient(output, lambda g: backward.absorbs(name, "constant", share, g))
@@ -353,7 +360,8 @@ def differentiated(backward: GradientBackward, call: Call, x: Tensor, kind: str)
 
 def _on_gradient(output: Tensor, hook: Callable[[Tensor], Tensor | None]) -> None:
     """Show g to a function, which may replace it. A gate to which no relevance goes gets none."""
-    output.register_hook(lambda g: None if g is None else hook(g))  # type: ignore[no-untyped-call]
+    if output.requires_grad:  # the forward may switch gradients off
+        output.register_hook(lambda g: None if g is None else hook(g))  # type: ignore[no-untyped-call]
 
 
 def _functions_of_one(signals: Sequence[Tensor]) -> bool:

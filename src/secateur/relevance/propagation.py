@@ -10,12 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from secateur.errors import UnsupportedModelError
 from secateur.nest import map_tensors, tensors_in
 from secateur.ops.table import Call, Site
 from secateur.relevance.attention import attend, gate_scores, product, regroup
@@ -56,6 +57,10 @@ class Propagation:
                 args, kwargs = map_tensors(self._offset, (call.args, call.kwargs))
                 known.offset[output] = call.function(*args, **kwargs)
         return output
+
+    def transforms(self, call: Call) -> Any:
+        self.layers.meets_attention()  # without a composite, the one that has a rule is taken
+        refuse_complex(call.site, self.backward.composite.name)
 
     def _offset(self, tensor: Tensor) -> Tensor:
         """The constant part of a tensor that carries relevance; what carries none stays."""
@@ -134,6 +139,8 @@ class Propagation:
             return (inner,)
 
         output = backward.step(call.run, back, x, saves=False)
+        if x in self.activations.gate:
+            self.activations.gate[output] = True
         if x in self.activations.nonneg and not (call.get("value") or 0) < 0:
             self.activations.note_nonneg(output)
         return output
@@ -206,7 +213,7 @@ class Propagation:
         elif logits is not None and self.layers.meets_attention() and backward.attention(attention).queries:
             inputs = (logits, b)
             back = _logits_and_values(backward, a.detach(), known.offset.get(logits), attention, name)
-        elif gated is not None:
+        elif gated is not None and self.layers.meets_attention():
             gate, x = gated
             inputs, backward.gated = (x,), True
             matmul = function is torch.matmul and min(a.dim(), b.dim()) > 1
@@ -259,6 +266,11 @@ class Propagation:
         if isinstance(value, Tensor) and not isinstance(call["value"], Tensor):
             value = value.expand(call["index"].shape) if call.get("dim") is not None else value  # `scatter`
             args, kwargs = (args, {**kwargs, "value": value}) if "value" in kwargs else ((*args[:-1], value), kwargs)
+        base = call.tensors()[0]._base if call.writes else None
+        if base is not None and self.activations.newer.get(base) is None:  # what is not written absorbs too
+            whole = self.constant(base, call)
+            if whole is not base:
+                self.activations.newer[base] = whole
         output = self.moves(call.given(*args, **kwargs))
         if call.writes:
             self.activations.replace(call, output)
@@ -286,6 +298,15 @@ class Propagation:
         output = self.backward.step(run or (lambda: self.activations.run_on_copy(call)), back, *inputs, saves=saves)
         self.activations.replace(call, output)
         return output
+
+
+def refuse_complex(site: Site, composite: str) -> NoReturn:
+    """No rule is known for what happens to complex numbers here."""
+    raise UnsupportedModelError(
+        f"no relevance rule is known for the complex numbers in {site} under the composite {composite!r}.",
+        fix="composite='attnlrp', or the criterion 'lrp:attnlrp', which have one for linear functions; or another "
+        "criterion, such as 'taylor'",
+    )
 
 
 def _carries(value: Any) -> bool:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from secateur.errors import Argument, DataError
+from secateur.errors import Argument, DataError, SecateurWarning
 from secateur.running.logits import one_output
 from secateur.running.targets import IGNORED, Reader, Reading, check_targets
 
@@ -25,9 +26,11 @@ def seed(reading: Reading, classes: Tensor | None, how: Choice = "one", samples:
 
     `classes` is IGNORED where no relevance starts, None for the predicted class everywhere. A model with one output
     starts there whatever the class is. `samples` tells an output of one number per sample from that of a single sample
-    without a batch dimension.
+    without a batch dimension. A model without a head has states: each number of a state starts with its square.
     """
     logits, counts = reading.logits, reading.counts
+    if reading.states and classes is None:
+        return _of_states(reading, (how() if callable(how) else how) == "one")
     values = torch.ones_like(logits) if (how() if callable(how) else how) == "one" else logits
     axis = 1 if logits.ndim > 1 else 0
     if one_output(logits, samples):
@@ -39,6 +42,20 @@ def seed(reading: Reading, classes: Tensor | None, how: Choice = "one", samples:
     index = classes.clamp_min(0).unsqueeze(axis)
     chosen = torch.where((classes != IGNORED).unsqueeze(axis), values.gather(axis, index), 0)
     return reading.back(torch.zeros_like(logits).scatter(axis, index, chosen))
+
+
+def _of_states(reading: Reading, one: bool) -> Tensor:
+    """The squared length of each state is shared among its numbers. With `one`, it counts as 1."""
+    warnings.warn(
+        f"the model has no head: {reading.states} has states and no classes, so that relevance starts at all numbers "
+        "of each state, with their squares. Fix, if you mean something else: a model with a head, target=f(output) in "
+        "`explain`, or real targets shaped like the output in data.",
+        SecateurWarning,
+        stacklevel=3,
+    )
+    squares, axis = reading.logits.square(), 1 if reading.logits.ndim > 1 else 0
+    squares = squares / squares.sum(axis, keepdim=True).clamp_min(1e-30) if one else squares
+    return reading.back(squares if reading.counts is None else torch.where(reading.counts.unsqueeze(axis), squares, 0))
 
 
 def begun(
@@ -91,6 +108,8 @@ class Starter:
         reader = self.reader
         reading = Reading(output) if reader is None else reader.view(self.inputs, known, output)
         starts = self._places(reading)
+        if reading.states and target is None and self.against is None:
+            return seed(replace(reading, counts=starts), None, self.how)
         if one_output(reading.logits, self.samples):
             check_single(target, reading.logits)
             if self.against is not None:

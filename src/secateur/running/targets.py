@@ -13,13 +13,14 @@ from torch import Tensor, nn
 
 from secateur.errors import DataError
 from secateur.nest import select_samples, tensors_in
+from secateur.ops.attention import MatMul
 from secateur.ops.conv import Convolution, TransposedConvolution
 from secateur.ops.linear import Linear
 from secateur.ops.shape import Move
 from secateur.ops.table import Call
 from secateur.running.batches import counted, masks_in
 from secateur.running.copies import unwrap
-from secateur.running.logits import logits_of, one_output
+from secateur.running.logits import answer_of, one_output
 from secateur.running.observer import Observer
 from secateur.running.sandbox import evaluating, quiet, run
 from secateur.running.tensor_facts import TensorFacts
@@ -36,12 +37,14 @@ class Reading:
 
     `targets` fit it: one class for each sample and position, IGNORED where none counts. They are None if not known.
     `counts` says which positions are no padding; None if all are. `axis` is where the output itself has its classes.
+    `states` is what to call an output that has states of a model without a head instead of classes, else empty.
     """
 
     logits: Tensor
     targets: Any = None
     counts: Tensor | None = None
     axis: int = 1
+    states: str = ""
 
     def known(self, entry: str = "") -> Tensor:
         """The targets, checked. `entry` is what to call the output."""
@@ -65,7 +68,7 @@ class Reader:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = unwrap(model)
-        self._axes: dict[int, int | None] = {}
+        self._found: dict[int, tuple[int | None, str]] = {}
         config, generates = getattr(self._model, "config", None), getattr(self._model, "can_generate", None)
         #: Whether it is a language model that generates text, and whether it has an encoder.
         self.generates = callable(generates) and bool(generates())
@@ -74,12 +77,20 @@ class Reader:
 
     def view(self, inputs: Any, targets: Any, output: Tensor) -> Reading:
         """`output`, the answer to `inputs`, with its classes along dimension 1. `targets` help to find them."""
+        named = hasattr(self._model, "config")  # outputs of transformers have names
+        states = _states(self._facts(inputs, output.ndim)[1]) if named and targets is None else ""
         if output.ndim < 3:
-            return Reading(output, targets, None, output.ndim - 1)
+            return Reading(output, targets, None, output.ndim - 1, states)
         axis = self.axis(inputs, targets, output)
         logits = output.movedim(axis, 1)
         counts = counted(masks_in(inputs, decoder=self.two_texts), (len(logits), *logits.shape[2:]))
-        return Reading(logits, targets, None if counts is None else counts.to(output.device), axis)
+        return Reading(logits, targets, None if counts is None else counts.to(output.device), axis, states)
+
+    def _facts(self, inputs: Any, ndim: int) -> tuple[int | None, str]:
+        """Along which dimension the answer is made, and how it would be written. The model runs once to see that."""
+        if ndim not in self._found:
+            self._found[ndim] = _made_along(self._model, inputs, ndim)
+        return self._found[ndim]
 
     def read(self, inputs: Any, targets: Any, output: Tensor) -> Reading:
         """What `output`, the answer to `inputs`, should have said."""
@@ -117,12 +128,12 @@ class Reader:
         """The dimension of an output along which its classes lie."""
         if output.ndim < 3:
             return output.ndim - 1
-        if output.ndim not in self._axes:
-            self._axes[output.ndim] = _made_along(self._model, inputs, output.ndim)
-        made = self._axes[output.ndim]
+        made, entry = self._facts(inputs, output.ndim)
         if made is not None:
             return made
         last, shape = output.ndim - 1, tuple(output.shape)
+        if _states(entry):
+            return last
         if isinstance(targets, Tensor) and not targets.is_floating_point():
             fitting = [a for a in (1, last) if tuple(targets.shape) == shape[:a] + shape[a + 1 :]]
             if len(fitting) == 1:
@@ -149,16 +160,22 @@ def ids_in(inputs: Any) -> Tensor | None:
 
 
 # -- where the classes lie ---------------------------------------------------------------------------------------------
-def _made_along(model: nn.Module, inputs: Any, ndim: int) -> int | None:
-    """The dimension of a model's answer along which the last layer's units lie; None if that is not known."""
+def _states(entry: str) -> str:
+    """The entry of an output, if its name tells that it has states and no classes."""
+    return entry if "hidden_state" in entry or "embeds" in entry or "pooler_output" in entry else ""
+
+
+def _made_along(model: nn.Module, inputs: Any, ndim: int) -> tuple[int | None, str]:
+    """The dimension of a model's answer along which the last layer's units lie; None if that is not known. And how the
+    answer would be written."""
     sizes = {len(t) if t.ndim else 0 for t in tensors_in(inputs)}
     ways = [select_samples(inputs, slice(1)), inputs] if len(sizes) == 1 else [inputs]
     for given in ways:  # one sample is enough, but inputs may have no dimension of samples
         with suppress(Exception), quiet(), evaluating(model), _Makers(model) as seen:
-            answer = logits_of(run(model, given), warn=False)
+            answer, entry, _ = answer_of(run(model, given))
             found = seen.axes.get(answer) if answer.ndim == ndim else None
-            return found or None  # samples lie along 0
-    return None
+            return found or None, entry  # samples lie along 0
+    return None, ""
 
 
 class _Makers(Observer):
@@ -174,7 +191,7 @@ class _Makers(Observer):
     def observe(self, call: Call) -> Any:
         known = [(t, axis) for t in call.tensors() if (axis := self.axes.get(t)) is not None]
         output, operation = call.run(), call.operation
-        if isinstance(operation, Linear):
+        if isinstance(operation, Linear) or _multiplies(call):
             self.axes[output] = output.ndim - 1
         elif isinstance(operation, Convolution | TransposedConvolution):
             self.axes[output] = output.ndim - operation.spatial - 1
@@ -197,6 +214,14 @@ class _Makers(Observer):
             along = [d for d in range(moved.ndim) if bool((moved != moved.narrow(d, 0, 1)).any())]
             return along[0] if len(along) == 1 else None
         return None
+
+
+def _multiplies(call: Call) -> bool:
+    """Whether each position of a text is multiplied by the same matrix, as by a linear layer that is written out."""
+    if type(call.operation) is not MatMul or call.operation.reflected:
+        return False
+    x, matrix = call["input"], call["other"]
+    return isinstance(matrix, Tensor) and isinstance(x, Tensor) and matrix.ndim == 2 < x.ndim
 
 
 # -- targets and losses ------------------------------------------------------------------------------------------------

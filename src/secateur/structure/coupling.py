@@ -6,10 +6,11 @@ Labels that must leave together are joined by edges; `components` finds the grou
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
-from secateur.ops.layers import Labels
+from secateur.ops.layers import Labels, Mask
 from secateur.structure.findings import Findings, Grid
 
 
@@ -44,16 +45,22 @@ class Coupling:
     def _settle(self, grids: list[Grid]) -> None:
         """Decide for each grid which axis its units are slices of; tie what cannot otherwise stay a rectangle."""
         frozen: set[int] = set()
+        stays = np.zeros(self._total, np.bool_)
         while True:
+            for labels, _ in self._frozen:
+                stays[labels] = True
             before, undecided = len(self._left), []
             idle: list[tuple[Labels, str]] = []
             for i, grid in enumerate(grids):
-                view = self.root[grid.labels]
-                live = _live_axes(view)
+                view, pinned = self.root[grid.labels], dict(grid.pinned)
+                live = _live_axes(view, stays[grid.labels])
                 if not live:
                     undecided.append(grid)
                     continue
-                axis = next((a for a in live if a not in grid.rigid), None)
+                axis = next((a for a in live if a not in grid.rigid and a not in pinned), None)
+                if axis is None and (axis := next((a for a in live if a not in grid.rigid), None)) is not None:
+                    kept = _slices(grid.labels, axis)[pinned[axis]]
+                    self._frozen.append((kept[kept != 0], grid.reason))
                 if axis is None:
                     if i not in frozen:
                         frozen.add(i)
@@ -80,13 +87,17 @@ class Coupling:
         self._join(np.repeat(rows[:, :1], rows.shape[1], 1), rows)
 
 
-def _live_axes(view: Labels) -> list[int]:
-    """The axes whose index alone decides the group."""
-    slices = [_slices(view, axis) for axis in range(view.ndim)]
-    return [axis for axis, rows in enumerate(slices) if bool((rows == rows[:, :1]).all())]
+def _live_axes(view: Labels, stays: Mask) -> list[int]:
+    """The axes whose index alone decides the group. Slices that stay as a whole are no matter."""
+    found = []
+    for axis in range(view.ndim):
+        rows, whole = _slices(view, axis), _slices(stays, axis).all(1)
+        if bool(((rows == rows[:, :1]).all(1) | whole).all()):
+            found.append(axis)
+    return found
 
 
-def _slices(view: Labels, axis: int) -> Labels:
+def _slices(view: Any, axis: int) -> Any:
     """One row for each index along an axis."""
     return np.moveaxis(view, axis, 0).reshape(view.shape[axis], -1)
 

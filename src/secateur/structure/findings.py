@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from secateur.ops.layers import Labels, narrow, varying
+from secateur.ops.layers import Labels, Mask, narrow, varying
 from secateur.ops.table import Site
 from secateur.structure.trace import Step
 
@@ -78,12 +78,14 @@ class Grid:
     """Labels that vary over several axes: a unit must fill whole slices of one of them, or the tensor is no rectangle.
 
     `rigid` axes cannot shrink. `joins` are labels along one axis that leave with its slices, should that axis shrink.
+    `pinned` says which slices of an axis stay even then.
     """
 
     labels: Labels
     rigid: frozenset[int]
     joins: tuple[tuple[int, Labels], ...]
     reason: str
+    pinned: tuple[tuple[int, Mask], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -222,9 +224,10 @@ class Findings:
             self.requirements.append(Requirement(np.abs(labels), least, multiple))
 
     def grid(
-        self, layer: Tensor, reason: str, rigid: Sequence[int] = (), joins: Sequence[tuple[int, Labels]] = ()
-    ) -> None:
-        """A layer over several axes, with what is known about them. `rigid` and `joins` name dims of the tensor."""
+        self, layer: Tensor, reason: str, rigid: Sequence[int] = (), joins: Sequence[tuple[int, Labels]] = (),
+        pinned: Sequence[tuple[int, Mask]] = (),
+    ) -> None:  # fmt: skip
+        """A layer over several axes, with what is known about them, by the dims of the tensor."""
         dims = varying(layer)
         if not dims:
             return
@@ -232,4 +235,5 @@ class Findings:
         where = {d: i for i, d in enumerate(dims)}
         fixed = frozenset(where[d] for d in rigid if d in where)
         joined = tuple((where[d], np.abs(j)) for d, j in joins if d in where)
-        self.grids.append(Grid(labels, fixed, joined, reason))
+        kept = tuple((where[d], mask) for d, mask in pinned if d in where)
+        self.grids.append(Grid(labels, fixed, joined, reason, kept))

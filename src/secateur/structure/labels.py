@@ -128,20 +128,21 @@ class TensorLabels:
         self._blank[output] = frozenset(range(output.ndim)) - taken
 
     def trace(self, call: Call, output: Any) -> None:
-        """What is computed from parameters alone is a weight too. What is moved from a blank is blank."""
+        """What is computed from parameters alone is a weight too. What is moved from a blank is blank. What is computed
+        number by number from a tensor that was expanded fits as that does."""
         sources = call.tensors()
         if call.writes and sources:
             self._blank.forget(sources[0])
         if sources and all(source in self._weights for source in sources):
             for tensor in tensors_in(output):
                 self._weights[tensor] = True
-        dims = self._blank.get(sources[0]) if sources and isinstance(call.operation, Move | Unary) else None
-        if dims is not None:
+        if sources and isinstance(call.operation, Unary) and (dims := free(self, sources[0])):
             for tensor in tensors_in(output):
-                if isinstance(call.operation, Unary):
-                    self._blank[tensor] = dims
-                elif len(dims) == sources[0].ndim and not self.layers(sources[0]):
-                    self.blank(tensor)
+                self._blank[tensor] = dims
+        elif sources and isinstance(call.operation, Move) and (known := self._blank.get(sources[0])) is not None:
+            whole = len(known) == sources[0].ndim and not self.layers(sources[0])
+            for tensor in tensors_in(output) if whole else ():
+                self.blank(tensor)
 
     def follows(self) -> bool:
         """Whether the module that runs computes places from its number of heads, which shrinks with them."""
