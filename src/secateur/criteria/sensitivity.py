@@ -18,11 +18,13 @@ from torch import Tensor
 
 from secateur.criteria.criterion import Absolute, Accumulator, Criterion, Norm, Subject, Sums
 from secateur.errors import CriterionError, SecateurError
+from secateur.nest import tensors_in
 from secateur.ops.conv import Convolution, TransposedConvolution
 from secateur.ops.table import Call
 from secateur.plans.scores import Values
 from secateur.running.batches import counted, masks_in, size_of
 from secateur.running.devices import precise
+from secateur.running.goals import goal_of, loss_of
 from secateur.running.logits import answer_of, logits_of
 from secateur.running.observer import Observer, refuse_checkpoint
 from secateur.running.sandbox import refusal, run
@@ -140,14 +142,18 @@ class SensitivityPass(Accumulator):
                 raise
             except Exception as error:
                 raise refusal(self.subject.model, "a batch", inputs, error) from error
-            output = logits_of(made)
+            aim = goal_of(self.loss, targets)
             if self.backward:
-                if not output.requires_grad:
+                output = logits_of(made, warn=aim is None)
+                if not any(t.requires_grad for t in (tensors_in(made) if aim is not None else [output])):
                     raise CriterionError(
                         "the output does not depend on any conv or linear layer by operations that have a gradient.",
                         fix="check that the forward does not detach, or use a criterion without gradients",
                     )
-                loss = self._loss(inputs, output, targets, answer_of(made).entry)
+                if aim is not None:
+                    loss = loss_of(aim, made, targets)
+                else:
+                    loss = self._reader.read(inputs, targets, output).loss(answer_of(made).entry)
                 try:
                     torch.autograd.grad(loss * count, taps.anchor, allow_unused=True)
                 except RuntimeError as error:
@@ -159,14 +165,6 @@ class SensitivityPass(Accumulator):
                     ) from error
         for _, sums in self.entries:
             sums.samples += count
-
-    def _loss(self, inputs: Any, output: Tensor, targets: Any, entry: str) -> Tensor:
-        if self.loss is not None:
-            value = self.loss(output, targets)
-            if not isinstance(value, Tensor) or value.numel() != 1:
-                raise CriterionError("loss=f(output, targets) must return one number, the mean over the samples.")
-            return value.reshape(())
-        return self._reader.read(inputs, targets, output).loss(entry)
 
     def take(self, index: int, channel: int, z: Tensor, g: Tensor | None) -> None:
         """Add what one call says about its units."""

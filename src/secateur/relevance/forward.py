@@ -6,13 +6,14 @@ shown to operations without their gradient flag.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from secateur.errors import DataError, RelevanceError, UnknownOperationError
-from secateur.nest import SCALARS
+from secateur.nest import SCALARS, map_tensors
 from secateur.ops.table import Call, Function, Operation, Query, Site
 from secateur.relevance._script import Script
 from secateur.relevance.accelerators import Attempt, Attends, Deviation
@@ -21,6 +22,9 @@ from secateur.relevance.weights import Weights
 from secateur.running.logits import answer_of, logits_of
 from secateur.running.observer import Observer, refuse_autocast, refuse_checkpoint
 from secateur.running.sandbox import run
+
+#: From what a model returns, to the numbers that relevance may start from.
+Pick = Callable[[Any], Tensor]
 
 
 class ForwardPass(Observer):
@@ -41,8 +45,8 @@ class ForwardPass(Observer):
         self._differentiates = True  # whether torch differentiates this call
         self._ahead: Tensor | None = None  # an argument of this call that is already the output of its ReLU
 
-    def run(self, propagation: Propagation, attempt: Attempt, inputs: Any) -> Tensor:
-        """The model's output, with the way back for relevance."""
+    def run(self, propagation: Propagation, attempt: Attempt, inputs: Any, pick: Pick | None = None) -> Tensor:
+        """The model's output, with the way back for relevance: its logits, or what `pick` makes of it."""
         self._visits.clear()
         self._weights.begin()
         self._propagation, self._attempt, self._ahead = propagation, attempt, None
@@ -52,8 +56,13 @@ class ForwardPass(Observer):
         try:
             with self:
                 made = run(self._model, inputs)
-                self.entry = answer_of(made).entry
-                output: Tensor = self._present(logits_of(made), [], True)
+                if pick is None:
+                    self.entry = answer_of(made).entry
+                    output: Tensor = self._present(logits_of(made), [], True)
+                else:
+                    made = map_tensors(lambda t: self._present_tensor(t, True), made)
+            if pick is not None:
+                output = pick(made)
         finally:
             del self._propagation
         if attempt.attends:
