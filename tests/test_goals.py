@@ -197,6 +197,25 @@ def test_a_detector_with_lists_of_images_goes_through_everything(criterion: str)
     assert result.cost_after.macs < 0.8 * result.cost_before.macs
 
 
+def test_a_repair_of_a_detector_needs_no_labels() -> None:
+    net = Detector()
+    loader = [((pictures(4, seed),), None) for seed in range(3)]
+    result = sc.prune(net, loader, "weight", remove=0.4, repair="best", progress=False)
+    plain = sc.prune(net, loader, "weight", remove=0.4, repair=None, progress=False)
+    images = pictures(8, 5)
+
+    def errors(model: nn.Module) -> float:
+        wanted, made = [], []
+        for one, into in ((net, wanted), (model, made)):
+            hook = one.get_submodule("scores").register_forward_hook(lambda m, i, o, into=into: into.append(o))
+            with torch.no_grad():
+                one(images)
+            hook.remove()
+        return float((wanted[0] - made[0]).square().mean())
+
+    assert errors(result.model) < 0.5 * errors(plain.model)
+
+
 # -- own goals, and what is refused ------------------------------------------------------------------------------------
 def test_a_function_starts_relevance_where_its_number_comes_from() -> None:
     net = Net(3)
