@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -127,24 +128,28 @@ def test_scores_of_matched_boxes_count() -> None:
         {"boxes": torch.zeros(0, 4), "labels": torch.zeros(0, dtype=torch.int64), "scores": torch.zeros(0)},
     ]
     value = Detection().value(found, TARGETS)
-    assert value.tolist() == pytest.approx([0.9 + 0.7, 0.0])
+    assert value.tolist() == pytest.approx([0.9 * 1.5 + 0.7 * 2, 0.0])  # what lies at 0 has no place to start from
+    shares = torch.tensor([0.9, 9 / 10]), torch.tensor([0.7, 9 / 10])  # score and overlap
+    assert float(Detection().loss(found, TARGETS).detach()) == pytest.approx(-float(sum(map(sum, shares))) / 2)
     (slope,) = torch.autograd.grad(value.sum(), scores)
     assert slope.tolist() == [1, 0, 1, 0]  # the second has another class, the last lies elsewhere
-    assert Detection().value(found, None).tolist() == pytest.approx([3.0, 0.0])
+    assert Detection().value(found, None).tolist() == pytest.approx([0.9 * 1.5 + 0.8 * 1.5 + 0.7 * 2 + 0.6 * 2, 0.0])
 
 
 def test_boxes_by_centre_and_size_of_all_places() -> None:
     centres = torch.tensor([[5.0, 5, 10, 10], [5, 5, 10, 8], [25, 25, 10, 10], [80, 80, 4, 4]])
     scores = torch.rand(1, 3, 4, requires_grad=True)
     value = Detection().value((torch.cat([centres.T[None], scores], 1), [torch.rand(2)]), TARGETS[:1])
-    expected = scores[0, 1, :2].mean() + scores[0, 2, 2]
+    expected = (1.5 * scores[0, 1, 0] + 1.75 * scores[0, 1, 1]) / 2 + 2 * scores[0, 2, 2]
     assert value.tolist() == pytest.approx([float(expected.detach())])
+    (slope,) = torch.autograd.grad(value.sum(), scores)
+    assert slope[0].nonzero().tolist() == [[1, 0], [1, 1], [2, 2]]
 
     class Answer(dict):  # as transformers has it
         logits, pred_boxes = scores.transpose(1, 2), centres[None] / 100
 
     wanted = [{"boxes": torch.tensor([[0.25, 0.25, 0.1, 0.1]]), "class_labels": torch.tensor([0])}]
-    assert Detection().value(Answer(), wanted).tolist() == pytest.approx([float(scores[0, 0, 2].detach())])
+    assert Detection().value(Answer(), wanted).tolist() == pytest.approx([2 * float(scores[0, 0, 2].detach())])
 
 
 class Detector(nn.Module):
@@ -184,6 +189,42 @@ def labelled(net: nn.Module, images: list[Tensor]) -> tuple[tuple[Tensor, ...], 
     with torch.no_grad():
         found = net(images)
     return tuple(images), tuple({"boxes": one["boxes"][::3], "labels": one["labels"][::3]} for one in found)
+
+
+@pytest.mark.parametrize("criterion", [LRP(), Taylor()])
+def test_no_branch_of_a_detector_is_worthless(criterion: Any) -> None:
+    net = Detector()
+    scores = sc.score(net, [labelled(net, pictures(3))], criterion)
+    assert {site.path for site, values in scores.units.items() if values.any()} >= {
+        "shared",
+        "scores",
+        "sizes",
+        "body.2",
+    }
+
+
+@pytest.mark.parametrize("criterion", [LRP(), Taylor()])
+def test_what_only_chooses_starts_by_itself(criterion: Any) -> None:
+    class Chooser(Detector):
+        """The score that decides which boxes are returned is not returned itself."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.rpn = nn.ModuleDict({"head": nn.Conv2d(24, 3, 1)})
+
+        def forward(self, images: list[Tensor]) -> list[dict[str, Tensor]]:
+            order = self.rpn["head"](self.body(torch.stack(images))).flatten(1).topk(4).indices
+            found = super().forward(images)
+            return [{name: t[i] for name, t in one.items()} for one, i in zip(found, order % 20, strict=True)]
+
+    net = Chooser()
+    images = [torch.rand(3, 24, 24) for _ in range(3)]
+    scores = sc.score(
+        net, [((images,), None)], replace(criterion, **{"start" if isinstance(criterion, LRP) else "loss": Detection()})
+    )
+    assert all(values.any() for site, values in scores.units.items() if site.path == "rpn.head")
+    with pytest.raises(DataError, match="no module `nothing`"):
+        sc.score(net, [((images,), None)], LRP(start=Detection(inner=("nothing",))))
 
 
 @pytest.mark.parametrize("criterion", ["lrp", "taylor", "weight", "activation"])

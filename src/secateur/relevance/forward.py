@@ -6,7 +6,6 @@ shown to operations without their gradient flag.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,13 +17,12 @@ from secateur.ops.table import Call, Function, Operation, Query, Site
 from secateur.relevance._script import Script
 from secateur.relevance.accelerators import Attempt, Attends, Deviation
 from secateur.relevance.propagation import Propagation
+from secateur.relevance.starts import AtGoal
 from secateur.relevance.weights import Weights
+from secateur.running.goals import tapping
 from secateur.running.logits import answer_of, logits_of
 from secateur.running.observer import Observer, refuse_autocast, refuse_checkpoint
 from secateur.running.sandbox import run
-
-#: From what a model returns, to the numbers that relevance may start from.
-Pick = Callable[[Any], Tensor]
 
 
 class ForwardPass(Observer):
@@ -45,8 +43,8 @@ class ForwardPass(Observer):
         self._differentiates = True  # whether torch differentiates this call
         self._ahead: Tensor | None = None  # an argument of this call that is already the output of its ReLU
 
-    def run(self, propagation: Propagation, attempt: Attempt, inputs: Any, pick: Pick | None = None) -> Tensor:
-        """The model's output, with the way back for relevance: its logits, or what `pick` makes of it."""
+    def run(self, propagation: Propagation, attempt: Attempt, inputs: Any, goal: AtGoal | None = None) -> Tensor:
+        """The model's output, with the way back for relevance: its logits, or what a goal sees."""
         self._visits.clear()
         self._weights.begin()
         self._propagation, self._attempt, self._ahead = propagation, attempt, None
@@ -54,15 +52,15 @@ class ForwardPass(Observer):
         if self._script is not None:
             self._script.begin(attempt.expected)
         try:
-            with self:
+            with tapping(self._model, None if goal is None else goal.aim) as tapped, self:
                 made = run(self._model, inputs)
-                if pick is None:
+                if goal is None:
                     self.entry = answer_of(made).entry
                     output: Tensor = self._present(logits_of(made), [], True)
                 else:
-                    made = map_tensors(lambda t: self._present_tensor(t, True), made)
-            if pick is not None:
-                output = pick(made)
+                    made = map_tensors(lambda t: self._present_tensor(t, True), tapped(made))
+            if goal is not None:
+                output = goal.pick(made)
         finally:
             del self._propagation
         if attempt.attends:

@@ -6,13 +6,14 @@ those of its loss. A function `f(output, targets)` of your own does the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from secateur.errors import Argument, DataError
 from secateur.nest import describe, map_tensors, tensors_in
@@ -21,6 +22,13 @@ from secateur.running.targets import IGNORED
 
 #: Of one sample: boxes (count, 4) by their corners, and scores: one per box, or one per box and class.
 Found = tuple[Tensor, Tensor, Tensor | None]
+
+
+class Tapped(NamedTuple):
+    """What a model returns, and what some of its modules do."""
+
+    output: Any
+    inner: list[Any]
 
 
 @dataclass(frozen=True)
@@ -37,6 +45,10 @@ class Goal:
     def loss(self, output: Any, targets: Any) -> Tensor:
         """A mean over samples, for gradients: by default what is lost of the value."""
         return -self.value(output, targets).mean()
+
+    def taps(self, model: nn.Module) -> Sequence[str]:
+        """Paths of modules whose answers count beside the model's own: then `output` is `Tapped`."""
+        return ()
 
 
 @dataclass(frozen=True)
@@ -162,49 +174,76 @@ class NextToken(Goal):
 
 @dataclass(frozen=True)
 class Detection(Goal):
-    """Boxes: the scores of those that match a box of the targets, which has the same class and overlaps by `overlap`.
+    """Boxes: the scores and places of those that match a box of the targets: the same class, and an `overlap` of 0.5.
 
     Targets are a list with a dict for each sample, `boxes` and `labels` (`class_labels`), as the model is trained with.
     Read are what torchvision returns (dicts with `boxes`, `labels` and `scores`), what DETR and its kin of transformers
     return (`logits` and `pred_boxes`), and what YOLO returns: (samples, 4 + classes, boxes). `read(output)` reads
     anything else: for each sample boxes by their corners, scores, and labels or None if scores are by class. Where a
     model returns all its boxes, the one that overlaps most stands for a target that none overlaps enough.
+
+    Each box starts with its score, once at the score and once at its place. `inner` names modules whose numbers only
+    choose among places, where no relevance passes: they start as well. Those of torchvision's R-CNNs are known.
     """
+
+    by_value: ClassVar[bool] = True
 
     overlap: float = 0.5
     read: Callable[[Any], Sequence[Found]] | None = None
+    inner: tuple[str, ...] | None = None
+
+    def taps(self, model: nn.Module) -> Sequence[str]:
+        known = ("rpn.head", "roi_heads.mask_predictor", "roi_heads.keypoint_predictor")
+        paths = {path for path, _ in model.named_modules()}
+        return self.inner if self.inner is not None else [path for path in known if path in paths and "rpn" in paths]
 
     def value(self, output: Any, targets: Any) -> Tensor:
+        output, inner = output if isinstance(output, Tapped) else (output, [])
+        values = [
+            (share * sure * (_one(scores) + _one(boxes).mean(1))).sum()
+            for boxes, scores, _, share in self._matched(output, targets)
+            for sure in [scores.detach().sigmoid() if bool((scores < 0).any()) else scores.detach()]
+        ]
+        chosen = [t for t in tensors_in(inner) if t.is_floating_point() and t.numel()]
+        shares = [(t.detach().sigmoid() * _one(t)).sum() / t.detach().sigmoid().sum() for t in chosen]
+        return torch.stack(values) + sum(shares, torch.zeros(()).to(values[0])) / len(values)
+
+    def loss(self, output: Any, targets: Any) -> Tensor:
+        """What is lost of scores and overlaps. Inner numbers count as they are started with."""
+        inner = output.inner if isinstance(output, Tapped) else []
+        matched = self._matched(output.output if isinstance(output, Tapped) else output, targets)
+        lost = [-(share * (scores + _overlap(boxes, wanted))).sum() for boxes, scores, wanted, share in matched]
+        chosen = [t.sigmoid().square().mean() for t in tensors_in(inner) if t.is_floating_point() and t.numel()]
+        return torch.stack([*lost, *(-part for part in chosen)]).sum() / len(lost)
+
+    def _matched(self, output: Any, targets: Any) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
+        """For each sample the boxes that count, their scores, what they should be, and how much each counts."""
         found, centred = ([*self.read(output)], False) if self.read is not None else boxes_in(output)
         if targets is None:
-            return torch.stack([_said(scores, labels) for _, scores, labels in found])
+            return [_said(*one) for one in found]
         if not are_boxes(targets) or len(targets) != len(found):
             count = len(targets) if isinstance(targets, list | tuple) else describe(targets)
             raise DataError(
                 f"targets for {len(found)} samples are {count}, and not a dict with `boxes` and `labels` for each.",
                 fix="[{'boxes': (count, 4), 'labels': (count,)}, …], or None",
             )
-        return torch.stack(
-            [self._matched(*one, dict(known), centred) for one, known in zip(found, targets, strict=True)]
-        )
+        return [self._pairs(*one, dict(known), centred) for one, known in zip(found, targets, strict=True)]
 
-    def _matched(
+    def _pairs(
         self, boxes: Tensor, scores: Tensor, labels: Tensor | None, known: dict[str, Any], centred: bool
-    ) -> Tensor:
-        """The scores of the boxes of one sample that match."""
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The pairs of boxes and targets of one sample that match."""
         classes = torch.as_tensor(known["class_labels" if "class_labels" in known else "labels"], device=scores.device)
         wanted = torch.as_tensor(known["boxes"]).to(boxes).reshape(-1, 4)
-        if not len(wanted) or not len(boxes):
-            return scores.sum() * 0
-        shared = overlaps(_corners(wanted) if centred else wanted, boxes.detach())
+        wanted = _corners(wanted) if centred else wanted
+        shared = overlaps(wanted, boxes.detach())
         if labels is not None:
-            shared = torch.where(classes[:, None] == labels, shared, 0.0)
-            fits = shared >= self.overlap
-            of_class = scores.expand_as(shared)
+            fits = (shared >= self.overlap) & (classes[:, None] == labels)
         else:
             fits = (shared >= self.overlap) | ((shared == shared.amax(1, keepdim=True)) & (shared > 0))
-            of_class = scores[:, classes.long()].T
-        return (torch.where(fits, of_class, 0.0).sum(1) / fits.sum(1).clamp_min(1)).sum()
+        target, box = fits.nonzero(as_tuple=True)
+        chosen = scores[box] if scores.ndim == 1 else scores[box, classes.long()[target]]
+        return boxes[box], chosen, wanted[target], 1 / fits.sum(1)[target].to(boxes)
 
 
 def boxes_in(output: Any) -> tuple[list[Found], bool]:
@@ -234,10 +273,9 @@ def are_boxes(targets: Any) -> bool:
 
 def overlaps(first: Tensor, second: Tensor) -> Tensor:
     """Intersection over union of each box with each other, by their corners."""
-    low, high = torch.maximum(first[:, None, :2], second[:, :2]), torch.minimum(first[:, None, 2:], second[:, 2:])
-    shared = (high - low).clamp_min(0).prod(-1)
-    areas = [(boxes[:, 2:] - boxes[:, :2]).clamp_min(0).prod(-1) for boxes in (first, second)]
-    return shared / (areas[0][:, None] + areas[1] - shared).clamp_min(1e-12)
+    shape = len(first), len(second), 4
+    pairs = (boxes.expand(shape).reshape(-1, 4) for boxes in (first[:, None], second[None]))
+    return _overlap(*pairs).view(shape[:2])
 
 
 def _corners(boxes: Tensor) -> Tensor:
@@ -246,13 +284,28 @@ def _corners(boxes: Tensor) -> Tensor:
     return torch.cat([centre - half, centre + half], 1)
 
 
-def _said(scores: Tensor, labels: Tensor | None) -> Tensor:
-    """What a model says by itself: the scores of all boxes that it returns, or of those nearly as sure as the best."""
-    if labels is not None or scores.ndim == 1:
-        return scores.sum()
-    best = scores.amax(1)
-    sure = best.detach().sigmoid() if bool((best < 0).any()) else best.detach()
-    return torch.where(sure >= 0.5 * sure.max(), best, 0.0).sum()
+def _said(boxes: Tensor, scores: Tensor, labels: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What a model says by itself: all boxes that it returns, or those nearly as sure as the best."""
+    if labels is None and scores.ndim > 1:
+        best = scores.amax(1)
+        sure = best.detach().sigmoid() if bool((best < 0).any()) else best.detach()
+        certain = sure >= 0.5 * sure.max()
+        boxes, scores = boxes[certain], best[certain]
+    return boxes, scores, boxes.detach(), torch.ones_like(scores.detach())
+
+
+def _one(values: Tensor) -> Tensor:
+    """1 everywhere; a number that is twice as large would be 2. What is next to 0 counts as 0."""
+    known = values.detach()
+    return values * torch.where(known.abs() > 1e-12, 1 / known, 0)
+
+
+def _overlap(first: Tensor, second: Tensor) -> Tensor:
+    """Intersection over union of pairs of boxes."""
+    low, high = torch.maximum(first[:, :2], second[:, :2]), torch.minimum(first[:, 2:], second[:, 2:])
+    shared = (high - low).clamp_min(0).prod(-1)
+    areas = [(boxes[:, 2:] - boxes[:, :2]).clamp_min(0).prod(-1) for boxes in (first, second)]
+    return shared / (areas[0] + areas[1] - shared).clamp_min(1e-12)
 
 
 def _rows(values: Tensor) -> Tensor:
@@ -288,6 +341,22 @@ def seen_by(aim: Aim, output: Any) -> Any:
         return output
     answer = answer_of(output)
     return output if answer.rivals else answer.tensor
+
+
+@contextmanager
+def tapping(model: nn.Module, aim: Aim | None) -> Iterator[Callable[[Any], Any]]:
+    """While a model runs: a function that adds to its output what the taps of a goal saw."""
+    inner: list[Any] = []
+    paths = aim.taps(model) if isinstance(aim, Goal) else ()
+    known = {path for path, _ in model.named_modules()} if paths else set()
+    if missing := [path for path in paths if path not in known]:
+        raise DataError(f"{type(model).__name__} has no module `{missing[0]}`, whose answers should count.")
+    hooks = [model.get_submodule(path).register_forward_hook(lambda m, i, o: inner.append(o)) for path in paths]
+    try:
+        yield lambda output: Tapped(output, inner) if paths else output
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def loss_of(aim: Aim, output: Any, targets: Any) -> Tensor:
