@@ -145,9 +145,44 @@ def _rebuilt(value: Any, keys: Iterable[Any], items: list[Any]) -> Any:
     return made
 
 
+class Images(list[Tensor]):
+    """Images of several sizes, (channels, height, width) each: one argument of a detector, with an item per sample."""
+
+
+def are_images(value: Any) -> bool:
+    """Whether a value is a list of images, rather than of batches: channels first, and few of them."""
+    return isinstance(value, list | tuple) and bool(value) and all(
+        isinstance(t, Tensor) and t.ndim == 3 and t.is_floating_point() and len(t) in (1, 3, 4) and min(t.shape) > 0
+        for t in value
+    )  # fmt: skip
+
+
+def lists_samples(value: Any) -> bool:
+    """Whether a value is a list with an item for each sample: images, or dicts."""
+    if isinstance(value, Images):
+        return True
+    return isinstance(value, tuple | list) and bool(value) and all(isinstance(item, Mapping) for item in value)
+
+
 def select_samples(value: Any, index: Tensor | slice) -> Any:
     """Some samples of a nest of tensors."""
-    return map_tensors(lambda t: t[index.to(t.device) if isinstance(index, Tensor) else index], value)
+    if isinstance(value, Tensor):
+        return value[index.to(value.device) if isinstance(index, Tensor) else index]
+    if lists_samples(value):
+        return type(value)(value[index] if isinstance(index, slice) else [value[i] for i in index.tolist()])
+    inside = entries(value)
+    if inside is None:
+        return value
+    return _rebuilt(value, [key for key, _ in inside], [select_samples(item, index) for _, item in inside])
+
+
+def counts_of_samples(value: Any) -> list[int]:
+    """How many samples each tensor and each list of samples in a nest has; 0 for a single number."""
+    if isinstance(value, Tensor):
+        return [len(value) if value.ndim else 0]
+    if lists_samples(value):
+        return [len(value)]
+    return [count for _, item in entries(value) or () for count in counts_of_samples(item)]
 
 
 def describe(value: Any) -> str:

@@ -6,6 +6,7 @@ from secateur.criteria.registry import known_criteria, register_criterion
 from secateur.criteria.relevance import LRP
 from secateur.criteria.sensitivity import Activation, Gradient, Taylor
 from secateur.criteria.weight import Random, Weight
+from secateur.running.goals import Detection, Goal, NextToken, Regression, Segmentation, Similarity
 
 __all__ = [
     "LRP",
@@ -14,8 +15,14 @@ __all__ = [
     "Captum",
     "Criterion",
     "Custom",
+    "Detection",
+    "Goal",
     "Gradient",
+    "NextToken",
     "Random",
+    "Regression",
+    "Segmentation",
+    "Similarity",
     "Subject",
     "Taylor",
     "Weight",

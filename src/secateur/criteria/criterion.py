@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, get_args
 
@@ -18,12 +18,12 @@ from secateur.plans.scores import Aggregation, Values
 from secateur.relevance.conservation import Conservation
 from secateur.running.copies import shared_copy, unwrap
 from secateur.running.devices import precise
+from secateur.running.goals import Aim, Goal
 from secateur.structure.findings import Producer
 from secateur.structure.graph import Graph
 
 Norm = Literal[1, 2] | None
 Absolute = Literal["after", "sample", "square"] | None
-Loss = Callable[[Tensor, Any], Tensor]
 _SETTINGS = {"norm": (None, 1, 2), "absolute": (None, "after", "sample", "square"), "aggregate": get_args(Aggregation)}
 
 
@@ -82,8 +82,8 @@ class Criterion:
     `norm` divides each layer's scores by their l1 or l2 norm. `absolute` is taken of the sum over all samples
     ("after"), of each sample's sum ("sample"), or not at all (None); "square" adds up squares at each position, for
     criteria that are shares of the output (LRP, Taylor, captum's). `aggregate` makes the score of a group from those
-    of its coupled units: "mean", "sum" or "max". `loss(output, targets)`, a mean over samples, replaces the default
-    loss of criteria that use gradients.
+    of its coupled units: "mean", "sum" or "max". `loss`, a function `f(output, targets)` that returns a mean over
+    samples, or a goal such as `Segmentation()`, replaces the default loss of criteria that use gradients.
     """
 
     #: True: the criterion needs data. False: it looks at none. None: it takes data if there are any.
@@ -97,11 +97,12 @@ class Criterion:
     norm: Norm = None
     absolute: Absolute = None
     aggregate: Aggregation = "mean"
-    loss: Loss | None = None
+    loss: Aim | None = None
 
     def __post_init__(self) -> None:
         check_kind("name", self.name, str, "a text", error=CriterionError)
-        check_callable("loss", self.loss, "a function f(output, targets)", error=CriterionError)
+        if not isinstance(self.loss, Goal):
+            check_callable("loss", self.loss, "a function f(output, targets), or a goal", error=CriterionError)
         for name, known in _SETTINGS.items():
             given = getattr(self, name)
             if given not in known:

@@ -15,13 +15,14 @@ from torch import Tensor
 
 from secateur.arguments import check_choice
 from secateur.criteria.criterion import Accumulator, Criterion, Subject, Sums
-from secateur.errors import CriterionError, SecateurError, SecateurWarning
+from secateur.errors import Argument, CriterionError, SecateurError, SecateurWarning
 from secateur.relevance.composites import PRESETS, Composite
 from secateur.relevance.engine import RelevancePass
 from secateur.relevance.ledger import Absolute
 from secateur.relevance.rules import Rule
-from secateur.relevance.starts import begun
+from secateur.relevance.starts import AtGoal, How, begun
 from secateur.running.batches import size_of
+from secateur.running.goals import Aim, Goal, goal_of
 from secateur.running.sandbox import refusal
 from secateur.running.targets import Reader
 
@@ -31,11 +32,13 @@ class LRP(Criterion):
     """Relevance by any composite: by default "attnlrp" for models with attention, "alpha1beta0" for all others.
 
     Every sample starts at its true class, or the predicted one without targets: with 1 or, under "attnlrp", with its
-    logit. `start` says otherwise. If there is an answer for each position (a token, a pixel), each that counts starts
-    so. Relevance is added up, squared under "attnlrp"; `absolute` says otherwise. Without targets, a language model
-    that generates text starts at the next token of its input, and a model without a head at all numbers of its states,
-    with their squares. A model with one output has no output for class 0, so every sample starts there, whatever its
-    target.
+    logit. If there is an answer for each position (a token, a pixel), each that counts starts so. `start` says
+    otherwise: "one", "logit", a goal such as `Detection()` or `Similarity()`, or a function `f(output, targets)` that
+    returns what counts, one number or one per sample, or the relevance of each number of the output. Where targets are
+    boxes, `Detection()` is the default. Relevance is added up, squared under "attnlrp"; `absolute` says otherwise.
+    Without targets, a language model that generates text starts at the next token of its input, and a model without a
+    head at all numbers of its states, with their squares. A model with one output has no output for class 0, so every
+    sample starts there, whatever its target.
     """
 
     #: Relevance is conserved: the scores of each layer are shares of one sum.
@@ -44,11 +47,15 @@ class LRP(Criterion):
 
     name: str = "lrp"
     composite: str | Composite | Rule | None = None
-    start: Literal["one", "logit"] | None = None
+    start: Literal["one", "logit"] | Aim | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choice("start", self.start, (None, "one", "logit"), error=CriterionError)
+        if not isinstance(self.start, Goal) and not callable(self.start):
+            check_choice("start", self.start, (None, "one", "logit"), error=CriterionError)
+        if self.loss is not None:
+            what, fix = "LRP starts at the output, and has no loss.", "{start}, a goal or a function f(output, targets)"
+            raise CriterionError(what, fix=fix, start=Argument("start"))
         if isinstance(self.composite, str) and self.composite not in PRESETS:
             raise CriterionError(f"there is no composite {self.composite!r}.", fix=f"a preset, of {', '.join(PRESETS)}")
 
@@ -69,14 +76,17 @@ class RelevanceSums(Accumulator):
         self.engine = RelevancePass(subject.model, criterion.composite, absolute=absolute, heat_map=False)
 
     def update(self, inputs: Any, targets: Any) -> None:
-        count = size_of(inputs)
+        count, start = size_of(inputs), self.criterion.start
+        aim = goal_of(None if isinstance(start, str) else start, targets)
+
+        def how() -> How:
+            return start if isinstance(start, str) else self.engine.composite.start
 
         def begin(output: Tensor) -> Tensor:
-            start = self.criterion.start or self.engine.composite.start
-            return begun(self.reader, inputs, targets, output, start, count, self.engine.entry)
+            return begun(self.reader, inputs, targets, output, how, count, self.engine.entry)
 
         try:
-            self.engine.run(inputs, begin)
+            self.engine.run(inputs, begin if aim is None else AtGoal(aim, targets, how))
         except (SecateurError, SecateurWarning):
             raise
         except Exception as error:

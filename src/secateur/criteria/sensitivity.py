@@ -24,6 +24,7 @@ from secateur.ops.table import Call, lookup
 from secateur.plans.scores import Values
 from secateur.running.batches import counted, masks_in, size_of
 from secateur.running.devices import precise
+from secateur.running.goals import goal_of, loss_of, tapping
 from secateur.running.logits import answer_of, logits_of
 from secateur.running.observer import Observer, refuse_checkpoint
 from secateur.running.sandbox import refusal, run
@@ -134,21 +135,25 @@ class SensitivityPass(Accumulator):
         count = size_of(inputs)
         taps, self._masks = Taps(self), masks_in(inputs)
         with torch.inference_mode(False), torch.set_grad_enabled(self.backward):
+            aim = goal_of(self.loss, targets)
             try:
-                with taps:
-                    made = run(self.subject.model, inputs)
+                with tapping(self.subject.model, aim) as tapped, taps:
+                    made = tapped(run(self.subject.model, inputs))
             except SecateurError:
                 raise
             except Exception as error:
                 raise refusal(self.subject.model, "a batch", inputs, error) from error
-            output = logits_of(made)
             if self.backward:
-                if not output.requires_grad:
+                output = None if aim is not None else logits_of(made)
+                if not any(t.requires_grad for t in (tensors_in(made) if output is None else [output])):
                     raise CriterionError(
                         "the output does not depend on any conv or linear layer by operations that have a gradient.",
                         fix="check that the forward does not detach, or use a criterion without gradients",
                     )
-                loss = self._loss(inputs, output, targets, answer_of(made).entry)
+                if aim is not None:
+                    loss = loss_of(aim, made, targets)
+                elif output is not None:
+                    loss = self._reader.read(inputs, targets, output).loss(answer_of(made).entry)
                 try:
                     torch.autograd.grad(loss * count, taps.anchor, allow_unused=True)
                 except RuntimeError as error:
@@ -160,14 +165,6 @@ class SensitivityPass(Accumulator):
                     ) from error
         for _, sums in self.entries:
             sums.samples += count
-
-    def _loss(self, inputs: Any, output: Tensor, targets: Any, entry: str) -> Tensor:
-        if self.loss is not None:
-            value = self.loss(output, targets)
-            if not isinstance(value, Tensor) or value.numel() != 1:
-                raise CriterionError("loss=f(output, targets) must return one number, the mean over the samples.")
-            return value.reshape(())
-        return self._reader.read(inputs, targets, output).loss(entry)
 
     def take(self, index: int, channel: int, z: Tensor, g: Tensor | None) -> None:
         """Add what one call says about its units."""

@@ -27,8 +27,10 @@ from secateur.relevance.layers import Layers
 from secateur.relevance.ledger import HALF, Absolute, Batch, Journal, Ledger, Page, Watch
 from secateur.relevance.propagation import Propagation
 from secateur.relevance.rules import Rule
+from secateur.relevance.starts import AtGoal
 from secateur.relevance.weights import Weights, path_of
 from secateur.running.copies import check_followed, unwrap
+from secateur.running.goals import tapping
 from secateur.running.logits import logits_of
 from secateur.running.sandbox import isolated, run
 
@@ -153,6 +155,8 @@ class RelevancePass:
         """One batch: replayed, or run as the batch before, or run without any expectation."""
         if self.attentive:
             self._recorder.refuse("layers that got stuck with relevance wait for the device")
+        if isinstance(start, AtGoal):
+            self._recorder.refuse("a goal looks at what the model returns")
         played = self._recorder.play(self, inputs, start)
         if played is not None:
             return played
@@ -181,9 +185,9 @@ class RelevancePass:
 
     def _attempt(self, inputs: Any, start: Start, attempt: Attempt) -> Batch:
         propagation, entries = self.begin(inputs, attempt)
-        backward, fusion = propagation.backward, propagation.fusion
+        backward, fusion, goal = propagation.backward, propagation.fusion, start if isinstance(start, AtGoal) else None
         with isolated(self.model, [leaf for leaf, _, _ in backward.leaves.values()]):
-            output = self.forward.run(propagation, attempt, entries)
+            output = self.forward.run(propagation, attempt, entries, goal)
             if self._depth != backward.layers:
                 self._depth = backward.layers
                 if self.composite.attention_by_depth:  # which needs to know before
@@ -191,13 +195,13 @@ class RelevancePass:
             doubtful = propagation.activations.doubtful
             if doubtful:
                 self._recorder.refuse("a write through a view must be checked")
-                _check_views(doubtful, _plain_output(self.model, inputs), output)
+                _check_views(doubtful, _plain_output(self.model, inputs, goal), output)
             value = output.detach()
             heat, page = backward.run(output, start(value))
         del output
         batch = self.finish(value, heat, page)
         unchecked = fusion.count and self._habits.trusted is None
-        if unchecked and not self._habits.trust(_plain_output(self.model, inputs), value):
+        if unchecked and not self._habits.trust(_plain_output(self.model, inputs, goal), value):
             raise Deviation
         return batch
 
@@ -244,10 +248,11 @@ def _check_views(doubtful: str, plain: Tensor, output: Tensor) -> None:
         )
 
 
-def _plain_output(model: nn.Module, inputs: Any) -> Tensor:
+def _plain_output(model: nn.Module, inputs: Any, goal: AtGoal | None) -> Tensor:
     """What the model itself answers."""
-    with isolated(model, []), torch.no_grad():
-        return logits_of(run(model, inputs), warn=False)
+    with isolated(model, []), torch.no_grad(), tapping(model, None if goal is None else goal.aim) as tapped:
+        made = run(model, inputs)
+        return logits_of(made, warn=False) if goal is None else goal.pick(tapped(made))
 
 
 def _remedy(model: nn.Module, composite: Composite, output: Tensor) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,11 +22,12 @@ from secateur.relevance.conservation import Conservation
 from secateur.relevance.engine import RelevancePass
 from secateur.relevance.ledger import Absolute
 from secateur.relevance.rules import Rule
-from secateur.relevance.starts import How, Position, Starter, Target, begun, check_target
+from secateur.relevance.starts import AtGoal, How, Position, Starter, Target, begun, check_target
 from secateur.relevance.text import Text, Word, draw_text, page
 from secateur.relevance.weights import path_of
 from secateur.running.batches import as_batch, as_tensors, counted, masks_in
 from secateur.running.copies import check_followed, shared_copy, unwrap
+from secateur.running.goals import Goal
 from secateur.running.sandbox import isolated, leaves_no_trace, run_or_explain
 from secateur.running.targets import Reader, ids_in
 
@@ -47,7 +48,7 @@ class Explanation:
     input: Tensor | list[Tensor | None]
     units: dict[str, Tensor]
     weights: dict[str, Tensor]
-    output: Tensor
+    output: Any
     conservation: Conservation
     images: Any = None
     text: Text | None = None
@@ -134,9 +135,10 @@ def explain(
     start: How | None = None,
     absolute: Absolute = False,
 ) -> Explanation:
-    """Relevance of inputs and units for `target`: a class, one per sample, None for the predicted class, or a function
-    from the output to the relevance it starts with. Each sample starts with 1, or with its logit. If a model has one
-    output for two classes, relevance starts there whether a target is 0 or 1.
+    """Relevance of inputs and units for `target`: a class, one per sample, None for the predicted class, a goal such as
+    `secateur.criteria.Detection()`, or a function of the output that returns what counts, one number or one per sample,
+    or the relevance that each number of the output starts with. Each sample starts with 1, or with its logit. If a
+    model has one output for two classes, relevance starts there whether a target is 0 or 1.
 
     `against` is another class: it starts with the opposite sign, which explains why the one and not the other.
     `position` says which position of a text is explained, one for all samples or one for each. It counts tokens that
@@ -156,7 +158,9 @@ def explain(
     check_choice("absolute", absolute, get_args(Absolute))
     check_target(target)
     check_target(against, "against")
-    if against is not None and (callable(target) or (isinstance(target, Tensor) and target.is_floating_point())):
+    if against is not None and (
+        callable(target) or isinstance(target, Goal) or (isinstance(target, Tensor) and target.is_floating_point())
+    ):
         fix = "let the function start with less than 0 there"
         raise DataError("{against} needs a class as target.", fix=fix, against=Argument("against", against))
     inputs = as_batch(inputs)[0] if isinstance(inputs, Mapping) else as_tensors(inputs)
@@ -168,10 +172,15 @@ def explain(
     engine = RelevancePass(shared_copy(original), composite, absolute=absolute)
     reader = Reader(engine.model)
     how = lambda: start or engine.composite.start  # noqa: E731 (only the forward tells which composite is used)
-    begin = Starter(target, how, samples_in(inputs), reader, inputs, against, position)
+    begin: Starter | AtGoal = Starter(target, how, samples_in(inputs), reader, inputs, against, position)
+    if isinstance(target, Goal):
+        begin = AtGoal(target, None, how)
+    elif callable(target) and not isinstance(target, Tensor):
+        begin = AtGoal(_without_targets(target), None, how)
     try:
         output, heat = engine.run(inputs, begin)
-        if _shared(inputs, heat):
+        seen = begin.seen if isinstance(begin, AtGoal) else output
+        if isinstance(seen, Tensor) and _shared(inputs, heat):
             heat = _one_by_one(engine, inputs, begin(output))
     except SecateurError:
         raise
@@ -185,7 +194,12 @@ def explain(
     units = {name: sums.to(output.dtype) for name, sums in engine.units.items()}
     images, text = next((tensor.detach() for tensor in tensors_in(inputs)), None), _text(inputs, heat, reader.generates)
     paths = {path_of(name): sums for name, sums in units.items()}
-    return Explanation(first, paths, units, output, conservation, images, text, begin.classes, begin.others)
+    said = (begin.classes, begin.others) if isinstance(begin, Starter) else (None, None)
+    return Explanation(first, paths, units, seen, conservation, images, text, *said)
+
+
+def _without_targets(function: Callable[[Any], Any]) -> Callable[[Any, Any], Any]:
+    return lambda output, _: function(output)
 
 
 def fitting(model: nn.Module, inputs: Any) -> str:

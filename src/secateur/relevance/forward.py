@@ -17,7 +17,9 @@ from secateur.ops.table import Call, Function, Operation, Query, Site
 from secateur.relevance._script import Script
 from secateur.relevance.accelerators import Attempt, Attends, Deviation
 from secateur.relevance.propagation import Propagation
+from secateur.relevance.starts import AtGoal
 from secateur.relevance.weights import Weights
+from secateur.running.goals import tapping
 from secateur.running.logits import answer_of, logits_of
 from secateur.running.observer import Observer, refuse_autocast, refuse_checkpoint, unknown_operation
 from secateur.running.sandbox import run
@@ -41,8 +43,8 @@ class ForwardPass(Observer):
         self._differentiates = True  # whether torch differentiates this call
         self._ahead: Tensor | None = None  # an argument of this call that is already the output of its ReLU
 
-    def run(self, propagation: Propagation, attempt: Attempt, inputs: Any) -> Tensor:
-        """The model's output, with the way back for relevance."""
+    def run(self, propagation: Propagation, attempt: Attempt, inputs: Any, goal: AtGoal | None = None) -> Tensor:
+        """The model's output, with the way back for relevance: its logits, or what a goal sees."""
         self._visits.clear()
         self._weights.begin()
         self._propagation, self._attempt, self._ahead = propagation, attempt, None
@@ -50,10 +52,15 @@ class ForwardPass(Observer):
         if self._script is not None:
             self._script.begin(attempt.expected)
         try:
-            with self:
+            with tapping(self._model, None if goal is None else goal.aim) as tapped, self:
                 made = run(self._model, inputs)
-                self.entry = answer_of(made).entry
-                output: Tensor = self._present(logits_of(made), [], True)
+                if goal is None:
+                    self.entry = answer_of(made).entry
+                    output: Tensor = self._present(logits_of(made), [], True)
+                else:
+                    made = map_tensors(lambda t: self._present_tensor(t, True), tapped(made))
+            if goal is not None:
+                output = goal.pick(made)
         finally:
             del self._propagation
         if attempt.attends:

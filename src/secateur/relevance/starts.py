@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 
 from secateur.errors import Argument, DataError, SecateurWarning
+from secateur.nest import map_tensors, tensors_in
+from secateur.running.goals import Aim, Goal, seen_by, started
 from secateur.running.logits import one_output
 from secateur.running.targets import IGNORED, Reader, Reading, check_targets
 
-Target = int | Sequence[int] | Tensor | Callable[[Tensor], Tensor] | None
+Target = int | Sequence[int] | Tensor | Goal | Callable[[Any], Any] | None
 Position = int | Sequence[int] | Tensor | None
 How = Literal["one", "logit"]
 #: The same, or a function that says it once the model has run.
@@ -184,7 +186,11 @@ def starter(target: Target, start: How = "one", samples: int | None = None) -> S
 
 def check_target(target: Any, name: str = "target") -> None:
     """Refuse what is no class, no list of classes and no function."""
-    if target is None or isinstance(target, Tensor) or (callable(target) and name == "target"):
+    if (
+        target is None
+        or isinstance(target, Tensor)
+        or ((callable(target) or isinstance(target, Goal)) and name == "target")
+    ):
         return
     try:
         index = torch.as_tensor(target)
@@ -213,3 +219,36 @@ def _checked(relevance: Tensor, output: Tensor) -> Tensor:
             f"one number per output."
         )
     return relevance.to(output)
+
+
+@dataclass
+class AtGoal:
+    """The relevance that an output starts with at a goal, or at a user's `f(output, targets)`.
+
+    All real numbers of the output that the goal sees are one tensor while relevance passes.
+    """
+
+    aim: Aim
+    targets: Any = None
+    how: Choice = "one"
+    #: What the goal sees of the output.
+    seen: Any = field(default=None, init=False)
+
+    def pick(self, output: Any) -> Tensor:
+        """The numbers of the output that relevance may start from, as one tensor."""
+        chosen = seen_by(self.aim, output)
+        self.seen = map_tensors(Tensor.detach, chosen)
+        if isinstance(chosen, Tensor):
+            return chosen
+        parts = [t.reshape(-1) for t in tensors_in(chosen) if t.is_floating_point()]
+        if not parts:
+            raise DataError(f"the model returns {type(output).__name__}, in which there is no tensor to explain.")
+        return torch.cat(parts)
+
+    def __call__(self, value: Tensor) -> Tensor:
+        by_value = (self.how() if callable(self.how) else self.how) == "logit"
+        relevance = started(self.aim, self.seen, self.targets, by_value)
+        if isinstance(self.seen, Tensor):
+            return _checked(relevance, value)
+        real = (r for r, t in zip(tensors_in(relevance), tensors_in(self.seen), strict=True) if t.is_floating_point())
+        return torch.cat([r.reshape(-1) for r in real]).to(value)

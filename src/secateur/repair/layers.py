@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -12,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from secateur.nest import map_tensors, select_samples, tensors_in
+from secateur.nest import Images, map_tensors, select_samples, tensors_in
 from secateur.ops.activation import Identity
 from secateur.ops.attention import AddMatMul
 from secateur.ops.conv import TransposedConvolution
@@ -26,6 +27,9 @@ from secateur.running.observer import Observer
 from secateur.running.sandbox import Example, quiet, run_or_explain
 from secateur.running.tensor_facts import TensorFacts
 
+# Functions that pick positions by numbers or marks, and functions that write such positions back.
+_PICKS = re.compile(r"getitem|index_select|gather|take|masked_select")
+_WRITES = re.compile(r"index_add|index_put|index_copy|scatter")
 #: Stands for the model's own input among the calls.
 INPUT = Site("", "input", -1)
 Tensors = Mapping[str, Tensor]
@@ -144,13 +148,17 @@ class Surveyed:
     layers: dict[str, RepairableLayer]
     largest: int
     alive: dict[str, int]
+    #: Of all layers that run on the same positions in every model, by weight: the dimension of their outputs.
+    dense: dict[str, int] = field(default_factory=dict)
 
 
 def survey(model: nn.Module, samples: Example) -> Surveyed:
     """Find the layers that can be repaired. `samples` are one or two.
 
-    Weights that are used more than once or elsewhere are left out, and layers that mix samples. Layers that run on some
-    samples only, as the experts of a mixture do, are left out when that is seen.
+    Weights that are used more than once or elsewhere are left out, and layers that mix samples. A convolution on
+    feature maps of several sizes is repaired on the first of them. Layers after a choice among positions (the best
+    boxes) are left out, since a smaller model may choose others. Layers that run on some samples only, as the experts
+    of a mixture do, are left out when that is seen.
     """
 
     def watched(inputs: Example, alone: _Survey | None = None) -> _Survey:
@@ -159,11 +167,11 @@ def survey(model: nn.Module, samples: Example) -> Surveyed:
             run_or_explain(copy, inputs)
         return seen
 
-    two = map_tensors(lambda t: t if len(t) == 2 else torch.cat([t, t.flip(-1) if t.ndim > 1 else t]), samples)
-    found = watched(two, watched(select_samples(samples, slice(1))))
+    found = watched(_two(samples), watched(select_samples(samples, slice(1))))
     layers = {}
     for number, layer in found.layers.items():
-        if found.uses[layer.weight] > 1 or (layer.bias is not None and found.uses[layer.bias] > 1):
+        calls = found.uses[layer.weight] if found.uses[layer.weight] == len(set(found.sizes[layer.weight])) else 1
+        if found.uses[layer.weight] > calls or (layer.bias is not None and found.uses[layer.bias] > calls):
             continue
         reads = [found.reads[number, stage] for stage in range(found.stages[number])]
         norm = layer.norm
@@ -171,7 +179,15 @@ def survey(model: nn.Module, samples: Example) -> Surveyed:
             norm = replace(norm, alone=found.uses[norm.mean] == 1 == reads[0])
         layers[layer.weight] = replace(layer, norm=norm, rectified=layer.rectified and sum(reads) == len(reads))
     largest = max((found.largest[layer.number] for layer in layers.values()), default=1) // 2
-    return Surveyed(layers, largest, {name: found.alive[layer.number] // 2 for name, layer in layers.items()})
+    alive = {name: found.alive[layer.number] // 2 for name, layer in layers.items()}
+    return Surveyed(layers, largest, alive, found.dense)
+
+
+def _two(samples: Example) -> Example:
+    """Two samples, the second made of the first if there is one."""
+    if isinstance(samples, tuple) and isinstance(samples[0], Images):
+        return (Images([samples[0][0], samples[0][-1].flip(-1)]),)
+    return map_tensors(lambda t: t if len(t) == 2 else torch.cat([t, t.flip(-1) if t.ndim > 1 else t]), samples)
 
 
 class _Survey(Observer):
@@ -188,6 +204,11 @@ class _Survey(Observer):
         #: How many stages a layer's output has: as it is, after the norm, after an addition. How many calls read each.
         self.stages: Counter[int] = Counter()
         self.reads: Counter[tuple[int | None, int]] = Counter()
+        #: By weight, how many positions each call of a convolution has, and where layers have outputs.
+        self.sizes: dict[str, list[int]] = {}
+        self.dense: dict[str, int] = {}
+        # 1 for what comes from a layer, 2 for what was picked by such numbers.
+        self._chosen: TensorFacts[int] = TensorFacts()
         #: By weight, the shape of the output and some of its numbers, to compare with those of another pass.
         self.probes: dict[str, tuple[torch.Size, Tensor]] = {}
         #: The pass with one sample alone, if this one has two.
@@ -216,13 +237,14 @@ class _Survey(Observer):
         if layer is not None:
             self.alive[self._number] = self._in_memory()
         output = call.run()
+        level = self._follow(call.site.function, call.tensors(), output, layer is not None)
         if not isinstance(output, Tensor):
             return output
         self._outputs.append(weakref.ref(output))
         self._largest = max(self._largest, output.numel() * output.element_size())
         if call.writes:
             self._stage.forget(output)
-        if layer is not None:
+        if layer is not None and level < 2:
             joined = self._layer(call, output, *layer[1:])
         elif source is not None and isinstance(operation, BatchNorm):
             joined = self._norm(source, call)
@@ -238,8 +260,23 @@ class _Survey(Observer):
         return output
 
     def unknown(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._count(tensors_in((args, kwargs)))
-        return func(*args, **kwargs)
+        self._count(given := tensors_in((args, kwargs)))
+        output = func(*args, **kwargs)
+        self._follow(getattr(func, "__name__", ""), given, output, False)
+        return output
+
+    def _follow(self, name: str, given: list[Tensor], output: Any, layer: bool) -> int:
+        """Note whether an output comes from a layer (1), and from positions that such numbers picked (2). What is
+        written back to its own position is as before."""
+        levels = [(self._chosen.get(t) or 0, t.is_floating_point()) for t in given]
+        level = max([int(layer), *(level for level, _ in levels)])
+        if level and _PICKS.search(name) and any(known and not real for known, real in levels):
+            level = 2
+        elif _WRITES.search(name):
+            level = min(level, 1)
+        for made in tensors_in(output) if level else ():
+            self._chosen[made] = level if made.is_floating_point() else 1
+        return level
 
     def _in_memory(self) -> int:
         """The bytes of all outputs that somebody still holds."""
@@ -261,6 +298,10 @@ class _Survey(Observer):
         if weight is None or (bias is None and added is not None):
             return None
         layer = RepairableLayer(self._number, weight, bias, transposed, columns)
+        calls = self.sizes.setdefault(weight, [])
+        calls.append(0 if linear else output[0, 0].numel())
+        if len(calls) > 1:
+            return None
         if self._alone is None:
             self.probes[weight] = output.shape, _probe(output)
         else:
@@ -268,6 +309,7 @@ class _Survey(Observer):
             if batch is None or (batch == output.ndim - 1 if linear else len(output) != 2):
                 return None  # samples are mixed or along the features, or there are several images for each
             channels = output.shape[-1 if linear else 1]
+            self.dense[weight] = layer.outputs
             layer = replace(layer, batch=batch, channels=channels, positions=output.numel() // 2 // channels)
         self.layers[self._number] = layer
         self.largest[self._number] = self._largest
@@ -359,6 +401,7 @@ class LayerObserver(Observer):
         self._wanted = Counter(layer.partner for layer in self._layers.values() if layer.partner is not None)
         #: Layers that run on some samples only: which of them decides the forward.
         self.varying: set[str] = set()
+        self._done: set[str] = set()
         self._kept: dict[Site, Tensor] = {INPUT: inputs} if isinstance(inputs, Tensor) else {}
 
     def concerns(self, value: Any) -> bool:
@@ -367,6 +410,10 @@ class LayerObserver(Observer):
     def observe(self, call: Call) -> Any:
         own = operands(call)
         layer = self._layers.get(id(own[1])) if own is not None else None
+        if layer is not None and layer.weight in self._done:
+            layer = None  # the same layer on another feature map
+        if layer is not None:
+            self._done.add(layer.weight)
         rows = None if layer is None else self._run(lambda: self._rows(layer, call))
         if layer is None:
             output = self._run(call.run)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from secateur.errors import RepairError
-from secateur.nest import tensors_in, tensors_of_output
+from secateur.nest import lists_samples, tensors_in, tensors_of_output
 from secateur.relevance.engine import RelevancePass
 from secateur.relevance.starts import seed
 from secateur.relevance.weights import LayerUse
@@ -133,6 +134,8 @@ class Reference:
         #: Whether it answers with classes for each token.
         self._tokens = _classifies_tokens(self.original, self.samples.two)
         self._answers: list[Answers] = []
+        #: Layers that keep all outputs: they speak for a model whose output is a list of boxes.
+        self._heads = [name for name, dim in found.dense.items() if dim not in (kept or {}).get(name, {})]
         if not self.streams:
             self._record()
         if self.apart or self.streams:
@@ -164,6 +167,8 @@ class Reference:
     def judged(self, output: Any, places: Places) -> Answers | None:
         """What an output says about the samples that judge; None if it has no row for each sample."""
         index = torch.arange(self.samples.total)[places]
+        if lists_samples(output):
+            return None
         judges, answers = self.samples.judges[index], answers_in(output, len(index))
         if any(answer.ndim == 0 or len(answer) != len(index) for answer in answers):
             return None
@@ -182,8 +187,11 @@ class Reference:
         with quiet(), evaluating(model):
             for begin in range(0, len(judges), step):
                 index = judges[begin : begin + step]
-                output = run(model, self.samples.at(index))
+                with _outputs_of(model, self._heads) as heads:
+                    output = run(model, self.samples.at(index))
                 answers = None if self.apart else self.judged(output, index)
+                if lists_samples(output):  # which boxes it found: their number varies
+                    answers = heads
                 if answers is None:
                     answers = answers_in(output, len(index))
                 if sparse:
@@ -303,6 +311,24 @@ def _alone(layer: RepairableLayer, features: int, rows: int, room: int) -> int:
     """How many rows a linear layer uses where they are held for one layer at a time: at least so many as a regression
     needs, and no more than a share of the memory."""
     return max(1, min(max(rows, _ROWS_IF_ALONE * features), room // 8 // 4 // max(layer.channels, 1)))
+
+
+@contextmanager
+def _outputs_of(model: nn.Module, weights: Sequence[str]) -> Iterator[Answers]:
+    """What the layers with these weights return."""
+    found: Answers = []
+    modules = dict(model.named_modules())
+    paths = [name.rpartition(".")[0] for name in weights]
+    hooks = [
+        modules[path].register_forward_hook(lambda m, i, o: found.append(wide(o)) if isinstance(o, Tensor) else None)
+        for path in paths
+        if path in modules
+    ]
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _classifies_tokens(model: nn.Module, inputs: Any) -> bool:

@@ -3,7 +3,7 @@ that exchange words."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from secateur.errors import Argument, DataError
-from secateur.nest import map_leaves, select_samples, tensors_in
+from secateur.nest import Images, map_leaves, select_samples, tensors_in
 from secateur.repair.rows import Places
 from secateur.running.batches import Data, batches, check_inputs, counted, is_pair, masks_in, size_of
 from secateur.running.devices import to_device
@@ -102,7 +102,7 @@ class Samples:
         known = torch.cat(numbers).cpu() if len(numbers) == len(targets) else None
         held = _held(count, known, held_out, torch.Generator().manual_seed(seed))
         joined = _joined(inputs)
-        if alter is None and _are_images(joined):
+        if alter is None and _are_images(joined[0] if _lists_images(joined) else joined):
             alter = crop_and_flip
         elif alter is None and isinstance(joined, Mapping) and isinstance(joined.get("input_ids"), Tensor):
             copies = min(copies, _FEW_TOKENS // joined["input_ids"].numel() if count > 1 else 0)
@@ -172,11 +172,28 @@ class Samples:
             return x
         assert self.alter is not None
         key = (self.seed * 1_000_003 + copy) * 1_000_003 + begin
-        return self.alter(x, torch.Generator().manual_seed(key % 2**63))
+        draw = torch.Generator().manual_seed(key % 2**63)
+        return (Images(self.alter(torch.stack(x[0]), draw)),) if _lists_images(x) else self.alter(x, draw)
+
+
+def _lists_images(inputs: Any) -> bool:
+    """Whether the only input is a list of images, as detectors take it."""
+    return isinstance(inputs, tuple) and len(inputs) == 1 and isinstance(inputs[0], Images)
+
+
+def _even(images: Sequence[Tensor]) -> Images:
+    """Images of the size of the first. A repair compares positions, so all need the same."""
+    size = tuple(images[0].shape[1:])
+    return Images(
+        t if t.shape[1:] == size else F.interpolate(t[None], size, mode="bilinear", align_corners=False)[0]
+        for t in images
+    )
 
 
 def _are_images(inputs: Any) -> bool:
     """Whether inputs look like images: (samples, 1, 3 or 4 channels, height, width) of real numbers."""
+    if isinstance(inputs, Images):
+        inputs = torch.stack(inputs[:1])
     if not isinstance(inputs, Tensor) or not inputs.is_floating_point() or inputs.ndim != 4:
         return False
     return inputs.shape[1] in (1, 3, 4) and min(inputs.shape[2:]) >= 8
@@ -220,7 +237,10 @@ def _of_all(
 
 
 def _joined(parts: list[Any]) -> Any:
-    """Nests of tensors, joined along their samples. Texts are padded at their end, where an attention mask tells."""
+    """Nests of tensors, joined along their samples. Texts are padded at their end, where an attention mask tells.
+    Images in lists are resized to the first."""
+    if all(map(_lists_images, parts)):
+        return (_even([image for part in parts for image in part[0]]),)
     if len(parts) == 1:
         return parts[0]
     if all(masks_in(part) for part in parts):

@@ -10,13 +10,23 @@ import torch
 from torch import Tensor, nn
 
 from secateur.errors import DataError
-from secateur.nest import leaves, map_leaves, select_samples, tensors_in
+from secateur.nest import (
+    Images,
+    are_images,
+    counts_of_samples,
+    leaves,
+    lists_samples,
+    map_leaves,
+    select_samples,
+    tensors_in,
+)
 from secateur.running.copies import unwrap
 from secateur.running.devices import device_of, to_device
 
 #: An iterable of (inputs, targets), a pair (X, y), or None for criteria that need no data. Inputs are tensors or NumPy
 #: arrays, several of them in a tuple or dict; targets may be a list of numbers as well. A dict alone, such as a
-#: tokenizer or a data collator returns, holds its targets as `labels`.
+#: tokenizer or a data collator returns, holds its targets as `labels`. Detectors take a list of images; their
+#: targets are a list of dicts.
 Data = Any
 Batch = tuple[Any, Any]
 
@@ -63,7 +73,16 @@ def as_batch(batch: Any) -> Batch:
             raise DataError("there are labels among the inputs, and targets beside them.", fix="give one of the two")
         targets = labels if targets is None else targets
     known = torch.tensor(targets) if _are_numbers(targets) else map_leaves(_tensor, targets)
-    return as_tensors(inputs), known
+    return _as_images(as_tensors(inputs), lists_samples(known)), known
+
+
+def _as_images(inputs: Any, told: bool) -> Any:
+    """Inputs, with a list of images marked as one argument that has an item per sample. `told`: targets are dicts."""
+    if told and isinstance(inputs, tuple | list) and are_images(inputs):
+        return (Images(inputs),)
+    if isinstance(inputs, tuple) and len(inputs) == 1 and isinstance(inputs[0], list) and are_images(inputs[0]):
+        return (Images(inputs[0]),)
+    return inputs
 
 
 def as_tensors(inputs: Any) -> Any:
@@ -126,7 +145,7 @@ def _plain(data: Data, batch_size: int, share: tuple[int, int]) -> Iterator[Batc
     if is_pair(data):
         inputs, targets = data
         count = size_of(inputs)
-        lengths = sorted({len(tensor) if tensor.ndim else 0 for tensor in tensors_in(inputs)})
+        lengths = sorted(set(counts_of_samples(inputs)))
         if len(lengths) > 1:
             raise DataError(f"inputs have different lengths: {', '.join(map(str, lengths))}; each needs every sample.")
         if isinstance(targets, Tensor) and len(targets) != count:
@@ -154,7 +173,7 @@ def _plain(data: Data, batch_size: int, share: tuple[int, int]) -> Iterator[Batc
 def parts_of(inputs: Any, targets: Any, size: int) -> Iterator[Batch]:
     """A batch in parts of at most `size` samples. It stays whole where targets have no row for each sample."""
     count = size_of(inputs)
-    fits = all(t.ndim and len(t) == count for t in tensors_in((inputs, targets)))
+    fits = all(own == count for own in counts_of_samples([inputs, targets]))
     if count <= size or not fits or not (targets is None or tensors_in(targets)):
         yield inputs, targets
         return
@@ -191,7 +210,7 @@ def size_of(inputs: Any) -> int:
             f"inputs of type {type(inputs).__name__} have no tensor with a batch dimension.",
             fix="torch.tensor(…), or a NumPy array",
         )
-    return len(tensors[0])
+    return counts_of_samples(inputs)[0]
 
 
 def masks_in(inputs: Any, decoder: bool | None = None) -> list[Tensor]:

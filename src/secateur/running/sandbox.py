@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.compiler import set_stance
 
 from secateur.errors import ForwardError, NotFiniteError, UnsupportedModelError
-from secateur.nest import describe, map_tensors, tensors_in
+from secateur.nest import Images, describe, map_tensors, tensors_in
 from secateur.running.copies import unwrap
 from secateur.running.devices import dtype_of
 
@@ -139,7 +139,9 @@ def arguments(example: Example) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The positional and named arguments that a model is called with."""
     if isinstance(example, Mapping):
         return (), dict(example)
-    return (tuple(example), {}) if isinstance(example, tuple | list) else ((example,), {})
+    if not isinstance(example, tuple | list):
+        return (example,), {}
+    return tuple(list(part) if isinstance(part, Images) else part for part in example), {}
 
 
 def run(model: nn.Module, example: Example, cached: bool = False) -> Any:

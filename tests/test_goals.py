@@ -1,0 +1,317 @@
+"""What counts where there is no class: boxes, pixels, quantities, embeddings, the next token, and a user's own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import secateur as sc
+from secateur.criteria import LRP, Detection, Goal, NextToken, Regression, Segmentation, Similarity, Taylor
+from secateur.errors import CriterionError, DataError
+from secateur.relevance import Epsilon
+
+
+class Net(nn.Module):
+    """Convolutions without biases, and what `read` makes of their answer."""
+
+    def __init__(self, classes: int, read: Any = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Conv2d(3, 12, 3, bias=False), nn.Conv2d(12, classes, 3, bias=False)
+        self.read = read or (lambda x: x)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.read(self.second(self.first(x).relu()))
+
+
+X = torch.rand(4, 3, 12, 12, generator=torch.Generator().manual_seed(1))
+
+
+def epsilon_relevance(net: Net, x: Tensor, start: Tensor) -> Tensor:
+    """Gradient × activation of a network without biases is its relevance under the epsilon rule (ε → 0). The oracle."""
+    hidden = net.first(x).relu().detach().requires_grad_()
+    out = net.second(hidden)
+    (slope,) = torch.autograd.grad(out, hidden, start / out.detach())
+    return (slope * hidden).sum((0, 2, 3)).detach()
+
+
+def units(net: Net, data: Any, start: Any) -> Tensor:
+    scores = sc.score(net, data, LRP(composite=Epsilon(1e-9), start=start, absolute=None))
+    return torch.tensor(next(iter(scores.units.values())))
+
+
+MASKS = torch.randint(0, 3, (4, 8, 8), generator=torch.Generator().manual_seed(2))
+
+
+def test_relevance_starts_at_the_true_class_of_each_pixel_and_nowhere_else() -> None:
+    masks = MASKS.clone()
+    masks[:, :2] = 255
+    start = F.one_hot(torch.where(masks == 255, 0, masks), 3).movedim(-1, 1) * (masks != 255)[:, None]
+    start = start / (masks != 255).flatten(1).sum(1).view(4, 1, 1, 1)
+    net = Net(3)
+    torch.testing.assert_close(
+        units(net, (X, masks), Segmentation()).float(), epsilon_relevance(net, X, start), rtol=1e-3, atol=1e-6
+    )
+
+
+def test_masks_may_be_larger_than_the_output_and_have_one_class() -> None:
+    net, large = Net(1, lambda x: {"out": x}), (torch.rand(4, 16, 16) > 0.5).long()
+    goal = Segmentation()
+    logits = F.interpolate(net(X)["out"], (16, 16), mode="bilinear", align_corners=False)
+    expected = F.binary_cross_entropy_with_logits(logits[:, 0], large.float())
+    torch.testing.assert_close(goal.loss(net(X), large), expected)
+    assert sc.score(net, (X, large), Taylor(loss=goal)).units
+    assert sc.prune(net, (X, large), LRP(start=goal), remove=0.3, progress=False).plan is not None
+
+
+def test_a_quantity_starts_with_itself() -> None:
+    net = Net(2, lambda x: x.mean((2, 3)))
+    out = Net(2)(X).detach()
+    expected = epsilon_relevance(net, X, out / 64)
+    torch.testing.assert_close(units(net, (X, torch.rand(4, 2)), Regression()).float(), expected, rtol=1e-3, atol=1e-6)
+
+
+def test_the_loss_of_a_quantity_is_its_squared_error() -> None:
+    net, wanted = Net(2, lambda x: x.mean((2, 3))), torch.rand(4, 2)
+    by_goal = sc.score(net, (X, wanted), Taylor(loss=Regression()))
+    by_hand = sc.score(net, (X, wanted), Taylor(loss=F.mse_loss))
+    for site, values in by_hand.units.items():
+        assert values == pytest.approx(by_goal.units[site])
+
+
+def test_an_embedding_is_like_itself_or_like_another() -> None:
+    net = Net(5, lambda x: x.mean((2, 3)))
+    out = net(X).detach()
+    own = out / out.norm(dim=1, keepdim=True)
+    found = sc.explain(net, X, Similarity(), composite=Epsilon(1e-9))
+    assert float(found.input.sum()) == pytest.approx(4.0, rel=1e-2)  # the cosine of each with itself is 1
+    other = torch.randn(4, 5, generator=torch.Generator().manual_seed(3))
+    expected = (own * F.normalize(other)).sum(1)
+    torch.testing.assert_close(Similarity().value(out, other), expected)
+    assert sc.score(net, (X, other), Taylor(loss=Similarity())).units
+    assert sc.prune(net, (X, None), LRP(start=Similarity()), remove=0.3, progress=False).plan is not None
+
+
+def test_the_next_token_of_a_plain_model() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Embedding(11, 8), nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 11))
+    ids = torch.randint(11, (3, 6))
+    expected = torch.stack([F.cross_entropy(net(ids)[i, :-1], ids[i, 1:]) for i in range(3)]).mean()
+    torch.testing.assert_close(NextToken().loss(net(ids), ids), expected)
+    logits = net(ids)
+    expected = torch.stack([logits[i, torch.arange(5), ids[i, 1:]].mean() for i in range(3)])
+    torch.testing.assert_close(NextToken().value(logits, ids), expected)
+    assert sc.score(net, (ids, ids), LRP(start=NextToken())).units
+    assert sc.score(net, (ids, ids), Taylor(loss=NextToken())).units
+
+
+# -- boxes -------------------------------------------------------------------------------------------------------------
+TARGETS = [
+    {"boxes": torch.tensor([[0.0, 0, 10, 10], [20, 20, 30, 30]]), "labels": torch.tensor([1, 2])},
+    {"boxes": torch.zeros(0, 4), "labels": torch.zeros(0, dtype=torch.int64)},
+]
+
+
+def test_scores_of_matched_boxes_count() -> None:
+    scores = torch.tensor([0.9, 0.8, 0.7, 0.6], requires_grad=True)
+    found = [
+        {
+            "boxes": torch.tensor([[0.0, 0, 10, 9], [0, 0, 10, 10], [21, 20, 30, 30], [50, 50, 60, 60]]),
+            "labels": torch.tensor([1, 2, 2, 1]),
+            "scores": scores,
+        },
+        {"boxes": torch.zeros(0, 4), "labels": torch.zeros(0, dtype=torch.int64), "scores": torch.zeros(0)},
+    ]
+    value = Detection().value(found, TARGETS)
+    assert value.tolist() == pytest.approx([0.9 * 1.5 + 0.7 * 2, 0.0])  # what lies at 0 has no place to start from
+    shares = torch.tensor([0.9, 9 / 10]), torch.tensor([0.7, 9 / 10])  # score and overlap
+    assert float(Detection().loss(found, TARGETS).detach()) == pytest.approx(-float(sum(map(sum, shares))) / 2)
+    (slope,) = torch.autograd.grad(value.sum(), scores)
+    assert slope.tolist() == [1, 0, 1, 0]  # the second has another class, the last lies elsewhere
+    assert Detection().value(found, None).tolist() == pytest.approx([0.9 * 1.5 + 0.8 * 1.5 + 0.7 * 2 + 0.6 * 2, 0.0])
+
+
+def test_boxes_by_centre_and_size_of_all_places() -> None:
+    centres = torch.tensor([[5.0, 5, 10, 10], [5, 5, 10, 8], [25, 25, 10, 10], [80, 80, 4, 4]])
+    scores = torch.rand(1, 3, 4, requires_grad=True)
+    value = Detection().value((torch.cat([centres.T[None], scores], 1), [torch.rand(2)]), TARGETS[:1])
+    expected = (1.5 * scores[0, 1, 0] + 1.75 * scores[0, 1, 1]) / 2 + 2 * scores[0, 2, 2]
+    assert value.tolist() == pytest.approx([float(expected.detach())])
+    (slope,) = torch.autograd.grad(value.sum(), scores)
+    assert slope[0].nonzero().tolist() == [[1, 0], [1, 1], [2, 2]]
+
+    class Answer(dict):  # as transformers has it
+        logits, pred_boxes = scores.transpose(1, 2), centres[None] / 100
+
+    wanted = [{"boxes": torch.tensor([[0.25, 0.25, 0.1, 0.1]]), "class_labels": torch.tensor([0])}]
+    assert Detection().value(Answer(), wanted).tolist() == pytest.approx([2 * float(scores[0, 0, 2].detach())])
+
+
+class Detector(nn.Module):
+    """Takes a list of images of any size, and returns the boxes that a threshold leaves, in dicts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Sequential(nn.Conv2d(3, 16, 3, 2, 1), nn.ReLU(), nn.Conv2d(16, 24, 3, 2, 1), nn.ReLU())
+        self.shared = nn.Conv2d(24, 24, 3, padding=1)
+        self.scores, self.sizes = nn.Conv2d(24, 3, 1), nn.Conv2d(24, 4, 1)
+
+    def forward(self, images: list[Tensor]) -> list[dict[str, Tensor]]:
+        sides = [max(image.shape[d] for image in images) for d in (1, 2)]
+        x = torch.stack([F.pad(i, (0, sides[1] - i.shape[2], 0, sides[0] - i.shape[1])) for i in images])
+        x = self.body(x)
+        maps = [self.shared(level).relu() for level in (x, F.max_pool2d(x, 2))]  # several sizes
+        scores = torch.cat([self.scores(level).flatten(2) for level in maps], 2).sigmoid().transpose(1, 2)
+        sizes = torch.cat([self.sizes(level).flatten(2) for level in maps], 2).exp().transpose(1, 2)
+        places = torch.arange(scores.shape[1], device=x.device, dtype=x.dtype)[None, :, None] % 7
+        boxes = torch.cat([places - sizes[..., :2], places + sizes[..., 2:]], 2)
+        return [self._chosen(*one) for one in zip(scores, boxes, strict=True)]
+
+    def _chosen(self, scores: Tensor, boxes: Tensor) -> dict[str, Tensor]:
+        best, labels = scores.max(1)
+        order = best.topk(20).indices
+        return {"boxes": boxes[order], "scores": best[order], "labels": labels[order]}
+
+
+def pictures(count: int, seed: int = 0) -> list[Tensor]:
+    draw = torch.Generator().manual_seed(seed)
+    return [torch.rand(3, 24, 24 + 8 * (i % 2), generator=draw) for i in range(count)]
+
+
+def labelled(net: nn.Module, images: list[Tensor]) -> tuple[tuple[Tensor, ...], tuple[dict[str, Tensor], ...]]:
+    """A batch as torchvision's loaders make it. Targets are some of the boxes that the network finds."""
+    with torch.no_grad():
+        found = net(images)
+    return tuple(images), tuple({"boxes": one["boxes"][::3], "labels": one["labels"][::3]} for one in found)
+
+
+@pytest.mark.parametrize("criterion", [LRP(), Taylor()])
+def test_no_branch_of_a_detector_is_worthless(criterion: Any) -> None:
+    net = Detector()
+    scores = sc.score(net, [labelled(net, pictures(3))], criterion)
+    assert {site.path for site, values in scores.units.items() if values.any()} >= {
+        "shared",
+        "scores",
+        "sizes",
+        "body.2",
+    }
+
+
+@pytest.mark.parametrize("criterion", [LRP(), Taylor()])
+def test_what_only_chooses_starts_by_itself(criterion: Any) -> None:
+    class Chooser(Detector):
+        """The score that decides which boxes are returned is not returned itself."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.rpn = nn.ModuleDict({"head": nn.Conv2d(24, 3, 1)})
+
+        def forward(self, images: list[Tensor]) -> list[dict[str, Tensor]]:
+            order = self.rpn["head"](self.body(torch.stack(images))).flatten(1).topk(4).indices
+            found = super().forward(images)
+            return [{name: t[i] for name, t in one.items()} for one, i in zip(found, order % 20, strict=True)]
+
+    net = Chooser()
+    images = [torch.rand(3, 24, 24) for _ in range(3)]
+    scores = sc.score(
+        net, [((images,), None)], replace(criterion, **{"start" if isinstance(criterion, LRP) else "loss": Detection()})
+    )
+    assert all(values.any() for site, values in scores.units.items() if site.path == "rpn.head")
+    with pytest.raises(DataError, match="no module `nothing`"):
+        sc.score(net, [((images,), None)], LRP(start=Detection(inner=("nothing",))))
+
+
+@pytest.mark.parametrize("criterion", ["lrp", "taylor", "weight", "activation"])
+def test_a_detector_with_lists_of_images_goes_through_everything(criterion: str) -> None:
+    net = Detector()
+    loader = [labelled(net, pictures(3, seed)) for seed in range(3)]
+    result = sc.prune(net, loader, criterion, remove=0.4, repair=None, progress=False)
+    images = pictures(2, 9)
+    found = result.model(images)
+    assert [sorted(one) for one in found] == [["boxes", "labels", "scores"]] * 2
+    assert result.cost_after.macs < 0.8 * result.cost_before.macs
+
+
+def test_a_repair_of_a_detector_needs_no_labels() -> None:
+    net = Detector()
+    loader = [((pictures(4, seed),), None) for seed in range(3)]
+    result = sc.prune(net, loader, "weight", remove=0.4, repair="best", progress=False)
+    plain = sc.prune(net, loader, "weight", remove=0.4, repair=None, progress=False)
+    images = pictures(8, 5)
+
+    def errors(model: nn.Module) -> float:
+        wanted, made = [], []
+        for one, into in ((net, wanted), (model, made)):
+            hook = one.get_submodule("scores").register_forward_hook(lambda m, i, o, into=into: into.append(o))
+            with torch.no_grad():
+                one(images)
+            hook.remove()
+        return float((wanted[0] - made[0]).square().mean())
+
+    assert errors(result.model) < 0.5 * errors(plain.model)
+
+
+# -- own goals, and what is refused ------------------------------------------------------------------------------------
+def test_a_function_starts_relevance_where_its_number_comes_from() -> None:
+    net = Net(3)
+    start = torch.zeros(4, 3, 8, 8)
+    start[:, 1, 2:4] = 1.0
+    by_number = units(net, (X, None), lambda output, targets: output[:, 1, 2:4].sum())
+    by_relevance = units(net, (X, None), lambda output, targets: start)
+    expected = epsilon_relevance(net, X, start)
+    for found in (by_number, by_relevance):
+        torch.testing.assert_close(found.float(), expected, rtol=1e-3, atol=1e-6)
+
+
+def test_a_function_sees_all_of_several_outputs() -> None:
+    net = Net(3, lambda x: (x, x.mean((2, 3))))
+    seen: list[Any] = []
+
+    def mine(output: Any, targets: Any) -> Tensor:
+        seen.append(output)
+        return output[1][:, 0].sum()
+
+    found = units(net, (X, None), mine)
+    assert isinstance(seen[0], tuple)
+    start = torch.zeros(4, 3, 8, 8)
+    start[:, 0] = 1.0
+    out = Net(3)(X).detach()
+    expected = epsilon_relevance(net, X, start * out / 64 / out.mean((2, 3), keepdim=True))
+    torch.testing.assert_close(found.float(), expected, rtol=1e-3, atol=1e-6)
+    assert sc.score(net, (X, None), Taylor(loss=lambda output, targets: output[1].square().mean())).units
+    heat = sc.explain(net, X, lambda output: output[1][:, 0].sum(), composite=Epsilon(1e-9))
+    assert heat.heat.shape == (4, 12, 12)
+
+
+def test_own_goals_are_a_class_with_one_method() -> None:
+    class Corner(Goal):
+        def value(self, output: Any, targets: Any) -> Tensor:
+            return output[:, 0, 0, 0]
+
+    net = Net(3)
+    assert sc.score(net, (X, None), LRP(start=Corner())).units
+    assert sc.score(net, (X, None), Taylor(loss=Corner())).units
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    net = Net(3)
+    with pytest.raises(DataError, match="Segmentation does not fit"):
+        sc.score(net, (X, torch.arange(4)), LRP(start=Segmentation()))
+    with pytest.raises(DataError, match="masks hold classes from 0 to 7"):
+        Segmentation().value(net(X), MASKS.clamp_max(0) + 7 * (MASKS > 0))
+    with pytest.raises(DataError, match="NextToken does not fit"):
+        NextToken().value(net(X), None)
+    with pytest.raises(DataError, match="no list of boxes"):
+        Detection().value(net(X), None)
+    with pytest.raises(DataError, match="a dict with `boxes`"):
+        Detection().value([{"boxes": torch.rand(1, 4), "scores": torch.rand(1)}], torch.arange(3))
+    with pytest.raises(CriterionError, match="has no loss"):
+        LRP(loss=F.mse_loss)
+    with pytest.raises(DataError, match="start=f"):
+        sc.score(net, (X, None), LRP(start=lambda output, targets: 3))
