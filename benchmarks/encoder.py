@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -33,6 +34,8 @@ from secateur.loop import Schedule
 from secateur.repair import Repair
 
 BATCH = 32
+#: Two sentences, and how similar they are.
+Pair = tuple[str, str, float]
 
 
 # -- data --------------------------------------------------------------------------------------------------------------
@@ -60,7 +63,7 @@ def padded(encoded: list[list[int]], device: torch.device | str = "cpu") -> dict
 def accuracy(model: nn.Module, encoded: list[list[int]], classes: Tensor) -> float:
     right, device = 0, next(model.parameters()).device
     with torch.no_grad():
-        for index in by_length(encoded, 64):
+        for index in by_length(encoded, 256):
             answer = model(**padded([encoded[i] for i in index], device)).logits.argmax(-1).cpu()
             right += int((answer == classes[index]).sum())
     return right / len(classes)
@@ -154,7 +157,7 @@ def _sorted(indices: list[int], encoded: list[list[int]]) -> list[list[int]]:
 
 
 # -- sentence similarity -----------------------------------------------------------------------------------------------
-def pairs_in(data: Path) -> dict[str, list[tuple[str, str, float]]]:
+def pairs_in(data: Path) -> dict[str, list[Pair]]:
     """Pairs of sentences with their scores: SICK, and the parts of STS 2014."""
     rows = [line.split("\t") for line in (data / "SICK_test.txt").read_text().splitlines()[1:]]
     found = {"sick": [(row[1], row[2], float(row[3])) for row in rows]}
@@ -170,16 +173,16 @@ def ranks(values: Tensor) -> Tensor:
     return (counts.cumsum(0) - (counts - 1) / 2)[place].double()
 
 
-def similarity(model: nn.Module, tokenizer: Any, sets: dict[str, list[tuple[str, str, float]]]) -> dict[str, float]:
+def similarity(model: nn.Module, ids: dict[str, list[int]], sets: dict[str, list[Pair]]) -> dict[str, float]:
     """Spearman's correlation in per cent: on SICK, and the mean over the parts of STS 2014."""
     device, found = next(model.parameters()).device, dict[str, float]()
     for name, rows in sets.items():
         sentences = sorted({sentence for row in rows for sentence in row[:2]})
-        encoded = tokenizer(sentences, truncation=True, max_length=128)["input_ids"]
+        encoded = [ids[sentence] for sentence in sentences]
         place = {sentence: i for i, sentence in enumerate(sentences)}
         embedded: Any = [None] * len(sentences)
         with torch.no_grad():
-            for index in by_length(encoded, 64):
+            for index in by_length(encoded, 256):
                 batch = padded([encoded[i] for i in index], device)
                 mask = batch["attention_mask"].unsqueeze(-1)
                 pooled = (model(**batch).last_hidden_state * mask).sum(1) / mask.sum(1)
@@ -250,15 +253,18 @@ def opened(given: argparse.Namespace, device: str) -> tuple[Any, Callable[[int],
         model = AutoModel.from_pretrained(given.model, add_pooling_layer=False, dtype=torch.float32)
         rows = [line.split("\t") for line in (given.data / "SICK_train.txt").read_text().splitlines()[1:]]
         sentences, classes = sorted({s for row in rows for s in row[1:3]}), None
-        judge: Any = partial(similarity, tokenizer=tokenizer, sets=pairs_in(given.data))
+        sets = pairs_in(given.data)
+        texts = sorted({sentence for rows in sets.values() for row in rows for sentence in row[:2]})
+        known = dict(zip(texts, tokenizer(texts, truncation=True, max_length=128)["input_ids"], strict=True))
+        judge: Any = partial(similarity, ids=known, sets=sets)
     else:
         model = AutoModelForSequenceClassification.from_pretrained(given.model, dtype=torch.float32)
         sentences, classes = labelled(given.data / "sst2_train.tsv")
         texts, right = labelled(given.data / "sst2_test.tsv")
-        others, known = labelled(given.data / "sst2_dev.tsv")
+        others, answers = labelled(given.data / "sst2_dev.tsv")
         ids, more = tokenizer(texts)["input_ids"], tokenizer(others)["input_ids"]
         judge = lambda net: {  # noqa: E731
-            "accuracy": 100 * accuracy(net, ids, right), "dev": 100 * accuracy(net, more, known)
+            "accuracy": 100 * accuracy(net, ids, right), "dev": 100 * accuracy(net, more, answers)
         }  # fmt: skip
     encoded = tokenizer(sentences, truncation=True, max_length=64)["input_ids"]
 
@@ -321,7 +327,7 @@ def _keep(row: dict[str, Any], done: list[dict[str, Any]], out: Path) -> None:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Markdown: a line per setting, a column per share; means over seeds."""
+    """Markdown: a line per setting, a column per share; means over draws."""
     shares = sorted({row["left"] for row in rows}, reverse=True)
     lines = ["| criterion | ranking | samples | repair | " + " | ".join(f"{100 * s:.0f} %" for s in shares) + " |"]
     lines.append("|---" * (4 + len(shares)) + "|")
@@ -330,13 +336,18 @@ def table(rows: list[dict[str, Any]]) -> str:
         cells = []
         for share in shares:
             own = [row for row in rows if tuple(row[n] for n in names) == key and row["left"] == share]
-            means = [sum(row[m] for row in own) / len(own) for m in ("sick", "sts14", "accuracy", "dev")
-                     if own and m in own[0]]  # fmt: skip
-            cells.append(" / ".join(f"{mean:.2f}" for mean in means))
+            found = [[row[m] for row in own] for m in ("sick", "sts14", "accuracy", "dev") if own and m in own[0]]
+            cells.append(" / ".join(_mean(values) for values in found))
         where = key[1] + (f", {key[2]}" if key[2] else "")
         where += f", {key[5]}" if key[5] == "all" else ""
         lines.append(f"| {key[0]} | {where} | {key[3]} | {key[4]} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def _mean(values: list[float]) -> str:
+    """The mean, and with several draws their standard deviation."""
+    spread = f" ± {statistics.stdev(values):.1f}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):.1f}{spread}"
 
 
 def main() -> None:

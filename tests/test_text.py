@@ -519,8 +519,9 @@ def test_copies_of_texts_exchange_words_that_not_all_have() -> None:
     assert torch.equal(new[~free], ids[~free])
     assert set(new[free].tolist()) <= set(ids[free].tolist())
     assert not torch.equal(new, ids)
-    few, many = ({"input_ids": torch.arange(8 * n).view(8, n) % 23} for n in (64, 1024))
-    for batch, copies in ((few, 8), (many, 1)):
+    few, many = ({"input_ids": torch.arange(8 * n).view(8, n) % 23} for n in (256, 257))
+    short = {**many, "attention_mask": (torch.arange(257) < 200).long().expand(8, -1)}  # padding is no token
+    for batch, copies in ((few, 8), (many, 0), (short, 8)):
         samples = Samples.collect(batch, 99, 8, None, 0.25, 0, None)
         assert samples.copies == copies
         assert sum(len(x["input_ids"]) for _, x in samples.chunks(5)) == 8 * (1 + copies)
