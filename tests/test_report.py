@@ -25,7 +25,7 @@ from secateur.latency.timing import Timing
 from secateur.loop import Schedule
 from secateur.plans import Limits
 from secateur.report import Page
-from secateur.report.changes import agreement, kept, regions, some_of
+from secateur.report.changes import kept, regions
 from secateur.report.charts import spread, ticks
 from secateur.report.page import ranges
 from secateur.results.comparison import Comparison
@@ -309,16 +309,13 @@ def test_units_that_changed_most(run: Run) -> None:
     assert lost == pytest.approx([100 * e[0] for e in sorted(gone, reverse=True)[:5]], abs=0.006)
 
 
-def test_regions_and_agreement_by_definition() -> None:
+def test_regions_by_definition() -> None:
     change = np.random.default_rng(0).normal(size=(7, 8))
     found = regions(change)
     rows, columns = [(0, 3), (3, 5), (5, 7)], [(0, 3), (3, 6), (6, 8)]
     for (name, value), ((a, b), (c, d)) in zip(found.items(), itertools.product(rows, columns), strict=True):
         assert value == pytest.approx(sum(change[i, j] for i in range(a, b) for j in range(c, d))), name
     assert list(found)[4] == "centre"
-    other = np.random.default_rng(1).normal(size=(7, 8))
-    assert agreement(change, other) == pytest.approx(np.corrcoef(change.ravel(), other.ravel())[0, 1])
-    assert agreement(change, np.ones((7, 8))) == 0
 
 
 def test_units_of_transposed_convolutions_keep_their_places() -> None:
@@ -361,16 +358,6 @@ def test_heads_that_leave_are_listed(tmp_path: Path) -> None:
     assert heads.removed
     assert found["mix"] == list(heads.removed)
     assert found["read"] == list(result.plan.cuts["read.bias"][0])
-
-
-def test_a_few_samples_of_every_class() -> None:
-    x, y = torch.arange(10.0).view(10, 1), torch.tensor([0, 0, 0, 1, 0, 2, 2, 1, 0, 0])
-    chosen, classes = some_of((x, y), 4)
-    assert chosen.ravel().tolist() == [0, 1, 3, 5]
-    assert classes.tolist() == [0, 0, 1, 2]
-    assert some_of([(x, None)], 3)[0].ravel().tolist() == [0, 1, 2]
-    with pytest.raises(DataError, match="need a tensor"):
-        some_of([({"a": x}, y)], 3)
 
 
 # -- the page as a whole -----------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from secateur import atomic
+from secateur.analysis.reasons import some_of
 from secateur.arguments import check_path
 from secateur.errors import (
     DataError,
@@ -25,7 +26,7 @@ from secateur.latency.timing import RUNTIMES, Timing, batch_of, time_batches
 from secateur.nest import describe
 from secateur.relevance.composites import PRESETS
 from secateur.relevance.conservation import Conservation
-from secateur.report.changes import Changes, Names, changes, check_scale, name_of, some_of, unit_dim
+from secateur.report.changes import Changes, Names, changes, check_scale, name_of, unit_dim
 from secateur.report.curves import Metric, contest, run_charts
 from secateur.report.document import Page, Table, fill, number, percent
 from secateur.report.environment import environment
