@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -133,3 +135,71 @@ def test_a_few_samples_of_every_class() -> None:
 def test_regions_of_small_pictures_are_pixels() -> None:
     heat = torch.rand(2, 9, 9)
     assert torch.equal(regional(heat), heat.double().reshape(2, 81))
+
+
+# -- as a target -------------------------------------------------------------------------------------------------------
+def drifts(result: sc.Result) -> list[float]:
+    return [row.drift for row in result.history]
+
+
+def test_max_drift_ends_a_run() -> None:
+    net, (x, y) = network(), pictures(12)
+    free = sc.prune(net, (x, y), remove=0.8, schedule=0.1, watch=(x, y), progress=False)
+    moved = drifts(free)
+    assert moved[0] == pytest.approx(0, abs=1e-9)
+    assert moved[-1] > 0.01
+    limit = (moved[3] + max(moved)) / 2
+    first = next(i for i, value in enumerate(moved) if value > limit)
+    held = sc.prune(net, (x, y), max_drift=limit, schedule=0.1, watch=(x, y), progress=False)
+    assert drifts(held) == pytest.approx(moved[: first + 1], abs=1e-6)
+    assert [row.held for row in held.history] == [True] * first + [False]
+    assert "changed the reasons more than allowed" in held.stopped
+    assert float(drift(net, held.model, (x, y), faithful=False)) == pytest.approx(moved[first - 1], abs=1e-6)
+    assert held.settings["max_drift"] == limit
+    assert set(held.seen) == set(range(first + 1))
+
+
+def test_max_drift_by_class_beside_another_target() -> None:
+    net, (x, y) = network(), pictures(12)
+    free = sc.prune(net, (x, y), remove=0.6, schedule=0.1, watch=(x, y), progress=False)
+    worst = [max(_by_class(net, free, step, y)) for step in range(len(free.history))]
+    limit = worst[2] + 1e-9
+    held = sc.prune(net, (x, y), remove=0.6, max_drift={"worst": limit}, schedule=0.1, progress=False)
+    kept = sum(row.held for row in held.history)
+    assert kept == next((i for i, value in enumerate(worst) if value > limit), len(worst))
+    with pytest.raises(sc.errors.EvaluationError, match="max_drift names '7'"):
+        sc.prune(net, (x, y), remove=0.6, max_drift={"7": 0.5}, schedule=0.1, progress=False)
+
+
+def _by_class(net: nn.Module, result: sc.Result, step: int, y: Tensor) -> list[float]:
+    a, b = (maps.double().numpy() for maps in (result.seen[0], result.seen[step]))
+    alike = [np.corrcoef(blocks(p, 14).ravel(), blocks(q, 14).ravel())[0, 1] for p, q in zip(a, b, strict=True)]
+    return [1 - np.mean([r for r, c in zip(alike, y.tolist(), strict=True) if c == k]) for k in range(3)]
+
+
+def test_a_run_that_goes_on_remembers_its_heat_maps(tmp_path: Path) -> None:
+    net, data = network(), pictures(6)
+    options = {"remove": 0.4, "schedule": 0.1, "watch": data, "progress": False, "checkpoint": tmp_path / "run.pt"}
+    once, again = sc.prune(net, data, **options), sc.prune(net, data, **options)
+    assert drifts(once) == drifts(again)
+    assert once.seen.keys() == again.seen.keys()
+    assert all(torch.equal(once.seen[step], again.seen[step]) for step in once.seen)
+    with pytest.raises(sc.errors.SecateurError, match="watch"):
+        sc.prune(net, data, **{**options, "watch": (data[0] + 1, data[1])})
+
+
+def test_what_max_drift_may_be() -> None:
+    net, data = network(), pictures(3)
+    for wrong in (-0.1, {}, {"overall": -1}, "much"):
+        with pytest.raises(sc.errors.TargetError, match="max_drift"):
+            sc.prune(net, data, max_drift=wrong, progress=False)
+    with pytest.raises(sc.errors.SecateurError, match="watch"):
+        sc.prune(net, data, remove=0.5, watch=data[0], progress=False)
+
+
+def test_a_result_tells_its_drift() -> None:
+    net, data = network(), pictures(6)
+    result = sc.prune(net, data, remove=0.3, progress=False)
+    found = result.drift(data)
+    assert torch.equal(found.agreement, drift(net, result.model, data).agreement)
+    assert found.srg is not None

@@ -8,8 +8,9 @@ are. A map that is no better than chance has 0.
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from secateur.errors import DataError
+from secateur.errors import DataError, SecateurWarning
 from secateur.nest import select_samples
 from secateur.relevance.composites import Composite, composite_named
 from secateur.relevance.engine import Start
@@ -212,10 +213,10 @@ class Drift:
     def _stays(self, number: int) -> bool:
         if self.right is None:
             return True
-        before, after = (values[self._mine(number)].double().mean() for values in self.right)
+        before, after = (values[self.of_class(number)].double().mean() for values in self.right)
         return bool(before > 0) and bool(after >= before - _STAYED)
 
-    def _mine(self, number: int) -> Tensor:
+    def of_class(self, number: int) -> Tensor:
         """Which samples are of a class; -1 stands for all."""
         whole = torch.ones_like(self.agreement, dtype=torch.bool)
         return whole if self.classes is None or number < 0 else torch.eq(self.classes, number)
@@ -227,11 +228,20 @@ class Drift:
     def __str__(self) -> str:
         lines = [f"{'class':>8}  samples  drift" + ("" if self.srg is None else "  SRG before   after")]
         for number, drift in {-1: float(self), **self.by_class}.items():
-            mine = self._mine(number)
+            mine = self.of_class(number)
             line = f"{'all' if number < 0 else number:>8}  {int(mine.sum()):7d}  {drift:5.3f}"
             line += "" if self.srg is None else "".join(f"  {float(s[mine].mean()):10.3f}" for s in self.srg)
             lines.append(line + ("  right for other reasons" if number in self.other_reasons else ""))
         return "\n".join(lines)
+
+
+def warn_of_other_reasons(found: Drift, name: Callable[[int], str] = str) -> None:
+    """Warn of classes that are as accurate as before, but for other reasons."""
+    if found.other_reasons:
+        names = ", ".join("all samples" if number < 0 else f"class {name(number)}" for number in found.other_reasons)
+        what = f"right for other reasons: {names}. The accuracy stays, but heat maps before and after correlate by less"
+        fix = "look at these samples in the report; keep more units, or give max_drift"
+        warnings.warn(SecateurWarning(f"{what} than {OTHER_REASONS}.", fix=fix), stacklevel=4)
 
 
 @leaves_no_trace
