@@ -42,7 +42,7 @@ LEVELS = 10
 SHARES = (0.0, 0.25, 0.5, 1.0)  # of the layers that are random; 0 is the last one alone
 TARGETS = (0, 217, 482, 491, 497, 566, 569, 571, 574, 701)
 MODELS = ("resnet50", "vgg16", "efficientnet_lite0", "vit")
-MEASURES = ("srg", "srg blur", "completeness", "weights random", "class random", "in masks", "sparseness",
+MEASURES = ("srg", "srg blur", "srg random", "completeness", "weights random", "class random", "in masks", "sparseness",
             "sensitivity", "seconds")  # fmt: skip
 #: What COCO calls things, by number, and the outputs of ImageNet that mean the same.
 COCO = {
@@ -287,12 +287,12 @@ def refereed(name: str, model: nn.Module, explain: Explainer, args: argparse.Nam
         y = model(x).argmax(1)
     heat = in_parts(explain, model, x, y, args.batch)[0]
     areas = []
-    for sign in (-1, 1):
+    for ranked in (heat.amax() - heat, heat - heat.amin()):  # the least relevant first, the most relevant first
         measure = quantus.RegionPerturbation(
             patch_size=16, regions_evaluation=48, perturb_baseline=0.0, normalise=False, disable_warnings=True
         )
         curves = measure(
-            model=model, x_batch=x.cpu().numpy(), y_batch=y.cpu().numpy(), a_batch=(sign * heat)[:, None].numpy(),
+            model=model, x_batch=x.cpu().numpy(), y_batch=y.cpu().numpy(), a_batch=ranked[:, None].numpy(),
             device=args.device, softmax=True, batch_size=len(x),
         )  # fmt: skip
         areas.append(np.array([np.mean(curve) for curve in curves]))
@@ -320,7 +320,9 @@ def table(path: Path) -> None:
         mine = {row["method"]: row for row in rows if row["model"] == name}
         keys = [key for key in (*MEASURES, "srg of quantus") if any(key in row for row in mine.values())]
         print(f"\n### {name}\n\n| method | {' | '.join(keys)} |\n|---|{'---:|' * len(keys)}")
-        order = sorted(mine.values(), key=lambda row: -row.get("srg", -math.inf) - row.get("srg blur", 0.0))
+        order = sorted(
+            mine.values(), key=lambda row: -row.get("srg", -math.inf) - row.get("srg blur", row.get("srg random", 0.0))
+        )
         for row in order:
             cells = [f"{row[key]:.3f}" if key in row else "" for key in keys]
             print(f"| {row['method']} | {' | '.join(cells)} |" if "error" not in row else
