@@ -42,7 +42,8 @@ _CONTRAST = """() => {
 }"""
 
 _FOCUSABLE = """() => {
-  const all = [...document.querySelectorAll('a[href], summary, [tabindex="0"]')].filter(e => e.checkVisibility());
+  const wanted = 'a[href], summary, [tabindex="0"], input:checked';
+  const all = [...document.querySelectorAll(wanted)].filter(e => e.checkVisibility());
   all.forEach((e, i) => e.dataset.order = i);
   return all.length;
 }"""

@@ -47,3 +47,15 @@ def test_positions_of_an_image_count_one_by_one() -> None:
 def test_no_data_is_an_error() -> None:
     with pytest.raises(DataError, match="empty"):
         accuracy(Answers(), [])
+
+
+def test_answers_are_kept_where_there_is_one_per_sample() -> None:
+    net, x, y = nn.Linear(4, 3), torch.rand(11, 4), torch.arange(11) % 3
+    found = accuracy(net, [(x[:6], y[:6]), (x[6:], y[6:])])
+    assert list(found.targets) == y.tolist()
+    assert list(found.answers) == net(x).argmax(1).tolist()
+    one = accuracy(nn.Linear(4, 1), (x, y % 2))
+    assert set(one.answers) <= {0, 1}
+    assert len(one.answers) == 11
+    pixels = accuracy(nn.Conv2d(2, 3, 1), (torch.rand(2, 2, 4, 4), torch.zeros(2, 4, 4, dtype=torch.long)))
+    assert pixels.answers == ()

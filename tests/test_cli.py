@@ -17,6 +17,7 @@ from PIL import Image
 
 import secateur as sc
 from command import Place, fail, furnished, invoke, step_done, succeed
+from html_page import parse
 from photos import write_photos
 from secateur.cli import recover as recover_command
 from secateur.cli import task
@@ -344,6 +345,32 @@ def test_a_drop_that_is_not_allowed(place: Place, tmp_path: Path) -> None:
     args += ["--repair", "none"]
     assert "nothing was removed" in fail(*args)
     assert not (tmp_path / "s" / "model").exists()
+
+
+def test_the_page_of_a_run_says_what_was_lost_and_shows_its_steps(place: Place, tmp_path: Path) -> None:
+    args = ["prune", *place.job, "--remove", 0.75, "--step", 0.25, "--repair", "none", "--round-to", 1, "--report"]
+    succeed(*args, "--out", tmp_path / "s")
+    page = parse((tmp_path / "s" / "report.html").read_text("utf-8"))
+    x, y = read(place.test, size=16).tensors()
+    small = open_model(str(tmp_path / "s"), original=place.net).model
+    whole = open_model(place.net, place.weights).model
+    before, after = (model(x).argmax(1) for model in (whole, small))
+    gone, new = int(((before == y) & (after != y)).sum()), int(((before != y) & (after == y)).sum())
+    words = f"Of {len(y)} test samples, {gone} that were right are wrong now, and {new} that were wrong are right now."
+    assert words in page.by_id("lost").text
+    assert len(page.by_id("lost").find("figure", class_="sample")) == min(gone, 4) + min(new, 2)
+    frames = page.by_id("steps").find("article")
+    assert len(frames) == 4
+    assert all(len(frame.find("img")) == 4 for frame in frames)
+
+
+def test_reasons_may_be_a_target(place: Place, tmp_path: Path) -> None:
+    args = ["prune", *place.job, "--max-drift", 0.02, "--step", 0.1, "--round-to", 1, "--repair", "none"]
+    found = succeed(*args, "--out", tmp_path / "s")
+    assert "changed the reasons more than allowed" in found["stopped"]
+    rows = list(csv.DictReader((tmp_path / "s" / "history.csv").open()))
+    assert all(float(row["drift"]) <= 0.02 for row in rows[:-1])
+    assert float(rows[-1]["drift"]) > 0.02
 
 
 def test_nothing_of_the_user_is_replaced(place: Place, tmp_path: Path) -> None:

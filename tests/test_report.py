@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import base64
+import copy
+import csv
 import functools
 import io
 import itertools
@@ -20,12 +22,13 @@ from torch import Tensor, nn
 
 import secateur as sc
 from html_page import Element, parse
+from secateur.analysis.reasons import drift
 from secateur.errors import DataError, SecateurError, SecateurWarning
 from secateur.latency.timing import Timing
 from secateur.loop import Schedule
 from secateur.plans import Limits
 from secateur.report import Page
-from secateur.report.changes import agreement, kept, regions, some_of
+from secateur.report.changes import kept, regions
 from secateur.report.charts import spread, ticks
 from secateur.report.page import ranges
 from secateur.results.comparison import Comparison
@@ -224,6 +227,202 @@ def test_books_survive_a_checkpoint(run: Run, tmp_path: Path) -> None:
     assert texts[0] == texts[1]
 
 
+# -- what was lost -----------------------------------------------------------------------------------------------------
+@dataclass
+class Lost:
+    section: Element
+    y: Tensor
+    before: Tensor
+    after: Tensor
+
+
+@pytest.fixture(scope="module")
+def lost(tmp_path_factory: pytest.TempPathFactory) -> Lost:
+    """Targets are what the unpruned network says, but for one sample: that one is gained, all others are lost."""
+    net, x = network(), torch.randn(18, 3, 9, 9, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        net[-1].bias -= net(x).mean(0)  # so that all classes occur
+        before = net(x).argmax(1)
+    result = sc.prune(net, (x, before), remove=0.6, repair=None, progress=False)
+    after, y = result.model(x).argmax(1), before.clone()
+    other = int((after != before).nonzero()[0])
+    y[other] = after[other]
+    batches = [(x[:7], y[:7]), (x[7:], y[7:])]
+    path = result.report(tmp_path_factory.mktemp("lost") / "r.html", test=batches, classes=CLASSES, page=QUIET)
+    return Lost(parse(path.read_text("utf-8")).by_id("lost"), y, before, after)
+
+
+def test_samples_that_are_lost_or_gained_are_counted_and_shown(lost: Lost) -> None:
+    y, before, after, section = lost.y, lost.before, lost.after, lost.section
+    gone, new = (before == y) & (after != y), (before != y) & (after == y)
+    assert gone.sum() > 1
+    assert new.sum() == 1
+    assert f"{int(gone.sum())} that were right are wrong now, and {int(new.sum())} that were wrong" in section.text
+    assert [h.text for h in section.find("h3")] == ["Wrong now", "Newly right", "Which classes are confused"]
+    first, second = section.find("div", class_="samples")
+    assert len(first.find("figure", class_="sample")) == min(4, int(gone.sum()))
+    for figures, chosen in ((first, gone), (second, new)):
+        said = {tuple(CLASSES[int(c[i])] for c in (y, before, after)) for i in range(len(y)) if chosen[i]}
+        for figure in figures.find("figure", class_="sample"):
+            caption = figure.find("figcaption")[0].text
+            assert any(
+                caption.startswith(t) and f"Said before: {b} (" in caption and f"Says now: {a} (" in caption
+                for t, b, a in said
+            )
+
+
+def test_confusion_before_and_after(lost: Lost) -> None:
+    y, before, after = lost.y, lost.before, lost.after
+    matrix, listed = lost.section.find("table")
+    body = matrix.find("tbody")[0].find("tr")
+    assert len(body) == 3
+    for wanted, row in enumerate(body):
+        for said, cell in enumerate(row.find("td")):
+            was, now = (int(((y == wanted) & (answer == said)).sum()) for answer in (before, after))
+            shown = cell.text.split(" was ")
+            assert shown[0] == (str(now) if now or was else "·")
+            assert shown[1:] == ([str(was)] if was != now else [])
+    total = [sum(int(row.children[i].text) for row in listed.find("tbody")[0].find("tr")) for i in (2, 3)]
+    assert total == [18, 18]
+
+
+def test_many_classes_are_confused_in_pairs(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 40), nn.ReLU(), nn.Linear(40, 30))
+    x = torch.randn(200, 6)
+    with torch.no_grad():
+        net[-1].bias -= net(x).mean(0)
+    data = x, net(x).argmax(1).detach()
+    assert len(set(data[1].tolist())) > 12
+    result = sc.prune(net, data, remove=0.6, repair=None, progress=False)
+    page = parse(result.report(tmp_path / "r.html", test=data, page=QUIET).read_text("utf-8")).by_id("lost")
+    first, whole = page.find("table")
+    rows = first.find("tbody")[0].find("tr")
+    assert len(rows) == 15
+    changes = [abs(int(row.children[4].text)) for row in rows]
+    assert changes == sorted(changes, reverse=True)
+    assert changes[0] > 0
+    assert sum(int(row.children[3].text) for row in whole.find("tbody")[0].find("tr")) == 200
+
+
+def test_tables_can_be_saved(run: Run) -> None:
+    links = [link for link in run.page.find("a") if "download" in link.attributes]
+    files = {link.attributes["download"]: _csv(link) for link in links}
+    assert files["all-steps.csv"][0][:3] == ["step", "units", "removed, %"]
+    assert [row[1] for row in files["all-steps.csv"][1:]] == [str(row.units) for row in run.result.history]
+    assert {row[0] for row in files["accuracy-by-class.csv"][1:]} == set(CLASSES)
+    assert "−" not in "".join(cell for table in files.values() for row in table for cell in row)
+
+
+def _csv(link: Element) -> list[list[str]]:
+    content = base64.b64decode(link.attributes["href"].partition(",")[2]).decode("utf-8-sig")
+    return list(csv.reader(io.StringIO(content)))
+
+
+# -- step by step ------------------------------------------------------------------------------------------------------
+def test_the_chosen_point_and_its_neighbours_are_named(run: Run, tmp_path: Path) -> None:
+    rows = list(run.result.history)
+    (chosen,) = run.page.by_id("macs").find("g", class_="chosen")
+    assert "the model of this page" in chosen.attributes["aria-label"]
+    assert _place(chosen) == _place(run.page.by_id("macs").find("g", class_="point")[-1])
+    caption = run.page.by_id("macs").find("figcaption")[0].text
+    assert f"One step less: {100 * rows[-2].overall:.1f} % at {100 * rows[-2].macs / rows[0].macs:.1f} %" in caption
+    assert caption.endswith("The run ended there.")
+    falling = iter([0.9, 0.89, 0.5])
+    result = sc.prune(run.net, run.data, max_drop=0.1, schedule=0.1, evaluate=lambda _: next(falling), progress=False)
+    page = parse(result.report(tmp_path / "r.html", page=QUIET).read_text("utf-8"))
+    assert "89.0 % at" in page.by_id("macs").find("figcaption")[0].text
+    assert "One step more: 50.0 % at" in page.by_id("macs").find("figcaption")[0].text
+
+
+def test_every_step_is_a_frame(run: Run) -> None:
+    film = run.page.by_id("steps")
+    radios, frames = film.find("input"), film.find("article")
+    assert len(radios) == len(frames) == len(run.result.history)
+    assert [("checked" in r.attributes) for r in radios] == [False] * (len(radios) - 1) + [True]
+    for frame, row in zip(frames, run.result.history, strict=True):
+        facts = dict(zip((d.text for d in frame.find("dt")), (d.text for d in frame.find("dd")), strict=True))
+        assert facts["Accuracy"] == f"{100 * row.overall:.1f} %"
+        assert f"{100 * row.macs / run.result.history[0].macs:.1f} % left" in facts["MACs"]
+    assert not film.find("img")  # nothing was watched
+
+
+def test_heat_maps_of_every_step(run: Run, tmp_path: Path) -> None:
+    x, y = run.data[0][:5], run.data[1][:5]
+    models = []
+    result = sc.prune(
+        run.net, run.data, remove=0.3, schedule=0.1, watch=(x, y), evaluate=lambda m: models.append(m) or 0.5,
+        progress=False,
+    )  # fmt: skip
+    page = parse(result.report(tmp_path / "r.html", classes=CLASSES, page=QUIET).read_text("utf-8")).by_id("steps")
+    assert len(page.find("figure")) == 4
+    frames = page.find("article")
+    assert len(frames) == len(models) == 4
+    for frame, model in zip(frames, models, strict=True):
+        heat = sc.explain(model, x, y).heat
+        images = frame.find("img")
+        assert len(images) == 4
+        for image, map in zip(images, heat, strict=False):
+            levels, flat = np.asarray(_decoded(image), int).ravel(), map.double().numpy().ravel()
+            order = np.argsort(flat, kind="stable")
+            assert (np.diff(levels[order]) >= 0).all()
+            assert (levels[flat > 0] >= 127).all()
+        facts = dict(zip((d.text for d in frame.find("dt")), (d.text for d in frame.find("dd")), strict=True))
+        first = sc.explain(run.net, x, y).heat
+        alike = [np.corrcoef(a.flatten(), b.flatten())[0, 1] for a, b in zip(first, heat, strict=True)]
+        assert float(facts["Drift of the heat maps"]) == pytest.approx(1 - np.mean(alike), abs=0.00051)
+
+
+def test_a_long_run_is_shown_in_twelve_frames(run: Run, tmp_path: Path) -> None:
+    result = sc.prune(run.net, run.data, "weight", remove=0.8, schedule=0.04, evaluate=lambda _: 0.5, progress=False)
+    assert len(result.history) > 14
+    section = parse(result.report(tmp_path / "r.html", page=QUIET).read_text("utf-8")).by_id("steps")
+    names = [frame.attributes["aria-label"] for frame in section.find("article")]
+    assert 8 <= len(names) <= 12
+    assert names[0] == "unpruned"
+    assert names[-2:] == [f"step {row.step}" for row in result.history][-2:]
+    assert f"{len(result.history) - len(names)} steps between are left out" in section.text
+
+
+# -- reasons -----------------------------------------------------------------------------------------------------------
+def test_reasons_by_class(run: Run) -> None:
+    x, y = run.data[0][:4], run.data[1][:4]
+    found = drift(run.net, run.result.model, (x, y))
+    rows = {row.children[0].text: row for row in run.page.by_id("seen").find("table")[0].find("tbody")[0].children}
+    assert set(rows) == {"all", *(CLASSES[c] for c in set(y.tolist()))}
+    for name, row in rows.items():
+        mine = torch.ones(4, dtype=torch.bool) if name == "all" else y == CLASSES.index(name)
+        cells = [float(cell.text.replace("−", "-")) for cell in row.children[2:6]]
+        alike = float(found.agreement[mine].mean())
+        faithful = [float(part[mine].mean()) for part in found.srg]
+        assert cells == pytest.approx([alike, 1 - alike, *faithful], abs=0.00051)
+
+
+def test_right_for_other_reasons_is_said_on_the_page(tmp_path: Path) -> None:
+    """Two networks that give the same answers, and look at different halves of the picture."""
+    net = nn.Sequential(nn.Conv2d(1, 2, (1, 8), (1, 8)), nn.ReLU(), nn.Flatten(), nn.Linear(16, 2))
+    with torch.no_grad():
+        net[0].weight.zero_()
+        net[0].bias.zero_()
+        net[0].weight[0, 0, 0, :4] = 1
+        net[0].weight[1, 0, 0, 4:] = 0.9
+        net[3].weight[0], net[3].weight[1] = 1.0, -1.0
+        net[3].bias.zero_()
+    x, y = torch.rand(4, 1, 8, 8), torch.zeros(4, dtype=torch.long)
+    small = copy.deepcopy(net)
+    with torch.no_grad():
+        net[0].weight[1] *= 0.01  # this one looks at the left half,
+        small[0].weight[0] = 0  # and this one at the right half
+    result = sc.prune(net, (x, y), "weight", remove=0.5, repair=None, progress=False)
+    other = replace(result, model=small, plan=None)
+    with pytest.warns(SecateurWarning, match="right for other reasons: class left"):
+        path = other.report(tmp_path / "r.html", inputs=(x, y), classes=["left", "right"], page=QUIET)
+    section = parse(path.read_text("utf-8")).by_id("seen")
+    assert "Right for other reasons" in section.text
+    rows = section.find("table")[0].find("tbody")[0].children
+    assert [row.children[-1].text for row in rows][1:] == ["right for other reasons"]
+
+
 # -- heat maps and what changed ----------------------------------------------------------------------------------------
 def test_heat_maps_are_those_of_both_models(run: Run) -> None:
     x, y = run.data[0][:4], run.data[1][:4]
@@ -276,7 +475,7 @@ def test_signs_are_those_of_attention(tmp_path: Path) -> None:
         levels, heat = np.asarray(_decoded(figure.find("img")[1]), int), seen.heat[i].numpy()
         assert (levels[heat > 0] >= 127).all()
         assert (levels[heat < 0] <= 128).all()
-    shares = [float(row.children[2].text) for row in page.find("table")[0].find("tbody")[0].children]
+    shares = [float(row.children[2].text) for row in page.find("table")[1].find("tbody")[0].children]
     size = float(net(x).amin(1).abs().sum())
     gone = [float(seen.weights[name][i]) for name, cut in result.plan.cuts.items() if name in seen.weights
             for i in cut.get(0, ())]  # fmt: skip
@@ -298,7 +497,7 @@ def test_units_that_changed_most(run: Run) -> None:
         left = [i for i in range(len(values)) if i not in cut]
         gone += [(float(values[i]) / 4, layer, str(i)) for i in cut]
         stayed += [(float(after[layer][k] - values[i]) / 4, layer, str(i)) for k, i in enumerate(left)]
-    first, second = run.page.by_id("seen").find("table")
+    _, first, second = run.page.by_id("seen").find("table")
     for table, expected in ((first, gone), (second, stayed)):
         rows = [[cell.text for cell in row.children] for row in table.find("tbody")[0].children]
         assert [tuple(row[:2]) for row in rows] == [e[1:] for e in sorted(expected, reverse=True)[:5]]
@@ -309,16 +508,13 @@ def test_units_that_changed_most(run: Run) -> None:
     assert lost == pytest.approx([100 * e[0] for e in sorted(gone, reverse=True)[:5]], abs=0.006)
 
 
-def test_regions_and_agreement_by_definition() -> None:
+def test_regions_by_definition() -> None:
     change = np.random.default_rng(0).normal(size=(7, 8))
     found = regions(change)
     rows, columns = [(0, 3), (3, 5), (5, 7)], [(0, 3), (3, 6), (6, 8)]
     for (name, value), ((a, b), (c, d)) in zip(found.items(), itertools.product(rows, columns), strict=True):
         assert value == pytest.approx(sum(change[i, j] for i in range(a, b) for j in range(c, d))), name
     assert list(found)[4] == "centre"
-    other = np.random.default_rng(1).normal(size=(7, 8))
-    assert agreement(change, other) == pytest.approx(np.corrcoef(change.ravel(), other.ravel())[0, 1])
-    assert agreement(change, np.ones((7, 8))) == 0
 
 
 def test_units_of_transposed_convolutions_keep_their_places() -> None:
@@ -363,16 +559,6 @@ def test_heads_that_leave_are_listed(tmp_path: Path) -> None:
     assert found["read"] == list(result.plan.cuts["read.bias"][0])
 
 
-def test_a_few_samples_of_every_class() -> None:
-    x, y = torch.arange(10.0).view(10, 1), torch.tensor([0, 0, 0, 1, 0, 2, 2, 1, 0, 0])
-    chosen, classes = some_of((x, y), 4)
-    assert chosen.ravel().tolist() == [0, 1, 3, 5]
-    assert classes.tolist() == [0, 0, 1, 2]
-    assert some_of([(x, None)], 3)[0].ravel().tolist() == [0, 1, 2]
-    with pytest.raises(DataError, match="need a tensor"):
-        some_of([({"a": x}, y)], 3)
-
-
 # -- the page as a whole -----------------------------------------------------------------------------------------------
 def test_the_page_needs_nothing_and_escapes_everything(run: Run) -> None:
     text = run.path.read_text("utf-8")
@@ -382,7 +568,8 @@ def test_the_page_needs_nothing_and_escapes_everything(run: Run) -> None:
         for key, value in element.attributes.items():
             assert not key.startswith("on"), f"{key} on <{element.tag}>"
             if key in ("src", "href", "srcset", "action", "data", "poster"):
-                assert value.startswith(("#", "data:image/png;base64,")), value[:60]
+                kind = "text/csv;charset=utf-8" if "download" in element.attributes else "image/png"
+                assert value.startswith(("#", f"data:{kind};base64,")), value[:60]
     style = run.page.find("style")[0].text
     assert "url(" not in style
     assert "@import" not in style
@@ -400,6 +587,8 @@ def test_the_page_can_be_read_without_seeing_it(run: Run) -> None:
     ids = [e.attributes["id"] for e in run.page.walk() if "id" in e.attributes]
     assert len(ids) == len(set(ids))
     for link in run.page.find("a"):
+        if "download" in link.attributes:
+            continue
         assert link.attributes["href"].removeprefix("#") in ids
     for image in run.page.find("img"):
         assert image.attributes["alt"]
@@ -446,7 +635,7 @@ def test_a_step_that_was_taken_back_is_marked(run: Run, tmp_path: Path) -> None:
     result = sc.prune(run.net, run.data, max_drop=0.1, schedule=0.1, evaluate=lambda _: next(falling), progress=False)
     page = parse(result.report(tmp_path / "r.html", page=QUIET).read_text("utf-8"))
     rows = page.by_id("units").rows
-    assert [row[3] for row in rows] == ["", "", "taken back"]
+    assert [row[3] for row in rows] == ["", "the model of this page", "taken back"]
     assert [float(row[2]) for row in rows] == [90, 89, 50]
     assert len(page.by_id("units").find("g", class_="hollow")) == 1
     assert "89.0 % was 90.0 % −1.0 points" in page.find("dl", class_="tiles")[0].text
@@ -517,7 +706,7 @@ def test_inputs_that_are_no_pictures(tmp_path: Path) -> None:
     page = parse(result.report(tmp_path / "r.html", data=data).read_text("utf-8"))
     assert "no pictures" in page.by_id("seen").text
     assert not page.find("img")
-    assert len(page.by_id("seen").find("table")) == 2
+    assert len(page.by_id("seen").find("table")) == 3
 
 
 def test_what_is_missing_is_named(run: Run, tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     data = torch.rand(12, 1, 8, 8), torch.arange(12) % 3
     options = {"remove": 0.5, "schedule": 0.1, "evaluate": lambda m: float(m(data[0]).std()), "progress": False}
     table = sc.compare(small, data, ["lrp", "taylor", "gradient", "weight"], **options)
-    result = sc.prune(small, data, **options)
+    result = sc.prune(small, data, watch=data, **options)
     full = result.report(
         folder / "full.html", data=data, test=data, comparison=table, classes=["0", LONG, "<b>two</b>"]
     )  # fmt: skip
@@ -98,6 +98,42 @@ def test_everything_is_reached_by_keyboard(browser: Any, pages: dict[str, Path])
         count, order = reached_by_keyboard(page)
         assert count > 50
         assert order == list(range(count))
+
+
+def test_arrow_keys_go_through_the_steps(browser: Any, pages: dict[str, Path]) -> None:
+    with opened(browser, pages["full"], 1280, "light") as page:
+        frames = page.locator("#steps article")
+        seen = [i for i in range(frames.count()) if frames.nth(i).is_visible()]
+        assert seen == [frames.count() - 1]  # the model of the page
+        page.locator("#steps input:checked").focus()
+        for step in reversed(range(frames.count() - 1)):
+            page.keyboard.press("ArrowLeft")
+            assert [i for i in range(frames.count()) if frames.nth(i).is_visible()] == [step]
+        assert frames.nth(0).locator("img").count() == 4
+
+
+def test_the_page_has_no_script_to_miss(browser: Any, pages: dict[str, Path]) -> None:
+    context = browser.new_context(java_script_enabled=False)
+    page = context.new_page()
+    page.goto(pages["full"].resolve().as_uri())
+    assert page.locator("#steps article").last.is_visible()
+    page.locator("#steps label").first.click()
+    assert page.locator("#steps article").first.is_visible()
+    assert not page.locator("#steps article").last.is_visible()
+    context.close()
+
+
+def test_a_table_is_saved_without_a_network(browser: Any, pages: dict[str, Path], tmp_path: Path) -> None:
+    context = browser.new_context(offline=True, accept_downloads=True)
+    page = context.new_page()
+    page.goto(pages["full"].resolve().as_uri())
+    with page.expect_download() as saved:
+        page.locator("#lost details summary").click()
+        page.locator("#lost details a[download]").click()
+    saved.value.save_as(tmp_path / "t.csv")
+    assert saved.value.suggested_filename == "every-class-and-answer.csv"
+    assert (tmp_path / "t.csv").read_text("utf-8-sig").startswith("class,answer,before,after,change\n")
+    context.close()
 
 
 def test_a_point_shows_its_number_when_it_has_the_focus(browser: Any, pages: dict[str, Path]) -> None:

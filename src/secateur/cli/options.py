@@ -229,7 +229,10 @@ def check_criteria(*names: str) -> None:
             raise CriterionError(f"--criterion {name} is given {names.count(name)} times.", fix="each one once")
 
 
-def check_target(step: float | None, remove: float | None, keep: Mapping[str, float], max_drop: float | None) -> None:
+def check_target(
+    step: float | None, remove: float | None, keep: Mapping[str, float], max_drop: float | None,
+    max_drift: float | None = None,
+) -> None:  # fmt: skip
     """Refuse targets that make no sense before anything is read. A share above 1 is probably a percentage."""
     for name, value in keep.items():
         if 1 < value <= 100:
@@ -237,6 +240,6 @@ def check_target(step: float | None, remove: float | None, keep: Mapping[str, fl
                 "{given} is no share, which lies between 0 and 1.", fix="{share} for {percent:g} per cent",
                 given=Argument("keep", value, key=name), share=Argument("keep", value / 100, key=name), percent=value,
             )  # fmt: skip
-    Target(remove, keep or None, max_drop)
+    Target(remove, keep or None, max_drop, max_drift)
     if step is not None:
         check_share("step", step)

@@ -34,6 +34,10 @@ _where = partial(typer.Option, rich_help_panel="Where it will run")
 _more = partial(typer.Option, rich_help_panel="What is written")
 
 _DROP = "Stop before accuracy falls by more than this: 0.01 is one point. Alone, or beside another target."
+_DRIFT = (
+    "Stop before the reasons change by more than this: 1 minus the correlation of heat maps before and after. Alone, "
+    "or beside another target."
+)
 _CRITERION = "lrp, taylor, gradient, weight, activation, random, lrp:COMPOSITE or captum:METHOD."
 _IGNORE = "Layers to leave alone, by wildcard: 'layer4.*'. Repeatable."
 _STEP = (
@@ -81,6 +85,7 @@ def prune(
     keep_latency: Annotated[float | None, _target(help="Share of the measured latency to keep.")] = None,
     remove: Annotated[float | None, _target(help="Share of the units to remove.")] = None,
     max_drop: Annotated[float | None, _target(min=0.0, max=1.0, help=_DROP)] = None,
+    max_drift: Annotated[float | None, _target(min=0.0, max=2.0, help=_DRIFT)] = None,
     runtime: Annotated[Runtime, _where(help=_RUNTIME)] = "torch",
     batch: Annotated[int, _where(min=1, help="Samples at once, for --keep-latency.")] = 1,
     threads: Annotated[int | None, _where(min=1, help="Threads of the processor. Default: as PyTorch chooses.")] = None,
@@ -130,12 +135,12 @@ def prune(
     secateur prune hf:my-classifier --text train.csv --labels --keep-params 0.6 --out small
     """
     keep = {k: v for k, v in (("macs", keep_macs), ("params", keep_params), ("latency", keep_latency)) if v is not None}
-    if not keep and remove is None and max_drop is None:
+    if not keep and remove is None and max_drop is None and max_drift is None:
         raise typer.BadParameter(
             "say how small: --keep-macs 0.5, --keep-params 0.5, --keep-latency 0.5, --remove 0.3 or --max-drop 0.01",
             param_hint="target",
         )
-    o.check_target(step, remove, keep, max_drop)
+    o.check_target(step, remove, keep, max_drop, max_drift)
     o.check_criteria(criterion)
     parse(memory)
     texts.check(images)
@@ -170,7 +175,8 @@ def prune(
     with run.working():
         result = run_prune(
             task.model, task.data(), criterion, remove, keep or None, schedule, limits=limits, repair=repair,
-            recover=trained, evaluate=task.evaluate, max_drop=max_drop, checkpoint=run.checkpoint, memory=memory,
+            recover=trained, evaluate=task.evaluate, max_drop=max_drop, max_drift=max_drift,
+            watch=task.shown() if report or max_drift is not None else None, checkpoint=run.checkpoint, memory=memory,
             progress=printer.progress(), latency=setup if keep_latency is not None else None,
         )  # fmt: skip
     if not plans_of(result.model):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import MappingProxyType
@@ -34,7 +34,8 @@ from secateur.models.hub import HUB, hub_view, label_names, longest_text, quiet_
 from secateur.models.zoo import runs_code
 from secateur.nest import tensors_in
 from secateur.report import Page
-from secateur.running.accuracy import accuracy
+from secateur.report.answers import Answers
+from secateur.running.accuracy import Accuracy, accuracy
 from secateur.running.batches import Data
 from secateur.running.copies import shared_copy
 from secateur.running.devices import device_of
@@ -129,6 +130,7 @@ class Task:
     rest: Photographs  # neither reference nor test: more images to fine-tune on
     test: Photographs | None
     merge: Merge | None  # how outputs that mean the same became one
+    measured: dict[int, Accuracy] = field(default_factory=dict, repr=False, compare=False)  # by size of the model
     sample: ClassVar[str] = "image"
 
     @property
@@ -160,6 +162,7 @@ class Task:
         """The share of test images that are classified right, overall and by class."""
         assert self.test is not None
         found = accuracy(model, self.test.batches(32, device_of(model)))
+        self.measured[size_of(model)] = found
         shares = [found.classes.get(target, 0.0) for target in self.test.targets]
         # Two words have another meaning among metrics.
         names = [f"class {name}" if name in ("overall", "worst") else title(name) for name in self.classes]
@@ -257,13 +260,24 @@ class Task:
         }
         page = Page(
             title=f"{self.opened.origin.model} pruned by {result.settings['criterion']}", about=about,
-            latency=timings or False, mean=view.mean, std=view.std,
+            latency=timings or False, mean=view.mean, std=view.std, answers=self._answers(result),
         )  # fmt: skip
         classes = {number: title(name) for number, name in zip(self.reference.targets, self.classes, strict=True)}
+        return result.report(path, inputs=self.shown(), original=self.model, classes=classes, page=page)
+
+    def shown(self) -> tuple[Tensor, Tensor]:
+        """A few images to explain, of as many classes as can be."""
         photos = self.test if self.test is not None else self.reference
         few = photos.draw(max(1, _SHOWN // len(photos.classes)), at_most=True).of(photos.classes[:_SHOWN])
-        inputs = few.tensors(device_of(self.model))
-        return result.report(path, inputs=inputs, original=self.model, classes=classes, page=page)
+        return few.tensors(device_of(self.model))
+
+    def _answers(self, result: Result) -> Answers | None:
+        """What both models say to the test images, as it was measured during the run, or now if the run went on."""
+        if (photos := self.test) is None:
+            return None
+        found, where = answered(self.measured, self.accuracy, (self.model, result.model), None), device_of(self.model)
+        good = photos.readable()
+        return None if found is None else replace(found, pick=lambda places: [good.at(places).tensors(where)[0]])
 
     def exported(self, onnx: Path) -> str:
         """What the exported model takes and returns, in words."""
@@ -288,6 +302,17 @@ def time_files(
         except (SecateurError, RuntimeError) as error:
             printer.note(f"ONNX timings are left out: the unpruned model cannot be exported ({message_of(error)})")
     return found
+
+
+def answered(
+    measured: Mapping[int, Accuracy], measure: Callable[[nn.Module], Any], models: Sequence[nn.Module], data: Data
+) -> Answers | None:
+    """What two models say to the test data. `measured`, by size, is what `measure` found and finds."""
+    for model in models:
+        if size_of(model) not in measured:
+            measure(model)
+    old, new = (measured[size_of(model)] for model in models)
+    return Answers.of(old, new, data)
 
 
 def time_elsewhere(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from secateur.cli.options import Texts
 from secateur.cli.output import Printer
-from secateur.cli.task import count_outputs, time_files
+from secateur.cli.task import answered, count_outputs, time_files
 from secateur.data.text import Batch, Sentences, Tokens, in_batches, read_sentences, read_text
 from secateur.errors import Argument, DataError
 from secateur.files.architecture import note_of
@@ -26,10 +26,12 @@ from secateur.models import Opened
 from secateur.models.hub import HUB, label_names, longest_text, quiet_hub, tokenizer_of
 from secateur.nest import select_samples
 from secateur.report import Page
-from secateur.running.accuracy import accuracy, perplexity
+from secateur.report.answers import Answers
+from secateur.running.accuracy import Accuracy, accuracy, perplexity
 from secateur.running.devices import device_of, to_device
 from secateur.running.targets import Reader
 from secateur.runtimes import Setup
+from secateur.structure.cost import size_of
 
 _HELD_OUT = 0.2  # of the text, if there is no other to test on
 _TEST = 64, 1000  # sequences to test on, or texts with labels, if the user does not say
@@ -50,6 +52,7 @@ class TextTask:
     test: list[Batch] | None
     about: tuple[str, str]  # what units are scored on, and what the model is tested on
     classes: tuple[str, ...] = ()
+    measured: dict[int, Accuracy] = field(default_factory=dict, repr=False)  # by size of the model
 
     @property
     def model(self) -> nn.Module:
@@ -106,7 +109,8 @@ class TextTask:
         if not self.classes:
             return perplexity(model, self.test).named()
         names = [f"class {name}" if name in ("overall", "worst") else name for name in self.classes]
-        return accuracy(model, self.test).named(lambda number: names[number])
+        found = self.measured[size_of(model)] = accuracy(model, self.test)
+        return found.named(lambda number: names[number])
 
     def training_batches(self) -> Any:
         """For fine-tuning."""
@@ -138,13 +142,11 @@ class TextTask:
         about = {"scored on": self.about[0], "tested on": self.about[1], **more}
         page = Page(
             title=f"{self.opened.origin.model.removeprefix(HUB)} pruned by {result.settings['criterion']}", about=about,
-            latency=timings or False, tokenizer=self.tokenizer,
+            latency=timings or False, tokenizer=self.tokenizer, answers=self._answers(result),
         )  # fmt: skip
-        return result.report(
-            path, inputs=self._passages(), original=self.model, classes=self.classes or None, page=page
-        )
+        return result.report(path, inputs=self.shown(), original=self.model, classes=self.classes or None, page=page)
 
-    def _passages(self) -> tuple[dict[str, Tensor], Tensor | None]:
+    def shown(self) -> tuple[dict[str, Tensor], Tensor | None]:
         """Short texts to explain: of different classes, or from different places."""
         batches = self.test if self.test is not None else self.reference
         inputs, targets = batches[0]
@@ -154,6 +156,12 @@ class TextTask:
             return select_samples(inputs, chosen), targets[chosen]
         rows = torch.cat([inputs["input_ids"] for inputs, _ in batches])[:, :_PASSAGE]
         return {"input_ids": rows[:: max(1, len(rows) // _SHOWN)][:_SHOWN]}, None
+
+    def _answers(self, result: Result) -> Answers | None:
+        """What both models say to the test texts, if these have labels."""
+        if not self.classes or self.test is None:
+            return None
+        return answered(self.measured, self.measure, (self.model, result.model), self.test)
 
     def exported(self, onnx: Path) -> str:
         """What the exported model takes, in words."""

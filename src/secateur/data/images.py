@@ -192,6 +192,14 @@ class Photographs:
             raise DataError(f"{len(targets)} target numbers for {len(self.classes)} classes.")
         return replace(self, targets=tuple(targets))
 
+    def readable(self) -> Photographs:
+        """Without the images that could not be decoded so far."""
+        return self.at([i for i, path in enumerate(self.paths) if path not in self.decoder.broken])
+
+    def at(self, places: Sequence[int]) -> Photographs:
+        """Those at some places, in this order."""
+        return self._subset(places)
+
     def _subset(self, chosen: Sequence[int]) -> Photographs:
         paths, labels = tuple(self.paths[i] for i in chosen), tuple(self.labels[i] for i in chosen)
         return replace(self, paths=paths, labels=labels)

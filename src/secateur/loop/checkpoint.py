@@ -37,11 +37,11 @@ from secateur.surgery.provenance import remember
 FORMAT = "secateur-loop-1"
 _MOST_STEPS, _LARGEST_HEADER = 10**6, 64 * 2**20
 #: Settings that older files do not have.
-_ADDED = frozenset({"data", "loss", "finetune", "batch_size", "evaluate", "recover"})
+_ADDED = frozenset({"data", "loss", "finetune", "batch_size", "evaluate", "recover", "watch"})
 #: The others, as they were before they could be set.
-_LATER = {"uniform": False, "output": [], "blocks": False}
+_LATER = {"uniform": False, "output": [], "blocks": False, "max_drift": None}
 #: Settings that are too long to be shown.
-_DIGESTS = frozenset({"weights", "data", "finetune", "recover"})
+_DIGESTS = frozenset({"weights", "data", "finetune", "recover", "watch"})
 
 
 class Checkpoint:
@@ -68,6 +68,7 @@ class Checkpoint:
         """Replace the file; a kill leaves the old or the new. Of several processes the first one writes."""
         if is_first():
             tensors = {f"model/{name}": tensor for name, tensor in numbers(state.model).items()}
+            tensors |= {f"seen/{step}": heat for step, heat in state.seen.items()}
             carried = [encode(item.state_dict(), tensors, f"carry/{i}") for i, item in enumerate(self._stateful)]
             books = None
             if state.scores is not None:
@@ -125,6 +126,7 @@ class Checkpoint:
         fill(numbers(state.model), _under("model/", tensors), self.path, "the model")
         for item, saved in zip(self._stateful, carried, strict=True):
             item.load_state_dict(decode(saved, tensors))
+        state.seen = {_counted(int(step)): heat for step, heat in _under("seen/", tensors).items()}
         makers, criterion = self.graph.producers, self.settings.criterion
         units = {makers[int(i)].sites[0]: values.numpy() for i, values in _under("score/", tensors).items()}
         blocks = {str(name): float(value) for name, value in header.get("blocks", {}).items()}
@@ -187,6 +189,7 @@ def identity(settings: Settings, data: Data) -> dict[str, Any]:
         "data": data_identity(data), "loss": described(criterion.loss), "batch_size": schedule.batch_size,
         "finetune": described(schedule.finetune), "evaluate": described(settings.evaluate),
         "recover": described(settings.recover),
+        "watch": None if settings.watch is None else data_identity(tuple(settings.watch)),
     }  # fmt: skip
     return own | dict(same_everywhere(shared))
 

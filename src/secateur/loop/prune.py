@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,9 +11,17 @@ from typing import Any
 from torch import Tensor, nn
 
 from secateur.analysis.analyze import analyze
+from secateur.analysis.reasons import Drift, Viewer, some_of, warn_of_other_reasons
+from secateur.analysis.reasons import drift as drift_of
 from secateur.arguments import check_callable, check_path
 from secateur.criteria.registry import Choice, criterion_named
-from secateur.errors import SecateurError
+from secateur.errors import (
+    RelevanceError,
+    SecateurError,
+    SecateurWarning,
+    UnknownOperationError,
+    UnsupportedModelError,
+)
 from secateur.files.pretrained import save_pretrained
 from secateur.loop.checkpoint import Checkpoint
 from secateur.loop.planner import Planner
@@ -35,6 +44,8 @@ from secateur.runtimes import Latency, Setup
 from secateur.runtimes.table import table_of
 from secateur.structure.graph import Graph
 from secateur.surgery.optimizer import carry as carry_over
+
+_WATCHED = 16  # samples, if the user does not say which
 
 
 class Result(Record):
@@ -76,6 +87,24 @@ class Result(Record):
         )  # fmt: skip
 
     @leaves_no_trace
+    def drift(self, data: Data, *, samples: int = 32) -> Drift:
+        """Whether the smaller model keeps its reasons: heat maps before and after on some of the data, by class.
+
+        Warns of classes that are right for other reasons: as accurate as before, but the model looks elsewhere.
+
+        >>> import torch, secateur as sc
+        >>> net = nn.Sequential(nn.Linear(4, 20), nn.ReLU(), nn.Linear(20, 3))
+        >>> data = (torch.rand(16, 4), torch.arange(16) % 3)
+        >>> sc.prune(net, data, remove=0.01, schedule=0.01, progress=False).drift(data).agreement.shape
+        torch.Size([16])
+        """
+        if self.original is None:
+            raise SecateurError("the unpruned model is not known.", fix="secateur.analysis.reasons.drift(original, …)")
+        found = drift_of(self.original, self.model, data, samples=samples)
+        warn_of_other_reasons(found)
+        return found
+
+    @leaves_no_trace
     def save_pretrained(self, path: str | Path, *, tokenizer: Any = None) -> Path:
         """Write a pruned Hugging Face model as a folder with config, weights, tokenizer and a model card.
 
@@ -87,7 +116,7 @@ class Result(Record):
 
     def _facts(self) -> dict[str, str]:
         """Lines for a model card."""
-        known = ("criterion", "composite", "remove", "keep", "max_drop", "scope", "round_to", "repair")
+        known = ("criterion", "composite", "remove", "keep", "max_drop", "max_drift", "scope", "round_to", "repair")
         asked = {name: str(self.settings[name]) for name in known if self.settings.get(name)}
         if (where := self.settings.get("latency")) and self.cost_after.latency and self.cost_before.latency:
             times = f"{1000 * self.cost_before.latency:.4g} → {1000 * self.cost_after.latency:.4g} ms"
@@ -112,6 +141,8 @@ def prune(
     recover: Recover | int | bool | None = None,
     evaluate: Evaluate | None = None,
     max_drop: float | Mapping[str, float] | None = None,
+    max_drift: float | Mapping[str, float] | None = None,
+    watch: tuple[Any, Any] | None = None,
     output: str | Sequence[str] = (),
     latency: Latency | Setup | None = None,
     checkpoint: str | Path | None = None,
@@ -121,7 +152,8 @@ def prune(
     """Remove the units that matter least until the target is met, and repair what remains. The model is not changed.
 
     The target is `remove` (a share of the units that may leave), or `keep` (`{"params": 0.5}`, `{"macs": 1e9}`,
-    `{"latency": 0.5}` as a share of the measured latency, `{"seconds": 0.01}`), or neither with `max_drop`.
+    `{"latency": 0.5}` as a share of the measured latency, `{"seconds": 0.01}`), or neither with `max_drop` or
+    `max_drift`.
 
     `data` is a pair (inputs, targets), tensors or NumPy arrays, or an iterable of such batches, e.g. a DataLoader.
     Criteria that look at no data need one input to analyse the model with: `data=[(example, None)]`. `criterion` is a
@@ -151,6 +183,10 @@ def prune(
     where "worst" holds for every class and any other key for that class alone. The result is then the last step that
     held.
 
+    `max_drift` is how far the heat maps of `watch`, a pair (inputs, targets), may move from those of the unpruned
+    model: 1 minus their correlation, 0.2 for instance, or a dict as for `max_drop`. The heat maps of `watch` are kept
+    after each step, for the report. Without it, 16 samples of `data` are watched.
+
     `output` names what counts of several things that the model returns, as in `analyze`.
 
     With `checkpoint`, a file is replaced atomically after each step. The same call made again goes on from there and
@@ -167,8 +203,8 @@ def prune(
     (Linear(in_features=4, out_features=10, bias=True), [20, 15, 10])
     """
     settings = Settings(
-        criterion_named(criterion), Target(remove, keep, max_drop), Schedule.of(schedule),
-        Limits.of(limits), repair_of(repair), evaluate, output, latency, Recover.of(recover),
+        criterion_named(criterion), Target(remove, keep, max_drop, max_drift), Schedule.of(schedule),
+        Limits.of(limits), repair_of(repair), evaluate, output, latency, Recover.of(recover), watch,
     )  # fmt: skip
     with limited(memory):
         return run_loop(model, data, settings, checkpoint, progress)
@@ -199,7 +235,9 @@ def run_loop(
     saved = Checkpoint(Path(checkpoint), original, graph, settings, data) if checkpoint is not None else None
     state = RunState(original)
     with Progress(progress, planner.steps) as shown:
-        steps = Steps(original, data, graph, settings, planner, shown, saved.training if saved is not None else None)
+        training = saved.training if saved is not None else None
+        viewer = _viewer(original, data, settings)
+        steps = Steps(original, data, graph, settings, planner, shown, training, viewer)
         try:
             state.model = copy_with(original, lambda name, old: old.detach().clone())
             for item in settings.schedule.carry:
@@ -216,9 +254,23 @@ def run_loop(
             if saved is not None:
                 saved.forget_training()  # here, too, if the run was killed after its last step was saved
         except SecateurError as error:
-            error.result = _result(state, original, steps.graph, settings)
+            error.result = _result(state, original, steps.graph, settings, viewer)
             raise
-    return _result(state, original, steps.graph, settings)
+    return _result(state, original, steps.graph, settings, viewer)
+
+
+def _viewer(original: nn.Module, data: Data, settings: Settings) -> Viewer | None:
+    """Explains some samples after each step, if that is asked for. A single step is explained by the report alone."""
+    watch, bound = settings.watch, settings.target.max_drift
+    if bound is None and (watch is None or settings.schedule.one_shot):
+        return None
+    try:
+        return Viewer(original, (watch[0], watch[1]) if watch is not None else some_of(data, _WATCHED))
+    except (RelevanceError, UnknownOperationError, UnsupportedModelError) as error:
+        if bound is not None:
+            raise
+        warnings.warn(f"no heat maps are kept: {error}", SecateurWarning, stacklevel=2)
+        return None
 
 
 def _table(model: nn.Module, graph: Graph, given: Latency | Setup | None) -> Latency:
@@ -231,7 +283,9 @@ def _table(model: nn.Module, graph: Graph, given: Latency | Setup | None) -> Lat
     return given
 
 
-def _result(state: RunState, original: nn.Module, graph: Graph, settings: Settings) -> Result:
+def _result(
+    state: RunState, original: nn.Module, graph: Graph, settings: Settings, viewer: Viewer | None = None
+) -> Result:
     """The last step that is complete."""
     before = graph.cost
     after = state.plan.after if state.plan is not None else before
@@ -242,4 +296,5 @@ def _result(state: RunState, original: nn.Module, graph: Graph, settings: Settin
     return Result(
         state.model, state.plan, state.history, graph, state.scores, before, after, state.done, original,
         settings.shown() | ({"composite": composite} if composite else {}),
+        None if viewer is None else (viewer.x, viewer.y), state.seen,
     )  # fmt: skip

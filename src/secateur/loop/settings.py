@@ -107,6 +107,8 @@ class Settings:
     output: str | Sequence[str] = ()
     latency: Latency | Setup | None = None
     recover: Recover | None = None
+    #: Samples (inputs, targets) whose heat maps are kept after each step.
+    watch: tuple[Any, Any] | None = None
 
     def __post_init__(self) -> None:
         target, schedule = self.target, self.schedule
@@ -117,6 +119,8 @@ class Settings:
             Repair(self.repair)
         if target.max_drop is not None and self.evaluate is None:
             raise SecateurError("max_drop needs a measure of the drop.", fix="evaluate=f(model)")
+        if self.watch is not None:
+            arguments.check_kind("watch", self.watch, (tuple, list), "a pair (inputs, targets); targets may be None")
         if self.latency is not None:
             fix = "the table of secateur.latency(model, example), or a secateur.runtimes.Setup"
             arguments.check_kind("latency", self.latency, (Latency, Setup), fix)
@@ -140,7 +144,7 @@ class Settings:
             scope: Scope = "global" if rescore else "cost" if self.criterion.comparable else "layer"
             limits = replace(limits, scope=scope)
         if schedule.step is None:
-            one_shot |= not (rescore or target.max_drop is not None or schedule.parts)
+            one_shot |= not (rescore or target.bounded or schedule.parts)
         schedule = replace(schedule, rescore=rescore, one_shot=one_shot)
         return replace(self, schedule=schedule, limits=limits, repair=repair)
 
@@ -161,10 +165,11 @@ class Settings:
 
     def request(self) -> dict[str, Any]:
         """Target, steps and limits as plain values."""
-        drop = self.target.max_drop
+        drop, moved = self.target.max_drop, self.target.max_drift
         return {
             "aggregate": self.criterion.aggregate, "seed": self.schedule.seed,
             "max_drop": dict(drop) if isinstance(drop, Mapping) else drop,
+            "max_drift": dict(moved) if isinstance(moved, Mapping) else moved,
             "remove": self.target.remove, "keep": dict(self.target.keep or {}), "step": self.step,
             "one_shot": self.schedule.one_shot, "parts": {name: list(paths) for name, paths in self.parts.items()},
             "scope": self.limits.scope, "min_units": self.limits.min_units, "round_to": self.limits.round_to,

@@ -11,8 +11,9 @@ from typing import cast
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from secateur.analysis.reasons import Viewer
 from secateur.criteria.scoring import scores_of
 from secateur.errors import (
     Argument,
@@ -59,6 +60,8 @@ class RunState:
     done: str = ""
     #: Layers whose removal was wrong, with the reason: they stay.
     frozen: dict[str, str] = field(default_factory=dict)
+    #: Heat maps of the watched samples, by step.
+    seen: dict[int, Tensor] = field(default_factory=dict)
 
 
 @dataclass
@@ -73,6 +76,8 @@ class Steps:
     tell: Listener
     #: The file of the training within a step.
     training: Checkpoint | None = None
+    #: Explains the watched samples.
+    viewer: Viewer | None = None
     _scores: Scores | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
@@ -98,7 +103,8 @@ class Steps:
         begin, cost = time.perf_counter(), self.graph.cost
         metrics = self._evaluated(state.model, 0)
         latency = self._timed(None)[0] if self.settings.target.timed else None
-        row = Row(0, self.graph.total_units, 0.0, cost.params, cost.macs, metrics, latency=latency)
+        drift = self._looked(state, state.model, 0).get("overall")
+        row = Row(0, self.graph.total_units, 0.0, cost.params, cost.macs, metrics, latency=latency, drift=drift)
         state.history.rows.append(replace(row, seconds=time.perf_counter() - begin))
 
     def _step(self, state: RunState) -> None:
@@ -132,17 +138,20 @@ class Steps:
         model, failure = self._improved(model, plan, number)
         remember(model, self.original, plan)
         metrics = self._evaluated(model, number)
-        held = target.max_drop is None or within(target.max_drop, state.history[0].metrics, metrics)
+        drifts = self._looked(state, model, number)
+        accurate = target.max_drop is None or within(target.max_drop, state.history[0].metrics, metrics)
+        held = accurate and (target.max_drift is None or near(target.max_drift, drifts))
         had, has = plan.units
         low = sum(after <= self.settings.limits.min_units for before, after in plan.layers.values() if after < before)
         row = Row(
             number, has, (had - has) / had, plan.after.params, plan.after.macs, metrics, proposal.part, latency, low,
-            held, scoring, time.perf_counter() - begin,
+            held, scoring, time.perf_counter() - begin, drifts.get("overall"),
         )  # fmt: skip
         state.history.rows.append(row)
         state.step = number
         if not held:
-            state.done = f"step {number} would have lost more accuracy than allowed; this is the step before it"
+            lost = "changed the reasons more" if accurate else "lost more accuracy"
+            state.done = f"step {number} would have {lost} than allowed; this is the step before it"
             if failure is not None:
                 raise failure
             return
@@ -271,6 +280,14 @@ class Steps:
                 raise ValueError(f"it returned {found!r}: a finite number, or a dict with 'overall', is needed")
         return dict(same_everywhere(metrics))
 
+    def _looked(self, state: RunState, model: nn.Module, number: int) -> dict[str, float]:
+        """Keep the heat maps of the watched samples. Returns how far they are from those of the unpruned model."""
+        if self.viewer is None:
+            return {}
+        heat = (self.viewer.look(model) if number else self.viewer.before).heat
+        state.seen[number] = heat.detach().float().cpu()
+        return dict(same_everywhere(self.viewer.drift(heat)))
+
     def _to_latency(self, state: RunState, scores: Scores, plan: Plan, last: bool) -> tuple[Plan, float]:
         """Measure what the plan leaves. If that should meet the target, plan again until it just does."""
         target, table = self.settings.target, self.settings.latency
@@ -315,6 +332,18 @@ class Steps:
         if plan is not None:
             models.append((cut(self.original, plan).eval(), plan))
         return list(same_everywhere(table.clock(self.original).in_turn(models)))
+
+
+def near(limit: float | Mapping[str, float], drifts: Mapping[str, float]) -> bool:
+    """Whether no heat map moved by more than `limit` allows. "worst" stands for every class."""
+    for key, most in (limit if isinstance(limit, Mapping) else {"overall": limit}).items():
+        known = [name for name in drifts if name != "overall"]
+        for name in (known or ["worst"]) if key == "worst" else [str(key)]:
+            if name not in drifts:
+                raise EvaluationError(f"max_drift names {name!r}, but the watched samples have {', '.join(drifts)}.")
+            if drifts[name] > most + 1e-12:
+                return False
+    return True
 
 
 def within(drop: float | Mapping[str, float], before: Mapping[str, float], after: Mapping[str, float]) -> bool:

@@ -35,6 +35,7 @@ def brief(settings: Any) -> str:
 class Target:
     """Where pruning ends: `remove` a share of the units, or `keep` so much of a cost, or as far as `max_drop` allows.
 
+    `max_drift` bounds how far heat maps may move from those of the unpruned model: 1 minus their correlation.
     `keep` names "params" or "macs", a share up to 1 or else a number; or alone "latency", a share of what is measured,
     or "seconds" per forward pass.
 
@@ -45,6 +46,7 @@ class Target:
     remove: float | None = None
     keep: Mapping[str, float] | None = None
     max_drop: float | Mapping[str, float] | None = None
+    max_drift: float | Mapping[str, float] | None = None
 
     __repr__ = brief
 
@@ -53,7 +55,7 @@ class Target:
         if not isinstance(keep, Mapping):
             given = Argument("keep", keep)
             raise TargetError("{keep} does not say of what.", fix="keep={{'macs': 0.5}}, or 'params'", keep=given)
-        for name, bounds in (("keep", self.keep), ("max_drop", self.max_drop)):
+        for name, bounds in (("keep", self.keep), ("max_drop", self.max_drop), ("max_drift", self.max_drift)):
             if isinstance(bounds, Mapping) and not bounds:
                 example = Argument(name, {"macs": 0.5} if name == "keep" else 0.01)
                 raise TargetError(
@@ -64,11 +66,11 @@ class Target:
             check("remove", self.remove)
         for name, value in keep.items():
             check("keep", value, key=str(name))
-        if self.max_drop is not None:
-            drops = self.max_drop if isinstance(self.max_drop, Mapping) else {"": self.max_drop}
-            for name, value in drops.items():
-                check("max_drop", value, key=str(name), least=0)
-        if self.remove is None and not keep and self.max_drop is None:
+        for bound, limit in (("max_drop", self.max_drop), ("max_drift", self.max_drift)):
+            for name, value in (limit if isinstance(limit, Mapping) else {"": limit}).items():
+                if limit is not None:
+                    check(bound, value, key=str(name), least=0)
+        if self.remove is None and not keep and not self.bounded:
             fix = "remove=0.3, a share of the units; keep={'macs': 0.5}, or 'params' or 'latency'; or max_drop=0.01"
             raise TargetError("there is no target: give exactly one target.", fix=fix)
         if self.remove is not None:
@@ -79,6 +81,11 @@ class Target:
             raise _conflict(*keep, "remove", what="are different targets.")
         if self.timed and len(keep) > 1:
             raise _conflict(*keep, what="cannot be combined: a latency is approached alone.")
+
+    @property
+    def bounded(self) -> bool:
+        """Whether a step may be taken back because of what it costs in accuracy or in reasons."""
+        return self.max_drop is not None or self.max_drift is not None
 
     @property
     def sizes(self) -> dict[str, float]:

@@ -11,20 +11,16 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from secateur.analysis.reasons import Drift, Viewer, compared
 from secateur.errors import DataError
-from secateur.nest import select_samples
 from secateur.plans.plan import Plan
-from secateur.relevance.composites import composite_named
-from secateur.relevance.engine import Start
-from secateur.relevance.explain import Explanation, bound, explain, fitting, visible
-from secateur.relevance.starts import How, begun, seed
+from secateur.relevance.explain import Explanation, bound, visible
 from secateur.relevance.text import Shade, shaded
 from secateur.relevance.weights import path_of
 from secateur.report.document import Page
 from secateur.results.history import Record
-from secateur.running.batches import Data, as_data, batches, is_pair, size_of
-from secateur.running.devices import device_of, to_device
-from secateur.running.targets import IGNORED, Reader, ids_in
+from secateur.running.batches import size_of
+from secateur.running.targets import IGNORED
 
 Names = Sequence[str] | Mapping[int, str] | None
 Map = np.ndarray[Any, Any]
@@ -32,7 +28,7 @@ Map = np.ndarray[Any, Any]
 _ROWS, _COLUMNS = ("top", "middle", "bottom"), ("left", "centre", "right")
 _LISTED = 5  # units of each kind
 _LARGEST = 320  # pixels on a side
-_COARSE = 64  # below this, pixels are shown as squares
+COARSE = 64  # below this, pixels are shown as squares
 
 
 @dataclass(frozen=True)
@@ -83,33 +79,10 @@ class Changes:
     samples: Sequence[Sample]
     passages: Sequence[Passage]
     count: int
+    reasons: Drift
     removed: Sequence[UnitChange]
     gained: Sequence[UnitChange]
     hardest_hit: tuple[str, float] | None
-
-
-def some_of(data: Data, count: int) -> tuple[Any, Tensor | None]:
-    """A few samples, as many classes as can be among them: the first of each class, then the second, …"""
-    data = as_data(data)
-    inputs, targets = data if is_pair(data) else next(batches(data), (None, None))
-    if isinstance(inputs, Mapping) and ids_in(inputs) is not None:
-        return select_samples(inputs, slice(count)), targets[:count] if isinstance(targets, Tensor) else None
-    if not isinstance(inputs, Tensor):
-        raise DataError(
-            f"heat maps need a tensor of inputs, not {type(inputs).__name__}.",
-            fix="leave out data=, or give inputs=(x, y) if the model takes one tensor",
-        )
-    if not isinstance(targets, Tensor):
-        return inputs[:count], targets
-    if targets.dim() != 1:
-        return inputs[:count], targets[:count] if targets.dim() else targets
-    seen: dict[int, int] = {}
-    order = []
-    for place, target in enumerate(targets.tolist()):
-        seen[target] = seen.get(target, -1) + 1
-        order.append((seen[target], place))
-    index = torch.tensor(sorted(place for _, place in sorted(order)[:count]), device=inputs.device)
-    return inputs[index], targets[index.to(targets.device)]
 
 
 def changes(
@@ -117,42 +90,37 @@ def changes(
 ) -> Changes:
     """Explain the same inputs with both networks and compare. Each sample starts at its class: with 1, or with its
     logit under a composite that has signs."""
-    x, y = (to_device(part, device_of(original)) for part in inputs)
-    text = isinstance(x, Mapping) and ids_in(x) is not None
-    if not (isinstance(x, Tensor) or text) or not (count := size_of(x)):
-        raise DataError("there is no input to explain: give inputs=(x, y) with at least one sample.")
-    check_scale(x, page)
-    rules = page.composite if page.composite is not None else fitting(original, x)
-    how = composite_named(rules).start
-    start: Any = y if y is None or text else _begin(original, x, y, how)  # of a text, the page names the class
-    before = explain(original, x, start, composite=rules, start=how)
-    place = device_of(result.model)
-    there, target, known = (to_device(part, place) for part in (x, y, before.classes))
-    begin: Any = None if y is None and known is None else _begin(result.model, there, target, how, known)
-    after = explain(result.model, there, target if text and y is not None else begin, composite=rules, start=how)
+    if isinstance(inputs[0], Tensor):
+        check_scale(inputs[0], page)
+    viewer = Viewer(original, inputs, page.composite)
+    after = viewer.look(result.model)
+    reasons = compared(viewer, original, result.model, after, faithful=True)
+    samples, passages = pairs(viewer, after, classes, page)
+    units = _units(original, viewer.before, after, result.plan)
+    return Changes(samples, passages, size_of(viewer.x), reasons, *units)
+
+
+def pairs(viewer: Viewer, after: Explanation, classes: Names, page: Page) -> tuple[list[Sample], list[Passage]]:
+    """What both networks see, sample by sample: pictures, or passages of text. What changed most comes first."""
+    before, x, y = viewer.before, viewer.x, viewer.y
     samples, passages = list[Sample](), list[Passage]()
+    alike = viewer.agreement(after.heat).tolist()
     if before.text is not None and after.text is not None:
-        passages = [_passage(i, before, after, classes, page.tokenizer) for i in range(count)]
+        passages = [_passage(i, before, after, alike[i], classes, page.tokenizer) for i in range(len(alike))]
     elif isinstance(x, Tensor) and x.dim() == 4:
         labels = [name_of(int(c), classes) for c in y] if y is not None and y.dim() == 1 else [""] * len(x)
         said = zip(*(_said(seen.output, len(x), classes) for seen in (before, after)), strict=True)
         maps = (seen.heat.detach().double().cpu() for seen in (before, after))
-        samples = [_sample(*parts) for parts in zip(labels, said, _pictures(x, page), *maps, strict=True)]
+        samples = [_sample(*parts) for parts in zip(labels, said, shown(x, page), *maps, alike, strict=True)]
     samples.sort(key=lambda sample: sample.agreement)
     passages.sort(key=lambda passage: passage.agreement)
-    return Changes(samples, passages, count, *_units(original, before, after, result.plan))
-
-
-def _begin(model: nn.Module, x: Any, y: Tensor | None, how: How, classes: Tensor | None = None) -> Start:
-    """Relevance starts at the targets, as in scoring; without any, at the classes that the other network predicted."""
-    reader = Reader(model)
-    if y is not None:
-        return lambda output: begun(reader, x, y, output, how, size_of(x))
-    return lambda output: seed(reader.view(x, None, output), classes, how)
+    return samples, passages
 
 
 # -- texts -------------------------------------------------------------------------------------------------------------
-def _passage(row: int, before: Explanation, after: Explanation, classes: Names, tokenizer: Any) -> Passage:
+def _passage(
+    row: int, before: Explanation, after: Explanation, alike: float, classes: Names, tokenizer: Any
+) -> Passage:
     old, new = before.text, after.text
     assert old is not None
     assert new is not None
@@ -167,12 +135,11 @@ def _passage(row: int, before: Explanation, after: Explanation, classes: Names, 
         name = old.named(number, tokenizer) if old.speaks else name_of(number, classes)
         return f"{name} ({100 * float(sure):.0f} %)"
 
-    heats = [text.relevance[row][old.counts[row]].detach().double().cpu().numpy() for text in (old, new)]
     explained = old.said(row, before.classes, before.against, tokenizer)
     if not old.speaks and before.classes is not None and before.classes.dim() == 1:
         explained = f"Explained: {name_of(int(before.classes[row]), classes)}."
     was, now = (shaded(text.words(tokenizer)[row]) for text in (old, new))
-    return Passage(explained, (says(before), says(after)), was, now, agreement(*heats))
+    return Passage(explained, (says(before), says(after)), was, now, alike)
 
 
 def _place(seen: Explanation, row: int) -> int | None:
@@ -184,14 +151,13 @@ def _place(seen: Explanation, row: int) -> int | None:
 
 
 # -- pictures ----------------------------------------------------------------------------------------------------------
-def _sample(label: str, said: tuple[str, str], picture: bytes, old: Tensor, new: Tensor) -> Sample:
+def _sample(label: str, said: tuple[str, str], picture: bytes, old: Tensor, new: Tensor, alike: float) -> Sample:
     limit = max(bound(old), bound(new))
     change = share(new) - share(old)
     cells = regions(change).items()
     gained, lost = (most(cells, key=lambda cell: cell[1]) for most in (max, min))
-    before, after = (_coloured(heat.numpy(), limit, "seismic") for heat in (old, new))
-    moved = _coloured(change, bound(torch.from_numpy(change)), "PuOr_r")
-    alike, coarse = agreement(old.numpy(), new.numpy()), max(old.shape) < _COARSE
+    before, after = (coloured(heat.numpy(), limit, "seismic") for heat in (old, new))
+    moved, coarse = coloured(change, bound(torch.from_numpy(change)), "PuOr_r"), max(old.shape) < COARSE
     return Sample(label, said, picture, before, after, moved, alike, gained, lost, coarse)
 
 
@@ -202,7 +168,7 @@ def check_scale(x: Any, page: Page) -> None:
             raise DataError(f"{name} has {len(values)} numbers, but the pictures have {x.shape[1]} channels.")
 
 
-def _pictures(x: Tensor, page: Page) -> list[bytes]:
+def shown(x: Tensor, page: Page) -> list[bytes]:
     """The pictures as they were before normalisation, as PNG."""
     plain = x.detach().float().cpu()
     if page.std is not None:
@@ -230,7 +196,7 @@ def name_of(number: int, classes: Names) -> str:
     return str(classes[number]) if classes is not None and number < len(classes) else str(number)
 
 
-def _coloured(heat: Map, limit: float, palette: str) -> bytes:
+def coloured(heat: Map, limit: float, palette: str) -> bytes:
     """A heat map as PNG: 256 colours about 0."""
     from matplotlib import colormaps
 
@@ -272,13 +238,6 @@ def regions(change: Map) -> dict[str, float]:
         for column, part in zip(_COLUMNS, np.array_split(strip, 3, 1), strict=True):
             found["centre" if (row, column) == ("middle", "centre") else f"{row} {column}"] = float(part.sum())
     return found
-
-
-def agreement(a: Map, b: Map) -> float:
-    """Pearson's correlation of two heat maps, pixel by pixel; 0 where one is flat."""
-    x, y = a.ravel() - a.mean(), b.ravel() - b.mean()
-    size = float(np.linalg.norm(x) * np.linalg.norm(y))
-    return float(x @ y) / size if size > 0 else 0.0
 
 
 # -- units -------------------------------------------------------------------------------------------------------------

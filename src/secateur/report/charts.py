@@ -28,12 +28,13 @@ _SHAPES = (
 
 @dataclass(frozen=True)
 class Point:
-    """One number, with what it says in words. `taken_back` marks a step that was not kept."""
+    """One number, with what it says in words. `taken_back`: a step that was not kept; `chosen`: the last that was."""
 
     x: float
     y: float
     text: str
     taken_back: bool = False
+    chosen: bool = False
 
 
 @dataclass(frozen=True)

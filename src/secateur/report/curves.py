@@ -10,7 +10,7 @@ from secateur.errors import SecateurError
 from secateur.report.charts import Chart, Point, Series
 from secateur.report.document import Table, number, percent
 from secateur.results.comparison import Comparison, curve
-from secateur.results.history import History, Record
+from secateur.results.history import History, Record, Row
 
 _REMOVED, _LEFT = "units removed", "MACs left"
 
@@ -72,19 +72,37 @@ def run_charts(history: History, metric: Metric) -> list[Chart]:
     if len(rows) < 3:
         return []
     whole, first = max(rows[0][0].macs, 1), rows[0][1]
-    back = " A step that lost too much was taken back: the hollow point." if not all(r.held for r, _ in rows) else ""
-    caption = f"Each point is a step; the dashed line is the unpruned network.{back}"
+    chosen = max(i for i, (row, _) in enumerate(rows) if row.held)
+    caption = f"Each point is a step; the dashed line is the unpruned network. {_neighbours(rows, chosen, metric)}"
     charts = []
     for id, axis in (("units", _REMOVED), ("macs", _LEFT)):
         points, lines = [], []
-        for row, value in rows:
+        for i, (row, value) in enumerate(rows):
             share, note = row.removed if id == "units" else row.macs / whole, "" if row.held else "taken back"
+            if i == chosen:
+                note = "the model of this page"
             text = f"{100 * share:.1f} % of {axis}: {metric.text(value)}{note and ', '}{note}"
-            points.append(Point(100 * share, metric.drawn(value), text, not row.held))
+            points.append(Point(100 * share, metric.drawn(value), text, not row.held, i == chosen))
             lines.append((str(row.step), percent(share), metric.bare(value), note))
         table = Table.of(f"{metric.name} over {axis}, %", ("step",), (f"{axis}, %", metric.name, ""), lines)
         charts.append(metric.chart(id, caption, axis, first, [Series(metric.word, points)], table))
     return charts
+
+
+def _neighbours(rows: Sequence[tuple[Row, float]], chosen: int, metric: Metric) -> str:
+    """The chosen point of the trade-off, and what one step less or more would be."""
+    whole = max(rows[0][0].macs, 1)
+
+    def at(place: int) -> str:
+        row, value = rows[place]
+        return f"{metric.text(value)} at {100 * row.macs / whole:.1f} % of the MACs"
+
+    words = f"The ring is the model of this page: {at(chosen)}."
+    if chosen:
+        words += f" One step less: {at(chosen - 1)}."
+    if chosen + 1 < len(rows):
+        return f"{words} One step more: {at(chosen + 1)}; that step lost too much and was taken back: the hollow point."
+    return f"{words} The run ended there."
 
 
 @dataclass(frozen=True)

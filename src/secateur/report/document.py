@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import base64
+import csv
+import io
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +24,8 @@ class Page:
 
     `about` is shown among the settings. Both models are timed in turn for batches of 1 and 32, unless `latency` is
     False or holds what was measured already. Heat maps are made with `composite`, by default that of the run. `mean`
-    and `std` are those that the images were normalised with. `tokenizer` gives the words of texts.
+    and `std` are those that the images were normalised with. `tokenizer` gives the words of texts. `answers` are what
+    both models said to the test samples, if that is known already.
     """
 
     title: str | None = None
@@ -31,6 +35,7 @@ class Page:
     mean: Sequence[float] | None = None
     std: Sequence[float] | None = None
     tokenizer: Any = None
+    answers: Any = None
 
     __repr__ = brief
 
@@ -72,6 +77,25 @@ class Table:
         count = len(keys)
         return cls(title, keys, heads, [(row[:count], [Cell(text) for text in row[count:]]) for row in rows])
 
+    @property
+    def csv(self) -> str:
+        """The whole table as CSV text, with plain minus signs."""
+        text = io.StringIO()
+        writer = csv.writer(text, lineterminator="\n")
+        writer.writerow([*self.keys, *self.heads])
+        for keys, cells in self.lines:
+            writer.writerow([*keys, *(cell.text.replace("−", "-") for cell in cells)])
+        return text.getvalue()
+
+    @property
+    def file(self) -> str:
+        """What the table is called as a file.
+
+        >>> Table("Accuracy, % by class", (), (), ()).file
+        'accuracy-by-class.csv'
+        """
+        return "-".join(re.findall(r"\w+", self.title.lower())) + ".csv"
+
 
 def number(value: float, form: str = ".6g") -> str:
     """A number with a real minus sign, by default without zeros at the end.
@@ -102,4 +126,7 @@ def fill(template: str, package: str = "secateur", **content: Any) -> str:
     )
     environment.filters["number"] = number
     environment.filters["uri"] = lambda png: "data:image/png;base64," + base64.b64encode(png).decode()
+    environment.filters["csv"] = (  # with a mark by which spreadsheets know the encoding
+        lambda table: "data:text/csv;charset=utf-8;base64," + base64.b64encode(table.csv.encode("utf-8-sig")).decode()
+    )
     return environment.get_template(template).render(**content)

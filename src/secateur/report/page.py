@@ -12,6 +12,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from secateur import atomic
+from secateur.analysis.reasons import some_of, warn_of_other_reasons
 from secateur.arguments import check_path
 from secateur.errors import (
     DataError,
@@ -25,10 +26,12 @@ from secateur.latency.timing import RUNTIMES, Timing, batch_of, time_batches
 from secateur.nest import describe
 from secateur.relevance.composites import PRESETS
 from secateur.relevance.conservation import Conservation
-from secateur.report.changes import Changes, Names, changes, check_scale, name_of, some_of, unit_dim
+from secateur.report.answers import Answers, differences
+from secateur.report.changes import Changes, Names, changes, check_scale, name_of, unit_dim
 from secateur.report.curves import Metric, contest, run_charts
 from secateur.report.document import Page, Table, fill, number, percent
 from secateur.report.environment import environment
+from secateur.report.film import film
 from secateur.results.comparison import Comparison
 from secateur.results.history import Record
 from secateur.running.accuracy import PERPLEXITY, accuracy, perplexity
@@ -39,6 +42,7 @@ from secateur.structure.cost import human
 
 _SAMPLES = 4  # shown as heat maps when they are taken from the data
 _MOST = 10  # classes that are not folded away
+_UNEXPLAINED = (DataError, RelevanceError, UnknownOperationError, UnsupportedModelError)
 _REPEATS = 20  # forward passes that the latency is the median of
 
 
@@ -110,7 +114,8 @@ def write_report(
     elif inputs is not None or data is not None or test is not None:
         raise SecateurError("heat maps and accuracies before pruning need the unpruned model: give original=model.")
     metric = Metric.of(row.overall for row in result.history if row.overall is not None)
-    measured = _measured(result, source, test, classes, metric)
+    measured, answers = _measured(result, source, test, classes, metric)
+    answers = page.answers if answers is None else answers
     criterion = str(result.settings.get("criterion") or (result.scores.criterion if result.scores else "no criterion"))
     preset = criterion.partition("lrp:")[2]
     if page.composite is None and preset in PRESETS:
@@ -120,6 +125,14 @@ def write_report(
         seen = changes(source, result, inputs, classes, page)
     elif source is not None and data is not None:
         seen, unseen = _seen(source, result, data, classes, page)
+    different = None
+    if source is not None and answers is not None:
+        try:
+            different = differences(source, result.model, answers, classes, page)
+        except _UNEXPLAINED:  # the heat maps of other samples, or a note, say why
+            different = differences(source, result.model, replace(answers, pick=None), classes, page)
+    if seen is not None:
+        warn_of_other_reasons(seen.reasons, lambda number: name_of(number, classes))
     speeds, latency_note = _speeds(result, source, page.latency)
     layers = _layers(result)
     html = fill(
@@ -131,6 +144,8 @@ def write_report(
         latency_note=latency_note,
         most=_MOST,
         charts=run_charts(result.history, metric),
+        film=film(result, metric, classes, page),
+        different=different,
         metric=metric,
         measured=measured,
         classes=_class_table(measured),
@@ -139,6 +154,7 @@ def write_report(
         layer_table=_layer_table(layers),
         seen=seen,
         unseen=unseen,
+        reasons=_reasons(seen, classes) if seen is not None else None,
         unit_tables=_unit_tables(seen) if seen is not None else [],
         steps=_step_table(result, metric),
         parameters=_parameter_table(result),
@@ -159,7 +175,7 @@ def _seen(source: nn.Module, result: Record, data: Data, classes: Names, page: P
     check_scale(shown[0], page)
     try:
         return changes(source, result, shown, classes, page), ""
-    except (DataError, RelevanceError, UnknownOperationError, UnsupportedModelError) as error:
+    except _UNEXPLAINED as error:
         return None, _unseen(error)
 
 
@@ -185,19 +201,22 @@ def _lead(result: Record, criterion: str) -> str:
     return f"{done} The run ended because {result.stopped or 'it was stopped'}."
 
 
-def _measured(result: Record, source: nn.Module | None, test: Data, classes: Names, metric: Metric) -> Measured | None:
-    """On the test data, or else by the `evaluate` of the run."""
+def _measured(
+    result: Record, source: nn.Module | None, test: Data, classes: Names, metric: Metric
+) -> tuple[Measured | None, Answers | None]:
+    """On the test data, with what was answered, or else by the `evaluate` of the run."""
     if source is not None and test is not None and Reader(source).causal:
         first, last = (perplexity(model, test) for model in (source, result.model))
         title = f"Next-token accuracy on {first.tokens} held-out tokens"
-        return Measured(title, Metric(percent=True), first.named(), last.named())
+        return Measured(title, Metric(percent=True), first.named(), last.named()), None
     if source is not None and test is not None:
         old, new = (accuracy(model, test) for model in (source, result.model))
         title = f"Accuracy on {old.samples} held-out samples"
-        return Measured(title, Metric(percent=True), *(a.named(lambda c: name_of(c, classes)) for a in (old, new)))
+        named = (found.named(lambda c: name_of(c, classes)) for found in (old, new))
+        return Measured(title, Metric(percent=True), *named), Answers.of(old, new, test)
     rows = [row.metrics for row in result.history if row.held]
     title = "Next-token accuracy" if PERPLEXITY in rows[0] else metric.word.capitalize()
-    return Measured(title, metric, rows[0], rows[-1]) if "overall" in rows[0] else None
+    return (Measured(title, metric, rows[0], rows[-1]) if "overall" in rows[0] else None), None
 
 
 def _tiles(result: Record, measured: Measured | None) -> list[Tile]:
@@ -337,6 +356,21 @@ def _unit_tables(seen: Changes) -> list[Table]:
         Table.of("Units that left with the most relevance", ("layer", "unit"), ("relevance before, %",), removed),
         Table.of("Units that gained the most", ("layer", "unit"), ("before, %", "after, %"), gained),
     ]
+
+
+def _reasons(seen: Changes, classes: Names) -> Table:
+    """By class: how far the heat maps agree, and how faithful they are."""
+    found, other = seen.reasons, set(seen.reasons.other_reasons)
+    faithful = ("SRG before", "SRG after") if found.srg is not None else ()
+    lines: list[tuple[str, ...]] = []
+    for c, drift in sorted({-1: float(found), **found.by_class}.items(), key=lambda item: (item[0] >= 0, -item[1])):
+        mine = found.of_class(c)
+        measured = [number(float(part[mine].mean()), ".3f") for part in found.srg or ()]
+        note = "right for other reasons" if c in other else ""
+        name = "all" if c < 0 else name_of(c, classes)
+        lines.append((name, str(int(mine.sum())), number(1 - drift, ".3f"), number(drift, ".3f"), *measured, note))
+    heads = ("samples", "correlation", "drift", *faithful, "")
+    return Table.of("Does the network keep its reasons?", ("class",), heads, lines)
 
 
 def _conservation(found: Conservation | None) -> tuple[str, Table] | None:

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from secateur import atomic
 from secateur.errors import FileFormatError
@@ -25,7 +25,8 @@ class Row:
     """One step. `removed` is the share of units gone; `metrics` what `evaluate` said, with "overall" among it.
 
     `at_minimum` counts the layers that are down to the units they must keep; `held` is False for a step that lost too
-    much and was taken back. `latency` is in seconds, where it was measured.
+    much and was taken back. `latency` is in seconds, where it was measured. `drift` is how far the heat maps are from
+    those of the unpruned model (`secateur.analysis.reasons`), where samples are watched.
     """
 
     step: int
@@ -40,6 +41,7 @@ class Row:
     held: bool = True
     score_seconds: float = 0.0
     seconds: float = 0.0
+    drift: float | None = None
 
     @property
     def overall(self) -> float | None:
@@ -52,7 +54,7 @@ class History:
 
     >>> history = History([Row(0, 10, 0.0, 100, 1000, {"overall": 0.9})])
     >>> print(history.to_csv().splitlines()[0])
-    step,units,removed,params,macs,part,latency,at_minimum,held,score_seconds,seconds,overall
+    step,units,removed,params,macs,part,latency,at_minimum,held,score_seconds,seconds,drift,overall
     """
 
     def __init__(self, rows: list[Row] | None = None) -> None:
@@ -109,7 +111,8 @@ class Record:
     """What a run ended with, as reports read it.
 
     `stopped` says why; `scores` are those that the last removal was based on. `original` is the user's own
-    unpruned model, and `settings` what `prune` was asked for.
+    unpruned model, and `settings` what `prune` was asked for. `seen` has the heat maps of the `watched` samples, by
+    step.
     """
 
     model: nn.Module
@@ -122,6 +125,8 @@ class Record:
     stopped: str
     original: nn.Module | None = field(default=None, repr=False, compare=False)
     settings: Mapping[str, Any] = field(default_factory=dict)
+    watched: tuple[Any, Tensor | None] | None = field(default=None, repr=False, compare=False)
+    seen: Mapping[int, Tensor] = field(default_factory=dict, repr=False, compare=False)
 
     def __repr__(self) -> str:
         name = type(self.model).__name__

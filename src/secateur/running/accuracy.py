@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from secateur.errors import DataError
-from secateur.running.batches import Batch, Data, batches, parts_of
+from secateur.running.batches import Batch, Data, batches, parts_of, size_of
 from secateur.running.copies import shared_copy, unwrap
 from secateur.running.devices import device_of
 from secateur.running.logits import logits_of, one_output
@@ -27,11 +27,16 @@ PERPLEXITY = "perplexity"
 
 @dataclass(frozen=True)
 class Accuracy:
-    """The share of right answers on some samples, overall and by class number. `float(…)` is the overall one."""
+    """The share of right answers on some samples, overall and by class number. `float(…)` is the overall one.
+
+    `targets` and `answers` have the class of each sample and what the model said, if it gives one answer per sample.
+    """
 
     overall: float
     classes: Mapping[int, float]
     samples: int
+    targets: Sequence[int] = field(default=(), repr=False, compare=False)
+    answers: Sequence[int] = field(default=(), repr=False, compare=False)
 
     def __float__(self) -> float:
         return self.overall
@@ -54,32 +59,39 @@ def accuracy(model: nn.Module, data: Data, batch_size: int = 32) -> Accuracy:
     """
     right: Counter[int] = Counter()
     seen: Counter[int] = Counter()
+    said = list[tuple[int, int]]()
     model = shared_copy(unwrap(model)).eval()
     reader, size = Reader(model), 0
 
-    def answered(inputs: Any, targets: Any) -> tuple[list[int], list[int]]:
-        """The targets that the model hits, and all."""
+    def answered(inputs: Any, targets: Any) -> tuple[list[int], list[int], list[tuple[int, int]]]:
+        """The targets that the model hits, and all; what it should say and says, if that is one answer per sample."""
         reading = reader.read(inputs, targets, logits_of(run(model, inputs)))
         output, wanted = reading.logits, reading.known()
         single = one_output(output, wanted.numel())
         if wanted.is_floating_point() and not (single and is_binary(wanted)):
             raise DataError("accuracy needs class numbers as targets; each is 0 or 1 if the model has one output.")
-        hits = (output > 0).to(wanted.dtype) == wanted if single else output.argmax(1) == wanted
-        return wanted[hits].long().tolist(), wanted[wanted != IGNORED].long().tolist()
+        given = (output > 0).to(wanted.dtype) if single else output.argmax(1)
+        hits, whole, pairs = given == wanted, wanted[wanted != IGNORED].long().tolist(), list[tuple[int, int]]()
+        if len(whole) == wanted.numel() == size_of(inputs):
+            pairs = list(zip(whole, given.reshape(-1).long().tolist(), strict=True))
+        return wanted[hits].long().tolist(), whole, pairs
 
     with torch.no_grad():
         for batch in batches(data, batch_size, device_of(model)):
             size = size or together(model, batch[0])
 
-            def in_parts(most: int, batch: Batch = batch) -> list[tuple[list[int], list[int]]]:
+            def in_parts(most: int, batch: Batch = batch) -> list[tuple[list[int], list[int], list[tuple[int, int]]]]:
                 return [answered(*part) for part in parts_of(*batch, most)]
 
-            for hits, known in in_smaller_parts(in_parts, size):
+            for hits, known, pairs in in_smaller_parts(in_parts, size):
                 right.update(hits)
                 seen.update(known)
+                said += pairs
     if not seen:
         raise DataError("the test data are empty: there is no batch in them, or no target that counts.")
-    return Accuracy(right.total() / seen.total(), {c: right[c] / seen[c] for c in sorted(seen)}, seen.total())
+    shares = {c: right[c] / seen[c] for c in sorted(seen)}
+    targets, answers = zip(*said, strict=True) if len(said) == seen.total() else ((), ())
+    return Accuracy(right.total() / seen.total(), shares, seen.total(), targets, answers)
 
 
 @dataclass(frozen=True)

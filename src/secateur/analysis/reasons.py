@@ -1,0 +1,285 @@
+"""Does a smaller model decide for the same reasons? Heat maps of the same samples, before and after.
+
+The drift of a sample is 1 − r, where r is Pearson's correlation of its two heat maps, region by region: 0 if nothing
+changed, 1 if the maps have nothing in common. The SRG of a map says how faithful it is to its own model: the mean
+probability of the class while the least relevant regions are covered first, minus that while the most relevant ones
+are. A map that is no better than chance has 0.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from secateur.errors import DataError, SecateurWarning
+from secateur.nest import select_samples
+from secateur.relevance.composites import Composite, composite_named
+from secateur.relevance.engine import Start
+from secateur.relevance.explain import Explanation, explain, fitting
+from secateur.relevance.rules import Rule
+from secateur.relevance.starts import begun, seed
+from secateur.running.batches import Data, as_data, batches, is_pair, size_of
+from secateur.running.copies import shared_copy, unwrap
+from secateur.running.devices import device_of, to_device
+from secateur.running.logits import logits_of, one_output
+from secateur.running.sandbox import leaves_no_trace, run
+from secateur.running.targets import Reader, ids_in
+
+_SIDE = 14  # regions on a side
+_LEVELS = 3  # shares of the regions that are covered, evenly between none and all
+#: Below this correlation two maps have less than a quarter of their variance in common.
+OTHER_REASONS = 0.5
+#: Up to this loss, the accuracy of a class has stayed.
+_STAYED = 0.02
+
+
+# -- heat maps ---------------------------------------------------------------------------------------------------------
+def regional(heat: Tensor) -> Tensor:
+    """The relevance of each region, one row per sample: at most 14 by 14 of a picture, else every number."""
+    heat = heat.detach().double().cpu()
+    if heat.dim() == 3:
+        rows, columns = (min(_SIDE, side) for side in heat.shape[1:])
+        heat = F.adaptive_avg_pool2d(heat[:, None], (rows, columns))
+    return heat.reshape(len(heat), -1)
+
+
+def correlation(a: Tensor, b: Tensor) -> Tensor:
+    """Pearson's correlation, row by row; 0 where one side is flat.
+
+    >>> correlation(torch.tensor([[0.0, 1, 2]]), torch.tensor([[4.0, 2, 0]])).tolist()
+    [-1.0]
+    """
+    a, b = (x - x.mean(1, keepdim=True) for x in (a, b))
+    size = a.norm(dim=1) * b.norm(dim=1)
+    return torch.where(size > 0, (a * b).sum(1) / size.clamp_min(torch.finfo(a.dtype).tiny), 0)
+
+
+class Viewer:
+    """Explains the same samples with one model after another. `before` is what the original sees.
+
+    Relevance starts at the targets, as in scoring; without any, at the classes that the original predicts.
+    """
+
+    def __init__(
+        self, original: nn.Module, inputs: tuple[Any, Any], composite: str | Composite | Rule | None = None
+    ) -> None:
+        x, y = (to_device(part, device_of(original)) for part in inputs)
+        self.text = isinstance(x, Mapping) and ids_in(x) is not None
+        if not (isinstance(x, Tensor) or self.text) or not size_of(x):
+            raise DataError("there is no input to explain: give inputs=(x, y) with at least one sample.")
+        self.x, self.y = x, y
+        self.composite = composite_named(composite if composite is not None else fitting(original, x))
+        start: Any = y if y is None or self.text else self._begin(original, x, y)  # of a text, a page names the class
+        self.before = explain(original, x, start, composite=self.composite, start=self.composite.start)
+
+    def look(self, model: nn.Module) -> Explanation:
+        """What another model sees."""
+        place = device_of(model)
+        x, y, known = (to_device(part, place) for part in (self.x, self.y, self.before.classes))
+        start: Any = y
+        if not (self.text and y is not None) and (y is not None or known is not None):
+            start = self._begin(model, x, y, known)
+        return explain(model, x, start, composite=self.composite, start=self.composite.start)
+
+    def _begin(self, model: nn.Module, x: Any, y: Tensor | None, classes: Tensor | None = None) -> Start:
+        reader, how = Reader(model), self.composite.start
+        if y is not None:
+            return lambda output: begun(reader, x, y, output, how, size_of(x))
+        return lambda output: seed(reader.view(x, None, output), classes, how)
+
+    def drift(self, heat: Tensor) -> dict[str, float]:
+        """How far heat maps of these samples are from those of the original: "overall", and by class number."""
+        return _means(1 - self.agreement(heat), self.classes())
+
+    def agreement(self, heat: Tensor) -> Tensor:
+        """The correlation with the heat map of the original, sample by sample. Padding of texts does not count."""
+        old, new, text = regional(self.before.heat), regional(heat), self.before.text
+        if text is None:
+            return correlation(old, new)
+        rows = zip(old, new, text.counts.cpu(), strict=True)
+        return torch.cat([correlation(a[None, counts], b[None, counts]) for a, b, counts in rows])
+
+    def classes(self) -> Tensor | None:
+        """The class that is explained for each sample, where that is one."""
+        known = self.y if isinstance(self.y, Tensor) and not self.y.is_floating_point() else self.before.classes
+        return known.detach().cpu() if known is not None and known.dim() == 1 else None
+
+
+def _means(values: Tensor, classes: Tensor | None) -> dict[str, float]:
+    found = {"overall": float(values.mean())}
+    for number in [] if classes is None else sorted(set(classes.tolist())):
+        found[str(number)] = float(values[classes == number].mean())
+    return found
+
+
+def some_of(data: Data, count: int) -> tuple[Any, Tensor | None]:
+    """A few samples, as many classes as can be among them: the first of each class, then the second, …"""
+    data = as_data(data)
+    inputs, targets = data if is_pair(data) else next(batches(data), (None, None))
+    if isinstance(inputs, Mapping) and ids_in(inputs) is not None:
+        return select_samples(inputs, slice(count)), targets[:count] if isinstance(targets, Tensor) else None
+    if not isinstance(inputs, Tensor):
+        raise DataError(
+            f"heat maps need a tensor of inputs, not {type(inputs).__name__}.",
+            fix="leave out data=, or give inputs=(x, y) if the model takes one tensor",
+        )
+    if not isinstance(targets, Tensor):
+        return inputs[:count], targets
+    if targets.dim() != 1:
+        return inputs[:count], targets[:count] if targets.dim() else targets
+    index = torch.tensor(sorted(of_every_class(targets.tolist(), count)), device=inputs.device)
+    return inputs[index], targets[index.to(targets.device)]
+
+
+def of_every_class(classes: Sequence[int], count: int) -> list[int]:
+    """Places of a few samples: the first of each class, then the second, …
+
+    >>> of_every_class([0, 0, 0, 1, 2], 4)
+    [0, 3, 4, 1]
+    """
+    seen: Counter[int] = Counter()
+    order = []
+    for place, number in enumerate(classes):
+        order.append((seen[number], place))
+        seen[number] += 1
+    return [place for _, place in sorted(order)[:count]]
+
+
+# -- faithfulness ------------------------------------------------------------------------------------------------------
+def probability(logits: Tensor, classes: Tensor) -> Tensor:
+    """The probability of a class, one per sample. One output is that of class 1."""
+    logits = logits.detach().double().cpu()
+    if one_output(logits, len(classes)):
+        yes = logits.reshape(len(classes)).sigmoid()
+        return torch.where(classes > 0, yes, 1 - yes)
+    return logits.softmax(1).gather(1, classes[:, None])[:, 0]
+
+
+def srg(model: nn.Module, x: Tensor, heat: Tensor, classes: Tensor) -> Tensor:
+    """The SRG of the heat maps of pictures (N, C, H, W), one number each. Covered regions have the mean colour."""
+    rows, columns = (min(_SIDE, side) for side in x.shape[2:])
+    ranks = regional(heat).argsort(1).argsort(1).view(len(x), 1, rows, columns)  # 0 is the least relevant
+    model, blank = shared_copy(unwrap(model)).eval(), x.mean((2, 3), keepdim=True)
+    total = torch.zeros(len(x), dtype=torch.float64)
+    for level in range(1, _LEVELS + 1):
+        count = round(rows * columns * level / (_LEVELS + 1))
+        for sign, covered in ((1, ranks < count), (-1, ranks >= rows * columns - count)):
+            mask = F.interpolate(covered.to(x), x.shape[2:]) > 0
+            with torch.no_grad():
+                logits = logits_of(run(model, torch.where(mask, blank, x)))
+            total += sign * probability(logits, classes)
+    return total / (_LEVELS + 1)
+
+
+# -- before and after --------------------------------------------------------------------------------------------------
+@dataclass(frozen=True, repr=False)
+class Drift:
+    """How far the reasons of a smaller model are from those of the original, on some samples.
+
+    `agreement` has the correlation of both heat maps of each sample; `classes` what was explained; `srg` how faithful
+    both maps are to their own models, where the samples are pictures; `right` whether both models answer that class.
+    `float(…)` is the drift: 1 minus the mean correlation.
+    """
+
+    agreement: Tensor
+    classes: Tensor | None = None
+    srg: tuple[Tensor, Tensor] | None = None
+    right: tuple[Tensor, Tensor] | None = None
+    heat: tuple[Tensor, Tensor] | None = field(default=None, compare=False)
+
+    def __float__(self) -> float:
+        return 1 - float(self.agreement.mean())
+
+    @property
+    def by_class(self) -> dict[int, float]:
+        """The drift of each class."""
+        means = _means(1 - self.agreement, self.classes)
+        return {int(name): value for name, value in means.items() if name != "overall"}
+
+    @property
+    def other_reasons(self) -> list[int]:
+        """Classes that are answered as well as before, for other reasons: the correlation of their maps is below 0.5.
+        Without classes of their own, all samples are class -1."""
+        found = self.by_class or {-1: float(self)}
+        return [number for number, drift in found.items() if 1 - drift < OTHER_REASONS and self._stays(number)]
+
+    def _stays(self, number: int) -> bool:
+        if self.right is None:
+            return True
+        before, after = (values[self.of_class(number)].double().mean() for values in self.right)
+        return bool(before > 0) and bool(after >= before - _STAYED)
+
+    def of_class(self, number: int) -> Tensor:
+        """Which samples are of a class; -1 stands for all."""
+        whole = torch.ones_like(self.agreement, dtype=torch.bool)
+        return whole if self.classes is None or number < 0 else torch.eq(self.classes, number)
+
+    def __repr__(self) -> str:
+        faithful = "" if self.srg is None else "; SRG " + " → ".join(f"{float(s.mean()):.3f}" for s in self.srg)
+        return f"<Drift {float(self):.3f} on {len(self.agreement)} samples{faithful}>"
+
+    def __str__(self) -> str:
+        lines = [f"{'class':>8}  samples  drift" + ("" if self.srg is None else "  SRG before   after")]
+        for number, drift in {-1: float(self), **self.by_class}.items():
+            mine = self.of_class(number)
+            line = f"{'all' if number < 0 else number:>8}  {int(mine.sum()):7d}  {drift:5.3f}"
+            line += "" if self.srg is None else "".join(f"  {float(s[mine].mean()):10.3f}" for s in self.srg)
+            lines.append(line + ("  right for other reasons" if number in self.other_reasons else ""))
+        return "\n".join(lines)
+
+
+def warn_of_other_reasons(found: Drift, name: Callable[[int], str] = str) -> None:
+    """Warn of classes that are as accurate as before, but for other reasons."""
+    if found.other_reasons:
+        names = ", ".join("all samples" if number < 0 else f"class {name(number)}" for number in found.other_reasons)
+        what = f"right for other reasons: {names}. The accuracy stays, but heat maps before and after correlate by less"
+        fix = "look at these samples in the report; keep more units, or give max_drift"
+        warnings.warn(SecateurWarning(f"{what} than {OTHER_REASONS}.", fix=fix), stacklevel=4)
+
+
+@leaves_no_trace
+def drift(
+    original: nn.Module,
+    small: nn.Module,
+    data: Data,
+    *,
+    samples: int = 32,
+    composite: str | Composite | Rule | None = None,
+    faithful: bool = True,
+) -> Drift:
+    """Compare the heat maps of two models on the first `samples` of the data, all classes among them if possible.
+
+    Without `faithful` there is no SRG, which takes six forward passes per sample and model.
+
+    >>> net = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3))
+    >>> drift(net, net, (torch.rand(6, 4), torch.arange(6) % 3))
+    <Drift 0.000 on 6 samples>
+    """
+    viewer = Viewer(unwrap(original), some_of(data, samples), composite)
+    return compared(viewer, unwrap(original), unwrap(small), viewer.look(small), faithful)
+
+
+def compared(viewer: Viewer, original: nn.Module, small: nn.Module, after: Explanation, faithful: bool) -> Drift:
+    """The drift from what a viewer saw first to what another model sees."""
+    before, classes, x = viewer.before, viewer.classes(), viewer.x
+    heats = before.heat.detach().cpu(), after.heat.detach().cpu()
+    right = found = None
+    if classes is not None and before.output.dim() == 2:
+        single = one_output(before.output, len(classes))
+        answers = ((seen.output[:, 0] > 0).long() if single else seen.output.argmax(1) for seen in (before, after))
+        first, last = (answer.cpu() == classes for answer in answers)
+        right = first, last
+        if faithful and isinstance(x, Tensor) and x.dim() == 4:
+            first, last = (
+                srg(model, to_device(x, device_of(model)), heat, classes)
+                for model, heat in zip((original, small), heats, strict=True)
+            )
+            found = first, last
+    return Drift(viewer.agreement(after.heat), classes, found, right, heats)

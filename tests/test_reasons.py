@@ -1,0 +1,205 @@
+"""Does a smaller model decide for the same reasons? Drift and SRG by their definitions; `max_drift` as a target."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import secateur as sc
+from secateur.analysis.reasons import Drift, Viewer, drift, regional, some_of, srg
+from secateur.errors import DataError
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 10, 3, padding=1), nn.ReLU(), nn.Conv2d(10, 12, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(2),
+        nn.Flatten(), nn.Linear(48, 3),
+    ).eval()  # fmt: skip
+
+
+def pictures(count: int = 9, side: int = 28) -> tuple[Tensor, Tensor]:
+    return torch.randn(count, 3, side, side, generator=torch.Generator().manual_seed(1)), torch.arange(count) % 3
+
+
+def blocks(heat: np.ndarray, side: int) -> np.ndarray:
+    """Means over squares, written out."""
+    step = heat.shape[0] // side
+    return np.array(
+        [[heat[i * step : (i + 1) * step, j * step : (j + 1) * step].mean() for j in range(side)] for i in range(side)]
+    )
+
+
+def test_drift_is_one_minus_the_correlation_of_regions() -> None:
+    net, (x, y) = network(), pictures()
+    small = sc.prune(net, (x, y), remove=0.5, repair=None, progress=False).model
+    found = drift(net, small, (x, y), faithful=False)
+    heats = [sc.explain(model, x, y).heat.double().numpy() for model in (net, small)]
+    expected = [np.corrcoef(*(blocks(maps[i], 14).ravel() for maps in heats))[0, 1] for i in range(len(x))]
+    assert found.agreement.tolist() == pytest.approx(expected, abs=1e-9)
+    assert float(found) == pytest.approx(1 - np.mean(expected), abs=1e-9)
+    assert found.by_class == pytest.approx({c: 1 - np.mean(expected[c::3]) for c in range(3)}, abs=1e-9)
+    assert found.srg is None
+    assert float(drift(net, net, (x, y), faithful=False)) == pytest.approx(0, abs=1e-12)
+
+
+def test_srg_by_definition() -> None:
+    net, (x, y) = network(), pictures(4)
+    heat = sc.explain(net, x, y).heat
+    found = srg(net, x, heat, y)
+    for i in range(len(x)):
+        order = blocks(heat[i].double().numpy(), 14).ravel().argsort()
+        areas = []
+        for ranked in (order, order[::-1]):  # least relevant first, then most relevant first
+            curve = []
+            for level in range(5):  # from nothing to everything
+                image = x[i].clone()
+                for cell in ranked[: round(196 * level / 4)]:
+                    row, column = divmod(int(cell), 14)
+                    image[:, 2 * row : 2 * row + 2, 2 * column : 2 * column + 2] = x[i].mean((1, 2))[:, None, None]
+                curve.append(float(net(image[None]).detach().softmax(1)[0, y[i]]))
+            areas.append(np.trapezoid(curve, dx=1 / 4))
+        assert float(found[i]) == pytest.approx(areas[0] - areas[1], abs=1e-6)
+
+
+def test_an_oracle_beats_its_opposite() -> None:
+    """A network that looks at one corner only."""
+
+    class Corner(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            seen = x[:, :, :4, :4].mean((1, 2, 3))
+            return torch.stack([4 * seen, -4 * seen], 1)
+
+    x, y = torch.zeros(2, 1, 28, 28), torch.zeros(2, dtype=torch.long)
+    x[:, :, :4, :4] = 1
+    heat = x[:, 0].clone()
+    assert (srg(Corner(), x, heat, y) > 0.2).all()
+    assert (srg(Corner(), x, -heat, y) < -0.2).all()
+
+
+def test_right_for_other_reasons_is_named() -> None:
+    alike = torch.tensor([0.9, 0.8, 0.2, 0.3, 0.1, 0.2])
+    classes = torch.tensor([0, 0, 1, 1, 2, 2])
+    yes, no = torch.ones(6, dtype=torch.bool), torch.tensor([True, True, True, True, False, False])
+    found = Drift(alike, classes, right=(yes, no))
+    assert found.other_reasons == [1]  # class 0 has its reasons, class 2 is wrong now
+    assert "right for other reasons" in str(found).splitlines()[3]
+    assert str(found).count("right for other reasons") == 1
+    assert Drift(alike[2:4]).other_reasons == [-1]
+
+
+def test_texts_and_vectors_have_a_drift_too() -> None:
+    class Reader(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.inner, self.last = nn.Embedding(20, 8), nn.Linear(8, 8), nn.Linear(8, 2)
+
+        def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+            seen = self.inner(self.table(input_ids)).relu() * attention_mask[:, :, None]
+            return self.last(seen.sum(1))
+
+    torch.manual_seed(0)
+    net, other = Reader().eval(), Reader().eval()
+    mask = torch.tensor([[1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1]])
+    inputs = {"input_ids": torch.randint(20, (2, 6)), "attention_mask": mask}
+    found = drift(net, other, [(inputs, torch.tensor([0, 1]))])
+    maps = [sc.explain(model, inputs, [0, 1]).heat.double().numpy() for model in (net, other)]
+    expected = [np.corrcoef(*(m[i, : int(mask[i].sum())] for m in maps))[0, 1] for i in range(2)]
+    assert found.agreement.tolist() == pytest.approx(expected, abs=1e-6)
+    assert found.srg is None
+
+
+def test_what_cannot_be_explained_is_refused() -> None:
+    net, (x, _) = network(), pictures(2)
+    with pytest.raises(DataError, match="need a tensor"):
+        drift(net, net, [({"a": x}, None)])
+    with pytest.raises(DataError, match="at least one sample"):
+        Viewer(net, (x[:0], None))
+
+
+def test_a_few_samples_of_every_class() -> None:
+    x, y = torch.arange(10.0).view(10, 1), torch.tensor([0, 0, 0, 1, 0, 2, 2, 1, 0, 0])
+    chosen, classes = some_of((x, y), 4)
+    assert chosen.ravel().tolist() == [0, 1, 3, 5]
+    assert classes is not None
+    assert classes.tolist() == [0, 0, 1, 2]
+    assert some_of([(x, None)], 3)[0].ravel().tolist() == [0, 1, 2]
+    with pytest.raises(DataError, match="need a tensor"):
+        some_of([({"a": x}, y)], 3)
+
+
+def test_regions_of_small_pictures_are_pixels() -> None:
+    heat = torch.rand(2, 9, 9)
+    assert torch.equal(regional(heat), heat.double().reshape(2, 81))
+
+
+# -- as a target -------------------------------------------------------------------------------------------------------
+def drifts(result: sc.Result) -> list[float]:
+    return [row.drift for row in result.history]
+
+
+def test_max_drift_ends_a_run() -> None:
+    net, (x, y) = network(), pictures(12)
+    free = sc.prune(net, (x, y), remove=0.8, schedule=0.1, watch=(x, y), progress=False)
+    moved = drifts(free)
+    assert moved[0] == pytest.approx(0, abs=1e-9)
+    assert moved[-1] > 0.01
+    limit = (moved[3] + max(moved)) / 2
+    first = next(i for i, value in enumerate(moved) if value > limit)
+    held = sc.prune(net, (x, y), max_drift=limit, schedule=0.1, watch=(x, y), progress=False)
+    assert drifts(held) == pytest.approx(moved[: first + 1], abs=1e-6)
+    assert [row.held for row in held.history] == [True] * first + [False]
+    assert "changed the reasons more than allowed" in held.stopped
+    assert float(drift(net, held.model, (x, y), faithful=False)) == pytest.approx(moved[first - 1], abs=1e-6)
+    assert held.settings["max_drift"] == limit
+    assert set(held.seen) == set(range(first + 1))
+
+
+def test_max_drift_by_class_beside_another_target() -> None:
+    net, (x, y) = network(), pictures(12)
+    free = sc.prune(net, (x, y), remove=0.6, schedule=0.1, watch=(x, y), progress=False)
+    worst = [max(_by_class(net, free, step, y)) for step in range(len(free.history))]
+    limit = worst[2] + 1e-9
+    held = sc.prune(net, (x, y), remove=0.6, max_drift={"worst": limit}, schedule=0.1, progress=False)
+    kept = sum(row.held for row in held.history)
+    assert kept == next((i for i, value in enumerate(worst) if value > limit), len(worst))
+    with pytest.raises(sc.errors.EvaluationError, match="max_drift names '7'"):
+        sc.prune(net, (x, y), remove=0.6, max_drift={"7": 0.5}, schedule=0.1, progress=False)
+
+
+def _by_class(net: nn.Module, result: sc.Result, step: int, y: Tensor) -> list[float]:
+    a, b = (maps.double().numpy() for maps in (result.seen[0], result.seen[step]))
+    alike = [np.corrcoef(blocks(p, 14).ravel(), blocks(q, 14).ravel())[0, 1] for p, q in zip(a, b, strict=True)]
+    return [1 - np.mean([r for r, c in zip(alike, y.tolist(), strict=True) if c == k]) for k in range(3)]
+
+
+def test_a_run_that_goes_on_remembers_its_heat_maps(tmp_path: Path) -> None:
+    net, data = network(), pictures(6)
+    options = {"remove": 0.4, "schedule": 0.1, "watch": data, "progress": False, "checkpoint": tmp_path / "run.pt"}
+    once, again = sc.prune(net, data, **options), sc.prune(net, data, **options)
+    assert drifts(once) == drifts(again)
+    assert once.seen.keys() == again.seen.keys()
+    assert all(torch.equal(once.seen[step], again.seen[step]) for step in once.seen)
+    with pytest.raises(sc.errors.SecateurError, match="watch"):
+        sc.prune(net, data, **{**options, "watch": (data[0] + 1, data[1])})
+
+
+def test_what_max_drift_may_be() -> None:
+    net, data = network(), pictures(3)
+    for wrong in (-0.1, {}, {"overall": -1}, "much"):
+        with pytest.raises(sc.errors.TargetError, match="max_drift"):
+            sc.prune(net, data, max_drift=wrong, progress=False)
+    with pytest.raises(sc.errors.SecateurError, match="watch"):
+        sc.prune(net, data, remove=0.5, watch=data[0], progress=False)
+
+
+def test_a_result_tells_its_drift() -> None:
+    net, data = network(), pictures(6)
+    result = sc.prune(net, data, remove=0.3, progress=False)
+    found = result.drift(data)
+    assert torch.equal(found.agreement, drift(net, result.model, data).agreement)
+    assert found.srg is not None
