@@ -43,7 +43,7 @@ from secateur.running.accuracy import accuracy
 
 SPEEDS, LENGTHS, SEEDS = (2.1, 2.55, 4.0), (0, 1, 5, 20, 100), (0, 1, 2)
 RATES = {1: 0.01, 5: 0.03, 20: 0.05, 100: 0.1}
-RECIPE: dict[str, Any] = {"batch_size": 128, "weight_decay": 5e-4, "augment": "crop-flip", "temperature": 4.0}
+RECIPE: dict[str, Any] = {"batch_size": 256, "weight_decay": 5e-4, "augment": "crop-flip", "temperature": 4.0}
 TEACHER = 0.9
 TUNED: list[dict[str, Any]] = [
     {}, {"teacher": 0.5}, {"temperature": 2.0}, {"lr": 0.05}, {"lr": 0.2}, {"ema": 0.998}, {"weight_decay": 1e-3},

@@ -234,7 +234,9 @@ def test_onnx_files_are_narrowed_as_the_model_is(model: Any, monkeypatch: pytest
         found = runner.prepare(small, plan)()
         expected = small(runner.inputs).detach().numpy()
         np.testing.assert_allclose(found[0], expected, rtol=1e-3, atol=1e-5)
-    assert not exported
+    if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 7):  # older ones name nothing in a file
+        assert not exported
+    exported.clear()
     monkeypatch.setattr(onnx, "_narrowed", lambda file, *_: copy.deepcopy(file))  # nothing is cut: other numbers
     plan = sc.plan(graph, random_scores(graph, 2), keep={"macs": 0.6})
     small = cut(net, plan)

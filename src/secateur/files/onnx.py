@@ -88,6 +88,8 @@ def _to_onnx(
         import onnxscript  # noqa: F401
     except ImportError as error:
         raise SecateurError("exporting to ONNX needs other packages.", fix="pip install 'secateur[export]'") from error
+    if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 7):
+        model = _plain_norms(model)
     options: dict[str, Any] = {"dynamo": True, "external_data": False, "verbose": False}
     wide = _in_batches(model, (args, kwargs)) if dynamic_batch else None
     if wide is not None:
@@ -122,11 +124,35 @@ def _untold(model: nn.Module, error: Exception) -> SecateurError:
     while error.__cause__ is not None and isinstance(error.__cause__, Exception):
         error = error.__cause__
     reason = " ".join(str(error).split())[:300]
-    fix = "a name that ends in .pt2, for torch.export"
-    if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 7):
-        fix = f"pip install 'onnxscript<0.3', which fits torch {torch.__version__}; or {fix}"
     what = f"torch.onnx cannot translate {type(model).__name__} ({type(error).__name__}: {reason})."
-    return SecateurError(what, where=type(model).__name__, fix=fix)
+    return SecateurError(what, where=type(model).__name__, fix="a name that ends in .pt2, for torch.export")
+
+
+class _Affine(nn.Module):
+    """A batch norm that is not training."""
+
+    scale: Tensor
+    shift: Tensor
+
+    def __init__(self, norm: Any, dims: int) -> None:
+        super().__init__()
+        scale = (norm.running_var + norm.eps).rsqrt() * (1 if norm.weight is None else norm.weight.detach())
+        shift = (0 if norm.bias is None else norm.bias.detach()) - norm.running_mean * scale
+        self.register_buffer("scale", scale.view(-1, *[1] * dims))
+        self.register_buffer("shift", shift.view(-1, *[1] * dims))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale + self.shift
+
+
+def _plain_norms(model: nn.Module) -> nn.Module:
+    """Spell out batch norms, in place: the tables that newer packages have for them do not fit torch 2.6."""
+    for parent in list(model.modules()):
+        for name, child in parent.named_children():
+            dims = 2 * isinstance(child, nn.BatchNorm2d) or 3 * isinstance(child, nn.BatchNorm3d)
+            if dims and getattr(child, "running_mean", None) is not None:
+                setattr(parent, name, _Affine(child, dims))
+    return model
 
 
 def _in_batches(model: nn.Module, inputs: Any) -> Any:
