@@ -101,7 +101,8 @@ class Corrected:
     """Two corrected models, and their divergence from the original on held-out samples.
 
     The `trial` has seen no held-out sample. The choices for each layer were made with it. The other one is fitted to
-    all samples, with the same choices. If nothing is held out, there is no trial.
+    all samples, with the same choices. If nothing is held out, there is no trial. Where there is one, and the answers
+    of the other are not known without asking again, its divergence is NaN.
     """
 
     model: nn.Module
@@ -141,9 +142,12 @@ class LayerCorrector:
             for copy in copies:
                 stack.enter_context(evaluating(copy.model))
             answers = self._layer_by_layer() if self.reference.by_layer else self._in_lockstep()
+        ask = [copy is copies[-1] or self.samples is self.reference.samples for copy in copies]
         found = [
-            self.reference.divergence_of(copy.model) if made is None else self.reference.divergence(made)
-            for copy, made in zip(copies, answers, strict=False)
+            (self.reference.divergence_of(copy.model) if asked else math.nan)
+            if made is None
+            else self.reference.divergence(made)
+            for copy, made, asked in zip(copies, answers, ask, strict=False)
         ]
         models = [copy.made() for copy in copies]
         trial = (models[1], found[1]) if self._trial is not None else None
