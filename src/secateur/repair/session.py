@@ -27,6 +27,9 @@ from secateur.running.processes import agree, check_same, synchronise, together
 from secateur.running.progress import Line, Listener, Recording, telling
 from secateur.running.sandbox import check_weights, leaves_no_trace, quiet
 
+# A correction that leaves less than this share of the divergence is good: simpler ones do not come close to it.
+_CLOSE = 0.25
+
 
 @dataclass(frozen=True)
 class Repair:
@@ -160,7 +163,9 @@ class Session:
         corrector = partial(LayerCorrector, small, reference, layers, self.settings.rounds, tell)
         samples = reference.samples
         best, found, cheaply, least = "none", None, False, _finite(divergence["none"])
-        for name, method in methods.items():
+        for name, method in sorted(methods.items(), key=lambda pair: pair[1].fallback):
+            if method.fallback and found is not None and least <= _CLOSE * _finite(divergence["none"]):
+                continue
             # A few numbers for each unit need few samples, if there are others to choose from.
             cheap = len(methods) > 1 and not method.needs_inputs and samples.copies > 0
             made = corrector(method, samples.plain if cheap else samples).run()
