@@ -109,7 +109,7 @@ def test_samples_without_room_join_in_later_layers() -> None:
     """All samples are large in the first layers. Those that wait are fitted to as well, and classes are mixed."""
     net, x, y = network(), torch.rand(60, 3, 48, 48), torch.arange(60) // 6
     samples = Samples.collect((x, y), 1024, 2, None, 0.2, 0, None)
-    tight = Reference(net, samples, 20_000, memory=96 * 2**20)
+    tight = Reference(net, samples, 20_000, memory=128 * 2**20)
     joined = [tight.joined[name] for name in tight.layers]
     assert joined == sorted(joined)
     assert joined[0] < 60 < joined[-1] <= samples.total == 180
@@ -118,7 +118,7 @@ def test_samples_without_room_join_in_later_layers() -> None:
     assert sorted(tight.samples.inputs.sum((1, 2, 3)).tolist()) == sorted(x.sum((1, 2, 3)).tolist())
     graph = sc.analyze(net, x[:1])
     small = sc.apply(net, sc.plan(graph, random_scores(graph), remove=0.3))
-    found = Repair("ridge", copies=2, memory=96 * 2**20).examine(small, net, (x, y))
+    found = Repair("ridge", copies=2, memory=128 * 2**20).examine(small, net, (x, y))
     roomy = Repair("ridge", copies=2, memory=2**30).examine(small, net, (x, y))
     assert set(found.layers) == set(roomy.layers)
     assert found.divergence["ridge"] < 0.5 * found.divergence["none"]

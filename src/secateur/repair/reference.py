@@ -36,7 +36,7 @@ Kept = Mapping[str, Mapping[int, np.ndarray[Any, Any]]]
 #: What a model answers to a batch: one or several tensors.
 Answers = list[Tensor]
 # Of the memory: what models in lockstep may hold, and what the rows of all layers may take together.
-_IN_FLIGHT, _KEPT = 0.3, 0.45
+_IN_FLIGHT, _KEPT = 0.4, 0.4
 # What the modules of a pass take, and what watches them.
 _MODULES = 4 * 2**20
 # So many samples run together on a CPU even if their largest activation does not fit into its cache.
@@ -93,7 +93,8 @@ class Reference:
             layer.weight: tensors[layer.weight].numel() // tensors[layer.weight].shape[layer.outputs] for layer in order
         }
         #: By weight: so many samples, the first, take part.
-        self.joined = joining(_IN_FLIGHT / (1 + float(samples.held.double().mean())))
+        models = 1 + bool(samples.held.any())  # the trial runs beside
+        self.joined = joining(_IN_FLIGHT / models)
         widths = {layer.weight: len(self.kept.get(layer.weight, range(layer.channels))) for layer in order}
 
         def enough(layer: RepairableLayer, least: int = _LEAST_ROWS) -> int:
@@ -110,7 +111,7 @@ class Reference:
         #: Whether rows are not kept: the original runs again beside each smaller model.
         self.streams = needed(per_sample) > room * _KEPT and not self.by_layer
         if self.streams:
-            self.joined = joining(_IN_FLIGHT / 2)
+            self.joined = joining(_IN_FLIGHT / (models + 1))
 
             def one_layer(layer: RepairableLayer) -> int:
                 if tensors[layer.weight].ndim == 2:
