@@ -208,6 +208,7 @@ def explain(
     units = {name: sums.to(output.dtype) for name, sums in engine.units.items()}
     images, text = next((tensor.detach() for tensor in tensors_in(inputs)), None), _text(inputs, heat, reader.generates)
     paths = {path_of(name): sums for name, sums in units.items()}
+    seen = begin.seen if isinstance(begin, AtGoal) else output
     said = (begin.classes, begin.others) if isinstance(begin, Starter) else (None, None)
     return Explanation(first, paths, units, seen, conservation, images, text, *said)
 
