@@ -534,7 +534,7 @@ def test_corrections_are_values() -> None:
 
 def test_settings_do_not_change_and_the_package_has_the_function() -> None:
     assert sc.repair is repair
-    assert len(inspect.signature(sc.repair).parameters) <= 8
+    assert len(inspect.signature(sc.repair).parameters) <= 9
     settings = Repair("ridge", rounds=2)
     with pytest.raises(FrozenInstanceError):
         settings.rounds = 3  # type: ignore[misc]
