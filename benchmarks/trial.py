@@ -58,7 +58,7 @@ def watched(command: Sequence[str | Path], threads: int) -> tuple[list[tuple[Mom
     def listen() -> None:
         for line in process.stderr or ():
             lines.append((now(), line.rstrip()))
-            print(f"{lines[-1][0][0]:7.1f}  {lines[-1][1]}", flush=True)
+            print("{:7.1f} {:7.1f}  {}".format(*lines[-1][0], lines[-1][1]), flush=True)
 
     listener = threading.Thread(target=listen)
     listener.start()
@@ -107,6 +107,7 @@ def start(repeat: int) -> None:
     commands = {
         "import torch": ["-c", "import torch"],
         "import secateur": ["-c", "import secateur"],
+        "import secateur, and its first use": ["-c", "import secateur; secateur.prune"],
         "secateur --help": ["-m", "secateur", "--help"],
     }
     found: dict[str, list[float]] = {name: [] for name in commands}

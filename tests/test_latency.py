@@ -54,11 +54,23 @@ def test_models_take_turns() -> None:
 
 
 def test_the_median_is_of_the_repeats(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Each call is seen twice by the clock. Three calls to find out how long it takes, then five that count.
-    taken = [9.0, 9.0, 9.0, 1.0, 5.0, 2.0, 4.0, 3.0]
+    # Each call is seen twice by the clock. One call is a warm-up, then five count.
+    taken = [9.0, 1.0, 5.0, 2.0, 4.0, 3.0]
     ticks = iter([tick for i, seconds in enumerate(taken) for tick in (100.0 * i, 100.0 * i + seconds / 1000)])
     monkeypatch.setattr(timing.time, "perf_counter", lambda: next(ticks))
     assert medians([lambda: None], repeats=5) == [pytest.approx(0.003)]
+
+
+@pytest.mark.parametrize(
+    ("taken", "found"),
+    [([2.0, 2.2, 99.0], 2.1), ([5.0, 2.0, 2.2, 99.0], 2.1), ([5.0, 0.4] + [0.6] * 6 + [99.0], 0.6)],
+    ids=["slow calls are made twice", "a slow first one does not count", "nor if the others are fast"],
+)
+def test_slow_calls_are_made_less_often(monkeypatch: pytest.MonkeyPatch, taken: list[float], found: float) -> None:
+    ticks = iter([tick for i, seconds in enumerate(taken) for tick in (100.0 * i, 100.0 * i + seconds)])
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: next(ticks))
+    assert medians([lambda: None]) == [pytest.approx(found)]
+    assert next(ticks) == 100.0 * (len(taken) - 1)
 
 
 @pytest.mark.usefixtures("clock")

@@ -19,6 +19,7 @@ from secateur.repair import Repair, session
 from secateur.repair.reference import Reference
 from secateur.repair.samples import Samples
 from secateur.running import memory
+from secateur.running.accuracy import accuracy
 
 
 @pytest.mark.parametrize(
@@ -108,7 +109,7 @@ def test_samples_without_room_join_in_later_layers() -> None:
     """All samples are large in the first layers. Those that wait are fitted to as well, and classes are mixed."""
     net, x, y = network(), torch.rand(60, 3, 48, 48), torch.arange(60) // 6
     samples = Samples.collect((x, y), 1024, 2, None, 0.2, 0, None)
-    tight = Reference(net, samples, 20_000, memory=96 * 2**20)
+    tight = Reference(net, samples, 20_000, memory=128 * 2**20)
     joined = [tight.joined[name] for name in tight.layers]
     assert joined == sorted(joined)
     assert joined[0] < 60 < joined[-1] <= samples.total == 180
@@ -117,11 +118,49 @@ def test_samples_without_room_join_in_later_layers() -> None:
     assert sorted(tight.samples.inputs.sum((1, 2, 3)).tolist()) == sorted(x.sum((1, 2, 3)).tolist())
     graph = sc.analyze(net, x[:1])
     small = sc.apply(net, sc.plan(graph, random_scores(graph), remove=0.3))
-    found = Repair("ridge", copies=2, memory=96 * 2**20).examine(small, net, (x, y))
+    found = Repair("ridge", copies=2, memory=128 * 2**20).examine(small, net, (x, y))
     roomy = Repair("ridge", copies=2, memory=2**30).examine(small, net, (x, y))
     assert set(found.layers) == set(roomy.layers)
     assert found.divergence["ridge"] < 0.5 * found.divergence["none"]
     assert found.divergence["ridge"] < 2 * roomy.divergence["ridge"] + 1e-4
+
+
+def test_memory_decides_how_many_rows_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With room for them, each layer has 20,000. Else layers have fewer, but never fewer than 4,096."""
+    net, x = network(), torch.rand(60, 3, 48, 48)
+    samples = Samples.collect((x, None), 1024, 2, None, 0.2, 0, None)
+
+    def each(memory: int) -> dict[str, int]:
+        found = Reference(net, samples, 20_000, memory=memory)
+        assert not found.streams
+        assert {name: rows.numel() // rows.shape[-1] for name, rows in found.targets.items()} == {
+            name: found.joined[name] * found.targets[name].shape[1] for name in found.layers
+        }
+        return {name: found.joined[name] * found.targets[name].shape[1] for name in found.layers}
+
+    positions = {"0.weight": 48 * 48, "2.weight": 24 * 24, "4.weight": 6 * 6, "8.weight": 1}
+    assert each(2**30) == {name: 180 * min(20_000 // 180, count) for name, count in positions.items()}
+    monkeypatch.setattr(sys.modules[Reference.__module__], "_KEPT", 3 / 1024)
+    tight = each(2**30)
+    assert all(3900 < tight[name] < 19_000 for name in ("0.weight", "2.weight"))
+    assert 4 * sum(rows * (10 if name == "8.weight" else 32) for name, rows in tight.items()) <= 3 * 2**20
+
+
+def test_copies_are_made_once() -> None:
+    x, calls = torch.rand(40, 3, 16, 16), list[int]()
+
+    def alter(images: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+        calls.append(len(images))
+        return images + torch.rand(len(images), 1, 1, 1, generator=generator)
+
+    samples = Samples.collect((x, None), 1024, 2, alter, 0.2, 0, None)
+    parts = torch.cat([part for _, part in samples.chunks(4)])
+    assert calls == [32, 8, 32, 8]
+    assert torch.equal(parts, samples.at(slice(None)))
+    spread = samples.spread()
+    order = [int((x == image).all((1, 2, 3)).nonzero()) for image in spread.inputs]
+    apart = spread.at(slice(40, None)).sub(x[order + order])
+    assert torch.allclose(apart, apart[:, :1, :1, :1].expand_as(apart), atol=1e-6), "copies of these images"
 
 
 def test_large_batches_are_scored_in_parts() -> None:
@@ -162,3 +201,39 @@ def test_a_limit_of_the_process_holds() -> None:
         env={"PYTHONPATH": ":".join(paths), "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"},
     )  # fmt: skip
     assert made.stdout.strip() == "ended Repair 2", made.stderr[-2000:]
+
+
+@pytest.mark.parametrize("target", [None, 3, torch.arange(24) % 10])
+def test_many_samples_are_explained_in_parts(target: Any) -> None:
+    net, x, seen = network(), torch.rand(24, 3, 48, 48), list[int]()
+    whole = sc.explain(net, x, target)
+    net.register_forward_pre_hook(lambda module, args: seen.append(len(args[0])))
+    parts = sc.explain(net, x, target, memory="16 MiB")
+    assert 1 <= max(seen) < 24
+    for name, values in whole.units.items():
+        torch.testing.assert_close(parts.units[name], values, rtol=1e-4, atol=1e-6)
+    for name in ("input", "output", "heat"):
+        torch.testing.assert_close(getattr(parts, name), getattr(whole, name), rtol=1e-3, atol=1e-6)
+    assert parts.classes is None or torch.equal(parts.classes, whole.classes)
+    assert len(parts.conservation.flows) == len(whole.conservation.flows)
+
+
+def test_memory_means_the_same_everywhere() -> None:
+    net, x, y = network(), torch.rand(24, 3, 48, 48), torch.arange(24) % 10
+    small = sc.prune(net, (x, y), remove=0.3, repair=None, progress=False).model
+    tasks: list[Any] = [
+        lambda m: accuracy(net, [(x, y)], memory=m),
+        lambda m: sc.explain(net, x, memory=m),
+        lambda m: sc.score(net, [(x, y)], "taylor", memory=m),
+        lambda m: sc.repair(small, net, (x, y), copies=0, memory=m, progress=False),
+        lambda m: sc.prune(net, [(x, y)], "taylor", remove=0.3, repair=None, memory=m, progress=False),
+    ]
+    for work in tasks:
+        with pytest.raises(SecateurError, match=r"memory=.*Fix: bytes, or a text"):
+            work("1 kB")
+    seen: list[int] = []
+    net.register_forward_pre_hook(lambda module, args: seen.append(len(args[0])))
+    for work in tasks:
+        seen.clear()
+        work("16 MiB")
+        assert 1 <= max(seen) < 24

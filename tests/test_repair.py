@@ -35,6 +35,7 @@ from secateur.repair import (
     known_corrections,
     register_correction,
     repair,
+    session,
 )
 from secateur.repair.layers import survey
 from secateur.repair.reference import Reference
@@ -516,6 +517,8 @@ def test_a_correction_of_one_s_own(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(found.model[2].bias, small[2].bias + model[2].weight[:, 3])
     assert "half" not in Repair().examine(small, model, data).divergence
     monkeypatch.setattr(Half, "in_best", True)
+    assert set(Repair().examine(small, model, data).divergence) == {"none", "ridge", "half"}, "the ridge is close"
+    monkeypatch.setattr(session, "_CLOSE", -1.0)
     assert set(Repair().examine(small, model, data).divergence) == {"none", "mean", "norm", "ridge", "half"}
     pruned = sc.prune(model, data, "weight", remove=0.3, repair="half", progress=False)
     assert digest(pruned.model) == digest(repair(sc.apply(model, pruned.plan), model, data, "half"))
@@ -531,7 +534,7 @@ def test_corrections_are_values() -> None:
 
 def test_settings_do_not_change_and_the_package_has_the_function() -> None:
     assert sc.repair is repair
-    assert len(inspect.signature(sc.repair).parameters) <= 8
+    assert len(inspect.signature(sc.repair).parameters) <= 9
     settings = Repair("ridge", rounds=2)
     with pytest.raises(FrozenInstanceError):
         settings.rounds = 3  # type: ignore[misc]

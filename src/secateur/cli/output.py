@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any, Literal
 
 from rich.console import Console
@@ -16,7 +17,7 @@ from secateur.errors import printable
 from secateur.latency.timing import Timing
 from secateur.loop.progress import StepDone
 from secateur.results.comparison import Curve
-from secateur.running.accuracy import PERPLEXITY
+from secateur.running.accuracy import PERPLEXITY, interval
 from secateur.running.progress import Event, Listener
 from secateur.structure.cost import Cost, human
 
@@ -65,6 +66,27 @@ def change(before: float, after: float) -> str:
     return f"{100 * (after / before - 1):+.1f} %".replace("-0.0", "+0.0")
 
 
+def percent(share: float, count: int = 0) -> str:
+    """An accuracy, with its 95 % interval if it is known on how many samples it was measured.
+
+    >>> percent(0.9, 20), percent(0.9, 2000), percent(0.9)
+    ('90.0 % (70 to 97)', '90.0 % (88.6 to 91.2)', '90.0 %')
+    """
+    if not count:
+        return f"{100 * share:.1f} %"
+    low, high = (100 * side for side in interval(share, count))
+    digits = 0 if high - low > 5 else 1
+    return f"{100 * share:.1f} % ({low:.{digits}f} to {high:.{digits}f})"
+
+
+def intervals(metrics: Sequence[Mapping[str, float]], counts: Mapping[str, int]) -> dict[str, Any] | None:
+    """The 95 % intervals of the first and the last accuracies, for JSON; None if nothing was counted."""
+    if not metrics or not counts:
+        return None
+    sides = {"before": metrics[0], "after": metrics[-1]}
+    return {when: {name: interval(side[name], counts[name]) for name in counts} for when, side in sides.items()}
+
+
 def headline(
     before: Cost,
     after: Cost,
@@ -72,10 +94,11 @@ def headline(
     metrics: Sequence[Mapping[str, float]] = (),
     sample: str = "image",
     int8: Mapping[str, float] | None = None,
+    counts: Mapping[str, int] = MappingProxyType({}),
 ) -> Table:
     """Before and after, side by side. `metrics` are the accuracies before and after, if there are any.
 
-    `int8` is the accuracy of the smaller model in int8.
+    `int8` is the accuracy of the smaller model in int8. `counts` says how many samples each accuracy was measured on.
     """
     rows: list[Sequence[str]] = []
     macs = f"MACs per {sample}"
@@ -97,15 +120,15 @@ def headline(
         if len(classes) > _CLASSES:  # those that lost most
             classes = sorted(classes, key=lambda name: last[name] - first[name])[:_CLASSES]
         for name in ["overall", *classes]:
-            title = f"  {name}"
+            title, count = f"  {name}", counts.get(name, 0)
             if name == "overall":
                 title = "next-token accuracy" if PERPLEXITY in first else "accuracy"
             points = f"{100 * (last[name] - first[name]):+.1f} points"
-            rows.append((title, f"{100 * first[name]:.1f} %", f"{100 * last[name]:.1f} %", points))
+            rows.append((title, percent(first[name], count), percent(last[name], count), points))
         if int8 is not None:
             was, now = first["overall"], int8["overall"]
-            points = f"{100 * (now - was):+.1f} points"
-            rows.append(("accuracy, int8", f"{100 * was:.1f} %", f"{100 * now:.1f} %", points))
+            points, count = f"{100 * (now - was):+.1f} points", counts.get("overall", 0)
+            rows.append(("accuracy, int8", percent(was, count), percent(now, count), points))
     return table(("",), ("before", "after", "change"), rows)
 
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
 from secateur.cli import options as o
-from secateur.cli.output import Printer, headline, sides
+from secateur.cli.outlook import doubt, next_steps, outlook
+from secateur.cli.output import Printer, headline, intervals, sides
 from secateur.cli.run_folder import Run, check_folder, check_model, need_packages, request, write_model
 from secateur.cli.task import Task, read_model, read_task
-from secateur.cli.text_task import TextTask, how_to_open, read_text_task
+from secateur.cli.text_task import TextTask, read_text_task
 from secateur.errors import SecateurError
 from secateur.files.onnx import export
 from secateur.files.session import Session
@@ -171,6 +173,14 @@ def prune(
     limits = Limits(
         scope, ignore or (), round_to=round_to, uniform=uniform, blocks="only" if blocks == "only" else blocks == "yes"
     )
+    share = next((number for number in (*keep.values(), 1 - (remove or 0.5)) if number <= 1), 0.5)
+    steps = step is not None or bool(rescore) or repair == "none" or max_drop is not None
+    printer.note(
+        outlook(
+            task, kept=share, steps=steps, repair=repair != "none" and (repair != "auto" or not steps), timed=latency,
+            epochs=epochs, memory=memory,
+        )
+    )  # fmt: skip
     printer.note(f"pruning by {criterion}; you can interrupt this, and the same command goes on")
     with run.working():
         result = run_prune(
@@ -185,7 +195,9 @@ def prune(
             fix="a larger --max-drop, more samples, or smaller steps with repair (--step 0.01 --repair best)",
         )
     timed = setup if latency else None
-    _write(run, task, result, printer, onnx=onnx, int8=int8, setup=timed, report=report, uniform=uniform)
+    files = _write(run, task, result, printer, onnx=onnx, int8=int8, setup=timed, report=report)
+    for line in next_steps(out, task, source, images, texts, result, files, uniform):
+        printer.result(line)
 
 
 def task_of(opened: Opened, images: o.Images, texts: o.Texts, seed: int, narrow: bool) -> Task | TextTask:
@@ -212,8 +224,7 @@ def _write(
     int8: bool,
     setup: Setup | None,
     report: bool,
-    uniform: bool,
-) -> None:
+) -> dict[str, Path]:
     """Write the model, its history, ONNX, timings and the report; note that the run is finished; print the outcome."""
     out = run.out
     example = task.example()
@@ -238,19 +249,21 @@ def _write(
     accuracy = {} if quantised is None else {"int8": quantised}
     summary = {
         "stopped": result.stopped, "before": before, "after": after,
-        "accuracy": {"before": metrics[0], "after": metrics[-1], **accuracy} if metrics else None, **task.counts,
+        "accuracy": {"before": metrics[0], "after": metrics[-1], **accuracy} if metrics else None,
+        "intervals": intervals(metrics, task.tested), **task.counts,
         **({"timed": {"threads": setup.threads, "device": setup.device}} if setup is not None else {}),
         "removed_blocks": blocks, "steps": len(result.history) - 1, "seconds": round(printer.seconds, 1),
         "files": {name: str(path) for name, path in files.items()},
     }  # fmt: skip
     run.end(summary, [path.name for path in files.values()])
     printer.json(summary)
-    printer.result(headline(had, has, timings, metrics, task.sample, quantised))
+    printer.result(headline(had, has, timings, metrics, task.sample, quantised, task.tested))
+    if metrics and (few := doubt(metrics[-1], task.tested)):
+        printer.result(few)
     if blocks:
         printer.result(f"whole blocks that left: {', '.join(blocks)}")
     if onnx:
         printer.result(f"{files['onnx'].name}: {task.exported(files['onnx'])}")
-    if isinstance(task, TextTask):
-        printer.result(f"model: {how_to_open(files['model'], result, uniform)}")
     written = ", ".join(path.name for path in files.values())
     printer.result(f"{result.stopped}; {summary['seconds']:.0f} s. Written to {out}: {written}")
+    return files

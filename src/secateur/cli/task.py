@@ -27,7 +27,7 @@ from secateur.files.architecture import is_pretrained
 from secateur.files.onnx import export
 from secateur.files.saved import save
 from secateur.files.session import fixed_batch, time_onnx
-from secateur.latency.timing import Timing, time_batches
+from secateur.latency.timing import Timing, repeated, time_batches, time_in_turn
 from secateur.loop.prune import Result
 from secateur.models import Opened, open_model
 from secateur.models.hub import HUB, hub_view, label_names, longest_text, quiet_hub, reads_text
@@ -37,7 +37,7 @@ from secateur.report import Page
 from secateur.report.answers import Answers
 from secateur.running.accuracy import Accuracy, accuracy
 from secateur.running.batches import Data
-from secateur.running.copies import shared_copy
+from secateur.running.copies import shared_copy, unwrap
 from secateur.running.devices import device_of
 from secateur.running.logits import logits_of
 from secateur.running.sandbox import Example, quiet, run_or_explain
@@ -164,9 +164,7 @@ class Task:
         found = accuracy(model, self.test.batches(32, device_of(model)))
         self.measured[size_of(model)] = found
         shares = [found.classes.get(target, 0.0) for target in self.test.targets]
-        # Two words have another meaning among metrics.
-        names = [f"class {name}" if name in ("overall", "worst") else title(name) for name in self.classes]
-        return {"overall": found.overall, **dict(zip(names, shares, strict=True))}
+        return {"overall": found.overall, **dict(zip(self.names, shares, strict=True))}
 
     # -- pruning ---------------------------------------------------------------------------------------------------
     def found(self) -> dict[str, Any]:
@@ -180,6 +178,23 @@ class Task:
     def counts(self) -> dict[str, Any]:
         """How many samples are used for what, for JSON."""
         return {"images": {"reference": len(self.reference), "test": len(self.test) if self.test is not None else 0}}
+
+    @property
+    def load(self) -> tuple[float, float]:
+        """How many images units are scored on, and how many accuracy is measured on."""
+        return len(self.reference), len(self.test) if self.test is not None else 0
+
+    @property
+    def tested(self) -> dict[str, int]:
+        """How many images each accuracy is measured on, by its name."""
+        if self.test is None:
+            return {}
+        return {"overall": len(self.test), **dict(zip(self.names, self.test.counts.values(), strict=True))}
+
+    @property
+    def names(self) -> list[str]:
+        """What the accuracy of each class is called: two words have another meaning among metrics."""
+        return [f"class {name}" if name in ("overall", "worst") else title(name) for name in self.classes]
 
     def introduction(self) -> list[str]:
         """Which images are used for what, in lines."""
@@ -322,9 +337,15 @@ def time_elsewhere(
     found = []
     for timing in plain:
         other = replace(setup, runtime=runtime, batch=timing.batch)
-        first, second = Clock(other, example, before).in_turn([(before, None), (after, None)])
-        if runtime != "channels-last" or second < timing.after:
-            found.append(Timing(timing.batch, first, second, other.name))
+        if runtime == "channels-last":
+            inputs = repeated(example, timing.batch).contiguous(memory_format=torch.channels_last)
+            models = [shared_copy(unwrap(model)).to(memory_format=torch.channels_last) for model in (before, after)]
+            first, second = time_in_turn(models, inputs)
+            if second >= timing.after:
+                continue
+        else:
+            first, second = Clock(other, example, before).in_turn([(before, None), (after, None)])
+        found.append(Timing(timing.batch, first, second, other.name))
     return found
 
 

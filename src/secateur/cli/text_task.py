@@ -94,6 +94,22 @@ class TextTask:
         )
         return {"texts": {"reference": scored, "test": tested, "tokens": self.length}}
 
+    @property
+    def load(self) -> tuple[float, float]:
+        """How many texts as long as the example units are scored on, and accuracy is measured on."""
+        sizes = [sum(inputs["input_ids"].numel() for inputs, _ in data) for data in (self.reference, self.test or [])]
+        each = self.example()["input_ids"].shape[1]
+        return sizes[0] / each, sizes[1] / each
+
+    @property
+    def tested(self) -> dict[str, int]:
+        """How many texts each accuracy is measured on. (Tokens of a text are not independent of each other.)"""
+        found = torch.cat([y for _, y in self.test or () if isinstance(y, Tensor)] or [torch.zeros(0)])
+        if not self.classes or not len(found):
+            return {}
+        counts = {name: int((found == number).sum()) for number, name in enumerate(self._names)}
+        return {"overall": len(found)} | {name: count for name, count in counts.items() if count}
+
     def introduction(self) -> list[str]:
         """Which texts are used for what, in lines."""
         tested = f"tested on: {self.about[1]}" if self.test is not None else "there is no text to test on"
@@ -108,9 +124,12 @@ class TextTask:
         """The numbers, by name."""
         if not self.classes:
             return perplexity(model, self.test).named()
-        names = [f"class {name}" if name in ("overall", "worst") else name for name in self.classes]
         found = self.measured[size_of(model)] = accuracy(model, self.test)
-        return found.named(lambda number: names[number])
+        return found.named(lambda number: self._names[number])
+
+    @property
+    def _names(self) -> list[str]:
+        return [f"class {name}" if name in ("overall", "worst") else name for name in self.classes]
 
     def training_batches(self) -> Any:
         """For fine-tuning."""

@@ -16,12 +16,13 @@ from secateur.errors import CriterionError, DataError, PlanError
 from secateur.ops.table import Site
 from secateur.plans.plan import Plan
 from secateur.plans.scores import Scores, Values
-from secateur.running.batches import Data, batches, check_inputs, example_of, parts_of, repeatable
+from secateur.running.batches import Data, batches, check_inputs, example_of, parts_of, repeatable, size_of, total_of
 from secateur.running.copies import unwrap
 from secateur.running.devices import device_of
 from secateur.running.memory import Memory, in_smaller_parts, limited
 from secateur.running.memory import together as fitting
 from secateur.running.processes import check_same, share, sum_over_processes, together
+from secateur.running.progress import Pace, Scoring
 from secateur.running.sandbox import check_weights, forked, leaves_no_trace
 from secateur.structure.graph import Graph
 
@@ -116,6 +117,8 @@ def _collected(subject: Subject, criteria: Sequence[Criterion], data: Data, batc
             fed.append(passes[-1])
     if fed and not (data is None and all(criterion.data is not True for criterion in criteria)):
         seen, size, where = 0, 0, device_of(subject.model)
+        total, processes = total_of(data), share()[1]
+        pace = Pace(Scoring(", ".join(each.name for each in criteria)), total and total // processes)
         with forked(subject.model.parameters()):
             for whole in batches(data, batch_size, where, share()):
                 check_inputs(whole[0])
@@ -123,8 +126,9 @@ def _collected(subject: Subject, criteria: Sequence[Criterion], data: Data, batc
                 for inputs, targets in parts_of(*whole, size):
                     for accumulator in fed:
                         accumulator.update(inputs, targets)
+                    pace(size_of(inputs))
                 seen += 1
-        if not seen and share()[1] == 1:
+        if not seen and processes == 1:
             raise DataError("the data are empty: there is no batch in them.")
     return [_everywhere(subject, c, made.close()) for c, made in zip(criteria, passes, strict=True)]
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from secateur.errors import ForwardError
 from secateur.nest import map_tensors, select_samples, tensors_in
 from secateur.running.copies import shared_copy, unwrap
-from secateur.running.sandbox import Example, quiet, run, run_or_explain
+from secateur.running.sandbox import Example, quiet, run_or_explain
 
 #: What runs a model, in words.
 RUNTIMES = {
@@ -35,30 +35,29 @@ def time_in_turn(models: Sequence[nn.Module], example: Example, repeats: int = 2
     cuda = any(t.device.type == "cuda" for t in tensors_in(example))
 
     def forward(model: nn.Module) -> None:
-        run(model, example)
+        run_or_explain(model, example)
         if cuda:
             torch.cuda.synchronize()
 
     with quiet():
-        for model in watched:
-            run_or_explain(model, example)
         return medians([partial(forward, model) for model in watched], repeats)
 
 
 def medians(calls: Sequence[Callable[[], object]], repeats: int = 20) -> list[float]:
-    """Median seconds of each call, after a warm-up; the calls take turns."""
+    """Median seconds of each call, after a warm-up that counts if calls are slow; the calls take turns."""
 
     def timed(call: Callable[[], object]) -> float:
         begin = time.perf_counter()
         call()
         return time.perf_counter() - begin
 
-    each = sum(map(timed, calls))
-    if each < 1:  # the first call may be a slow one
-        each = max(sum(timed(call) for call in calls for _ in range(2)) / 2, 1e-6)
-    # Slow calls get fewer repeats: at most about four seconds for each, never fewer than three.
-    turns = max(3, min(repeats, int(4 * len(calls) / each)))
-    seconds = [[timed(call) for call in calls] for _ in range(turns)]
+    seconds = [[timed(call) for call in calls] for _ in range(2)]
+    first, each = sum(seconds[0]), max(sum(seconds[1]), 1e-6)
+    if each < len(calls) or first > 1.2 * each:
+        del seconds[0]  # the warm-up
+    # Slow calls get fewer repeats: at most about three seconds for each, never fewer than two.
+    turns = max(2, min(repeats, int(3 * len(calls) / each)))
+    seconds += [[timed(call) for call in calls] for _ in range(turns - len(seconds))]
     return [statistics.median(times) for times in zip(*seconds, strict=True)]
 
 

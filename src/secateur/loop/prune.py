@@ -38,7 +38,7 @@ from secateur.running.batches import Data, example_of, repeatable
 from secateur.running.copies import copy_with, unwrap
 from secateur.running.memory import Memory, limited
 from secateur.running.processes import check_same, together
-from secateur.running.progress import Listener
+from secateur.running.progress import Listener, telling
 from secateur.running.sandbox import check_weights, leaves_no_trace
 from secateur.runtimes import Latency, Setup
 from secateur.runtimes.table import table_of
@@ -192,7 +192,7 @@ def prune(
     With `checkpoint`, a file is replaced atomically after each step. The same call made again goes on from there and
     ends the same; a call with another model, data or settings is refused. In several processes (`torchrun`) each scores
     its share and all end with the same model. `memory` (bytes, or a text such as "2 GiB"; default: what is free) limits
-    what scoring and repair take. `progress` draws a bar on a terminal; a function receives events, of which
+    what scoring, repair and `accuracy` take. `progress` draws a bar on a terminal; a function receives events, of which
     `str(event)` is text.
 
     >>> import torch
@@ -247,7 +247,8 @@ def run_loop(
                     steps.freeze(state.frozen)
                 shown(StepDone(state.history[-1]))
             while not state.done:
-                steps.next(state)
+                with telling(shown):
+                    steps.next(state)
                 if saved is not None:
                     saved.save(state)
                 shown(StepDone(state.history[-1]))

@@ -28,7 +28,9 @@ from secateur.relevance.weights import path_of
 from secateur.running.batches import as_batch, as_tensors, counted, masks_in
 from secateur.running.copies import check_followed, shared_copy, unwrap
 from secateur.running.goals import Goal
-from secateur.running.sandbox import isolated, leaves_no_trace, run_or_explain
+from secateur.running.logits import logits_of
+from secateur.running.memory import Memory, in_smaller_parts, limited, together
+from secateur.running.sandbox import isolated, leaves_no_trace, run, run_or_explain
 from secateur.running.targets import Reader, ids_in
 
 
@@ -134,6 +136,7 @@ def explain(
     composite: str | Composite | Rule | None = None,
     start: How | None = None,
     absolute: Absolute = False,
+    memory: Memory = None,
 ) -> Explanation:
     """Relevance of inputs and units for `target`: a class, one per sample, None for the predicted class, a goal such as
     `secateur.criteria.Detection()`, or a function of the output that returns what counts, one number or one per sample,
@@ -147,7 +150,8 @@ def explain(
     starts with its square, which explains the length of the state.
 
     Without a `composite`, it is "attnlrp" for models with attention, which starts with the logit, and "alpha1beta0" for
-    all others, which starts with 1. `.composite` says which was used.
+    all others, which starts with 1. `.composite` says which was used. Many samples are taken in parts that need no more
+    than `memory` (bytes, or a text such as "2 GiB"; default: what is free).
 
     >>> net = nn.Sequential(nn.Flatten(), nn.Linear(12, 4), nn.ReLU(), nn.Linear(4, 3))
     >>> seen = explain(net, torch.rand(2, 3, 2, 2), target=1)
@@ -177,11 +181,21 @@ def explain(
         begin = AtGoal(target, None, how)
     elif callable(target) and not isinstance(target, Tensor):
         begin = AtGoal(_without_targets(target), None, how)
-    try:
-        output, heat = engine.run(inputs, begin)
+
+    def explained(most: int) -> tuple[Tensor, list[Tensor | None]]:
+        engine.reset()  # nothing of an attempt that had too little memory
+        output = _answers(engine, inputs, most) if isinstance(begin, Starter) else None
+        if output is None:
+            output, heat = engine.run(inputs, begin)
+        else:
+            heat = _in_parts(engine, inputs, begin(output), most)
         seen = begin.seen if isinstance(begin, AtGoal) else output
-        if isinstance(seen, Tensor) and _shared(inputs, heat):
-            heat = _one_by_one(engine, inputs, begin(output))
+        shared = isinstance(seen, Tensor) and _shared(inputs, heat)
+        return output, _in_parts(engine, inputs, begin(output), 1) if shared else heat
+
+    try:
+        with limited(memory):
+            output, heat = in_smaller_parts(explained, together(engine.model, inputs, backward=True))
     except SecateurError:
         raise
     except Exception:
@@ -194,6 +208,7 @@ def explain(
     units = {name: sums.to(output.dtype) for name, sums in engine.units.items()}
     images, text = next((tensor.detach() for tensor in tensors_in(inputs)), None), _text(inputs, heat, reader.generates)
     paths = {path_of(name): sums for name, sums in units.items()}
+    seen = begin.seen if isinstance(begin, AtGoal) else output
     said = (begin.classes, begin.others) if isinstance(begin, Starter) else (None, None)
     return Explanation(first, paths, units, seen, conservation, images, text, *said)
 
@@ -246,24 +261,42 @@ def _shared(inputs: Any, heat: list[Tensor | None]) -> bool:
     return shape is not None and shape[0] > 1 and any(len(part) == 1 for part in parts)
 
 
-def _one_by_one(engine: RelevancePass, inputs: Any, begun: Tensor) -> list[Tensor | None]:
-    """The relevance of inputs and embeddings, sample by sample."""
+def _answers(engine: RelevancePass, inputs: Any, size: int) -> Tensor | None:
+    """The output for all samples, if they are more than `size`, and are run apart; None if they are run together."""
+    samples = samples_in(inputs)
+    if samples is None or samples <= size or any(t.ndim == 0 or len(t) != samples for t in tensors_in(inputs)):
+        return None
+    found = []
+    for begin in range(0, samples, size):
+        part = select_samples(inputs, slice(begin, begin + size))
+        with isolated(engine.model, []), torch.no_grad():
+            found.append(logits_of(run(engine.model, part), warn=False))
+        if found[-1].ndim == 0 or len(found[-1]) != samples_in(part):
+            return None
+    one = select_samples(inputs, slice(1))
+    engine.run(one, Starter(None, "one", 1, Reader(engine.model), one))  # decides which composite is used
+    return torch.cat(found)
+
+
+def _in_parts(engine: RelevancePass, inputs: Any, begun: Tensor, size: int) -> list[Tensor | None]:
+    """The relevance of inputs and embeddings, so many samples at a time."""
     engine.reset()
     found, samples = [], len(begun)
-    for i in range(samples):
-        one = map_tensors(lambda t, i=i: t[i : i + 1] if t.ndim and len(t) == samples else t, inputs)  # type: ignore[misc]
+    for begin in range(0, samples, size):
+        rows = slice(begin, begin + size)
+        part = map_tensors(lambda t, rows=rows: t[rows] if t.ndim and len(t) == samples else t, inputs)  # type: ignore[misc]
 
-        def start(output: Tensor, i: int = i) -> Tensor:
-            if output.shape != begun[i : i + 1].shape:
+        def start(output: Tensor, rows: slice = rows) -> Tensor:
+            if output.shape != begun[rows].shape:
                 raise DataError(
                     f"the model compares the samples of a batch: its output has shape {tuple(begun.shape)} for "
-                    f"{samples} samples and {tuple(output.shape)} for one. They share embeddings of positions, so the "
-                    "relevance of their tokens cannot be told apart.",
+                    f"{samples} samples and {tuple(output.shape)} for {len(begun[rows])}. They share embeddings of "
+                    "positions or do not fit into memory, so their relevance cannot be told apart.",
                     fix="explain one sample (one text with one image) at a time",
                 )
-            return begun[i : i + 1]
+            return begun[rows]
 
-        found.append(engine.run(one, start)[1])
+        found.append(engine.run(part, start)[1])
     return [None if any(t is None for t in parts) else torch.cat(parts) for parts in zip(*found, strict=True)]
 
 

@@ -23,8 +23,9 @@ class Correction:
     """
 
     name: ClassVar[str]
-    #: Whether `repair="best"` tries it.
+    #: Whether `repair="best"` tries it, and whether only if the others leave much to be desired.
     in_best: ClassVar[bool] = False
+    fallback: ClassVar[bool] = False
     #: Whether `fit` needs sums over what the layer reads: a `Regression` instead of `Moments`.
     needs_inputs: ClassVar[bool] = False
     #: Corrections that are tried before it on each layer. Leaving the layer as it is always is.
@@ -127,7 +128,7 @@ def corrections_named(method: str) -> list[Correction]:
 class Mean(Correction):
     """Adds the constant that makes the means right."""
 
-    name, in_best = "mean", True
+    name, in_best, fallback = "mean", True, True
 
     def fit(self, moments: Moments, shifts: bool) -> Change:
         return Change(self, shift=moments.e / moments.rows) if shifts else Change(NOTHING)
@@ -137,7 +138,7 @@ class Mean(Correction):
 class Norm(Correction):
     """Scales each output and adds a constant, so that mean and variance are those of the original's t = y + e."""
 
-    name, in_best = "norm", True
+    name, in_best, fallback = "norm", True, True
     simpler = (Mean(),)
 
     def fit(self, moments: Moments, shifts: bool) -> Change:

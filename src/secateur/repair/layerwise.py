@@ -29,6 +29,8 @@ from secateur.surgery.provenance import plans_of
 
 # After so many seconds it is known how long the rest will take.
 _SURE = 3.0
+# Whether the trial runs on all samples, not only on those that are held out.
+OWN_TRIAL = True
 
 
 def kept_indices(small: nn.Module, original: nn.Module) -> Kept:
@@ -101,7 +103,8 @@ class Corrected:
     """Two corrected models, and their divergence from the original on held-out samples.
 
     The `trial` has seen no held-out sample. The choices for each layer were made with it. The other one is fitted to
-    all samples, with the same choices. If nothing is held out, there is no trial.
+    all samples, with the same choices. If nothing is held out, there is no trial. Where there is one, and the answers
+    of the other are not known without asking again, its divergence is NaN.
     """
 
     model: nn.Module
@@ -141,9 +144,12 @@ class LayerCorrector:
             for copy in copies:
                 stack.enter_context(evaluating(copy.model))
             answers = self._layer_by_layer() if self.reference.by_layer else self._in_lockstep()
+        ask = [copy is copies[-1] or self.samples is self.reference.samples for copy in copies]
         found = [
-            self.reference.divergence_of(copy.model) if made is None else self.reference.divergence(made)
-            for copy, made in zip(copies, answers, strict=False)
+            (self.reference.divergence_of(copy.model) if asked else math.nan)
+            if made is None
+            else self.reference.divergence(made)
+            for copy, made, asked in zip(copies, answers, ask, strict=False)
         ]
         models = [copy.made() for copy in copies]
         trial = (models[1], found[1]) if self._trial is not None else None
@@ -155,7 +161,9 @@ class LayerCorrector:
         parts: list[tuple[_Copy, Places]] = [
             (self._whole, slice(begin, min(begin + step, total))) for begin in range(0, total, step)
         ]
-        if self._trial is not None:
+        if self._trial is not None and OWN_TRIAL:
+            parts += [(self._trial, places) for _, places in parts]
+        elif self._trial is not None:
             held, begin = self.samples.held_all.nonzero().ravel(), 0
             # Samples that join at different layers cannot run together.
             for end in sorted({*self.reference.joined.values(), total}):
@@ -336,8 +344,8 @@ class _LayerFit:
         self.solved = False
         #: The changes so far, of the model that is fitted to all samples and of the trial.
         self.changes: tuple[Change | None, Change | None] = None, None
-        # Sums over rows that fit; over rows that are held out, for the model and for the trial.
-        self._sums: tuple[Moments, Moments, Moments] | None = None
+        # Sums over rows that fit and over rows that are held out, of the model; then held out and fit, of the trial.
+        self._sums: tuple[Moments, Moments, Moments, Moments] | None = None
         # In further rounds: sums of all rows and of those that fit, and the same with moved targets.
         self._bases: tuple[Regression, Regression] | None = None
         self._moved: tuple[Regression, Regression] | None = None
@@ -350,22 +358,19 @@ class _LayerFit:
     def add(self, rows: Rows, trial: bool) -> None:
         """Add the rows of some samples, which run through the model or through the trial; in further rounds, move
         them."""
-        if trial and self._moved is not None:
-            return
         samples = self._corrector.samples
         index = torch.arange(samples.total)[rows.places]
         held = samples.held_all[index]
-        if trial:
-            self._add(rows, index, None, 2)
-        elif not bool(held.any()):
-            self._add(rows, index, None, 0)
-        else:
-            for number, mask in enumerate((~held, held)):
-                if bool(mask.any()):
-                    self._add(rows, index, mask.nonzero().ravel(), number)
+        for number, mask in zip((3, 2) if trial else (0, 1), (~held, held), strict=True):
+            if bool(mask.all()):
+                self._add(rows, index, None, number)
+            elif bool(mask.any()):
+                self._add(rows, index, mask.nonzero().ravel(), number)
 
     def _add(self, rows: Rows, index: Tensor, members: Tensor | None, number: int) -> None:
         """Add the rows of some members to one of the sums."""
+        if self._moved is not None and number == 2:
+            return  # nothing is fitted to them
         corrector, layer, call = self._corrector, self.layer, rows.call
         x, weight, bias = cast("tuple[Tensor, Tensor, Tensor | None]", operands(call))
         places = index if members is None else index[members]
@@ -410,7 +415,7 @@ class _LayerFit:
         assert kernel is not None
         assert layer.level is not None
         for which, moved in enumerate(self._moved):
-            if which and number:
+            if (number == 3) != bool(which) if OWN_TRIAL else which and number:
                 continue  # the trial is not fitted to what is held out
             change = self.changes[which]
             if change is None or change.weight is None:
@@ -422,14 +427,14 @@ class _LayerFit:
             level = layer.level.view(2, groups, -1)
             moved.move(hidden(goal, total, level), read, counts, later=number == 1)
 
-    def _empty(self, size: tuple[int, int, int], y: Tensor) -> tuple[Moments, Moments, Moments]:
+    def _empty(self, size: tuple[int, int, int], y: Tensor) -> tuple[Moments, Moments, Moments, Moments]:
         """Empty sums."""
         samples, name = self._corrector.samples, self.layer.weight
         joined = min(self._corrector.reference.joined[name], samples.total)
         held = int(samples.held_all[:joined].sum())
         make = partial(moments_for, device=y.device, exact=y.dtype == torch.float64)
-        fit = make(*size, (joined - held) * y.shape[1])
-        return fit, make(*size, held * y.shape[1], keep=True), make(*size, held * y.shape[1], keep=True)
+        fit, trial = (make(*size, (joined - held) * y.shape[1]) for _ in range(2))
+        return fit, make(*size, held * y.shape[1], keep=True), make(*size, held * y.shape[1], keep=True), trial
 
     @staticmethod
     def _applied(read: Tensor, kernel: Tensor, bias: Tensor | None, shift: Tensor | None = None) -> Tensor:
@@ -445,7 +450,8 @@ class _LayerFit:
         self.solved = True
         if self._sums is None:
             return
-        fit, held, trial = self._sums
+        fit, held, trial, own = self._sums
+        own = own if own.rows else fit
         shifts = self.layer.shifts
         last: Change | None
         if self._moved is not None:
@@ -456,9 +462,9 @@ class _LayerFit:
             self.changes = both[0], both[1]
             self._rounds -= 1
         else:
-            first = self._corrector.choose(self.layer, fit, trial)
+            first = self._corrector.choose(self.layer, own, trial)
             again = self._rounds and self.layer.level is not None and first.weight is not None
-            before = fit.snapshot() if again and isinstance(fit, Regression) else None
+            before = own.snapshot() if again and isinstance(own, Regression) else None
             last = first
             if held.rows:
                 fit.join(held)

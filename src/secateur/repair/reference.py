@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from secateur.running.copies import copy_with, named_tensors, shared_copy
 from secateur.running.devices import device_of
 from secateur.running.logits import logits_of
 from secateur.running.memory import CACHE, allowed
+from secateur.running.progress import Pace, Recording
 from secateur.running.sandbox import evaluating, quiet, run
 from secateur.running.targets import Reader
 
@@ -34,12 +36,12 @@ Kept = Mapping[str, Mapping[int, np.ndarray[Any, Any]]]
 #: What a model answers to a batch: one or several tensors.
 Answers = list[Tensor]
 # Of the memory: what models in lockstep may hold, and what the rows of all layers may take together.
-_IN_FLIGHT, _KEPT = 0.3, 0.35
+_IN_FLIGHT, _KEPT = 0.4, 0.4
 # What the modules of a pass take, and what watches them.
 _MODULES = 4 * 2**20
 # So many samples run together on a CPU even if their largest activation does not fit into its cache.
 _LEAST_TOGETHER = 8
-# What each regression needs of rows.
+# Where memory is short, each regression has rows for its features, and at least some. It is better to have more.
 _LEAST_ROWS, _ROWS_PER_FEATURE, _ROWS_IF_ALONE = 4096, 10, 24
 # Answers to long texts: positions of each sample, and samples at once.
 _JUDGED, _ANSWERED_AT_ONCE = 32, 8
@@ -91,28 +93,34 @@ class Reference:
             layer.weight: tensors[layer.weight].numel() // tensors[layer.weight].shape[layer.outputs] for layer in order
         }
         #: By weight: so many samples, the first, take part.
-        self.joined = joining(_IN_FLIGHT / (1 + float(samples.held.double().mean())))
-
-        def enough(layer: RepairableLayer) -> int:
-            return min(rows, max(_LEAST_ROWS, _ROWS_PER_FEATURE * features[layer.weight]))
-
-        per_sample = drawn(self.joined, enough)
+        models = 1 + bool(samples.held.any())  # the trial runs beside
+        self.joined = joining(_IN_FLIGHT / models)
         widths = {layer.weight: len(self.kept.get(layer.weight, range(layer.channels))) for layer in order}
-        needed = sum(4 * widths[name] * self.joined[name] * per_sample[name] for name in widths)
+
+        def enough(layer: RepairableLayer, least: int = _LEAST_ROWS) -> int:
+            return min(rows, max(least, _ROWS_PER_FEATURE * features[layer.weight]))
+
+        def needed(per_sample: dict[str, int]) -> int:
+            return sum(4 * widths[name] * self.joined[name] * per_sample[name] for name in widths)
+
+        least = max(rows, _LEAST_ROWS)
+        while needed(per_sample := drawn(self.joined, partial(enough, least=least))) > room * _KEPT:
+            if least == _LEAST_ROWS:
+                break
+            least = max(_LEAST_ROWS, least * 7 // 8)
         #: Whether rows are not kept: the original runs again beside each smaller model.
-        self.streams = needed > room * _KEPT and not self.by_layer
+        self.streams = needed(per_sample) > room * _KEPT and not self.by_layer
         if self.streams:
-            self.joined = joining(_IN_FLIGHT / 2)
-            per_sample = drawn(
-                self.joined,
-                lambda layer: (
-                    _alone(layer, features[layer.weight], rows, room)
-                    if tensors[layer.weight].ndim == 2
-                    else enough(layer)
-                ),
-            )
-        elif needed > room * _KEPT:
-            per_sample = {name: max(1, int(count * room * _KEPT / needed)) for name, count in per_sample.items()}
+            self.joined = joining(_IN_FLIGHT / (models + 1))
+
+            def one_layer(layer: RepairableLayer) -> int:
+                if tensors[layer.weight].ndim == 2:
+                    return _alone(layer, features[layer.weight], rows, room)
+                return max(enough(layer), _alone(layer, 0, rows, room))
+
+            per_sample = drawn(self.joined, one_layer)
+        elif (much := needed(per_sample)) > room * _KEPT:
+            per_sample = {name: max(1, int(count * room * _KEPT / much)) for name, count in per_sample.items()}
         #: The order matters only where the first do not hold all samples.
         self.samples = samples.spread() if min(self.joined.values(), default=samples.count) < samples.count else samples
         self.layers: dict[str, RepairableLayer] = {}
@@ -151,6 +159,7 @@ class Reference:
 
     def _record(self) -> None:
         """Run the original: note what each layer returns at the sampled positions, and what it answers."""
+        pace = Pace(Recording(), self.samples.total)
         for place, x in self.samples.chunks(self.together):
             mine = {name: layer for name, layer in self.layers.items() if self.joined[name] >= place.stop}
             count = place.stop - place.start
@@ -163,6 +172,7 @@ class Reference:
             for name in observer.varying:
                 del self.layers[name]
                 self.targets.pop(name, None)
+            pace(count)
 
     def judged(self, output: Any, places: Places) -> Answers | None:
         """What an output says about the samples that judge; None if it has no row for each sample."""

@@ -4,7 +4,7 @@ that exchange words."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -66,6 +66,8 @@ class Samples:
     alter: Alter | None
     held: Tensor
     seed: int
+    # The copies that were made last: they are asked for a few at a time.
+    _made: dict[tuple[int, int], Any] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     @classmethod
     def collect(
@@ -171,10 +173,15 @@ class Samples:
         x = select_samples(self.inputs, slice(begin, min(begin + _PART, self.count)))
         if not copy:
             return x
-        assert self.alter is not None
-        key = (self.seed * 1_000_003 + copy) * 1_000_003 + begin
-        draw = torch.Generator().manual_seed(key % 2**63)
-        return (Images(self.alter(torch.stack(x[0]), draw)),) if _lists_images(x) else self.alter(x, draw)
+        if (copy, begin) not in self._made:
+            assert self.alter is not None
+            key = (self.seed * 1_000_003 + copy) * 1_000_003 + begin
+            draw = torch.Generator().manual_seed(key % 2**63)
+            made = (Images(self.alter(torch.stack(x[0]), draw)),) if _lists_images(x) else self.alter(x, draw)
+            for old in list(self._made)[:-1]:
+                del self._made[old]
+            self._made[copy, begin] = made
+        return self._made[copy, begin]
 
 
 def _lists_images(inputs: Any) -> bool:

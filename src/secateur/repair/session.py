@@ -24,8 +24,11 @@ from secateur.running.copies import copy_with, unwrap
 from secateur.running.devices import device_of
 from secateur.running.memory import Memory, allowed, in_smaller_parts, parse
 from secateur.running.processes import agree, check_same, synchronise, together
-from secateur.running.progress import Line, Listener, Recording
+from secateur.running.progress import Line, Listener, Recording, telling
 from secateur.running.sandbox import check_weights, leaves_no_trace, quiet
+
+# A correction that leaves less than this share of the divergence is good: simpler ones do not come close to it.
+_CLOSE = 0.25
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,7 @@ class Repair:
     `copies`: altered copies of each sample that join the regression. Images are cropped and flipped; texts exchange
     words, if there are few; `alter` is a function of your own. `held_out`: the share of samples that choose strengths
     and methods. They help to fit after that. `samples` and `rows`: at most so many samples with their copies, and
-    positions per layer, take part. `memory` (bytes, or a text such as "2 GiB"; default: what is free, at most 1.6 GiB
+    positions per layer, take part. `memory` (bytes, or a text such as "2 GiB"; default: what is free, at most 2 GiB
     on a CPU): samples that find no room in early layers join in later ones. `at_once`: at most so many samples are in
     memory at once. More samples than that take much longer, since each layer needs passes of its own. `rounds`: extra
     fits of each layer that ignore errors which a ReLU hides. `relevance`: the share of a position's weight in the
@@ -120,7 +123,7 @@ class Session:
             reference = self.reference(progress, kept)
             return self._best(small, reference, layers_in_both(small, reference, kept), progress)
 
-        with torch.inference_mode(False):
+        with torch.inference_mode(False), telling(progress):
             outcome = in_smaller_parts(attempt, self._memory, 2**28)
             synchronise(outcome.model)
         return outcome
@@ -160,7 +163,9 @@ class Session:
         corrector = partial(LayerCorrector, small, reference, layers, self.settings.rounds, tell)
         samples = reference.samples
         best, found, cheaply, least = "none", None, False, _finite(divergence["none"])
-        for name, method in methods.items():
+        for name, method in sorted(methods.items(), key=lambda pair: pair[1].fallback):
+            if method.fallback and found is not None and least <= _CLOSE * _finite(divergence["none"]):
+                continue
             # A few numbers for each unit need few samples, if there are others to choose from.
             cheap = len(methods) > 1 and not method.needs_inputs and samples.copies > 0
             made = corrector(method, samples.plain if cheap else samples).run()
@@ -184,13 +189,14 @@ def _finite(divergence: float) -> float:
 
 def repair(
     small: nn.Module, original: nn.Module, data: Data, method: str = "best", *, copies: int = 8, held_out: float = 0.2,
-    seed: int = 0, progress: bool = True,
+    seed: int = 0, memory: Memory = None, progress: bool = True,
 ) -> nn.Module:  # fmt: skip
     """A copy of a smaller model whose layers return what the original's did, as far as the samples tell.
 
     Layer by layer, in order of execution, what a layer lacks compared with the original is made up for by a constant
     ("mean"), a scale and a constant ("norm") or new weights ("ridge"). "best" takes what is closest to the original on
-    held-out samples, if need be nothing. Targets are not needed: `data` may be `(X, None)`. `Repair` has more settings.
+    held-out samples, if need be nothing. Targets are not needed: `data` may be `(X, None)`. `memory` (bytes, or a text
+    such as "2 GiB"; default: what is free) limits what it takes. `Repair` has more settings.
 
     >>> import torch, secateur as sc
     >>> net = nn.Sequential(nn.Linear(4, 32), nn.ReLU(), nn.Linear(32, 3))
@@ -199,5 +205,5 @@ def repair(
     >>> sc.repair(result.model, net, data)[0]
     Linear(in_features=4, out_features=16, bias=True)
     """
-    settings = Repair(method, copies, held_out=held_out, seed=seed)
+    settings = Repair(method, copies, held_out=held_out, seed=seed, memory=memory)
     return settings.examine(small, original, data, progress).model

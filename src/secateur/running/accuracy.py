@@ -13,11 +13,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from secateur.errors import DataError
-from secateur.running.batches import Batch, Data, batches, parts_of, size_of
+from secateur.running.batches import Batch, Data, batches, parts_of, size_of, total_of
 from secateur.running.copies import shared_copy, unwrap
 from secateur.running.devices import device_of
 from secateur.running.logits import logits_of, one_output
-from secateur.running.memory import in_smaller_parts, together
+from secateur.running.memory import Memory, in_smaller_parts, limited, together
+from secateur.running.progress import Evaluating, Pace
 from secateur.running.sandbox import leaves_no_trace, run
 from secateur.running.targets import IGNORED, Reader, is_binary
 
@@ -41,18 +42,35 @@ class Accuracy:
     def __float__(self) -> float:
         return self.overall
 
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Between which shares the accuracy on all samples of this kind lies, with 95 % confidence."""
+        return interval(self.overall, self.samples)
+
     def named(self, name: Callable[[int], str] = str) -> dict[str, float]:
         """The shares as `prune(evaluate=…)` and a history hold them: "overall", and each class by its name."""
         return {"overall": self.overall} | {name(number): share for number, share in self.classes.items()}
 
 
+def interval(share: float, count: int) -> tuple[float, float]:
+    """Wilson's 95 % confidence interval of a share that was seen on so many samples.
+
+    >>> [round(side, 3) for side in interval(0.9, 10)], [round(side, 3) for side in interval(0.9, 1000)]
+    ([0.596, 0.982], [0.88, 0.917])
+    """
+    z = 1.959964
+    middle, width = share + z * z / (2 * count), z * math.sqrt(share * (1 - share) / count + (z / (2 * count)) ** 2)
+    return max(0.0, (middle - width) / (1 + z * z / count)), min(1.0, (middle + width) / (1 + z * z / count))
+
+
 @leaves_no_trace
-def accuracy(model: nn.Module, data: Data, batch_size: int = 32) -> Accuracy:
+def accuracy(model: nn.Module, data: Data, batch_size: int = 32, *, memory: Memory = None) -> Accuracy:
     """The accuracy of a model in evaluation mode on a pair (X, y) or on batches of inputs and targets.
 
     A model with a single output answers 1 where that is positive, else 0. If there is an answer for each position, as
     for tokens and pixels, the positions are counted: neither padding nor those whose target is -100. A language model
-    of transformers answers for the next token.
+    of transformers answers for the next token. Large batches are taken in parts that need no more than `memory` (bytes,
+    or a text such as "2 GiB"; default: what is free).
 
     >>> accuracy(nn.Identity(), (torch.eye(3), torch.tensor([0, 1, 1])))
     Accuracy(overall=0.6666666666666666, classes={0: 1.0, 1: 0.5}, samples=3)
@@ -76,7 +94,8 @@ def accuracy(model: nn.Module, data: Data, batch_size: int = 32) -> Accuracy:
             pairs = list(zip(whole, given.reshape(-1).long().tolist(), strict=True))
         return wanted[hits].long().tolist(), whole, pairs
 
-    with torch.no_grad():
+    with limited(memory), torch.no_grad():
+        pace = Pace(Evaluating(), total_of(data))
         for batch in batches(data, batch_size, device_of(model)):
             size = size or together(model, batch[0])
 
@@ -87,6 +106,7 @@ def accuracy(model: nn.Module, data: Data, batch_size: int = 32) -> Accuracy:
                 right.update(hits)
                 seen.update(known)
                 said += pairs
+            pace(size_of(batch[0]))
     if not seen:
         raise DataError("the test data are empty: there is no batch in them, or no target that counts.")
     shares = {c: right[c] / seen[c] for c in sorted(seen)}
@@ -124,7 +144,7 @@ def perplexity(model: nn.Module, data: Data, batch_size: int = 8) -> Perplexity:
     reader = Reader(model)
     if not reader.causal:
         raise DataError(f"{type(model).__name__} does not foretell the next token.", fix="accuracy(model, data)")
-    loss, right, tokens = 0.0, 0, 0
+    loss, right, tokens, pace = 0.0, 0, 0, Pace(Evaluating(), total_of(data))
     with torch.no_grad():
         for inputs, targets in batches(data, batch_size, device_of(model)):
             reading = reader.read(inputs, targets, logits_of(run(model, inputs)))
@@ -134,6 +154,7 @@ def perplexity(model: nn.Module, data: Data, batch_size: int = 8) -> Perplexity:
                 loss += float(F.cross_entropy(rows, wanted, reduction="sum").double())
                 right += int((rows.argmax(1) == wanted).sum())
                 tokens += len(wanted)
+            pace(size_of(inputs))
     if not tokens:
         raise DataError("the test data are empty: there is no token to foretell.")
     return Perplexity(math.exp(min(loss / tokens, 700.0)), right / tokens, tokens)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from typing import Any
 
 import numpy as np
@@ -180,6 +180,18 @@ def parts_of(inputs: Any, targets: Any, size: int) -> Iterator[Batch]:
     for begin in range(0, count, size):
         part = slice(begin, begin + size)
         yield select_samples(inputs, part), select_samples(targets, part)
+
+
+def total_of(data: Data) -> int | None:
+    """How many samples there are, where that is known without going through them."""
+    if isinstance(data, list | tuple):
+        parts = [data] if is_pair(data) else data
+        arrays = [next((leaf for leaf in leaves(part) if isinstance(leaf, _ARRAYS)), None) for part in parts]
+        return None if any(array is None or not array.ndim for array in arrays) else sum(map(len, arrays))  # type: ignore[arg-type]
+    for known in (getattr(data, "samples", None), getattr(data, "dataset", None)):
+        if isinstance(known, int | Sized):
+            return known if isinstance(known, int) else len(known)
+    return None
 
 
 def repeatable(data: Data) -> Data:

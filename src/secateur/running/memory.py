@@ -27,7 +27,7 @@ Memory = int | float | str | None
 _UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 _TEXT = re.compile(r"([0-9.]+)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
 #: More than this, weights included, is not used on a CPU unless the user allows it: work does not get faster by it.
-_ENOUGH = 13 * 2**27
+_ENOUGH = 2**31
 #: Of what is free, this share is used: others need memory too.
 _SHARE = 0.6
 #: About what the cache of a CPU holds, and less than what malloc gives back to the system at once.
@@ -93,6 +93,16 @@ def free_on(device: torch.device | None) -> int:
         return int(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
     known = [found for found in (_of_the_machine(), _of_the_container(), _of_the_process()) if found is not None]
     return max(0, min(known, default=_UNKNOWN))
+
+
+def resident() -> int:
+    """The bytes that this process holds in memory now; 0 where nothing tells."""
+    return 1024 * _numbers("/proc/self/status").get("VmRSS", 0)
+
+
+def peak() -> int:
+    """The most that `resident` was so far."""
+    return 1024 * _numbers("/proc/self/status").get("VmHWM", 0)
 
 
 def _of_the_machine() -> int | None:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
 from typing import Self, TextIO
 
 from secateur.errors import printable
@@ -21,34 +23,53 @@ class Event:
     """Parent of all events."""
 
 
+# After so many seconds it is known how long the rest will take.
+_SURE = 2.0
 #: A function that receives events.
 Listener = Callable[[Event], None]
 
 
 @dataclass(frozen=True)
-class Scoring(Event):
+class Counted(Event):
+    """Work on samples: how many are `done` of the `total`, and about how many seconds the others will take, if known.
+
+    >>> print(Evaluating(done=320, total=800, left=12.4))
+    measuring accuracy, 320/800, about 12 s left
+    """
+
+    done: int = field(default=0, compare=False, kw_only=True)
+    total: int | None = field(default=None, compare=False, kw_only=True)
+    left: float | None = field(default=None, compare=False, kw_only=True)
+
+    def _after(self, words: str) -> str:
+        counts = f", {self.done}/{self.total}" if self.done and self.total else ""
+        return words + counts + ("" if self.left is None else f", about {self.left:.0f} s left")
+
+
+@dataclass(frozen=True)
+class Scoring(Counted):
     """Units are being scored."""
 
     criterion: str
 
     def __str__(self) -> str:
-        return f"scoring units by {self.criterion}"
+        return self._after(f"scoring units by {self.criterion}")
 
 
 @dataclass(frozen=True)
-class Evaluating(Event):
+class Evaluating(Counted):
     """The user's `evaluate` runs."""
 
     def __str__(self) -> str:
-        return "measuring accuracy"
+        return self._after("measuring accuracy")
 
 
 @dataclass(frozen=True)
-class Recording(Event):
+class Recording(Counted):
     """A repair runs the original model on the samples."""
 
     def __str__(self) -> str:
-        return "repair: recording the original's outputs"
+        return self._after("repair: recording the original's outputs")
 
 
 @dataclass(frozen=True)
@@ -67,6 +88,35 @@ class Repairing(Event):
     def __str__(self) -> str:
         rest = "" if self.left is None else f", about {self.left:.0f} s left"
         return f"repair: {self.method}, layer {self.layer}/{self.layers}{rest}"
+
+
+_listener: ContextVar[Listener | None] = ContextVar("listener", default=None)
+
+
+@contextmanager
+def telling(listener: Listener) -> Iterator[None]:
+    """A context in which work on samples, also within the user's functions, tells a listener how far it is."""
+    token = _listener.set(listener)
+    try:
+        yield
+    finally:
+        _listener.reset(token)
+
+
+class Pace:
+    """Tells whoever listens how far some work is. Call it with the number of samples that were done just now."""
+
+    def __init__(self, event: Counted, total: int | None) -> None:
+        self._event, self._total, self._done, self._begin = event, total, 0, time.perf_counter()
+
+    def __call__(self, count: int) -> None:
+        self._done += count
+        if (listener := _listener.get()) is None:
+            return
+        passed, left = time.perf_counter() - self._begin, None
+        if self._total and passed > _SURE:
+            left = passed * max(self._total / self._done - 1, 0)
+        listener(replace(self._event, done=self._done, total=self._total, left=left))
 
 
 class Line:

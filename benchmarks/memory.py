@@ -1,0 +1,145 @@
+"""The peak of memory of a whole run, for every classifier of torchvision up to 100 M parameters, and for many images.
+
+    python -m benchmarks.memory --workers 16                       every classifier, each in a process of one thread
+    python -m benchmarks.memory --models resnet50 --images 1000    any number of images
+
+A run scores, removes half of the MACs, repairs, measures accuracy before and after, explains a few images and writes
+the report. Weights and images are random; images are made when they are asked for, as photographs are. Results are
+appended to `--out`, so that an interrupted benchmark goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Noise:
+    """Random images in batches, always the same."""
+
+    samples: int
+    side: int
+
+    def __iter__(self) -> Iterator[Any]:
+        import torch
+
+        for begin in range(0, self.samples, 32):
+            generator = torch.Generator().manual_seed(begin)
+            count = min(32, self.samples - begin)
+            x = torch.randn(count, 3, self.side, self.side, generator=generator)
+            yield x, torch.randint(10, (count,), generator=generator)
+
+
+def one(name: str, images: int, memory: str | None) -> dict[str, Any]:
+    """A whole run of one model, in this process."""
+    import torch
+    from torchvision import models
+
+    import secateur as sc
+    from secateur.running.accuracy import accuracy
+    from secateur.running.memory import peak
+
+    warnings.simplefilter("ignore")
+    torch.manual_seed(0)
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    extra = {"init_weights": True} if name in ("googlenet", "inception_v3") else {}
+    net = models.get_model(name, weights=None, num_classes=10, **extra).eval()
+    for module in net.modules():  # untrained norms would let nothing but noise pass
+        if isinstance(module, torch.nn.BatchNorm2d):
+            module.running_var.uniform_(0.5, 2)
+    data = Noise(images, 299 if name == "inception_v3" else 224)
+    begin, parameters = time.perf_counter(), sum(p.numel() for p in net.parameters())
+    result = sc.prune(
+        net, data, keep={"macs": 0.5}, evaluate=lambda model: accuracy(model, data, memory=memory).overall,
+        memory=memory, progress=False,
+    )  # fmt: skip
+    repaired, ran = peak(), time.perf_counter() - begin
+    with tempfile.TemporaryDirectory() as folder:
+        result.report(Path(folder, "report.html"), data=data)
+    return {
+        "model": name, "images": images, "parameters": parameters, "gib": peak() / 2**30, "run": repaired / 2**30,
+        "seconds": time.perf_counter() - begin, "run_seconds": ran, "macs": result.cost_before.macs,
+    }  # fmt: skip
+
+
+def apart(name: str, options: argparse.Namespace) -> dict[str, Any]:
+    """The same in a process of its own."""
+    command = [sys.executable, "-m", "benchmarks.memory", "--one", name, "--images", str(options.images)]
+    command += ["--memory", options.memory] if options.memory else []
+    environment = os.environ | {"OMP_NUM_THREADS": str(options.threads)}
+    try:
+        made = subprocess.run(
+            command, capture_output=True, text=True, timeout=options.timeout, env=environment, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return {"model": name, "images": options.images, "error": f"not ready after {options.timeout} s"}
+    if made.returncode:
+        return {"model": name, "images": options.images, "error": (made.stderr.strip().splitlines() or ["killed"])[-1]}
+    return dict(json.loads(made.stdout.splitlines()[-1]))
+
+
+def sizes() -> dict[str, int]:
+    """The parameters of every classifier of torchvision, by name, those with most work first."""
+    from torchvision import models
+
+    facts = {name: models.get_model_weights(name).DEFAULT.meta for name in models.list_models(module=models)}
+    order = sorted(facts, key=lambda name: -facts[name]["_ops"])
+    return {name: facts[name]["num_params"] for name in order if not name.startswith("quantized")}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", help="default: all of torchvision up to --most parameters")
+    parser.add_argument("--most", type=float, default=100e6)
+    parser.add_argument("--images", type=int, default=10)
+    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--threads", type=int, default=1, help="of each process")
+    parser.add_argument("--timeout", type=float, default=500)
+    parser.add_argument("--memory", help="what a run may take; default: what is free")
+    parser.add_argument("--out", type=Path, default=Path("out/memory.jsonl"))
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.one:
+        print(json.dumps(one(options.one, options.images, options.memory)))
+        return
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    rows = [json.loads(line) for line in options.out.read_text().splitlines()] if options.out.exists() else []
+    done = {row["model"] for row in rows if row["images"] == options.images and "gib" in row}
+    named = options.models or [name for name, count in sizes().items() if count <= options.most]
+    print("| model | parameters | images | peak GiB | seconds |\n|---|---|---|---|---|")
+    with ThreadPoolExecutor(options.workers) as pool, options.out.open("a") as file:
+        for row in pool.map(lambda name: apart(name, options), [name for name in named if name not in done]):
+            rows.append(row)
+            file.write(json.dumps(row) + "\n")
+            file.flush()
+            cells = (
+                f"{row['parameters'] / 1e6:.1f} M | {row['images']} | {row['gib']:.2f} | {row['seconds']:.0f}"
+                if "gib" in row
+                else f"| {row['images']} | {row['error']} |"
+            )
+            print(f"| {row['model']} | {cells} |", flush=True)
+    found = {row["model"]: row for row in rows if row["images"] == options.images and row["model"] in named}
+    peaks = sorted(row["gib"] for row in found.values() if "gib" in row)
+    failed = [name for name, row in found.items() if "gib" not in row]
+    if peaks:
+        above = sum(peak > 3 for peak in peaks)
+        print(
+            f"\n{len(peaks)} models: median {peaks[len(peaks) // 2]:.2f} GiB, most {peaks[-1]:.2f} GiB, {above} above 3"
+        )
+    print(f"not ready: {', '.join(failed) or 'none'}")
+
+
+if __name__ == "__main__":
+    main()
