@@ -20,11 +20,11 @@ from secateur.repair.lockstep import Runner
 IDS = torch.randint(0, 64, (12, 9), generator=torch.Generator().manual_seed(1))
 
 
-def llama() -> Any:
+def llama(neurons: int = 40) -> Any:
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        vocab_size=64, hidden_size=24, intermediate_size=40, num_hidden_layers=2, num_attention_heads=6, head_dim=4,
-        num_key_value_heads=3, tie_word_embeddings=True, use_cache=False,
+        vocab_size=64, hidden_size=24, intermediate_size=neurons, num_hidden_layers=2, num_attention_heads=6,
+        head_dim=4, num_key_value_heads=3, tie_word_embeddings=True, use_cache=False,
     )  # fmt: skip
     return transformers.LlamaForCausalLM(config).eval()
 
@@ -89,6 +89,30 @@ def test_a_head_is_worth_all_its_channels(worth: float, leaves: str) -> None:
     limits = Limits(scope="cost", only=("*.mlp.*", "*.self_attn.*"))
     plan = sc.plan(graph, sc.Scores("given", units), keep={"params": 0.97}, limits=limits)
     assert {name.split(".")[3] for name, (had, has) in plan.layers.items() if has < had} == {leaves}
+
+
+@pytest.mark.parametrize(("ratio", "kept"), [(0.5, 6), (0.1, 4), (0.02, 2)])
+def test_the_last_heads_of_a_layer_are_dear(ratio: float, kept: int) -> None:
+    """One head stays. Per parameter, others have `ratio` of a neuron's relevance times (7 / so many left)³: they leave
+    while that is below 1, and then neurons do."""
+    config = transformers.BertConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=40, num_hidden_layers=2, num_attention_heads=8,
+    )  # fmt: skip
+    model = transformers.BertForSequenceClassification(config).eval()
+    graph = sc.analyze(model, data()[0][0])
+    saved = graph.cost_of.prices["params"].savings(np.zeros(len(graph.root), np.bool_))
+    channels = np.bincount(np.concatenate([graph.root[p.labels] for p in graph.producers]), minlength=len(graph.root))
+    value = saved / np.maximum(channels, 1)
+    heads = [layer for layer in graph.layers if layer.kind == "head"]
+    neurons = [layer for layer in graph.layers if layer.name.endswith("intermediate.dense")]
+    for layer in heads:
+        value[layer.groups] *= ratio
+    units = {p.sites[0]: value[graph.root[p.labels]] for p in graph.producers}
+    goal = graph.cost.params - sum((8 - kept) * saved[h.groups[0]] for h in heads) - 3 * saved[neurons[0].groups[0]]
+    limits = Limits(scope="cost", only=("*.intermediate.*", "*.attention.self.*"))
+    plan = sc.plan(graph, sc.Scores("given", units), keep={"params": goal}, limits=limits)
+    assert [plan.layers[h.name] for h in heads] == [(8, kept)] * 2
+    assert sum(had - has for had, has in (plan.layers[n.name] for n in neurons)) == 3
 
 
 @pytest.mark.parametrize("masked", [False, True])

@@ -14,17 +14,31 @@ _SHARE = 0.02
 #: How much dearer the rest of a layer becomes as the layer loses relevance: by (whole / rest) to this power. With 1,
 #: what is maximised is the sum over layers of relevance · log(share of it that is kept): no layer is emptied cheaply.
 BALANCE = 1.0
+#: The same for heads, in models with attention; what is no head keeps its worth there. Heads alone carry anything from
+#: token to token, so that the last ones of a layer are worth far more than their relevance: MiniLM at half its size
+#: would keep one per layer.
+HEAD_BALANCE = 3.0
 
 
 def order_by_price(
-    graph: Graph, candidates: Labels, worth: Values, gone: Mask, price: Price, until: float = 0.0
+    graph: Graph,
+    candidates: Labels,
+    worth: Values,
+    gone: Mask,
+    price: Price,
+    until: float = 0.0,
+    by_heads: bool = False,
 ) -> Labels:
     """The candidates, those first that lose least for what they save, until the cost is `until`; then the rest.
 
     `worth` is the score of each candidate. A greedy knapsack: what a group saves depends on the widths of its
-    neighbours, and what it is worth on what is left of its layer, so both are weighed again as the model shrinks.
+    neighbours, and what it is worth on what is left of its layer, so both are weighed again as the model shrinks. With
+    `by_heads`, only heads become dearer with what is left.
     """
     removed: Mask = gone.copy()
+    balance = np.full(len(graph.layers) + 1, BALANCE)
+    if by_heads:
+        balance = np.array([HEAD_BALANCE * (layer.kind == "head") for layer in graph.layers] + [0.0])
     layer_of = np.full(len(graph.root), len(graph.layers), np.int64)  # all blocks together are such a layer
     for number, layer in enumerate(graph.layers):
         layer_of[layer.groups] = number
@@ -38,7 +52,7 @@ def order_by_price(
     cost = price(removed)
     while waiting.any():
         saved = price.savings(removed)[candidates]
-        scarce = (whole / np.maximum(left, 1e-9 * np.maximum(whole, 1e-30))) ** BALANCE
+        scarce = (whole / np.maximum(left, 1e-9 * np.maximum(whole, 1e-30))) ** balance
         # What saves nothing is not worth its score, however low: it leaves last, not first.
         least = 1e-6 * max(float(saved.max()), 1e-30)
         key = np.where(waiting, worth * scarce[home] / np.maximum(saved, least), np.inf)

@@ -37,9 +37,9 @@ def plan(
     predicted by `latency`, the table of `secateur.latency`. `limits` protects layers, rounds widths, and says which
     units compete (`secateur.plans.Limits`): with `Limits(scope="layer")` every layer loses the same share, with "cost"
     groups are ranked by score lost for what they save: MACs, or parameters or time if only these are asked for; both
-    are weighed again as the model shrinks towards `keep`. With `round_to`, less may leave than `remove` allows.
-    `Limits(blocks=True)` lets residual branches leave as a whole. With `start`, what that plan removes is gone already
-    and counts towards the target.
+    are weighed again as the model shrinks towards `keep`, and the fewer attention heads a layer has left, the dearer
+    they are. With `round_to`, less may leave than `remove` allows. `Limits(blocks=True)` lets residual branches leave
+    as a whole. With `start`, what that plan removes is gone already and counts towards the target.
 
     >>> import torch, secateur as sc
     >>> net = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.ReLU(), torch.nn.Linear(6, 2))
@@ -118,12 +118,14 @@ class _Chooser:
             key = self._shares(candidates)
         elif limits.scope == "cost":
             worth = self._worth(candidates, scores.aggregate)
-            if bound is None:
+            by_heads = bool(graph.heads) and spared != "seconds"
+            if bound is None and not by_heads:
                 saved = prices[spared].savings(self.gone)[candidates]
                 # What saves nothing is not worth its score, however low: it leaves last, not first.
                 key = worth / np.maximum(saved, 1e-6 * max(float(saved.max()), 1.0))
             else:
-                order = order_by_price(graph, candidates, worth, self.gone, prices[spared], 0.9 * bound)
+                until = 0.9 * (bound or 0.0)
+                order = order_by_price(graph, candidates, worth, self.gone, prices[spared], until, by_heads)
                 place = np.empty(len(graph.root))
                 place[order] = np.arange(len(order))
                 key = place[candidates]
