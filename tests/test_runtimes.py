@@ -165,6 +165,35 @@ def test_predictions_are_right_where_time_is_a_function_of_widths(monkeypatch: p
         table.predict(sc.plan(other, random_scores(other, 0), remove=0.5))
 
 
+@pytest.mark.parametrize("all_of_them", [True, False])
+def test_the_sum_is_corrected_by_what_most_sample_models_take(
+    all_of_them: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where small models take less than their parts, predictions are right. A few such models change nothing."""
+    stopwatch(monkeypatch, by_size)
+    plain = Clock.passes
+    model = lively(Residual())
+    ((whole,),) = plain(Clock(Setup(), IMAGE, model), [(model, None)])
+
+    def bent(seconds: float) -> float:
+        return seconds * (1 - 0.3 * (1 - seconds / whole)) if all_of_them or seconds < 0.2 * whole else seconds
+
+    timed: list[float] = []
+
+    def passes(*given: Any) -> list[list[float]]:
+        found = plain(*given)
+        timed.extend(one for (one,) in found)
+        return [[bent(one)] for (one,) in found]
+
+    monkeypatch.setattr(Clock, "passes", passes)
+    table = sc.latency(model, IMAGE, cache=False)
+    assert sum(bent(one) != one for one in timed) in ({7} if all_of_them else {1, 2, 3})
+    assert table.bend == pytest.approx(-0.3 if all_of_them else 0.0, abs=1e-6)
+    for removed in some_masks(table.graph, 6):
+        ((took,),) = plain(table.clock(model), [(cut(model, plan_for(table.graph, removed)), None)])
+        assert table(removed) == pytest.approx(bent(took) if all_of_them else took, rel=1e-6)
+
+
 def test_savings_are_the_slope_of_the_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
     stopwatch(monkeypatch, by_size)
     table = sc.latency(lively(Residual()), IMAGE, cache=False)

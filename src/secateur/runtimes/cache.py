@@ -15,7 +15,7 @@ from secateur import atomic
 from secateur.arguments import check_path
 from secateur.runtimes.setup import Setup
 
-FORMAT = "secateur-latency-2"
+FORMAT = "secateur-latency-3"
 
 
 @dataclass(frozen=True)

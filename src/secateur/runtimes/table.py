@@ -192,9 +192,10 @@ def _measured(clock: Clock, graph: Graph, segments: Sequence[Segment]) -> dict[s
     wholes = statistics.median(first for first, _ in found) * np.array([1, *(other / first for first, other in found)])
     sums = sums[: len(wholes)]
     ratio, less = wholes * sums[0] / (wholes[0] * sums), 1 - sums / sums[0]
-    # The median, since a very narrow model says little about those that are half as wide.
+    # Only what most sample models agree on: without, predictions are better than with that of a few.
     bends = (ratio[1:] - 1)[less[1:] > 0.02] / less[1:][less[1:] > 0.02]
-    bend = float(np.clip(np.median(bends), -0.5, 0.5)) if len(bends) else 0.0
+    low, high = np.percentile(bends, (25, 75)) if len(bends) else (0.0, 0.0)
+    bend = float(np.clip(max(low, 0.0) + min(high, 0.0), -0.5, 0.5))
     whole = float(wholes[0])
     return {
         "whole": whole, "error": float(np.median(np.abs((1 + bend * less) / ratio - 1))), "bend": bend,
