@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from secateur.nest import map_tensors, tensors_in, tensors_of_output
 from secateur.running.copies import named_modules
 from secateur.running.sandbox import quiet, run
-from secateur.surgery.precision import Precise, Pristine, widen
+from secateur.surgery.precision import Precise, Pristine, seed, widen
 from secateur.surgery.probes import Probe
 
 _PLACES = 8  # of a layer's output are noted along each dimension, at least, if there are as many
@@ -74,7 +74,7 @@ class Net:
         mode = Precise(wide, frozenset(even))
         try:
             with quiet(), self._pristine.kept(probe.training):
-                _seed(probe)
+                seed(0)
                 with mode:
                     outputs = run(self._net, inputs, probe.cached)
             made = tensors_in(outputs)[:1] if probe.cached else tensors_of_output(outputs, self._output)
@@ -82,12 +82,6 @@ class Net:
         finally:
             for hook in hooks:
                 hook.remove()
-
-
-def _seed(probe: Probe) -> None:
-    """Every forward draws the same. (`torch.manual_seed` looks at the stack, which takes milliseconds.)"""
-    on_cpu = all(tensor.device.type == "cpu" for tensor in tensors_in(probe.inputs))
-    (torch.default_generator.manual_seed if on_cpu else torch.manual_seed)(0)
 
 
 def _note(path: str, found: dict[str, list[Tensor]], whole: bool, forced: Forced) -> Callable[..., Any]:
