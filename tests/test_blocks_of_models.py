@@ -11,7 +11,16 @@ import pytest
 import torch
 from torch import nn
 from torchvision.utils import save_image
-from transformers import BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+)
 
 import secateur as sc
 from oracle import silenced
@@ -65,6 +74,31 @@ def test_language_models_without_blocks_go_on_with_their_cache(names: list[str])
     said = [small.generate(IDS[:1], max_new_tokens=8, do_sample=False, use_cache=use, pad_token_id=0, eos_token_id=None)
             for use in (True, False)]  # fmt: skip
     assert torch.equal(*said)
+
+
+@pytest.mark.parametrize("layers", [False, True], ids=["attention", "whole layers"])
+@pytest.mark.parametrize("kind", ["gpt2", "opt", "llama"])
+def test_positions_go_on_when_no_attention_is_left(kind: str, layers: bool) -> None:
+    """The length of a text is what the cache of the attention says; learnt positions depend on it."""
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"vocab_size": SIZES["vocab_size"]}
+    if kind == "gpt2":
+        net: Any = GPT2LMHeadModel(GPT2Config(n_positions=32, n_embd=12, n_layer=2, n_head=3, **sizes)).eval()
+    elif kind == "opt":
+        narrow = {"hidden_size": 12, "num_hidden_layers": 2, "ffn_dim": 16, "word_embed_proj_dim": 12}
+        net = OPTForCausalLM(OPTConfig(**narrow, num_attention_heads=3, max_position_embeddings=32, **sizes)).eval()
+    else:
+        net = llama()
+    graph = sc.analyze(net, {"input_ids": IDS})
+    names = [block.name for block in graph.blocks if "attn" in block.name or layers]
+    small = without(net, names)
+    with torch.no_grad():
+        whole = small(IDS).logits
+        begun = small(IDS[:, :7], use_cache=True)
+        rest = small(IDS[:, 7:], past_key_values=begun.past_key_values, use_cache=True).logits
+    if not layers:
+        assert torch.allclose(whole, silenced(net, names), atol=1e-4)
+    assert torch.allclose(rest, whole[:, 7:], atol=1e-4)
 
 
 def test_stock_transformers_loads_a_model_without_some_layers(tmp_path: Path) -> None:

@@ -384,6 +384,48 @@ def test_float32_never_decides_against_a_removal(heavy: bool, monkeypatch: pytes
     applied(Net(lambda net, h: h + 1e5 * (h - (h * 3 + 7 - 7) / 3)), IMAGE)
 
 
+class Readings(nn.Module):
+    """Reads its weights in several ways. `wrong`: units are mixed up."""
+
+    def __init__(self, wrong: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.wrong = nn.Embedding(20, 12), wrong
+        self.attention = nn.MultiheadAttention(12, 3, batch_first=True)
+        self.conv, self.up, self.down = nn.Conv1d(12, 12, 3, padding=1), nn.Linear(12, 24), nn.Linear(24, 12)
+        self.recurrent = nn.GRU(12, 6, batch_first=True)
+        self.last = nn.Parameter(torch.randn(5, 6))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        h = self.table(ids)
+        h = h + self.attention(h, h, h)[0]
+        h = h + self.conv(h.mT).mT
+        up = self.up(h).relu()
+        h = h + self.down(up.roll(1, -1) if self.wrong else up)
+        h = self.recurrent(h)[0]
+        return h @ self.last.T
+
+
+@pytest.mark.parametrize("heavy", [False, True])
+def test_large_parameters_are_masked_where_they_are_read(heavy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a copy of them."""
+    monkeypatch.setattr(rule, "_LARGE", 1)
+    monkeypatch.setattr(rule, "_PARAMETERS", 0 if heavy else 1e9)
+    ids = torch.randint(20, (2, 7))
+    small = applied(Readings(), ids)
+    assert sum(p.numel() for p in small.parameters()) < 0.8 * sum(p.numel() for p in Readings().parameters())
+    with pytest.raises(VerificationError) as caught:
+        applied(Readings(wrong=True), ids)
+    assert caught.value.layers == ("up",)
+    net = Readings()
+    graph = sc.analyze(net, ids)
+    masked = rule._masked(net, sc.plan(graph, random_scores(graph), remove=0.4))
+    shared = {name for name, t in masked._net.named_parameters() if t.data_ptr() == net.get_parameter(name).data_ptr()}
+    assert {"table.weight", "up.weight", "down.weight", "attention.out_proj.weight"} <= shared
+    assert ("conv.weight" in shared) == heavy
+    assert "recurrent.weight_ih_l0" not in shared
+
+
 def test_numbers_too_large_for_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rule, "_PARAMETERS", 0)  # float32 first, where they are infinite
     applied(Net(lambda net, h: h * 1e30 * 1e30), IMAGE)

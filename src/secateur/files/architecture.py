@@ -106,7 +106,7 @@ def compact(model: nn.Module) -> tuple[nn.Module, dict[str, Any]]:
 
 
 def _idle(layer: nn.Module) -> bool:
-    return isinstance(layer, Bypass) and layer.returns == "input"
+    return isinstance(layer, Bypass) and layer.returns == "input" and not layer.counts
 
 
 def _with_layers(config: Any, had: int, kept: Sequence[int]) -> Any:

@@ -214,10 +214,12 @@ def plan_for(graph: Graph, removed: Mask, repeated: Sequence[RepeatedSize] | Non
     gone = removed[graph.root]
     gone[0] = False
     cuts: dict[str, dict[int, tuple[int, ...]]] = {}
+    known: dict[bytes, tuple[int, ...]] = {}  # what a convolution, its batch norm and its readers lose is one tuple
     for axis in graph.axes.axes:
-        named = axis.parameter and axis.parameter not in without
-        if named and (indices := _places(gone[axis.base : axis.base + axis.size])):
-            cuts.setdefault(axis.parameter, {})[axis.dim] = indices
+        own = gone[axis.base : axis.base + axis.size]
+        if axis.parameter and axis.parameter not in without and own.any():
+            key = own.tobytes()
+            cuts.setdefault(axis.parameter, {})[axis.dim] = known.get(key) or known.setdefault(key, _places(own))
     heads = {}
     for head in graph.heads:
         if (indices := _places(removed[head.groups])) and stays(head.path):

@@ -68,7 +68,7 @@ _FRAMES = 6
 
 
 def _parts(module: nn.Module) -> list[object]:
-    return [module, *vars(module).values()]
+    return [module, *(value for name, value in vars(module).items() if name not in _OWN_STATE)]
 
 
 def copy_with(model: nn.Module, tensor: Callable[[str, Tensor], Tensor]) -> nn.Module:
@@ -191,7 +191,9 @@ def meta_copy(model: nn.Module) -> nn.Module:
     """A copy on the meta device: shapes without numbers. Integer buffers keep theirs, since they steer indexing."""
 
     def empty(name: str, old: Tensor) -> Tensor:
-        return old.detach().to("meta") if old.is_floating_point() or old.is_complex() else old.detach().clone()
+        if not old.is_floating_point() and not old.is_complex():
+            return old.detach().clone()
+        return torch.empty_strided(old.shape, old.stride(), dtype=old.dtype, device="meta")
 
     return copy_with(model, empty)
 

@@ -351,17 +351,22 @@ def _touched(axes: AxisTable, root: Labels) -> Labels:
     """A number for each group: the same for two of them if and only if they touch the same axes."""
     count = len(axes.axes)
     # Pairs as single numbers sort many times faster than rows.
-    keys = np.sort(root[1:] * count + axes.owners[1:])
+    keys = np.sort(root[1:] * count + axes.owners[1:], kind="stable")  # long runs are in order already
     ids, touched = np.divmod(keys[np.flatnonzero(np.diff(keys, prepend=-1))], max(count, 1))
     begins = np.flatnonzero(np.diff(ids, prepend=-1))
     lengths = np.diff(begins, append=len(ids))
     numbers = np.zeros(len(root), np.int64)
-    known = 0
-    for length in np.unique(lengths).tolist():
-        alike = begins[lengths == length]
-        number = np.zeros(len(alike), np.int64)
-        for place in range(length):  # sets that agree so far are split by their next axis
-            number = np.unique(number * count + touched[alike + place], return_inverse=True)[1]
-        numbers[ids[alike]] = known + number
-        known += int(number.max()) + 1
+    # Neighbours mostly touch the same axes. Of a run of equal sets, Python looks at one.
+    same = np.zeros(len(begins), np.bool_)
+    same[1:] = lengths[1:] == lengths[:-1]
+    before = np.repeat(begins - np.concatenate([[0], lengths[:-1]]), lengths) + _places_in(lengths)
+    same &= np.logical_and.reduceat(touched == touched[np.clip(before, 0, None)], begins) if len(begins) else same
+    heads, bounds, known = np.flatnonzero(~same), [*begins.tolist(), len(ids)], dict[bytes, int]()
+    named = [known.setdefault(touched[bounds[i] : bounds[i + 1]].tobytes(), len(known)) for i in heads.tolist()]
+    numbers[ids[begins]] = np.repeat(np.array(named, np.int64), np.diff(heads, append=len(begins)))
     return numbers
+
+
+def _places_in(lengths: Labels) -> Labels:
+    """0, 1, 2 … for each of these lengths."""
+    return np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)

@@ -25,6 +25,8 @@ class Bypass(nn.Module):
     def __init__(self, item: StandIn, old: nn.Module) -> None:
         super().__init__()
         self.returns, self.place = item.returns, item.place
+        #: Whether it notes the length of the text in the cache, as no layer does that is left.
+        self.counts = False
         self.argument: int | str = int(item.argument) if item.argument.isdecimal() else item.argument
         for name in old._parameters:
             self.register_parameter(name, None)
@@ -42,6 +44,8 @@ class Bypass(nn.Module):
         if self.returns != "nothing":
             x: Tensor = args[self.argument] if isinstance(self.argument, int) else kwargs[self.argument]
             made = x
+            if self.counts:
+                _count((*args, *kwargs.values()), x)
             if self.returns == "zero":  # runtimes leave out the addition of a single 0
                 made = x.new_zeros((1,) * x.ndim)
             elif self.returns == "zeros":
@@ -79,8 +83,9 @@ def bypass(small: nn.Module, stand_ins: Sequence[StandIn]) -> None:
         if isinstance(module, nn.TransformerEncoderLayer) and any(within(i.path, path) for i in stand_ins):
             module.activation_relu_or_gelu = 0
     there = dict(named_modules(small))
-    if any(there.get(path) is not module and _caches(module) for path, module in modules.items()):
-        _renumber(small)
+    gone = [path for path, module in modules.items() if there.get(path) is not module and _caches(module)]
+    if gone:
+        _renumber(small, [there[i.path] for i in stand_ins if i.path in there and any(within(p, i.path) for p in gone)])
 
 
 def _caches(module: nn.Module) -> bool:
@@ -88,7 +93,15 @@ def _caches(module: nn.Module) -> bool:
     return type(vars(module).get("layer_idx")) is int and {"layer_idx", "update"} <= names_read(type(module).forward)
 
 
-def _renumber(small: Any) -> None:
+def _count(given: Sequence[Any], x: Tensor) -> None:
+    """Note the length of the text in a cache: positions of what comes next depend on it."""
+    caches = [getattr(item, "self_attention_cache", item) for item in given if hasattr(item, "get_seq_length")]
+    for cache in caches[:1]:
+        state = x.new_zeros(len(x), 1, x.shape[1], 1)
+        cache.update(state, state, 0)
+
+
+def _renumber(small: Any, instead: Sequence[nn.Module]) -> None:
     """Places in the cache without gaps: its first layer is asked how long the text is, and the first of each kind."""
     left: dict[str, list[Any]] = {}
     found: list[Any] = [module for _, module in named_modules(small) if _caches(module)]
@@ -102,7 +115,12 @@ def _renumber(small: Any) -> None:
         rank = {old: places[i] for i, old in enumerate(sorted({module.layer_idx for module in modules}))}
         for module in modules:
             module.layer_idx = rank[module.layer_idx]
-    if not any(module.layer_idx == 0 for module in found):
+    if any(module.layer_idx == 0 for module in found):
+        return
+    able = [module for module in instead if isinstance(module, Bypass) and module.returns != "nothing"]
+    if able:
+        able[0].counts = True
+    else:
         for settings in (config, getattr(small, "generation_config", None)):
             if settings is not None:
                 settings.use_cache = False

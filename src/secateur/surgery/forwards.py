@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from secateur.nest import map_tensors, tensors_in, tensors_of_output
-from secateur.running.copies import named_modules
+from secateur.running.copies import named_modules, named_tensors
 from secateur.running.sandbox import quiet, run
-from secateur.surgery.precision import Precise, Pristine, widen
+from secateur.surgery.cut import places
+from secateur.surgery.precision import Precise, Pristine, seed, widen
 from secateur.surgery.probes import Probe
 
 _PLACES = 8  # of a layer's output are noted along each dimension, at least, if there are as many
@@ -42,16 +43,23 @@ class Trial:
     even: tuple[int, ...] = ()
 
 
+#: What a parameter loses along its dimensions.
+Cut = Mapping[int, tuple[int, ...]]
 #: What a layer shall return instead, by path, in each call.
 Forced = Mapping[str, Sequence[Tensor]]
-_NOTHING: Forced = MappingProxyType({})
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class Net:
-    """A copy that is run in several formats."""
+    """A copy that is run in several formats. `masks`: what is 0 in parameters, although they do not show it."""
 
-    def __init__(self, net: nn.Module, output: tuple[str, ...]) -> None:
+    def __init__(self, net: nn.Module, output: tuple[str, ...], masks: Mapping[str, Cut] = _NOTHING) -> None:
         self._net, self._output = net, output
+        self._masks = {
+            id(t): {dim: places(gone).to(t.device) for dim, gone in masks[name].items()}
+            for name, t in named_tensors(net)
+            if name in masks
+        }
         self._modules = named_modules(net)
         kinds = (nn.Linear, nn.modules.conv._ConvNd)
         #: Convolutions and linear layers, by path.
@@ -71,10 +79,10 @@ class Net:
         inputs = map_tensors(lambda t: t.to(wide) if t.is_floating_point() else t, probe.inputs)
         layers: dict[str, list[Tensor]] = {}
         hooks = [layer.register_forward_hook(_note(path, layers, whole, forced)) for path, layer in self.layers.items()]
-        mode = Precise(wide, frozenset(even))
+        mode = Precise(wide, frozenset(even), self._masks)
         try:
             with quiet(), self._pristine.kept(probe.training):
-                _seed(probe)
+                seed(0)
                 with mode:
                     outputs = run(self._net, inputs, probe.cached)
             made = tensors_in(outputs)[:1] if probe.cached else tensors_of_output(outputs, self._output)
@@ -82,12 +90,6 @@ class Net:
         finally:
             for hook in hooks:
                 hook.remove()
-
-
-def _seed(probe: Probe) -> None:
-    """Every forward draws the same. (`torch.manual_seed` looks at the stack, which takes milliseconds.)"""
-    on_cpu = all(tensor.device.type == "cpu" for tensor in tensors_in(probe.inputs))
-    (torch.default_generator.manual_seed if on_cpu else torch.manual_seed)(0)
 
 
 def _note(path: str, found: dict[str, list[Tensor]], whole: bool, forced: Forced) -> Callable[..., Any]:

@@ -31,10 +31,13 @@ def mask(model: nn.Module, plan: Plan) -> nn.Module:
     return _masked(model, plan, frozenset())
 
 
-def reference(model: nn.Module, plan: Plan) -> nn.Module:
-    """`mask` for one look: parameters that the plan leaves alone share the model's memory. Not to be handed out."""
+def reference(model: nn.Module, plan: Plan, unmasked: Set[str] = frozenset()) -> nn.Module:
+    """`mask` for one look: parameters that the plan leaves alone share the model's memory. Not to be handed out.
+
+    `unmasked` ones do so too: they are masked where they are read.
+    """
     model = unwrap(model)
-    return _masked(model, plan, {name for name, _ in model.named_parameters()} - set(plan.cuts))
+    return _masked(model, plan, {name for name, _ in model.named_parameters()} - set(plan.cuts) | unmasked)
 
 
 def _masked(model: nn.Module, plan: Plan, shared: Set[str]) -> nn.Module:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -30,18 +31,24 @@ _CONTAINERS = frozenset({dict, OrderedDict, list, set})
 _EVEN = 0.375
 
 
+#: By the identity of a parameter: the places along its dimensions at which it is 0.
+Masks = Mapping[int, Mapping[int, Tensor]]
+_UNMASKED: Masks = MappingProxyType({})
+_TRANSPOSED = (Tensor.T.__get__, Tensor.mT.__get__, Tensor.H.__get__, Tensor.mH.__get__, Tensor.data.__get__)  # type: ignore[attr-defined]
+
+
 class Precise(TorchFunctionMode):
     """Floats are computed in the format `wide`, whatever casts and constants the forward contains.
 
     Each call that draws noise gets a seed of its own, so that two models draw the same. The calls in `even`, counted
     from 0, have one value everywhere: noise of another shape would differ. Dropout drops nothing. `drawn` has the
     shapes of all noise, and `rows` how many rows the tables have that are read at the positions in a tensor, which is
-    known by its address.
+    known by its address. `masks` has what is 0 in parameters, by their identity, although they do not show it.
     """
 
-    def __init__(self, wide: torch.dtype, even: Collection[int] = ()) -> None:
+    def __init__(self, wide: torch.dtype, even: Collection[int] = (), masks: Masks = _UNMASKED) -> None:
         super().__init__()
-        self.wide, self.even = wide, even
+        self.wide, self.even, self.masks = wide, even, masks
         self.drawn: list[tuple[int, ...]] = []
         self.rows: dict[int, int] = {}
         self._narrow = {torch.float16, torch.bfloat16, torch.float32} - {wide}
@@ -51,9 +58,12 @@ class Precise(TorchFunctionMode):
     ) -> Any:
         kwargs, role = kwargs or {}, _role(func)
         if role == "attribute":
-            return func(*args, **kwargs)
+            masked = self.masks and id(args[0]) in self.masks and func in _TRANSPOSED
+            return func(self._widened(args[0]) if masked else args[0], *args[1:], **kwargs)
         if role == "cast":
-            return args[0].to(self.wide)
+            return self._widened(args[0]).to(self.wide)
+        if role == "linear" and len(args) > 1 and id(args[1]) in self.masks:
+            return self._linear(*args, **kwargs)
         in_place, widened = role == "in place", self._widened
         args = tuple([item if in_place and not i else widened(item) for i, item in enumerate(args)])
         if kwargs:
@@ -78,10 +88,23 @@ class Precise(TorchFunctionMode):
         if item is None or kind in SCALARS or kind is torch.Size:
             return item
         if isinstance(item, Tensor):
+            if id(item) in self.masks:
+                made = item.to(self.wide, copy=True)
+                for dim, places in self.masks[id(item)].items():
+                    made.index_fill_(dim, places, 0)
+                return made
             return item.to(self.wide) if item.dtype in self._narrow else item
         if _is_plain(item):
             return item
         return map_leaves(self._widened, item) if kind in (tuple, list, dict) else item
+
+    def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """A linear layer whose weight is masked: its inputs and outputs are, which are much smaller."""
+        mask, wide = self.masks[id(weight)], weight.to(self.wide)
+        x = self._widened(x)
+        y = F.linear(x.index_fill(-1, mask[1], 0) if 1 in mask else x, wide)
+        y = y.index_fill_(-1, mask[0], 0) if 0 in mask else y
+        return y if bias is None else y.add_(self._widened(bias))
 
     def _note(self, *args: Any, **kwargs: Any) -> None:
         values = [*args, *kwargs.values()]  # in order, however they are named
@@ -94,7 +117,7 @@ class Precise(TorchFunctionMode):
     def _noise(self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         number, generator = len(self.drawn), kwargs.get("generator")
         if generator is None:
-            torch.manual_seed(number)
+            seed(number)
             made = func(*args, **kwargs)
         else:  # the user's own: it stays where it is
             state = generator.get_state()
@@ -105,6 +128,12 @@ class Precise(TorchFunctionMode):
         if number in self.even and made.is_floating_point():
             made.fill_(1.0 if name.startswith("bernoulli") else _EVEN)
         return made
+
+
+def seed(number: int) -> None:
+    """Seed what is in use. (`torch.manual_seed` keeps the stack for devices that are not, which takes milliseconds.)"""
+    idle = not torch.cuda.is_initialized() and not torch.backends.mps.is_available()  # type: ignore[no-untyped-call]
+    (torch.default_generator.manual_seed if idle else torch.manual_seed)(number)
 
 
 @cache
@@ -121,6 +150,8 @@ def _role(func: Callable[..., Any]) -> str:
         return "in place"
     if func is F.scaled_dot_product_attention:
         return "attention"
+    if func is F.linear:
+        return "linear"
     return "table" if func is F.embedding or name == "one_hot" else "noise" if name in _NOISE else ""
 
 

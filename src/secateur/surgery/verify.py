@@ -46,6 +46,7 @@ log = logging.getLogger("secateur")
 # branch does that is scaled down to nothing, only float64 would see at the end.
 _MACS, _PARAMETERS = 2e7, 2e8
 _LIGHT = 1e7  # in training mode float32 is tried first above this
+_LARGE = 2**20  # numbers of a parameter that is masked where it is read
 _STEPWISE = 0.5  # probes below this share of the example are compared layer by layer in training mode
 _MOST_CHECKS, _MOST_ALIKE = 80, 40
 
@@ -60,13 +61,26 @@ class Fault:
 
 def verify(model: nn.Module, small: nn.Module, plan: Plan, example: Example) -> None:
     """Raise unless the smaller model and the masked one agree. If the plan knows its graph, the layers are named."""
-    masked = Net(reference(model, plan), plan.output)
+    masked = _masked(model, plan)
     trials = _trials(model, masked, plan, example)
     fault = _fault(model, masked, small, plan, trials)
     if fault is None:
         return
     names = culprits(model, plan, fault.trial)
     raise disagreement(fault.what, names, plan)
+
+
+def _masked(model: nn.Module, plan: Plan) -> Net:
+    """The masked model, with no copy of large matrices; of a very large model, with none of other parameters either."""
+    recurrent = {id(t) for _, m in named_modules(model) if isinstance(m, nn.RNNBase) for t in m._parameters.values()}
+    all_kinds = plan.before.params > _PARAMETERS
+    large = {
+        name
+        for name, t in model.named_parameters()
+        if t.numel() >= _LARGE and (all_kinds or t.ndim == 2) and id(t) not in recurrent
+    }
+    masks = {name: plan.cuts[name] for name in large & set(plan.cuts)}
+    return Net(reference(model, plan, masks.keys()), plan.output, masks)
 
 
 def disagreement(what: str, names: Sequence[str], plan: Plan) -> VerificationError:
@@ -309,7 +323,7 @@ def culprits(model: nn.Module, plan: Plan, trial: Trial) -> list[str]:
                 some[layer.groups] = removed[layer.groups] & ~inner[layer.groups]
         part = plan_for(graph, some)
         try:
-            masked = Net(reference(model, part), part.output)
+            masked = _masked(model, part)
             expected = masked.run(trial.probe, trial.wide)
         except Exception as error:
             log.debug("no masked forward: %s", error)
