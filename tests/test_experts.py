@@ -198,3 +198,76 @@ def test_experts_of_deepseek(groups: int) -> None:
     assert (whole - wanted).abs().max() > 0.01
     torch.testing.assert_close(found, wanted)
     assert small.model.layers[1].mlp.gate.num_experts == 8 - len(gone)
+
+
+class Apart(nn.Module):
+    """The experts of Mixtral as linear layers of their own, all of which run for every token."""
+
+    def __init__(self, experts: Any) -> None:
+        super().__init__()
+        self.up = nn.ModuleList(_linear(weight) for weight in experts.gate_up_proj)
+        self.down = nn.ModuleList(_linear(weight) for weight in experts.down_proj)
+
+    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        made = []
+        for number, (up, down) in enumerate(zip(self.up, self.down, strict=True)):
+            share = torch.where(chosen == number, weights, 0).sum(-1, keepdim=True)
+            gate, value = up(x).chunk(2, -1)
+            made.append(down(torch.nn.functional.silu(gate) * value) * share)
+        return made[0] + made[1] + made[2] + made[3]
+
+
+def _linear(weight: Tensor) -> nn.Linear:
+    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+    layer.weight.data = weight.detach().clone()
+    return layer
+
+
+@pytest.mark.parametrize("way", ["eager", "grouped_mm", "batched_mm"])
+def test_relevance_of_experts_is_that_of_linear_layers(way: str) -> None:
+    """Also of each neuron, summed over the experts, which share one tensor of weights."""
+    model: Any = build("mixtral", "CAUSAL_LM").float()
+    example = inputs(model, 3, 9)
+    reference: Any = build("mixtral", "CAUSAL_LM").float()
+    for layer in reference.model.layers:
+        layer.mlp.experts = Apart(layer.mlp.experts)
+    model.set_experts_implementation(way)
+    seen, wanted = (sc.explain(net, example, 5, composite="attnlrp") for net in (model, reference))
+    torch.testing.assert_close(seen.heat, wanted.heat, rtol=1e-3, atol=1e-6)
+    torch.testing.assert_close(
+        seen.weights["model.layers.0.mlp.gate.weight"], wanted.weights["model.layers.0.mlp.gate.weight"],
+        rtol=1e-3, atol=1e-6,
+    )  # fmt: skip
+    if way == "batched_mm":  # copies of the weights of each token's experts: no neurons
+        return
+    for name, part in (("gate_up_proj", "up"), ("down_proj", "down")):
+        path = "model.layers.0.mlp.experts"
+        sums = sum(wanted.weights[f"{path}.{part}.{i}.weight"] for i in range(4))
+        torch.testing.assert_close(seen.weights[f"{path}.{name}"], sums, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("composite", ["alpha1beta0", "epsilon_plus"])
+def test_rows_that_are_added_to_others_share_relevance(composite: str) -> None:
+    class Added(nn.Module):
+        def __init__(self, written: str) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.a, self.b, self.last, self.written = nn.Linear(4, 5), nn.Linear(4, 5), nn.Linear(5, 3), written
+
+        def forward(self, x: Tensor) -> Tensor:
+            one, two, rows = self.a(x).relu(), self.b(x).relu(), torch.tensor([2, 0, 2])
+            if self.written == "in place":
+                total = torch.zeros_like(one)
+                total.index_add_(0, torch.arange(3), one)
+                total.index_add_(0, rows, two)
+            elif self.written == "out of place":
+                total = one.index_add(0, rows, two)
+            else:
+                total = one + torch.eye(3)[:, rows] @ two
+            return self.last(total)  # type: ignore[no-any-return]
+
+    x = torch.rand(3, 4)
+    wanted = sc.explain(Added("as a product"), x, 1, composite=composite)
+    for written in ("in place", "out of place"):
+        seen = sc.explain(Added(written), x, 1, composite=composite)
+        torch.testing.assert_close(seen.input, wanted.input)

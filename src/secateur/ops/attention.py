@@ -158,8 +158,23 @@ class GroupedMatMul(Contraction):
             return call.run()
         if rows.is_meta:
             return rows.new_empty((len(rows), weight.shape[2]))
-        parts = rows.tensor_split(ends[:-1].cpu().long())
-        return torch.cat([part @ expert for part, expert in zip(parts, weight, strict=True)])
+        return torch.cat([part @ expert for part, expert in _by_expert(rows, weight, ends)])
+
+    def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
+        if call["offs"] is None or call["bias"] is not None or call["weight"].ndim != 3 or call["input"].ndim != 2:
+            raise UnsupportedModelError(
+                f"no relevance rule is known for {call.site} of tensors of shape {tuple(call['input'].shape)} and "
+                f"{tuple(call['weight'].shape)}, or with a bias.",
+                fix="give (rows, in), (experts, in, out) and offs, or model.set_experts_implementation('eager')",
+            )
+        parts = _by_expert(call["input"], call["weight"], call["offs"])
+        calls = [(Call(self, torch.matmul, part, {}, call.site), *part) for part in parts]
+        return torch.cat([relevance.dense(each, x, weight, None, columns=True) for each, x, weight in calls])
+
+
+def _by_expert(rows: Tensor, weight: Tensor, ends: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """The rows of each expert, and its matrix."""
+    return list(zip(rows.tensor_split(ends[:-1].cpu().long()), weight.unbind(), strict=True))
 
 
 class Einsum(Contraction):

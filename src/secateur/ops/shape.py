@@ -318,7 +318,13 @@ class IndexAdd(Operation):
         labels.merge(output, operands, call.site)
 
     def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
-        return relevance.moves(call)
+        """A sum of two: what is there, and what is added to it, put into its places."""
+        x, source = call["input"], call["source"]
+        if not x.requires_grad and not call.writes:
+            return relevance.averages(call, source, call.on(source))
+        with relevance.again():
+            placed = torch.zeros_like(x).index_add(call["dim"], call["index"], source, alpha=call["alpha"])
+            return x.add_(placed) if call.writes else x + placed
 
 
 class Roll(Move):

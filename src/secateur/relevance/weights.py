@@ -133,20 +133,26 @@ class Weights:
             along = _axis_in(owner, weight, axis)
             if along is not None and 0 <= offset < owner.numel() * owner.element_size():
                 step = owner.stride(along) * owner.element_size()
+                if owner.dim() == 3 > along > 0 and weight.dim() == 2:  # the matrix of one expert
+                    offset %= owner.stride(0) * owner.element_size()
                 return name, owner, along, offset // step if step else 0
         return None
 
 
 def _axis_in(owner: Tensor, weight: Tensor, axis: int) -> int | None:
     """Which axis of a parameter is this axis of a part of it, which may be transposed; None if it is no such part."""
-    if weight.dim() != 2 or owner.dim() != 2:
+    if weight.dim() == 2 and owner.dim() == 3 and owner.is_contiguous():  # (experts, rows, columns)
+        owner, shift = owner[0], 1
+    elif weight.dim() != 2 or owner.dim() != 2:
         return axis if weight.shape[1:] == owner.shape[1:] else None
+    else:
+        shift = 0
     for along, part in ((axis, weight), (1 - axis, weight.mT)):
         across = 1 - along
         if part.shape[across] == owner.shape[across] and (
             part.shape[across] == 1 or part.stride(across) == owner.stride(across)
         ):
-            return along
+            return along + shift
     return None
 
 

@@ -302,7 +302,7 @@ class TensorLabels:
         """`merge`, if each operand carries one line of labels, all along one dimension: sums, batch norms."""
         single = [layers[0] for layers, _ in operands if len(layers) == 1]
         overs = [[d - layer.ndim for d in varying(layer)] for layer in single]
-        if len(single) < len(operands) or any(over != overs[0] for over in overs) or len(overs[0]) != 1:
+        if len(single) < len(operands) or any(over != overs[0] for over in overs) or not overs or len(overs[0]) != 1:
             return False
         if any(own[overs[0][0]] != output.shape[overs[0][0]] for _, own in operands):
             return False
