@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import secateur as sc
+from benchmarks.operations import functions
 from secateur.nest import tensors_in
 from secateur.ops import Call, Site, lookup
 from secateur.ops.table import known_functions
@@ -131,6 +132,25 @@ SPELT_OUT: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "inner of vectors": lambda a, b: torch.inner(a[0], b[0]) + torch.inner(a, b[0, 0]).sum(),
     "cdist": lambda a, b: torch.cdist(a, b[:3]),
     "cdist of batches": lambda a, b: torch.cdist(a[None], b[None], p=1.0),
+    "dstack": lambda a, b: torch.dstack([a, b]),
+    "dstack of vectors": lambda a, b: torch.dstack((a[0], b[0])),
+    "hsplit": lambda a, b: torch.hsplit(a, [2, 3]) + a[0].hsplit(1),
+    "vsplit": lambda a, b: (a + b).vsplit(2),
+    "dsplit": lambda a, b: torch.dsplit(a[None], 5),
+    "atleast_1d": lambda a, b: (torch.atleast_1d(a[0, 0]), torch.atleast_1d(a, b)),
+    "atleast_2d": lambda a, b: (torch.atleast_2d(a[0]), torch.atleast_2d([a[0, 0], b])),
+    "atleast_3d": lambda a, b: (torch.atleast_3d(a[0, 0]), torch.atleast_3d(a[0]), torch.atleast_3d(a)),
+    "meshgrid": lambda a, b: torch.meshgrid(a[0], b[:, 0], a[0, :2], indexing="ij"),
+    "meshgrid of pixels": lambda a, b: torch.meshgrid([a[0], b[:, 0]], indexing="xy"),
+    "channel_shuffle": lambda a, b: torch.channel_shuffle((a.T @ b)[None, :4, :, None], 2),
+    "as_tensor": lambda a, b: (
+        torch.as_tensor(a, dtype=torch.float32).double() + torch.as_tensor([[1.0], [2.0], [3.0], [4.0]])
+    ),
+    "cosine_similarity": lambda a, b: F.cosine_similarity(a, b) + F.cosine_similarity(a, b, dim=1, eps=1e-4),
+    "pairwise_distance": lambda a, b: F.pairwise_distance(a, b, p=1, keepdim=True),
+    "outer": lambda a, b: torch.outer(a[0], b[:, 0]) + torch.ger(a[0], b[:, 0]),
+    "vecdot": lambda a, b: torch.linalg.vecdot(a, b, dim=0),
+    "multi_dot": lambda a, b: (torch.linalg.multi_dot([a, b.T, a]), torch.chain_matmul(a, b.T, a)),
     "windows": lambda a, b: a.unfold(1, 2, 2) + b.unfold(-1, 2, 2),
 }
 
@@ -155,3 +175,13 @@ def test_what_is_spelt_out_is_what_torch_computes(name: str) -> None:
         for a, b in zip(tensors_in(found), tensors_in(model(x)), strict=True):
             torch.testing.assert_close(a, b)
     sc.analyze(model, x)  # no function is unknown
+
+
+def test_most_functions_of_torch_have_an_entry() -> None:
+    known = {name: any(lookup(function) is not None for function in many) for name, many in functions().items()}
+    assert sum(known.values()) / len(known) > 0.7
+    everyday = (
+        "__invert__ hstack vstack cosine_similarity pairwise_distance cdist embedding_bag index_add scatter_add"
+        " bilinear scatter_reduce channel_shuffle norm broadcast_tensors max_unpool2d lstm_cell fft stft grid_sample"
+    )
+    assert [name for name in everyday.split() if not known[name]] == []

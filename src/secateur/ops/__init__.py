@@ -1,6 +1,21 @@
 """The table of operations, one file per family. `register` adds an entry for a function of your own."""
 
-from secateur.ops import activation, attention, conv, elementwise, linear, norm, pool, recurrent, reduce, shape
+from secateur.ops import (
+    activation,
+    attention,
+    conv,
+    elementwise,
+    joined,
+    linear,
+    norm,
+    places,
+    pool,
+    recurrent,
+    reduce,
+    shape,
+    spectral,
+    vision,
+)
 from secateur.ops.table import Call, Decomposed, Operation, Query, Site, lookup, register
 
 __all__ = [
@@ -13,12 +28,16 @@ __all__ = [
     "attention",
     "conv",
     "elementwise",
+    "joined",
     "linear",
     "lookup",
     "norm",
+    "places",
     "pool",
     "recurrent",
     "reduce",
     "register",
     "shape",
+    "spectral",
+    "vision",
 ]

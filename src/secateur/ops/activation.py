@@ -12,7 +12,7 @@ from torch import Tensor
 from secateur.ops.elementwise import freeze_zeros, operands_of
 from secateur.ops.layers import like, varying
 from secateur.ops.protocols import LabelVerbs, RelevanceVerbs, never
-from secateur.ops.table import Call, Decomposed, Operation, Ruled, register, register_named, stops
+from secateur.ops.table import Call, Decomposed, Operation, Ruled, refused, register, register_named, stops, transforms
 
 
 class Unary(Ruled):
@@ -126,26 +126,37 @@ def _glu(input: Tensor, dim: int = -1) -> Tensor:
     return value * gate.sigmoid()
 
 
-for _operation, _plain, _in_place in (
-    (Activation(nonnegative=True, rectifies=True), "relu", "relu_"),
-    (Activation(nonnegative=True, gate=True), "sigmoid hardsigmoid", "sigmoid_"),
-    (Activation(nonnegative=True), "relu6 softplus exp exp2 abs square sqrt", "exp_ abs_ square_ sqrt_"),
-    (Clamp(), "hardtanh clamp clip clamp_min", "hardtanh_ clamp_ clip_"),
-    (Activation(), "gelu silu mish tanh hardswish elu selu celu leaky_relu rrelu threshold", "tanh_ elu_ selu_ celu_"),
-    (Activation(), "softsign logsigmoid tanhshrink softshrink hardshrink", "leaky_relu_ threshold_"),
-    (Activation(), "expm1 log log1p log2 rsqrt sign reciprocal clamp_max round floor ceil erf sin cos", "pow_"),
-    (Activation(), "nan_to_num pow __pow__ trunc fix acos asin", ""),
-    (Unary(_scales), "neg negative __neg__", "neg_"),
-    (Unary(stops), "logical_not bitwise_not __invert__", ""),
-    (Identity(), "clone contiguous detach float half double bfloat16 to type_as type int long bool", "detach_"),
-    (Identity(), "cpu cuda positive", "requires_grad_"),
-    (Identity(scales=True), "dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout", "dropout_"),
-    (Identity(scales=True), "feature_dropout", ""),
+for _operation, _names in (
+    (Activation(nonnegative=True, rectifies=True), "relu"),
+    (Activation(nonnegative=True, gate=True), "sigmoid hardsigmoid expit ndtr"),
+    (Activation(nonnegative=True), "relu6 softplus exp exp2 abs absolute square sqrt cosh erfc"),
+    (Clamp(), "hardtanh clamp clip clamp_min"),
+    (Activation(), "gelu silu mish tanh hardswish elu selu celu leaky_relu rrelu threshold softsign logsigmoid"),
+    (Activation(), "tanhshrink softshrink hardshrink expm1 log log1p log2 log10 rsqrt sign sgn reciprocal clamp_max"),
+    (Activation(), "round floor ceil trunc fix frac erf erfinv logit sin cos tan sinh sinc asin acos atan asinh acosh"),
+    (Activation(), "atanh arcsin arccos arctan arcsinh arccosh arctanh nan_to_num pow __pow__ digamma lgamma"),
+    (Activation(), "log_ndtr entr gammaln psi"),
+    (Unary(_scales), "neg negative __neg__ deg2rad rad2deg"),
+    (Unary(transforms), "conj conj_physical"),
+    (Unary(refused), "angle"),
+    (Unary(stops), "logical_not bitwise_not __invert__ signbit isposinf isneginf isreal"),
+    (Identity(), "clone contiguous detach float half double bfloat16 to type_as type int long bool short char byte"),
+    (Identity(), "cpu cuda xpu positive pin_memory resolve_conj resolve_neg"),
+    (Identity(scales=True), "dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout"),
+    (Identity(scales=True), "feature_dropout"),
 ):
-    register_named("input *rest", _plain, _operation, _in_place)
+    register_named("input *rest", _names, _operation)
+register("input", Tensor.requires_grad_, operation=Identity(), writes=True)
+register("input other", Tensor.__ipow__, operation=Activation(), writes=True)
 register("input *rest", Tensor.data.__get__, operation=Identity())  # type: ignore[attr-defined]
 register("input dim=None _stacklevel=3 dtype=None", F.softmax, F.softmin, operation=Softmax())
 register("input dim=None _stacklevel=3 dtype=None", F.log_softmax, operation=Softmax(log=True))
-register("input dim dtype=None", torch.softmax, Tensor.softmax, operation=Softmax())
-register("input dim dtype=None", torch.log_softmax, Tensor.log_softmax, operation=Softmax(log=True))
+register("input dim dtype=None", torch.softmax, Tensor.softmax, torch.special.softmax, operation=Softmax())
+register(
+    "input dim dtype=None",
+    torch.log_softmax,
+    Tensor.log_softmax,
+    torch.special.log_softmax,
+    operation=Softmax(log=True),
+)
 register("input dim=-1", F.glu, operation=Decomposed(_glu))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from functools import reduce
 from types import SimpleNamespace
 from typing import Any
 
@@ -372,6 +373,41 @@ def _cdist(x1: Tensor, x2: Tensor, p: float = 2.0, compute_mode: str = "") -> Te
     return lengths
 
 
+def _cosine(x1: Tensor, x2: Tensor, dim: int = 1, eps: float = 1e-8) -> Tensor:
+    """The cosine of the angle between vectors."""
+    lengths = [torch.linalg.vector_norm(x, dim=dim, keepdim=True).clamp_min(eps) for x in (x1, x2)]
+    product: Tensor = (x1 / lengths[0]) * (x2 / lengths[1])
+    return product.sum(dim)
+
+
+def _distance(x1: Tensor, x2: Tensor, p: float = 2.0, eps: float = 1e-6, keepdim: bool = False) -> Tensor:
+    """The distance of vectors along the last dimension."""
+    length: Tensor = torch.linalg.vector_norm(x1 - x2 + eps, p, -1, keepdim)
+    return length
+
+
+def _outer(input: Tensor, vec2: Tensor, out: None = None) -> Tensor:
+    """All products of numbers of two vectors."""
+    return input.unsqueeze(1) * vec2.unsqueeze(0)
+
+
+def _vecdot(x: Tensor, y: Tensor, dim: int = -1, out: None = None) -> Tensor:
+    """Products of vectors along a dimension."""
+    return (x.conj() * y if x.is_complex() else x * y).sum(dim)
+
+
+def _chain(*matrices: Any, out: None = None) -> Tensor:
+    """A product of several matrices."""
+    many = matrices[0] if isinstance(matrices[0], tuple | list) else matrices
+    product: Tensor = reduce(torch.matmul, many)
+    return product
+
+
+register_named("x1 x2 dim=1 eps=1e-8", "cosine_similarity", Decomposed(_cosine))
+register_named("x1 x2 p=2.0 eps=1e-6 keepdim=False", "pairwise_distance", Decomposed(_distance))
+register_named("input vec2", "outer ger", Decomposed(_outer))
+register("x y dim=-1 out=None", torch.linalg.vecdot, operation=Decomposed(_vecdot))
+register("*tensors", torch.linalg.multi_dot, torch.chain_matmul, operation=Decomposed(_chain))
 register_named("a b dims=2 out=None", "tensordot", Decomposed(_tensordot))
 register_named("input other out=None", "inner", Decomposed(_inner))
 register_named("x1 x2 p=2.0 compute_mode=None", "cdist", Decomposed(_cdist))

@@ -18,6 +18,7 @@ from secateur.ops.table import (
     Ruled,
     moves,
     passes,
+    refused,
     register,
     register_named,
     stops,
@@ -232,15 +233,25 @@ register_named("input other", "mul multiply __mul__ __rmul__", Product(), in_pla
 register_named("input other rounding_mode=None", "div divide true_divide", Quotient(), in_place="div_")
 register_named("input other", "__truediv__", Quotient(), in_place="__itruediv__")
 register_named("input other", "floor_divide __floordiv__ remainder __mod__ fmod", Quotient(rounds=True))
+register_named("input other", "", Quotient(rounds=True), in_place="__imod__ __ifloordiv__")
 register_named("input other", "__rtruediv__ __rdiv__", Quotient(reflected=True))
+register_named("input other", "__rfloordiv__ __rmod__", Quotient(reflected=True, rounds=True))
 register_named("input end weight", "lerp", Elementwise(_interpolates, all), in_place="lerp_")
 register_named("input tensor1 tensor2 value=1", "addcmul", Elementwise(_adds_product, all), in_place="addcmul_")
 register_named("input tensor1 tensor2 value=1", "addcdiv", Elementwise(_adds_quotient), in_place="addcdiv_")
-register_named("input other", "maximum minimum", Elementwise(writes, all))
+register_named("input other", "maximum minimum fmax fmin", Elementwise(writes, all))
 register_named("input other", "hypot", Decomposed(_hypot))
-register_named("input other|exponent", "atan2 __rpow__ float_power", Elementwise(passes))
+register_named("input other|exponent", "atan2 arctan2 __rpow__ float_power ldexp", Elementwise(passes))
+register_named("input other", "copysign", Elementwise(passes, first))
+register_named("input other", "logaddexp logaddexp2 xlogy xlog1py", Elementwise(refused))
+register("input|real other|imag", torch.complex, operation=Elementwise(refused, all))
 register_named("input other", "eq ne gt lt ge le __eq__ __ne__ __gt__ __lt__ __ge__ __le__ __xor__", Elementwise(stops))
-register_named("input other", "logical_and logical_or bitwise_and bitwise_or __and__ __or__", Elementwise(stops))
+register_named("input other", "not_equal greater less greater_equal less_equal isclose", Elementwise(stops))
+register_named("input other", "logical_and logical_or logical_xor bitwise_and bitwise_or", Elementwise(stops))
+register_named("input other", "bitwise_xor __and__ __or__ __rand__ __ror__ __rxor__", Elementwise(stops))
+register_named("input other", "", Elementwise(stops), in_place="__iand__ __ior__ __ixor__")
+register_named("input other", "gcd lcm bitwise_left_shift bitwise_right_shift nextafter", Elementwise(stops))
+register_named("input values", "heaviside", Elementwise(stops))
 register_named("input", "isnan isinf isfinite", Elementwise(stops))
 register_named("input mask value", "masked_fill", MaskedFill(writes), in_place="masked_fill_")
 register_named("input *rest", "zeros_like", Fill(stops, zero=True), in_place="zero_")

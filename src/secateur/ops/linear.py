@@ -90,7 +90,30 @@ class Embedding(Operation):
         return relevance.enters_here(call, call["weight"])
 
 
+class Bilinear(Operation):
+    """`weight` is (out, in1, in2): each output is a product of two inputs with a matrix of its own."""
+
+    def channels(self, labels: LabelVerbs, call: Call, output: Any) -> None:
+        weight = call["weight"]
+        made = labels.along(weight, 0)
+        for dim, x in ((1, call["input1"]), (2, call["input2"])):
+            read_by_weight(labels, call, labels.along(x, -1), labels.along(weight, dim))
+            for layer in labels.others(x, [-1]):
+                labels.freeze(layer, f"{call.site} runs along it")
+        axes = [labels.along(weight, dim) for dim in (1, 2)]
+        labels.cost(call.site, output.numel() * (weight.numel() // len(weight)), made, *axes)
+        if made is not None:
+            produce_with_bias(labels, made, call, "neuron")
+            labels.set(output, [spread(made, output.ndim - 1, output.shape)])
+
+
+class EmbeddingBag(Embedding):
+    """Sums, means or maxima of rows of a table."""
+
+
 register("input weight bias=None", F.linear, operation=Linear())
+register("input1 input2 weight bias=None", F.bilinear, torch.bilinear, operation=Bilinear())
+register("input weight *rest", F.embedding_bag, operation=EmbeddingBag())
 register(
     "input weight padding_idx=None max_norm=None norm_type=2 scale_grad_by_freq=False sparse=False",
     F.embedding,

@@ -6,11 +6,11 @@ from typing import Any
 
 import torch.nn.functional as F
 
-from secateur.errors import UnsupportedModelError
 from secateur.nest import tensors_in
+from secateur.ops.elementwise import operands_of
 from secateur.ops.layers import like
-from secateur.ops.protocols import LabelVerbs, RelevanceVerbs
-from secateur.ops.table import Call, Rule, Ruled, averages, moves, register_named
+from secateur.ops.protocols import LabelVerbs, RelevanceVerbs, first
+from secateur.ops.table import Call, Rule, Ruled, averages, moves, refused, register_named
 
 
 class Spatial(Ruled):
@@ -40,8 +40,13 @@ class AdaptiveMean(Spatial):
         return like(x, (*x.shape[:2], *wanted)) if min(wanted) > 0 else call.run()
 
 
-def _refuses(relevance: RelevanceVerbs, call: Call) -> Any:
-    raise UnsupportedModelError(f"{call.site}: power-average pooling has no rule.", fix="average pooling")
+class Unpooling(Ruled):
+    """Numbers go back to the places that a pooling noted, which belong to the same channels."""
+
+    def channels(self, labels: LabelVerbs, call: Call, output: Any) -> None:
+        x = call["input"]
+        labels.merge(x, operands_of(labels, x, call["indices"]), call.site, first)
+        labels.carry(x, output, range(2, x.ndim), f"{call.site} mixes positions that carry units")
 
 
 def _resamples(relevance: RelevanceVerbs, call: Call) -> Any:
@@ -76,8 +81,8 @@ for _n in (1, 2, 3):
     for _signature, _names, _rule in _POOLS:
         register_named(_signature, _names.format(n=_n), Spatial(_rule, _n))
     register_named("input output_size", f"adaptive_avg_pool{_n}d", AdaptiveMean(averages, _n))
-register_named("input norm_type kernel_size stride=None ceil_mode=False", "lp_pool1d", Spatial(_refuses, 1))
-register_named("input norm_type kernel_size stride=None ceil_mode=False", "lp_pool2d", Spatial(_refuses, 2))
+    register_named("input indices *rest", f"max_unpool{_n}d", Unpooling(moves))
+    register_named("input norm_type kernel_size stride=None ceil_mode=False", f"lp_pool{_n}d", Spatial(refused, _n))
 register_named(
     "input size=None scale_factor=None mode=None align_corners=None recompute_scale_factor=None antialias=False",
     "interpolate upsample",

@@ -177,6 +177,9 @@ class RelevanceVerbs(Protocol):
     def stops(self, call: Call) -> Any:
         """Relevance ends here."""
 
+    def refuses(self, call: Call, refusal: Exception) -> Any:
+        """No rule is known: the call runs, but relevance that comes back to it is refused."""
+
     def averages(self, call: Call, x: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
         """A linear function of `x` with weights ≥ 0."""
 

@@ -12,7 +12,7 @@ from secateur.nest import tensors_in
 from secateur.ops.elementwise import Elementwise
 from secateur.ops.layers import head, lost, varying
 from secateur.ops.protocols import LabelVerbs
-from secateur.ops.table import Call, Rule, Ruled, averages, moves, register, register_named, stops
+from secateur.ops.table import Call, Rule, Ruled, averages, moves, refused, register, register_named, stops
 
 
 class Reduction(Elementwise):
@@ -66,6 +66,21 @@ class Reduction(Elementwise):
         return [int(dim) % x.ndim]
 
 
+class Length(Reduction):
+    """A norm, of vectors or matrices. Zeros do not count in it, unless the smallest number does."""
+
+    def __init__(self, by: str = "p") -> None:
+        super().__init__(stops, adds=True)
+        self.by, self._least = by, Reduction(stops)
+
+    def channels(self, labels: LabelVerbs, call: Call, output: Any) -> None:
+        order = call.get(self.by)
+        if isinstance(order, int | float) and order < 0:
+            self._least.channels(labels, call, output)
+        else:
+            super().channels(labels, call, output)
+
+
 class Cumulative(Ruled):
     """Running products and sums, sorts: order and count along the dimension matter."""
 
@@ -94,7 +109,10 @@ class TopK(Cumulative):
 
 
 register_named("input dim=None keepdim=False dtype=None", "sum nansum", Reduction(averages, adds=True))
-register_named("input p=2 dim=None keepdim=False", "norm", Reduction(stops, adds=True))
+register_named("input p|ord=2 dim=None keepdim=False", "norm", Length())
+register_named("input dim keepdim=False", "frobenius_norm", Length())
+register("input ord='fro' dim=(-2,-1) keepdim=False dtype=None", torch.linalg.matrix_norm, operation=Length("ord"))
+register_named("input dim=None", "count_nonzero", Reduction(stops, adds=True))
 register_named("input dim=None keepdim=False dtype=None", "mean nanmean", Reduction(averages, statistic=True))
 # Maximum and minimum, hard or soft: relevance goes to the winner, a zero may win.
 register_named("input dim|other=None keepdim=False", "max min amax amin argmax argmin median", Reduction(moves))
@@ -110,8 +128,9 @@ register_named("input dim=-1", "cumprod", Cumulative(stops))
 register_named("input dim=-1", "cumsum", Cumulative(averages))
 register_named("input dim=-1", "sort argsort", Cumulative(moves))
 register_named("input k dim=-1 largest=True sorted=True", "topk", TopK(moves))
-register(
-    "input|x ord=2 dim=None keepdim=False dtype=None",
-    torch.linalg.vector_norm,
-    operation=Reduction(stops, adds=True),
-)
+register("input|x ord=2 dim=None keepdim=False dtype=None", torch.linalg.vector_norm, operation=Length("ord"))
+register_named("input dim=None keepdim=False", "aminmax nanmedian", Reduction(moves))
+register_named("input k dim=-1 keepdim=False", "kthvalue", Reduction(moves))
+register_named("input dim", "cummax cummin", Cumulative(moves))
+register_named("input dim", "logcumsumexp", Cumulative(refused))
+register_named("input dim=0", "msort", Cumulative(moves))

@@ -15,8 +15,6 @@ from secateur.ops.layers import column, head, is_zero, lost, narrow, spread, var
 from secateur.ops.protocols import LabelVerbs, RelevanceVerbs
 from secateur.ops.table import (
     Call,
-    Decomposed,
-    Function,
     Operation,
     Query,
     Readout,
@@ -25,7 +23,6 @@ from secateur.ops.table import (
     SizeQuery,
     averages,
     moves,
-    refused,
     register,
     register_named,
     transforms,
@@ -249,22 +246,35 @@ class Fixed(Ruled):
             labels.freeze_tensor(tensor, f"{call.site} {self.deed}")
 
 
-class Selected(Fixed):
-    """As many numbers as the data say."""
-
-    def counts(self, call: Call) -> bool:
-        return True
-
-
-class Gather(Fixed):
-    """Looks numbers up by position. What a router chose belongs to the experts that it chose."""
+class Assigned(Fixed):
+    """`base[rows] = values`: units across the rows go on, as in a sum. Others are written into fixed places."""
 
     def channels(self, labels: LabelVerbs, call: Call, output: Any) -> None:
-        x, dim = call["input"], int(call["dim"]) % output.ndim
-        layers = labels.layers(x)
-        alone = len(layers) == 1 and varying(layers[0]) == [dim]
-        if not alone or not labels.looks_up(column(layers[0]), call["index"], False):
-            super().channels(labels, call, output)
+        base, value = call["input"], call["value"]
+        addressed = _by_dimension(call, base.ndim)
+        first = 1 + max((dim for dim, _ in addressed), default=-1)
+        if (
+            base._base is not None
+            or any(item is None for item in _items(call["index"]))
+            or not isinstance(value, Tensor)
+        ):
+            return super().channels(labels, call, output)
+        for tensor in (item for _, item in addressed if isinstance(item, Tensor)):
+            labels.freeze_tensor(tensor, f"{call.site} {self.deed}")
+        tail = tuple(base.shape[first:])
+        # A tensor without labels was made to fit what is written into it. Trial removals tell.
+        tensors = [tensor for tensor in (base, value) if tensor is value or labels.layers(tensor)]
+        operands = []
+        for tensor in tensors:
+            lead, kept = tensor.ndim - min(len(tail), tensor.ndim), []
+            for layer in labels.layers(tensor):
+                if min(varying(layer)) < lead:
+                    labels.freeze(layer, f"{call.site} {self.deed}")
+                else:
+                    kept.append(head(layer, range(lead)).reshape(layer.shape[lead:]))
+            operands.append((kept, list(tensor.shape[lead:])))
+        labels.merge(base, operands, call.site)
+        return None
 
 
 class Pairs(Ruled):
@@ -301,32 +311,6 @@ def _differing(base: Tensor, part: Tensor) -> list[int]:
     return [d for d, (a, b) in enumerate(zip(base.shape, part.shape, strict=True)) if a != b]
 
 
-class IndexAdd(Operation):
-    """Rows are added to computed places along one dimension. Units across it go on."""
-
-    def channels(self, labels: LabelVerbs, call: Call, output: Any) -> None:
-        x, source, dim = call["input"], call["source"], int(call["dim"]) % output.ndim
-        operands = []
-        for tensor in (x, source):
-            for layer in labels.layers(tensor):
-                if dim in varying(layer):
-                    labels.freeze(layer, f"{call.site} writes it into computed places")
-            own = [1 if d == dim else size for d, size in enumerate(tensor.shape)]
-            # Zeros without labels were made to fit what is added to them.
-            if tensor is source or labels.layers(tensor):
-                operands.append(([head(layer, [dim]) for layer in labels.others(tensor, [dim])], own))
-        labels.merge(output, operands, call.site)
-
-    def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
-        """A sum of two: what is there, and what is added to it, put into its places."""
-        x, source = call["input"], call["source"]
-        if not x.requires_grad and not call.writes:
-            return relevance.averages(call, source, call.on(source))
-        with relevance.again():
-            placed = torch.zeros_like(x).index_add(call["dim"], call["index"], source, alpha=call["alpha"])
-            return x.add_(placed) if call.writes else x + placed
-
-
 class Roll(Move):
     """Rolling space is harmless; rolling units is not."""
 
@@ -351,41 +335,13 @@ class Windows(Move):
         labels.move(call, output)
 
 
-def _stacked(dim: int, least: int) -> Function:
-    """`vstack` and its like: tensors with too few dimensions get one, then they are joined along another."""
-
-    def body(tensors: Any, out: None = None) -> Tensor:
-        rows = [t.reshape(1) if t.ndim == 0 else t for t in tensors]
-        rows = [t.unsqueeze(dim) if t.ndim < least else t for t in rows]
-        return torch.cat(rows, min(dim, rows[0].ndim - 1))
-
-    return body
-
-
-def _broadcast_tensors(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Tensors expanded to the shape that they have together."""
-    shape: torch.Size = torch.broadcast_shapes(*(t.shape for t in tensors))  # type: ignore[no-untyped-call]
-    return tuple(t.expand(shape) for t in tensors)
-
-
-def _diff(input: Tensor, n: int = 1, dim: int = -1, prepend: Any = None, append: Any = None) -> Tensor:
-    """Differences of neighbours."""
-    parts = [part for part in (prepend, input, append) if part is not None]
-    made = torch.cat(parts, dim) if len(parts) > 1 else input
-    for _ in range(n):
-        size = made.shape[dim] - 1
-        made = made.narrow(dim, 1, size) - made.narrow(dim, 0, size)
-    return made
-
-
 def _by_dimension(call: Call, ndim: int) -> list[tuple[int, Any]]:
     """Which dimension each part of an index addresses."""
     if call.get("dim") is not None:
         start, length = call.get("start"), call.get("length")
         item = call["index"] if length is None else slice(int(start), int(start) + int(length))
         return [(int(call["dim"]) % ndim, item)]
-    index = call["index"]
-    items = index if isinstance(index, tuple) else (index,)
+    items = _items(call["index"])
     used = sum(_consumes(item) for item in items)
     pairs: list[tuple[int, Any]] = []
     dim = 0
@@ -396,6 +352,10 @@ def _by_dimension(call: Call, ndim: int) -> list[tuple[int, Any]]:
             pairs += [(dim + i, item) for i in range(_consumes(item))]
             dim += _consumes(item)
     return pairs
+
+
+def _items(index: Any) -> tuple[Any, ...]:
+    return index if isinstance(index, tuple) else (index,)
 
 
 def _consumes(item: Any) -> int:
@@ -428,7 +388,7 @@ def _pin(labels: LabelVerbs, layer: Tensor, dim: int, item: Any, call: Call) -> 
         labels.freeze(column(layer)[pinned], reason)
 
 
-_WRITTEN, _LOOKED_UP = "writes it into fixed places", "looks it up by computed positions"
+_WRITTEN = "writes it into fixed places"
 register_named("input *shape", "view reshape", Reshape())
 register_named("input other", "view_as reshape_as", Reshape())
 register_named("input *rest", "flatten unflatten ravel", Reshape())
@@ -438,51 +398,40 @@ register_named("input *rest", "diagonal tril triu", Move())
 register_named("input index", "__getitem__", Slice())
 register_named("input dim start length", "narrow", Slice())
 register_named("input dim index", "select index_select", Slice())
-register_named("input indices dim=None", "take_along_dim", Fixed(_LOOKED_UP))
-register("input index value", Tensor.__setitem__, operation=Fixed(_WRITTEN, writes), writes=True)
-register_named("input dim index value|src reduce=None", "scatter", Fixed(_WRITTEN, writes), in_place="scatter_")
-register_named("input *rest", "scatter_add masked_scatter", Fixed(_WRITTEN, writes))
+register("input index value", Tensor.__setitem__, operation=Assigned(_WRITTEN, writes), writes=True)
 register("input source|src *rest", Tensor.copy_, operation=Patch(_WRITTEN, writes), writes=True)
-register_named("input *rest", "index_put index_copy", Fixed(_WRITTEN, writes), in_place="index_put_ index_copy_")
 register_named("input", "view_as_complex view_as_real", Pairs(transforms))
 register("input *rest", torch._weight_norm, F.one_hot, operation=Fixed("computes with it"))
-register("input *rest", torch.linalg.solve_triangular, operation=Fixed("computes with it", refused))
-register("abs angle out=None", torch.polar, operation=Fixed("computes with it", refused))
-register_named("input *rest", "as_strided", Fixed("reads it at fixed places"))
-_FOURIER = [getattr(torch.fft, f"{i}{n}fft{d}") for i in ("", "i") for n in ("", "r") for d in ("", "2", "n")]
-register("input *rest", *_FOURIER, operation=Fixed("mixes it by a Fourier transform", transforms))
-register_named("input dim index source alpha=1", "index_add", IndexAdd(), in_place="index_add_")
-register_named("input chunks|indices|sections|tensor_indices_or_sections dim=0", "chunk tensor_split", Split())
-register_named("input|tensor split_size_or_sections|split_size|split_sizes dim=0", "split split_with_sizes", Split())
+register_named(
+    "input chunks|indices|sections|tensor_indices_or_sections dim=0", "chunk tensor_split unsafe_chunk", Split()
+)
+register_named(
+    "input|tensor split_size_or_sections|split_size|split_sizes dim=0",
+    "split split_with_sizes unsafe_split unsafe_split_with_sizes",
+    Split(),
+)
 register_named("input dim=0", "unbind", Split())
 register_named("tensors dim=0 out=None", "cat concat concatenate", Concat())
 register_named("tensors dim=0 out=None", "stack", Stack())
-register_named("tensors out=None", "vstack row_stack", Decomposed(_stacked(0, least=2)))
-register_named("tensors out=None", "hstack", Decomposed(_stacked(1, least=1)))
-register_named("tensors out=None", "column_stack", Decomposed(_stacked(1, least=2)))
-register_named("*tensors", "broadcast_tensors", Decomposed(_broadcast_tensors))
-register_named("input n=1 dim=-1 prepend=None append=None", "diff", Decomposed(_diff))
 register("input dimension size step", Tensor.unfold, operation=Windows())
 register_named("input pad mode=None value=None", "pad", Pad())
+register_named("input pad value=0 mode=None", "constant_pad_nd", Pad())
 register_named("input *sizes", "expand repeat tile broadcast_to expand_as", Repeat())
 register_named("input repeats dim=None output_size=None", "repeat_interleave", Repeat())
 register_named("input factor|upscale_factor|downscale_factor", "pixel_shuffle pixel_unshuffle", Blocks())
 register_named("input shifts dims=None", "roll", Roll())
 register_named("input *dims", "flip", Roll())
-register_named("input dim index sparse_grad=False", "gather", Gather(_LOOKED_UP))
-register_named("input|theta *rest", "affine_grid", Fixed(_LOOKED_UP))
-register_named("input *rest", "masked_select nonzero", Selected(_LOOKED_UP))
 register_named("input *rest", "dim ndimension stride element_size storage_offset data_ptr", Query())
 register_named("input *rest", "size numel nelement __len__", SizeQuery())
 register_named("input *rest", "is_floating_point is_complex is_contiguous is_same_size is_signed is_inference", Query())
 register_named("input *rest", "is_conj is_neg is_pinned has_names get_device untyped_storage __hash__", Query())
-register_named("input *rest", "new_tensor", Query())
+register_named("input *rest", "new_tensor is_shared is_set_to is_coalesced dim_order is_distributed _is_view", Query())
 register_named("input *rest", "register_hook retain_grad backward", Query())
 register_named("input *rest", "item tolist numpy is_nonzero __bool__ __int__ __float__ __index__", Readout())
-register_named("input *rest", "__repr__ __format__ __array__ equal allclose", Readout())
+register_named("input *rest", "__repr__ __format__ __array__ equal allclose __contains__ __complex__", Readout())
+register_named("input *rest", "__nonzero__ __long__", Readout())
 register("input kernel_size dilation=1 padding=0 stride=1", F.unfold, operation=Blocks(after=-2))
 register("input output_size kernel_size dilation=1 padding=0 stride=1", F.fold, operation=Blocks(averages, before=-2))
-register("input *rest", F.grid_sample, operation=Fixed(_LOOKED_UP, averages))  # shares among pixels
 
 
 def _getters(names: str) -> list[Any]:
@@ -491,8 +440,11 @@ def _getters(names: str) -> list[Any]:
 
 
 register("input *rest", *_getters("T mT H mH"), operation=Move())
-register("input *rest", *_getters("real imag"), operation=Move(transforms))
+register("input *rest", *_getters("real imag"), torch.real, torch.imag, operation=Move(transforms))
 register("input *rest", *_getters("shape"), operation=SizeQuery())
 register("input *rest", *_getters("device dtype ndim layout requires_grad grad_fn grad"), operation=Query())
-register("input *rest", *_getters("is_cuda is_leaf is_nested is_sparse is_quantized"), operation=Query())
+register("input *rest", *_getters("is_cuda is_leaf is_nested is_sparse is_quantized is_cpu is_meta"), operation=Query())
+register("input *rest", *_getters("is_mps is_xpu is_xla is_mkldnn is_sparse_csr is_vulkan itemsize"), operation=Query())
+register("input *rest", *_getters("name output_nr retains_grad _version _base"), operation=Query())
+register("input *rest", *_getters("nbytes"), operation=SizeQuery())
 register("input *rest", torch._assert, torch.get_default_dtype, operation=Query())

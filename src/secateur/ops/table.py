@@ -24,7 +24,7 @@ from secateur.ops.protocols import LabelVerbs, RelevanceVerbs
 
 Function = Callable[..., Any]
 #: Names from NumPy that torch takes as well, and what methods call their tensor.
-_OTHER_NAMES = {"dim": ("axis",), "keepdim": ("keepdims",), "input": ("self", "x", "a", "x1"), "other": ("x2",)}
+_OTHER_NAMES = {"dim": ("axis",), "keepdim": ("keepdims",), "input": ("self", "x", "a", "x1", "A"), "other": ("x2",)}
 
 
 @dataclass(frozen=True)
@@ -211,9 +211,10 @@ def stops(relevance: RelevanceVerbs, call: Call) -> Any:
 
 def refused(relevance: RelevanceVerbs, call: Call) -> Any:
     """Nobody knows."""
-    raise UnsupportedModelError(
+    refusal = UnsupportedModelError(
         f"no relevance rule is known for {call.site}.", fix="another criterion, such as 'taylor'"
     )
+    return relevance.refuses(call, refusal)
 
 
 def transforms(relevance: RelevanceVerbs, call: Call) -> Any:
@@ -223,6 +224,8 @@ def transforms(relevance: RelevanceVerbs, call: Call) -> Any:
 
 def averages(relevance: RelevanceVerbs, call: Call) -> Any:
     """Shared among the numbers that are summed or averaged."""
+    if call.writes:  # what was summed is gone
+        return refused(relevance, call)
     return relevance.averages(call, call["input"], call.on(call["input"]))
 
 
@@ -276,6 +279,8 @@ class Decomposed(Operation):
 _TABLE: dict[Function, Operation] = {}
 _SIGNATURES: dict[Function, Signature] = {}
 _WRITERS: set[Function] = set()
+#: Entries of operators by name, until one of them is met.
+_EXTENSIONS: dict[str, tuple[str, Operation]] = {}
 
 
 def register(signature: str, *functions: Function | None, operation: Operation, writes: bool = False) -> None:
@@ -291,20 +296,34 @@ def register(signature: str, *functions: Function | None, operation: Operation, 
             (_WRITERS.add if writes else _WRITERS.discard)(function)
 
 
+_OWNERS = (torch.nn.functional, torch, Tensor, torch.special, torch.linalg)
+
+
 def named(names: str) -> list[Function | None]:
-    """The functions of these names in `torch.nn.functional`, `torch` and `torch.Tensor`."""
-    return [getattr(owner, name, None) for owner in (torch.nn.functional, torch, Tensor) for name in names.split()]
+    """The functions of these names in `torch.nn.functional`, `torch`, `torch.Tensor` and the like."""
+    return [getattr(owner, name, None) for owner in _OWNERS for name in names.split()]
 
 
 def register_named(signature: str, names: str, operation: Operation, in_place: str = "") -> None:
-    """`register` for functions of torch by name. Those of `in_place` overwrite their first tensor."""
+    """`register` for functions of torch by name. Those of `in_place`, and `name_`, overwrite their first tensor."""
     register(signature, *named(names), operation=operation)
-    register(signature, *named(in_place), operation=operation, writes=True)
+    twins = [f"{name}_" for name in names.split() if not (name.endswith("_") or isinstance(operation, Decomposed))]
+    register(signature, *named(" ".join([*twins, in_place])), operation=operation, writes=True)
+
+
+def register_op(signature: str, *names: str, operation: Operation) -> None:
+    """`register` for operators of an extension of torch, such as "torchvision::nms", which need not be loaded."""
+    _EXTENSIONS.update((name, (signature, operation)) for name in names)
 
 
 def lookup(function: Function) -> Operation | None:
     """The entry for a function, or None."""
-    return _TABLE.get(function)
+    found = _TABLE.get(function)
+    if found is None and isinstance(function, torch._ops.OpOverloadPacket):
+        signature, found = _EXTENSIONS.get(function._qualified_op_name, ("", None))
+        if found is not None:
+            register(signature, function, operation=found)
+    return found
 
 
 def in_order(function: Function, kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -92,6 +92,12 @@ class Activations:
         with torch.enable_grad():  # what carries relevance still does where nothing was written
             self.newer[whole] = whole.index_put(written, output)
 
+    def settle(self, call: Call, output: Any) -> None:
+        """`replace`, unless it was done."""
+        target = call.tensors()[0]
+        if isinstance(output, Tensor) and target not in self.newer:
+            self.replace(call, output)
+
     def overwritten(self, tensor: Tensor) -> None:
         """The tensor has other numbers now, so nothing is known about it."""
         for facts in (self.linear, *self._of_numbers):

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from secateur.errors import DataError, RelevanceError, UnknownOperationError
-from secateur.nest import SCALARS, map_tensors, tensors_in
-from secateur.ops.table import Call, Function, Operation, Query, Site
+from secateur.nest import SCALARS, tensors_in
+from secateur.ops.table import Call, Function, Opaque, Operation, Query, Site
 from secateur.relevance._script import Script
 from secateur.relevance.accelerators import Attempt, Attends, Deviation
 from secateur.relevance.propagation import Propagation
@@ -23,6 +23,8 @@ from secateur.running.goals import tapping
 from secateur.running.logits import answer_of, logits_of
 from secateur.running.observer import Observer, refuse_autocast, refuse_checkpoint, unknown_operation
 from secateur.running.sandbox import run
+
+_OPAQUE = Opaque()
 
 
 class ForwardPass(Observer):
@@ -85,12 +87,16 @@ class ForwardPass(Observer):
         refuse_checkpoint(call.site)
         refuse_autocast(call.site)
         if type(operation).relevance is Operation.relevance:
-            raise UnknownOperationError(
+            refusal = UnknownOperationError(
                 f"the entry for {call.site} ({operation.name}) does not say how relevance passes.",
                 fix="give the operation a `relevance` method, or replace the call in the model",
             )
+            return propagation.refuses(call, refusal)
         propagation.activations.next_call()
-        return operation.relevance(propagation, call)
+        output = operation.relevance(propagation, call)
+        if call.writes:  # an operation that is made of smaller ones leaves this to us
+            propagation.activations.settle(call, output)
+        return output
 
     def enter(self, module: nn.Module) -> None:
         if not self._following:  # the script knows it
@@ -110,26 +116,10 @@ class ForwardPass(Observer):
     def unknown(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A function without an entry is in the way only of relevance that comes back to it."""
         tensors = tensors_in((args, kwargs))
-        sources = [tensor for tensor in tensors if tensor.requires_grad]
-        if not sources:
+        if not any(tensor.requires_grad for tensor in tensors):
             return func(*args, **kwargs)
-        refusal, versions = unknown_operation(self.site(func), tensors), [tensor._version for tensor in sources]
-        if torch._C._functorch.maybe_current_level() is not None:
-            raise refusal
-
-        def back(*_: Tensor) -> tuple[Tensor | None, ...]:
-            raise refusal
-
-        def fenced(made: Tensor) -> Tensor:
-            if not made.is_floating_point() or any(made is source for source in sources):
-                return made
-            return self._propagation.backward.step(lambda: made.clone(), back, *sources, saves=False)
-
-        with torch.no_grad():
-            output = func(*args, **kwargs)
-        if versions != [tensor._version for tensor in sources]:
-            raise refusal
-        return map_tensors(fenced, output)
+        refusal = unknown_operation(self.site(func), tensors)
+        return self._propagation.refuses(Call(_OPAQUE, func, args, kwargs, Site("", "", 0)), refusal)
 
     def applies(self, function: type[Any], plain: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         """A function with a derivative of its own, which is no rule for relevance: what it calls is followed instead.

@@ -107,6 +107,25 @@ class Propagation:
         with torch.no_grad():
             return self.activations.run(call)
 
+    def refuses(self, call: Call, refusal: Exception) -> Any:
+        sources = [tensor for tensor in call.tensors() if tensor.requires_grad]
+        versions = [tensor._version for tensor in sources]
+
+        def back(*_: Tensor) -> tuple[Tensor | None, ...]:
+            raise refusal
+
+        def fenced(made: Tensor) -> Tensor:
+            differentiable = made.is_floating_point() or made.is_complex()
+            if not differentiable or any(made is source for source in sources):
+                return made
+            return self.backward.step(lambda: made.clone(), back, *sources, saves=False)
+
+        with torch.no_grad():
+            output = call.run()
+        if versions != [tensor._version for tensor in sources]:
+            raise refusal
+        return map_tensors(fenced, output)
+
     def copies(self, call: Call, x: Tensor, scales: bool = False) -> Any:
         output = self.passes(call, x) if scales else self.moves(call)
         self.activations.copied(x, output)
@@ -123,7 +142,7 @@ class Propagation:
         backward, name, nonneg = self.backward, call.site, x in self.activations.nonneg
         place = backward.place("pool", name.path)
         back: Back = lambda r, a: backward.share(r, a, AveragingMap(function, a), place, name, nonneg)  # noqa: E731
-        output = backward.step(call.run, back, x)
+        output = self._step(call, back, x)
         if nonneg:
             self.activations.note_nonneg(output)
         return output

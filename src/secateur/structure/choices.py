@@ -18,8 +18,8 @@ from secateur.nest import tensors_in
 from secateur.ops.activation import Identity
 from secateur.ops.elementwise import Sum
 from secateur.ops.layers import Labels, column, narrow
+from secateur.ops.places import Gather
 from secateur.ops.reduce import TopK
-from secateur.ops.shape import Gather
 from secateur.ops.table import Call, Site
 from secateur.running.tensor_facts import TensorFacts
 from secateur.structure.findings import Findings, NormSite

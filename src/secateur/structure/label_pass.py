@@ -313,7 +313,7 @@ def watch_copy(model: nn.Module, example: Example, strict: bool = False) -> tupl
         raise
     except Exception as error:  # numbers steer the forward, or tensors are made on a device of their own
         log.debug("no forward without numbers for %s: %s", type(model).__name__, error)
-    copy = shared_copy(model).eval()
     with quiet():
-        run_or_explain(copy, example)
+        run_or_explain(shared_copy(model).eval(), example)
+    copy = shared_copy(model).eval()  # the one that ran may keep what it computed, and would do other things
     return copy, example, *watch(copy, example, strict=strict)

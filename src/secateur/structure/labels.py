@@ -223,6 +223,7 @@ class TensorLabels:
             raise NeedsNumbers(str(call.site))
 
         def moved(layer: Tensor) -> Any:
+            layer = layer.clone() if call.writes else layer
             args, kwargs = map_leaves(lambda leaf: layer if leaf is source else leaf, (call.args, call.kwargs))
             return call.function(*args, **kwargs)
 

@@ -124,7 +124,11 @@ def _fit(module: Any, old: Any, path: str, plan: Plan) -> None:
             module.num_groups = kept // (old.num_channels // old.num_groups)
     elif isinstance(module, nn.PReLU):
         module.num_parameters = len(module.weight)
-    elif isinstance(module, nn.Embedding):
+    elif isinstance(module, nn.Bilinear):
+        module.out_features, module.in1_features, module.in2_features = module.weight.shape
+    elif isinstance(module, nn.RNNCellBase):
+        module.input_size = module.weight_ih.shape[1]
+    elif isinstance(module, nn.Embedding | nn.EmbeddingBag):
         module.num_embeddings, module.embedding_dim = module.weight.shape
     elif is_conv1d(module):
         module.nx, module.nf = module.weight.shape
