@@ -356,7 +356,7 @@ def test_the_page_of_a_run_says_what_was_lost_and_shows_its_steps(place: Place, 
     whole = open_model(place.net, place.weights).model
     before, after = (model(x).argmax(1) for model in (whole, small))
     gone, new = int(((before == y) & (after != y)).sum()), int(((before != y) & (after == y)).sum())
-    words = f"Of {len(y)} test samples, {gone} that were right are wrong now, and {new} that were wrong are right now."
+    words = f"Of {len(y)} test samples: right before and wrong now {gone}, wrong before and right now {new}."
     assert words in page.by_id("lost").text
     assert len(page.by_id("lost").find("figure", class_="sample")) == min(gone, 4) + min(new, 2)
     frames = page.by_id("steps").find("article")

@@ -257,7 +257,8 @@ def test_samples_that_are_lost_or_gained_are_counted_and_shown(lost: Lost) -> No
     gone, new = (before == y) & (after != y), (before != y) & (after == y)
     assert gone.sum() > 1
     assert new.sum() == 1
-    assert f"{int(gone.sum())} that were right are wrong now, and {int(new.sum())} that were wrong" in section.text
+    words = f"18 test samples: right before and wrong now {int(gone.sum())}, wrong before and right now {int(new.sum())}"
+    assert words in section.text
     assert [h.text for h in section.find("h3")] == ["Wrong now", "Newly right", "Which classes are confused"]
     first, second = section.find("div", class_="samples")
     assert len(first.find("figure", class_="sample")) == min(4, int(gone.sum()))
