@@ -278,7 +278,7 @@ def judge(name: str, model: nn.Module, explain: Explainer, args: argparse.Namesp
 
 # -- the referee -------------------------------------------------------------------------------------------------------
 def refereed(name: str, model: nn.Module, explain: Explainer, args: argparse.Namespace) -> dict[str, float]:
-    """SRG by quantus, which chooses its regions itself, and ours on the same pictures."""
+    """SRG by quantus, which chooses its regions itself and tells how much is lost, and ours on the same pictures."""
     import quantus
 
     x, _ = pictures(args, "test", max(1, args.referee // 10), name)
@@ -301,7 +301,7 @@ def refereed(name: str, model: nn.Module, explain: Explainer, args: argparse.Nam
         device=args.device,
     )  # fmt: skip
     return {
-        "srg of quantus": float((areas[0] - areas[1]).mean()), "sparseness of quantus": float(np.mean(sparse)),
+        "srg of quantus": float((areas[1] - areas[0]).mean()), "sparseness of quantus": float(np.mean(sparse)),
         "srg here": float(region_perturbation(model, x, y, heat, torch.zeros_like(x)).mean()),
         "sparseness here": float(gini(heat).mean()),
     }  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -21,6 +22,12 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield
+
+
+@pytest.fixture
+def one_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pictures are explained by α1β0 unless a test asks for more: what it computes has only one rule."""
+    monkeypatch.setattr(import_module("secateur.relevance.explain"), "PICTURES", "alpha1beta0")
 
 
 @pytest.fixture(scope="session")

@@ -356,7 +356,7 @@ def test_the_page_of_a_run_says_what_was_lost_and_shows_its_steps(place: Place, 
     whole = open_model(place.net, place.weights).model
     before, after = (model(x).argmax(1) for model in (whole, small))
     gone, new = int(((before == y) & (after != y)).sum()), int(((before != y) & (after == y)).sum())
-    words = f"Of {len(y)} test samples, {gone} that were right are wrong now, and {new} that were wrong are right now."
+    words = f"Of {len(y)} test samples: right before and wrong now {gone}, wrong before and right now {new}."
     assert words in page.by_id("lost").text
     assert len(page.by_id("lost").find("figure", class_="sample")) == min(gone, 4) + min(new, 2)
     frames = page.by_id("steps").find("article")
@@ -365,12 +365,16 @@ def test_the_page_of_a_run_says_what_was_lost_and_shows_its_steps(place: Place, 
 
 
 def test_reasons_may_be_a_target(place: Place, tmp_path: Path) -> None:
-    args = ["prune", *place.job, "--max-drift", 0.02, "--step", 0.1, "--round-to", 1, "--repair", "none"]
-    found = succeed(*args, "--out", tmp_path / "s")
+    args = ["prune", *place.job, "--step", 0.1, "--round-to", 1, "--repair", "none"]
+    succeed(*args, "--remove", 0.7, "--max-drift", 2, "--out", tmp_path / "free")
+    moved = [float(row["drift"]) for row in csv.DictReader((tmp_path / "free" / "history.csv").open())]
+    assert moved[0] == pytest.approx(0, abs=1e-6)
+    limit = (moved[1] + max(moved)) / 2
+    found = succeed(*args, "--max-drift", limit, "--out", tmp_path / "s")
     assert "changed the reasons more than allowed" in found["stopped"]
-    rows = list(csv.DictReader((tmp_path / "s" / "history.csv").open()))
-    assert all(float(row["drift"]) <= 0.02 for row in rows[:-1])
-    assert float(rows[-1]["drift"]) > 0.02
+    rows = [float(row["drift"]) for row in csv.DictReader((tmp_path / "s" / "history.csv").open())]
+    assert rows == pytest.approx(moved[: len(rows)], abs=1e-6)
+    assert max(rows[:-1]) <= limit < rows[-1]
 
 
 def test_nothing_of_the_user_is_replaced(place: Place, tmp_path: Path) -> None:

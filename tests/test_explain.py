@@ -33,6 +33,8 @@ from secateur.relevance import (
     unit_relevance,
 )
 
+pytestmark = pytest.mark.usefixtures("one_rule")
+
 
 class Op(nn.Module):
     def __init__(self, function, **children):

@@ -11,6 +11,8 @@ from torch.nn import functional as F
 import secateur as sc
 from secateur.relevance import explain
 
+pytestmark = pytest.mark.usefixtures("one_rule")
+
 
 class Excited(nn.Module):
     """A convolution whose channels are gated by a squeeze-and-excitation block."""

@@ -8,6 +8,8 @@ from torch import nn
 
 from secateur.relevance import explain, unit_relevance
 
+pytestmark = pytest.mark.usefixtures("one_rule")
+
 models = pytest.importorskip("torchvision.models")
 
 CONVOLUTIONAL = {

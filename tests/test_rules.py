@@ -20,6 +20,8 @@ from torch import nn
 from secateur.errors import ConservationWarning
 from secateur.relevance import AlphaBeta, Box, Composite, Epsilon, Flat, Gamma, Norm, On, Pass, WSquare, ZPlus, explain
 
+pytestmark = pytest.mark.usefixtures("one_rule")
+
 LAYERS = {
     "linear": (lambda: nn.Linear(7, 5), (7,)),
     "linear on tokens": (lambda: nn.Linear(4, 5), (3, 4)),

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 import typer
-from torch import Tensor, nn
+from torch import Tensor
 
 from secateur.cli import options as o
 from secateur.cli.explain_text import explain_texts
@@ -113,7 +113,7 @@ def _explain_images(
     pictures: list[dict[str, Any]] = []
     found: list[Explanation] = []
     with printer.stage(f"explaining {len(kept)} images"):
-        composite = composite or _composite(opened.model, inputs[:1])
+        composite = composite or fitting(opened.model, inputs[:1].to(device_of(opened.model)))
         for begin in range(0, len(kept), _BATCH):
             batch = inputs[begin : begin + _BATCH].to(device_of(opened.model))
             found.append(run_explain(opened.model, batch, wanted, composite=composite))
@@ -133,12 +133,6 @@ def _explain_images(
     layers = [(r["layer"], f"{100 * r['arrives']:.1f} %", str(r["units"]), str(r["hold_90"])) for r in rows]
     printer.result(table(("layer",), ("relevance that arrives", "units", "hold 90 % of it"), layers))
     printer.result(f"conservation: at most {worst:.2%} of the relevance is lost or created (composite {composite})")
-
-
-def _composite(model: nn.Module, image: Tensor) -> str:
-    """The composite for images: that of models with attention, or the one with the clearest heat maps."""
-    chosen = fitting(model, image.to(device_of(model)))
-    return "epsilon_gamma_box" if chosen == "alpha1beta0" else chosen
 
 
 def _in_turn(paths: list[Path]) -> list[Path]:

@@ -192,7 +192,7 @@ def prune(
     if not plans_of(result.model):
         raise SecateurError(
             f"nothing was removed ({result.stopped}), so nothing is written.",
-            fix="a larger --max-drop, more samples, or smaller steps with repair (--step 0.01 --repair best)",
+            fix="a larger --max-drop or --max-drift, more samples, or smaller steps (--step 0.01 --repair best)",
         )
     timed = setup if latency else None
     files = _write(run, task, result, printer, onnx=onnx, int8=int8, setup=timed, report=report)

@@ -45,7 +45,7 @@ class _Deeper(Deviation):
 class RelevancePass:
     """Propagates relevance through a model, batch after batch. Unit sums and conservation add up until `reset`.
 
-    Without a `composite`, it is "attnlrp" if the model has attention, and "alpha1beta0" if not.
+    Without a `composite`, it is "attnlrp" if the model has attention, and `otherwise` if not.
     `units` maps the name of each weight to one number per output channel or neuron. `absolute` takes absolute values
     per "sample" (after summing over space) or per "element", or the "square" of each element, before they are summed;
     None leaves it to the composite. Without `heat_map`, relevance stops
@@ -61,11 +61,12 @@ class RelevancePass:
         absolute: Absolute | None = False,
         heat_map: bool = True,
         watch: Watch | None = None,
+        otherwise: str = _SAFE,
         accelerators: Accelerators = Accelerators(),  # noqa: B008 (frozen)
     ) -> None:
         self.model = unwrap(model)
         check_followed(self.model)
-        self.composite = composite_named(_SAFE if composite is None else composite)
+        self.composite = composite_named(otherwise if composite is None else composite)
         self._undecided = composite is None
         self.absolute, self.heat_map, self.watch, self.accelerators = absolute, heat_map, watch, accelerators
         #: Layers that once could not pass on all relevance.

@@ -33,6 +33,9 @@ from secateur.running.memory import Memory, in_smaller_parts, limited, together
 from secateur.running.sandbox import isolated, leaves_no_trace, run, run_or_explain
 from secateur.running.targets import Reader, ids_in
 
+#: What has the most faithful heat maps of pictures (`docs/results/faithfulness.md`). Scoring has its own default.
+PICTURES = "epsilon_gamma_box"
+
 
 @dataclass(frozen=True, repr=False)
 class Explanation:
@@ -149,9 +152,10 @@ def explain(
     of a language model are its tokens. A model without a head returns states: without a target, each number of a state
     starts with its square, which explains the length of the state.
 
-    Without a `composite`, it is "attnlrp" for models with attention, which starts with the logit, and "alpha1beta0" for
-    all others, which starts with 1. `.composite` says which was used. Many samples are taken in parts that need no more
-    than `memory` (bytes, or a text such as "2 GiB"; default: what is free).
+    Without a `composite`, it is "attnlrp" for models with attention, which starts with the logit. For others it is
+    "epsilon_gamma_box" if the inputs are pictures, and else "alpha1beta0"; both start with 1. `.composite` says which
+    was used. Units are scored by other composites than pictures are explained by: see `secateur.criteria`. Many samples
+    are taken in parts that need no more than `memory` (bytes, or a text such as "2 GiB"; default: what is free).
 
     >>> net = nn.Sequential(nn.Flatten(), nn.Linear(12, 4), nn.ReLU(), nn.Linear(4, 3))
     >>> seen = explain(net, torch.rand(2, 3, 2, 2), target=1)
@@ -173,7 +177,9 @@ def explain(
         raise DataError(what, fix="a tensor, or a tuple or dict of tensors")
     original = unwrap(model)
     check_followed(original)  # before it is copied: what cannot be followed often cannot be copied
-    engine = RelevancePass(shared_copy(original), composite, absolute=absolute)
+    pictures = all(tensor.dim() == 4 for tensor in tensors_in(inputs))
+    otherwise = PICTURES if pictures else "alpha1beta0"
+    engine = RelevancePass(shared_copy(original), composite, absolute=absolute, otherwise=otherwise)
     reader = Reader(engine.model)
     how = lambda: start or engine.composite.start  # noqa: E731 (only the forward tells which composite is used)
     begin: Starter | AtGoal = Starter(target, how, samples_in(inputs), reader, inputs, against, position)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from secateur.errors import DataError, RelevanceError, UnknownOperationError
-from secateur.nest import SCALARS, tensors_in
+from secateur.nest import SCALARS, map_tensors, tensors_in
 from secateur.ops.table import Call, Function, Opaque, Operation, Query, Site
 from secateur.relevance._script import Script
 from secateur.relevance.accelerators import Attempt, Attends, Deviation

@@ -225,14 +225,14 @@ class Box(Rule):
     """z^B, for inputs in [low, high]: contributions a_i w_ij - low_i w⁺_ij - high_i w⁻_ij, all ≥ 0.
 
     `low` and `high` are numbers, or tensors that broadcast against the input (pixels after normalisation). Left out,
-    they are the least and greatest value of each channel over the batch.
+    they are the least and greatest value of each channel of each sample.
     """
 
     low: float | Tensor | None = None
     high: float | Tensor | None = None
 
     def __call__(self, layer: LinearMap, a: Tensor, r: Tensor) -> Tensor:
-        dims = [0, *range(2, a.dim())] if a.dim() > 2 else [*range(a.dim())]
+        dims = [*range(2, a.dim())] if a.dim() > 2 else [-1]
         least = a.amin(dims, keepdim=True) if self.low is None else self.low
         most = a.amax(dims, keepdim=True) if self.high is None else self.high
         bounds = [torch.as_tensor(bound, dtype=a.dtype, device=a.device) for bound in (least, most)]
