@@ -4,6 +4,7 @@
     python -m benchmarks.zoo torchvision --smallest  one per family, with ONNX
     python -m benchmarks.zoo timm                    one per family, smallest member
     python -m benchmarks.zoo --hf                    all families of transformers, tiny (benchmarks/zoo_transformers.py)
+    python -m benchmarks.zoo --beyond                what does not classify images (benchmarks/zoo_beyond.py)
 
 Weights are random, with random BatchNorm statistics and non-zero biases, so that mistakes show. Results are appended
 to a JSON-lines file as they come (`--out`), so that an interrupted run goes on where it stopped; the table is printed
@@ -246,10 +247,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("zoo", nargs="?", choices=["torchvision", "timm"])
     parser.add_argument("--hf", action="store_true", help="the families of transformers instead")
+    parser.add_argument("--beyond", action="store_true", help="detectors, segmenters, video, audio, diffusion instead")
     parser.add_argument("--smallest", action="store_true", help="one member per family, ONNX included")
     parser.add_argument("--only", nargs="*", help="just these models")
     parser.add_argument("--size", type=int, help="input size for models that take any (torchvision)")
-    parser.add_argument("--workers", type=int, default=1, help="families of transformers at the same time")
+    parser.add_argument("--workers", type=int, default=1, help="models at the same time, for --hf and --beyond")
     parser.add_argument("--seconds", type=float, default=150, help="for one family of transformers at most")
     parser.add_argument("--out", "--log", type=Path, help="rows so far: a later run goes on from there")
     options = parser.parse_args()
@@ -258,8 +260,12 @@ def main() -> None:
         from benchmarks import zoo_transformers
 
         return zoo_transformers.main(options.only, options.out, options.workers, options.seconds)
+    if options.beyond:
+        from benchmarks import zoo_beyond
+
+        return zoo_beyond.main(options.only, options.out, options.workers)
     if options.zoo is None:
-        parser.error("name a zoo, or give --hf")
+        parser.error("name a zoo, or give --hf or --beyond")
     names = options.only or (
         TIMM_SMALLEST if options.zoo == "timm" else TORCHVISION_SMALLEST if options.smallest else torchvision_models()
     )

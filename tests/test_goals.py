@@ -140,7 +140,7 @@ def test_boxes_by_centre_and_size_of_all_places() -> None:
     centres = torch.tensor([[5.0, 5, 10, 10], [5, 5, 10, 8], [25, 25, 10, 10], [80, 80, 4, 4]])
     scores = torch.rand(1, 3, 4, requires_grad=True)
     value = Detection().value((torch.cat([centres.T[None], scores], 1), [torch.rand(2)]), TARGETS[:1])
-    expected = (1.5 * scores[0, 1, 0] + 1.75 * scores[0, 1, 1]) / 2 + 2 * scores[0, 2, 2]
+    expected = 2 * (scores[0, 1, :2].mean() + scores[0, 2, 2])  # at the score and at the place
     assert value.tolist() == pytest.approx([float(expected.detach())])
     (slope,) = torch.autograd.grad(value.sum(), scores)
     assert slope[0].nonzero().tolist() == [[1, 0], [1, 1], [2, 2]]

@@ -20,8 +20,19 @@ from secateur.nest import describe, map_tensors, tensors_in
 from secateur.running.logits import answer_of, logits_of
 from secateur.running.targets import IGNORED
 
-#: Of one sample: boxes (count, 4) by their corners, and scores: one per box, or one per box and class.
+#: Of one sample: boxes (count, 4), scores, one per box or one per box and class, and labels in the first case.
 Found = tuple[Tensor, Tensor, Tensor | None]
+
+
+class Matched(NamedTuple):
+    """The boxes of a sample that count, as numbers of the output and by their corners, their scores, what they should
+    be, and how much each counts."""
+
+    numbers: Tensor
+    boxes: Tensor
+    scores: Tensor
+    wanted: Tensor
+    share: Tensor
 
 
 class Tapped(NamedTuple):
@@ -200,9 +211,8 @@ class Detection(Goal):
     def value(self, output: Any, targets: Any) -> Tensor:
         output, inner = output if isinstance(output, Tapped) else (output, [])
         values = [
-            (share * sure * (_one(scores) + _one(boxes).mean(1))).sum()
-            for boxes, scores, _, share in self._matched(output, targets)
-            for sure in [scores.detach().sigmoid() if bool((scores < 0).any()) else scores.detach()]
+            (one.share * _sure(one.scores) * (_one(one.scores) + _one(one.numbers).mean(1))).sum()
+            for one in self._matched(output, targets)
         ]
         chosen = [t for t in tensors_in(inner) if t.is_floating_point() and t.numel()]
         shares = [(t.detach().sigmoid() * _one(t)).sum() / t.detach().sigmoid().sum() for t in chosen]
@@ -212,30 +222,30 @@ class Detection(Goal):
         """What is lost of scores and overlaps. Inner numbers count as they are started with."""
         inner = output.inner if isinstance(output, Tapped) else []
         matched = self._matched(output.output if isinstance(output, Tapped) else output, targets)
-        lost = [-(share * (scores + _overlap(boxes, wanted))).sum() for boxes, scores, wanted, share in matched]
+        lost = [-(one.share * (one.scores + _overlap(one.boxes, one.wanted))).sum() for one in matched]
         chosen = [t.sigmoid().square().mean() for t in tensors_in(inner) if t.is_floating_point() and t.numel()]
         return torch.stack([*lost, *(-part for part in chosen)]).sum() / len(lost)
 
-    def _matched(self, output: Any, targets: Any) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
-        """For each sample the boxes that count, their scores, what they should be, and how much each counts."""
-        found, centred = ([*self.read(output)], False) if self.read is not None else boxes_in(output)
+    def _matched(self, output: Any, targets: Any) -> list[Matched]:
+        """For each sample the boxes that count."""
+        found, centred, asked = ([*self.read(output)], False, False) if self.read is not None else boxes_in(output)
         if targets is None:
-            return [_said(*one) for one in found]
+            return [_said(*one, centred) for one in found]
         if not are_boxes(targets) or len(targets) != len(found):
             count = len(targets) if isinstance(targets, list | tuple) else describe(targets)
             raise DataError(
                 f"targets for {len(found)} samples are {count}, and not a dict with `boxes` and `labels` for each.",
                 fix="[{'boxes': (count, 4), 'labels': (count,)}, …], or None",
             )
-        return [self._pairs(*one, dict(known), centred) for one, known in zip(found, targets, strict=True)]
+        return [self._pairs(*one, dict(known), centred, asked) for one, known in zip(found, targets, strict=True)]
 
     def _pairs(
-        self, boxes: Tensor, scores: Tensor, labels: Tensor | None, known: dict[str, Any], centred: bool
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        self, numbers: Tensor, scores: Tensor, labels: Tensor | None, known: dict[str, Any], centred: bool, asked: bool
+    ) -> Matched:
         """The pairs of boxes and targets of one sample that match."""
         classes = torch.as_tensor(known["class_labels" if "class_labels" in known else "labels"], device=scores.device)
-        wanted = torch.as_tensor(known["boxes"]).to(boxes).reshape(-1, 4)
-        wanted = _corners(wanted) if centred else wanted
+        wanted = torch.as_tensor(known["boxes"]).to(numbers).reshape(-1, 4)
+        wanted, boxes = _corners(wanted) if asked else wanted, _corners(numbers) if centred else numbers
         shared = overlaps(wanted, boxes.detach())
         if labels is not None:
             fits = (shared >= self.overlap) & (classes[:, None] == labels)
@@ -243,19 +253,19 @@ class Detection(Goal):
             fits = (shared >= self.overlap) | ((shared == shared.amax(1, keepdim=True)) & (shared > 0))
         target, box = fits.nonzero(as_tuple=True)
         chosen = scores[box] if scores.ndim == 1 else scores[box, classes.long()[target]]
-        return boxes[box], chosen, wanted[target], 1 / fits.sum(1)[target].to(boxes)
+        return Matched(numbers[box], boxes[box], chosen, wanted[target], 1 / fits.sum(1)[target].to(boxes))
 
 
-def boxes_in(output: Any) -> tuple[list[Found], bool]:
-    """Boxes by their corners, scores and labels of each sample, and whether targets have centres and sizes instead."""
+def boxes_in(output: Any) -> tuple[list[Found], bool, bool]:
+    """Boxes, scores and labels of each sample, and whether boxes and targets have centres and sizes, not corners."""
     if isinstance(output, list | tuple) and all(isinstance(one, Mapping) and "scores" in one for one in output):
-        return [(one["boxes"], one["scores"], one.get("labels")) for one in output], False
+        return [(one["boxes"], one["scores"], one.get("labels")) for one in output], False, False
     logits, boxes = (getattr(output, name, None) for name in ("logits", "pred_boxes"))
     if isinstance(logits, Tensor) and isinstance(boxes, Tensor):
-        return [(_corners(own), classes, None) for own, classes in zip(boxes, logits, strict=True)], True
+        return [(own, classes, None) for own, classes in zip(boxes, logits, strict=True)], True, True
     first = answer_of(output).tensor if tensors_in(output) else None
     if first is not None and first.ndim == 3 and first.shape[1] > 4:
-        return [(_corners(own[:4].T), own[4:].T, None) for own in first], False
+        return [(own[:4].T, own[4:].T, None) for own in first], True, False
     raise DataError(
         f"the model returns {describe(output)[:200]}, which is no list of boxes that is known.",
         fix="Detection(read=f), where f(output) returns for each sample boxes by their corners, scores, and labels",
@@ -284,14 +294,20 @@ def _corners(boxes: Tensor) -> Tensor:
     return torch.cat([centre - half, centre + half], 1)
 
 
-def _said(boxes: Tensor, scores: Tensor, labels: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _sure(scores: Tensor) -> Tensor:
+    """Probabilities from scores, which may be logits."""
+    known = scores.detach()
+    return known.sigmoid() if bool((known < 0).any()) else known
+
+
+def _said(numbers: Tensor, scores: Tensor, labels: Tensor | None, centred: bool) -> Matched:
     """What a model says by itself: all boxes that it returns, or those nearly as sure as the best."""
     if labels is None and scores.ndim > 1:
         best = scores.amax(1)
-        sure = best.detach().sigmoid() if bool((best < 0).any()) else best.detach()
-        certain = sure >= 0.5 * sure.max()
-        boxes, scores = boxes[certain], best[certain]
-    return boxes, scores, boxes.detach(), torch.ones_like(scores.detach())
+        certain = _sure(best) >= 0.5 * _sure(best).max()
+        numbers, scores = numbers[certain], best[certain]
+    boxes = _corners(numbers) if centred else numbers
+    return Matched(numbers, boxes, scores, boxes.detach(), torch.ones_like(scores.detach()))
 
 
 def _one(values: Tensor) -> Tensor:
