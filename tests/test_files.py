@@ -153,6 +153,27 @@ def test_onnx_equals_torch(name: str, tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["m.onnx"]
 
 
+def test_exports_are_compared_without_the_errors_of_a_gpu(tmp_path: Path) -> None:
+    """TF32 has errors of 1e-3, so that every export of a model on a GPU would be refused."""
+    seen = set()
+
+    class Net(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if not torch.compiler.is_compiling():
+                seen.add((torch.backends.cudnn.allow_tf32, torch.get_float32_matmul_precision()))
+            return super().forward(x)
+
+    before = torch.backends.cudnn.allow_tf32, torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        sc.export(Net(2, 3), tmp_path / "m.onnx", torch.rand(2, 2))
+        assert seen == {(False, "highest")}
+        assert torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision(before[1])
+    assert torch.backends.cudnn.allow_tf32 is before[0]
+
+
 def test_what_torch_cannot_translate_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: object, **options: object) -> None:
         try:

@@ -20,10 +20,12 @@ from secateur.files.session import answers, fixed_size, session_of
 from secateur.nest import map_leaves, map_tensors, tensors_in
 from secateur.running.batches import Data
 from secateur.running.copies import shared_copy, unwrap
+from secateur.running.devices import full_precision
 from secateur.running.sandbox import Example, arguments, leaves_no_trace, quiet, run_or_explain
 
 
 @leaves_no_trace
+@full_precision()
 def export(
     model: nn.Module,
     path: str | os.PathLike[str],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
@@ -29,3 +31,16 @@ def to_device(value: Any, device: torch.device | None) -> Any:
 def precise(device: torch.device) -> torch.dtype:
     """The widest float of a device."""
     return torch.float32 if device.type == "mps" else torch.float64
+
+
+@contextmanager
+def full_precision() -> Iterator[None]:
+    """Compute without TF32, by which float32 on a GPU has errors of 1e-3: for what is compared with another machine."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    own = torch.backends.cudnn
+    try:
+        with own.flags(own.enabled, own.benchmark, own.benchmark_limit, own.deterministic, allow_tf32=False):
+            yield
+    finally:
+        torch.set_float32_matmul_precision(before)
