@@ -182,9 +182,10 @@ def _formats(model: nn.Module, plan: Plan, probe: Probe, macs: float) -> tuple[t
 
 
 def _reads_training(model: nn.Module) -> bool:
-    """Whether code outside torch's own modules asks for the mode."""
+    """Whether code asks for the mode outside torch's own modules and torchvision's building blocks, which only drop."""
     kinds = {kind for _, module in named_modules(model) for kind in type(module).__mro__}
-    own = [kind for kind in kinds if not kind.__module__.startswith("torch.nn.") and kind is not object]
+    known = ("torch.nn.", "torchvision.ops.")
+    own = [kind for kind in kinds if not kind.__module__.startswith(known) and kind is not object]
     functions = [inspect.unwrap(item) for kind in own for item in vars(kind).values() if callable(item)]
     return any(_names_training(getattr(function, "__code__", None)) for function in functions)
 
