@@ -446,6 +446,25 @@ def test_a_second_look_at_a_very_large_model_costs_no_more(heavy: bool, monkeypa
     assert {shape[2:] for shape in looks} == {(128, 128), (64, 32)}
 
 
+def test_layers_that_run_under_vmap_are_left_out() -> None:
+    """Whole numbers beside logits, so that every layer is compared. What `vmap` hides a dimension of is not."""
+
+    class Mapped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.first, self.mapped, self.after = (nn.Conv2d(n, 8, 3, padding=1) for n in (3, 8, 8))
+            self.last = nn.Linear(8, 3)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            h = self.after(torch.vmap(self.mapped)(self.first(x))).relu().mean((2, 3))
+            y = self.last(h)
+            return y.argmax(1), y
+
+    small = applied(Mapped(), IMAGE)
+    assert small.after.weight.shape[0] < 8
+
+
 def test_numbers_too_large_for_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rule, "_PARAMETERS", 0)  # float32 first, where they are infinite
     applied(Net(lambda net, h: h * 1e30 * 1e30), IMAGE)
