@@ -48,7 +48,7 @@ def trains_otherwise(copy: nn.Module, inputs: Example, output: Any) -> bool:
 @cache
 def _reads_mode(kind: type) -> bool:
     """Whether a method that a user wrote mentions `training`."""
-    own = [parent for parent in kind.__mro__ if not parent.__module__.startswith("torch.")]
+    own = [parent for parent in kind.__mro__ if not parent.__module__.startswith(("torch.", "torchvision.ops."))]
     methods = [item for parent in own for item in vars(parent).values() if isinstance(item, FunctionType)]
     return any("training" in method.__code__.co_names for method in methods)
 

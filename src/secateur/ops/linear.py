@@ -15,7 +15,8 @@ from secateur.ops.table import Call, Operation, register
 
 def produce_with_bias(labels: LabelVerbs, made: Labels, call: Call, kind: str) -> None:
     """These labels number the units of a layer, whose biases leave with them."""
-    if len(np.unique(made)) < len(made):  # e.g. a dynamic convolution, with a weight per sample
+    in_order = bool((made[1:] == made[:-1] + 1).all())
+    if not in_order and len(np.unique(made)) < len(made):  # e.g. a dynamic convolution, with a weight per sample
         labels.freeze(made, f"{call.site} computes with a weight in which a unit occurs several times")
     else:
         labels.produce(made, call.site, kind)
@@ -28,8 +29,9 @@ def read_by_weight(labels: LabelVerbs, call: Call, read: Labels | None, taken: L
     """The units `read` leave with the columns `taken` of the weight that reads them."""
     if read is not None and taken is not None:
         labels.join(taken, read)
-        # The weight may be an activation too.
-        labels.freeze(read[(read < 0) & (taken < 0)], f"summed by {call.site} although it is not 0 when it is masked")
+        if taken.min() < 0:  # the weight may be an activation too
+            summed = f"summed by {call.site} although it is not 0 when it is masked"
+            labels.freeze(read[(read < 0) & (taken < 0)], summed)
     else:
         labels.freeze(taken, "reads the model's input or another tensor of fixed size")
         labels.freeze(read, f"read by {call.site} through a weight of fixed size")

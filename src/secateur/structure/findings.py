@@ -194,6 +194,8 @@ class Findings:
             return
         if isinstance(labels, Tensor):
             labels = narrow(labels).reshape(-1).numpy()
+        if not labels.size:
+            return
         ids = np.unique(np.abs(labels))
         ids = ids[ids != 0]
         if len(ids):

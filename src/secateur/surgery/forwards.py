@@ -95,6 +95,8 @@ class Net:
 def _note(path: str, found: dict[str, list[Tensor]], whole: bool, forced: Forced) -> Callable[..., Any]:
     def keep(module: nn.Module, args: Any, output: Any) -> Any:
         with torch._C.DisableTorchFunction():
+            if any(torch._C._functorch.is_functorch_wrapped_tensor(t) for t in tensors_in(output)):
+                return None  # inside `torch.vmap`, which hides a dimension; outside, nobody can read it
             made, dim = found.setdefault(path, []), channel_dim(module)
             wanted = forced.get(path, ())[len(made) : len(made) + 1]
             made.extend(t.clone() if whole or wanted else _some(t, dim) for t in tensors_in(output))

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from secateur.errors import Argument, VerificationError
+from secateur.nest import describe
 from secateur.plans.plan import Plan, plan_for
 from secateur.running.copies import named_modules, shared_copy
 from secateur.running.devices import device_of, dtype_of
@@ -115,7 +116,10 @@ def _trials(model: nn.Module, masked: Net, plan: Plan, example: Example) -> list
             apply=Argument("apply"),
         )
     trials = [first]
-    second, _ = _first_taken(masked, others(example, first.masked.rows, plan.before.macs < _LIGHT), model, plan)
+    more: Iterable[Probe] = others(example, first.masked.rows, plan.before.macs < _LIGHT)
+    if plan.before.params > _PARAMETERS:  # a second look at a very large model must cost no more than the first
+        more = (probe for probe in more if probe.share <= 1 and describe(probe.inputs) != describe(example))
+    second, _ = _first_taken(masked, more, model, plan)
     trials += [second] if second is not None else []
     last = trials[-1].probe
     if caches(model):
@@ -178,9 +182,10 @@ def _formats(model: nn.Module, plan: Plan, probe: Probe, macs: float) -> tuple[t
 
 
 def _reads_training(model: nn.Module) -> bool:
-    """Whether code outside torch's own modules asks for the mode."""
+    """Whether code asks for the mode outside torch's own modules and torchvision's building blocks, which only drop."""
     kinds = {kind for _, module in named_modules(model) for kind in type(module).__mro__}
-    own = [kind for kind in kinds if not kind.__module__.startswith("torch.nn.") and kind is not object]
+    known = ("torch.nn.", "torchvision.ops.")
+    own = [kind for kind in kinds if not kind.__module__.startswith(known) and kind is not object]
     functions = [inspect.unwrap(item) for kind in own for item in vars(kind).values() if callable(item)]
     return any(_names_training(getattr(function, "__code__", None)) for function in functions)
 
