@@ -23,14 +23,13 @@ from torch import Tensor, nn
 
 import secateur as sc
 from secateur.criteria import LRP
-from secateur.plans import Limits
 from secateur.plans.plan import plan_for
 from secateur.structure.graph import Graph, Layer
 
 _CONTEXT, _SEEDS = 128, 5
 CRITERIA: dict[str, Any] = {
     "LRP (default)": "lrp",
-    "LRP, sums": LRP(absolute=None, name="lrp"),
+    "LRP, |sum|": LRP(absolute="after"),
     "taylor": "taylor",
     "gradient": "gradient",
     "activation": "activation",
@@ -64,7 +63,7 @@ def train(model: Any, text: Tensor, minutes: float) -> None:
         for group in optimiser.param_groups:
             group["lr"] = 3e-3 * min(1, 50 * share) * 0.5 * (1 + math.cos(math.pi * share))
         ids = drawn(text, 16, generator).to(model.device)
-        loss = model(input_ids=ids, labels=ids).loss
+        loss = model(input_ids=ids, labels=ids, output_router_logits=True).loss  # with the loss that balances experts
         optimiser.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -106,19 +105,22 @@ def study(model: Any, text: Tensor, held: Tensor) -> None:
             worth[-1].append(bits(sc.apply(model, plan_for(graph, removed)), held) - dense)
     print("lost if one leaves:", [[round(x, 4) for x in row] for row in worth], "\n", flush=True)
     print("| criterion | rank correlation with the truth | 25 % of the experts gone | 50 % |\n|---|---|---|---|")
-    limits = Limits(only=[layer.name for layer in layers])
-    total = sum(len(layer.groups) for layer in layers)
 
     def left(scores: sc.Scores) -> list[float]:
-        plans = (sc.plan(graph, scores, remove=share * total / graph.total_units, scope="layer", limits=limits)
-                 for share in (0.25, 0.5))  # fmt: skip
-        return [bits(sc.apply(model, plan), held) - dense for plan in plans]
+        lost = []
+        for share in (0.25, 0.5):  # of each layer
+            removed = np.zeros(len(graph.root), np.bool_)
+            for layer in layers:
+                order = np.argsort(values(scores, graph, layer), kind="stable")
+                removed[layer.groups[order[: round(share * len(order))]]] = True
+            lost.append(bits(sc.apply(model, plan_for(graph, removed)), held) - dense)
+        return lost
 
     def row(name: str, many: list[sc.Scores]) -> None:
         pairs = list(zip(layers, worth, strict=True))
         found = [spearman(known, values(scores, graph, layer)) for scores in many for layer, known in pairs]
         lost = [statistics.fmean(each) for each in zip(*map(left, many), strict=True)]
-        print(f"| {name} | {np.mean(found):.2f} | +{lost[0]:.3f} | +{lost[1]:.3f} |", flush=True)
+        print(f"| {name} | {np.mean(found):.2f} | {lost[0]:+.4f} | {lost[1]:+.4f} |", flush=True)
 
     for name, criterion in CRITERIA.items():
         row(name, [sc.score(model, data, criterion, graph=graph)])

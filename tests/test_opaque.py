@@ -20,8 +20,11 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
 
     @torch.jit.script
-    def scripted_function(x: Tensor) -> Tensor:
-        return x.cumsum(1) + 1
+    def halved(x: Tensor) -> Tensor:
+        return x * (x.size(-1) / 2)
+
+    _CODE = "def without_source(x: Tensor) -> Tensor:\n    return x.cumsum(1) + 1\n"
+    scripted_function: Any = torch.jit.CompilationUnit(_CODE).without_source
 
     class ScriptedModule(nn.Module):
         def __init__(self) -> None:
@@ -120,6 +123,11 @@ def test_strict_refuses(name: str) -> None:
         return
     with pytest.raises((UnknownOperationError, UnsupportedModelError), match=r"no entry|vmap|TorchScript"):
         sc.analyze(net, picture(), strict=True)
+
+
+def test_a_torchscript_function_is_followed_if_its_source_is_known() -> None:
+    graph = exact(Net(lambda x: halved(x)), picture())
+    assert {layer.name for layer in graph.layers if layer.prunable} == {"first", "second", "third"}
 
 
 def test_a_function_that_returns_its_input_passes_units_on() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,6 +16,7 @@ from benchmarks.operations import functions
 from secateur.nest import tensors_in
 from secateur.ops import Call, Site, lookup
 from secateur.ops.table import known_functions
+from secateur.plans.plan import plan_for
 from secateur.running.observer import Observer
 
 
@@ -185,3 +187,26 @@ def test_most_functions_of_torch_have_an_entry() -> None:
         " bilinear scatter_reduce channel_shuffle norm broadcast_tensors max_unpool2d lstm_cell fft stft grid_sample"
     )
     assert [name for name in everyday.split() if not known[name]] == []
+
+
+def test_real_and_imaginary_parts_belong_to_their_numbers() -> None:
+    class Turned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.first, self.last = nn.Linear(4, 12), nn.Linear(6, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            z = torch.view_as_complex(self.first(x).unflatten(-1, (-1, 2)))
+            return self.last(z.real * z.imag + torch.imag(z))  # type: ignore[no-any-return]
+
+    net, x = Turned().double(), torch.rand(5, 4).double()
+    graph = sc.analyze(net, x)
+    first = next(layer for layer in graph.layers if layer.name == "first")
+    assert (first.prunable, len(first.groups)) == (True, 6)  # two neurons each
+    removed = np.zeros(len(graph.root), np.bool_)
+    removed[first.groups[[1, 4]]] = True
+    small = sc.apply(net, plan_for(graph, removed))
+    with torch.no_grad():
+        net.first.weight[[2, 3, 8, 9]], net.first.bias[[2, 3, 8, 9]] = 0, 0
+    torch.testing.assert_close(small(x), net(x))

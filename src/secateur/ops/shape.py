@@ -290,6 +290,13 @@ class Pairs(Ruled):
             labels.set(output, [layer.unsqueeze(-1).expand(output.shape) for layer in labels.layers(x)])
 
 
+class Part(Ruled):
+    """The real or the imaginary part of numbers, which belongs to whom they belong."""
+
+    def channels(self, labels: LabelVerbs, call: Call, output: Any) -> None:
+        labels.keep(call["input"], output)
+
+
 class Patch(Fixed):
     """`base[..., :n].copy_(a)`: once all of an empty tensor is written so, it is what a concatenation would have made.
     Anything else that is written into fixed places must stay."""
@@ -440,7 +447,7 @@ def _getters(names: str) -> list[Any]:
 
 
 register("input *rest", *_getters("T mT H mH"), operation=Move())
-register("input *rest", *_getters("real imag"), torch.real, torch.imag, operation=Move(transforms))
+register("input *rest", *_getters("real imag"), torch.real, torch.imag, operation=Part(transforms))
 register("input *rest", *_getters("shape"), operation=SizeQuery())
 register("input *rest", *_getters("device dtype ndim layout requires_grad grad_fn grad"), operation=Query())
 register("input *rest", *_getters("is_cuda is_leaf is_nested is_sparse is_quantized is_cpu is_meta"), operation=Query())

@@ -271,9 +271,13 @@ def _applied(function: type[Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _scripted(function: Any, *args: Any, **kwargs: Any) -> Any:
-    """A call of a TorchScript function, which torch shows to no mode."""
+    """A call of a TorchScript function, which torch shows to no mode. Where operations are followed, its source runs
+    instead, if torch knows it. (Compiled code rounds otherwise, so this is not done where numbers are compared.)"""
     if not _thread.observers or not torch._C._is_torch_function_mode_enabled():
         return _compiled(function, *args, **kwargs)
+    source = getattr(function, "_torchdynamo_inline", None)
+    if source is not None and _thread.observers[-1].shortcuts:
+        return source(*args, **kwargs)
     return _thread.observers[-1].scripted(partial(_compiled, function), args, kwargs)
 
 
