@@ -172,6 +172,37 @@ def test_residual_branches_with_an_unknown_function_are_not_mistaken() -> None:
         sc.apply(net, plan)  # which compares it with a branch that is 0
 
 
+def quantised(net: nn.Module, kinds: set[Any]) -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        made: nn.Module = torch.ao.quantization.quantize_dynamic(net, kinds, dtype=torch.qint8)
+    return made
+
+
+def test_quantised_layers_say_so() -> None:
+    net = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+    with pytest.raises(UnsupportedModelError, match=r"`0` is quantised.*floating point"):
+        sc.analyze(quantised(net, {nn.Linear}), torch.rand(2, 6))
+    half = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 7), nn.Linear(7, 3))
+    graph = sc.analyze(quantised(half, {"1"}), torch.rand(2, 6))
+    assert "quantized" in str(graph.layers[0].reason)
+
+
+def test_parameters_that_hold_no_units_are_named() -> None:
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(6, 8), nn.Linear(8, 3)
+            self.places, self.gain = nn.Parameter(torch.rand(5, 5)), nn.Parameter(torch.rand(8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(self.places.softmax(-1) @ self.a(x) * self.gain)
+
+    graph = sc.analyze(Mixed(), torch.rand(2, 5, 6))
+    assert graph.whole == ["places"]
+    assert "stay whole, since no layer makes units of them: places" in str(graph)
+
+
 # -- relevance ---------------------------------------------------------------------------------------------------------
 class Detector(nn.Module):
     """Scores, and a list of what is found by functions without an entry."""

@@ -53,6 +53,11 @@ def check_followed(model: nn.Module, strict: bool = False) -> None:
                 f"{name} is TorchScript: its code is compiled and cannot be followed.",
                 fix="the Python code that it was made from",
             )
+        if ".quantized" in type(module).__module__ and not any(True for _ in model.parameters()):
+            raise UnsupportedModelError(
+                f"{name} is quantised: its weights are packed whole numbers, of which no unit can be taken.",
+                fix="prune the model in floating point, then quantise the smaller one",
+            )
         if any(p is not None and nn.parameter.is_lazy(p) for p in module._parameters.values()):
             raise UnsupportedModelError(
                 f"{name} is lazy: its weights have no size before the model has run.", fix="run the model once"
