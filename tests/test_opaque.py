@@ -122,6 +122,13 @@ def test_strict_refuses(name: str) -> None:
         sc.analyze(net, picture(), strict=True)
 
 
+def test_a_scripted_function_may_be_an_attribute() -> None:
+    net = Net(scripted_function).double()
+    graph = sc.analyze(net, picture())
+    small: Any = sc.apply(net, sc.plan(graph, sc.score(net, None, "weight", graph=graph), remove=0.3))
+    assert small.body is scripted_function
+
+
 def test_a_function_that_returns_its_input_passes_units_on() -> None:
     graph = exact(Net(Same.apply), picture())
     assert {layer.name for layer in graph.layers if layer.prunable} == {"first", "second", "third"}
