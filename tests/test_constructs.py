@@ -244,10 +244,27 @@ def test_weight_norm_keeps_its_layer_and_nothing_else() -> None:
     assert relative_gap([small(x)], [zeroed(model, graph, plan)(x)]) < 1e-5
 
 
-def test_parametrized_weights_are_refused() -> None:
-    model = nn.Sequential(nn.utils.parametrizations.orthogonal(nn.Linear(4, 4)), nn.Linear(4, 2))
+@pytest.mark.parametrize("kind", ["orthogonal", "spectral_norm", "own"])
+def test_parametrized_weights_keep_their_layer_and_nothing_else(kind: str) -> None:
+    class Positive(nn.Module):
+        def forward(self, weight: torch.Tensor) -> torch.Tensor:
+            return weight.exp()
+
+    torch.manual_seed(0)
+    layer = nn.Linear(6, 8)
+    if kind == "own":
+        nn.utils.parametrize.register_parametrization(layer, "weight", Positive())
+    else:
+        getattr(nn.utils.parametrizations, kind)(layer)
+    model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), layer, nn.ReLU(), nn.Linear(8, 7), nn.Linear(7, 2)).eval()
+    graph = sc.analyze(model, torch.zeros(1, 4))
+    assert {layer.name for layer in graph.layers if layer.prunable} == {"4"}
+    assert "remove_parametrizations would free it" in str([layer.reason for layer in graph.layers])
+    plan = sc.plan(graph, random_scores(graph), remove=0.5)
+    small, x = sc.apply(model, plan), torch.randn(5, 4)
+    assert relative_gap([small(x)], [zeroed(model, graph, plan)(x)]) < 1e-5
     with pytest.raises(sc.SecateurError, match="remove_parametrizations"):
-        sc.analyze(model, torch.zeros(1, 4))
+        sc.analyze(model, torch.zeros(1, 4), strict=True)
 
 
 def test_unknown_operation_is_refused_by_name_if_asked() -> None:

@@ -3,6 +3,7 @@ is not in the way."""
 
 from __future__ import annotations
 
+import ctypes
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -68,6 +69,15 @@ def unique_rows(x: Tensor) -> Tensor:
     return x + torch.unique(x.flatten(), sorted=True)[0]
 
 
+def kernel(x: Tensor) -> Tensor:
+    """Sums over channels, by the addresses of what is read and written."""
+    x, made = x.contiguous(), torch.empty(x.shape, dtype=x.dtype)
+    numbers = [(ctypes.c_double * x.numel()).from_address(t.data_ptr()) for t in (x, made)]
+    source, target = (np.frombuffer(n).reshape(x.shape) for n in numbers)
+    target[:] = np.cumsum(source, 1)
+    return made
+
+
 def written(x: Tensor) -> Tensor:
     base = torch.zeros_like(x)
     base.index_reduce_(1, torch.arange(8), x, "amax")
@@ -86,6 +96,7 @@ OPAQUE: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "of the data": (unique_rows, "unique"),
     "in place": (written, "index_reduce_"),
     "in place, into a blank tensor": (written_into_blank, "index_reduce_"),
+    "a kernel": (kernel, "its memory is handed to other code in the forward"),
     "vmap": (lambda x: torch.vmap(lambda row: row.flip(0) * row.sum())(x), "vmap"),
     "a function that leaves torch": (Mixed.apply, "read one by one"),
     "TorchScript function": (lambda x: scripted_function(x), "torchscript in the model's own forward"),
@@ -118,7 +129,7 @@ def test_units_that_reach_an_unknown_function_stay_and_all_others_leave(name: st
 def test_strict_refuses(name: str) -> None:
     body, _ = OPAQUE[name]
     net = Net(body).double()
-    if "leaves torch" in name:  # numbers that are read are no function without an entry
+    if "leaves torch" in name or body is kernel:  # numbers that are read are no function without an entry
         assert sc.analyze(net, picture(), strict=True).total_units
         return
     with pytest.raises((UnknownOperationError, UnsupportedModelError), match=r"no entry|vmap|TorchScript"):
@@ -128,6 +139,13 @@ def test_strict_refuses(name: str) -> None:
 def test_a_torchscript_function_is_followed_if_its_source_is_known() -> None:
     graph = exact(Net(lambda x: halved(x)), picture())
     assert {layer.name for layer in graph.layers if layer.prunable} == {"first", "second", "third"}
+
+
+def test_a_scripted_function_may_be_an_attribute() -> None:
+    net = Net(scripted_function).double()
+    graph = sc.analyze(net, picture())
+    small: Any = sc.apply(net, sc.plan(graph, sc.score(net, None, "weight", graph=graph), remove=0.3))
+    assert small.body is scripted_function
 
 
 def test_a_function_that_returns_its_input_passes_units_on() -> None:
@@ -178,6 +196,37 @@ def test_residual_branches_with_an_unknown_function_are_not_mistaken() -> None:
     for block in graph.blocks.prunable:
         plan = sc.plan(graph, sc.score(net, None, "weight", graph=graph), blocks=[block.name])
         sc.apply(net, plan)  # which compares it with a branch that is 0
+
+
+def quantised(net: nn.Module, kinds: set[Any]) -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        made: nn.Module = torch.ao.quantization.quantize_dynamic(net, kinds, dtype=torch.qint8)
+    return made
+
+
+def test_quantised_layers_say_so() -> None:
+    net = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+    with pytest.raises(UnsupportedModelError, match=r"`0` is quantised.*floating point"):
+        sc.analyze(quantised(net, {nn.Linear}), torch.rand(2, 6))
+    half = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 7), nn.Linear(7, 3))
+    graph = sc.analyze(quantised(half, {"1"}), torch.rand(2, 6))
+    assert "quantized" in str(graph.layers[0].reason)
+
+
+def test_parameters_that_hold_no_units_are_named() -> None:
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(6, 8), nn.Linear(8, 3)
+            self.places, self.gain = nn.Parameter(torch.rand(5, 5)), nn.Parameter(torch.rand(8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(self.places.softmax(-1) @ self.a(x) * self.gain)
+
+    graph = sc.analyze(Mixed(), torch.rand(2, 5, 6))
+    assert graph.whole == ["places"]
+    assert "stay whole, since no layer makes units of them: places" in str(graph)
 
 
 # -- relevance ---------------------------------------------------------------------------------------------------------

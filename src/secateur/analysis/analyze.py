@@ -10,7 +10,7 @@ from torch import nn
 
 from secateur.analysis.block_trial import with_sound_blocks
 from secateur.analysis.trial import Trial
-from secateur.analysis.variants import freeze_never_run, normed_weights, other_answers, other_sizes, trains_otherwise
+from secateur.analysis.variants import computed_weights, freeze_never_run, other_answers, other_sizes, trains_otherwise
 from secateur.errors import Argument, SecateurError, UnsupportedModelError
 from secateur.nest import entries, tensors_of_output
 from secateur.running.copies import check_followed, meta_copy, named_tensors, shared_copy, unwrap
@@ -46,12 +46,12 @@ def analyze(model: nn.Module, example: Example, output: str | Sequence[str] = ()
     """
     model = unwrap(model)
     check_followed(model, strict)
-    normed = normed_weights(model)
+    computed = computed_weights(model, strict)
     names = (output,) if isinstance(output, str) else tuple(output)
     copy, inputs, watched, made = watch_copy(model, example, strict)
     for name, tensor in named_tensors(copy):
-        if name in normed:
-            watched.labels.freeze_tensor(tensor, normed[name])
+        if name in computed:
+            watched.labels.freeze_tensor(tensor, computed[name])
     if names and len(names) > sum(bool(tensors_of_output(made, [name])) for name in names):
         raise UnsupportedModelError(
             f"the model returns {_entries(made)}, but {{output}} names {', '.join(names)}.",

@@ -128,23 +128,22 @@ def freeze_never_run(model: nn.Module, passes: Sequence[Findings]) -> None:
                 break
 
 
-def normed_weights(model: nn.Module) -> dict[str, str]:
-    """Parameters from which weight norm computes a weight, which slicing could change, and why they stay.
-
-    Other functions of torch.nn.utils.parametrize are refused.
-    """
+def computed_weights(model: nn.Module, strict: bool = False) -> dict[str, str]:
+    """Parameters from which torch.nn.utils.parametrize computes a weight, which slicing could change, and why they
+    stay. `strict`: anything but weight norm is refused."""
     found: dict[str, str] = {}
     for path, module in named_modules(model):
         steps_of: Any = getattr(module, "parametrizations", {}) if parametrize.is_parametrized(module) else {}
         for name, steps in steps_of.items():
-            if any(type(step).__name__ != "_WeightNorm" for step in steps):
+            kinds = [type(step).__name__.lstrip("_") for step in steps]
+            if strict and set(kinds) != {"WeightNorm"}:
                 raise UnsupportedModelError(
                     f"`{path}` computes {name} by torch.nn.utils.parametrize; slicing what it is computed from could "
                     "change it.",
                     fix="torch.nn.utils.parametrize.remove_parametrizations(module, name) first",
                 )
             inner = f"{path}.parametrizations.{name}.".lstrip(".")
-            reason = f"`{path}` computes {name} by weight norm; remove_parametrizations would free it"
+            reason = f"`{path}` computes {name} by {' and '.join(kinds)}; remove_parametrizations would free it"
             found |= {own: reason for own, _ in named_tensors(model) if own.startswith(inner)}
     return found
 

@@ -53,6 +53,11 @@ def check_followed(model: nn.Module, strict: bool = False) -> None:
                 f"{name} is TorchScript: its code is compiled and cannot be followed.",
                 fix="the Python code that it was made from",
             )
+        if ".quantized" in type(module).__module__ and not any(True for _ in model.parameters()):
+            raise UnsupportedModelError(
+                f"{name} is quantised: its weights are packed whole numbers, of which no unit can be taken.",
+                fix="prune the model in floating point, then quantise the smaller one",
+            )
         if any(p is not None and nn.parameter.is_lazy(p) for p in module._parameters.values()):
             raise UnsupportedModelError(
                 f"{name} is lazy: its weights have no size before the model has run.", fix="run the model once"
@@ -85,21 +90,15 @@ def copy_with(model: nn.Module, tensor: Callable[[str, Tensor], Tensor]) -> nn.M
 
 
 def _copied_plain(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """A copy with the tensors of the memo, whose parts are not compiled. Functions of TorchScript are shared."""
-    parts = [part for _, module in named_modules(model) for part in _parts(module)]
-    memo |= {id(part): part for part in parts if isinstance(part, torch.jit.ScriptFunction)}
+    """A copy with the tensors of the memo, whose parts are not compiled."""
     try:
-        with torch.no_grad():  # in which copies of TorchScript are leaves
-            made = _copied(model, memo)
+        made = _copied(model, memo)
     except (RuntimeError, TypeError, ValueError, pickle.PickleError) as error:
         raise UnsupportedModelError(
             f"{type(model).__name__} cannot be copied ({error}). secateur never changes your model, so it "
             "works on copies.",
             fix="keep non-leaf tensors and open resources out of its attributes, or detach() them",
         ) from error
-    if any(isinstance(part, torch.jit.ScriptModule) for part in parts):
-        for old, new in zip(model.parameters(), made.parameters(), strict=True):
-            new.requires_grad_(old.requires_grad)
     for _, module in named_modules(made):
         for name, child in module._modules.items():
             if child is not None and "_orig_mod" in child._modules:
@@ -142,7 +141,8 @@ def named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
 
 # Values that a copy may share with the original.
 _IMMUTABLE = frozenset(
-    (int, float, complex, bool, str, bytes, type(None), type, torch.dtype, torch.device, torch.Size)
+    (int, float, complex, bool, str, bytes, type(None), type, torch.dtype, torch.device, torch.Size,
+     torch.jit.ScriptFunction)
 )  # fmt: skip
 # What torch's own modules do when they are unpickled changes nothing in an instance that is complete.
 _KNOWN_SETSTATE = {
@@ -159,7 +159,7 @@ def _copied(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """`copy.deepcopy`, several times faster: most of what a module holds is empty or immutable."""
     modules = [module for _, module in named_modules(model)]
     if not all(map(_is_plain, {type(module) for module in modules})):
-        return copy.deepcopy(model, memo)
+        return _copied_deeply(model, modules, memo)
     for module in modules:  # all are made before any is filled, so that cycles find their ends
         memo[id(module)] = object.__new__(type(module))
     for module in modules:
@@ -176,6 +176,18 @@ def _copied(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
             elif key != _COMPILED:
                 state[key] = copy.deepcopy(value, memo)
     made: nn.Module = memo[id(model)]
+    return made
+
+
+def _copied_deeply(model: nn.Module, modules: list[nn.Module], memo: dict[int, Any]) -> nn.Module:
+    """`copy.deepcopy`. Functions of TorchScript are shared, and the parameters of its modules stay leaves."""
+    parts = [part for module in modules for part in _parts(module)]
+    memo |= {id(part): part for part in parts if isinstance(part, torch.jit.ScriptFunction)}
+    with torch.no_grad():
+        made = copy.deepcopy(model, memo)
+    if any(isinstance(module, torch.jit.ScriptModule) for module in modules):
+        for old, new in zip(model.parameters(), made.parameters(), strict=True):
+            new.requires_grad_(old.requires_grad)
     return made
 
 

@@ -23,6 +23,19 @@ SHARING = ("num_key_value_groups", "num_kv_groups", "n_rep", "num_queries_per_kv
 #: Names of widths that are a number of heads times the width of a head.
 WIDTHS = ("attn_dim", "all_head_size", "inner_dim", "embed_dim_inner", "attention_dim", "dim_attn")
 
+#: Attention modules of torchvision that take the width of the stream for that of their heads, and their kind. What
+#: takes the place of their forward makes other calls (`surgery.windows`).
+WINDOWED = {
+    "torchvision.models.swin_transformer.ShiftedWindowAttention": "swin",
+    "torchvision.models.swin_transformer.ShiftedWindowAttentionV2": "swin",
+    "torchvision.models.maxvit.RelativePositionalMultiHeadAttention": "maxvit",
+}
+
+
+def is_windowed(module: nn.Module) -> bool:
+    """Whether a smaller version of a module has another forward."""
+    return f"{type(module).__module__}.{type(module).__qualname__}" in WINDOWED
+
 
 def reads_heads(module: nn.Module) -> bool:
     """Whether a module's forward computes places from a number of heads in its configuration."""

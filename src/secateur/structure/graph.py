@@ -192,6 +192,16 @@ class Graph:
         others = f"; other operations use {', '.join(names[:4])}{' …' if len(names) > 4 else ''}" if names else ""
         return f"units are made by convolutions, linear layers and embeddings, and the forward calls none{others}"
 
+    @property
+    def whole(self) -> list[str]:
+        """Parameters that took part but hold nothing of any unit, so that they stay as they are."""
+        made = np.zeros(len(self.root), np.bool_)
+        for producer in self.producers:
+            made[self.root[producer.labels]] = True
+        held = {axis.parameter for axis in self.axes.axes if made[self.root[axis.span]].any()}
+        numbered = {axis.parameter for axis in self.axes.axes}
+        return sorted((numbered & self.parameters) - held)
+
     def __repr__(self) -> str:
         return f"<Graph of {self.model_name}: {len(self.layers)} layers, {self.total_units} units may leave>"
 
@@ -218,6 +228,9 @@ class Graph:
             lines += ["", f"{free} of {len(self.blocks)} blocks (residual branches) may leave as a whole"]
             width = max(len(block.name) for block in self.blocks)
             lines += [f"{b.name.ljust(width)}  {human(b.macs):>8} MACs  {b.reason or 'yes'}" for b in self.blocks]
+        if self.layers and self.whole:
+            more = " …" if len(self.whole) > 8 else ""
+            lines += ["", f"stay whole, since no layer makes units of them: {', '.join(self.whole[:8])}{more}"]
         if self.unused:
             more = " …" if len(self.unused) > 8 else ""
             lines += ["", f"not reached by the example: {', '.join(self.unused[:8])}{more}"]

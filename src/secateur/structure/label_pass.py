@@ -26,7 +26,7 @@ from secateur.running.sandbox import Example, quiet, run, run_or_explain, to_met
 from secateur.structure.dataflow import DataFlow
 from secateur.structure.findings import AxisTable, CostTerm, Findings
 from secateur.structure.followed import Questions, Reading, Shape, Size, follow, plain
-from secateur.structure.labels import TensorLabels
+from secateur.structure.labels import NeedsNumbers, TensorLabels
 from secateur.structure.trace import MAKERS, Step, numbers_made, numbers_of
 
 log = logging.getLogger("secateur")
@@ -71,6 +71,11 @@ class LabelPass(Observer):
             self.sized = True
         elif isinstance(operation, Readout):
             self.steered |= not self.numberless
+        elif func is Tensor.data_ptr:  # a kernel of somebody's own reads or writes its memory
+            if args[0].is_meta:
+                raise NeedsNumbers(str(self.site(func)))
+            self.labels.freeze_tensor(args[0], f"its memory is handed to other code in {self.found.where()}")
+            self.labels.overwritten(args)
         elif func in MAKERS:
             self.found.steps[self.site(func)] = Step(numbers_made(func, args, kwargs))
 

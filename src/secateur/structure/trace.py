@@ -18,6 +18,7 @@ from secateur.nest import tensors_in
 from secateur.ops.layers import Layers, Mask, varying
 from secateur.ops.table import Call, Function, Site
 from secateur.running.copies import named_modules
+from secateur.running.heads import is_windowed
 from secateur.running.observer import Rehearsal
 from secateur.structure.followed import Followed, plain
 
@@ -154,5 +155,6 @@ def _fits(made: Tensor, wanted: Shape) -> bool:
 
 
 def remade(model: nn.Module) -> set[str]:
-    """Paths of modules whose smaller version makes other calls: torch's own attention."""
-    return {path for path, module in named_modules(model) if isinstance(module, nn.MultiheadAttention)}
+    """Paths of modules whose smaller version makes other calls: torch's own attention, and torchvision's."""
+    modules = named_modules(model)
+    return {path for path, module in modules if isinstance(module, nn.MultiheadAttention) or is_windowed(module)}

@@ -17,6 +17,7 @@ from secateur.running.heads import fit_heads
 from secateur.structure.blocks import within
 from secateur.surgery.attention import narrow_attention
 from secateur.surgery.bypass import Bypass, bypass
+from secateur.surgery.windows import fit_windows
 
 
 def check_fits(model: nn.Module, plan: Plan) -> None:
@@ -63,6 +64,7 @@ def cut_copy(model: nn.Module, plan: Plan) -> nn.Module:
     for path, module in named_modules(small):
         if path in before and not isinstance(module, Bypass):
             _fit(module, before[path], path, plan)
+            fit_windows(module, before[path])
     for path, old in before.items():
         if isinstance(old, nn.MultiheadAttention) and not any(within(path, item.path) for item in plan.stand_ins):
             narrow_attention(small, path, old, plan)
