@@ -159,8 +159,8 @@ class LayerCorrector:
         return Corrected(models[0], found[0], trial, self._chosen, self._errors)
 
     def _parts(self) -> list[tuple[_Copy, Places]]:
-        """Which samples each model runs on together. Both run on all of them: a layer of the trial must be fitted to what
-        it will read. What the other model reads is close to that, but errors of all layers add up."""
+        """Which samples each model runs on together. Both run on all of them: a layer of the trial is fitted to what it
+        will read. What the other model reads is close to that, but errors of all layers add up."""
         step, total = self.reference.together, self.samples.total
         parts: list[tuple[_Copy, Places]] = [
             (self._whole, slice(begin, min(begin + step, total))) for begin in range(0, total, step)
