@@ -92,7 +92,8 @@ def trial(options: argparse.Namespace) -> None:
                 sys.executable, "-m", "secateur", "prune", f"{network}:early_strides", "--weights", options.weights,
                 "--images", photographs / "train", "--test", photographs / "test",
                 "--outputs", "cat=281-285", "--outputs", "dog=151-268",
-                "--keep-macs", str(options.keep_macs), "--onnx", "--out", Path(folder, "small"), *options.more,
+                "--keep-macs", str(options.keep_macs), "--device", options.device, "--onnx",
+                "--out", Path(folder, "small"), *options.more,
             ],
             options.threads,
         )  # fmt: skip
@@ -128,6 +129,7 @@ def main() -> None:
     parser.add_argument("--photographs", type=Path)
     parser.add_argument("--keep-macs", type=float, default=0.5)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--start", action="store_true", help="time the imports instead")
     parser.add_argument("--repeat", type=int, default=9, help="of --start")
     parser.add_argument("more", nargs="*", help="further options of the command, after --")

@@ -116,9 +116,15 @@ def test_slow_models_are_timed_less_often(seconds: float, calls: int, kept: int)
 
 
 def test_other_forms_of_pytorch_are_timed_where_they_help(monkeypatch: pytest.MonkeyPatch) -> None:
-    net, x = nn.Linear(4, 2), torch.rand(1, 4)
-    took = {("channels-last", 1): [4.0, 3.0], ("channels-last", 32): [9.0, 5.0], ("compile", 1): [4.0, 3.5]}
-    monkeypatch.setattr(Clock, "in_turn", lambda self, models: took[self.setup.runtime, self.setup.batch])
+    net, x = nn.Conv2d(3, 2, 1), torch.rand(1, 3, 4, 4)
+    took = {1: [4.0, 3.0], 32: [9.0, 5.0]}
+
+    def in_turn(models: list[nn.Conv2d], inputs: Tensor) -> list[float]:
+        assert all(t.is_contiguous(memory_format=torch.channels_last) for t in (inputs, *(m.weight for m in models)))
+        return took[len(inputs)]
+
+    monkeypatch.setattr("secateur.cli.task.time_in_turn", in_turn)
+    monkeypatch.setattr(Clock, "in_turn", lambda self, models: [4.0, 3.5])
     plain = [Timing(1, 4.0, 2.0), Timing(32, 9.0, 6.0)]
     found = time_elsewhere(net, net, x, plain, "channels-last", Setup())
     assert found == [Timing(32, 9.0, 5.0, "PyTorch, channels last")]  # slower for one sample: left out

@@ -29,8 +29,6 @@ from secateur.surgery.provenance import plans_of
 
 # After so many seconds it is known how long the rest will take.
 _SURE = 3.0
-# Whether the trial runs on all samples, not only on those that are held out.
-OWN_TRIAL = True
 
 
 def kept_indices(small: nn.Module, original: nn.Module) -> Kept:
@@ -133,6 +131,11 @@ class LayerCorrector:
         self._errors: dict[str, tuple[float, float]] = {}
         self._order = sorted(layers.values(), key=lambda layer: layer.number)
 
+    @property
+    def has_trial(self) -> bool:
+        """Whether something is held out."""
+        return self._trial is not None
+
     def first(self, layer: RepairableLayer) -> bool:
         """Whether a layer's output is needed to correct it. What it reads tells that as well."""
         return not self.method.needs_inputs or layer.transposed
@@ -156,20 +159,14 @@ class LayerCorrector:
         return Corrected(models[0], found[0], trial, self._chosen, self._errors)
 
     def _parts(self) -> list[tuple[_Copy, Places]]:
-        """Which samples each model runs on together: all of them; for the trial, those that are held out."""
+        """Which samples each model runs on together. Both run on all of them: a layer of the trial is fitted to what it
+        will read. What the other model reads is close to that, but errors of all layers add up."""
         step, total = self.reference.together, self.samples.total
         parts: list[tuple[_Copy, Places]] = [
             (self._whole, slice(begin, min(begin + step, total))) for begin in range(0, total, step)
         ]
-        if self._trial is not None and OWN_TRIAL:
+        if self._trial is not None:
             parts += [(self._trial, places) for _, places in parts]
-        elif self._trial is not None:
-            held, begin = self.samples.held_all.nonzero().ravel(), 0
-            # Samples that join at different layers cannot run together.
-            for end in sorted({*self.reference.joined.values(), total}):
-                mine = held[(held >= begin) & (held < end)]
-                parts += [(self._trial, mine[at : at + step]) for at in range(0, len(mine), step)]
-                begin = max(begin, end)
         return parts
 
     def _in_lockstep(self) -> list[list[Answers] | None]:
@@ -415,8 +412,8 @@ class _LayerFit:
         assert kernel is not None
         assert layer.level is not None
         for which, moved in enumerate(self._moved):
-            if (number == 3) != bool(which) if OWN_TRIAL else which and number:
-                continue  # the trial is not fitted to what is held out
+            if (number == 3) != bool(which):
+                continue
             change = self.changes[which]
             if change is None or change.weight is None:
                 continue
@@ -451,7 +448,7 @@ class _LayerFit:
         if self._sums is None:
             return
         fit, held, trial, own = self._sums
-        own = own if own.rows else fit
+        own = own if self._corrector.has_trial else fit
         shifts = self.layer.shifts
         last: Change | None
         if self._moved is not None:

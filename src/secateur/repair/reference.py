@@ -41,8 +41,8 @@ _IN_FLIGHT, _KEPT = 0.4, 0.4
 _MODULES = 4 * 2**20
 # So many samples run together on a CPU even if their largest activation does not fit into its cache.
 _LEAST_TOGETHER = 8
-# Where memory is short, each regression has rows for its features, and at least some. It is better to have more.
-_LEAST_ROWS, _ROWS_PER_FEATURE, _ROWS_IF_ALONE = 4096, 10, 24
+# Each regression has rows for its features and at least some, on a CPU, where they take long, or if memory is short.
+_LEAST_ROWS, _ROWS_PER_FEATURE, _ROWS_IF_ALONE, _ON_CPU = 4096, 10, 24, 6144
 # Answers to long texts: positions of each sample, and samples at once.
 _JUDGED, _ANSWERED_AT_ONCE = 32, 8
 # Relevance needs what a gradient needs, so fewer samples are in flight than in a forward pass.
@@ -103,7 +103,7 @@ class Reference:
         def needed(per_sample: dict[str, int]) -> int:
             return sum(4 * widths[name] * self.joined[name] * per_sample[name] for name in widths)
 
-        least = max(rows, _LEAST_ROWS)
+        least = max(rows if device.type != "cpu" else min(rows, _ON_CPU), _LEAST_ROWS)
         while needed(per_sample := drawn(self.joined, partial(enough, least=least))) > room * _KEPT:
             if least == _LEAST_ROWS:
                 break
