@@ -386,6 +386,50 @@ def test_a_long_run_is_shown_in_twelve_frames(run: Run, tmp_path: Path) -> None:
     assert f"{len(result.history) - len(names)} steps between are left out" in section.text
 
 
+class Words(nn.Module):
+    """A classifier of texts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.inner, self.last = nn.Embedding(20, 8), nn.Linear(8, 12), nn.Linear(12, 2)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        return self.last((self.inner(self.table(input_ids)).relu() * attention_mask[:, :, None]).mean(1))
+
+
+@pytest.mark.filterwarnings("ignore:right for other reasons")  # of random weights
+def test_texts_are_shown_in_words_at_every_step_and_where_they_are_lost(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    net, names = Words().eval(), [f"<w{i}>" for i in range(20)]
+    mask = torch.ones(24, 6, dtype=torch.long)
+    mask[::2, 4:] = 0
+    inputs = {"input_ids": torch.randint(20, (24, 6)), "attention_mask": mask}
+    with torch.no_grad():
+        net.last.bias -= net(**inputs).mean(0)
+        y = net(**inputs).argmax(1)
+    few = {name: part[:3] for name, part in inputs.items()}
+    result = sc.prune(net, (inputs, y), "weight", remove=0.6, schedule=0.2, watch=(few, y[:3]), progress=False)
+    path = result.report(tmp_path / "r.html", test=[(inputs, y)], page=Page(latency=False, tokenizer=names))
+    page = parse(path.read_text("utf-8"))
+    frames = page.by_id("steps").find("article")
+    assert len(frames) == len(result.history) == 4
+    wanted = [
+        [names[i] for i, m in zip(*row, strict=True) if m]
+        for row in zip(*(p.tolist() for p in few.values()), strict=True)
+    ]
+    for frame, heat in zip(frames, result.seen.values(), strict=True):
+        texts = frame.find("p", class_="words")
+        assert [[word.text for word in text.find("span")] for text in texts] == wanted
+        for text, row in zip(texts, heat, strict=True):
+            for word, value in zip(text.find("span"), row.tolist(), strict=False):
+                red, _, blue = map(int, re.findall(r"\d+", word.attributes["style"]))
+                assert red >= blue if value > 0 else red <= blue
+    gone = int((result.model(**inputs).argmax(1) != y).sum())
+    assert f"right before and wrong now {gone}," in page.by_id("lost").text
+    assert gone
+    assert len(page.by_id("lost").find("figure", class_="passage")) == min(gone, 4)
+
+
 # -- reasons -----------------------------------------------------------------------------------------------------------
 def test_reasons_by_class(run: Run) -> None:
     x, y = run.data[0][:4], run.data[1][:4]

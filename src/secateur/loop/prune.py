@@ -95,7 +95,7 @@ class Result(Record):
         >>> import torch, secateur as sc
         >>> net = nn.Sequential(nn.Linear(4, 20), nn.ReLU(), nn.Linear(20, 3))
         >>> data = (torch.rand(16, 4), torch.arange(16) % 3)
-        >>> sc.prune(net, data, remove=0.01, schedule=0.01, progress=False).drift(data).agreement.shape
+        >>> sc.prune(net, data, remove=0.1, progress=False).drift(data).agreement.shape
         torch.Size([16])
         """
         if self.original is None:
