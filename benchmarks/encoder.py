@@ -196,6 +196,26 @@ def similarity(model: nn.Module, ids: dict[str, list[int]], sets: dict[str, list
     return {"sick": found["sick"], **({"sts14": sum(parts) / len(parts)} if parts else {})}
 
 
+def errors_by_word(model: nn.Module, small: nn.Module, data: Any, ids: dict[str, list[int]], sets: Any) -> str:
+    """Markdown: for every set the median error of a token's state, squared and relative, by whether the data have the
+    token, and the share of tokens that they have not."""
+    known = torch.cat([x["input_ids"][x["attention_mask"] > 0] for x, _ in data]).unique()
+    lines = ["| texts | tokens that the data lack | error, others | error, these |", "|---|---|---|---|"]
+    for name, rows in sets.items():
+        encoded, found, new = [ids[row[0]] for row in rows[:: max(1, len(rows) // 100)]], [], []
+        with torch.no_grad():
+            for index in by_length(encoded, 32):
+                batch = padded([encoded[i] for i in index], known.device)
+                here = batch["attention_mask"] > 0
+                state, other = (net(**batch).last_hidden_state[here] for net in (model, small))
+                found.append((state - other).square().sum(-1) / state.square().sum(-1))
+                new.append(~torch.isin(batch["input_ids"][here], known))
+        error, lacking = torch.cat(found), torch.cat(new)
+        sides = " | ".join(f"{float(error[side].median()):.2f}" for side in (~lacking, lacking))
+        lines.append(f"| {name} | {100 * float(lacking.float().mean()):.0f} % | {sides} |")
+    return "\n".join(lines)
+
+
 def signs(output: Any, targets: Any) -> Tensor:
     """A random projection of the states, as a loss for criteria by gradients: there are no classes."""
     states = output if isinstance(output, Tensor) else output.last_hidden_state
@@ -292,7 +312,7 @@ def study(given: argparse.Namespace) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model, drawn, judge = opened(given, device)
     whole, inner = sum(p.numel() for p in model.parameters()), body(model)
-    if not any(row["left"] == 1 and row["task"] == given.task for row in done):
+    if not given.words and not any(row["left"] == 1 and row["task"] == given.task for row in done):
         none = dict.fromkeys(("criterion", "scope", "repair", "only", "of"), "")
         _keep({"task": given.task, "left": 1, **none, "samples": 0, "seed": 0, **judge(model)}, done, given.out)
     for setting in settings(given):
@@ -313,6 +333,9 @@ def study(given: argparse.Namespace) -> None:
             ).model
         except sc.SecateurError as error:
             print(setting, type(error).__name__, error, flush=True)
+            continue
+        if given.words:
+            print(setting, errors_by_word(model, small, drawn(setting["seed"]), **judge.keywords), sep="\n", flush=True)
             continue
         seconds = time.perf_counter() - begin
         left = {"body": body(small) / inner, "whole": sum(p.numel() for p in small.parameters()) / whole}
@@ -362,6 +385,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=1e9)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--table", action="store_true")
+    parser.add_argument("--words", action="store_true", help="for sts: errors by whether a word was among the samples")
     parser.add_argument("--samples", type=int, help="sentences to prune with; default 256, for sst2 32")
     parser.add_argument("--seeds", type=int, default=1, help="how many draws of them")
     parser.add_argument("--shares", type=float, nargs="+", help="default 0.75 0.5; for sst2 0.6")
