@@ -94,7 +94,7 @@ def batch(net: nn.Module, seed: int) -> tuple[tuple[Tensor, ...], tuple[dict[str
         return tuple(given), tuple({name: one[name][:2] for name in ("boxes", "labels")} for one in net(given))
 
 
-FAMILIES = ["retinanet", "fcos", "ssd", "ssdlite"]
+FAMILIES = ["fasterrcnn", "maskrcnn", "keypointrcnn", "retinanet", "fcos", "ssd", "ssdlite"]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -144,7 +144,7 @@ def _target(family: str, image: Tensor) -> dict[str, Tensor]:
 
 
 @pytest.mark.filterwarnings("ignore::secateur.errors.ConservationWarning")  # FCOS multiplies two scores
-@pytest.mark.parametrize("family", ["retinanet", "fcos", "ssd"])
+@pytest.mark.parametrize("family", ["fasterrcnn", "maskrcnn", "retinanet", "fcos", "ssd"])
 def test_a_loader_of_torchvision_prunes_a_detector_by_relevance(family: str) -> None:
     net = build(family)
     loader = [batch(net, seed) for seed in range(3)]
@@ -152,4 +152,4 @@ def test_a_loader_of_torchvision_prunes_a_detector_by_relevance(family: str) -> 
     assert result.plan is not None
     assert result.plan.after.macs < result.plan.before.macs
     found: Any = result.model(images(2, 7))
-    assert [sorted(one) for one in found] == [["boxes", "labels", "scores"]] * 2
+    assert all({"boxes", "labels", "scores"} <= set(one) for one in found)
