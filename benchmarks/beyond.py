@@ -104,7 +104,7 @@ _YOLO = [
     "yolov8n-p2",
     "yolov8n-ghost",
     "yolov9t",
-    "yolov9t-seg",
+    "yolov9c-seg",
     "yolov10n",
     "yolo11n",
     "yolo11n-seg",

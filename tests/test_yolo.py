@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 import secateur as sc
 from secateur.criteria import LRP, Detection
-from secateur.errors import UnsupportedModelError
+from secateur.errors import ModelError, UnsupportedModelError
 from secateur.integrations.ultralytics import put, trainer_of
+from secateur.models.zoo import fresh
 
 
 class Conv(nn.Module):
@@ -130,6 +131,11 @@ def test_other_models_and_other_classes_are_refused() -> None:
     trainer.data = {"nc": 5}
     with pytest.raises(UnsupportedModelError, match="5 classes"):
         trainer().get_model()
+
+
+def test_the_command_line_says_why_it_reads_no_yolo() -> None:
+    with pytest.raises(ModelError, match=r"pickled.*YOLO\(FILE\)\.model"):
+        fresh("yolo:yolo11n.pt")
 
 
 def test_the_package_never_imports_ultralytics() -> None:

@@ -44,6 +44,11 @@ def fresh(spec: str, pretrained: bool = False) -> nn.Module:
                 spec=spec, weights=Argument("weights", "FILE"),
             )  # fmt: skip
         return _factory(Path(own[1]), own[2] or "", options)
+    if zoo == "yolo":
+        raise ModelError(
+            f"{spec}: the files of Ultralytics are pickled, and reading them runs code. The command line reads none.",
+            fix="prune(YOLO(FILE).model, …) in Python; see the how-to 'Prune a YOLO'",
+        )
     near = [f"torchvision:{name}" for name in _near(body, _torchvision_names())] if ":" not in body else []
     hint = f" Did you mean {' or '.join(near)}?" if near else ""
     raise ModelError(f"{spec!r} is no model: give {FORMS}.{hint}")

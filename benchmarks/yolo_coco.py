@@ -1,0 +1,264 @@
+"""YOLO11n on COCO128: mAP before, at 70 % of the MACs without training, and after a recovery; latency in ONNX Runtime.
+
+    python -m benchmarks.yolo_coco --weights yolo11n.onnx --coco coco128_yolo
+    python -m benchmarks.yolo_coco … --recover 600 --device cuda
+
+The weights are those of an ONNX file that Ultralytics exported. They are read as tensors: nothing is unpickled. Its
+batch norms are folded into the convolutions, so those of the model get the bias, and no statistics. 32 images score the
+units and repair, of those that the model was trained on; mAP is measured on the 128 of the validation set, which it
+has not seen. Needs ultralytics, whose licence is AGPL-3.0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from torch import Tensor, nn
+
+import secateur as sc
+from secateur.criteria import LRP, Detection, Taylor, Weight
+from secateur.plans import Limits
+from secateur.running.goals import overlaps
+
+SIDE = 640
+Picture = tuple[Tensor, dict[str, Tensor]]
+
+
+def load(path: Path) -> nn.Module:
+    """YOLO11n with the tensors of an ONNX file."""
+    import onnx
+    from onnx import numpy_helper
+    from ultralytics.nn.tasks import DetectionModel
+
+    known = {t.name: torch.from_numpy(numpy_helper.to_array(t).copy()) for t in onnx.load(str(path)).graph.initializer}
+    model = DetectionModel("yolo11n.yaml", verbose=False).eval()
+    with torch.no_grad():
+        for name, module in model.named_modules():
+            if isinstance(module, nn.Conv2d):
+                module.weight.copy_(known[f"{name}.weight"])
+                if module.bias is not None:
+                    module.bias.copy_(known[f"{name}.bias"])
+            elif isinstance(module, nn.BatchNorm2d):
+                module.reset_parameters()
+                module.running_var.fill_(1 - module.eps)
+                module.bias.copy_(known[f"{name.removesuffix('bn')}conv.bias"])
+    return model
+
+
+def read(images: Path, labels: Path) -> list[Picture]:
+    """Images on a grey square, and boxes by their corners in its pixels."""
+    found = []
+    for file in sorted(images.glob("*.jpg")):
+        text = labels / f"{file.stem}.txt"
+        rows = np.loadtxt(text, ndmin=2) if text.exists() and text.stat().st_size else np.zeros((0, 5))
+        picture = Image.open(file).convert("RGB")
+        scale = SIDE / max(picture.size)
+        wide, high = (round(side * scale) for side in picture.size)
+        pixels = torch.from_numpy(np.asarray(picture.resize((wide, high), Image.Resampling.BILINEAR)).copy())
+        left, top = (SIDE - wide) // 2, (SIDE - high) // 2
+        square = F.pad(
+            pixels.permute(2, 0, 1).float() / 255, (left, SIDE - wide - left, top, SIDE - high - top), value=114 / 255
+        )
+        centre, size = rows[:, 1:3] * (wide, high) + (left, top), rows[:, 3:5] * (wide, high)
+        boxes = torch.from_numpy(np.concatenate([centre - size / 2, centre + size / 2], 1)).float()
+        found.append((square, {"boxes": boxes, "labels": torch.from_numpy(rows[:, 0]).long()}))
+    return found
+
+
+def batches(pictures: list[Picture], size: int, device: str) -> list[tuple[Tensor, list[dict[str, Tensor]]]]:
+    parts = [pictures[i : i + size] for i in range(0, len(pictures), size)]
+    return [
+        (torch.stack([x for x, _ in part]).to(device), [{k: v.to(device) for k, v in y.items()} for _, y in part])
+        for part in parts
+    ]
+
+
+# -- mean average precision, from its definition -----------------------------------------------------------------------
+def detect(
+    answer: Tensor, least: float = 0.001, overlap: float = 0.7, most: int = 300
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Boxes, scores and classes of one image after non-maximum suppression for each class."""
+    from torchvision.ops import batched_nms
+
+    centre, half = answer[:2].T, answer[2:4].T / 2
+    scores, classes = answer[4:].max(0)
+    keep = scores > least
+    boxes = torch.cat([centre - half, centre + half], 1)[keep]
+    chosen = batched_nms(boxes, scores[keep], classes[keep], overlap)[:most]
+    return boxes[chosen], scores[keep][chosen], classes[keep][chosen]
+
+
+def mean_precision(model: nn.Module, data: list[Any]) -> tuple[float, float]:
+    """mAP at overlaps 0.5 to 0.95, and at 0.5, over the classes that occur: 101 points of recall, as COCO does it."""
+    levels = torch.arange(0.5, 1.0, 0.05)
+    rows: dict[int, list[tuple[float, Tensor]]] = {}
+    wanted: dict[int, int] = {}
+    with torch.no_grad():
+        for images, targets in data:
+            made = model(images)
+            answers = made[0] if isinstance(made, tuple) else made
+            for answer, target in zip(answers.float().cpu(), targets, strict=True):
+                boxes, scores, classes = detect(answer)
+                true, labels = target["boxes"].cpu(), target["labels"].cpu()
+                for c in {*labels.tolist(), *classes.tolist()}:
+                    mine, own = classes == c, labels == c
+                    wanted[c] = wanted.get(c, 0) + int(own.sum())
+                    shared = overlaps(boxes[mine], true[own])
+                    taken = torch.zeros(len(levels), int(own.sum()), dtype=torch.bool)
+                    for score, row in zip(scores[mine].tolist(), shared, strict=True):  # the surest comes first
+                        hits = torch.zeros(len(levels), dtype=torch.bool)
+                        for i, level in enumerate(levels.tolist()):
+                            free = torch.where(taken[i], -1.0, row)
+                            if len(free) and float(free.max()) >= level:
+                                taken[i, int(free.argmax())] = hits[i] = True
+                        rows.setdefault(c, []).append((score, hits))
+    found = []
+    for c, count in wanted.items():
+        if not count:
+            continue
+        ordered = sorted(rows.get(c, []), key=lambda row: -row[0])
+        if not ordered:
+            found.append(torch.zeros(len(levels)))
+            continue
+        hits = torch.stack([row for _, row in ordered]).double().cumsum(0)
+        recall, precision = hits / count, hits / torch.arange(1, len(hits) + 1)[:, None]
+        precision = precision.flip(0).cummax(0).values.flip(0)
+        points = torch.linspace(0, 1, 101, dtype=torch.float64)
+        at = torch.searchsorted(recall.T.contiguous(), points.expand(len(levels), -1).contiguous())
+        padded = torch.cat([precision, torch.zeros(1, len(levels), dtype=torch.float64)])
+        found.append(padded.gather(0, at.T).mean(0).float())
+    table = torch.stack(found)
+    return float(table.mean()), float(table[:, 0].mean())
+
+
+# -- recovery and latency ----------------------------------------------------------------------------------------------
+def recover(small: nn.Module, original: nn.Module, data: list[Any], seconds: float, rate: float = 2e-4) -> nn.Module:
+    """Train towards the original's answers before they become boxes, for some time, on the images that scored."""
+    teacher, student = copy.deepcopy(original).eval(), copy.deepcopy(small).train()
+    for module in student.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.eval()  # its statistics are none: see `load`
+    optimizer, begin, generator = (
+        torch.optim.AdamW(student.parameters(), rate),
+        time.time(),
+        torch.Generator().manual_seed(0),
+    )
+    while (spent := time.time() - begin) < seconds:
+        for group in optimizer.param_groups:
+            group["lr"] = rate * (1 - spent / seconds)
+        for images, _ in data:
+            side = 32 * int(torch.randint(10, 21, (), generator=generator))
+            x = F.interpolate(images, (side, side), mode="bilinear", align_corners=False)
+            x = x.flip(-1) if float(torch.rand((), generator=generator)) < 0.5 else x
+            with torch.no_grad():
+                wanted = _levels(teacher(x))
+            loss = sum(
+                (a - b).square().mean() / b.square().mean() for a, b in zip(_levels(student(x)), wanted, strict=True)
+            )
+            optimizer.zero_grad()
+            loss.backward()  # type: ignore[union-attr]
+            nn.utils.clip_grad_norm_(student.parameters(), 1.0)
+            optimizer.step()
+    return student.eval()
+
+
+def _levels(output: Any) -> list[Tensor]:
+    """What the heads return, in either mode and in any version: tensors of real numbers but the decoded boxes."""
+    found = output[1] if isinstance(output, tuple) else output
+    found = found.get("one2many", found) if isinstance(found, dict) else found
+    values = list(found.values()) if isinstance(found, dict) else list(found)
+    return [t for part in values for t in (part if isinstance(part, list) else [part]) if t.is_floating_point()]
+
+
+def latency(model: nn.Module, threads: int = 1) -> float:
+    """Milliseconds of ONNX Runtime for one image, the median of 30."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads
+    x = torch.rand(1, 3, SIDE, SIDE)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "m.onnx")
+        sc.export(copy.deepcopy(model).cpu(), file, x)
+        session = onnxruntime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
+        given, times = {session.get_inputs()[0].name: x.numpy()}, []
+        for _ in range(33):
+            begin = time.perf_counter()
+            session.run(None, given)
+            times.append(time.perf_counter() - begin)
+    return 1000 * sorted(times[3:])[15]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--weights", type=Path, required=True, help="yolo11n.onnx")
+    parser.add_argument("--coco", type=Path, required=True, help="the folder of lightly-ai/coco128_yolo")
+    parser.add_argument("--keep", type=float, default=0.7, help="share of the MACs")
+    parser.add_argument("--score-on", type=int, default=32, help="images")
+    parser.add_argument("--limit", type=int, help="only so many images to test on")
+    parser.add_argument("--side", type=int, help="of the images that score and repair; default: as they are")
+    parser.add_argument("--criteria", nargs="*", default=["lrp", "taylor", "weight"])
+    parser.add_argument("--recover", type=float, default=0.0, help="seconds of training for the first criterion")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--no-latency", action="store_true")
+    options = parser.parse_args()
+    seen, unseen = (
+        read(options.coco / "images" / part, options.coco / "object_detection" / "labels" / part)
+        for part in ("train2017", "val2017")
+    )
+    scored, unseen = seen[: options.score_on], unseen[: options.limit]
+    tested = batches(unseen, 8, options.device)
+    net = load(options.weights).to(options.device)
+    data = batches(scored, 8, options.device)
+    if options.side:
+        data = [
+            (F.interpolate(x, (options.side,) * 2), [{**t, "boxes": t["boxes"] * options.side / SIDE} for t in y])
+            for x, y in data
+        ]
+    print(f"YOLO11n on {len(unseen)} images; scored on {len(scored)}", flush=True)
+    timed = (
+        (lambda model: "")
+        if options.no_latency
+        else (lambda model: f", {latency(model):.1f} ms in ONNX Runtime, one thread")
+    )
+
+    def say(name: str, model: nn.Module) -> None:
+        mean, half = mean_precision(model, tested)
+        print(f"{name}: mAP50-95 {mean:.4f}, mAP50 {half:.4f}{timed(model)}", flush=True)
+
+    say("whole", net)
+    ways = {"lrp": LRP(start=Detection()), "taylor": Taylor(loss=Detection()), "weight": Weight()}
+    for number, criterion in enumerate(options.criteria):
+        for repair in (None, "best"):
+            begin = time.time()
+            result = sc.prune(
+                net,
+                data,
+                ways[criterion],
+                keep={"macs": options.keep},
+                repair=repair,
+                limits=Limits(round_to=8),
+                progress=False,
+            )
+            cost = result.cost_after.macs / result.cost_before.macs
+            say(
+                f"{criterion}, repair {repair}, {100 * cost:.0f} % of the MACs, {time.time() - begin:.0f} s",
+                result.model,
+            )
+        if options.recover and not number:
+            say(
+                f"{criterion}, recovered for {options.recover:.0f} s", recover(result.model, net, data, options.recover)
+            )
+
+
+if __name__ == "__main__":
+    main()
