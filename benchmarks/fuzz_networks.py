@@ -55,6 +55,7 @@ from torch.overrides import TorchFunctionMode
 
 import secateur as sc
 from secateur.errors import NothingToPruneError, TargetError
+from secateur.nest import map_tensors, tensors_in
 from secateur.plans import Limits
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
@@ -368,7 +369,7 @@ def explained(model: nn.Module, example: Any, dtype: torch.dtype, composite: str
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            seen = sc.explain(model, example, torch.ones_like, composite=composite)
+            seen = sc.explain(model, example, lambda made: map_tensors(torch.ones_like, made), composite=composite)
         except sc.SecateurError as error:
             return f"refused: {type(error).__name__}"
     told = any(isinstance(item.message, sc.errors.ConservationWarning) for item in caught)
@@ -377,7 +378,7 @@ def explained(model: nn.Module, example: Any, dtype: torch.dtype, composite: str
         raise _Fault("LEAK", "relevance is not finite")
     if told or dtype not in (torch.float32, torch.float64):
         return "warned" if told else "in half precision"
-    start = seen.output.numel()
+    start = sum(t.numel() for t in tensors_in(seen.output) if t.is_floating_point())
     arrived = sum(float(t.double().sum()) for t in heat) if heat else seen.conservation.input
     missing = (start - arrived - seen.conservation.absorbed) / max(start, 1)
     if not abs(missing) <= (1e-2 if composite == "epsilon_plus" else 1e-3):  # ε takes a share, and 1 % is warned of
