@@ -110,6 +110,8 @@ def _reload(small: nn.Module, example: dict[str, Tensor]) -> str:
 
 def _conserved(model: nn.Module, example: dict[str, Tensor]) -> float | str:
     """The largest share of the relevance that is lost or created under attnlrp, or why there is none."""
+    if hasattr(model, "logit_scale"):  # it compares the samples of a batch
+        example = {name: tensor[:1] for name, tensor in example.items()}
     try:
         return sc.explain(model, example, 3 % _logits(model, example).shape[-1], composite="attnlrp").conservation.worst
     except Exception as error:
