@@ -150,6 +150,16 @@ def test_memory_decides_how_many_rows_there_are(monkeypatch: pytest.MonkeyPatch)
     assert 4 * sum(rows * (10 if name == "8.weight" else 32) for name, rows in tight.items()) <= 3 * 2**20
 
 
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="other systems decide for themselves")
+def test_what_nothing_uses_is_given_back() -> None:
+    parts = [torch.ones(2**16) for _ in range(800)]  # 200 MiB in pieces that malloc keeps
+    last, much = torch.ones(2**10), memory.resident()
+    del parts
+    memory.release()
+    assert memory.resident() < much - 150 * 2**20 <= memory.peak()
+    assert bool(last.all())
+
+
 def test_copies_are_made_once() -> None:
     x, calls = torch.rand(40, 3, 16, 16), list[int]()
 

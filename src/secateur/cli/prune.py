@@ -26,7 +26,7 @@ from secateur.models.hub import reads_text
 from secateur.nest import select_samples
 from secateur.plans.targets import Limits, Scope
 from secateur.recover import Recover
-from secateur.running.memory import parse
+from secateur.running.memory import parse, release
 from secateur.runtimes import Runtime, Setup
 from secateur.surgery.provenance import plans_of
 
@@ -194,6 +194,7 @@ def prune(
             f"nothing was removed ({result.stopped}), so nothing is written.",
             fix="a larger --max-drop or --max-drift, more samples, or smaller steps (--step 0.01 --repair best)",
         )
+    release()  # ONNX Runtime needs memory of its own
     timed = setup if latency else None
     files = _write(run, task, result, printer, onnx=onnx, int8=int8, setup=timed, report=report)
     for line in next_steps(out, task, source, images, texts, result, files, uniform):

@@ -42,7 +42,7 @@ class Repair:
     `copies`: altered copies of each sample that join the regression. Images are cropped and flipped; texts exchange
     words, if there are few; `alter` is a function of your own. `held_out`: the share of samples that choose strengths
     and methods. They help to fit after that. `samples` and `rows`: at most so many samples with their copies, and
-    positions per layer, take part. `memory` (bytes, or a text such as "2 GiB"; default: what is free, at most 2 GiB
+    positions per layer, take part. `memory` (bytes, or a text such as "2 GiB"; default: what is free, at most 1.5 GiB
     on a CPU): samples that find no room in early layers join in later ones. `at_once`: at most so many samples are in
     memory at once. More samples than that take much longer, since each layer needs passes of its own. `rounds`: extra
     fits of each layer that ignore errors which a ReLU hides. `relevance`: the share of a position's weight in the

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import re
@@ -27,7 +28,7 @@ Memory = int | float | str | None
 _UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 _TEXT = re.compile(r"([0-9.]+)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
 #: More than this, weights included, is not used on a CPU unless the user allows it: work does not get faster by it.
-_ENOUGH = 2**31
+_ENOUGH = 3 * 2**29
 #: Of what is free, this share is used: others need memory too.
 _SHARE = 0.6
 #: About what the cache of a CPU holds, and less than what malloc gives back to the system at once.
@@ -103,6 +104,13 @@ def resident() -> int:
 def peak() -> int:
     """The most that `resident` was so far."""
     return 1024 * _numbers("/proc/self/status").get("VmHWM", 0)
+
+
+def release() -> None:
+    """Give memory that nothing uses back to the system. Other libraries do not share what torch has freed."""
+    gc.collect()
+    with suppress(OSError, AttributeError):  # other systems than Linux
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
 def _of_the_machine() -> int | None:
