@@ -79,7 +79,7 @@ def _detector(name: str) -> Built:
 
     given: dict[str, Any] = {} if name.startswith("ssd") else {"min_size": 96, "max_size": 160}
     if "rcnn" in name:
-        given |= {"rpn_post_nms_top_n_test": 20, "box_detections_per_img": 5}
+        given |= {"rpn_post_nms_top_n_test": 20, "box_detections_per_img": 5, "box_score_thresh": 0.0}
     model = torchvision.models.get_model(name, weights=None, weights_backbone=None, num_classes=5, **given)
     return model, ([_images(3, 96, 128)],), ([_images(3, 120, 96), _images(3, 96, 140)],)
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import secateur as sc
 from secateur.criteria import LRP, Detection, Goal, NextToken, Regression, Segmentation, Similarity, Taylor
-from secateur.errors import CriterionError, DataError
+from secateur.errors import CriterionError, DataError, SecateurWarning
 from secateur.relevance import Epsilon
 
 
@@ -269,24 +269,37 @@ def test_a_function_starts_relevance_where_its_number_comes_from() -> None:
         torch.testing.assert_close(found.float(), expected, rtol=1e-3, atol=1e-6)
 
 
-def test_a_function_sees_all_of_several_outputs() -> None:
+def test_a_goal_sees_all_of_several_outputs_and_a_function_the_first() -> None:
     net = Net(3, lambda x: (x, x.mean((2, 3))))
-    seen: list[Any] = []
 
-    def mine(output: Any, targets: Any) -> Tensor:
-        seen.append(output)
-        return output[1][:, 0].sum()
+    class Second(Goal):
+        def value(self, output: Any, targets: Any) -> Tensor:
+            return output[1][:, 0]
 
-    found = units(net, (X, None), mine)
-    assert isinstance(seen[0], tuple)
-    start = torch.zeros(4, 3, 8, 8)
-    start[:, 0] = 1.0
+    found = units(net, (X, None), Second())
     out = Net(3)(X).detach()
-    expected = epsilon_relevance(net, X, start * out / 64 / out.mean((2, 3), keepdim=True))
-    torch.testing.assert_close(found.float(), expected, rtol=1e-3, atol=1e-6)
-    assert sc.score(net, (X, None), Taylor(loss=lambda output, targets: output[1].square().mean())).units
-    heat = sc.explain(net, X, lambda output: output[1][:, 0].sum(), composite=Epsilon(1e-9))
+    start = torch.zeros(4, 3, 8, 8)
+    start[:, 0] = (out / 64 / out.mean((2, 3), keepdim=True))[:, 0]
+    torch.testing.assert_close(found.float(), epsilon_relevance(net, X, start), rtol=1e-3, atol=1e-6)
+    heat = sc.explain(net, X, Second(), composite=Epsilon(1e-9))
     assert heat.heat.shape == (4, 12, 12)
+    assert sc.score(net, (X, None), Taylor(loss=Second())).units
+    for how in (
+        LRP(start=lambda output, targets: output[:, 1].sum()),
+        Taylor(loss=lambda output, targets: output.mean()),
+    ):
+        with pytest.warns(SecateurWarning, match=r"output\[0\] is taken"):
+            assert sc.score(net, (X, None), how).units
+    with pytest.warns(SecateurWarning, match=r"output\[0\] is taken"):
+        assert sc.explain(net, X, torch.ones_like).heat.shape == (4, 12, 12)
+
+
+@pytest.mark.parametrize("read", [lambda x: {"a": x, "b": 2 * x}, lambda x: [x, 2 * x], lambda x: (x, 2 * x)])
+def test_functions_of_the_output_are_as_before_where_there_are_several(read: Any) -> None:
+    single, several = Net(3), Net(3, read)
+    with pytest.warns(SecateurWarning, match="is taken for its answer"):
+        found = sc.explain(several, X, torch.ones_like)
+    torch.testing.assert_close(found.heat, sc.explain(single, X, torch.ones_like).heat)
 
 
 def test_own_goals_are_a_class_with_one_method() -> None:
@@ -313,5 +326,5 @@ def test_what_does_not_fit_is_refused() -> None:
         Detection().value([{"boxes": torch.rand(1, 4), "scores": torch.rand(1)}], torch.arange(3))
     with pytest.raises(CriterionError, match="has no loss"):
         LRP(loss=F.mse_loss)
-    with pytest.raises(DataError, match="start=f"):
+    with pytest.raises(DataError, match="the starting relevance has shape 3"):
         sc.score(net, (X, None), LRP(start=lambda output, targets: 3))

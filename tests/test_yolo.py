@@ -133,6 +133,12 @@ def test_other_models_and_other_classes_are_refused() -> None:
         trainer().get_model()
 
 
+def test_a_yolo_itself_is_no_network() -> None:
+    kind = type("YOLO", (nn.Module,), {"__module__": "ultralytics.engine.model"})
+    with pytest.raises(UnsupportedModelError, match=r"prune\(yolo.model"):
+        sc.analyze(kind(), X)
+
+
 def test_the_command_line_says_why_it_reads_no_yolo() -> None:
     with pytest.raises(ModelError, match=r"pickled.*YOLO\(FILE\)\.model"):
         fresh("yolo:yolo11n.pt")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -185,8 +185,6 @@ def explain(
     begin: Starter | AtGoal = Starter(target, how, samples_in(inputs), reader, inputs, against, position)
     if isinstance(target, Goal):
         begin = AtGoal(target, None, how)
-    elif callable(target) and not isinstance(target, Tensor):
-        begin = AtGoal(_without_targets(target), None, how)
 
     def explained(most: int) -> tuple[Tensor, list[Tensor | None]]:
         engine.reset()  # nothing of an attempt that had too little memory
@@ -217,10 +215,6 @@ def explain(
     seen = begin.seen if isinstance(begin, AtGoal) else output
     said = (begin.classes, begin.others) if isinstance(begin, Starter) else (None, None)
     return Explanation(first, paths, units, seen, conservation, images, text, *said)
-
-
-def _without_targets(function: Callable[[Any], Any]) -> Callable[[Any, Any], Any]:
-    return lambda output, _: function(output)
 
 
 def fitting(model: nn.Module, inputs: Any) -> str:

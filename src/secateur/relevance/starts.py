@@ -103,7 +103,8 @@ class Starter:
     def __call__(self, output: Tensor) -> Tensor:
         self.classes, self.others, target = None, None, self.target
         if callable(target) and not isinstance(target, Tensor):
-            return _checked(target(output), output)
+            by_value = (self.how() if callable(self.how) else self.how) == "logit"
+            return _checked(started(lambda own, _: target(own), output, None, by_value), output)
         if isinstance(target, Tensor) and target.is_floating_point():
             return _checked(target, output)
         known = target if isinstance(target, Tensor) and target.ndim > 1 else None

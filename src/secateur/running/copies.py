@@ -45,6 +45,9 @@ def _inner(model: nn.Module) -> nn.Module:
 
 def check_followed(model: nn.Module, strict: bool = False) -> None:
     """Refuse what nobody can watch: a compiled model (`strict`: or part), layers without a size, too deep nesting."""
+    if any(kind.__module__ == "ultralytics.engine.model" for kind in type(model).__mro__):
+        what = f"{type(model).__name__} is no network but what trains, runs and exports one."
+        raise UnsupportedModelError(what, fix="its `.model`, as in prune(yolo.model, …)")
     for path, module in named_modules(model):
         name = f"`{path}`" if path else type(model).__name__
         parts = _parts(module) if strict else [] if path else [module]

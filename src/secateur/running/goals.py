@@ -352,11 +352,8 @@ def goal_of(given: Aim | None, targets: Any) -> Aim | None:
 
 
 def seen_by(aim: Aim, output: Any) -> Any:
-    """The part of an output that a goal gets: all of it. A function gets the tensor that counts, if there is one."""
-    if isinstance(aim, Goal) or isinstance(output, Tensor):
-        return output
-    answer = answer_of(output)
-    return output if answer.rivals else answer.tensor
+    """The part of an output that a goal gets: all of it. A function gets the tensor that counts."""
+    return output if isinstance(aim, Goal) else logits_of(output)
 
 
 @contextmanager
@@ -387,18 +384,22 @@ def loss_of(aim: Aim, output: Any, targets: Any) -> Tensor:
 def started(aim: Aim, output: Any, targets: Any, by_value: bool) -> Any:
     """The relevance that a goal starts with, a nest like `output`: what each number of it adds to the value, or with
     `by_value` unset its gradient, which is 1 at a chosen number. A function may return that relevance itself."""
+    if not isinstance(aim, Goal):
+        with torch.no_grad():
+            made = aim(map_tensors(Tensor.detach, output), targets)
+        if [t.shape for t in tensors_in(made)] == [t.shape for t in tensors_in(output)]:
+            return map_tensors(Tensor.detach, made)
     with torch.enable_grad():
         own = map_tensors(lambda t: t.detach().requires_grad_() if t.is_floating_point() else t, output)
         made = (aim.value if isinstance(aim, Goal) else aim)(own, targets)
     leaves = [t for t in tensors_in(own) if t.requires_grad]
-    if not isinstance(aim, Goal) and [t.shape for t in tensors_in(made)] == [t.shape for t in tensors_in(own)]:
-        return map_tensors(Tensor.detach, made)
     by_value |= isinstance(aim, Goal) and aim.by_value
-    if not isinstance(made, Tensor) or not made.requires_grad:
+    single = isinstance(made, Tensor) and (made.numel() == 1 or isinstance(aim, Goal) or made.shape == own.shape[:1])
+    if not single or not made.requires_grad:
+        shapes = [tuple(v.shape) if isinstance(v, Tensor) else describe(v)[:200] for v in (made, output)]
         raise DataError(
-            f"start=f(output, targets) returned {describe(made)[:200]}.",
-            fix="one number that depends on the output, one per sample, or the relevance of each number of the output",
-            where=Argument("start"),
+            f"the starting relevance has shape {shapes[0]}, the output has {shapes[1]}.",
+            fix="one number per output; or what counts, one number that depends on the output, or one per sample",
         )
     slopes = iter(torch.autograd.grad(made.sum(), leaves, allow_unused=True))
 
