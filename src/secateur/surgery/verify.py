@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from secateur.errors import Argument, VerificationError
-from secateur.nest import describe
 from secateur.plans.plan import Plan, plan_for
 from secateur.running.copies import named_modules, shared_copy
 from secateur.running.devices import device_of, dtype_of
@@ -116,10 +115,7 @@ def _trials(model: nn.Module, masked: Net, plan: Plan, example: Example) -> list
             apply=Argument("apply"),
         )
     trials = [first]
-    more: Iterable[Probe] = others(example, first.masked.rows, plan.before.macs < _LIGHT)
-    if plan.before.params > _PARAMETERS:  # a second look at a very large model must cost no more than the first
-        more = (probe for probe in more if probe.share <= 1 and describe(probe.inputs) != describe(example))
-    second, _ = _first_taken(masked, more, model, plan)
+    second, _ = _first_taken(masked, others(example, first.masked.rows, plan.before.macs < _LIGHT), model, plan)
     trials += [second] if second is not None else []
     last = trials[-1].probe
     if caches(model):
