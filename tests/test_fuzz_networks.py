@@ -50,10 +50,10 @@ def test_random_networks(part: int) -> None:
     assert not bad, "\n".join(map(str, bad))
 
 
-@pytest.mark.parametrize("number", [1281, 6293, 6816])
+@pytest.mark.parametrize("number", [1281, 5835, 6293, 6816])
 def test_networks_that_once_failed(number: int) -> None:
     """1281: `explain` of a grid sample in half precision. 6816: `F.normalize` over two dimensions. 6293: an expert
-    that gets no sample."""
+    that gets no sample. 5835: a weight that is made of every ninth unit of another layer."""
     verdict = fuzz.judged_in_time(number)
     assert verdict.ending in fuzz.GOOD, verdict
 

@@ -111,5 +111,5 @@ def settle_choices(passes: Sequence[Findings]) -> None:
                 continue
             found.norms.append(NormSite(choice.site, choice.layer.abs()))
             found.require(units, least=choice.least)
-            if int(units[0]) in found.producers:
-                found.producers[int(units[0])] = replace(found.producers[int(units[0])], kind="expert")
+            if units.tobytes() in found.producers:
+                found.producers[units.tobytes()] = replace(found.producers[units.tobytes()], kind="expert")

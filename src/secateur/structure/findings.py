@@ -146,7 +146,7 @@ class Findings:
         self.requirements: list[Requirement] = []
         #: What routers choose among (see `structure.choices`).
         self.choices: list[Any] = []
-        self.producers: dict[int, Producer] = {}
+        self.producers: dict[bytes, Producer] = {}
         #: The channels of norms without parameters, by the module and the attribute that counts them.
         self.counted: dict[tuple[str, str], Labels] = {}
         #: What every call did.
@@ -211,9 +211,9 @@ class Findings:
     def produce(self, labels: Labels, site: Site, kind: str) -> None:
         """These labels number units that are made here: filters, neurons."""
         labels = np.abs(labels)
-        first = int(labels[0])
-        before = self.producers[first].sites if first in self.producers else ()
-        self.producers[first] = Producer((*before, site), kind, labels)
+        key = labels.tobytes()  # a weight may be made of some of the units of another layer
+        before = self.producers[key].sites if key in self.producers else ()
+        self.producers[key] = Producer((*before, site), kind, labels)
 
     def attend(self, labels: Labels, site: Site) -> None:
         """An attention product with one label per head, or one per sample and head."""

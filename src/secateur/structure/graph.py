@@ -305,9 +305,9 @@ class Makers:
     """
 
     def __init__(self, passes: Sequence[Findings], heads: Sequence[Heads], root: Labels) -> None:
-        known: dict[int, Producer] = {}
+        known: dict[bytes, Producer] = {}
         for watched in passes:
-            known |= {first: made for first, made in watched.producers.items() if first not in known}
+            known |= {labels: made for labels, made in watched.producers.items() if labels not in known}
         self.producers = tuple(known.values())
         found = [np.unique(root[producer.labels], return_counts=True) for producer in self.producers]
         empty = np.zeros(0, np.int64)
