@@ -14,6 +14,8 @@ import secateur as sc
 from browser import A4, SCHEMES, WIDTHS, check, opened, reached_by_keyboard
 from secateur.report import Page
 
+pytestmark = pytest.mark.filterwarnings("ignore:right for other reasons")  # of random weights
+
 LONG = "a.class.whose.name.has.no.space.in.it.and.goes.on.and.on.until.nobody.reads.it.any.more"
 
 
