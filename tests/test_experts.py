@@ -223,7 +223,7 @@ def _linear(weight: Tensor) -> nn.Linear:
     return layer
 
 
-@pytest.mark.parametrize("way", ["eager", "grouped_mm", "batched_mm"])
+@pytest.mark.parametrize("way", ["eager", pytest.param("grouped_mm", marks=GROUPED), "batched_mm"])
 def test_relevance_of_experts_is_that_of_linear_layers(way: str) -> None:
     """Also of each neuron, summed over the experts, which share one tensor of weights."""
     model: Any = build("mixtral", "CAUSAL_LM").float()
