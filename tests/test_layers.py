@@ -14,6 +14,7 @@ import constructs
 import secateur as sc
 from secateur.analysis import analyze as analysis
 from secateur.structure.coupling import Coupling
+from secateur.structure.findings import AxisTable, Findings
 from secateur.structure.graph import Graph
 
 BUILD = analysis.build
@@ -130,3 +131,14 @@ def test_layers_where_a_size_is_written_into_the_forward(checked: list[Graph]) -
     graph = sc.analyze(Written(), torch.randn(2, 4))
     assert len(checked) == 2  # the second without the layer that broke
     assert [layer.name for layer in graph.layers if layer.prunable] == ["b"]
+
+
+def test_units_of_an_empty_tensor_stay() -> None:
+    """As of the boxes of a detector that finds none: whatever would keep them keeps them."""
+    found = Findings(AxisTable(), lambda: "here")
+    layer = torch.arange(1, 7).view(1, 6).expand(0, 6)
+    found.freeze(layer, "read as a number")
+    found.grid(layer, "cut at fixed places")
+    assert [labels.tolist() for labels, _ in found.frozen] == [[1, 2, 3, 4, 5, 6]] * 2
+    assert found.frozen[1][1] == "cut at fixed places, and the example makes none of it"
+    assert not found.grids

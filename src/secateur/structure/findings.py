@@ -128,6 +128,13 @@ class Producer:
     labels: Labels
 
 
+def _held(layer: Tensor) -> Labels:
+    """All labels of a layer. An empty one, as of a detector that finds no box, has those that it would repeat."""
+    if layer.numel():
+        return narrow(layer).reshape(-1).numpy()
+    return torch.empty(0, dtype=layer.dtype).set_(layer.untyped_storage()).numpy()
+
+
 class Findings:
     """Collects what operations say about labels. `where` names the module that is running, for reasons.
 
@@ -193,7 +200,7 @@ class Findings:
         if labels is None:
             return
         if isinstance(labels, Tensor):
-            labels = narrow(labels).reshape(-1).numpy()
+            labels = _held(labels)
         if not labels.size:
             return
         ids = np.unique(np.abs(labels))
@@ -232,6 +239,9 @@ class Findings:
         """A layer over several axes, with what is known about them, by the dims of the tensor."""
         dims = varying(layer)
         if not dims:
+            return
+        if not layer.numel():
+            self.freeze(layer, f"{reason}, and the example makes none of it")
             return
         labels = np.abs(narrow(layer).reshape([layer.shape[d] for d in dims]).numpy())
         where = {d: i for i, d in enumerate(dims)}
