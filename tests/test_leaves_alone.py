@@ -20,6 +20,7 @@ from secateur.errors import DataError
 from secateur.loop import Schedule
 from secateur.report import Page
 from secateur.running.accuracy import accuracy
+from secateur.running.sandbox import isolated
 
 
 class Writing(nn.Module):
@@ -149,6 +150,26 @@ def test_no_check_of_ours_is_seen_in_the_smaller_model(name: str) -> None:
     }[name]()
     assert isinstance(small, Writing)
     assert (int(small.seen), small.calls, small.log) == (0, 0, [0.0])
+
+
+def test_compilation_survives_threads() -> None:
+    """Whoever leaves last must not give back what the other one had set."""
+    net, entered, left = nn.Linear(2, 2), threading.Event(), threading.Event()
+
+    def other() -> None:
+        with isolated(net, []):
+            entered.set()
+            left.wait(60)
+
+    worker = threading.Thread(target=other)
+    with isolated(net, []):
+        worker.start()
+        assert entered.wait(60)
+    left.set()
+    worker.join()
+    graphs: list[Any] = []
+    torch.compile(net, backend=lambda graph, _: graphs.append(graph) or graph.forward)(torch.rand(1, 2))
+    assert len(graphs) == 1
 
 
 def test_random_numbers_survive_threads() -> None:

@@ -98,6 +98,30 @@ class _Outermost:
 _outermost = _Outermost()
 
 
+class _AsWritten:
+    """Compiled parts run as written until the last of all threads has left. What each found may be another's doing."""
+
+    def __init__(self) -> None:
+        self._lock, self._depth = threading.Lock(), 0
+        self._stance: Any = None
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._depth:
+                self._stance = set_stance("force_eager")
+                self._stance.__enter__()
+            self._depth += 1
+
+    def __exit__(self, *error: object) -> None:
+        with self._lock:
+            self._depth -= 1
+            if not self._depth:
+                self._stance.__exit__(None, None, None)
+
+
+_as_written = _AsWritten()
+
+
 def _cuda_devices() -> list[int]:
     used = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return list(range(torch.cuda.device_count())) if used else []
@@ -106,9 +130,8 @@ def _cuda_devices() -> list[int]:
 @contextmanager
 def isolated(model: nn.Module, entries: Sequence[Tensor]) -> Iterator[None]:
     """Evaluation mode, gradients on, compiled parts run as written, random numbers given back."""
-    eager = set_stance("force_eager")
     used = [*entries, *islice(model.parameters(), 1)]  # a model may draw although its inputs are no entries
-    with evaluating(model), torch.inference_mode(False), torch.enable_grad(), eager, forked(used):
+    with evaluating(model), torch.inference_mode(False), torch.enable_grad(), _as_written, forked(used):
         yield
 
 
