@@ -143,6 +143,16 @@ def test_probabilities_that_are_more_than_a_choice_must_stay() -> None:
         assert "softmax in the model's own forward normalises over it" in str(gate.reason) or kind is Uses
 
 
+def check_routed(small: Any, model: Any, gate: Any, without: Any, example: Any) -> None:
+    """The smaller model is the whole one with another router, which does not choose what left."""
+    with torch.no_grad():
+        found, whole = small(**example).logits, model(**example).logits
+        gate.forward = without
+        wanted = model(**example).logits
+    assert (whole - wanted).abs().max() > 0.01
+    torch.testing.assert_close(found, wanted)
+
+
 @pytest.mark.parametrize("way", ["eager", pytest.param("grouped_mm", marks=GROUPED)])
 def test_experts_of_mixtral(way: str) -> None:
     model: Any = build("mixtral", "CAUSAL_LM").float()
@@ -159,12 +169,7 @@ def test_experts_of_mixtral(way: str) -> None:
         best, chosen = logits.softmax(-1).topk(2)
         return logits, best / best.sum(-1, keepdim=True), chosen
 
-    with torch.no_grad():
-        found, whole = small(**example).logits, model(**example).logits
-        gate.forward = without
-        wanted = model(**example).logits
-    assert (whole - wanted).abs().max() > 0.01
-    torch.testing.assert_close(found, wanted)
+    check_routed(small, model, gate, without, example)
     assert small.model.layers[1].mlp.experts.num_experts == 2
     small.generate(example["input_ids"], max_new_tokens=2, do_sample=False)
 
@@ -191,12 +196,7 @@ def test_experts_of_deepseek(groups: int) -> None:
         weights = logits.sigmoid().gather(1, chosen)
         return logits, gate.routed_scaling_factor * weights / weights.sum(-1, keepdim=True), chosen
 
-    with torch.no_grad():
-        found, whole = small(**example).logits, model(**example).logits
-        gate.forward = without
-        wanted = model(**example).logits
-    assert (whole - wanted).abs().max() > 0.01
-    torch.testing.assert_close(found, wanted)
+    check_routed(small, model, gate, without, example)
     assert small.model.layers[1].mlp.gate.num_experts == 8 - len(gone)
 
 
