@@ -142,3 +142,13 @@ def test_units_of_an_empty_tensor_stay() -> None:
     assert [labels.tolist() for labels, _ in found.frozen] == [[1, 2, 3, 4, 5, 6]] * 2
     assert found.frozen[1][1] == "cut at fixed places, and the example makes none of it"
     assert not found.grids
+
+
+def test_a_cut_that_takes_no_unit_keeps_none() -> None:
+    """As of rotary embeddings that turn a whole head: what is left to pass by is empty, and belongs to nobody."""
+    found = Findings(AxisTable(), lambda: "here")
+    layer = torch.arange(1, 7).view(1, 6).expand(3, 6)[:, 6:]
+    found.freeze(layer, "read as a number")
+    found.grid(layer, "cut at fixed places")
+    assert not found.frozen
+    assert not found.grids

@@ -129,10 +129,10 @@ class Producer:
 
 
 def _held(layer: Tensor) -> Labels:
-    """All labels of a layer. An empty one, as of a detector that finds no box, has those that it would repeat."""
-    if layer.numel():
-        return narrow(layer).reshape(-1).numpy()
-    return torch.empty(0, dtype=layer.dtype).set_(layer.untyped_storage()).numpy()
+    """All labels of a layer. One without repetitions, as of a detector that finds no box, has those that it would
+    repeat; one that was cut down to no unit at all has none."""
+    sizes = [n if stride else 1 for n, stride in zip(layer.shape, layer.stride(), strict=True)]
+    return layer.as_strided(sizes, layer.stride()).reshape(-1).numpy()
 
 
 class Findings:
