@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections import UserDict
 from collections.abc import Iterator
@@ -379,13 +380,25 @@ def test_queries_by_classes() -> None:
 
 
 # -- explanations ------------------------------------------------------------------------------------------------------
+class Unbatched(nn.Module):
+    """Looks positions up without a dimension of texts."""
+
+    def __init__(self, table: nn.Module) -> None:
+        super().__init__()
+        self.table = table
+
+    def forward(self, places: Tensor) -> Tensor:
+        return self.table(places[0])
+
+
 class Bag(nn.Module):
     """Words, positions and kinds of tokens, added up, and one linear layer."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.word, self.place, self.kind = nn.Embedding(11, 6), nn.Embedding(8, 6), nn.Embedding(2, 6)
+        self.word, self.kind = nn.Embedding(11, 6), nn.Embedding(2, 6)
+        self.place: nn.Module = nn.Embedding(8, 6)
         self.head = nn.Linear(6, 3, bias=False)
 
     def vectors(self, ids: Tensor) -> Tensor:
@@ -404,6 +417,41 @@ def test_a_token_has_the_relevance_of_all_its_embeddings() -> None:
     size = seen.heat.abs()
     assert seen.first_token == pytest.approx(float(size[:, 0].sum() / size.sum()))
     assert f"{seen.first_token:.1%} of it on the first token" in repr(seen)
+
+
+@pytest.mark.parametrize("batched", [True, False])
+@pytest.mark.parametrize("ids", [IDS, torch.arange(25).view(5, 5) % 11, IDS[:1]], ids=["3x5", "5x5", "1x5"])
+@pytest.mark.parametrize("most", [1, 2, 8])
+def test_positions_may_be_looked_up_once_for_all_texts(
+    monkeypatch: pytest.MonkeyPatch, ids: Tensor, batched: bool, most: int
+) -> None:
+    monkeypatch.setattr(sys.modules["secateur.relevance.explain"], "together", lambda *given, **options: most)
+    net = Bag()
+    if not batched:  # as nanoGPT does
+        net.place = Unbatched(net.place)
+    seen = sc.explain(net, ids, target=1, composite=Epsilon(0.0), start="logit")
+    wanted = (net.vectors(ids) * net.head.weight[1] / 5).sum(-1)
+    torch.testing.assert_close(seen.heat, wanted.detach(), rtol=1e-4, atol=1e-6)
+
+
+def test_what_all_pictures_share_is_one_sum_in_parts_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    net, x = Patches(), torch.rand(5, 3, 4, 4)
+    whole = sc.explain(net, x, target=1, composite="alpha1beta0").input
+    monkeypatch.setattr(sys.modules["secateur.relevance.explain"], "together", lambda *given, **options: 2)
+    for one, two in zip(whole, sc.explain(net, x, target=1, composite="alpha1beta0").input, strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-6)
+
+
+class Patches(nn.Module):
+    """Pixels as tokens with places that all pictures share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.pixels, self.place, self.head = nn.Conv2d(3, 6, 1), nn.Embedding(16, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.relu(self.pixels(x).flatten(2).mT + self.place(torch.arange(16)[None])).mean(1))
 
 
 class Mean(Bag):

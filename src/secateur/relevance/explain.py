@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -245,8 +245,8 @@ def _embedded(inputs: Any, heat: list[Tensor | None]) -> list[Tensor]:
     own = [
         h for t, h in zip(given, heat, strict=False) if tuple(t.shape[:2]) == shape and t.ndim == 3 and h is not None
     ]
-    looked_up = [h for h in heat[len(given) :] if h is not None and h.ndim == 3]
-    parts = [h for h in looked_up if len(h) in (1, samples) and h.shape[1] == length]
+    looked_up = [_by_token(h, samples, length) for h in heat[len(given) :] if h is not None]
+    parts = [h for h in looked_up if h.ndim == 3 and len(h) in (1, samples) and h.shape[1] == length]
     if samples == length:  # a table of positions by positions looks like that too
         parts = [h for h in parts if h.shape[2] == parts[0].shape[2]]
     other = inputs.get("decoder_input_ids") if isinstance(inputs, Mapping) else None
@@ -255,10 +255,19 @@ def _embedded(inputs: Any, heat: list[Tensor | None]) -> list[Tensor]:
     return own + parts
 
 
+def _by_token(heat: Tensor, samples: int, length: int) -> Tensor:
+    """The relevance of what was looked up for positions without a dimension of texts gets one."""
+    return heat[None] if heat.ndim == 2 and len(heat) == length != samples else heat
+
+
 def _shared(inputs: Any, heat: list[Tensor | None]) -> bool:
     """Whether samples share an embedding, such as that of positions. Then their relevance there is one sum."""
-    parts, shape = _embedded(inputs, heat), _token_shape(inputs)
-    return shape is not None and shape[0] > 1 and any(len(part) == 1 for part in parts)
+    shape = _token_shape(inputs)
+    if shape is None or shape[0] == 1:
+        return False
+    # As many rows as texts and positions: they are of positions if there is one row for each in a single text, too.
+    unclear = shape[0] == shape[1] and any(h is not None and h.ndim == 2 and len(h) == shape[1] for h in heat)
+    return unclear or any(len(part) == 1 for part in _embedded(inputs, heat))
 
 
 def _answers(engine: RelevancePass, inputs: Any, size: int) -> Tensor | None:
@@ -281,7 +290,7 @@ def _answers(engine: RelevancePass, inputs: Any, size: int) -> Tensor | None:
 def _in_parts(engine: RelevancePass, inputs: Any, begun: Tensor, size: int) -> list[Tensor | None]:
     """The relevance of inputs and embeddings, so many samples at a time."""
     engine.reset()
-    found, samples = [], len(begun)
+    found, sizes, samples = [], [], len(begun)
     for begin in range(0, samples, size):
         rows = slice(begin, begin + size)
         part = map_tensors(lambda t, rows=rows: t[rows] if t.ndim and len(t) == samples else t, inputs)  # type: ignore[misc]
@@ -296,8 +305,21 @@ def _in_parts(engine: RelevancePass, inputs: Any, begun: Tensor, size: int) -> l
                 )
             return begun[rows]
 
-        found.append(engine.run(part, start)[1])
-    return [None if any(t is None for t in parts) else torch.cat(parts) for parts in zip(*found, strict=True)]
+        heat, shape = engine.run(part, start)[1], _token_shape(part)
+        if size > 1 and _shared(part, heat):
+            return _in_parts(engine, inputs, begun, 1)
+        found.append([h if h is None or shape is None else _by_token(h, *shape) for h in heat])
+        sizes.append(len(begun[rows]))
+    return [_joined(parts, sizes) for parts in zip(*found, strict=True)]
+
+
+def _joined(parts: Sequence[Tensor | None], sizes: Sequence[int]) -> Tensor | None:
+    """The relevance of parts of the samples one after the other, or the sum where they share what it belongs to."""
+    known = [part for part in parts if part is not None]
+    if len(known) < len(parts):
+        return None
+    apart = all(len(part) == size for part, size in zip(known, sizes, strict=True))
+    return torch.cat(known) if apart else torch.stack(known).sum(0)
 
 
 def _text(inputs: Any, heat: list[Tensor | None], speaks: bool) -> Text | None:
