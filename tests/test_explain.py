@@ -281,6 +281,83 @@ def test_the_softmax_may_absorb_as_in_the_paper():
     assert abs(lose.absorbed) > 1e-3
 
 
+def attending(query, keys):
+    return F.scaled_dot_product_attention(query, keys, keys.flip(1))[:, 0]
+
+
+TWO = torch.full((8,), 2.0)
+#: Ways to write the same function. The first is how most people write it.
+SAME = {
+    "power": (
+        lambda self, x: self.a(torch.exp2(self.b(x))),
+        lambda self, x: self.a(torch.pow(TWO, self.b(x))),
+        lambda self, x: self.a(torch.float_power(2.0, self.b(x)).float()),
+    ),
+    "looked up in an activation": (
+        lambda self, x: self.a(self.b(x)[[1, 0, 1]]),
+        lambda self, x: self.a(F.embedding(torch.tensor([1, 0, 1]), self.b(x))),
+    ),
+    "added in places": (
+        lambda self, x: self.a(self.b(x).index_add(0, torch.tensor([1, 1]), self.c(x))),
+        lambda self, x: self.a(self.b(x).index_put((torch.tensor([1, 1]),), self.c(x), accumulate=True)),
+        lambda self, x: self.a(self.b(x).index_put_((torch.tensor([1, 1]),), self.c(x), True)),
+    ),
+    "attention of one query": (
+        lambda self, x: attending(self.a(x[:1]).expand(2, 1, 8), torch.stack([self.b(x), self.c(x)], 1)),
+        lambda self, x: attending(self.a(x[:1])[None], torch.stack([self.b(x), self.c(x)], 1)),
+    ),
+}
+
+
+@pytest.mark.parametrize("composite", ["alpha1beta0", "attnlrp", "attnlrp_gamma"])
+@pytest.mark.parametrize("ways", SAME)
+def test_relevance_does_not_depend_on_how_it_is_written(ways, composite):
+    torch.manual_seed(0)
+    layers = {name: nn.Linear(8, 8) for name in "abc"}
+    x = torch.rand(2, 8)
+    usual, *others = (explain(Op(way, **layers), x, 1, composite=composite) for way in SAME[ways])
+    for other in others:
+        torch.testing.assert_close(other.input, usual.input, rtol=1e-4, atol=1e-6)
+        for name, units in usual.units.items():
+            torch.testing.assert_close(other.units[name], units, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("composite", ["alpha1beta0", "attnlrp"])
+def test_the_weight_of_a_layer_may_be_an_input(composite):
+    layer, inputs = nn.Linear(8, 8), (torch.rand(2, 8), torch.rand(3, 8))
+    usual = explain(Op(lambda self, x, w: self.a(x) @ w.mT, a=layer), inputs, 1, composite=composite)
+    other = explain(Op(lambda self, x, w: F.linear(self.a(x), w), a=layer), inputs, 1, composite=composite)
+    for one, two in zip(usual.input, other.input, strict=True):
+        torch.testing.assert_close(one, two)
+    convolves = Op(lambda self, x, w: F.conv1d(self.a(x)[:, None], w[:, None]).mean(2), a=layer)
+    with pytest.raises(UnsupportedModelError, match="computes its weight from activations"):
+        explain(convolves, (torch.rand(2, 8), torch.rand(3, 4)), 1, composite=composite)
+
+
+@pytest.mark.parametrize("composite", ["alpha1beta0", "attnlrp"])
+def test_what_is_combined_in_places_is_refused(composite):
+    index = torch.zeros(2, 8, dtype=torch.long)
+    net = Op(lambda self, x: torch.scatter(self.a(x), 1, index, self.a(x), reduce="add"), a=nn.Linear(8, 8))
+    with pytest.raises(UnsupportedModelError, match=r"no relevance rule is known for torch\.scatter"):
+        explain(net, torch.rand(2, 8), 1, composite=composite)
+
+
+@pytest.mark.parametrize("composite", ["alpha1beta0", "attnlrp"])
+def test_places_at_which_a_picture_is_sampled_take_no_relevance(composite):
+    def sampled(self, x, fixed):
+        places = torch.tanh(self.places(x)).permute(0, 2, 3, 1)
+        return F.grid_sample(self.values(x), places.detach() if fixed else places, align_corners=False).mean((2, 3))
+
+    torch.manual_seed(0)
+    layers = {"places": nn.Conv2d(3, 2, 1), "values": nn.Conv2d(3, 4, 1)}
+    free, fixed = (
+        explain(Op(lambda self, x, f=f: sampled(self, x, f), **layers), X, 1, composite=composite)
+        for f in (False, True)
+    )
+    torch.testing.assert_close(free.input, fixed.input)
+    torch.testing.assert_close(free.units["values"], fixed.units["values"])
+
+
 def test_compiled_models_are_unwrapped():
     net = small()
     torch.testing.assert_close(explain(torch.compile(net), X, 1).input, explain(net, X, 1).input)

@@ -12,7 +12,18 @@ from torch import Tensor
 from secateur.ops.elementwise import freeze_zeros, operands_of
 from secateur.ops.layers import like, varying
 from secateur.ops.protocols import LabelVerbs, RelevanceVerbs, never
-from secateur.ops.table import Call, Decomposed, Operation, Ruled, refused, register, register_named, stops, transforms
+from secateur.ops.table import (
+    Call,
+    Decomposed,
+    Operation,
+    Ruled,
+    refused,
+    register,
+    register_named,
+    signal,
+    stops,
+    transforms,
+)
 
 
 class Unary(Ruled):
@@ -58,7 +69,7 @@ class Activation(Unary):
         return x if call.writes else like(x)
 
     def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
-        return relevance.passes(call, call.tensors()[0], nonneg=self.nonnegative, gate=self.gate)
+        return relevance.passes(call, signal(call), nonneg=self.nonnegative, gate=self.gate)
 
 
 class Clamp(Activation):

@@ -8,7 +8,7 @@ import numpy as np
 
 from secateur.errors import UnsupportedModelError
 from secateur.ops.layers import like, spread
-from secateur.ops.linear import produce_with_bias, read_by_weight
+from secateur.ops.linear import is_activation, produce_with_bias, read_by_weight
 from secateur.ops.protocols import LabelVerbs, RelevanceVerbs
 from secateur.ops.table import Call, Operation, register_named
 
@@ -51,7 +51,7 @@ class _Convolving(Operation):
             labels.freeze_tensor(call["bias"], f"added by {call.site} to units of fixed number")
 
     def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
-        if call["weight"].grad_fn is not None:
+        if is_activation(call["weight"]):
             raise UnsupportedModelError(
                 f"{call.site} computes its weight from activations (a dynamic convolution), which has no rule.",
                 fix="a convolution with parameters, or unfold and a matrix product",

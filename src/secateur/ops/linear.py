@@ -7,10 +7,11 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch import Tensor, nn
 
 from secateur.ops.layers import Labels, column, like, lost, spread, varying
 from secateur.ops.protocols import LabelVerbs, RelevanceVerbs
-from secateur.ops.table import Call, Operation, register
+from secateur.ops.table import Call, Operation, refused, register
 
 
 def produce_with_bias(labels: LabelVerbs, made: Labels, call: Call, kind: str) -> None:
@@ -68,11 +69,16 @@ class Linear(Operation):
         return like(x, (*x.shape[:-1], len(weight)))
 
     def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
-        if call["weight"].grad_fn is None:
+        if not is_activation(call["weight"]):
             return relevance.dense(call, call["input"], call["weight"], call["bias"])
         with relevance.again():  # a weight that is an activation: a matrix product
             product = call["input"] @ call["weight"].mT
             return product if call["bias"] is None else product + call["bias"]
+
+
+def is_activation(weight: Tensor) -> bool:
+    """Whether the weight of a layer carries relevance itself: it is computed, or an input of the model."""
+    return weight.grad_fn is not None or (weight.requires_grad and not isinstance(weight, nn.Parameter))
 
 
 class Embedding(Operation):
@@ -89,7 +95,10 @@ class Embedding(Operation):
             labels.set(output, [spread(made, output.ndim - 1, output.shape)])
 
     def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
-        return relevance.enters_here(call, call["weight"])
+        if not call["weight"].requires_grad:
+            return relevance.enters_here(call, call["weight"])
+        with relevance.again():  # a table that is an activation: its rows are chosen
+            return call["weight"][call["input"]]
 
 
 class Bilinear(Operation):
@@ -111,6 +120,9 @@ class Bilinear(Operation):
 
 class EmbeddingBag(Embedding):
     """Sums, means or maxima of rows of a table."""
+
+    def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
+        return refused(relevance, call) if call["weight"].requires_grad else super().relevance(relevance, call)
 
 
 register("input weight bias=None", F.linear, operation=Linear())

@@ -4,7 +4,7 @@ Also what else keeps all that it computes with as it is, such as losses."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -80,16 +80,37 @@ class AddedRows(Operation):
 
     def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
         """Shared among the rows that are summed, and what was there before."""
-        x, source, index, dim = call["input"], call["source"], call["index"], int(call["dim"])
-        if call.get("alpha", 1) != 1 or call.get("reduce", "sum") != "sum" or not source.requires_grad:
+        source, index, dim = call["source"], call["index"], int(call["dim"])
+        if call.get("alpha", 1) != 1 or call.get("reduce", "sum") != "sum":
             return refused(relevance, call)
         add = torch.index_add if index.ndim < source.ndim else torch.scatter_add
-        if x.requires_grad or call.writes:
-            with relevance.again():
-                placed = add(torch.zeros_like(x), dim, index, source)
-                return x.add_(placed) if call.writes else x + placed
-        base = torch.zeros_like(x)
-        return relevance.averages(call, source, lambda rows: add(base.to(rows.dtype), dim, index, rows))
+        return _added(relevance, call, source, lambda base, rows: add(base, dim, index, rows))
+
+
+def _added(relevance: RelevanceVerbs, call: Call, rows: Tensor, add: Callable[[Tensor, Tensor], Tensor]) -> Any:
+    """Shared among the rows that `add` sums up in their places, and what was there before."""
+    x = call["input"]
+    if not rows.requires_grad:
+        return refused(relevance, call)
+    if x.requires_grad or call.writes:
+        with relevance.again():
+            placed = add(torch.zeros_like(x), rows)
+            return x.add_(placed) if call.writes else x + placed
+    base = torch.zeros_like(x)
+    return relevance.averages(call, rows, lambda own: add(base.to(own.dtype), own))
+
+
+def _puts(relevance: RelevanceVerbs, call: Call) -> Any:
+    """To whatever is there in the end, or shared among what is added up there."""
+    indices, values = call["indices"], call["values"]
+    if not call["accumulate"]:
+        return relevance.writes(call)
+    return _added(relevance, call, values, lambda base, rows: base.index_put(indices, rows, accumulate=True))
+
+
+def _scatters(relevance: RelevanceVerbs, call: Call) -> Any:
+    """To whatever is there in the end. What is combined with what was there has no derivative in torch."""
+    return relevance.writes(call) if call["reduce"] is None else refused(relevance, call)
 
 
 class Sampling(Ruled):
@@ -112,8 +133,9 @@ class Sampling(Ruled):
 
 
 register_named("input indices dim=None", "take_along_dim", Fixed(_LOOKED_UP))
-register_named("input dim index value|src reduce=None", "scatter", Fixed(_WRITTEN, writes))
-register_named("input *rest", "masked_scatter index_put index_copy", Fixed(_WRITTEN, writes))
+register_named("input dim index value|src reduce=None", "scatter", Fixed(_WRITTEN, _scatters))
+register_named("input indices values accumulate=False", "index_put", Fixed(_WRITTEN, _puts))
+register_named("input *rest", "masked_scatter index_copy", Fixed(_WRITTEN, writes))
 register_named("input *rest", "select_scatter slice_scatter index_fill diagonal_scatter put", Fixed(_WRITTEN, refused))
 register_named("input *rest", "take", Fixed(_LOOKED_UP, refused))
 register_named("input dim index source|src alpha=1", "index_add scatter_add", AddedRows())

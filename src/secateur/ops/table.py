@@ -200,8 +200,13 @@ def writes(relevance: RelevanceVerbs, call: Call) -> Any:
 
 
 def passes(relevance: RelevanceVerbs, call: Call) -> Any:
-    """Unchanged to the first argument: the call is a function, or a scale that is given."""
-    return relevance.passes(call, call["input"])
+    """Unchanged to the signal: the call is a function, or a scale that is given."""
+    return relevance.passes(call, signal(call))
+
+
+def signal(call: Call) -> Tensor:
+    """The first tensor that carries relevance. The base of a power may be a constant, and the exponent the signal."""
+    return next(tensor for tensor in call.tensors() if tensor.requires_grad)
 
 
 def stops(relevance: RelevanceVerbs, call: Call) -> Any:

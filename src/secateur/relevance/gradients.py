@@ -201,7 +201,7 @@ class GradientPropagation(Propagation):
         return output
 
     def averages(self, call: Call, x: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
-        return self.activations.run(call)  # type: ignore[no-any-return]
+        return self._alone(call, x)  # type: ignore[no-any-return]
 
     def pads(self, call: Call, x: Tensor, pad: Sequence[int], constant: bool) -> Tensor:
         if constant and x.requires_grad and call.get("value"):

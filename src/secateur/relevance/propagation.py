@@ -251,10 +251,10 @@ class Propagation:
         how = backward.attention(place)
         gates = () if how.queries else (q, k)
         backward.gated = backward.gated or any(t.requires_grad for t in gates)
-        edges = [edge_of(t) if t.requires_grad else None for t in gates]
+        edges = [(edge_of(t), t.shape) if t.requires_grad else None for t in gates]
 
         def back(r: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor | None, ...]:
-            groups = q.shape[-3] // k.shape[-3] if q.dim() > 2 else 1
+            groups = max(q.shape[-3] // k.shape[-3], 1) if q.dim() > 2 else 1
             if groups > 1:  # grouped queries: each key serves several
                 k, v = k.repeat_interleave(groups, -3), v.repeat_interleave(groups, -3)
             logits, added = scale * (q @ k.mT), mask()
@@ -273,7 +273,7 @@ class Propagation:
             score_q, score_k = gate_scores(rule, q, k, v, weights, r)
             for edge, score in zip(edges, (score_q, regroup(score_k, groups)), strict=True):
                 if edge is not None:
-                    backward.gates.append((edge, score))
+                    backward.gates.append((edge[0], fitted(score, edge[1])))
             backward.flow(name, "attention", total(r), total(for_v))
             return None, None, regroup(for_v, groups)
 
