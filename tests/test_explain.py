@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import inspect
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -21,6 +23,7 @@ from secateur.errors import (
     UnsupportedModelError,
 )
 from secateur.relevance import (
+    PRESETS,
     AlphaBeta,
     Attention,
     Box,
@@ -281,6 +284,33 @@ def test_the_softmax_may_absorb_as_in_the_paper():
     assert abs(lose.absorbed) > 1e-3
 
 
+def heads(self, x):
+    return [layer(torch.stack([x, x.flip(1), x.cos()], 1)).unflatten(2, (3, -1)) for layer in (self.a, self.b, self.c)]
+
+
+def by_products(self, x, over=-1, constant=None):
+    q, k, v = (t.transpose(1, 2) for t in heads(self, x))
+    logits = q @ k.mT
+    weights = (logits if constant is None else logits + constant).softmax(over)
+    return (weights @ v).transpose(1, 2).flatten(2).mean(1)
+
+
+def by_einsum(self, x, over=-1, constant=None):
+    q, k, v = heads(self, x)
+    logits = torch.einsum("nqhd,nkhd->nhqk", q, k)
+    weights = F.softmin(logits * -1, over) if constant is None else (logits - -constant).softmax(over)
+    return torch.einsum("nhqk,nkhd->nqhd", weights, v).flatten(2).mean(1)
+
+
+def by_columns(self, x):
+    """Each key shares itself among the queries, as in slot attention: the transposed product of a plain softmax."""
+    q, k, v = (t.transpose(1, 2) for t in heads(self, x))
+    return torch.einsum("nhkq,nhkd->nhqd", (k @ q.mT).softmax(-1), v).transpose(1, 2).flatten(2).mean(1)
+
+
+BIAS = torch.randn(3, 3, generator=torch.Generator().manual_seed(0))
+
+
 def attending(query, keys):
     return F.scaled_dot_product_attention(query, keys, keys.flip(1))[:, 0]
 
@@ -302,8 +332,18 @@ SAME = {
         lambda self, x: self.a(self.b(x).index_put((torch.tensor([1, 1]),), self.c(x), accumulate=True)),
         lambda self, x: self.a(self.b(x).index_put_((torch.tensor([1, 1]),), self.c(x), True)),
     ),
+    "attention": (by_products, by_einsum),
+    "attention with a constant": (
+        lambda self, x: by_products(self, x, -1, BIAS),
+        lambda self, x: by_einsum(self, x, -1, BIAS),
+    ),
+    "attention over queries": (
+        lambda self, x: by_products(self, x, -2),
+        lambda self, x: by_einsum(self, x, -2),
+        by_columns,
+    ),
     "attention of one query": (
-        lambda self, x: attending(self.a(x[:1]).expand(2, 1, 8), torch.stack([self.b(x), self.c(x)], 1)),
+        lambda self, x: attending(self.a(x[:1]).expand(2, 1, 9), torch.stack([self.b(x), self.c(x)], 1)),
         lambda self, x: attending(self.a(x[:1])[None], torch.stack([self.b(x), self.c(x)], 1)),
     ),
 }
@@ -313,7 +353,7 @@ SAME = {
 @pytest.mark.parametrize("ways", SAME)
 def test_relevance_does_not_depend_on_how_it_is_written(ways, composite):
     torch.manual_seed(0)
-    layers = {name: nn.Linear(8, 8) for name in "abc"}
+    layers = {name: nn.Linear(8, 9 if "attention" in ways else 8) for name in "abc"}
     x = torch.rand(2, 8)
     usual, *others = (explain(Op(way, **layers), x, 1, composite=composite) for way in SAME[ways])
     for other in others:
@@ -356,6 +396,38 @@ def test_places_at_which_a_picture_is_sampled_take_no_relevance(composite):
     )
     torch.testing.assert_close(free.input, fixed.input)
     torch.testing.assert_close(free.units["values"], fixed.units["values"])
+
+
+@pytest.mark.parametrize("composite", ["alpha1beta0", "attnlrp"])
+def test_a_batch_norm_that_learns_is_refused(composite):
+    def learning(self, x):
+        return F.batch_norm(self.a(x), self.norm.running_mean, self.norm.running_var, training=True)
+
+    with pytest.raises(UnsupportedModelError, match="updates its running statistics"):
+        explain(Op(learning, a=nn.Linear(8, 8), norm=nn.BatchNorm1d(8)), torch.rand(2, 8), 1, composite=composite)
+
+
+def test_weights_that_are_computed_are_not_kept():
+    computed = nn.utils.parametrizations.weight_norm(nn.Linear(8, 6))
+    engine = RelevancePass(nn.Sequential(computed, nn.ReLU(), nn.Linear(6, 3)), "alpha1beta0")
+    seen: list[weakref.ref] = []
+    computed.register_forward_pre_hook(lambda module, _: seen.append(weakref.ref(module.weight)))
+    for _ in range(3):
+        engine.run(torch.rand(2, 8), torch.ones_like)
+    gc.collect()
+    assert len(engine.weights._maps) == 1
+    assert all(weight() is None for weight in seen)
+
+
+@pytest.mark.parametrize("composite", ["alpha1beta0", "epsilon_plus", "epsilon_gamma_box"])
+def test_sums_in_half_precision(composite):
+    torch.manual_seed(0)
+    net = Op(lambda self, x: self.c(torch.relu(self.a(x) + self.b(x))), **{name: nn.Linear(8, 8) for name in "abc"})
+    net.b.load_state_dict(net.a.state_dict())  # where one is negative, so is the other
+    x, composite = torch.rand(4, 8), Composite(On(AlphaBeta(1, 0), kind="linear"), *PRESETS[composite].lines)
+    wide = explain(net, x, 1, composite=composite).input
+    narrow = explain(net.half(), x.half(), 1, composite=composite).input
+    torch.testing.assert_close(narrow.float(), wide, rtol=2e-2, atol=2e-3)
 
 
 def test_compiled_models_are_unwrapped():

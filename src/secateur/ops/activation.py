@@ -111,8 +111,7 @@ class Softmax(Operation):
         self.log = log
 
     def channels(self, labels: LabelVerbs, call: Call, output: Any) -> None:
-        x, dim = call["input"], call["dim"]
-        dim = (1 if x.ndim > 1 else 0) if dim is None else dim % x.ndim
+        x, dim = call["input"], _axis(call)
         for layer in labels.layers(x):
             if varying(layer) == [dim]:
                 labels.share(layer, output, call)
@@ -123,7 +122,13 @@ class Softmax(Operation):
     def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
         # A softmax is a gate where it multiplies; its logarithm is not.
         x = call["input"]
-        return relevance.passes(call, x) if self.log else relevance.softmaxes(call, x)
+        return relevance.passes(call, x) if self.log else relevance.softmaxes(call, x, _axis(call))
+
+
+def _axis(call: Call) -> int:
+    """The dimension of a softmax. If it is left out, torch takes the first of one or three dimensions, else the next."""
+    count, dim = call["input"].ndim, call["dim"]
+    return int(count not in (0, 1, 3)) if dim is None else dim % max(count, 1)
 
 
 def _scales(relevance: RelevanceVerbs, call: Call) -> Any:
@@ -135,6 +140,11 @@ def _glu(input: Tensor, dim: int = -1) -> Tensor:
     """A gated linear unit, spelt out."""
     value, gate = input.chunk(2, dim)
     return value * gate.sigmoid()
+
+
+def _softmin(input: Tensor, dim: int | None = None, _stacklevel: int = 3, dtype: Any = None) -> Tensor:
+    """A softmax of the opposite."""
+    return F.softmax(-input, dim, _stacklevel, dtype)
 
 
 for _operation, _names in (
@@ -160,7 +170,8 @@ for _operation, _names in (
 register("input", Tensor.requires_grad_, operation=Identity(), writes=True)
 register("input other", Tensor.__ipow__, operation=Activation(), writes=True)
 register("input *rest", Tensor.data.__get__, operation=Identity())  # type: ignore[attr-defined]
-register("input dim=None _stacklevel=3 dtype=None", F.softmax, F.softmin, operation=Softmax())
+register("input dim=None _stacklevel=3 dtype=None", F.softmax, operation=Softmax())
+register("input dim=None _stacklevel=3 dtype=None", F.softmin, operation=Decomposed(_softmin))
 register("input dim=None _stacklevel=3 dtype=None", F.log_softmax, operation=Softmax(log=True))
 register("input dim dtype=None", torch.softmax, Tensor.softmax, torch.special.softmax, operation=Softmax())
 register(

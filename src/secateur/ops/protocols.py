@@ -195,8 +195,8 @@ class RelevanceVerbs(Protocol):
     def attends(self, call: Call, scale: float, mask: Callable[[], Tensor | None]) -> Tensor:
         """Scaled dot-product attention."""
 
-    def softmaxes(self, call: Call, x: Tensor) -> Tensor:
-        """A softmax: relevance passes; where the result multiplies, it is a gate."""
+    def softmaxes(self, call: Call, x: Tensor, dim: int) -> Tensor:
+        """A softmax over `dim`: relevance passes; where the result multiplies, it is a gate."""
 
     def pads(self, call: Call, x: Tensor, pad: Sequence[int], constant: bool) -> Tensor:
         """Padding: a constant border absorbs what falls on it."""

@@ -29,8 +29,8 @@ class Activations:
         self.gate: TensorFacts[bool] = TensorFacts()
         #: Unchanged outputs of conv and linear layers, which may meet a batch norm.
         self.linear: TensorFacts[LinearCall] = TensorFacts()
-        #: The logits behind the output of a softmax.
-        self.logits: TensorFacts[Tensor] = TensorFacts()
+        #: The logits behind the output of a softmax, and its dimension.
+        self.logits: TensorFacts[tuple[Tensor, int]] = TensorFacts()
         #: The constant part of a sum.
         self.offset: TensorFacts[Tensor] = TensorFacts()
         self._of_numbers: tuple[TensorFacts[Any], ...] = (self.nonneg, self.gate, self.logits, self.offset)

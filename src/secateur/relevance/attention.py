@@ -56,22 +56,36 @@ def product(rule: Rule, function: Bilinear, a: Tensor, b: Tensor, r: Tensor) -> 
 
 def _factors(function: Bilinear, a: Tensor, b: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
     """Σ of s over all contributions in which an entry of a, or of b, takes part."""
+    for_a, for_b = _pulled(function, a, b, s)
+    return a * for_a, b * for_b
+
+
+def _pulled(function: Bilinear, a: Tensor, b: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
+    """What comes back to a and to b, if s flows back from their product."""
     with torch.enable_grad():
         left, right = a.detach().requires_grad_(True), b.detach().requires_grad_(True)
-        pulled = torch.autograd.grad(function(left, right), (left, right), s)
-    return a * pulled[0], b * pulled[1]
+        for_a, for_b = torch.autograd.grad(function(left, right), (left, right), s)
+    return for_a, for_b
 
 
-def attend(rule: Attention, logits: Tensor, weights: Tensor, values: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
-    """From the relevance of O = weights @ values: that of the logits, divided by the logits, and that of the values."""
-    g = r / stabilised(weights @ values, rule.epsilon)
-    keep = weights - _jacobian(weights, logits) / 2 if rule.constant == "values" else weights / 2
-    return _jacobian(weights, g @ values.mT) / 2, values * (keep.mT @ g)
+def attend(
+    rule: Attention, logits: Tensor, weights: Tensor, values: Tensor, r: Tensor, function: Bilinear = torch.matmul,
+    dim: int = -1,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """From the relevance of O = weights @ values: that of the logits, divided by the logits, and that of the values.
+
+    Another `function` may multiply the two, as an einsum does. The softmax was over `dim`.
+    """
+    g = r / stabilised(function(weights, values), rule.epsilon)
+    keep = weights - _jacobian(weights, logits, dim) / 2 if rule.constant == "values" else weights / 2
+    plain = function is torch.matmul and values.dim() > 1
+    pulled = (g @ values.mT, keep.mT @ g) if plain else _pulled(function, keep, values, g)
+    return _jacobian(weights, pulled[0], dim) / 2, values * pulled[1]
 
 
-def _jacobian(weights: Tensor, x: Tensor) -> Tensor:
+def _jacobian(weights: Tensor, x: Tensor, dim: int) -> Tensor:
     """J x, where J = Jᵀ is the Jacobian of the softmax that gave the weights."""
-    return weights * (x - (weights * x).sum(-1, keepdim=True))
+    return weights * (x - (weights * x).sum(dim, keepdim=True))
 
 
 def gate_scores(rule: Rule, q: Tensor, k: Tensor, v: Tensor, weights: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:

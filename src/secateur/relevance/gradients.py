@@ -26,7 +26,7 @@ from secateur.nest import map_tensors
 from secateur.ops.table import Call, Site
 from secateur.relevance._kernels import one_kernel
 from secateur.relevance.backward import Backward, fitted
-from secateur.relevance.layers import Layers
+from secateur.relevance.layers import Layers, refuse_learning
 from secateur.relevance.ledger import HALF, total, wide
 from secateur.relevance.linear_maps import Bilinear, ConvMap, LinearMap
 from secateur.relevance.propagation import Propagation, refuse_complex
@@ -78,6 +78,7 @@ class GradientLayers(Layers):
     backward: GradientBackward
 
     def batch_norm(self, call: Call, x: Tensor) -> Tensor:
+        refuse_learning(call)
         return differentiated(self.backward, call, x, "norm") if x.requires_grad else call.run()
 
     def _step(self, run: Callable[[], Tensor], record: LinearCall, build: Callable[[Tensor], LinearMap]) -> Tensor:
@@ -193,7 +194,7 @@ class GradientPropagation(Propagation):
         self.activations.copied(x, output)
         return output
 
-    def softmaxes(self, call: Call, x: Tensor) -> Tensor:
+    def softmaxes(self, call: Call, x: Tensor, dim: int) -> Tensor:
         if not x.requires_grad:
             return self.stops(call)  # type: ignore[no-any-return]
         output = differentiated(self.backward, call, x, "attention")

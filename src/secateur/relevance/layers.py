@@ -143,17 +143,22 @@ class Layers:
         """A batch norm that belongs to no layer passes relevance."""
         if self.fusion.reads(x):
             self._attempt.deviates()
-        if call["training"] and call.get("running_mean") is not None:
-            raise UnsupportedModelError(
-                f"{call.site} updates its running statistics although the model is in evaluation mode.",
-                fix="call batch_norm with training=False",
-            )
+        refuse_learning(call)
         if not x.requires_grad:
             with torch.no_grad():
                 return call.run()  # type: ignore[no-any-return]
         output = self.backward.step(call.run, lambda r: (r,), x, saves=False)
         self.activations.note_fresh(output)
         return output
+
+
+def refuse_learning(call: Call) -> None:
+    """Refuse a batch norm that changes the model, and so what the next batch gets."""
+    if call["training"] and call.get("running_mean") is not None:
+        raise UnsupportedModelError(
+            f"{call.site} updates its running statistics although the model is in evaluation mode.",
+            fix="call batch_norm with training=False",
+        )
 
 
 def _hashable(option: Any) -> Any:

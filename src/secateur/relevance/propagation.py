@@ -23,7 +23,7 @@ from secateur.relevance.attention import attend, gate_scores, product, regroup
 from secateur.relevance.backward import Back, Backward, edge_of, fitted
 from secateur.relevance.composites import Place
 from secateur.relevance.layers import Layers
-from secateur.relevance.ledger import total
+from secateur.relevance.ledger import HALF, total
 from secateur.relevance.linear_maps import AveragingMap, Bilinear, FunctionMap, MatmulMap
 
 
@@ -131,9 +131,9 @@ class Propagation:
         self.activations.copied(x, output)
         return output
 
-    def softmaxes(self, call: Call, x: Tensor) -> Tensor:
+    def softmaxes(self, call: Call, x: Tensor, dim: int) -> Tensor:
         output = self.passes(call, x, nonneg=True, gate=True)
-        self.activations.logits[output] = x
+        self.activations.logits[output] = x, dim
         return output  # type: ignore[no-any-return]
 
     def averages(self, call: Call, x: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
@@ -169,9 +169,10 @@ class Propagation:
         if not (_carries(a) and _carries(b)):
             x, constant = (a, b) if _carries(a) else (b, a)
             output: Tensor = self.passes(call, x)
-            if isinstance(constant, Tensor) and sign == 1:
-                before = known.offset.get(x)
-                known.offset[output] = constant if before is None else before + constant
+            if isinstance(constant, Tensor):  # a + sign · b
+                before, signs = known.offset.get(x), (1, sign) if x is a else (sign, 1)
+                own = constant if signs[1] == 1 else constant * signs[1]
+                known.offset[output] = own if before is None else before * signs[0] + own
             return output
         sum_ = self.fusion.adds(call.site, a, b, sign)
         ahead = sum_ is not None
@@ -181,7 +182,11 @@ class Propagation:
 
         def back(r: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
             x, y = (t if t.shape == r.shape else t.expand(r.shape) for t in (a, b if sign == 1 else b * sign))
-            first, second = backward.rule(place).add(x, y, r)
+            if r.dtype not in HALF:
+                first, second = backward.rule(place).add(x, y, r)
+            else:  # float16 has no numbers small enough to tell two zeros from what must not be divided by
+                shares = backward.rule(place).add(x.float(), y.float(), r.float())
+                first, second = (share.to(r.dtype) for share in shares)
             return fitted(first, a.shape), fitted(second, b.shape)
 
         output = self._step(call, back, a, b, run=sum_)
@@ -223,15 +228,17 @@ class Propagation:
             return self.dense(call, a, b, None, columns=True)
         place, attention = (backward.place(kind, name.path) for kind in ("matmul", "attention"))
         inputs: tuple[Tensor, ...] = (a, b)
-        logits = known.logits.get(a)
+        weights, values = (a, b) if a in known.logits else (b, a)
+        softmax = known.logits.get(weights)
         gated = next(((g, x) for g, x in ((a, b), (b, a)) if g in known.gate and x not in known.gate), None)
         if not a.requires_grad or not b.requires_grad:
             x, weight = (a, b) if a.requires_grad else (b, a)
             inputs, nonneg, bound = (x,), x in known.nonneg, function if x is a else _flipped(function)
             back: Back = lambda r, x: backward.share(r, x, FunctionMap(bound, weight), place, name, nonneg)  # noqa: E731
-        elif logits is not None and self.layers.meets_attention() and backward.attention(attention).queries:
-            inputs = (logits, b)
-            back = _logits_and_values(backward, a.detach(), known.offset.get(logits), attention, name)
+        elif softmax is not None and self.layers.meets_attention() and backward.attention(attention).queries:
+            (logits, dim), mixes = softmax, function if weights is a else _flipped(function)
+            inputs, offset = (logits, values), known.offset.get(logits)
+            back = _logits_and_values(backward, weights.detach(), offset, mixes, dim, attention, name)
         elif gated is not None and self.layers.meets_attention():
             gate, x = gated
             inputs, backward.gated = (x,), True
@@ -332,13 +339,15 @@ def _carries(value: Any) -> bool:
     return isinstance(value, Tensor) and value.requires_grad
 
 
-def _logits_and_values(backward: Backward, weights: Tensor, offset: Tensor | None, place: Place, name: Site) -> Back:
+def _logits_and_values(
+    backward: Backward, weights: Tensor, offset: Tensor | None, function: Bilinear, dim: int, place: Place, name: Site
+) -> Back:
     """softmax(logits + offset) @ values, where the softmax was its own operation. The offset takes no relevance."""
 
     def back(r: Tensor, logits: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         logits = torch.where(weights > 0, logits if offset is None else logits - offset, 0)
         how = backward.attention(place)
-        pulled, for_values = attend(how, logits, weights, values, r)
+        pulled, for_values = attend(how, logits, weights, values, r, function, dim)
         for_logits = logits * pulled
         backward.flow(name, "attention", total(r), total(for_logits) + total(for_values), how.absorbs)
         return for_logits, for_values

@@ -88,6 +88,9 @@ class Weights:
         """The linear map of a layer with its batch norm folded in. It is kept for the next batch, with W⁺ and W⁻."""
         sources = (record.weight, record.bias, *stats)
         build = record.use.build
+        if not isinstance(record.use.source, nn.Parameter) and not self.is_owned(record.weight):
+            # It is computed anew in every batch, and would be kept each time.
+            return build(*(folded(record, stats, eps) if stats else (record.weight, record.bias)))
         key = (build, *[None if t is None else (*_bits(t), t._version) for t in sources])
         if key not in self._maps:
             weight, bias = folded(record, stats, eps) if stats else (record.weight, record.bias)
