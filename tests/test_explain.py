@@ -807,6 +807,15 @@ def test_rules_by_kind_depth_module_and_input():
     assert spy == {"top": [(4, 32)], "4": [(8, 6, 3, 3)], "rest": [(6, 3, 3, 3)]}
 
 
+def test_lines_of_a_composite_that_would_never_fit_are_refused():
+    with pytest.raises(CriterionError, match=r"kind='convolution' is no kind.*conv, linear"):
+        On(Epsilon(), kind="convolution")
+    with pytest.raises(CriterionError, match=r"rule='epsilon' is no rule"):
+        On("epsilon")
+    with pytest.raises(CriterionError, match=r"lines of the form On\("):
+        Composite(Epsilon())
+
+
 def test_presets_by_name():
     with pytest.raises(CriterionError, match="alpha1beta0"):
         explain(small(), X, 1, composite="alpha3")

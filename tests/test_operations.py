@@ -114,6 +114,33 @@ def test_a_weight_of_fixed_size_fixes_what_it_reads(convolves: Callable[..., Ten
     assert sc.analyze(Blurred(), torch.rand(1, 3, 9)).total_units == 0
 
 
+class Between(nn.Module):
+    """Something between two layers."""
+
+    def __init__(self, does: Callable[[Tensor], Tensor], last: nn.Module) -> None:
+        super().__init__()
+        self.does, self.first, self.last = does, nn.Conv1d(3, 6, 1), last
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.does(self.first(x)))
+
+
+def test_running_exponentials_make_no_zeros() -> None:
+    # A unit that is masked would still add the logarithm of how many positions there are.
+    net, x = Between(lambda y: y.logcumsumexp(2).sum(1), nn.Linear(9, 2)), torch.rand(2, 3, 9)
+    assert sc.analyze(net, x).total_units == 0
+    assert sc.analyze(Between(lambda y: y.cumsum(2).sum(1), nn.Linear(9, 2)), x).total_units > 0
+
+
+@pytest.mark.filterwarnings("ignore:Implicit dimension")
+def test_a_softmax_without_a_dimension_is_over_the_one_that_torch_takes() -> None:
+    x = torch.rand(2, 3, 9)
+    net = Between(lambda y: F.softmax(y), nn.Conv1d(6, 2, 1))
+    torch.testing.assert_close(net.does(x), x.softmax(0))
+    wanted = sc.analyze(Between(lambda y: y.softmax(0), nn.Conv1d(6, 2, 1)), x).total_units
+    assert sc.analyze(net, x).total_units == wanted > 0
+
+
 SPELT_OUT: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "vstack": lambda a, b: torch.vstack([a, b]),
     "vstack of vectors": lambda a, b: torch.vstack((a[0], b[1], a[0, 0].expand(5))),

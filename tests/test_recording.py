@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections import OrderedDict
 from typing import Any
 
@@ -15,6 +17,25 @@ from secateur.errors import DataError
 from secateur.relevance import RelevancePass
 from secateur.relevance._cuda_graphs import Recording, _shape_of, as_if_recording
 from secateur.relevance.starts import starter
+
+
+def test_one_thread_after_the_other_tells_models_that_they_are_recorded() -> None:
+    asked, entered = torch.cuda.is_current_stream_capturing, threading.Event()
+
+    def other() -> None:
+        entered.set()
+        with as_if_recording():
+            left.wait(1)
+
+    left, thread = threading.Event(), threading.Thread(target=other)
+    with as_if_recording():
+        thread.start()
+        entered.wait(5)
+        time.sleep(0.05)
+    left.set()
+    thread.join()
+    assert torch.cuda.is_current_stream_capturing is asked
+
 
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 BATCHES = 7

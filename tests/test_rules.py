@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from secateur.errors import ConservationWarning
+from secateur.errors import ConservationWarning, CriterionError
 from secateur.relevance import AlphaBeta, Box, Composite, Epsilon, Flat, Gamma, Norm, On, Pass, WSquare, ZPlus, explain
 
 pytestmark = pytest.mark.usefixtures("one_rule")
@@ -213,7 +213,7 @@ def test_alpha_beta_conserves(seed, alpha):
 
 
 def test_alpha_beta_must_add_up():
-    with pytest.raises(ValueError, match="must be 1"):
+    with pytest.raises(CriterionError, match="must be 1"):
         AlphaBeta(2, 2)
 
 
@@ -221,7 +221,7 @@ def test_pass_keeps_relevance_and_refuses_other_shapes():
     a, r = torch.randn(1, 3, 4, 4), torch.rand(1, 3, 4, 4)
     same = nn.Conv2d(3, 3, 3, padding=1)
     assert torch.equal(explain(same, a, r, composite=Pass()).input, r)
-    with pytest.raises(ValueError, match="cannot pass unchanged"):
+    with pytest.raises(CriterionError, match="cannot pass unchanged"):
         explain(nn.Conv2d(3, 5, 3, padding=1), a, torch.rand(1, 5, 4, 4), composite=Pass())
 
 

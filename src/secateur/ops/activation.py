@@ -126,7 +126,7 @@ class Softmax(Operation):
 
 
 def _axis(call: Call) -> int:
-    """The dimension of a softmax. If it is left out, torch takes the first of one or three dimensions, else the next."""
+    """The dimension of a softmax. Left out, it is the first of one or three dimensions, else the second."""
     count, dim = call["input"].ndim, call["dim"]
     return int(count not in (0, 1, 3)) if dim is None else dim % max(count, 1)
 

@@ -82,7 +82,11 @@ class Length(Reduction):
 
 
 class Cumulative(Ruled):
-    """Running products and sums, sorts: order and count along the dimension matter."""
+    """Running products and sums, sorts: order and count along the dimension matter. `keeps_zero`: 0 stays 0."""
+
+    def __init__(self, rule: Rule, keeps_zero: bool = True) -> None:
+        super().__init__(rule)
+        self.keeps_zero = keeps_zero
 
     def channels(self, labels: LabelVerbs, call: Call, output: Any) -> None:
         x = call["input"]
@@ -92,7 +96,7 @@ class Cumulative(Ruled):
                 labels.freeze(layer, f"{call.site} runs along it")
         for tensor in tensors_in(output):
             if tensor.shape == x.shape:
-                labels.keep(x, tensor)
+                labels.keep(x, tensor, self.keeps_zero)
 
 
 class TopK(Cumulative):
@@ -132,5 +136,5 @@ register("input|x ord=2 dim=None keepdim=False dtype=None", torch.linalg.vector_
 register_named("input dim=None keepdim=False", "aminmax nanmedian", Reduction(moves))
 register_named("input k dim=-1 keepdim=False", "kthvalue", Reduction(moves))
 register_named("input dim", "cummax cummin", Cumulative(moves))
-register_named("input dim", "logcumsumexp", Cumulative(refused))
+register_named("input dim", "logcumsumexp", Cumulative(refused, keeps_zero=False))
 register_named("input dim=0", "msort", Cumulative(moves))

@@ -7,6 +7,7 @@ changed weights or modules end a recording. The first replay must give the same 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,8 @@ from secateur.running.sandbox import isolated
 if TYPE_CHECKING:
     from secateur.relevance.engine import RelevancePass, Start
 
+# One recording at a time: what is set for it holds for all threads, and each would give back what another has set.
+_turn = threading.RLock()
 # Batches of the same shape before a recording is made. It takes as long as a few of them.
 _PATIENCE = 4
 
@@ -82,7 +85,7 @@ class Recording:
         self._members = list(_members(engine.model))
         self._seed = torch.zeros_like(batch.output)
         self._forward, self._backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        with torch.cuda.device(device), torch.inference_mode(False), isolated(engine.model, [batch.output]):
+        with _turn, torch.cuda.device(device), torch.inference_mode(False), isolated(engine.model, [batch.output]):
             self._inputs = [tensor.detach().clone() for tensor in tensors_in(inputs)]
             mine = iter(self._inputs)
             nest, attempt = map_tensors(lambda _: next(mine), inputs), Attempt(expected=True)
@@ -151,12 +154,13 @@ def _never_waiting() -> Iterator[None]:
 def as_if_recording() -> Iterator[None]:
     """A model that asks is told that it is recorded. Those of transformers then do not look into their masks, for which
     they would wait for the device."""
-    asked = torch.cuda.is_current_stream_capturing
-    torch.cuda.is_current_stream_capturing = lambda: True
-    try:
-        yield
-    finally:
-        torch.cuda.is_current_stream_capturing = asked
+    with _turn:
+        asked = torch.cuda.is_current_stream_capturing
+        torch.cuda.is_current_stream_capturing = lambda: True
+        try:
+            yield
+        finally:
+            torch.cuda.is_current_stream_capturing = asked
 
 
 @contextmanager

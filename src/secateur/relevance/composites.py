@@ -22,6 +22,10 @@ from secateur.relevance.attention import Attention
 from secateur.relevance.rules import AlphaBeta, Box, Epsilon, Flat, Gamma, Norm, Rule
 
 
+#: The kinds of operations for which there is a choice of rules.
+KINDS = ("conv", "linear", "pool", "add", "matmul", "attention")
+
+
 @dataclass(frozen=True)
 class Place:
     """Where a rule is asked for: the kind of operation, the module path, and the depth among the weight layers."""
@@ -46,6 +50,14 @@ class On:
     depth: tuple[float, float] | None = None
     first: bool | None = None
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.rule, Rule | Attention):
+            raise CriterionError("{rule} is no rule.", fix="a Rule or Attention", rule=Argument("rule", self.rule))
+        kinds = [self.kind] if isinstance(self.kind, str) else self.kind
+        if not set(kinds) <= set(KINDS):  # such a line would never fit
+            what = "{kind} is no kind of operation."
+            raise CriterionError(what, fix=f"of {', '.join(KINDS)}", kind=Argument("kind", self.kind))
+
     def fits(self, place: Place) -> bool:
         kinds = [self.kind] if isinstance(self.kind, str) else self.kind
         wildcards = [self.modules] if isinstance(self.modules, str) else self.modules
@@ -61,6 +73,8 @@ class Composite:
     """Lines of rules. The first that fits a place decides. The default is α1β0, with attention weights as gates."""
 
     def __init__(self, *lines: On, name: str = "custom", modified_gradient: bool = False) -> None:
+        if not all(isinstance(line, On) for line in lines):
+            raise CriterionError(f"a composite has lines of the form On(rule, …), got {lines!r}.", fix="On(Epsilon())")
         self.lines, self.name = lines, name
         #: Whether the rules amount to input times a modified gradient (`gradients.py`), whatever the lines say.
         self.modified_gradient = modified_gradient

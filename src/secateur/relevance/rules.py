@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from secateur.errors import CriterionError
 from secateur.relevance._kernels import one_kernel
 from secateur.relevance.linear_maps import LinearMap
 
@@ -115,8 +116,9 @@ class AlphaBeta(Contributions):
 
     def __post_init__(self) -> None:
         if abs(self.alpha + self.beta - 1) > 1e-6 and abs(self.alpha - self.beta - 1) > 1e-6:
-            raise ValueError(
-                f"α + β (or α - β) must be 1 for relevance to be conserved, got {self.alpha}, {self.beta}."
+            raise CriterionError(
+                f"α + β (or α - β) must be 1 for relevance to be conserved, got {self.alpha}, {self.beta}.",
+                fix="AlphaBeta(1, 0) or AlphaBeta(2, -1)",
             )
 
     @property
@@ -280,7 +282,10 @@ class Pass(ValueFree):
 
     def __call__(self, layer: LinearMap, a: Tensor, r: Tensor) -> Tensor:
         if a.shape != r.shape:
-            raise ValueError(f"relevance cannot pass unchanged from shape {tuple(r.shape)} to {tuple(a.shape)}.")
+            raise CriterionError(
+                f"relevance cannot pass unchanged from shape {tuple(r.shape)} to {tuple(a.shape)}.",
+                fix="Pass() only for layers whose output has the shape of the input: On(Pass(), modules=…)",
+            )
         return r
 
 
