@@ -319,6 +319,8 @@ def test_captum(method: str) -> None:
         net[4](F.relu(z).mean((2, 3))).gather(1, y[:, None]).sum().backward()
         expected = (z * z.grad).sum((0, 2, 3)).abs().detach().double().numpy()
         np.testing.assert_allclose(found["0"], expected, rtol=1e-4)
+        squares = (z * z.grad).detach().square().sum((0, 2, 3)).double().numpy()
+        np.testing.assert_allclose(by_path(score(net, (x, y), Captum(absolute="square")))["0"], squares, rtol=1e-4)
 
 
 def test_captum_options_and_errors() -> None:
@@ -371,6 +373,16 @@ def test_random_is_fixed_by_its_seed() -> None:
     for site, values in one.units.items():
         np.testing.assert_array_equal(values, same.units[site])
         assert not np.array_equal(values, other.units[site])
+
+
+def test_criteria_that_cannot_be_told_apart_or_used_are_refused() -> None:
+    with pytest.raises(CriterionError, match=r"two criteria are called 'taylor'.*Taylor\(name="):
+        score(hand_net(), HAND, ["weight", Taylor(), Taylor(norm=None)])
+    assert list(score(hand_net(), HAND, [Taylor(), Taylor(name="raw", norm=None)])) == ["taylor", "raw"]
+    with pytest.raises(CriterionError, match=r"Taylor is a class.*Taylor\(\)"):
+        score(hand_net(), HAND, Taylor)  # type: ignore[arg-type]
+    with pytest.raises(CriterionError, match="loss does not depend on the output"):
+        score(hand_net(), HAND, Taylor(loss=lambda output, targets: output.detach().sum()))
 
 
 def test_bad_input_is_named() -> None:

@@ -74,6 +74,11 @@ def score(
     wanted = [criterion_named(choice) for choice in choices]
     if not wanted:
         raise CriterionError("there is no criterion in the list.", fix="for example ['lrp', 'taylor']")
+    names = [each.name for each in wanted]
+    twice = next((each for each in wanted if names.count(each.name) > 1), None)
+    if twice is not None:
+        what = f"two criteria are called {twice.name!r}, and scores are returned by name."
+        raise CriterionError(what, fix=f"names of their own, as in {type(twice).__name__}(name='other', …)")
     original = unwrap(model)
     if graph is not None:
         check_kind("graph", graph, Graph, "graph=analyze(model, example)")
