@@ -10,9 +10,9 @@ from torch import nn
 
 from secateur.analysis.analyze import analyze
 from secateur.arguments import check_count, check_kind
-from secateur.criteria.criterion import Accumulator, Criterion, Subject, Sums
+from secateur.criteria.criterion import Accumulator, Criterion, Subject, Sums, check_units
 from secateur.criteria.registry import Choice, criterion_named
-from secateur.errors import CriterionError, DataError, PlanError
+from secateur.errors import CriterionError, DataError
 from secateur.ops.table import Site
 from secateur.plans.plan import Plan
 from secateur.plans.scores import Scores, Values
@@ -192,8 +192,4 @@ def _check(criterion: Criterion, site: Site, values: Values, count: int) -> None
             f"of {site}.",
             fix="check the data and the weights there, or use float32",
         )
-    if len(values) != count:
-        raise PlanError(
-            f"{site} has {len(values)} units, but the graph says {count}.",
-            fix="give the plan that made this model as start=…, or analyse this model itself",
-        )
+    check_units(site, len(values), count)
