@@ -477,3 +477,36 @@ def test_blocks_in_blocks_and_layers_that_serve_twice(names: list[str]) -> None:
     assert torch.allclose(
         small(IMAGE), silenced(net, ["body.0.bn2" if names == ["body.0"] else "body"], IMAGE), atol=1e-6
     )
+
+
+class Step(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 10), nn.Linear(10, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+@pytest.mark.parametrize("tie", ["weight", "layer"])
+def test_a_block_whose_weights_others_use_by_its_name_stays(tie: str) -> None:
+    """The smaller model would share memory with the user's, and later plans would not find the weight."""
+    net = nn.Sequential(nn.Linear(4, 6), Step(), Step(), Step(), nn.Linear(6, 3))
+    if tie == "weight":
+        net[2].up.weight = net[1].up.weight
+    else:
+        net[2].up = net[1].up
+    x = torch.randn(5, 4)
+    graph = sc.analyze(net, x)
+    assert {block.name: block.reason for block in graph.blocks} == {
+        "1": f"a module outside it shares `1.up.{'weight' if tie == 'weight' else 'bias'}`",
+        "2": None,
+        "3": None,
+    }
+    removed = np.zeros(len(graph.root), np.bool_)
+    removed[[block.group for block in graph.blocks.prunable]] = True
+    plan = plan_for(graph, removed)
+    small, own = sc.apply(net, plan), {p.data_ptr() for p in net.parameters()}
+    assert not any(p.data_ptr() in own for p in small.parameters())
+    assert plan.after.params == sum(p.numel() for p in small.parameters())
+    assert torch.equal(small(x), net[4](net[1](net[0](x))))

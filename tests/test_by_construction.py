@@ -529,12 +529,14 @@ def test_a_layer_that_never_ran_concerns_its_own_part_of_the_model() -> None:
     assert set(reasons(graph)) == {"0.a"}
 
 
-class Sided(nn.Module):
-    """Training returns the hidden layer as well, which no parameter tells."""
-
+class ThreeLayers(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.middle, self.last = nn.Linear(6, 12), nn.Linear(12, 10), nn.Linear(10, 5)
+
+
+class Sided(ThreeLayers):
+    """Training returns the hidden layer as well, which no parameter tells."""
 
     def forward(self, x: Tensor) -> Any:
         hidden = self.first(x).relu()
@@ -562,9 +564,20 @@ def test_distributions_are_outputs() -> None:
     torch.testing.assert_close(small.stddev, masked.stddev)
 
 
+class Wrapped(ThreeLayers):
+    """The same, decorated, as forwards of transformers are."""
+
+    @torch.no_grad()
+    def forward(self, x: Tensor) -> Any:
+        hidden = self.first(x).relu()
+        out = self.last(self.middle(hidden).relu())
+        return (out, hidden) if self.training else out
+
+
 def test_what_only_training_returns_stays() -> None:
-    graph = exact(Sided(), words())
-    assert graph.total_units == 10
+    for kind in (Sided, Wrapped):
+        graph = exact(kind(), words())
+        assert graph.total_units == 10
     small = sc.apply(Sided().double(), sc.plan(graph, random_scores(graph), remove=0.5)).train()
     assert small(words())[1].shape == (2, 7, 12)
 

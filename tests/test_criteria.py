@@ -319,6 +319,8 @@ def test_captum(method: str) -> None:
         net[4](F.relu(z).mean((2, 3))).gather(1, y[:, None]).sum().backward()
         expected = (z * z.grad).sum((0, 2, 3)).abs().detach().double().numpy()
         np.testing.assert_allclose(found["0"], expected, rtol=1e-4)
+        squares = (z * z.grad).detach().square().sum((0, 2, 3)).double().numpy()
+        np.testing.assert_allclose(by_path(score(net, (x, y), Captum(absolute="square")))["0"], squares, rtol=1e-4)
 
 
 def test_captum_options_and_errors() -> None:
@@ -371,6 +373,79 @@ def test_random_is_fixed_by_its_seed() -> None:
     for site, values in one.units.items():
         np.testing.assert_array_equal(values, same.units[site])
         assert not np.array_equal(values, other.units[site])
+
+
+class Functional(nn.Module):
+    """Three layers in one forward, whose weights are parameters or computed from them."""
+
+    def __init__(self, computed: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weights = nn.ParameterList([torch.randn(6, 5), torch.randn(6, 6), torch.randn(3, 6)])
+        self.computed = computed
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second, last = (2 * w / 2 if self.computed else w for w in self.weights)
+        return F.linear(F.relu(F.linear(F.relu(F.linear(x, first)), second)), last)
+
+
+@pytest.mark.parametrize("criterion", ["lrp", "lrp:attnlrp", "taylor", "weight"])
+def test_computed_weights_in_one_module_are_told_apart(criterion: str) -> None:
+    data = torch.randn(8, 5, generator=torch.Generator().manual_seed(1)), torch.arange(8) % 3
+    plain, computed = (score(Functional(kind), data, criterion).units for kind in (False, True))
+    assert len(plain) == len(computed) == 3
+    for site, values in plain.items():
+        np.testing.assert_allclose(computed[site], values, rtol=1e-5)
+
+
+def test_every_second_row_of_a_weight_is_no_range_of_rows() -> None:
+    class Interleaved(nn.Module):
+        def __init__(self, copied: bool) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.both, self.left, self.right = nn.Parameter(torch.randn(12, 5)), nn.Linear(6, 3), nn.Linear(6, 3)
+            self.copied = copied
+
+        def forward(self, x: Tensor) -> Tensor:
+            even, odd = (part.clone() if self.copied else part for part in (self.both[::2], self.both[1::2]))
+            return self.left(F.linear(x, even).relu()) + self.right(F.linear(x, odd).relu())
+
+    data = torch.randn(8, 5, generator=torch.Generator().manual_seed(1)), torch.arange(8) % 3
+    views, copies = (score(Interleaved(copied), data, "lrp").units for copied in (False, True))
+    for site, values in copies.items():
+        np.testing.assert_allclose(views[site], values, rtol=1e-5)
+
+
+def test_weights_joined_from_parameters_are_scored_by_their_rows() -> None:
+    class Joined(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Parameter(torch.randn(6, 5)), nn.Parameter(torch.randn(4, 5))
+            self.last = nn.Linear(10, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(F.linear(x, torch.cat([self.second, self.first])).relu())
+
+    net, x = Joined(), torch.randn(4, 5)
+    graph = analyze(net, x)
+    assert graph.total_units == 10
+    rows = torch.cat([net.second, net.first]).abs().sum(1).detach().double().numpy()
+    found = score(net, None, Weight(norm=None), graph=graph)
+    np.testing.assert_allclose(found.units[graph.producers[0].sites[0]], rows, rtol=1e-6)
+    first = plan(graph, found, remove=0.5)
+    again = score(apply(net, first), None, Weight(norm=None), graph=graph, start=first)
+    left = np.sort(rows)[5:]
+    np.testing.assert_allclose(np.sort(again.units[graph.producers[0].sites[0]])[5:], left, rtol=1e-6)
+
+
+def test_criteria_that_cannot_be_told_apart_or_used_are_refused() -> None:
+    with pytest.raises(CriterionError, match=r"two criteria are called 'taylor'.*Taylor\(name="):
+        score(hand_net(), HAND, ["weight", Taylor(), Taylor(norm=None)])
+    assert list(score(hand_net(), HAND, [Taylor(), Taylor(name="raw", norm=None)])) == ["taylor", "raw"]
+    with pytest.raises(CriterionError, match=r"Taylor is a class.*Taylor\(\)"):
+        score(hand_net(), HAND, Taylor)  # type: ignore[arg-type]
+    with pytest.raises(CriterionError, match="loss does not depend on the output"):
+        score(hand_net(), HAND, Taylor(loss=lambda output, targets: output.detach().sum()))
 
 
 def test_bad_input_is_named() -> None:

@@ -43,7 +43,7 @@ from secateur.loop import checkpoint as checkpoints
 from secateur.loop.progress import Progress, StepDone
 from secateur.loop.prune import Result, prune
 from secateur.plans import Limits
-from secateur.plans.plan import difference, renumbered
+from secateur.plans.plan import difference, plan_for, renumbered
 from secateur.plans.ranking import plan
 from secateur.recover import Recover, recover
 from secateur.results.history import History
@@ -308,6 +308,31 @@ def test_two_removals_equal_one(kind: str) -> None:
     second = plan(graph, scores, remove=0.6, start=first)
     twice = apply(apply(model, first), difference(second, first))
     assert same(twice, apply(model, second))
+    torch.testing.assert_close(twice(x), apply(model, second)(x))
+
+
+def test_two_removals_equal_one_where_kinds_of_units_cross_in_a_norm() -> None:
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.widen, self.tokens, self.mix, self.head = (
+                nn.Linear(*sizes) for sizes in ((5, 8), (4, 6), (6, 3), (8, 2))
+            )
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.tokens(self.widen(x).transpose(1, 2))
+            return self.head(self.mix(F.layer_norm(y, y.shape[1:])).relu().transpose(1, 2))
+
+    torch.manual_seed(0)
+    model, x = Mixed(), torch.randn(2, 4, 5)
+    graph = analyze(model, x)
+    channels, tokens = (layer.groups for layer in graph.layers if layer.prunable)
+    removed = np.zeros(len(graph.root), np.bool_)
+    removed[[channels[5], channels[6], tokens[0]]] = True
+    first = plan_for(graph, removed)
+    removed[[channels[1], tokens[1], tokens[4]]] = True
+    second = plan_for(graph, removed)
+    twice = apply(apply(model, first), difference(second, first))
     torch.testing.assert_close(twice(x), apply(model, second)(x))
 
 

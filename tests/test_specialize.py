@@ -14,7 +14,7 @@ from reproduction.uncoupled import paper_cost, prune_uncoupled
 from secateur.analysis.specialize import MergedOutputs, specialize
 from secateur.criteria.scoring import score
 from secateur.criteria.weight import Weight
-from secateur.errors import NothingToPruneError, TargetError, UnsupportedModelError
+from secateur.errors import NothingToPruneError, TargetError, UnsupportedModelError, VerificationError
 from secateur.files.saved import load, save
 from secateur.loop.prune import prune
 
@@ -67,6 +67,19 @@ def test_merged_outputs_sum_probabilities(tmp_path: Path) -> None:
     torch.testing.assert_close(again(X), merged(X))
     exported = torch.export.export(merged, (X,))
     torch.testing.assert_close(exported.module()(X), merged(X))
+
+
+def test_what_cannot_be_merged_is_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match=r"returns probabilities.*without its softmax"):
+        specialize(nn.Sequential(conv_net(), nn.Softmax(1)), {"cat": [7, 1], "dog": [0]}, X)
+
+    class Placed(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            made: Tensor = super().forward(x)
+            return made * torch.linspace(0, 1, made.shape[1])
+
+    with pytest.raises(VerificationError, match="by position"):
+        specialize(Placed(*conv_net()).eval(), {"cat": [7, 1], "dog": [0]}, X)
 
 
 def test_specialised_models_can_be_scored_and_pruned(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,8 @@ import secateur as sc
 from secateur.errors import NothingToPruneError, PlanError, SecateurError, TargetError, UnsupportedModelError
 from secateur.loop import Schedule
 from secateur.plans import Limits, Target
+from secateur.plans.plan import plan_for
+from secateur.plans.ranking import _Chooser
 from secateur.plans.scores import Scores
 
 
@@ -200,3 +203,36 @@ def test_settings_print_what_was_given() -> None:
 def test_settings_check_themselves(make: Any, said: str) -> None:
     with pytest.raises(TargetError, match=said):
         make()
+
+
+class Rigid(nn.Module):
+    """A branch whose inner layer must stay, since its forward has the size of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 10), nn.Linear(10, 6)
+
+    def forward(self, x: Any) -> Any:
+        return x + self.down(torch.relu(self.up(x)).view(-1, 2, 5).flatten(1))
+
+
+def test_units_that_only_leave_with_their_block_do_not_count() -> None:
+    net = nn.Sequential(nn.Linear(4, 6), Rigid(), Rigid(), nn.Linear(6, 3))
+    graph = sc.analyze(net, torch.randn(5, 4))
+    assert [layer.name for layer in graph.layers if layer.prunable] == ["0"]
+    removed = np.zeros(len(graph.root), np.bool_)
+    removed[next(iter(graph.blocks)).group] = True
+    start = plan_for(graph, removed)
+    assert start.units == (18, 18)
+    scores = sc.score(net, None, "weight", graph=graph)
+    found = sc.plan(graph, scores, remove=0.5, start=start)
+    assert found.units == (18, 9)
+
+
+def test_rounding_goes_on_until_nothing_changes() -> None:
+    """Each width shares a group with the next: what one brings back, the one before it must make up for."""
+    widths = [(np.array([i, i + 1]), 2) for i in reversed(range(20))]
+    removed = np.ones(21, np.bool_)
+    removed[0] = False
+    _Chooser._round(SimpleNamespace(widths=widths, gone=np.zeros(21, np.bool_), value=np.ones(21)), removed)  # type: ignore[arg-type]
+    assert not removed.any()

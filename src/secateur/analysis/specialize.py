@@ -98,6 +98,7 @@ def specialize(
         whole = MergedOutputs(model, outputs, len(rows), merge)
         plan = _prefixed(plan, len(rows), wanted, len(outputs))
         narrow = cut(whole, plan)
+        _verify(model, narrow.get_submodule("body"), example, sorted(wanted), merged=True)
         remember(narrow, whole, plan)
     else:
         narrow = cut(model, plan)
@@ -212,11 +213,18 @@ def _reorder(narrow: nn.Module, graph: Graph, rows: Labels, wanted: list[int]) -
             tensor.data = tensor.data.index_select(axis.dim, torch.from_numpy(order).to(tensor.device))
 
 
-def _verify(model: nn.Module, narrow: nn.Module, example: Example, wanted: list[int]) -> None:
-    """The kept outputs are what they were; models that end in a softmax share the whole among those that are left."""
+def _verify(model: nn.Module, narrow: nn.Module, example: Example, wanted: list[int], merged: bool = False) -> None:
+    """The kept outputs are what they were; models that end in a softmax share the whole among those that are left.
+
+    Those cannot be `merged`: that takes a softmax of its own.
+    """
     with quiet():
-        whole = logits_of(run(shared_copy(model).eval(), example), warn=False)[:, wanted].double()
+        output = logits_of(run(shared_copy(model).eval(), example), warn=False).double()
         small = logits_of(run(shared_copy(narrow).eval(), example), warn=False).double()
+    if merged and bool((output >= 0).all()) and bool(((output.sum(1) - 1).abs() < 1e-3).all()):
+        what = f"{type(model).__name__} returns probabilities, and merging takes them for logits."
+        raise UnsupportedModelError(what, fix="the model without its softmax")
+    whole = output[:, wanted]
     shared = whole / whole.sum(1, keepdim=True)
     scale = float(whole.abs().max()) or 1.0
     for expected in (whole, shared, whole.log_softmax(1)):

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from functools import cache
-from types import FunctionType
 from typing import Any
 
 from torch import Tensor, nn
@@ -20,6 +18,7 @@ from secateur.running.observer import Rehearsal
 from secateur.running.sandbox import Example, quiet, run
 from secateur.structure.findings import Findings
 from secateur.structure.followed import Question, Questions
+from secateur.surgery.verify import reads_training
 
 log = logging.getLogger("secateur")
 #: How many pixels an image gets in addition. Most networks halve images five times.
@@ -30,8 +29,7 @@ _MOST_LINES, _MOST_PASSES = 16, 32
 
 def trains_otherwise(copy: nn.Module, inputs: Example, output: Any) -> bool:
     """Whether the forward in training mode returns other tensors than `output`. Asked only if code reads the mode."""
-    kinds: set[Any] = {type(module) for _, module in named_modules(copy)}
-    if not any(_reads_mode(kind) for kind in kinds):
+    if not reads_training(copy):
         return False
     copy.train()
     try:
@@ -43,14 +41,6 @@ def trains_otherwise(copy: nn.Module, inputs: Example, output: Any) -> bool:
     finally:
         copy.eval()
     return [t.shape for t in tensors_of_output(made)] != [t.shape for t in tensors_of_output(output)]
-
-
-@cache
-def _reads_mode(kind: type) -> bool:
-    """Whether a method that a user wrote mentions `training`."""
-    own = [parent for parent in kind.__mro__ if not parent.__module__.startswith(("torch.", "torchvision.ops."))]
-    methods = [item for parent in own for item in vars(parent).values() if isinstance(item, FunctionType)]
-    return any("training" in method.__code__.co_names for method in methods)
 
 
 def other_sizes(inputs: Example) -> Iterator[Example]:

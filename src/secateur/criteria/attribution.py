@@ -81,8 +81,9 @@ class _CaptumSums(Accumulator):
                 ) from error
             values: Tensor = found[0] if isinstance(found, tuple) else found
             channel = values.ndim - 1 if isinstance(layer, nn.Linear) else 1
-            sums = values.detach().movedim(channel, -1).flatten(1, -2).sum(1) if values.ndim > 2 else values.detach()
-            sums = sums.to(precise(sums.device))
+            values = values.detach().to(precise(values.device)).movedim(channel, -1)
+            values = values.square() if self.criterion.absolute == "square" else values
+            sums = values.flatten(1, -2).sum(1) if values.ndim > 2 else values
             self.sums.add(index, sums.abs().sum(0) if self.criterion.absolute == "sample" else sums.sum(0))
         self.sums.samples += size_of(inputs)
 

@@ -10,7 +10,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from secateur.arguments import check_callable, check_kind
-from secateur.errors import Argument, CriterionError
+from secateur.errors import Argument, CriterionError, PlanError
 from secateur.ops.layers import Mask
 from secateur.ops.table import Site
 from secateur.plans.plan import Plan
@@ -149,3 +149,12 @@ class Accumulator:
     def close(self) -> Sums:
         """The sums of all batches."""
         return self.sums
+
+
+def check_units(where: object, found: int, wanted: int) -> None:
+    """Refuse a model that has another number of units than the graph says."""
+    if found != wanted:
+        raise PlanError(
+            f"{where} has {found} units, but the graph says {wanted}.",
+            fix="give the plan that made this model as start=…, or analyse this model itself",
+        )

@@ -63,6 +63,9 @@ def criterion_named(choice: Choice) -> Criterion:
             fix=f"{', '.join(_KNOWN)}, 'lrp:<composite>', 'captum:<Method>', a Criterion, or a function "
             "f(model, batches) -> {module path: one number per unit}",
         )
+    if Criterion in getattr(choice, "__mro__", ()):
+        name = getattr(choice, "__name__", "")
+        raise CriterionError(f"criterion {name} is a class.", fix=f"an object of it: {name}()")
     if callable(choice):
         return Custom(name=getattr(choice, "__name__", type(choice).__name__), function=choice)
     raise CriterionError(

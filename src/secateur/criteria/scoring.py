@@ -10,9 +10,9 @@ from torch import nn
 
 from secateur.analysis.analyze import analyze
 from secateur.arguments import check_count, check_kind
-from secateur.criteria.criterion import Accumulator, Criterion, Subject, Sums
+from secateur.criteria.criterion import Accumulator, Criterion, Subject, Sums, check_units
 from secateur.criteria.registry import Choice, criterion_named
-from secateur.errors import CriterionError, DataError, PlanError
+from secateur.errors import CriterionError, DataError
 from secateur.ops.table import Site
 from secateur.plans.plan import Plan
 from secateur.plans.scores import Scores, Values
@@ -74,6 +74,11 @@ def score(
     wanted = [criterion_named(choice) for choice in choices]
     if not wanted:
         raise CriterionError("there is no criterion in the list.", fix="for example ['lrp', 'taylor']")
+    names = [each.name for each in wanted]
+    twice = next((each for each in wanted if names.count(each.name) > 1), None)
+    if twice is not None:
+        what = f"two criteria are called {twice.name!r}, and scores are returned by name."
+        raise CriterionError(what, fix=f"names of their own, as in {type(twice).__name__}(name='other', …)")
     original = unwrap(model)
     if graph is not None:
         check_kind("graph", graph, Graph, "graph=analyze(model, example)")
@@ -187,8 +192,4 @@ def _check(criterion: Criterion, site: Site, values: Values, count: int) -> None
             f"of {site}.",
             fix="check the data and the weights there, or use float32",
         )
-    if len(values) != count:
-        raise PlanError(
-            f"{site} has {len(values)} units, but the graph says {count}.",
-            fix="give the plan that made this model as start=…, or analyse this model itself",
-        )
+    check_units(site, len(values), count)

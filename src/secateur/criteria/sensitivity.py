@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from secateur.criteria.criterion import Absolute, Accumulator, Criterion, Norm, Subject, Sums
-from secateur.errors import CriterionError, SecateurError
+from secateur.errors import Argument, CriterionError, SecateurError
 from secateur.nest import tensors_in
 from secateur.ops.conv import Convolution, TransposedConvolution
 from secateur.ops.table import Call, lookup
@@ -154,6 +154,9 @@ class SensitivityPass(Accumulator):
                     loss = loss_of(aim, made, targets)
                 elif output is not None:
                     loss = self._reader.read(inputs, targets, output).loss(answer_of(made).entry)
+                if not loss.requires_grad:
+                    fix = "a function of the output by operations that have a gradient"
+                    raise CriterionError("{loss} does not depend on the output.", fix=fix, loss=Argument("loss"))
                 try:
                     torch.autograd.grad(loss * count, taps.anchor, allow_unused=True)
                 except RuntimeError as error:

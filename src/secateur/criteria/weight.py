@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from secateur.arguments import check_count
-from secateur.criteria.criterion import Accumulator, Criterion, Norm, Subject, Sums
+from secateur.criteria.criterion import Accumulator, Criterion, Norm, Subject, Sums, check_units
 from secateur.errors import CriterionError
-from secateur.running.devices import precise
 
 _CACHED = 2**19  # numbers
 
@@ -27,27 +26,21 @@ class Weight(Criterion):
 
     def accumulate(self, subject: Subject) -> Accumulator:
         """Units without a dimension of a parameter get no score."""
-        graph = subject.graph
+        graph, sizes = subject.graph, np.full(len(subject.graph.root), np.nan)
         parameters = dict(subject.model.named_parameters(remove_duplicate=False))
-        axes = [int(graph.axis_of[producer.labels[0]]) for producer in subject.producers]
-        # A parameter may hold the units of several calls (query, key and value rows). What is left of it:
-        left = {number: np.ones(graph.axes.axes[number].size, np.bool_) for number in axes}
-        for number, producer, kept in zip(axes, subject.producers, subject.kept, strict=True):
-            left[number][producer.labels - graph.axes.axes[number].base] &= kept
-        sizes: dict[int, Tensor] = {}
-        units: list[Tensor | None] = []
-        for number, producer, kept in zip(axes, subject.producers, subject.kept, strict=True):
+        left = np.ones(len(sizes), np.bool_)
+        for producer, kept in zip(subject.producers, subject.kept, strict=True):
+            left[producer.labels] &= kept
+        # A parameter may hold the units of several calls (query, key and value rows), a call those of several.
+        labels = np.concatenate([np.zeros(0, np.int64), *(producer.labels for producer in subject.producers)])
+        for number in np.unique(graph.axis_of[labels]).tolist():
             axis = graph.axes.axes[number]
             weight = parameters.get(axis.parameter)
-            if weight is None or weight.ndim < 2:
-                units.append(None)
-                continue
-            if number not in sizes:
-                sizes[number] = _row_sums(weight.detach(), axis.dim).to(precise(weight.device))
-            here = np.zeros(axis.size, np.bool_)
-            here[producer.labels - axis.base] = kept
-            units.append(sizes[number][torch.from_numpy(np.flatnonzero(here[left[number]])).to(weight.device)])
-        return Accumulator(subject, Sums(units, 1))
+            if weight is not None and weight.ndim > 1:
+                check_units(f"`{axis.parameter}`", weight.shape[axis.dim], int(left[axis.span].sum()))
+                sizes[axis.span][left[axis.span]] = _row_sums(weight.detach(), axis.dim).double().cpu().numpy()
+        found = [sizes[producer.labels[kept]] for producer, kept in zip(subject.producers, subject.kept, strict=True)]
+        return Accumulator(subject, Sums([None if np.isnan(v).any() else torch.from_numpy(v) for v in found], 1))
 
 
 def _row_sums(weight: Tensor, dim: int) -> Tensor:

@@ -279,9 +279,10 @@ def difference(new: Plan, old: Plan | None) -> Plan:
     for head in new.heads:
         gone = lost_heads.get(head.path, ())
         heads.append(HeadCut(head.path, head.heads - len(gone), renumbered(head.removed, gone, head.heads)))
-    norms, lost_places = [], {(norm.path, norm.function, norm.visit): norm.removed for norm in old.norms}
+    # Where kinds of units cross in a tensor, a call has several, which differ in shape.
+    norms, lost_places = [], {replace(norm, removed=()): norm.removed for norm in old.norms}
     for norm in new.norms:
-        gone = lost_places.get((norm.path, norm.function, norm.visit), ())
+        gone = lost_places.get(replace(norm, removed=()), ())
         there = np.ones(norm.shape, np.bool_)
         there.ravel()[list(gone)] = False
         # What is left of a rectangle of slices is a rectangle: its sides are what any line still has.

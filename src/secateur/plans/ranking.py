@@ -84,6 +84,8 @@ class _Chooser:
         bound: float | None = None,
     ) -> None:
         self.graph, self.limits, self.prices = graph, limits, prices
+        #: By group, those units that count in `remove`: a block may take others with it.
+        self.units: Labels = np.where(graph.prunable, graph.units, 0)
         self.gone: Mask = np.zeros(len(graph.root), np.bool_)
         if start is not None:
             self.gone[list(start.groups)] = True
@@ -219,7 +221,8 @@ class _Chooser:
 
     def _round(self, removed: Mask) -> None:
         """Bring back the best removed groups of each layer until it keeps a multiple of `round_to` channels."""
-        for _ in range(8):
+        changed = True
+        while changed:
             changed = False
             for channels, multiple in self.widths:
                 kept = int(np.count_nonzero(~removed[channels]))
@@ -231,13 +234,11 @@ class _Chooser:
                 upto = int(np.searchsorted(np.cumsum(rows[best]), missing)) + 1
                 removed[groups[best[:upto]]] = False
                 changed |= bool(len(groups))
-            if not changed:
-                return
 
     def by_units(self, remove: float) -> Mask:
         """The longest start of the order that stays within a fraction of all units."""
-        units, total, given = self.graph.units, self.graph.total_units, Argument("remove", remove)
-        already = int(units[self.gone].sum())
+        total, given = self.graph.total_units, Argument("remove", remove)
+        already = int(self.units[self.gone].sum())
         sums = np.cumsum(self._leaving()) + already
         # Tolerate binary fractions: 18 steps of 0.05 must reach 90 %.
         goal = int(np.floor(remove * total + 1e-9))
@@ -272,12 +273,12 @@ class _Chooser:
     def _leaving(self) -> Labels:
         """How many units leave at each place of the order. Those in a block leave with it, if not before."""
         if not self.blocks:
-            return np.asarray(self.graph.units[self.order])
+            return np.asarray(self.units[self.order])
         place = np.full(len(self.graph.root), len(self.order), np.int64)
         place[self.order] = np.arange(len(self.order))
         for block in self.blocks.values():
             np.minimum.at(place, block.groups, place[block.group])
-        units = np.where(self.gone | ~self.graph.prunable, 0, self.graph.units)
+        units = np.where(self.gone, 0, self.units)
         return np.bincount(place, units, len(self.order) + 1)[:-1].astype(np.int64)
 
     def _further(self, count: int, goal: int, found: Mask) -> Mask:
@@ -286,7 +287,7 @@ class _Chooser:
         while low < high:
             middle = (low + high + 1) // 2
             wider = self.mask(middle)
-            if int(self.graph.units[wider].sum()) <= goal:
+            if int(self.units[wider].sum()) <= goal:
                 low, found = middle, wider
             else:
                 high = middle - 1

@@ -31,7 +31,7 @@ class LayerUse:
 
     @property
     def path(self) -> str:
-        return path_of(self.name)
+        return path_of(self.name).partition("#")[0]
 
 
 @dataclass(slots=True, eq=False)
@@ -57,6 +57,7 @@ class Weights:
         self._plain: dict[int, tuple[Tensor, Tensor]] = {}  # by the identity of the parameter
         self._parameters: dict[int, Tensor] = {}  # by the identity of what stands for it
         self._names: dict[tuple[int, int], tuple[Tensor, str]] = {}  # by the identity of the parameter, and the axis
+        self._computed: dict[str, list[Site]] = {}  # the calls with a computed weight, by the module
         self._axes: dict[str, int] = {}  # along which axis of each parameter its units lie
         self._owners: dict[int, list[tuple[str, Tensor]]] | None = None  # by the address of the storage
         #: The number of units of each parameter, of which a call may use only some rows.
@@ -101,8 +102,8 @@ class Weights:
     def name(self, weight: Tensor, call: Call, outputs: int, axis: int = 0) -> tuple[str, slice]:
         """The parameter that a weight is part of, and its rows (columns for axis 1) that make the outputs.
 
-        A computed weight is named by its module, and so is one whose units lie along the other axis elsewhere: an
-        embedding that is the last layer as well.
+        A computed weight is named by its module (and from the second call on by a number: it may be another one), and
+        so is one whose units lie along the other axis elsewhere: an embedding that is the last layer as well.
         """
         source = self.source(weight)
         known = self._names.get((id(source), axis))
@@ -110,7 +111,11 @@ class Weights:
             return known[1], slice(0, outputs)
         owned = self._owner(weight, axis)
         if owned is None:
-            return f"{call.site.path or call.site.function}.weight", slice(0, outputs)
+            made_in = call.site.path or call.site.function
+            calls = self._computed.setdefault(made_in, [])
+            calls += [call.site] if call.site not in calls else []
+            number = 1 + calls.index(call.site)
+            return f"{made_in}{f'#{number}' if number > 1 else ''}.weight", slice(0, outputs)
         name, owner, along, first = owned
         if self._axes.setdefault(name, along) != along:
             other = f"{call.site.path or call.site.function}.weight"
@@ -134,7 +139,9 @@ class Weights:
         for name, owner in self._owners.get(weight.untyped_storage().data_ptr(), []):
             offset = weight.data_ptr() - owner.data_ptr()
             along = _axis_in(owner, weight, axis)
-            if along is not None and 0 <= offset < owner.numel() * owner.element_size():
+            if along is None or (weight.shape[axis] > 1 and weight.stride(axis) != owner.stride(along)):
+                continue  # every second row, for example, is no range of rows
+            if 0 <= offset < owner.numel() * owner.element_size():
                 step = owner.stride(along) * owner.element_size()
                 if owner.dim() == 3 > along > 0 and weight.dim() == 2:  # the matrix of one expert
                     offset %= owner.stride(0) * owner.element_size()

@@ -197,8 +197,8 @@ def find_blocks(flow: DataFlow, found: Findings, model: nn.Module) -> Blocks:
     for passage, parameters in search.passages(branches, made):
         (first, *others) = passage.blocks
         if not others:  # the whole module is the branch
-            whole = (passage.stand_in,)
-            merged[first] = replace(merged[first], stand_ins=whole, parameters=parameters, reason=None)
+            whole, reason = (passage.stand_in,), search.lends([passage.stand_in.path])
+            merged[first] = replace(merged[first], stand_ins=whole, parameters=parameters, reason=reason)
         elif all(merged[group].prunable for group in passage.blocks):
             gone: frozenset[str] = frozenset().union(*(merged[group].parameters for group in passage.blocks))
             passages += [passage] if parameters <= gone else []
@@ -259,14 +259,22 @@ def _region(flow: DataFlow, add: int, stream: int, value: int) -> frozenset[int]
 
 
 def _owners(model: nn.Module) -> dict[str, set[str]]:
-    """By name of a parameter or buffer, as it is first met: the modules that hold it."""
+    """By name of a parameter or buffer, as it is first met: the modules that hold it, by all their names."""
     names: dict[int, str] = {}
     owners: dict[str, set[str]] = {}
-    for path, module in named_modules(model):
+    modules = named_modules(model)
+    for path, module in modules:
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is not None:
                 own = names.setdefault(id(tensor), f"{path}.{name}" if path else name)
                 owners.setdefault(own, set()).add(path)
+    first = {id(module): path for path, module in modules}
+    for path, module in modules:
+        for name, child in module._modules.items():
+            other = f"{path}.{name}" if path else name
+            if child is not None and first[id(child)] != other:
+                for own in (own for own in owners if within(own, first[id(child)])):
+                    owners[own].add(other)
     return owners
 
 
@@ -281,6 +289,7 @@ class _Search:
         for name, holders in owners.items():
             for path in (outer for holder in holders for outer in _around(holder)):
                 self._under.setdefault(path, set()).add(name)
+        self._tied = [name for name, holders in owners.items() if len(holders) > 1]
         ordered = sorted(flow.visits.items(), key=lambda item: item[0].count("."))
         calls = [(path, [n for visit in visits for n in range(visit.begin, visit.end)]) for path, visits in ordered]
         self._calls = [(path, numbers) for path, numbers in calls if path and numbers]
@@ -292,7 +301,7 @@ class _Search:
         inside = {n for path in hollow for visit in flow.visits[path] for n in range(visit.begin, visit.end)}
         sites = {flow.nodes[n].site for n in branch.region}
         outside = {flow.nodes[n].site for n in branch.region - inside}
-        reason, stand_ins = None, []
+        reason, stand_ins = self.lends(hollow), []
         left = next((site for site in outside if self.macs.get(site)), None)
         if left is not None:
             reason = f"{left} is a part of the branch and of no module that lies in it"
@@ -326,6 +335,12 @@ class _Search:
         return frozenset(
             name for name in names if all(not set(_around(holder)).isdisjoint(paths) for holder in self.owners[name])
         )
+
+    def lends(self, paths: Sequence[str]) -> str | None:
+        """Why modules must stay: others use a parameter that plans call by its name in them."""
+        names = [name for name in self._tied if any(within(name, path) for path in paths)]
+        lent = sorted(set(names) - self.owned(paths)) if names else []
+        return f"a module outside it shares `{lent[0]}`" if lent else None
 
     def _macs_in(self, path: str) -> float:
         return sum(

@@ -7,8 +7,10 @@ import logging
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import zip_longest
 from types import CodeType
+from typing import Any
 
 import numpy as np
 import torch
@@ -121,7 +123,7 @@ def _trials(model: nn.Module, masked: Net, plan: Plan, example: Example) -> list
     if caches(model):
         cached, _ = _first_taken(masked, [replace(last, name=f"{last.name} with a cache", cached=True)], model, plan)
         trials += [cached] if cached is not None else []
-    if _reads_training(model):
+    if reads_training(model):
         learning = replace(last, name=f"{last.name} in training mode", training=True)
         third, _ = _first_taken(masked, [learning], model, plan, _LIGHT)
         trials += [third] if third is not None and _finite(third) else []
@@ -177,12 +179,17 @@ def _formats(model: nn.Module, plan: Plan, probe: Probe, macs: float) -> tuple[t
     return (torch.float32, torch.float64) if heavy else (torch.float64, torch.float32)
 
 
-def _reads_training(model: nn.Module) -> bool:
+def reads_training(model: nn.Module) -> bool:
     """Whether code asks for the mode outside torch's own modules and torchvision's building blocks, which only drop."""
-    kinds = {kind for _, module in named_modules(model) for kind in type(module).__mro__}
-    known = ("torch.nn.", "torchvision.ops.")
-    own = [kind for kind in kinds if not kind.__module__.startswith(known) and kind is not object]
-    functions = [inspect.unwrap(item) for kind in own for item in vars(kind).values() if callable(item)]
+    kinds: set[Any] = {kind for _, module in named_modules(model) for kind in type(module).__mro__}
+    return any(map(_kind_reads_training, kinds))
+
+
+@cache
+def _kind_reads_training(kind: type) -> bool:
+    if kind.__module__.startswith(("torch.nn.", "torchvision.ops.")):
+        return False
+    functions = [inspect.unwrap(item) for item in vars(kind).values() if callable(item)]
     return any(_names_training(getattr(function, "__code__", None)) for function in functions)
 
 
