@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -92,8 +92,8 @@ class Reference:
         features = {
             layer.weight: tensors[layer.weight].numel() // tensors[layer.weight].shape[layer.outputs] for layer in order
         }
-        #: By weight: so many samples, the first, take part.
         models = 1 + bool(samples.held.any())  # the trial runs beside
+        #: By weight: so many samples, the first, take part.
         self.joined = joining(_IN_FLIGHT / models)
         widths = {layer.weight: len(self.kept.get(layer.weight, range(layer.channels))) for layer in order}
 
@@ -142,8 +142,9 @@ class Reference:
         #: Whether it answers with classes for each token.
         self._tokens = _classifies_tokens(self.original, self.samples.two)
         self._answers: list[Answers] = []
-        #: Layers that keep all outputs: they speak for a model whose output is a list of boxes.
-        self._heads = [name for name, dim in found.dense.items() if dim not in (kept or {}).get(name, {})]
+        #: Layers that keep all outputs, and the dimension of these: they speak for a model that returns lists of boxes.
+        self._heads = {name: dim for name, dim in found.dense.items() if dim not in (kept or {}).get(name, {})}
+        self._lists_boxes = False
         if not self.streams:
             self._record()
         if self.apart or self.streams:
@@ -201,7 +202,7 @@ class Reference:
                     output = run(model, self.samples.at(index))
                 answers = None if self.apart else self.judged(output, index)
                 if lists_samples(output):  # which boxes it found: their number varies
-                    answers = heads
+                    answers, self._lists_boxes = heads, True
                 if answers is None:
                     answers = answers_in(output, len(index))
                 if sparse:
@@ -260,6 +261,8 @@ class Reference:
 
     def covers(self, kept: Kept) -> bool:
         """Whether a smaller model that kept these indices can be repaired."""
+        if self._lists_boxes and any(dim in kept.get(name, {}) for name, dim in self._heads.items()):
+            return False
         found = (
             (stored, kept.get(name, {}).get(self.layers[name].outputs))
             for name, stored in self.kept.items()
@@ -324,7 +327,7 @@ def _alone(layer: RepairableLayer, features: int, rows: int, room: int) -> int:
 
 
 @contextmanager
-def _outputs_of(model: nn.Module, weights: Sequence[str]) -> Iterator[Answers]:
+def _outputs_of(model: nn.Module, weights: Iterable[str]) -> Iterator[Answers]:
     """What the layers with these weights return."""
     found: Answers = []
     modules = dict(model.named_modules())

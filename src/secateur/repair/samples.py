@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from secateur.errors import Argument, DataError
-from secateur.nest import Images, map_leaves, select_samples, tensors_in
+from secateur.nest import Images, describe, map_leaves, select_samples, tensors_in
 from secateur.repair.rows import Places
 from secateur.running.batches import Data, batches, check_inputs, counted, is_pair, masks_in, size_of
 from secateur.running.devices import to_device
@@ -178,6 +178,10 @@ class Samples:
             key = (self.seed * 1_000_003 + copy) * 1_000_003 + begin
             draw = torch.Generator().manual_seed(key % 2**63)
             made = (Images(self.alter(torch.stack(x[0]), draw)),) if _lists_images(x) else self.alter(x, draw)
+            check_inputs(made)
+            if [t.shape for t in tensors_in(made)] != [t.shape for t in tensors_in(x)]:
+                what = f"alter makes {describe(made)[:200]} of {describe(x)[:200]}."
+                raise DataError(what, where="alter", fix="a function that returns inputs of the same shapes")
             for old in list(self._made)[:-1]:
                 del self._made[old]
             self._made[copy, begin] = made
