@@ -405,8 +405,21 @@ def test_prices_are_sums_of_terms() -> None:
         (lambda: sc.latency(Residual(), IMAGE, threads=1.5), "threads=1.5 must be a whole number"),
         (lambda: sc.latency(Residual(), IMAGE, "onnxruntime", device="meta"), "is measured on the processor"),
         (lambda: sc.latency(Residual(), IMAGE, cache=3), "cache is a int"),
+        (lambda: sc.latency(Residual(), IMAGE, device="gpu"), "device='gpu' is no device"),
+        (lambda: sc.latency(nn.Sequential(nn.ReLU()), IMAGE), "Sequential has no layer whose time"),
     ],
 )
 def test_what_makes_no_sense_is_refused(call: Callable[[], object], said: str) -> None:
     with pytest.raises(SecateurError, match=said):
         call()
+
+
+def test_a_model_runs_on_the_device_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    for runtime in ("torch", "channels-last"):
+        forward: Any = Eager(Setup(runtime, 1, 1, "meta"), IMAGE).prepare(Residual())
+        assert {p.device.type for p in forward.args[0].parameters()} == {"meta"}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    assert Setup.of(IMAGE, "torch", None, 1, "cuda:0").device == "cuda"
+    with pytest.raises(SecateurError, match=r"device='cuda:1' is not the current GPU.*set_device\(1\)"):
+        Setup.of(IMAGE, "torch", None, 1, "cuda:1")
