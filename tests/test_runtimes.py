@@ -37,15 +37,16 @@ IMAGE = torch.rand(1, 3, 12, 12, generator=torch.Generator().manual_seed(0))
 class Residual(nn.Module):
     """A stem, a branch of two convolutions that is added to it, a head."""
 
-    def __init__(self) -> None:
+    def __init__(self, act: Callable[[Tensor], Tensor] = torch.relu) -> None:
         super().__init__()
+        self.act = act
         self.stem, self.norm = nn.Conv2d(3, 32, 3, padding=1), nn.BatchNorm2d(32)
         self.inner, self.outer = nn.Conv2d(32, 48, 3, padding=1, bias=False), nn.Conv2d(48, 32, 1)
         self.middle = nn.BatchNorm2d(48)
         self.head = nn.Linear(32, 5)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = torch.relu(self.norm(self.stem(x)))
+        x = self.act(self.norm(self.stem(x)))
         x = torch.relu(x + self.outer(torch.relu(self.middle(self.inner(x)))))
         return self.head(x.mean((2, 3)))
 
@@ -218,6 +219,11 @@ def test_tables_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
     assert len(list(tmp_path.iterdir())) == 1
     for other in ({"batch": 4}, {"threads": 3}, {"runtime": "channels-last"}):
         sc.latency(model, IMAGE, cache=tmp_path, **other)
+        measured += 8
+        assert asked[0] == measured
+    half, smooth = lively(Residual()).bfloat16(), lively(Residual(torch.nn.functional.gelu))
+    for changed, example in ((half, IMAGE.bfloat16()), (smooth, IMAGE)):  # as large, but not as fast
+        sc.latency(changed, example, cache=tmp_path)
         measured += 8
         assert asked[0] == measured
     (file, *_) = (path for path in tmp_path.iterdir() if json.loads(path.read_text())["key"]["batch"] == 4)

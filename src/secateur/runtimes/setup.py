@@ -102,9 +102,10 @@ class Setup:
                 torch.set_num_threads(before)
 
     def key(self) -> dict[str, Any]:
-        """What a table depends on beside the model: this, the machine and the versions."""
+        """What a table depends on beside the model: this, the machine, versions, and how exactly torch multiplies."""
         packages = ("torch", "onnxruntime") if self.runtime == "onnxruntime" else ("torch",)
-        return {**self.to_dict(), "machine": _machine(self.device), "versions": {p: _version(p) for p in packages}}
+        versions, precision = {p: _version(p) for p in packages}, torch.get_float32_matmul_precision()
+        return {**self.to_dict(), "machine": _machine(self.device), "versions": versions, "precision": precision}
 
 
 def _version(package: str) -> str:

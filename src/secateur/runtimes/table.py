@@ -19,6 +19,7 @@ from secateur.errors import NothingToPruneError, PlanError
 from secateur.ops.layers import Labels, Mask
 from secateur.plans.plan import Plan, plan_for
 from secateur.running.copies import unwrap
+from secateur.running.devices import dtype_of
 from secateur.running.processes import is_first, same_everywhere
 from secateur.running.sandbox import Example, leaves_no_trace
 from secateur.runtimes.cache import Cache
@@ -159,7 +160,7 @@ def table_of(model: nn.Module, graph: Graph, setup: Setup, cache: str | Path | b
             f"{graph.model_name} has no layer whose time could be predicted.",
             fix="measure(model, example) says how long the whole model takes",
         )
-    kept = Cache.at(cache, setup, [segment.kind for segment in segments])
+    kept = Cache.at(cache, setup, str(dtype_of(model)), [segment.kind for segment in segments])
     found: dict[str, Any] | None = None
     clocks: list[Clock] = []
     if is_first():
