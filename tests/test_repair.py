@@ -586,6 +586,20 @@ def test_a_forward_that_catches_errors_does_not_keep_a_stopped_repair_waiting() 
         Repair("mean").examine(small, model, (torch.randn(20, 4), None), stop)
 
 
+def test_quantities_are_compared_by_their_distance() -> None:
+    """Their softmax says nothing: here it is 0 and 1 whatever the model does."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 32), nn.ReLU(), nn.Linear(32, 2)).eval()
+    with torch.no_grad():
+        model[2].bias.copy_(torch.tensor([0.0, 1000.0]))
+    x, small = torch.rand(40, 6), without(model, torch.rand(1, 6), "0", list(range(16)))
+    wanted, cut = model(x).detach().double(), small(x).detach().double()
+    outcome = Repair("ridge", held_out=0).examine(small, model, (x, wanted.float()))
+    assert outcome.divergence["none"] == pytest.approx(float((cut - wanted).square().mean() / wanted.square().mean()))
+    assert outcome.method == "ridge"
+    assert Repair("ridge", held_out=0).examine(small, model, (x, None)).divergence["none"] == 0  # as classes
+
+
 def test_a_model_that_lists_boxes_is_repaired_after_each_of_several_cuts() -> None:
     class Detector(nn.Module):
         def __init__(self) -> None:

@@ -228,7 +228,7 @@ class Reference:
         sides = [answers, self._answers]
         if not self.apart:  # they may have come in other parts
             sides = [[[torch.cat(parts) for parts in zip(*side, strict=True)]] for side in sides]
-        return divergence_between(*sides)
+        return divergence_between(sides[0], sides[1], not self.samples.quantities)
 
     def divergence_of(self, model: nn.Module) -> float:
         """How far a model is from the original. Only samples that judge are run."""
@@ -367,10 +367,11 @@ def _without_padding(answer: Tensor, counts: Tensor | None) -> Tensor:
     return torch.where(counts.view(*counts.shape, *[1] * (answer.ndim - 2)).to(answer.device), answer, 0)
 
 
-def divergence_between(mine: list[Answers], theirs: list[Answers]) -> float:
+def divergence_between(mine: list[Answers], theirs: list[Answers], classes: bool = True) -> float:
     """Mean Jensen-Shannon divergence of classes, or relative squared distance of other answers, batch by batch.
 
-    Several answers are added up. (Kullback-Leibler is not bounded: one sure mistake would outweigh everything else.)
+    Several answers are added up. Rows of numbers are `classes`, unless said otherwise. (Kullback-Leibler is not
+    bounded: one sure mistake would outweigh everything else.)
     """
     for own, wanted in zip(mine, theirs, strict=True):
         if [t.shape for t in own] != [t.shape for t in wanted]:
@@ -384,7 +385,7 @@ def divergence_between(mine: list[Answers], theirs: list[Answers]) -> float:
         ours, known = (
             torch.cat([batch[number].double()[..., None].flatten(1) for batch in side]) for side in (mine, theirs)
         )
-        if first.ndim == 2 and ours.shape[1] > 1:
+        if classes and first.ndim == 2 and ours.shape[1] > 1:
             sides = [F.log_softmax(side, 1) for side in (ours, known)]
             between = torch.logaddexp(*sides) - math.log(2)
             total += float(sum(0.5 * (side.exp() * (side - between)).sum(1).mean() for side in sides))
