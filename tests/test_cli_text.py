@@ -451,6 +451,9 @@ def test_tables_of_all_kinds(tmp_path: Path) -> None:
     numbers.write_text('{"text": "a", "label": 1}\n{"text": "b", "label": 0}\n')
     assert read_sentences(numbers, 2).labels == (1, 0)
     assert read_sentences(numbers, 2).classes == ("class 0", "class 1")
+    lines = tmp_path / "lines.jsonl"
+    lines.write_text('{"text": "a\u2028b", "label": 1}\r\n', encoding="utf-8")
+    assert read_sentences(lines, 2).texts == ("a\u2028b",)
 
 
 @pytest.mark.parametrize(
@@ -462,6 +465,9 @@ def test_tables_of_all_kinds(tmp_path: Path) -> None:
         ("t.csv", "text,label\na,2\n", "line 2: '2' is no label of this model.*0 to 1"),
         ("t.csv", "text,label\na,-1\n", "'-1' is no label"),
         ("t.csv", "text,label\na,ugly\n", "'ugly' is no label"),
+        ("t.csv", "text,label\na,--1\n", "'--1' is no label"),
+        ("t.csv", "label,text\n1,a\n1,hello, world\n", "line 3 has more cells than the header.*quotes"),
+        ("t.jsonl", '{"text": ["a", "b"], "label": 0}\n', "line 1 has a list in 'text'"),
         ("t.csv", "text,label\na,0\nb\n", "line 3 has nothing in 'label'"),
         ("t.jsonl", '{"text": "a", "label": 0}\n{"text"', "line 2 is no JSON"),
         ("t.jsonl", "[1]\n", "line 1 is no object"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -150,6 +151,19 @@ def test_boxes_by_centre_and_size_of_all_places() -> None:
 
     wanted = [{"boxes": torch.tensor([[0.25, 0.25, 0.1, 0.1]]), "class_labels": torch.tensor([0])}]
     assert Detection().value(Answer(), wanted).tolist() == pytest.approx([2 * float(scores[0, 0, 2].detach())])
+
+
+def test_scores_that_are_logits_weigh_as_probabilities_however_sure_the_matched_box_is() -> None:
+    class Answer(dict):  # as transformers has it: the first box is sure, and no logit of it is negative
+        logits = torch.tensor([[[0.5, 3.2], [-1.0, -2.0]]])
+        pred_boxes = torch.tensor([[[0.5, 0.5, 0.2, 0.2], [0.2, 0.2, 0.1, 0.1]]])
+
+    wanted = [{"boxes": torch.tensor([[0.5, 0.5, 0.2, 0.2]]), "class_labels": torch.tensor([1])}]
+    sure = 1 / (1 + math.exp(-3.2))
+    assert Detection().value(Answer(), wanted).tolist() == pytest.approx([2 * sure])
+    assert Detection().value(Answer(), None).tolist() == pytest.approx([2 * sure])
+    with pytest.raises(DataError, match="labels run from 5 to 5, but the model scores 2 classes"):
+        Detection().value(Answer(), [wanted[0] | {"class_labels": torch.tensor([5])}])
 
 
 class Detector(nn.Module):
@@ -320,6 +334,15 @@ def test_what_does_not_fit_is_refused() -> None:
         Segmentation().value(net(X), MASKS.clamp_max(0) + 7 * (MASKS > 0))
     with pytest.raises(DataError, match="NextToken does not fit"):
         NextToken().value(net(X), None)
+    logits = torch.rand(1, 4, 5)
+    for wrong in (7, -1):
+        with pytest.raises(DataError, match=f"labels run from {min(wrong, 1)} to {max(wrong, 3)}"):
+            NextToken().value(logits, torch.tensor([[0, 1, wrong, 3]]))
+    with pytest.raises(DataError, match="masks hold real numbers"):
+        Segmentation().value(net(X), torch.rand(4, 8, 8))
+    with pytest.raises(DataError, match="Regression does not fit"):  # as many numbers, channels last
+        Regression().loss(torch.rand(2, 3, 4, 4), torch.rand(2, 4, 4, 3))
+    assert Similarity().value(torch.zeros(2, 3), None).tolist() == [0, 0]
     with pytest.raises(DataError, match="no list of boxes"):
         Detection().value(net(X), None)
     with pytest.raises(DataError, match="a dict with `boxes`"):

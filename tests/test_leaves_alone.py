@@ -20,6 +20,7 @@ from secateur.errors import DataError
 from secateur.loop import Schedule
 from secateur.report import Page
 from secateur.running.accuracy import accuracy
+from secateur.running.observer import Observer
 from secateur.running.sandbox import isolated
 
 
@@ -170,6 +171,25 @@ def test_compilation_survives_threads() -> None:
     graphs: list[Any] = []
     torch.compile(net, backend=lambda graph, _: graphs.append(graph) or graph.forward)(torch.rand(1, 2))
     assert len(graphs) == 1
+
+
+def test_the_fast_path_of_attention_survives_threads() -> None:
+    """It makes no calls that can be seen: it is off while anybody watches, and on again afterwards."""
+    net, entered, left = nn.Linear(2, 2), threading.Event(), threading.Event()
+
+    def other() -> None:
+        with Observer(net):
+            entered.set()
+            left.wait(60)
+
+    worker = threading.Thread(target=other)
+    worker.start()
+    assert entered.wait(60)
+    with Observer(net):
+        left.set()
+        worker.join()
+        assert not torch.backends.mha.get_fastpath_enabled()
+    assert torch.backends.mha.get_fastpath_enabled()
 
 
 def test_random_numbers_survive_threads() -> None:

@@ -47,7 +47,7 @@ from secateur.plans.plan import difference, plan_for, renumbered
 from secateur.plans.ranking import plan
 from secateur.recover import Recover, recover
 from secateur.results.history import History
-from secateur.running.identity import data_identity
+from secateur.running.identity import data_identity, described
 from secateur.running.progress import Event, Scoring
 from secateur.runtimes import Latency, Setup
 from secateur.runtimes.clock import Clock
@@ -572,6 +572,22 @@ def test_a_resumed_run_has_the_same_data_loss_batches_training_and_measure(tmp_p
         run(recover=Recover.scenario1((changed, y), epochs=1, lr=0.01))
 
 
+def test_labels_in_dicts_and_arrays_tell_data_apart() -> None:
+    """NumPy shows the ends of a long array only, and targets may be among the inputs."""
+    long = np.zeros(3000)
+    middle = long.copy()
+    middle[1500] = 1
+    ids = torch.zeros(2, 3).long()
+    for one, other in (
+        ([({"x": long[None]}, None)], [({"x": middle[None]}, None)]),
+        ([{"input_ids": ids, "labels": [0, 1]}], [{"input_ids": ids, "labels": [1, 1]}]),
+        ([{"input_ids": ids, "labels": np.array([0, 1])}], [{"input_ids": ids, "labels": np.array([1, 1])}]),
+        (long, middle),
+    ):
+        for identity in (described, data_identity):
+            assert identity(one) == identity(copy.deepcopy(one)) != identity(other)
+
+
 def test_checkpoints_of_older_versions_know_less_and_go_on(tmp_path: Path) -> None:
     """Those have no digests of data, loss, batch size and training, but two columns more in every row."""
     path = tmp_path / "run.safetensors"
@@ -759,7 +775,8 @@ def test_history_as_rows(tmp_path: Path) -> None:
     again = History.from_json(result.history.to_json(tmp_path / "rows.json"))
     assert list(again) == list(result.history)
     assert (tmp_path / "rows.csv").read_text() == text
-    for wrong in ("[1]", "{", '[{"step": 1}]'):
+    row = '{"step": 0, "units": 1, "removed": 0.0, "params": 1, "macs": 1, "metrics": [1]}'
+    for wrong in ("[1]", "{", '[{"step": 1}]', f"[{row}]"):
         with pytest.raises(FileFormatError):
             History.from_json(wrong)
     assert "taken back" not in str(result.history)

@@ -87,6 +87,8 @@ def test_named_outputs_are_matched_by_name_not_by_order() -> None:
     assert match(["217", "0"], 2, names=["0", "217"]) == {"217": (1,), "0": (0,)}  # names before numbers
     with pytest.raises(DataError, match=r"no output of this model: bird\. Its outputs are called dog, cat"):
         match(["bird", "cat"], 2, names=["dog", "cat"])
+    with pytest.raises(DataError, match="several outputs of this model are called 'crane'"):
+        match(["crane"], 2, names=["crane", "Crane"])
     assert match(["bird", "cat"], 2, ["bird=0", "cat=1"], names=["dog", "cat"]) == {"bird": (0,), "cat": (1,)}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 import math
@@ -558,6 +559,63 @@ def test_errors_say_what_is_wrong() -> None:
         sc.repair(small, model, [])
     with pytest.raises(DataError, match="NaN"):
         sc.repair(small, model, (data * math.nan, None))
+    for alter, says in ((lambda x, _: x * math.nan, "NaN"), (lambda x, _: x[:1], r"alter makes \(1, .* of \(")):
+        with pytest.raises(DataError, match=says):
+            Repair(copies=1, alter=alter)(small, model, (data, None))
+
+
+def test_a_forward_that_catches_errors_does_not_keep_a_stopped_repair_waiting() -> None:
+    class Cautious(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.a(x).relu()
+            with contextlib.suppress(Exception):
+                x = self.b(x)
+            return self.c(x)
+
+    def stop(event: object) -> None:
+        if isinstance(event, Repairing) and event.layer == 2:
+            raise KeyboardInterrupt
+
+    model = Cautious().eval()
+    small = without(model, torch.randn(1, 4), "a", [1, 2])
+    with pytest.raises(KeyboardInterrupt):
+        Repair("mean").examine(small, model, (torch.randn(20, 4), None), stop)
+
+
+def test_quantities_are_compared_by_their_distance() -> None:
+    """Their softmax says nothing: here it is 0 and 1 whatever the model does."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 32), nn.ReLU(), nn.Linear(32, 2)).eval()
+    with torch.no_grad():
+        model[2].bias.copy_(torch.tensor([0.0, 1000.0]))
+    x, small = torch.rand(40, 6), without(model, torch.rand(1, 6), "0", list(range(16)))
+    wanted, cut = model(x).detach().double(), small(x).detach().double()
+    outcome = Repair("ridge", held_out=0).examine(small, model, (x, wanted.float()))
+    assert outcome.divergence["none"] == pytest.approx(float((cut - wanted).square().mean() / wanted.square().mean()))
+    assert outcome.method == "ridge"
+    assert Repair("ridge", held_out=0).examine(small, model, (x, None)).divergence["none"] == 0  # as classes
+
+
+def test_a_model_that_lists_boxes_is_repaired_after_each_of_several_cuts() -> None:
+    class Detector(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3), nn.Conv2d(8, 5, 3)
+
+        def forward(self, images: list[Tensor]) -> list[dict[str, Tensor]]:
+            found = self.c(self.b(self.a(torch.stack(images)).relu()).relu()).mean((2, 3))
+            return [{"boxes": row[None, :4], "scores": row[4:].sigmoid()} for row in found]
+
+    model, images = Detector().eval(), [torch.rand(3, 12, 12) for _ in range(6)]
+    repairs = Repair("mean", copies=0).session(model, [((images,), None)])
+    small = without(model, (images,), "a", [1, 2])
+    first = repairs.examine(small, False).divergence
+    assert repairs.examine(without(small, (images,), "b", [0]), False).divergence["none"] > 0  # another layer now
+    assert repairs.examine(small, False).divergence == first
 
 
 def test_a_model_in_which_nothing_can_be_repaired_stays_as_it_is() -> None:

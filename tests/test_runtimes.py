@@ -37,15 +37,16 @@ IMAGE = torch.rand(1, 3, 12, 12, generator=torch.Generator().manual_seed(0))
 class Residual(nn.Module):
     """A stem, a branch of two convolutions that is added to it, a head."""
 
-    def __init__(self) -> None:
+    def __init__(self, act: Callable[[Tensor], Tensor] = torch.relu) -> None:
         super().__init__()
+        self.act = act
         self.stem, self.norm = nn.Conv2d(3, 32, 3, padding=1), nn.BatchNorm2d(32)
         self.inner, self.outer = nn.Conv2d(32, 48, 3, padding=1, bias=False), nn.Conv2d(48, 32, 1)
         self.middle = nn.BatchNorm2d(48)
         self.head = nn.Linear(32, 5)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = torch.relu(self.norm(self.stem(x)))
+        x = self.act(self.norm(self.stem(x)))
         x = torch.relu(x + self.outer(torch.relu(self.middle(self.inner(x)))))
         return self.head(x.mean((2, 3)))
 
@@ -218,6 +219,11 @@ def test_tables_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
     assert len(list(tmp_path.iterdir())) == 1
     for other in ({"batch": 4}, {"threads": 3}, {"runtime": "channels-last"}):
         sc.latency(model, IMAGE, cache=tmp_path, **other)
+        measured += 8
+        assert asked[0] == measured
+    half, smooth = lively(Residual()).bfloat16(), lively(Residual(torch.nn.functional.gelu))
+    for changed, example in ((half, IMAGE.bfloat16()), (smooth, IMAGE)):  # as large, but not as fast
+        sc.latency(changed, example, cache=tmp_path)
         measured += 8
         assert asked[0] == measured
     (file, *_) = (path for path in tmp_path.iterdir() if json.loads(path.read_text())["key"]["batch"] == 4)
@@ -405,8 +411,21 @@ def test_prices_are_sums_of_terms() -> None:
         (lambda: sc.latency(Residual(), IMAGE, threads=1.5), "threads=1.5 must be a whole number"),
         (lambda: sc.latency(Residual(), IMAGE, "onnxruntime", device="meta"), "is measured on the processor"),
         (lambda: sc.latency(Residual(), IMAGE, cache=3), "cache is a int"),
+        (lambda: sc.latency(Residual(), IMAGE, device="gpu"), "device='gpu' is no device"),
+        (lambda: sc.latency(nn.Sequential(nn.ReLU()), IMAGE), "Sequential has no layer whose time"),
     ],
 )
 def test_what_makes_no_sense_is_refused(call: Callable[[], object], said: str) -> None:
     with pytest.raises(SecateurError, match=said):
         call()
+
+
+def test_a_model_runs_on_the_device_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    for runtime in ("torch", "channels-last"):
+        forward: Any = Eager(Setup(runtime, 1, 1, "meta"), IMAGE).prepare(Residual())
+        assert {p.device.type for p in forward.args[0].parameters()} == {"meta"}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    assert Setup.of(IMAGE, "torch", None, 1, "cuda:0").device == "cuda"
+    with pytest.raises(SecateurError, match=r"device='cuda:1' is not the current GPU.*set_device\(1\)"):
+        Setup.of(IMAGE, "torch", None, 1, "cuda:1")

@@ -248,6 +248,8 @@ def test_batches_come_in_many_forms() -> None:
         ([torch.zeros(3), 1, 2], "or a dict"),
         ({**BATCH, "labels": [{"boxes": torch.zeros(2, 4)}] * 3}, "loss="),
         ((BATCH, torch.zeros(3, 8).long()), "(3,)"),
+        ((BATCH, [[0], [1, 2], [0]]), "targets are lists that are no tensor"),
+        ((BATCH, torch.tensor(1)), "3 inputs but a single number for targets"),
     ],
 )
 def test_batches_that_make_no_sense_are_named(data: Any, said: str) -> None:

@@ -135,7 +135,7 @@ class Photographs:
         if unknown or not classes or len(set(classes)) < len(classes):
             raise DataError(f"classes {list(classes)}: choose some of {', '.join(self.classes)}, each once.")
         old = [self.classes.index(name) for name in classes]
-        kept = self._subset([i for i, label in enumerate(self.labels) if label in old])
+        kept = self.at([i for i, label in enumerate(self.labels) if label in old])
         labels, targets = tuple(map(old.index, kept.labels)), tuple(self.targets[i] for i in old)
         return replace(kept, classes=tuple(classes), labels=labels, targets=targets)
 
@@ -165,7 +165,7 @@ class Photographs:
                     fix="fewer per class, or more images",
                 )
             chosen += good
-        return whole._subset(chosen)
+        return whole.at(chosen)
 
     def split(self, share: float, seed: int = 0) -> tuple[Photographs, Photographs]:
         """Two sets: `share` of each class (at least one image) at random by seed, and the rest."""
@@ -179,12 +179,12 @@ class Photographs:
             count = min(max(1, round(share * len(order))), len(order) - 1)
             first += order[:count]
             rest += order[count:]
-        return self._subset(sorted(first)), self._subset(sorted(rest))
+        return self.at(sorted(first)), self.at(sorted(rest))
 
     def without(self, others: Photographs) -> Photographs:
         """The images that are not among the others."""
         gone = set(others.paths)
-        return self._subset([i for i, path in enumerate(self.paths) if path not in gone])
+        return self.at([i for i, path in enumerate(self.paths) if path not in gone])
 
     def numbered(self, targets: Sequence[int]) -> Photographs:
         """The same with other target numbers, one per class: e.g. the outputs of an ImageNet model."""
@@ -198,10 +198,7 @@ class Photographs:
 
     def at(self, places: Sequence[int]) -> Photographs:
         """Those at some places, in this order."""
-        return self._subset(places)
-
-    def _subset(self, chosen: Sequence[int]) -> Photographs:
-        paths, labels = tuple(self.paths[i] for i in chosen), tuple(self.labels[i] for i in chosen)
+        paths, labels = tuple(self.paths[i] for i in places), tuple(self.labels[i] for i in places)
         return replace(self, paths=paths, labels=labels)
 
     def _shuffled(self, label: int, seed: int) -> list[int]:

@@ -111,8 +111,11 @@ def _unmatched(fact: str, example: str, more: str = "") -> DataError:
 
 def _called(classes: Sequence[str], names: Sequence[str]) -> Outputs:
     """By the names that the outputs were given when the model was specialised."""
-    places = {imagenet.title(name).casefold(): i for i, name in enumerate(names)}
-    unknown = [name for name in classes if imagenet.title(name).casefold() not in places]
+    titles = [imagenet.title(name).casefold() for name in names]
+    wanted = {name: imagenet.title(name).casefold() for name in classes}
+    if twice := [name for name, title in wanted.items() if titles.count(title) > 1]:
+        raise _unmatched(f"several outputs of this model are called {twice[0]!r}.", f"{twice[0]}=0")
+    unknown = [name for name, title in wanted.items() if title not in titles]
     if unknown:
         raise _unmatched(
             f"class folders that are no output of this model: {', '.join(unknown[:5])}. Its outputs are "
@@ -120,7 +123,7 @@ def _called(classes: Sequence[str], names: Sequence[str]) -> Outputs:
             f"{unknown[0]}=0",
             ", or rename the folders",
         )
-    return {name: (places[imagenet.title(name).casefold()],) for name in classes}
+    return {name: (titles.index(title),) for name, title in wanted.items()}
 
 
 def _by_name(classes: Sequence[str], count: int) -> Outputs:

@@ -176,6 +176,8 @@ def read_sentences(
             if row.get(column) in (None, ""):
                 there = ", ".join(map(str, row))
                 raise DataError(f"{file}, line {line} has nothing in {column!r}; it has {there}.", where=file)
+        if isinstance(row[text], list | dict):
+            raise DataError(f"{file}, line {line} has a {type(row[text]).__name__} in {text!r}, no text.", where=file)
         texts.append(str(row[text]))
         labels.append(_label(row[label], known, outputs, f"{file}, line {line}"))
     return Sentences(tuple(texts), tuple(labels), tuple(names) or tuple(f"class {i}" for i in range(outputs)))
@@ -187,11 +189,15 @@ def _rows(file: Path, text: str) -> list[tuple[int, Mapping[str, Any]]]:
     if delimiter:
         try:
             reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter)
-            return [(reader.line_num, row) for row in reader]
+            table: list[tuple[int, Mapping[str, Any]]] = [(reader.line_num, row) for row in reader]
         except csv.Error as error:
             raise DataError(f"{file} cannot be read as a table: {error}.", where=file) from error
+        if longer := [line for line, row in table if None in row]:
+            what = f"{file}, line {longer[0]} has more cells than the header."
+            raise DataError(what, where=file, fix="put texts that hold the separator into quotes")
+        return table
     rows: list[tuple[int, Mapping[str, Any]]] = []
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.split("\n"), 1):  # a text may hold other ends of lines
         if line.strip():
             try:
                 row = json.loads(line)
@@ -220,8 +226,7 @@ def _label(value: Any, known: Mapping[str, int], outputs: int, where: str) -> in
     word = str(value).strip()
     if word.casefold() in known:
         return known[word.casefold()]
-    number = int(word) if word.lstrip("-").isdecimal() else None
-    if number is not None and 0 <= number < outputs:
-        return number
+    if word.isdecimal() and int(word) < outputs:
+        return int(word)
     names = f" or {', '.join(list(known)[:8])}" if known else ""
     raise DataError(f"{where}: {word!r} is no label of this model.", fix=f"a number from 0 to {outputs - 1}{names}")

@@ -99,12 +99,14 @@ class View:
 
     def normalise(self, pixels: Tensor) -> Tensor:
         """Bytes as numbers with the network's mean and standard deviation."""
-        mean = torch.tensor(self.mean, device=pixels.device).view(-1, 1, 1)
-        std = torch.tensor(self.std, device=pixels.device).view(-1, 1, 1)
+        mean, std = self._moments(pixels)
         return (pixels.float() / 255 - mean) / std
 
     def picture(self, inputs: Tensor) -> Tensor:
         """Inputs as pictures again: numbers between 0 and 1."""
-        mean = torch.tensor(self.mean, device=inputs.device).view(-1, 1, 1)
-        std = torch.tensor(self.std, device=inputs.device).view(-1, 1, 1)
+        mean, std = self._moments(inputs)
         return (inputs * std + mean).clamp(0, 1)
+
+    def _moments(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        mean, std = (torch.tensor(values, device=like.device).view(-1, 1, 1) for values in (self.mean, self.std))
+        return mean, std

@@ -92,7 +92,7 @@ class Outcome:
         return "\n".join(lines)
 
 
-class _Enough(Exception):
+class _Enough(BaseException):
     """The layer in question has run."""
 
 

@@ -26,8 +26,8 @@ Made = TypeVar("Made")
 Output = Callable[[Rows], Tensor]
 
 
-class _Stopped(Exception):
-    """Nobody waits for further layers."""
+class _Stopped(BaseException):
+    """Nobody waits for further layers. (No `except Exception` of a forward may go on after that.)"""
 
 
 def stack() -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -92,8 +92,8 @@ class Reference:
         features = {
             layer.weight: tensors[layer.weight].numel() // tensors[layer.weight].shape[layer.outputs] for layer in order
         }
-        #: By weight: so many samples, the first, take part.
         models = 1 + bool(samples.held.any())  # the trial runs beside
+        #: By weight: so many samples, the first, take part.
         self.joined = joining(_IN_FLIGHT / models)
         widths = {layer.weight: len(self.kept.get(layer.weight, range(layer.channels))) for layer in order}
 
@@ -142,8 +142,9 @@ class Reference:
         #: Whether it answers with classes for each token.
         self._tokens = _classifies_tokens(self.original, self.samples.two)
         self._answers: list[Answers] = []
-        #: Layers that keep all outputs: they speak for a model whose output is a list of boxes.
-        self._heads = [name for name, dim in found.dense.items() if dim not in (kept or {}).get(name, {})]
+        #: Layers that keep all outputs, and the dimension of these: they speak for a model that returns lists of boxes.
+        self._heads = {name: dim for name, dim in found.dense.items() if dim not in (kept or {}).get(name, {})}
+        self._lists_boxes = False
         if not self.streams:
             self._record()
         if self.apart or self.streams:
@@ -201,7 +202,7 @@ class Reference:
                     output = run(model, self.samples.at(index))
                 answers = None if self.apart else self.judged(output, index)
                 if lists_samples(output):  # which boxes it found: their number varies
-                    answers = heads
+                    answers, self._lists_boxes = heads, True
                 if answers is None:
                     answers = answers_in(output, len(index))
                 if sparse:
@@ -227,7 +228,7 @@ class Reference:
         sides = [answers, self._answers]
         if not self.apart:  # they may have come in other parts
             sides = [[[torch.cat(parts) for parts in zip(*side, strict=True)]] for side in sides]
-        return divergence_between(*sides)
+        return divergence_between(sides[0], sides[1], not self.samples.quantities)
 
     def divergence_of(self, model: nn.Module) -> float:
         """How far a model is from the original. Only samples that judge are run."""
@@ -260,6 +261,8 @@ class Reference:
 
     def covers(self, kept: Kept) -> bool:
         """Whether a smaller model that kept these indices can be repaired."""
+        if self._lists_boxes and any(dim in kept.get(name, {}) for name, dim in self._heads.items()):
+            return False
         found = (
             (stored, kept.get(name, {}).get(self.layers[name].outputs))
             for name, stored in self.kept.items()
@@ -324,7 +327,7 @@ def _alone(layer: RepairableLayer, features: int, rows: int, room: int) -> int:
 
 
 @contextmanager
-def _outputs_of(model: nn.Module, weights: Sequence[str]) -> Iterator[Answers]:
+def _outputs_of(model: nn.Module, weights: Iterable[str]) -> Iterator[Answers]:
     """What the layers with these weights return."""
     found: Answers = []
     modules = dict(model.named_modules())
@@ -364,10 +367,11 @@ def _without_padding(answer: Tensor, counts: Tensor | None) -> Tensor:
     return torch.where(counts.view(*counts.shape, *[1] * (answer.ndim - 2)).to(answer.device), answer, 0)
 
 
-def divergence_between(mine: list[Answers], theirs: list[Answers]) -> float:
+def divergence_between(mine: list[Answers], theirs: list[Answers], classes: bool = True) -> float:
     """Mean Jensen-Shannon divergence of classes, or relative squared distance of other answers, batch by batch.
 
-    Several answers are added up. (Kullback-Leibler is not bounded: one sure mistake would outweigh everything else.)
+    Several answers are added up. Rows of numbers are `classes`, unless said otherwise. (Kullback-Leibler is not
+    bounded: one sure mistake would outweigh everything else.)
     """
     for own, wanted in zip(mine, theirs, strict=True):
         if [t.shape for t in own] != [t.shape for t in wanted]:
@@ -381,7 +385,7 @@ def divergence_between(mine: list[Answers], theirs: list[Answers]) -> float:
         ours, known = (
             torch.cat([batch[number].double()[..., None].flatten(1) for batch in side]) for side in (mine, theirs)
         )
-        if first.ndim == 2 and ours.shape[1] > 1:
+        if classes and first.ndim == 2 and ours.shape[1] > 1:
             sides = [F.log_softmax(side, 1) for side in (ours, known)]
             between = torch.logaddexp(*sides) - math.log(2)
             total += float(sum(0.5 * (side.exp() * (side - between)).sum(1).mean() for side in sides))

@@ -12,11 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from secateur.errors import Argument, DataError
-from secateur.nest import Images, map_leaves, select_samples, tensors_in
+from secateur.nest import Images, describe, map_leaves, select_samples, tensors_in
 from secateur.repair.rows import Places
 from secateur.running.batches import Data, batches, check_inputs, counted, is_pair, masks_in, size_of
 from secateur.running.devices import to_device
 from secateur.running.processes import active, gathered, share
+from secateur.running.targets import are_shares
 
 #: `f(images, generator)` returns altered images of the same shape (or other inputs). The generator lives on the CPU.
 Alter = Callable[[Any, torch.Generator], Any]
@@ -66,6 +67,8 @@ class Samples:
     alter: Alter | None
     held: Tensor
     seed: int
+    #: Whether the targets are real numbers and no probabilities, so that the model's answers are no classes.
+    quantities: bool = False
     # The copies that were made last: they are asked for a few at a time.
     _made: dict[tuple[int, int], Any] = field(default_factory=dict, init=False, compare=False, repr=False)
 
@@ -81,7 +84,7 @@ class Samples:
         several processes, each of which has batches of its own, those of all are taken.
         Without `alter`, images are cropped and flipped, and a few texts exchange words. Other inputs get no copies.
         """
-        inputs, targets, count = [], [], 0
+        inputs, targets, count, quantities = [], [], 0, False
         shared = not is_pair(data) and active()
         if is_pair(data) and size_of(data[0]) > most:
             index = torch.linspace(0, size_of(data[0]) - 1, most, dtype=torch.float64).round().long()
@@ -92,12 +95,13 @@ class Samples:
             take = min(size_of(x), most - count)
             inputs.append(select_samples(x, slice(take)))
             targets.append(y[:take] if isinstance(y, Tensor) and y.ndim == 1 else None)
+            quantities |= isinstance(y, Tensor) and y.ndim > 0 and y.is_floating_point() and not are_shares(y)
             count += take
             if count >= most:
                 break
         if shared:
             inputs, targets = _of_all(inputs, targets, most, device)
-            count = sum(map(size_of, inputs))
+            count, quantities = sum(map(size_of, inputs)), any(gathered(quantities))
         if not count:
             raise DataError("repair needs data: there is no sample in what was given.")
         numbers = [t for t in targets if t is not None]
@@ -111,7 +115,7 @@ class Samples:
             tokens = joined["input_ids"].numel() if counts is None else int(counts.sum())
             alter = exchange_words if count > 1 and tokens <= _FEW_TOKENS else None
         copies = min(copies, max(0, most // count - 1)) if alter is not None else 0
-        return cls(joined, count, copies, alter, held, seed)
+        return cls(joined, count, copies, alter, held, seed, quantities)
 
     @property
     def two(self) -> Any:
@@ -178,6 +182,10 @@ class Samples:
             key = (self.seed * 1_000_003 + copy) * 1_000_003 + begin
             draw = torch.Generator().manual_seed(key % 2**63)
             made = (Images(self.alter(torch.stack(x[0]), draw)),) if _lists_images(x) else self.alter(x, draw)
+            check_inputs(made)
+            if [t.shape for t in tensors_in(made)] != [t.shape for t in tensors_in(x)]:
+                what = f"alter makes {describe(made)[:200]} of {describe(x)[:200]}."
+                raise DataError(what, where="alter", fix="a function that returns inputs of the same shapes")
             for old in list(self._made)[:-1]:
                 del self._made[old]
             self._made[copy, begin] = made

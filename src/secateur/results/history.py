@@ -89,7 +89,7 @@ class History:
         """Read rows back."""
         try:
             return cls([_row(item) for item in json.loads(text)])
-        except (json.JSONDecodeError, TypeError, KeyError, ValueError) as error:
+        except (TypeError, ValueError, AttributeError, RecursionError) as error:
             raise FileFormatError(f"not a history: {type(error).__name__}: {error}") from error
 
     def __repr__(self) -> str:

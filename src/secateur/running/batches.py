@@ -72,7 +72,7 @@ def as_batch(batch: Any) -> Batch:
         if labels is not None and targets is not None:
             raise DataError("there are labels among the inputs, and targets beside them.", fix="give one of the two")
         targets = labels if targets is None else targets
-    known = torch.tensor(targets) if _are_numbers(targets) else map_leaves(_tensor, targets)
+    known = _from_numbers(targets) if _are_numbers(targets) else map_leaves(_tensor, targets)
     return _as_images(as_tensors(inputs), lists_samples(known)), known
 
 
@@ -118,6 +118,13 @@ def _are_numbers(value: Any) -> bool:
     return all(isinstance(item, int | float | np.number | np.bool_) or _are_numbers(item) for item in value)
 
 
+def _from_numbers(targets: Any) -> Tensor:
+    try:
+        return torch.tensor(targets)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise DataError(f"targets are lists that are no tensor: {error}.", fix="as many numbers for each") from error
+
+
 def _tensor(value: Any) -> Any:
     if not isinstance(value, np.ndarray):
         return value
@@ -148,8 +155,8 @@ def _plain(data: Data, batch_size: int, share: tuple[int, int]) -> Iterator[Batc
         lengths = sorted(set(counts_of_samples(inputs)))
         if len(lengths) > 1:
             raise DataError(f"inputs have different lengths: {', '.join(map(str, lengths))}; each needs every sample.")
-        if isinstance(targets, Tensor) and len(targets) != count:
-            raise DataError(f"{count} inputs but {len(targets)} targets.")
+        if isinstance(targets, Tensor) and (not targets.ndim or len(targets) != count):
+            raise DataError(f"{count} inputs but {len(targets) if targets.ndim else 'a single number for'} targets.")
         rank, world = share
         order = torch.arange(count)[rank::world]
         for begin in range(0, len(order), batch_size):

@@ -215,5 +215,4 @@ def meta_copy(model: nn.Module) -> nn.Module:
 
 def shared_copy(model: nn.Module) -> nn.Module:
     """A copy that shares the parameters' memory but owns its buffers, flags and structure."""
-    parameters = {name for name, _ in model.named_parameters()}
-    return copy_with(model, lambda name, old: old.detach() if name in parameters else old.detach().clone())
+    return copy_with(model, lambda name, old: old.detach() if isinstance(old, nn.Parameter) else old.detach().clone())

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from secateur.errors import Argument, DataError
 from secateur.nest import describe, map_tensors, tensors_in
 from secateur.running.logits import answer_of, logits_of
-from secateur.running.targets import IGNORED
+from secateur.running.targets import IGNORED, check_targets
 
 #: Of one sample: boxes (count, 4), scores, one per box or one per box and class, and labels in the first case.
 Found = tuple[Tensor, Tensor, Tensor | None]
@@ -26,13 +26,14 @@ Found = tuple[Tensor, Tensor, Tensor | None]
 
 class Matched(NamedTuple):
     """The boxes of a sample that count, as numbers of the output and by their corners, their scores, what they should
-    be, and how much each counts."""
+    be, how much each counts, and how sure the model is of it."""
 
     numbers: Tensor
     boxes: Tensor
     scores: Tensor
     wanted: Tensor
     share: Tensor
+    sure: Tensor
 
 
 class Tapped(NamedTuple):
@@ -104,6 +105,8 @@ class Segmentation(Goal):
         if masks.shape[1:] != logits.shape[2:]:
             mode = "bilinear" if logits.ndim == 4 else "trilinear"
             logits = F.interpolate(logits, tuple(masks.shape[1:]), mode=mode, align_corners=False)
+        if masks.is_floating_point() and bool((masks != masks.round()).any()):
+            raise DataError("masks hold real numbers, not classes.", fix="whole class numbers, e.g. masks > 0.5")
         counts = (masks != self.ignored) & (masks != IGNORED)
         classes = torch.where(counts, masks, 0).long()
         most = max(logits.shape[1], 2)
@@ -130,7 +133,8 @@ class Regression(Goal):
         if targets is None:
             return super().loss(output, targets)
         wanted = torch.as_tensor(targets, device=answer.device, dtype=answer.dtype)
-        if wanted.numel() != answer.numel():
+        # (samples,) and (samples, 1) are the same; other orders of as many numbers are not.
+        if [n for n in wanted.shape if n > 1] != [n for n in answer.shape if n > 1]:
             raise _misfit("Regression", answer, targets, "targets shaped like the output")
         return F.mse_loss(answer, wanted.reshape(answer.shape))
 
@@ -154,7 +158,8 @@ class Similarity(Goal):
             answer, wanted = (t.flatten(1, -2).mean(1) if t.ndim > 2 else t for t in (answer, wanted))
         if answer.shape != wanted.shape or answer.ndim < 2:
             raise _misfit("Similarity", answer, targets, "(samples, width), or targets of that shape")
-        own, wanted = answer / answer.detach().norm(dim=-1, keepdim=True), F.normalize(wanted, dim=-1)
+        own = answer / answer.detach().norm(dim=-1, keepdim=True).clamp_min(1e-12)
+        wanted = F.normalize(wanted, dim=-1)
         return _rows((own * wanted).sum(-1, keepdim=True)).mean(1)
 
 
@@ -180,7 +185,7 @@ class NextToken(Goal):
         known = None if targets is None else torch.as_tensor(targets, device=logits.device)
         if known is None or logits.ndim != 3 or known.shape != logits.shape[:2] or known.is_floating_point():
             raise _misfit("NextToken", logits, targets, "(samples, positions, tokens), with the token ids as targets")
-        return logits[:, :-1], known[:, 1:].long()
+        return logits[:, :-1], check_targets(known[:, 1:], logits[:, :-1].movedim(-1, 1))
 
 
 @dataclass(frozen=True)
@@ -211,7 +216,7 @@ class Detection(Goal):
     def value(self, output: Any, targets: Any) -> Tensor:
         output, inner = output if isinstance(output, Tapped) else (output, [])
         values = [
-            (one.share * _sure(one.scores) * (_one(one.scores) + _one(one.numbers).mean(1))).sum()
+            (one.share * one.sure * (_one(one.scores) + _one(one.numbers).mean(1))).sum()
             for one in self._matched(output, targets)
         ]
         chosen = [t for t in tensors_in(inner) if t.is_floating_point() and t.numel()]
@@ -246,14 +251,21 @@ class Detection(Goal):
         classes = torch.as_tensor(known["class_labels" if "class_labels" in known else "labels"], device=scores.device)
         wanted = torch.as_tensor(known["boxes"]).to(numbers).reshape(-1, 4)
         wanted, boxes = _corners(wanted) if asked else wanted, _corners(numbers) if centred else numbers
+        if scores.ndim > 1 and len(classes) and not 0 <= int(classes.min()) <= int(classes.max()) < scores.shape[1]:
+            raise DataError(
+                f"labels run from {int(classes.min())} to {int(classes.max())}, but the model scores {scores.shape[1]} "
+                "classes.",
+                fix="number the classes from 0, as the outputs are",
+            )
         shared = overlaps(wanted, boxes.detach())
         if labels is not None:
             fits = (shared >= self.overlap) & (classes[:, None] == labels)
         else:
             fits = (shared >= self.overlap) | ((shared == shared.amax(1, keepdim=True)) & (shared > 0))
         target, box = fits.nonzero(as_tuple=True)
-        chosen = scores[box] if scores.ndim == 1 else scores[box, classes.long()[target]]
-        return Matched(numbers[box], boxes[box], chosen, wanted[target], 1 / fits.sum(1)[target].to(boxes))
+        place = (box,) if scores.ndim == 1 else (box, classes.long()[target])
+        share, sure = 1 / fits.sum(1)[target].to(boxes), _sure(scores)[place]
+        return Matched(numbers[box], boxes[box], scores[place], wanted[target], share, sure)
 
 
 def boxes_in(output: Any) -> tuple[list[Found], bool, bool]:
@@ -295,19 +307,20 @@ def _corners(boxes: Tensor) -> Tensor:
 
 
 def _sure(scores: Tensor) -> Tensor:
-    """Probabilities from scores, which may be logits."""
+    """Probabilities from all scores of a sample, which are logits if some are no probability."""
     known = scores.detach()
-    return known.sigmoid() if bool((known < 0).any()) else known
+    return known.sigmoid() if bool(((known < 0) | (known > 1)).any()) else known
 
 
 def _said(numbers: Tensor, scores: Tensor, labels: Tensor | None, centred: bool) -> Matched:
     """What a model says by itself: all boxes that it returns, or those nearly as sure as the best."""
+    sure = _sure(scores)
     if labels is None and scores.ndim > 1:
-        best = scores.amax(1)
-        certain = _sure(best) >= 0.5 * _sure(best).max()
-        numbers, scores = numbers[certain], best[certain]
+        sure = sure.amax(1)
+        certain = sure >= 0.5 * sure.max()
+        numbers, scores, sure = numbers[certain], scores.amax(1)[certain], sure[certain]
     boxes = _corners(numbers) if centred else numbers
-    return Matched(numbers, boxes, scores, boxes.detach(), torch.ones_like(scores.detach()))
+    return Matched(numbers, boxes, scores, boxes.detach(), torch.ones_like(sure), sure)
 
 
 def _one(values: Tensor) -> Tensor:

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
-from secateur.nest import tensors_in
-from secateur.running.batches import Data, as_batch, is_pair
+from secateur.nest import leaves, tensors_in
+from secateur.running.batches import Data, as_batch, as_tensors, is_pair
 from secateur.running.sandbox import seeded
 from secateur.running.tensor_files import digest_of
 
@@ -29,7 +29,7 @@ def described(value: Any, without: Collection[str] = ()) -> str:
         shown = ", ".join(f"{name}={described(getattr(value, name))}" for name in names)
         return f"{type(value).__qualname__}({shown})"
     loader = isinstance(value, Iterable) and not isinstance(value, _PLAIN)
-    if loader or is_pair(value) or tensors_in(value):
+    if loader or is_pair(value) or any(isinstance(leaf, Tensor | np.ndarray) for leaf in leaves(value)):
         return data_identity(value)
     if callable(value):
         named = value if hasattr(value, "__qualname__") else type(value)
@@ -44,8 +44,8 @@ def data_identity(data: Data) -> str:
     """
     if data is None:
         return "none"
-    if isinstance(data, list | tuple | Tensor | Mapping):
-        return _digest(*([data] if is_pair(data) or isinstance(data, Tensor | Mapping) else data))
+    if isinstance(data, list | tuple | Tensor | np.ndarray | Mapping):
+        return _digest(*(data if isinstance(data, list | tuple) and not is_pair(data) else [data]))
     dataset = getattr(data, "dataset", None)
     facts = [type(data).__qualname__, _length(data), getattr(data, "batch_size", None)]
     if dataset is not None:
@@ -77,7 +77,7 @@ def _digest(*samples: Any) -> str:
     plain: list[Any] = []
     for sample in samples:
         pair = isinstance(sample, list | tuple) and len(sample) == 2
-        sample = as_batch(sample) if pair else sample
+        sample = as_batch(sample) if pair or isinstance(sample, Mapping) else as_tensors(sample)
         tensors += tensors_in(sample)
         plain += [item for item in sample if isinstance(item, int | float | str)] if pair else []
     return digest_of((str(i), tensor) for i, tensor in enumerate(tensors)) + (f" {plain}" if plain else "")

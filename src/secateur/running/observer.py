@@ -51,7 +51,6 @@ class Observer(TorchFunctionMode):
         self._paths = {id(module): path for path, module in named_modules(model)}
         self._stack: list[str] = []
         self._visits: dict[tuple[str, str], int] = {}
-        self._fastpath = True
 
     def observe(self, call: Call) -> Any:
         """Run the call and learn from it; returns what the model gets to see."""
@@ -137,8 +136,6 @@ class Observer(TorchFunctionMode):
         )
 
     def __enter__(self) -> Self:
-        self._fastpath = torch.backends.mha.get_fastpath_enabled()
-        torch.backends.mha.set_fastpath_enabled(False)
         _watch(self)
         super().__enter__()  # type: ignore[no-untyped-call]
         self._height = torch._C._len_torch_function_stack()
@@ -148,7 +145,6 @@ class Observer(TorchFunctionMode):
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         _forget(self)
         self._stack.clear()
-        torch.backends.mha.set_fastpath_enabled(self._fastpath)
 
     def enter(self, module: nn.Module) -> None:
         """A module begins to run."""
@@ -240,7 +236,8 @@ class _Thread(threading.local):
 
 _thread = _Thread()
 _lock = threading.Lock()
-_watching = 0  # observers in all threads
+_watching = 0  # observers in all threads: the first one changes torch, and the last one changes it back
+_fastpath = True  # of attention, which makes no calls that could be seen
 _plain: Callable[..., Any] = nn.Module._call_impl
 _apply: Any = inspect.getattr_static(torch.autograd.Function, "apply")
 _SCRIPT: Any = torch.jit.ScriptFunction
@@ -282,7 +279,7 @@ def _scripted(function: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _watch(observer: Observer) -> None:
-    global _watching, _plain, _apply
+    global _watching, _plain, _apply, _fastpath
     _thread.observers.append(observer)
     with _lock:
         _watching += 1
@@ -292,6 +289,8 @@ def _watch(observer: Observer) -> None:
             _apply = inspect.getattr_static(torch.autograd.Function, "apply")
             torch.autograd.Function.apply = _applied
             _SCRIPT.__call__ = _scripted
+            _fastpath = torch.backends.mha.get_fastpath_enabled()
+            torch.backends.mha.set_fastpath_enabled(False)
 
 
 def _forget(observer: Observer) -> None:
@@ -303,6 +302,7 @@ def _forget(observer: Observer) -> None:
             nn.Module._call_impl = _plain  # type: ignore[method-assign]
             torch.autograd.Function.apply = _apply
             _SCRIPT.__call__ = _compiled
+            torch.backends.mha.set_fastpath_enabled(_fastpath)
 
 
 def _is_plain(module: nn.Module) -> bool:

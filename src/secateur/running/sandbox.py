@@ -7,7 +7,7 @@ import random
 import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cache, wraps
 from itertools import islice
 from typing import Any, ParamSpec, TypeVar
@@ -71,60 +71,47 @@ class _RandomState:
             torch.cuda.set_rng_state(state, device)
 
 
-class _Outermost:
-    """Gives random numbers back when the last call of a public function ends, in whatever thread.
+class _Shared:
+    """A context that the first call of all threads enters, and the last one leaves.
 
-    Threads share the generators. If each gave back what it found, it could find what another one was drawing.
+    What it changes belongs to all threads. If each gave back what it found, that could be another one's doing.
     """
 
-    def __init__(self) -> None:
-        self._lock, self._depth = threading.Lock(), 0
-        self._state: _RandomState | None = None
+    def __init__(self, make: Callable[[], AbstractContextManager[Any]]) -> None:
+        self._make, self._lock, self._depth = make, threading.Lock(), 0
 
     def __enter__(self) -> None:
         with self._lock:
             if not self._depth:
-                self._state = _RandomState(_cuda_devices())
-            self._depth += 1
-
-    def __exit__(self, *error: object) -> None:
-        with self._lock:
-            self._depth -= 1
-            if not self._depth and self._state is not None:
-                self._state.restore()
-                self._state = None
-
-
-_outermost = _Outermost()
-
-
-class _AsWritten:
-    """Compiled parts run as written until the last of all threads has left. What each found may be another's doing."""
-
-    def __init__(self) -> None:
-        self._lock, self._depth = threading.Lock(), 0
-        self._stance: Any = None
-
-    def __enter__(self) -> None:
-        with self._lock:
-            if not self._depth:
-                self._stance = set_stance("force_eager")
-                self._stance.__enter__()
+                self._held = self._make()
+                self._held.__enter__()
             self._depth += 1
 
     def __exit__(self, *error: object) -> None:
         with self._lock:
             self._depth -= 1
             if not self._depth:
-                self._stance.__exit__(None, None, None)
-
-
-_as_written = _AsWritten()
+                self._held.__exit__(None, None, None)
 
 
 def _cuda_devices() -> list[int]:
     used = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return list(range(torch.cuda.device_count())) if used else []
+
+
+@contextmanager
+def drawing_again() -> Iterator[None]:
+    """All random number generators as they were before."""
+    state = _RandomState(_cuda_devices())
+    try:
+        yield
+    finally:
+        state.restore()
+
+
+#: Random numbers that are drawn in public functions are given back, and compiled parts run there as they are written.
+_outermost = _Shared(drawing_again)
+_as_written = _Shared(lambda: set_stance("force_eager"))
 
 
 @contextmanager
@@ -223,16 +210,6 @@ def quiet() -> Iterator[None]:
     """No gradients, and all random number generators as they were before."""
     with drawing_again(), torch.no_grad():
         yield
-
-
-@contextmanager
-def drawing_again() -> Iterator[None]:
-    """All random number generators as they were before."""
-    state = _RandomState(_cuda_devices())
-    try:
-        yield
-    finally:
-        state.restore()
 
 
 @contextmanager

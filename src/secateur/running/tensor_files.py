@@ -9,7 +9,8 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,24 +31,26 @@ _LARGEST_JSON, _MOST_CONTAINERS, _MOST_QUOTES = 64 * 2**20, 2**20, 2**22
 
 def read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """The tensors of a file by name, and its metadata."""
-    try:
-        _check_header(path)
-        with safetensors.safe_open(path, framework="pt") as file:
-            return {key: file.get_tensor(key) for key in file.keys()}, file.metadata() or {}  # noqa: SIM118
-    except MemoryError:
-        raise
-    except Exception as error:  # the reader raises many kinds of errors on damaged files
-        what = f"{path} is damaged or not a safetensors file: {error}"
-        raise FileFormatError(what, where=path) from error
+    with _opened(path) as (file, _):
+        return {key: file.get_tensor(key) for key in file.keys()}, file.metadata() or {}  # noqa: SIM118
 
 
 def sizes_in(path: Path) -> list[int]:
     """How many numbers each tensor of a file has. The file is long enough for them."""
+    with _opened(path) as (_, header):
+        return [math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__"]
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[tuple[Any, Any]]:
+    """A file, whose length was compared with its header, and the header. What goes wrong is said of the file."""
     try:
         header = _check_header(path)
-        with safetensors.safe_open(path, framework="pt"):  # which compares the sizes with the length of the file
-            return [math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__"]
-    except Exception as error:
+        with safetensors.safe_open(path, framework="pt") as file:
+            yield file, header
+    except MemoryError:
+        raise
+    except Exception as error:  # the reader raises many kinds of errors on damaged files
         what = f"{path} is damaged or not a safetensors file: {error}"
         raise FileFormatError(what, where=path) from error
 

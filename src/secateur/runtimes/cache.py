@@ -26,14 +26,14 @@ class Cache:
     key: dict[str, Any]
 
     @classmethod
-    def at(cls, folder: str | Path | bool, setup: Setup, kinds: Sequence[str]) -> Cache | None:
-        """The file in a folder; True is for the user's cache, False for none."""
+    def at(cls, folder: str | Path | bool, setup: Setup, weights: str, kinds: Sequence[str]) -> Cache | None:
+        """The file in a folder; True is for the user's cache, False for none. `weights` says what numbers they are."""
         if folder is False:
             return None
         if folder is True:
             folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "secateur"
         check_path("cache", folder, "a folder, True or False")
-        key = {"format": FORMAT, **setup.key(), "kinds": list(kinds)}
+        key = {"format": FORMAT, **setup.key(), "weights": weights, "kinds": list(kinds)}
         name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]
         return cls(Path(folder) / f"latency-{name}.json", key)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 
 from torch import nn
 
@@ -24,9 +24,6 @@ class Clock:
     def __init__(self, setup: Setup, example: Example, model: nn.Module) -> None:
         self.setup, self.model = setup, model
         self.runner = Onnx(setup, example, model) if setup.runtime == "onnxruntime" else Eager(setup, example)
-        # torch.compile shows no modules: its segments are those of plain PyTorch.
-        self.profile: Callable[[nn.Module, Plan | None, Collection[str]], Callable[[], dict[str, float]]]
-        self.profile = self.runner.profile
 
     def in_turn(self, models: Sequence[tuple[nn.Module, Plan | None]]) -> list[float]:
         """Median seconds of a forward pass of each model, which is what its plan leaves. They take turns."""

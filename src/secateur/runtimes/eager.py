@@ -41,7 +41,10 @@ class Eager:
         return partial(self._forward, self._compiled(copy) if self.setup.runtime == "compile" else copy)
 
     def profile(self, model: nn.Module, plan: Plan | None, paths: Collection[str]) -> Callable[[], dict[str, float]]:
-        """A forward pass that says how many seconds passed from the start of each of these modules to the next."""
+        """A forward pass that says how many seconds passed from the start of each of these modules to the next.
+
+        torch.compile shows no modules: its segments are those of plain PyTorch.
+        """
         copy = self._placed(model)
         marks: list[tuple[str, Any]] = []
         for path, module in named_modules(copy):
@@ -79,10 +82,8 @@ class Eager:
         return compiled
 
     def _placed(self, model: nn.Module) -> nn.Module:
-        copy = shared_copy(unwrap(model)).eval()
-        if self.setup.runtime == "channels-last":
-            return copy.to(memory_format=torch.channels_last)
-        return copy.to(self.setup.device)
+        copy = shared_copy(unwrap(model)).eval().to(self.setup.device)
+        return copy.to(memory_format=torch.channels_last) if self.setup.runtime == "channels-last" else copy
 
     def _forward(self, model: Any) -> None:
         with torch.no_grad():

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-from torch import nn
 
 from secateur.ops.layers import Mask
-from secateur.plans.plan import plan_for
 from secateur.structure.graph import Graph
-from secateur.surgery.cut import cut
 
 _RANDOM = 6  # models whose layers have widths at random, beside the whole model and a narrow one
 _LEAST = 0.12
@@ -41,8 +38,3 @@ def _mask(graph: Graph, layers: list[np.ndarray], shares: list[float]) -> Mask:
         if removed[groups].all():
             removed[groups] = False
     return removed
-
-
-def sample_models(model: nn.Module, graph: Graph, masks: list[Mask]) -> list[nn.Module]:
-    """The models that these masks leave. Their weights mean nothing; their shapes do."""
-    return [cut(model, plan_for(graph, mask)).eval() for mask in masks]

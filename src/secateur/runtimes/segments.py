@@ -69,4 +69,5 @@ def _segment(path: str, items: Sequence[Work], graph: Graph) -> Segment:
             parts.setdefault(tuple(sorted(axis.tobytes() for axis in axes)), (*axes, *item.blocks))
     parts.setdefault((), ())
     sizes = [[len(axis) for axis in axes] for axes in parts.values()]
-    return Segment(path, f"{totals[1]:.0f} MACs, {totals[0]:.0f} written, {sizes}", tuple(parts.values()))
+    kind = f"{'+'.join(sorted({item.site.function for item in items}))}: {totals[1]:.0f} MACs, {totals[0]:.0f} written"
+    return Segment(path, f"{kind}, {sizes}", tuple(parts.values()))

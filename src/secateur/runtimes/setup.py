@@ -41,8 +41,11 @@ class Setup:
         for name, value in (("batch", batch), ("threads", threads)):
             if value is not None:
                 check_count(name, value)
-        where = torch.device(device) if device is not None else next((t.device for t in tensors_in(example)), None)
-        where = where or torch.device("cpu")
+        try:
+            where = next((t.device for t in tensors_in(example)), torch.device("cpu"))
+            where = where if device is None else torch.device(device)
+        except (RuntimeError, TypeError):
+            raise SecateurError("{it} is no device.", fix="'cpu' or 'cuda'", it=Argument("device", device)) from None
         if runtime == "onnxruntime":
             for package in ("onnx", "onnxscript", "onnxruntime"):
                 if find_spec(package) is None:
@@ -59,6 +62,12 @@ class Setup:
                 )
         if where.type == "cuda" and not torch.cuda.is_available():
             raise SecateurError("{device} is not there.", fix="device='cpu'", device=Argument("device", device))
+        if where.type == "cuda" and where.index not in (None, torch.cuda.current_device()):
+            raise SecateurError(
+                "{device} is not the current GPU, on which times are measured.",
+                fix=f"torch.cuda.set_device({where.index})",
+                device=Argument("device", str(where)),
+            )
         return cls(runtime, batch or batch_of(example), threads or torch.get_num_threads(), where.type)
 
     @property
@@ -93,9 +102,10 @@ class Setup:
                 torch.set_num_threads(before)
 
     def key(self) -> dict[str, Any]:
-        """What a table depends on beside the model: this, the machine and the versions."""
+        """What a table depends on beside the model: this, the machine, versions, and how exactly torch multiplies."""
         packages = ("torch", "onnxruntime") if self.runtime == "onnxruntime" else ("torch",)
-        return {**self.to_dict(), "machine": _machine(self.device), "versions": {p: _version(p) for p in packages}}
+        versions, precision = {p: _version(p) for p in packages}, torch.get_float32_matmul_precision()
+        return {**self.to_dict(), "machine": _machine(self.device), "versions": versions, "precision": precision}
 
 
 def _version(package: str) -> str:

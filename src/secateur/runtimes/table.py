@@ -15,20 +15,22 @@ import numpy as np
 from torch import nn
 
 from secateur.analysis.analyze import analyze
-from secateur.errors import PlanError
+from secateur.errors import NothingToPruneError, PlanError
 from secateur.ops.layers import Labels, Mask
 from secateur.plans.plan import Plan, plan_for
 from secateur.running.copies import unwrap
+from secateur.running.devices import dtype_of
 from secateur.running.processes import is_first, same_everywhere
 from secateur.running.sandbox import Example, leaves_no_trace
 from secateur.runtimes.cache import Cache
 from secateur.runtimes.clock import Clock
 from secateur.runtimes.fit import nonnegative
-from secateur.runtimes.sampling import sample_masks, sample_models
+from secateur.runtimes.sampling import sample_masks
 from secateur.runtimes.segments import Numbers, Segment, segments_of, share
 from secateur.runtimes.setup import Runtime, Setup
 from secateur.structure.cost import Savings, first_order
 from secateur.structure.graph import Graph
+from secateur.surgery.cut import cut
 
 # Seconds that the passes through all sample models may take, how many these are at most, and seconds for one model.
 _BUDGET, _ROUNDS, _EACH = 12.0, 10, 0.6
@@ -153,7 +155,12 @@ def latency(
 def table_of(model: nn.Module, graph: Graph, setup: Setup, cache: str | Path | bool = True) -> Latency:
     """The table of an analysed model, from the cache or measured. All processes get that of the first one."""
     segments = tuple(segments_of(graph))
-    kept = Cache.at(cache, setup, [segment.kind for segment in segments])
+    if not segments:
+        raise NothingToPruneError(
+            f"{graph.model_name} has no layer whose time could be predicted.",
+            fix="measure(model, example) says how long the whole model takes",
+        )
+    kept = Cache.at(cache, setup, str(dtype_of(model)), [segment.kind for segment in segments])
     found: dict[str, Any] | None = None
     clocks: list[Clock] = []
     if is_first():
@@ -169,13 +176,12 @@ def table_of(model: nn.Module, graph: Graph, setup: Setup, cache: str | Path | b
 
 def _measured(clock: Clock, graph: Graph, segments: Sequence[Segment]) -> dict[str, Any]:
     """Time the sample models whole and by segment, and fit what the segments take."""
-    masks = sample_masks(graph)
-    models = sample_models(clock.model, graph, masks)
+    masks, setup = sample_masks(graph), clock.setup
     plans = [plan_for(graph, mask) for mask in masks]
-    setup = clock.setup
+    models = [cut(clock.model, plan).eval() for plan in plans]  # their weights mean nothing; their shapes do
     paths = [segment.path for segment in segments]
     with setup.threaded():
-        passes = [clock.profile(small, plan, paths) for small, plan in zip(models, plans, strict=True)]
+        passes = [clock.runner.profile(small, plan, paths) for small, plan in zip(models, plans, strict=True)]
         seen = _rounds(passes, clock.runner.least)
     parts = [{path: min(one.get(path, 0.0) for one in own) for path in paths} for own in seen]
     kinds = _fitted(segments, masks, parts)
