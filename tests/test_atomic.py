@@ -121,3 +121,24 @@ def test_what_the_system_says_becomes_an_error_of_ours(tmp_path: Path) -> None:
     ):
         write(tmp_path / "file" / "b", "new")
     assert found.value.where == "b"
+
+
+def test_threads_do_not_mix_what_they_write(tmp_path: Path) -> None:
+    """Each one's file is whole whenever it is looked at, and no write fails."""
+    texts, wrong = [str(i).encode() * 200_000 for i in range(4)], []
+
+    def work(text: bytes) -> None:
+        try:
+            for _ in range(10):
+                if write(tmp_path / "a.txt", text).read_bytes() not in texts:
+                    wrong.append("mixed")
+        except OSError as error:
+            wrong.append(repr(error))
+
+    threads = [threading.Thread(target=work, args=(text,)) for text in texts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert os.listdir(tmp_path) == ["a.txt"]

@@ -297,6 +297,11 @@ def test_recover_trains_what_prune_wrote(place: Place, tmp_path: Path) -> None:
     assert set(found["accuracy"]["after"]) == set(found["accuracy"]["before"])
     assert sorted(path.name for path in out.iterdir()) == ["model", "run.json"]
     assert "parameters" in invoke("inspect", out, "--original", place.net).output
+    note = json.loads((small / "run.json").read_text())
+    (small / "model.onnx").write_bytes(b"of the smaller model")
+    (small / "run.json").write_text(json.dumps({**note, "files": {**note["files"], "onnx": "model.onnx"}}))
+    succeed("recover", *given[:-1], small, *teacher, "--epochs", 1)
+    assert not (small / "model.onnx").exists()  # it is no longer that model
     without = succeed("recover", *given[:-1], tmp_path / "labels", "--minutes", 0.01)
     assert without["stopped"] == "the minutes are over"
     wide = fail("recover", *given[:-1], tmp_path / "wide", "--teacher", f"{place.net}?classes=7")
@@ -557,3 +562,63 @@ def test_a_latency_is_planned_for_and_measured_in_the_runtime_that_is_named(
     saved = json.loads((tmp_path / "s" / "model" / "plan.json").read_text())["about"]["latency"]
     assert (saved["runtime"], saved["batch"], saved["threads"]) == ("onnxruntime", 2, 1)
     assert saved["after"] == pytest.approx(1e-6 * found["after"]["params"])
+
+
+FOURIER = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1), nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.c(torch.fft.fft2(self.b(torch.relu(self.a(x)))).abs().mean((2, 3)))
+
+def make():
+    torch.manual_seed(0)
+    return Net()
+"""
+
+
+def test_a_model_that_cannot_be_explained_has_a_report_without_heat_maps(place: Place, tmp_path: Path) -> None:
+    """The run is done by then. It used to end with an error, each time that it was started again."""
+    (tmp_path / "fourier.py").write_text(FOURIER)
+    job = [
+        f"{tmp_path / 'fourier.py'}:make",
+        "--images",
+        place.train,
+        "--input-size",
+        16,
+        "--no-latency",
+        "--round-to",
+        1,
+    ]
+    result = invoke("prune", *job, "--criterion", "weight", "--remove", 0.3, "--out", tmp_path / "out")
+    assert result.exit_code == 0, result.stderr
+    assert "the report has no heat maps: no relevance rule is known for the complex numbers" in result.stderr
+    assert "no relevance rule is known" in (tmp_path / "out" / "report.html").read_text()
+    assert not (tmp_path / "out" / "checkpoint.safetensors").exists()
+
+
+@pytest.mark.parametrize(("asked", "steps", "repair"), [
+    (["--remove", 0.3], False, True), (["--max-drop", 0.9], True, True), (["--max-drift", 1.9], True, True),
+    (["--remove", 0.3, "--step", 0.3], True, False), (["--remove", 0.3, "--step", 0.3, "--repair", "mean"], True, True),
+    (["--remove", 0.3, "--repair", "none"], True, False),
+])  # fmt: skip
+def test_the_estimate_is_of_what_the_run_will_do(
+    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: list, steps: bool, repair: bool
+) -> None:
+    seen: dict = {}
+
+    class Enough(Exception):
+        """What comes after the estimate is not of interest."""
+
+    def stop(*args: object, **options: object) -> None:
+        seen.update(options)
+        raise Enough
+
+    monkeypatch.setattr(importlib.import_module("secateur.cli.prune"), "outlook", stop)
+    assert isinstance(invoke("prune", *place.job, *asked, "--out", tmp_path / "out").exception, Enough)
+    assert (seen["steps"], seen["repair"]) == (steps, repair)

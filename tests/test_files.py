@@ -14,12 +14,12 @@ import safetensors.torch
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
 
 import secateur as sc
 from constructs import CONSTRUCTS, build
 from oracle import outputs, random_scores, relative_gap
-from secateur.errors import FileFormatError, PlanError, SecateurWarning, VerificationError
+from secateur.errors import FileFormatError, PlanError, SecateurError, SecateurWarning, VerificationError
 from secateur.files.session import fixed_batch
 
 
@@ -416,3 +416,55 @@ def test_a_hostile_fingerprint_does_no_harm(answer: object, tmp_path: Path) -> N
     small = halved(layered(), x, tmp_path / "m")
     replace_fingerprint(tmp_path / "m", {"settings": {"0": 3, "1": {"is": 4}}, "answer": answer})
     assert torch.equal(sc.load(tmp_path / "m", layered()).eval()(x), small(x))
+
+
+class Otherwise(nn.Module):
+    """Computes something else while it is exported, in its second output."""
+
+    def __init__(self, other: float) -> None:
+        super().__init__()
+        self.fc, self.other = nn.Linear(4, 3), other
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.fc(x)
+        return y, y * self.other if torch.compiler.is_compiling() else y
+
+
+def test_an_export_with_another_second_output_is_refused(tmp_path: Path) -> None:
+    for other in (float("nan"), float("inf"), 2.0):
+        for name in ("a.onnx", "a.pt2"):
+            with pytest.raises(VerificationError, match="differs from PyTorch's"):
+                sc.export(Otherwise(other).eval(), tmp_path / name, torch.rand(2, 4))
+    assert not list(tmp_path.iterdir())
+
+
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.where(torch.arange(3) < 1, -torch.inf, self.fc(x))
+
+
+class Branching(Masked):
+    def forward(self, x: Tensor) -> Tensor | None:
+        return self.fc(x) if float(x.sum()) > 0 else self.fc(-x)
+
+
+class Silent(Masked):
+    def forward(self, x: Tensor) -> None:
+        self.fc(x)
+
+
+def test_infinite_outputs_are_exported_as_they_are(tmp_path: Path) -> None:
+    x, model = torch.rand(2, 4), Masked().eval()
+    program = torch.export.load(sc.export(model, tmp_path / "a.pt2", x))
+    assert torch.equal(program.module()(x)[:, 0], torch.full((2,), -torch.inf))
+
+
+def test_models_that_torch_export_cannot_translate_are_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(SecateurError, match=r"torch\.export cannot translate Branching"):
+        sc.export(Branching().eval(), tmp_path / "a.pt2", torch.rand(2, 4))
+    with pytest.raises(SecateurError, match="Silent returns no tensor"):
+        sc.export(Silent().eval(), tmp_path / "a.pt2", torch.rand(2, 4))

@@ -153,3 +153,9 @@ def test_prune_writes_int8_and_says_what_it_costs_and_gains(tmp_path: Path, monk
         assert f"ONNX Runtime, int8, 1 thread, batch of {batch}" in page
     said = fail("prune", "hf:nothing", "--text", "t.txt", "--remove", 0.1, "--int8", "--out", tmp_path / "t")
     assert "--int8 is for convolutional networks" in said
+
+
+def test_an_error_that_is_no_number_is_too_large() -> None:
+    good, bad = [[np.array([1.0, 2.0])]], [[np.array([np.nan, 2.0])]]
+    assert not int8._error(bad, good) <= 0.1
+    assert not int8._error([good[0] + bad[0]], [good[0] + good[0]]) <= 0.1

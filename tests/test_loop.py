@@ -255,6 +255,13 @@ def test_max_drop_goes_back_to_the_last_step_that_held() -> None:
         prune(net(), data(), max_drop={"fish": 0.45}, **options)
 
 
+def test_a_limit_for_the_worst_class_needs_classes() -> None:
+    """It is refused before anything is removed: without numbers by class it would limit nothing."""
+    with pytest.raises(EvaluationError, match="max_drop names 'worst', but evaluate returns overall") as caught:
+        prune(net(), data(), remove=0.5, schedule=0.25, max_drop={"worst": 0.01}, evaluate=lambda model: 0.5)
+    assert caught.value.result.plan is None
+
+
 def test_round_to_and_ignore() -> None:
     result = prune(net(), data(), remove=0.5, schedule=0.1, limits=Limits(ignore=["hidden"], round_to=4))
     assert all(after % 4 == 0 for _, after in result.plan.layers.values())
@@ -471,6 +478,44 @@ def test_optimizer_scheduler_and_average_through_the_loop() -> None:
     assert average.module(x).shape == (12, 4)
     with pytest.raises(SecateurError, match="carry"):
         prune(model, (x, y), remove=0.4, schedule=Schedule(carry=[object()]))
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_is_carried_goes_back_with_a_step_that_is_not_kept(fails: bool) -> None:
+    """The optimizer trains the model of the result, with the moments, rates and averages that belong to it."""
+    model, (x, y) = net(), data()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    average = AveragedModel(model)
+    noted: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
+
+    def tune(small: nn.Module, step: int) -> None:
+        optimizer.zero_grad()
+        F.cross_entropy(small(x), y).backward()
+        optimizer.step()
+        scheduler.step()
+        average.update_parameters(small)
+        moments = [optimizer.state[p]["exp_avg"].clone() for p in small.parameters()]
+        noted[step] = moments, [p.detach().clone() for p in average.module.parameters()]
+
+    def evaluate(small: nn.Module) -> float:
+        if fails and len(noted) == 2:
+            raise OSError("no disk")
+        return 0.0 if len(noted) == 2 else 1.0
+
+    schedule = Schedule(step=0.2, finetune=tune, carry=[optimizer, average, scheduler])
+    if fails:
+        with pytest.raises(EvaluationError) as caught:
+            prune(model, (x, y), remove=0.9, evaluate=evaluate, schedule=schedule)
+        result = caught.value.result
+    else:
+        result = prune(model, (x, y), max_drop=0.5, evaluate=evaluate, schedule=schedule)
+    trained = [p for group in optimizer.param_groups for p in group["params"]]
+    assert all(a is b for a, b in zip(trained, result.model.parameters(), strict=True))
+    moments, averages = noted[1]
+    assert all(torch.equal(optimizer.state[p]["exp_avg"], m) for p, m in zip(trained, moments, strict=True))
+    assert all(torch.equal(p, m) for p, m in zip(average.module.parameters(), averages, strict=True))
+    assert (optimizer.param_groups[0]["lr"], scheduler.last_epoch, int(average.n_averaged)) == (0.005, 1, 1)
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import os
 import shutil
 import time
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,12 @@ import transformers
 from torch import Tensor, nn
 
 import secateur as sc
+import tiny_text
 from benchmarks.fuzz_files import reseal_hf
 from secateur.errors import FileFormatError, SecateurError, SecateurWarning
+from secateur.files.saved import about
 from secateur.plans import Limits
+from secateur.runtimes import Setup
 
 IDS = torch.randint(0, 64, (2, 9), generator=torch.Generator().manual_seed(1))
 
@@ -461,3 +465,29 @@ def test_a_pruned_model_in_half_precision(both: tuple[Any, Any]) -> None:
 def test_torch_compile(both: tuple[Any, Any]) -> None:
     compiled = torch.compile(both[0], backend="eager")
     torch.testing.assert_close(logits(compiled), logits(both[0]))
+
+
+def test_files_of_another_folder_are_not_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that was not loaded has no tokenizer. Another model's may lie where Python was started."""
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "tokenizer.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    folder = pruned(llama(), only="*.mlp.*", uniform=True).save_pretrained(tmp_path / "small")
+    assert not (folder / "tokenizer.json").exists()
+
+
+@pytest.mark.parametrize("limits", [{"uniform": True}, {"scope": "global"}])
+def test_the_generation_config_and_the_latency_are_saved_as_they_are_now(tmp_path: Path, limits: dict) -> None:
+    """Not as in the folder that the model was loaded from; also if a tokenizer is given."""
+    llama().save_pretrained(tmp_path / "source")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "source")
+    model.generation_config.max_new_tokens = 9
+    result = pruned(model, only="*.mlp.*", **limits)
+    where = Setup("torch", batch=2, threads=1, device="cpu").to_dict()
+    before, after = (replace(cost, latency=s) for cost, s in ((result.cost_before, 0.5), (result.cost_after, 0.25)))
+    timed = replace(result, settings={**result.settings, "latency": where}, cost_before=before, cost_after=after)
+    for number, tokenizer in enumerate((None, tiny_text.tokenizer())):
+        folder = timed.save_pretrained(tmp_path / f"small{number}", tokenizer=tokenizer)
+        assert sc.load(folder).generation_config.max_new_tokens == 9
+        assert about(folder) == {"latency": {**where, "before": 0.5, "after": 0.25}}
+    assert about(result.save_pretrained(tmp_path / "other")) == {}

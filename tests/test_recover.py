@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import secateur as sc
 from secateur.errors import DataError, FileFormatError, SecateurError, TrainingError
 from secateur.loop import Schedule
+from secateur.plans import Limits
 from secateur.recover import Recover, distillation_loss, write_text
 from secateur.recover import schedule as schedules
 from secateur.recover import trainer as training
@@ -635,3 +636,81 @@ def test_on_a_gpu(options: dict, tmp_path: Path) -> None:
         torch.testing.assert_close(mine.cpu(), theirs, rtol=0.1, atol=0.02)
     again = sc.recover(small, original, samples, progress=False, checkpoint=tmp_path / "run.safetensors", **run).model
     assert digest(on_gpu) == digest(again)
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.relu(self.up(self.norm(x))))
+
+
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.layers, self.head = nn.Embedding(20, 8), nn.ModuleList([Layer(), Layer()]), nn.Linear(8, 3)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.words(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x.mean(1))
+
+
+def test_blocks_of_a_transformer_are_matched_by_relevance() -> None:
+    """Their channels come last. The relevance of the last block is known: every position has the head's weights / 5."""
+    torch.manual_seed(0)
+    whole, ids = Words().eval(), torch.randint(20, (12, 5))
+    limits = Limits(only=["layers.1.up"])
+    small = sc.prune(whole, (ids, None), "weight", remove=0.1, limits=limits, repair=None, progress=False).model
+    blocks = Blocks.of(small, whole, (small, whole), ids)
+    assert list(blocks.kept) == ["layers.0", "layers.1"]
+    z = whole.layers[1](whole.layers[0](whole.words(ids)))
+    slope = whole.head.weight[whole(ids).argmax(1)] / 5
+    relevance = (z * slope[:, None]).abs().sum((0, 1))
+    assert torch.allclose(blocks.weights["layers.1"], relevance / relevance.mean(), rtol=1e-4)
+    with blocks, torch.no_grad():
+        small(ids), whole(ids)
+        w, mine = relevance / relevance.mean(), small.layers[1](whole.layers[0](whole.words(ids)))
+        last = (w * (mine - z).square()).sum() / (w * z.square()).sum()
+        assert float(blocks.loss()) == pytest.approx(float(last) / 2, rel=1e-4)  # the first block is the same
+
+
+def test_blocks_take_a_frozen_original_and_a_student_in_training_mode(result: sc.Result) -> None:
+    """A teacher is often frozen. Looking at the student must not move the statistics of its batch norm."""
+    torch.manual_seed(0)
+    parts = nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU()
+    whole = nn.Sequential(*parts, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 3)).eval()
+    x = torch.rand(12, 1, 8, 8)
+    small = sc.prune(whole, (x, torch.arange(12) % 3), "weight", remove=0.3, repair=None, progress=False).model
+    expected = Blocks.of(small, whole, (small, whole), x).weights
+    whole.requires_grad_(False)
+    mean = small.train()[1].running_mean.clone()
+    found = Blocks.of(small, whole, (small, whole), x)
+    assert all(torch.equal(found.weights[name], expected[name]) for name in expected)
+    assert torch.equal(small[1].running_mean, mean)
+    assert small.training
+    assert not any(parameter.requires_grad for parameter in whole.parameters())
+    with pytest.raises(SecateurError, match="has no block"):
+        Blocks.of(result.model, result.original, (result.model, result.original), data()[0])
+
+
+def test_data_that_can_be_read_only_once_are_refused(result: sc.Result) -> None:
+    """The second epoch has no batch. (The run went on for ever.)"""
+
+    class Once(torch.utils.data.IterableDataset):
+        def __init__(self) -> None:
+            self.rest = zip(*data(), strict=True)
+
+        def __iter__(self):
+            return self.rest
+
+    with pytest.raises(DataError, match="no batch to train on a second time"):
+        sc.recover(result, None, DataLoader(Once(), batch_size=8), epochs=3, progress=False)
+
+
+def test_crop_flip_is_for_images_with_channels(result: sc.Result) -> None:
+    with pytest.raises(DataError, match=r"augment alters images.*\(N, C, H, W\)"):
+        altered("crop-flip", torch.rand(4, 8, 8), None)

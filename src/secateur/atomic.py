@@ -1,13 +1,14 @@
 """Atomic writes: whoever reads, even after a crash, finds the old file or the new one. A failure leaves no litter.
 
-A file is written under a staged name beside its place, which holds the number of the process. A killed process leaves
-such a file behind; the next write to the same place removes it.
+A file is written under a staged name beside its place, which holds the numbers of the process and of the thread. A
+killed process leaves such a file behind; the next write to the same place removes it.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -109,7 +110,7 @@ def candidates(path: Path) -> list[Path]:
 
 def leftovers(path: Path) -> list[Path]:
     """The staged files for a path, of any process."""
-    form = re.compile(re.escape(f".{path.stem}.") + r"\d+" + re.escape(path.suffix))
+    form = re.compile(re.escape(f".{path.stem}.") + r"\d+(-\d+)?" + re.escape(path.suffix))
     with suppress(OSError):
         return sorted(file for file in path.parent.iterdir() if form.fullmatch(file.name))
     return []
@@ -126,13 +127,13 @@ def sync(path: Path) -> None:
 
 
 def _staged(target: Path) -> Path:
-    return target.with_name(f".{target.stem}.{os.getpid()}{target.suffix}")
+    return target.with_name(f".{target.stem}.{os.getpid()}-{threading.get_native_id()}{target.suffix}")
 
 
 def _clean(target: Path) -> None:
     """Remove what killed processes left for this file."""
     for file in leftovers(target):
-        if not _alive(int(file.name.removesuffix(target.suffix).rpartition(".")[2])):
+        if not _alive(int(file.name.removesuffix(target.suffix).rpartition(".")[2].partition("-")[0])):
             with suppress(OSError):
                 file.unlink()
 

@@ -174,11 +174,11 @@ def prune(
         scope, ignore or (), round_to=round_to, uniform=uniform, blocks="only" if blocks == "only" else blocks == "yes"
     )
     share = next((number for number in (*keep.values(), 1 - (remove or 0.5)) if number <= 1), 0.5)
-    steps = step is not None or bool(rescore) or repair == "none" or max_drop is not None
+    paper = step is not None or bool(rescore) or repair == "none"
+    steps, repaired = paper or max_drop is not None or max_drift is not None, repair != "auto" and repair != "none"
     printer.note(
         outlook(
-            task, kept=share, steps=steps, repair=repair != "none" and (repair != "auto" or not steps), timed=latency,
-            epochs=epochs, memory=memory,
+            task, kept=share, steps=steps, repair=repaired or not paper, timed=latency, epochs=epochs, memory=memory
         )
     )  # fmt: skip
     printer.note(f"pruning by {criterion}; you can interrupt this, and the same command goes on")

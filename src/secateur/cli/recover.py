@@ -84,7 +84,7 @@ def recover(
     rows = [{"epoch": row.epoch, "loss": row.loss, "accuracy": row.accuracy} for row in done.history]
     summary = {"stopped": done.stopped, "accuracy": {"before": before, "after": after}, "epochs": rows,
                "seconds": round(printer.seconds, 1), "files": {"model": str(place)}}  # fmt: skip
-    run.end(summary)
+    run.end(summary, ["model"])
     printer.json(summary)
     for name in before or {}:
         assert before is not None

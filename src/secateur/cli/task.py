@@ -35,6 +35,7 @@ from secateur.models.zoo import runs_code
 from secateur.nest import tensors_in
 from secateur.report import Page
 from secateur.report.answers import Answers
+from secateur.report.page import UNEXPLAINED
 from secateur.running.accuracy import Accuracy, accuracy
 from secateur.running.batches import Data
 from secateur.running.copies import shared_copy, unwrap
@@ -278,7 +279,7 @@ class Task:
             latency=timings or False, mean=view.mean, std=view.std, answers=self._answers(result),
         )  # fmt: skip
         classes = {number: title(name) for number, name in zip(self.reference.targets, self.classes, strict=True)}
-        return result.report(path, inputs=self.shown(), original=self.model, classes=classes, page=page)
+        return write_page(result, path, self.shown(), original=self.model, classes=classes, page=page)
 
     def shown(self) -> tuple[Tensor, Tensor]:
         """A few images to explain, of as many classes as can be."""
@@ -298,6 +299,14 @@ class Task:
         """What the exported model takes and returns, in words."""
         classes = ", ".join(map(title, self.opened.origin.classes))
         return expects(self.reference.view, fixed_batch(onnx)) + (f"; outputs: {classes}" if classes else "")
+
+
+def write_page(result: Result, path: Path, shown: tuple[Any, Tensor | None], **options: Any) -> Path:
+    """The report with heat maps of some samples. The page of a model that cannot be explained says why."""
+    try:
+        return result.report(path, inputs=shown, **options)
+    except UNEXPLAINED:
+        return result.report(path, data=shown, **options)
 
 
 def time_files(

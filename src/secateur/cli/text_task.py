@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from secateur.cli.options import Texts
 from secateur.cli.output import Printer
-from secateur.cli.task import answered, count_outputs, time_files
+from secateur.cli.task import answered, count_outputs, time_files, write_page
 from secateur.data.text import Batch, Sentences, Tokens, in_batches, read_sentences, read_text
 from secateur.errors import Argument, DataError
 from secateur.files.architecture import note_of
@@ -163,7 +163,7 @@ class TextTask:
             title=f"{self.opened.origin.model.removeprefix(HUB)} pruned by {result.settings['criterion']}", about=about,
             latency=timings or False, tokenizer=self.tokenizer, answers=self._answers(result),
         )  # fmt: skip
-        return result.report(path, inputs=self.shown(), original=self.model, classes=self.classes or None, page=page)
+        return write_page(result, path, self.shown(), original=self.model, classes=self.classes or None, page=page)
 
     def shown(self) -> tuple[dict[str, Tensor], Tensor | None]:
         """Short texts to explain: of different classes, or from different places."""

@@ -43,10 +43,9 @@ class Int8:
 
 def quantize(file: Path, data: Data, name: str) -> Int8:
     """Replace an ONNX file by one that computes in int8. `name` is that of the model, for messages."""
-    from onnxruntime.quantization.shape_inference import quant_pre_process
-
     try:
         import onnx
+        from onnxruntime.quantization.shape_inference import quant_pre_process
     except ImportError as missing:
         raise SecateurError("int8 needs other packages.", fix="pip install 'secateur[export]'") from missing
     with TemporaryDirectory() as folder, _quiet():
@@ -140,11 +139,11 @@ def _answers(file: Path, feeds: Feeds) -> list[list[Array]]:
 
 def _error(found: Sequence[Sequence[Array]], wanted: Sequence[Sequence[Array]]) -> float:
     """The largest error of any output, relative to its spread. (Softmax does not see what all classes share.)"""
-    worst = 0.0
+    errors = []
     for mine, theirs in zip(zip(*found, strict=True), zip(*wanted, strict=True), strict=True):
         a, b = (np.stack(side).astype(np.float64) for side in (mine, theirs))
-        worst = max(worst, float(np.sqrt(np.mean((a - b) ** 2)) / max(b.std(), 1e-12)))
-    return worst
+        errors.append(np.sqrt(np.mean((a - b) ** 2)) / max(b.std(), 1e-12))
+    return float(np.max(errors))  # NaN if one is NaN
 
 
 def _by_added_error(onnx: Any, plain: Path, made: Path, layers: Sequence[str], feeds: Feeds) -> list[str]:

@@ -7,6 +7,7 @@ with its plan, for `secateur.load`: no config of transformers can describe it, a
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -33,17 +34,22 @@ CARD = "README.md"
 _COMPANIONS = (
     "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
     "vocab.json", "vocab.txt", "merges.txt", "spiece.model", "sentencepiece.bpe.model", "chat_template.jinja",
-    "generation_config.json", "preprocessor_config.json", "processor_config.json",
+    "preprocessor_config.json", "processor_config.json",
 )  # fmt: skip
 
 
 def save_pretrained(
-    model: nn.Module, path: str | os.PathLike[str], *, tokenizer: Any = None, facts: Mapping[str, str] | None = None
+    model: nn.Module,
+    path: str | os.PathLike[str],
+    *,
+    tokenizer: Any = None,
+    facts: Mapping[str, str] | None = None,
+    about: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write a pruned Hugging Face model with config, tokenizer, generation config and a model card.
 
     `tokenizer` is saved too. Without one, its files are copied from the folder that the model was loaded from, if
-    there is one. `facts` are lines of the card.
+    there is one. `facts` are lines of the card. `about` is a note as that of `save`.
     """
     model = unwrap(model)
     check_path("path", path, "the folder to write, as in result.save_pretrained(path)")
@@ -57,9 +63,9 @@ def save_pretrained(
     folder = Path(path)
     check_free(folder)
     config = stock_config(model)
-    files = dict(_companions(model, tokenizer))
+    files = {**dict(_companions(model, tokenizer)), **_generation(model)}
     mode = "per layer" if config is None else "uniform"
-    note = {"version": __version__, "widths": mode}
+    note = {"version": __version__, "widths": mode, **({"about": dict(about)} if about else {})}
     if config is None:
         described = {**plain_config(model.config), "architectures": [type(model).__name__]}
         files = {**saved_files(model), **files}
@@ -88,8 +94,6 @@ def _stock_files(model: Any, config: Any) -> dict[str, bytes]:
     config.dtype = next(model.parameters()).dtype
     stock = type(model)(config).to(config.dtype)
     stock.load_state_dict(shared_copy(compact(model)[0]).state_dict())
-    if getattr(model, "generation_config", None) is not None:
-        stock.generation_config = model.generation_config
     with TemporaryDirectory() as place:
         stock.save_pretrained(place, max_shard_size="1000GB")
         again = type(model).from_pretrained(place, local_files_only=True).eval()
@@ -111,9 +115,10 @@ def _check_same(small: Any, stock: Any) -> None:
         outputs = [tensors_of_output(net(**inputs)) for net in (shared_copy(small).cpu(), stock)]
     gaps = [float((a - b).abs().max() / b.abs().max()) for a, b in zip(*outputs, strict=True) if a.is_floating_point()]
     allowed = 16 * torch.finfo(next(small.parameters()).dtype).eps
-    if not gaps or not max(gaps) <= allowed:
+    gap = max((math.inf if math.isnan(gap) else gap for gap in gaps), default=1.0)
+    if gap > allowed:
         raise VerificationError(
-            f"transformers loads a model that differs from the pruned one by {max(gaps, default=1):.2g} (allowed "
+            f"transformers loads a model that differs from the pruned one by {gap:.2g} (allowed "
             f"{allowed:.2g}); nothing is written.",
             fix="sc.save(result, path), and please report the model",
         )
@@ -136,11 +141,18 @@ def _companions(model: Any, tokenizer: Any) -> Iterator[tuple[str, bytes]]:
             tokenizer.save_pretrained(place)
             yield from ((file.name, file.read_bytes()) for file in sorted(Path(place).iterdir()) if file.is_file())
         return
-    source = Path(str(getattr(model.config, "_name_or_path", "") or "."))
-    if source.is_dir() and (source / CONFIG).is_file():
+    name = getattr(model.config, "_name_or_path", "")  # empty for one that was not loaded
+    source = Path(str(name))
+    if name and (source / CONFIG).is_file():
         for name in _COMPANIONS:
             if (source / name).is_file():
                 yield name, (source / name).read_bytes()
+
+
+def _generation(model: Any) -> dict[str, bytes]:
+    """How the model writes text, as it is set now."""
+    found = getattr(model, "generation_config", None)
+    return {} if found is None else {"generation_config.json": found.to_json_string().encode()}
 
 
 def card(model: nn.Module, mode: str, facts: Mapping[str, str]) -> str:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from secateur import atomic
 from secateur.arguments import check_path
 from secateur.errors import FileFormatError, PlanError, SecateurError
+from secateur.files.architecture import note_of
 from secateur.files.fingerprint import answer, answer_gap, differences, settings
 from secateur.files.pretrained_folder import build_from
 from secateur.plans.plan import Plan
@@ -51,16 +52,17 @@ def save(result: Any, path: str | os.PathLike[str], *, about: Mapping[str, Any] 
         raise SecateurError(f"cannot save a {type(result).__name__}.", fix="give a pruned module or a Result")
     folder = Path(path)
     check_replaceable(folder)
-    timed = _measured_with(result)
-    files = saved_files(unwrap(model), about if timed is None else {"latency": timed, **(about or {})})
+    timed = measured_with(result)
+    files = saved_files(unwrap(model), {**timed, **(about or {})} if timed or about is not None else None)
     with atomic.naming_failures(folder):
         atomic.write_together(folder, files)
 
 
-def _measured_with(result: Any) -> dict[str, Any] | None:
-    """Where a run measured its models, and how many seconds they took before and after; None if it did not."""
+def measured_with(result: Any) -> dict[str, Any]:
+    """For `about`: where a run measured its models, and how many seconds they took before and after, if it did."""
     where = getattr(result, "settings", {}).get("latency") if not isinstance(result, nn.Module) else None
-    return where and {**where, "before": result.cost_before.latency, "after": result.cost_after.latency}
+    times = where and {**where, "before": result.cost_before.latency, "after": result.cost_after.latency}
+    return {"latency": times} if times else {}
 
 
 def saved_files(model: nn.Module, about: Mapping[str, Any] | None = None) -> dict[str, bytes]:
@@ -164,8 +166,8 @@ def load(path: str | os.PathLike[str], model: nn.Module | None = None) -> nn.Mod
 
 
 def about(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The note that a model was saved with; empty if there was none."""
-    note = _read_json(Path(path))[0].get("about", {})
+    """The note that a model was saved with, also by `Result.save_pretrained`; empty if there was none."""
+    note = (note_of(Path(path)) or _read_json(Path(path))[0]).get("about", {})
     return note if isinstance(note, dict) else {}
 
 

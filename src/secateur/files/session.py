@@ -34,7 +34,7 @@ def session_of(file: Path | bytes, threads: int | None = None, profile: str = ""
 
 
 def answers(session: Any, inputs: Any) -> list[Tensor]:
-    """What ONNX Runtime computes. Inputs that the exporter found unused are left out."""
+    """What ONNX Runtime computes."""
     tensors = [tensor.detach().cpu().numpy() for tensor in tensors_in(inputs)]
     feeds = {item.name: numbers for item, numbers in zip(session.get_inputs(), tensors, strict=True)}
     return [torch.from_numpy(item) for item in session.run(None, feeds)]

@@ -129,10 +129,6 @@ class Planner:
                 return None  # the smallest group is larger than this step
             raise
 
-    def bounds(self, number: int) -> tuple[float, float]:
-        """The shares between which step `number` lies."""
-        return (number - 1) * self.step, self._share(number)[0]
-
     def _turn(self, number: int) -> tuple[str, int]:
         """The part that step `number` works on, and how often it was its turn by then."""
         return list(self.parts)[(number - 1) % len(self.parts)], (number - 1) // len(self.parts) + 1

@@ -23,6 +23,7 @@ from secateur.errors import (
     UnsupportedModelError,
 )
 from secateur.files.pretrained import save_pretrained
+from secateur.files.saved import measured_with
 from secateur.loop.checkpoint import Checkpoint
 from secateur.loop.planner import Planner
 from secateur.loop.progress import Progress, StepDone
@@ -112,7 +113,8 @@ class Result(Record):
         `secateur.load(path)` does, and stock `from_pretrained` refuses it. Without `tokenizer`, its files are copied
         from the folder that the model was loaded from.
         """
-        return save_pretrained(self.model, path, tokenizer=tokenizer, facts=self._facts())
+        about = measured_with(self)
+        return save_pretrained(self.model, path, tokenizer=tokenizer, facts=self._facts(), about=about)
 
     def _facts(self) -> dict[str, str]:
         """Lines for a model card."""

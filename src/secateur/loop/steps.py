@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import cast
 
@@ -42,6 +42,7 @@ from secateur.structure.graph import Graph, families
 from secateur.surgery.apply import apply
 from secateur.surgery.cut import cut
 from secateur.surgery.optimizer import carry as carry_over
+from secateur.surgery.optimizer import going_back
 from secateur.surgery.provenance import remember
 
 # How often a plan for a latency is measured at most, and which share of the limit is close enough.
@@ -103,7 +104,9 @@ class Steps:
         begin, cost = time.perf_counter(), self.graph.cost
         metrics = self._evaluated(state.model, 0)
         latency = self._timed(None)[0] if self.settings.target.timed else None
-        drift = self._looked(state, state.model, 0).get("overall")
+        drifts = self._looked(state, state.model, 0)
+        self._judged(metrics, metrics, drifts)  # refuses limits for what is not measured
+        drift = drifts.get("overall")
         row = Row(0, self.graph.total_units, 0.0, cost.params, cost.macs, metrics, latency=latency, drift=drift)
         state.history.rows.append(replace(row, seconds=time.perf_counter() - begin))
 
@@ -133,32 +136,42 @@ class Steps:
         except VerificationError as error:
             self._learn(state, plan, error)
             return self.next(state)
-        for item in self.settings.schedule.carry:
-            carry_over(item, state.model, model, difference(plan, state.plan))
-        model, failure = self._improved(model, plan, number)
-        remember(model, self.original, plan)
-        metrics = self._evaluated(model, number)
-        drifts = self._looked(state, model, number)
-        accurate = target.max_drop is None or within(target.max_drop, state.history[0].metrics, metrics)
-        held = accurate and (target.max_drift is None or near(target.max_drift, drifts))
-        had, has = plan.units
-        low = sum(after <= self.settings.limits.min_units for before, after in plan.layers.values() if after < before)
-        row = Row(
-            number, has, (had - has) / had, plan.after.params, plan.after.macs, metrics, proposal.part, latency, low,
-            held, scoring, time.perf_counter() - begin, drifts.get("overall"),
-        )  # fmt: skip
-        state.history.rows.append(row)
-        state.step = number
-        if not held:
-            lost = "changed the reasons more" if accurate else "lost more accuracy"
-            state.done = f"step {number} would have {lost} than allowed; this is the step before it"
-            if failure is not None:
-                raise failure
-            return
-        state.model, state.plan, state.scores = model, plan, scores
-        state.done = self.planner.reached(plan) if proposal.last else ""
-        if failure is not None:  # what was completed is this step, with the last weights that were good
+        with ExitStack() as undo:  # what is carried goes back to the model before, unless this step is kept
+            for item in self.settings.schedule.carry:
+                undo.callback(going_back(item))
+                carry_over(item, state.model, model, difference(plan, state.plan))
+            model, failure = self._improved(model, plan, number)
+            remember(model, self.original, plan)
+            metrics = self._evaluated(model, number)
+            drifts = self._looked(state, model, number)
+            accurate, held = self._judged(state.history[0].metrics, metrics, drifts)
+            had, has = plan.units
+            least = self.settings.limits.min_units
+            low = sum(after <= least for before, after in plan.layers.values() if after < before)
+            row = Row(
+                number, has, (had - has) / had, plan.after.params, plan.after.macs, metrics, proposal.part, latency,
+                low, held, scoring, time.perf_counter() - begin, drifts.get("overall"),
+            )  # fmt: skip
+            state.history.rows.append(row)
+            state.step = number
+            if held:
+                undo.pop_all()
+                state.model, state.plan, state.scores = model, plan, scores
+                state.done = self.planner.reached(plan) if proposal.last else ""
+            else:
+                lost = "changed the reasons more" if accurate else "lost more accuracy"
+                state.done = f"step {number} would have {lost} than allowed; this is the step before it"
+        if failure is not None:  # if the step is kept, it is with the last weights that were good
             raise failure
+
+    def _judged(
+        self, before: Mapping[str, float], metrics: Mapping[str, float], drifts: Mapping[str, float]
+    ) -> tuple[bool, bool]:
+        """Whether a model is as accurate as it must be, and whether it also keeps its reasons."""
+        target, drops = self.settings.target, {name: was - metrics.get(name, -np.inf) for name, was in before.items()}
+        accurate = target.max_drop is None or within("max_drop", target.max_drop, drops, "evaluate returns")
+        near = target.max_drift is None or within("max_drift", target.max_drift, drifts, "the watched samples have")
+        return accurate, accurate and near
 
     def _scored(self, state: RunState, number: int) -> Scores:
         """The scores of the model as it is, or, without re-scoring, of the original once for all steps."""
@@ -334,27 +347,14 @@ class Steps:
         return list(same_everywhere(table.clock(self.original).in_turn(models)))
 
 
-def near(limit: float | Mapping[str, float], drifts: Mapping[str, float]) -> bool:
-    """Whether no heat map moved by more than `limit` allows. "worst" stands for every class."""
-    for key, most in (limit if isinstance(limit, Mapping) else {"overall": limit}).items():
-        known = [name for name in drifts if name != "overall"]
-        for name in (known or ["worst"]) if key == "worst" else [str(key)]:
-            if name not in drifts:
-                raise EvaluationError(f"max_drift names {name!r}, but the watched samples have {', '.join(drifts)}.")
-            if drifts[name] > most + 1e-12:
-                return False
-    return True
-
-
-def within(drop: float | Mapping[str, float], before: Mapping[str, float], after: Mapping[str, float]) -> bool:
-    """Whether no metric fell by more than `drop` allows. "worst" stands for every class."""
-    limits = drop if isinstance(drop, Mapping) else {"overall": drop}
-    for key, limit in limits.items():
-        names = [name for name in before if name != "overall"] if key == "worst" else [key]
-        for name in names:
-            if name not in before:
-                raise EvaluationError(f"max_drop names {name!r}, but evaluate returns {', '.join(before)}.")
-            if before[name] - after.get(name, -np.inf) > limit + 1e-12:
+def within(name: str, limits: float | Mapping[str, float], losses: Mapping[str, float], known: str) -> bool:
+    """Whether nothing is lost beyond the `limits` that the argument `name` gives. "worst" stands for every class."""
+    for key, most in (limits if isinstance(limits, Mapping) else {"overall": limits}).items():
+        classes = [item for item in losses if item != "overall"] or ["worst"]
+        for item in classes if key == "worst" else [str(key)]:
+            if item not in losses:
+                raise EvaluationError(f"{name} names {item!r}, but {known} {', '.join(losses)}.")
+            if losses[item] > most + 1e-12:
                 return False
     return True
 

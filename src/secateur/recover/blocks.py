@@ -13,7 +13,7 @@ from secateur.errors import SecateurError
 from secateur.nest import tensors_in
 from secateur.repair.layerwise import kept_indices
 from secateur.repair.reference import Kept
-from secateur.running.copies import named_modules
+from secateur.running.copies import named_modules, shared_copy
 from secateur.running.logits import logits_of
 from secateur.running.sandbox import run
 from secateur.running.targets import Reader
@@ -33,28 +33,28 @@ class Blocks:
     @classmethod
     def of(cls, student: nn.Module, teacher: nn.Module, given: tuple[nn.Module, nn.Module], inputs: Any) -> Blocks:
         """Find the blocks and the relevance of their channels on a batch. `given` are the models before any copy."""
-        names = _block_names(teacher)
-        kept = kept_indices(*given)
-        found = cls(student, teacher, dict.fromkeys(names))
-        with found:
-            found.weights = _relevance(teacher, inputs, found._seen[1])
+        names, indices = _block_names(teacher), kept_indices(*given)
+        # On copies: frozen weights have no gradients, and in training mode the student's statistics would move.
+        probe = cls(shared_copy(student).eval(), shared_copy(teacher), dict.fromkeys(names))
+        for parameter in probe.teacher.parameters():
+            parameter.requires_grad_(parameter.is_floating_point())
+        kept: dict[str, Tensor | None] = {}
+        with probe:
+            weights = _relevance(probe.teacher, inputs, probe._seen[1])
             with torch.no_grad():
-                run(student, inputs)
-            sides = found._seen
-            for name in names:
-                mine, theirs = (side.get(name) for side in sides)
-                index = None if mine is None or theirs is None else _channels(name, mine, theirs, teacher, kept)
-                if index is None or name not in found.weights:
-                    del found.kept[name]
-                else:
-                    found.kept[name] = None if len(index) == theirs.shape[1] else index  # type: ignore[union-attr]
-        if not found.kept:
+                run(probe.student, inputs)
+            mine, theirs = ({name: _channels_first(t) for name, t in side.items()} for side in probe._seen)
+            for name in weights.keys() & mine.keys():
+                index = _channels(name, mine[name], theirs[name], teacher, indices)
+                if index is not None:
+                    kept[name] = None if len(index) == theirs[name].shape[1] else index
+        if not kept:
             raise SecateurError(
                 f"{type(teacher).__name__} has no block whose outputs both models share: an item of a list of modules "
                 "that returns (samples, channels, …).",
                 fix="blocks=0",
             )
-        return found
+        return cls(student, teacher, {name: kept[name] for name in names if name in kept}, weights)
 
     def __enter__(self) -> Blocks:
         for model, seen in zip((self.student, self.teacher), self._seen, strict=True):
@@ -74,7 +74,7 @@ class Blocks:
         """The mean over blocks of Σ w (student − teacher)² / Σ w teacher², of the last batch of both."""
         parts = []
         for name, index in self.kept.items():
-            mine, theirs = (side[name].float() for side in self._seen)
+            mine, theirs = (_channels_first(side[name]).float() for side in self._seen)
             weights = self.weights[name]
             if index is not None:
                 theirs, weights = theirs.index_select(1, index), weights[index]
@@ -90,9 +90,13 @@ def _noting(seen: dict[str, Tensor], name: str) -> Any:
     def note(module: nn.Module, inputs: Any, output: Any) -> None:
         found = [t for t in tensors_in(output) if t.is_floating_point() and t.ndim > 1]
         if found:
-            seen[name] = found[0].movedim(-1, 1) if found[0].ndim == 3 else found[0]  # tokens: channels come last
+            seen[name] = found[0]
 
     return note
+
+
+def _channels_first(tensor: Tensor) -> Tensor:
+    return tensor.movedim(-1, 1) if tensor.ndim == 3 else tensor  # channels of tokens come last
 
 
 def _block_names(model: nn.Module) -> list[str]:
@@ -115,11 +119,13 @@ def _relevance(teacher: nn.Module, inputs: Any, seen: Mapping[str, Tensor]) -> d
         view = Reader(teacher).view(inputs, None, output).logits
         answered = view.amax(1 if view.ndim > 1 else 0).sum()
         tensors = {name: tensor for name, tensor in seen.items() if tensor.requires_grad}
+        if not tensors:
+            return {}
         slopes = torch.autograd.grad(answered, list(tensors.values()), allow_unused=True)
     found = {}
     for (name, tensor), slope in zip(tensors.items(), slopes, strict=True):
         if slope is not None:
-            each = (tensor * slope).detach().float().abs().transpose(0, 1).flatten(1).sum(1)
+            each = _channels_first(tensor * slope).detach().float().abs().transpose(0, 1).flatten(1).sum(1)
             if bool(each.sum() > 0):
                 found[name] = each / each.mean()
     return found

@@ -73,11 +73,11 @@ def _divergence(output: Tensor, answer: Tensor, temperature: float, counts: Tens
     return (torch.where(here, each, 0).sum(1) / here.sum(1).clamp_min(1)).mean()
 
 
-def check_share(name: str, value: Any, error: type[SecateurError] = SecateurError) -> None:
+def check_share(name: str, value: Any) -> None:
     """Refuse what is no number from 0 to 1."""
-    check_number(name, value, least=0, error=error)
+    check_number(name, value, least=0)
     if value > 1:
-        raise error("{given} is no share.", fix="a number from 0 to 1", given=Argument(name, value))
+        raise SecateurError("{given} is no share.", fix="a number from 0 to 1", given=Argument(name, value))
 
 
 @dataclass(frozen=True)

@@ -123,7 +123,7 @@ def _split(data: Data, held_out: float, seed: int) -> tuple[Data, Data]:
 
 def altered(augment: Augment, inputs: Any, targets: Any) -> Batch:
     """A batch with altered images. Mixup and cutmix alter the targets as well."""
-    if not isinstance(inputs, Tensor) or inputs.ndim < 3:
+    if not isinstance(inputs, Tensor) or inputs.ndim < 3 or (isinstance(augment, str) and inputs.ndim != 4):
         raise DataError("augment alters images, and the inputs are none.", fix="augment=None, or inputs (N, C, H, W)")
     if isinstance(augment, str):
         return shifted(inputs, inputs.shape[-1] // _MARGIN), targets

@@ -117,7 +117,7 @@ class Trainer:
     def _epoch(self, gradients: Recording) -> None:
         number, drawn = len(self.history), same_everywhere(torch.get_rng_state()) if active() else None
         length = min(gathered(self.samples.length or 0))
-        sums, steps, rate = torch.zeros(3, device=self._device), 0, 0.0
+        sums, steps, rate, done = torch.zeros(3, device=self._device), 0, 0.0, 0.0
         for inputs, targets in in_step(self.samples.epoch(drawn)):
             done = self._budget.done(number + (steps / length if length else 0.0))
             if done >= 1 and (steps or number):
@@ -132,8 +132,9 @@ class Trainer:
             steps += 1
             if steps % _LOOK == 0:
                 self._check_finite(float(sums[0]), number, steps)
-        if not steps and not number:
-            raise DataError("there is no batch to train on.")
+        if not steps and done < 1:
+            fix = "a list of batches, or a loader that can be read again" if number else ""
+            raise DataError(f"there is no batch to train on{' a second time' if number else ''}.", fix=fix)
         self._unchecked = False
         if steps:
             synchronise(self.student)  # batch norm statistics are each process's own
@@ -234,16 +235,19 @@ class Trainer:
     def _refuse_size(self, inputs: Any, targets: Any) -> None:
         """Say which batch size would fit into memory."""
         whole = size = size_of(inputs)
-        while size > 1:
+        fits = False
+        while size > 1 and not fits:
             size //= 2
             self._optimizer.zero_grad(set_to_none=True)
             if self._cuda:
                 torch.cuda.empty_cache()
             try:
                 self._gradients(select_samples(inputs, slice(size)), select_samples(targets, slice(size)))
+                fits = True
             except torch.OutOfMemoryError:
                 continue
-            self._load(self._good)
+        self._load(self._good)
+        if fits:
             raise TrainingError(
                 "a batch of {whole} does not fit into the memory of {device}; {size} samples fit.", fix="{batch}",
                 whole=whole, device=self._device, size=size, batch=Argument("batch_size", size * share()[1]),

@@ -42,7 +42,8 @@ from secateur.structure.cost import human
 
 _SAMPLES = 4  # shown as heat maps when they are taken from the data
 _MOST = 10  # classes that are not folded away
-_UNEXPLAINED = (DataError, RelevanceError, UnknownOperationError, UnsupportedModelError)
+#: Why a model may have no heat maps.
+UNEXPLAINED = (DataError, RelevanceError, UnknownOperationError, UnsupportedModelError)
 _REPEATS = 20  # forward passes that the latency is the median of
 
 
@@ -129,7 +130,7 @@ def write_report(
     if source is not None and answers is not None:
         try:
             different = differences(source, result.model, answers, classes, page)
-        except _UNEXPLAINED:  # the heat maps of other samples, or a note, say why
+        except UNEXPLAINED:  # the heat maps of other samples, or a note, say why
             different = differences(source, result.model, replace(answers, pick=None), classes, page)
     if seen is not None:
         warn_of_other_reasons(seen.reasons, lambda number: name_of(number, classes))
@@ -175,7 +176,7 @@ def _seen(source: nn.Module, result: Record, data: Data, classes: Names, page: P
     check_scale(shown[0], page)
     try:
         return changes(source, result, shown, classes, page), ""
-    except _UNEXPLAINED as error:
+    except UNEXPLAINED as error:
         return None, _unseen(error)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -41,6 +42,35 @@ def carry(state: Any, before: nn.Module, after: nn.Module, plan: Plan | None) ->
         raise SecateurError(
             f"carry= takes optimizers, schedulers and torch.optim.swa_utils.AveragedModel, not {type(state).__name__}."
         )
+
+
+def going_back(state: Any) -> Callable[[], None]:
+    """A function that gives what `carry` takes its present state back, and the model that it serves now."""
+    if isinstance(state, Optimizer):
+        groups = [{**group, "params": list(group["params"])} for group in state.param_groups]
+        moments = {parameter: copy.deepcopy(dict(held)) for parameter, held in state.state.items()}
+
+        def back() -> None:
+            for group, old in zip(state.param_groups, groups, strict=True):
+                group.clear()
+                group.update(old)
+            state.state.clear()
+            state.state.update(moments)
+
+    elif isinstance(state, AveragedModel):
+        module, count = copy.deepcopy(state.module), state.n_averaged.clone()
+
+        def back() -> None:
+            state.module = module
+            state.n_averaged.copy_(count)
+
+    else:
+        known = copy.deepcopy(state.state_dict())
+
+        def back() -> None:
+            state.load_state_dict(known)
+
+    return back
 
 
 def _carry_optimizer(optimizer: Optimizer, before: nn.Module, after: nn.Module, plan: Plan | None) -> None:
