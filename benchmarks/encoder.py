@@ -329,6 +329,7 @@ def study(given: argparse.Namespace) -> None:
                 schedule=Schedule(one_shot=True, rescore=False),
                 limits=limits_for(setting["scope"], setting["only"]),
                 repair=repair_named(setting["repair"]),
+                memory=given.memory,
                 progress=False,
             ).model
         except sc.SecateurError as error:
@@ -392,6 +393,7 @@ def main() -> None:
     parser.add_argument("--criteria", nargs="+", default=["default"])
     parser.add_argument("--scopes", nargs="+", default=["default"])
     parser.add_argument("--repairs", nargs="+", default=["best", "none"])
+    parser.add_argument("--memory", help='what a run may take, such as "4 GiB", if several share a device')
     parser.add_argument("--only", default="")
     parser.add_argument("--of", choices=["body", "all"], default="body", help="what shares are of")
     given = parser.parse_args()

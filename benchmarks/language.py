@@ -4,14 +4,13 @@ Calibration: sequences of the validation text, evenly drawn. Measured: the test 
 not in the results yet is measured; results are kept line by line, so that a run can be stopped.
 
     python -m benchmarks.language --model smollm2 --text wikitext-2 --out results.jsonl
-    python -m benchmarks.language --model smollm2 --text wikitext-2 --out speeds.jsonl --repairs none --speeds cpu cuda
+    python -m benchmarks.language --model smollm2 --text wikitext-2 --out results.jsonl --save FOLDER
     python -m benchmarks.language --out results.jsonl --table
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
 import json
 import math
 import statistics
@@ -116,6 +115,21 @@ def criteria() -> dict[str, Any]:
     }
 
 
+def tokens_of(model: Path, text: Path) -> Tensor:
+    """A text as the model's tokens."""
+    from transformers import AutoTokenizer
+
+    found: Tensor = AutoTokenizer.from_pretrained(model)(text.read_text(), return_tensors="pt").input_ids[0]
+    return found
+
+
+def sequences(model: Path, text: Path, count: int, length: int) -> Tensor:
+    """So many sequences of the validation text, evenly drawn."""
+    valid = tokens_of(model, text / "valid.txt")
+    begins = torch.linspace(0, len(valid) - length - 1, count).long()
+    return torch.stack([valid[b : b + length] for b in begins.tolist()])
+
+
 def perplexity(model: nn.Module, ids: Tensor, device: torch.device, context: int = CONTEXT) -> float:
     """exp of the mean loss of every token but the first of each window."""
     total, count = 0.0, 0
@@ -127,25 +141,6 @@ def perplexity(model: nn.Module, ids: Tensor, device: torch.device, context: int
             total += float(F.cross_entropy(logits.flatten(0, 1), x[:, 1:].flatten(), reduction="sum"))
             count += x[:, 1:].numel()
     return math.exp(total / count)
-
-
-def speeds(models: tuple[nn.Module, nn.Module], device: str) -> tuple[float, float]:
-    """Tokens per second of the forward of two models, in turn, medians of seven: on a CPU one text of 256 tokens in
-    float32, on a GPU 64 of them in bfloat16."""
-    gpu = device == "cuda"
-    x = torch.randint(0, 1000, (64 if gpu else 1, 256), generator=torch.Generator().manual_seed(0)).to(device)
-    copies = [copy.deepcopy(model).to(device, torch.bfloat16 if gpu else torch.float32) for model in models]
-    times: tuple[list[float], list[float]] = [], []
-    with torch.no_grad():
-        for _ in range(9):
-            for net, taken in zip(copies, times, strict=True):
-                begin = time.perf_counter()
-                net(input_ids=x, use_cache=False)
-                if gpu:
-                    torch.cuda.synchronize()
-                taken.append(time.perf_counter() - begin)
-    first, second = (x.numel() / statistics.median(taken[2:]) for taken in times)
-    return first, second
 
 
 def body(model: nn.Module) -> int:
@@ -181,27 +176,24 @@ def main() -> None:
     parser.add_argument("--table", action="store_true")
     parser.add_argument("--sequences", type=int, default=128)
     parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--windows", type=int, default=1000, help="of the test text, at most")
     parser.add_argument("--shares", type=float, nargs="+", default=[0.9, 0.8, 0.7])
     parser.add_argument("--criteria", nargs="+", default=["default"])
     parser.add_argument("--scopes", nargs="+", default=["default"])
     parser.add_argument("--repairs", nargs="+", default=["best", "none"])
     parser.add_argument("--only", default="")
-    parser.add_argument("--speeds", nargs="*", default=[], choices=["cpu", "cuda"], help="measure tokens per second")
+    parser.add_argument("--save", type=Path, help="keep pruned models here, for benchmarks.language_speed")
     given = parser.parse_args()
     done = [json.loads(line) for line in given.out.read_text().splitlines()] if given.out.exists() else []
     if given.table:
         print(table(done))
         return
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    tokenizer = AutoTokenizer.from_pretrained(given.model)
     model = AutoModelForCausalLM.from_pretrained(given.model, dtype=torch.float32).to(device).eval()
-    valid, test = (
-        tokenizer((given.text / f"{n}.txt").read_text(), return_tensors="pt").input_ids[0] for n in ("valid", "test")
-    )
-    begins = torch.linspace(0, len(valid) - given.tokens - 1, given.sequences).long()
-    ids = torch.stack([valid[b : b + given.tokens] for b in begins.tolist()]).to(device)
+    ids = sequences(given.model, given.text, given.sequences, given.tokens).to(device)
+    test = tokens_of(given.model, given.text / "test.txt")[: given.windows * CONTEXT]
     data = [({"input_ids": part}, None) for part in ids.split(8)]
     whole, inner = sum(p.numel() for p in model.parameters()), body(model)
     print(f"dense: perplexity {perplexity(model, test, device):.2f}, {device.type}", flush=True)
@@ -232,9 +224,12 @@ def main() -> None:
             "seconds": seconds,
             "device": device.type,
         }
-        for place in given.speeds:
-            dense, left = speeds((model, small), place)
-            row |= {f"tokens_{place}": left, f"faster_{place}": left / dense}
+        if given.save:
+            kind = setting["criterion"] if setting["scope"] in ("branches", "layers") else ""
+            parts = (f"{100 * setting['left']:.0f}", setting["scope"], kind, setting["repair"])
+            folder = given.save / "-".join(part.replace(" ", "_") for part in parts if part)
+            result.save_pretrained(folder)
+            (folder / "plan.json").write_text(result.plan.to_json())
         done.append(row)
         with given.out.open("a") as file:
             file.write(json.dumps(row) + "\n")
@@ -253,15 +248,10 @@ def table(rows: list[dict[str, Any]]) -> str:
         found = {
             row["left"]: row for row in rows if (row["criterion"], row["scope"], row["only"], row["repair"]) == key
         }
-        cells = [_cell(found[s]) if s in found else "" for s in shares]
+        cells = [f"{found[s]['ppl']:.2f}" if s in found else "" for s in shares]
         where = key[1] + (f", {key[2]}" if key[2] else "")
         lines.append(f"| {key[0]} | {where} | {key[3]} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
-
-
-def _cell(row: dict[str, Any]) -> str:
-    faster = [f"{row[key]:.2f}x {key[7:]}" for key in ("faster_cpu", "faster_cuda") if key in row]
-    return f"{row['ppl']:.2f}" + (f" ({', '.join(faster)})" if faster else "")
 
 
 if __name__ == "__main__":

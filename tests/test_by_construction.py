@@ -440,6 +440,44 @@ def test_an_attribute_that_means_two_things_stays(name: str) -> None:
     assert graph.total_units == (16 if name == "a limit of a branch" else 0)
 
 
+class Parts(nn.Module):
+    """One layer whose output is cut into unequal parts, as latents and rotary keys are."""
+
+    def __init__(self, sizes: Callable[[Any], list[int]], **attributes: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.c, self.sizes = nn.Linear(6, 24), nn.Linear(14, 5), nn.Linear(10, 5), sizes
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = self.a(x).split(self.sizes(self), dim=-1)
+        return self.b(first.relu()) + self.c(second.tanh())
+
+
+def test_attributes_that_say_where_to_cut_shrink() -> None:
+    net = Parts(lambda m: [m.rank, m.rest], rank=14, rest=10)
+    graph = exact(net, sentence())
+    assert graph.total_units == 24
+    small: Any = sc.apply(net, sc.plan(graph, random_scores(graph), remove=0.5))
+    assert (small.rank, small.rest) == (small.b.in_features, small.c.in_features)
+    assert small.rank + small.rest == 12
+
+
+@pytest.mark.parametrize(
+    ("sizes", "attributes"),
+    [
+        (lambda m: [14, 10], {}),
+        (lambda m: [14, 10], {"rank": 14, "rest": 10}),
+        (lambda m: [m.rank, m.rest], {"rank": 14, "rest": 10, "also": 14, "and": 10}),
+        (lambda m: [m.rank, 24 - m.rank], {"rank": 14}),
+    ],
+)
+def test_parts_are_cut_where_the_code_says(sizes: Callable[[Any], list[int]], attributes: dict[str, int]) -> None:
+    graph = sc.analyze(Parts(sizes, **attributes).double(), sentence())
+    assert graph.total_units == (24 if len(attributes) > 2 else 0)
+
+
 @pytest.mark.parametrize("attribute", ["h", "H", "heads", "num_heads", "n"])
 def test_heads_are_found_under_any_name(attribute: str) -> None:
     def body(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -79,7 +79,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], dict[str, tuple[int, int]]]] =
         "deepseek_v2",
         _LM,
         {"first_k_dense_replace": 2},
-        {"width": (160, 160), "heads": (8, 8), "neurons": (224, 272)},
+        {"width": (160, 160), "heads": (8, 8), "neurons": (256, 272)},
     ),
     "roberta": ("roberta", _MASKED, {}, {"width": (256, 256), "heads": (8, 8), "neurons": (96, 96)}),
     "distilbert": (

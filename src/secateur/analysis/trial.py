@@ -182,6 +182,9 @@ def _removal(graph: Graph, layers: list[Layer], counts: list[int]) -> Mask:
             removed[groups[0]] = False
     for item in graph.requirements:
         groups = graph.root[item.labels]
-        while np.count_nonzero(~removed[groups]) < item.least:
+        gone = int(np.count_nonzero(removed[groups]))
+        missing = -(len(groups) - gone) % item.multiple
+        least = max(item.least, len(groups) - gone + missing) if missing < gone else item.least
+        while np.count_nonzero(~removed[groups]) < least:
             removed[groups[np.flatnonzero(removed[groups])[0]]] = False
     return removed

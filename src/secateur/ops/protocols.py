@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -58,8 +58,9 @@ class LabelVerbs(Protocol):
     def bind(self, tensors: Sequence[Tensor], output: Tensor) -> None:
         """Tensors met: those that fitted anything are as large as what they met from now on."""
 
-    def follows(self) -> bool:
-        """Whether the module that runs computes places from its number of heads, which shrinks with them."""
+    def follows(self, sizes: Collection[int] = ()) -> bool:
+        """Whether the module that runs computes places from its number of heads, which shrinks with them, or has some
+        of these sizes as attributes. Then trial removals tell whether those can shrink."""
 
     def virtual(self, size: int) -> Labels:
         """New labels for channels that no parameter axis numbers one by one."""

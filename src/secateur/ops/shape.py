@@ -102,7 +102,10 @@ class Split(Move):
                 labels.grid(layer, f"{call.site} cuts it at fixed places", rigid=[dim])
             elif len(sizes) == 1:
                 labels.tie_rows(narrow(layer).reshape(len(parts), -1).numpy().T)
-            elif not labels.follows():
+            elif labels.follows(sizes if isinstance(call.get("split_size_or_sections"), list | tuple) else ()):
+                # Rotary embeddings read pairs of a part as complex numbers, for which its stride must be even.
+                labels.require(column(layer), multiple=2 - x.shape[dim] % 2)
+            else:
                 labels.freeze(layer, f"{call.site} cuts it at fixed places")
         labels.move(call, output)
 

@@ -12,7 +12,7 @@ sum over such units would count them in the masked model, and not in the smaller
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -48,6 +48,7 @@ class TensorLabels:
         for _, tensor in named_tensors(model):
             self._weights[tensor] = True
         self._patches: dict[int, tuple[Tensor, dict[tuple[int, int], Tensor]]] = {}
+        self._modules = {path or "the forward": module for path, module in named_modules(model)}
         self._following = {path for path, module in named_modules(model) if reads_heads(module)}
         # What needs no tensors, operations tell the findings at once.
         self.join, self.tie_rows, self.freeze, self.grid = found.join, found.tie_rows, found.freeze, found.grid
@@ -144,9 +145,13 @@ class TensorLabels:
             for tensor in tensors_in(output) if whole else ():
                 self.blank(tensor)
 
-    def follows(self) -> bool:
-        """Whether the module that runs computes places from its number of heads, which shrinks with them."""
-        return self.found.where() in self._following
+    def follows(self, sizes: Collection[int] = ()) -> bool:
+        """Whether the module that runs computes places from its number of heads, which shrinks with them, or has some
+        of these sizes as attributes. Then trial removals tell whether those can shrink."""
+        here = self.found.where()
+        if here in self._following or not sizes:
+            return here in self._following
+        return any(type(value) is int and value in sizes for value in vars(self._modules[here]).values() if value)
 
     def along(self, tensor: Tensor, dim: int) -> Labels | None:
         """The labels along one dimension; None if there are none. Layers that also vary elsewhere are tied first."""
