@@ -40,6 +40,7 @@ from secateur.running.accuracy import Accuracy, accuracy
 from secateur.running.batches import Data
 from secateur.running.copies import shared_copy, unwrap
 from secateur.running.devices import device_of
+from secateur.running.layout import channels_last
 from secateur.running.logits import logits_of
 from secateur.running.sandbox import Example, quiet, run_or_explain
 from secateur.runtimes import Runtime, Setup
@@ -347,7 +348,7 @@ def time_elsewhere(
     for timing in plain:
         other = replace(setup, runtime=runtime, batch=timing.batch)
         if runtime == "channels-last":
-            inputs = repeated(example, timing.batch).contiguous(memory_format=torch.channels_last)
+            inputs = channels_last(repeated(example, timing.batch))
             models = [shared_copy(unwrap(model)).to(memory_format=torch.channels_last) for model in (before, after)]
             first, second = time_in_turn(models, inputs)
             if second >= timing.after:

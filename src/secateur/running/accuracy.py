@@ -16,6 +16,7 @@ from secateur.errors import DataError
 from secateur.running.batches import Batch, Data, batches, parts_of, size_of, total_of
 from secateur.running.copies import shared_copy, unwrap
 from secateur.running.devices import device_of
+from secateur.running.layout import Order, in_best_order, unordered
 from secateur.running.logits import logits_of, one_output
 from secateur.running.memory import Memory, in_smaller_parts, limited, together
 from secateur.running.progress import Evaluating, Pace
@@ -80,10 +81,11 @@ def accuracy(model: nn.Module, data: Data, batch_size: int = 32, *, memory: Memo
     said = list[tuple[int, int]]()
     model = shared_copy(unwrap(model)).eval()
     reader, size = Reader(model), 0
+    order: Order = unordered
 
     def answered(inputs: Any, targets: Any) -> tuple[list[int], list[int], list[tuple[int, int]]]:
         """The targets that the model hits, and all; what it should say and says, if that is one answer per sample."""
-        reading = reader.read(inputs, targets, logits_of(run(model, inputs)))
+        reading = reader.read(inputs, targets, logits_of(run(model, order(inputs))))
         output, wanted = reading.logits, reading.known()
         single = one_output(output, wanted.numel())
         if wanted.is_floating_point() and not (single and is_binary(wanted)):
@@ -97,7 +99,10 @@ def accuracy(model: nn.Module, data: Data, batch_size: int = 32, *, memory: Memo
     with limited(memory), torch.no_grad():
         pace = Pace(Evaluating(), total_of(data))
         for batch in batches(data, batch_size, device_of(model)):
-            size = size or together(model, batch[0])
+            if not size:
+                size = together(model, batch[0])
+                if size < size_of(batch[0]):  # large images
+                    model, order = in_best_order(model, next(parts_of(*batch, 1))[0])
 
             def in_parts(most: int, batch: Batch = batch) -> list[tuple[list[int], list[int], list[tuple[int, int]]]]:
                 return [answered(*part) for part in parts_of(*batch, most)]

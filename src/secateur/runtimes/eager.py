@@ -10,12 +10,12 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from secateur.errors import SecateurError
-from secateur.nest import map_tensors
 from secateur.plans.plan import Plan
 from secateur.running.copies import named_modules, shared_copy, unwrap
+from secateur.running.layout import channels_last
 from secateur.running.sandbox import Example, quiet, run, run_or_explain
 from secateur.runtimes.setup import Setup
 
@@ -30,7 +30,7 @@ class Eager:
     def __init__(self, setup: Setup, example: Example) -> None:
         self.setup, self.inputs = setup, setup.inputs(example)
         if setup.runtime == "channels-last":
-            self.inputs = map_tensors(_channels_last, self.inputs)
+            self.inputs = channels_last(self.inputs)
         self.cuda = setup.device == "cuda"
 
     def prepare(self, model: nn.Module, plan: Plan | None = None) -> Callable[[], object]:
@@ -98,7 +98,3 @@ class Eager:
             marks.append((path, event))
         else:
             marks.append((path, time.perf_counter()))
-
-
-def _channels_last(tensor: Tensor) -> Tensor:
-    return tensor.contiguous(memory_format=torch.channels_last) if tensor.ndim == 4 else tensor

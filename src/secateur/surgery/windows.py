@@ -20,8 +20,7 @@ from secateur.running.heads import WINDOWED
 def fit_windows(module: nn.Module, old: nn.Module) -> None:
     """Give an attention module whose weights were cut a forward that fits them."""
     forward = _FORWARDS.get(WINDOWED.get(f"{type(old).__module__}.{type(old).__qualname__}", ""))
-    shapes = [tuple(tensor.shape) for tensor in old.parameters()]
-    if forward is not None and shapes != [tuple(tensor.shape) for tensor in module.parameters()]:
+    if forward is not None and [p.shape for p in old.parameters()] != [p.shape for p in module.parameters()]:
         vars(module)["forward"] = partial(forward, module)
 
 
