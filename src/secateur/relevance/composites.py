@@ -21,7 +21,6 @@ from secateur.errors import Argument, CriterionError
 from secateur.relevance.attention import Attention
 from secateur.relevance.rules import AlphaBeta, Box, Epsilon, Flat, Gamma, Norm, Rule
 
-
 #: The kinds of operations for which there is a choice of rules.
 KINDS = ("conv", "linear", "pool", "add", "matmul", "attention")
 
