@@ -329,6 +329,9 @@ def test_captum_options_and_errors() -> None:
     score(net, data, Captum(name="ig", method="IntegratedGradients", options={"n_steps": 4}))
     with pytest.raises(CriterionError, match="IntegratedGradients"):
         score(net, data, "captum:NoSuchThing")
+    twice = nn.Linear(3, 3)
+    found = score(nn.Sequential(nn.Linear(2, 3), twice, nn.ReLU(), twice), data, "captum:DeepLift")
+    assert [site.path for site in found.units] == ["0"]  # captum sees the last run of the other
 
 
 def test_a_users_function() -> None:

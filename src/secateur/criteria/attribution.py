@@ -28,7 +28,7 @@ class Captum(Criterion):
     """Any layer attribution of captum for the true class: "IntegratedGradients", "DeepLift", "GradientXActivation"…
 
     Scores are |Σ attribution| over samples and positions. `options` go to captum's `attribute`. Only layers that are
-    modules are scored. captum runs the network once per layer.
+    modules and run once are scored: of several runs, captum sees the last. It runs the network once per layer.
     """
 
     name: str = "captum"
@@ -53,10 +53,10 @@ class _CaptumSums(Accumulator):
         self.layers: list[tuple[int, nn.Module, Any]] = []
         for i, producer in enumerate(subject.producers):
             layer = modules.get(producer.sites[0].path)
-            if isinstance(layer, _LAYERS):
+            if isinstance(layer, _LAYERS) and len(producer.sites) == 1:
                 self.layers.append((i, layer, make(subject.model, layer)))
         if not self.layers:
-            raise CriterionError("captum attributes to modules, and no conv or linear layer of this model is one.")
+            raise CriterionError("captum attributes to modules that run once, and no layer of this model is one.")
 
     def update(self, inputs: Any, targets: Any) -> None:
         if isinstance(inputs, dict):
