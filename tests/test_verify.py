@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,12 +17,12 @@ from torch.nn import functional as F
 
 import secateur as sc
 from oracle import random_scores
-from secateur.errors import NothingToPruneError, SecateurWarning, VerificationError
+from secateur.errors import FileFormatError, NothingToPruneError, SecateurWarning, VerificationError
 from secateur.nest import tensors_of_output
 from secateur.ops import table
 from secateur.ops.activation import Activation
 from secateur.plans import Limits
-from secateur.plans.plan import plan_for
+from secateur.plans.plan import Plan, plan_for
 from secateur.surgery import verify as rule
 
 IMAGE = torch.rand(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
@@ -660,3 +661,17 @@ def test_what_a_model_keeps_for_a_next_call_is_tried_too() -> None:
     assert result.model.a.out_features == 12
     assert result.model.b.out_features < 10
     assert result.model(x)["logits"].shape == (5, 4)
+
+
+def test_a_plan_is_verified_by_what_it_cuts() -> None:
+    """A file may say that no group leaves, and cut all the same: here a layer reads other units than are left."""
+    net = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2))
+    graph = sc.analyze(net, torch.zeros(1, 4))
+    removed = np.zeros(len(graph.root), np.bool_)
+    removed[graph.layers[0].groups[[1, 4]]] = True
+    data = json.loads(plan_for(graph, removed).to_json())
+    wrong = {**data, "groups": [], "cuts": {**data["cuts"], "2.weight": {"1": [0, 1]}}}
+    with pytest.raises(VerificationError, match="disagree"):
+        sc.apply(net, Plan.from_data(wrong), example=torch.randn(3, 4))
+    with pytest.raises(FileFormatError, match="expected a count, found -1"):
+        Plan.from_data({**data, "cuts": {**data["cuts"], "2.weight": {"-1": [1, 4]}}})

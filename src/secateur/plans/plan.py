@@ -118,7 +118,7 @@ class Plan:
         try:
             return cls(
                 groups=_indices(data["groups"]),
-                cuts={str(n): {int(d): _indices(i) for d, i in dims.items()} for n, dims in data["cuts"].items()},
+                cuts={str(n): _cuts(dims) for n, dims in data["cuts"].items()},
                 shapes={str(n): _indices(s) for n, s in data["shapes"].items()},
                 heads=tuple(_read(HeadCut, item) for item in data["heads"]),
                 norms=tuple(_read(NormCut, item) for item in data["norms"]),
@@ -182,6 +182,10 @@ def _indices(value: Any) -> tuple[int, ...]:
     if not isinstance(value, list):
         raise ValueError(f"expected a list of indices, found {value!r}")
     return tuple(_count(item) for item in value)
+
+
+def _cuts(dims: Mapping[str, Any]) -> dict[int, tuple[int, ...]]:
+    return {_count(int(dim)): _indices(indices) for dim, indices in dims.items()}
 
 
 def _returns(value: Any) -> str:

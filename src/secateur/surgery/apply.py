@@ -42,7 +42,7 @@ def apply(
         return mask(model, plan)
     small = cut(model, plan)
     example = plan.example if example is None else example
-    if example is not None and plan.groups:
+    if example is not None and (plan.cuts or plan.stand_ins):
         verify(model, small, plan, example)
     remember(small, model, replace(plan, example=example))
     return small
