@@ -14,6 +14,7 @@ from secateur.data.views import View
 from secateur.errors import FileFormatError, ModelError
 from secateur.models import Origin, build, open_model
 from secateur.models.origin import view_of
+from secateur.models.weights import fill
 
 NET = """
 from torch import nn
@@ -94,7 +95,7 @@ def test_a_file_that_fails_is_named(tmp_path: Path) -> None:
         build(f"{tmp_path / 'bad.py'}:make")
 
 
-@pytest.mark.parametrize("wrapped", ["plain", "state_dict", "module", "half", "safetensors"])
+@pytest.mark.parametrize("wrapped", ["plain", "state_dict", "module", "_orig_mod", "half", "safetensors"])
 def test_weights_from_files(net: str, tmp_path: Path, wrapped: str) -> None:
     source = build(net)
     state = {name: tensor + 1 for name, tensor in source.state_dict().items()}
@@ -105,13 +106,23 @@ def test_weights_from_files(net: str, tmp_path: Path, wrapped: str) -> None:
     elif wrapped == "half":
         torch.save({k: v.half() for k, v in state.items()}, path)
     else:
-        prefixed = {f"module.{k}": v for k, v in state.items()}
-        torch.save({"plain": state, "state_dict": {"state_dict": state, "epoch": 3}, "module": prefixed}[wrapped], path)
+        prefixed = {f"{wrapped}.{k}": v for k, v in state.items()}
+        kinds = {"plain": state, "state_dict": {"state_dict": state, "epoch": 3}}
+        torch.save(kinds.get(wrapped, prefixed), path)
     model = build(net, path)
     for name, tensor in model.state_dict().items():
         assert tensor.dtype == torch.float32
         expected = state[name].half().float() if wrapped == "half" else state[name]
         assert torch.equal(tensor, expected)
+
+
+def test_a_model_with_a_part_called_module_takes_its_own_weights(tmp_path: Path) -> None:
+    net = nn.Sequential()
+    net.module = nn.Linear(2, 2)
+    torch.save({name: tensor + 1 for name, tensor in net.state_dict().items()}, tmp_path / "w.pt")
+    before = net.module.weight.detach().clone()
+    fill(net, tmp_path / "w.pt")
+    assert torch.equal(net.module.weight, before + 1)
 
 
 def test_weights_that_do_not_fit_are_named(net: str, tmp_path: Path) -> None:

@@ -49,8 +49,9 @@ def read_weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:
 def fill(model: nn.Module, path: str | os.PathLike[str]) -> None:
     """Put a file's numbers into a model. Every name and shape must fit; what does not is named."""
     state, own = read_weights(path), model.state_dict(keep_vars=True)
-    if all(name.startswith("module.") for name in state):  # saved from DataParallel
-        state = {name.removeprefix("module."): tensor for name, tensor in state.items()}
+    for prefix in ("module.", "_orig_mod."):  # saved from DataParallel, from torch.compile
+        if all(name.startswith(prefix) for name in state) and not any(name.startswith(prefix) for name in own):
+            state = {name.removeprefix(prefix): tensor for name, tensor in state.items()}
     for name in own.keys() ^ state.keys():
         if name.endswith("num_batches_tracked"):  # changes no output, and old files lack it
             own.pop(name, None)
