@@ -478,6 +478,9 @@ def test_optimizer_scheduler_and_average_through_the_loop() -> None:
     assert average.module(x).shape == (12, 4)
     with pytest.raises(SecateurError, match="carry"):
         prune(model, (x, y), remove=0.4, schedule=Schedule(carry=[object()]))
+    stranger = torch.optim.SGD(copy.deepcopy(model).parameters(), lr=0.1)
+    with pytest.raises(SecateurError, match="SGD optimizer trains no parameter of this"):
+        prune(model, (x, y), remove=0.4, schedule=Schedule(carry=[stranger]))
 
 
 @pytest.mark.parametrize("fails", [False, True])

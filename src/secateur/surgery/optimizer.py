@@ -78,6 +78,9 @@ def _carry_optimizer(optimizer: Optimizer, before: nn.Module, after: nn.Module, 
     fresh = dict(after.named_parameters())
     cuts = plan.cuts if plan is not None else {}
     left = [item.path for item in plan.stand_ins] if plan is not None else []
+    if not any(id(parameter) in names for group in optimizer.param_groups for parameter in group["params"]):
+        what = f"the {type(optimizer).__name__} optimizer trains no parameter of this {type(before).__name__}."
+        raise SecateurError(what, fix="one made from the parameters of the model that is pruned")
     for group in optimizer.param_groups:
         for i, old in reversed(list(enumerate(group["params"]))):
             name = names.get(id(old))
