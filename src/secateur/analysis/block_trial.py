@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -18,7 +17,7 @@ from secateur.running.observer import Rehearsal
 from secateur.running.sandbox import Example, quiet, run
 from secateur.running.tensor_facts import TensorFacts
 from secateur.structure.blocks import Block, Blocks
-from secateur.structure.graph import Graph
+from secateur.structure.graph import Graph, families
 from secateur.surgery.bypass import Bypass
 from secateur.surgery.cut import cut_copy
 
@@ -46,7 +45,7 @@ def with_sound_blocks(graph: Graph, copy: nn.Module, inputs: Example, output: An
     reasons: dict[str, str] = {}
     for level in _levels(graph.blocks):
         if level and fails(level, whole=False) is not None:
-            for kind in _alike(level):
+            for kind in families(level):
                 reason = fails(kind, whole=False)
                 reasons |= {block.name: reason for block in kind} if reason is not None else {}
     blocks = graph.blocks.frozen(reasons)
@@ -62,14 +61,6 @@ def _levels(blocks: Blocks) -> Iterator[list[Block]]:
         inner = {int(group) for block in left for group in block.groups}
         yield [block for block in left if block.group not in inner]
         left = [block for block in left if block.group in inner]
-
-
-def _alike(blocks: Sequence[Block]) -> list[list[Block]]:
-    """Blocks whose names differ in numbers only, together: they share their code."""
-    kinds: dict[str, list[Block]] = {}
-    for block in blocks:
-        kinds.setdefault(re.sub(r"\d+", "*", block.name), []).append(block)
-    return list(kinds.values())
 
 
 class _Silence(Rehearsal):

@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from torch import nn
@@ -15,7 +15,7 @@ from secateur.ops.layers import Labels, Mask
 from secateur.ops.table import Site
 from secateur.running.copies import named_tensors
 from secateur.running.sandbox import Example
-from secateur.structure.blocks import Blocks, fits, pattern
+from secateur.structure.blocks import Block, Blocks, fits, pattern
 from secateur.structure.cost import Cost, CostModel, human
 from secateur.structure.coupling import Coupling
 from secateur.structure.findings import Axis, AxisTable, Findings, NormSite, Producer, Requirement
@@ -71,9 +71,12 @@ class Layer:
         return all(fits(path, patterns) for path in self.paths)
 
 
-def families(layers: Iterable[Layer], also: Callable[[Layer], Any] = lambda layer: None) -> list[list[Layer]]:
-    """Layers of one family together. `also`: what else must be equal."""
-    found: dict[Any, list[Layer]] = {}
+Part = TypeVar("Part", Layer, Block)
+
+
+def families(layers: Iterable[Part], also: Callable[[Part], Any] = lambda layer: None) -> list[list[Part]]:
+    """Layers, or blocks, of one family together: they share their code. `also`: what else must be equal."""
+    found: dict[Any, list[Part]] = {}
     for layer in layers:
         found.setdefault((layer.family, also(layer)), []).append(layer)
     return list(found.values())
