@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from secateur.analysis.analyze import analyze
 from secateur.criteria import LRP, Activation, Captum, Custom, Gradient, Random, Taylor, Weight, register_criterion
-from secateur.criteria.registry import criterion_named
+from secateur.criteria.registry import _KNOWN, criterion_named
 from secateur.criteria.scoring import score
 from secateur.errors import CriterionError, DataError, ForwardError, NotFiniteError, PlanError, SecateurWarning
 from secateur.loop.prune import prune
@@ -447,6 +447,12 @@ def test_criteria_that_cannot_be_told_apart_or_used_are_refused() -> None:
     assert list(score(hand_net(), HAND, [Taylor(), Taylor(name="raw", norm=None)])) == ["taylor", "raw"]
     with pytest.raises(CriterionError, match=r"Taylor is a class.*Taylor\(\)"):
         score(hand_net(), HAND, Taylor)  # type: ignore[arg-type]
+    with pytest.raises(CriterionError, match="gives no numbers for the units of '0'"):
+        score(hand_net(), HAND, lambda model, batches: {"0": [1, 2, "three"]})
+    register_criterion("no criterion", lambda: 3)  # type: ignore[arg-type, return-value]
+    with pytest.raises(CriterionError, match="criterion 'no criterion' is a"):
+        score(hand_net(), HAND, "no criterion")
+    _KNOWN.pop("no criterion")
     with pytest.raises(CriterionError, match="loss does not depend on the output"):
         score(hand_net(), HAND, Taylor(loss=lambda output, targets: output.detach().sum()))
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import secateur as sc
 from secateur.analysis.reasons import Drift, Viewer, drift, regional, some_of, srg
-from secateur.errors import DataError
+from secateur.errors import DataError, SecateurError
 
 
 def network() -> nn.Sequential:
@@ -44,7 +44,11 @@ def test_drift_is_one_minus_the_correlation_of_regions() -> None:
     assert float(found) == pytest.approx(1 - np.mean(expected), abs=1e-9)
     assert found.by_class == pytest.approx({c: 1 - np.mean(expected[c::3]) for c in range(3)}, abs=1e-9)
     assert found.srg is None
-    assert float(drift(net, net, (x, y), faithful=False)) == pytest.approx(0, abs=1e-12)
+    same = drift(net, net, (x, y), faithful=False)
+    assert float(same) == pytest.approx(0, abs=1e-12)
+    assert float(same) >= 0
+    with pytest.raises(SecateurError, match="samples=0 must be at least 1"):
+        drift(net, net, (x, y), samples=0)
 
 
 def test_srg_by_definition() -> None:

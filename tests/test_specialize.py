@@ -11,10 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from reproduction.uncoupled import paper_cost, prune_uncoupled
+from secateur.analysis.analyze import analyze
 from secateur.analysis.specialize import MergedOutputs, specialize
 from secateur.criteria.scoring import score
 from secateur.criteria.weight import Weight
-from secateur.errors import NothingToPruneError, TargetError, UnsupportedModelError, VerificationError
+from secateur.errors import NothingToPruneError, PlanError, TargetError, UnsupportedModelError, VerificationError
 from secateur.files.saved import load, save
 from secateur.loop.prune import prune
 
@@ -67,6 +68,14 @@ def test_merged_outputs_sum_probabilities(tmp_path: Path) -> None:
     torch.testing.assert_close(again(X), merged(X))
     exported = torch.export.export(merged, (X,))
     torch.testing.assert_close(exported.module()(X), merged(X))
+
+
+def test_a_graph_of_another_model_is_refused() -> None:
+    other = nn.Sequential(*conv_net()[:5], nn.Linear(8, 11))
+    with pytest.raises(PlanError, match=r"another model, in which `5\.bias` has the shape \(11,\)"):
+        specialize(conv_net(), [1, 2], X, graph=analyze(other.eval(), X))
+    with pytest.raises(TargetError, match="outputs is a generator"):
+        specialize(conv_net(), (i for i in [1, 2]), X)  # type: ignore[arg-type]
 
 
 def test_what_cannot_be_merged_is_refused() -> None:

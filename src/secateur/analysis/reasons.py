@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from secateur.arguments import check_count
 from secateur.errors import DataError, SecateurWarning
 from secateur.nest import select_samples
 from secateur.relevance.composites import Composite, composite_named
@@ -58,7 +59,8 @@ def correlation(a: Tensor, b: Tensor) -> Tensor:
     """
     a, b = (x - x.mean(1, keepdim=True) for x in (a, b))
     size = a.norm(dim=1) * b.norm(dim=1)
-    return torch.where(size > 0, (a * b).sum(1) / size.clamp_min(torch.finfo(a.dtype).tiny), 0)
+    found = (a * b).sum(1) / size.clamp_min(torch.finfo(a.dtype).tiny)
+    return torch.where(size > 0, found.clamp(-1, 1), 0)  # rounding may lead beyond
 
 
 class Viewer:
@@ -262,6 +264,7 @@ def drift(
     >>> drift(net, net, (torch.rand(6, 4), torch.arange(6) % 3))
     <Drift 0.000 on 6 samples>
     """
+    check_count("samples", samples)
     viewer = Viewer(unwrap(original), some_of(data, samples), composite)
     return compared(viewer, unwrap(original), unwrap(small), viewer.look(small), faithful)
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from secateur.analysis.analyze import analyze
 from secateur.arguments import check_kind
-from secateur.errors import TargetError, UnsupportedModelError, VerificationError
+from secateur.errors import PlanError, TargetError, UnsupportedModelError, VerificationError
 from secateur.ops.layers import Labels
 from secateur.plans.plan import Plan, plan_for
 from secateur.running.copies import named_tensors, shared_copy, unwrap
@@ -110,6 +110,10 @@ def specialize(
 
 def _output_rows(model: nn.Module, graph: Graph, example: Example) -> Labels:
     """The group that makes each output, in order."""
+    other = graph.shapes.items() - {name: tuple(tensor.shape) for name, tensor in named_tensors(model)}.items()
+    if other:
+        what = f"the graph is of another model, in which `{min(other)[0]}` has the shape {min(other)[1]}."
+        raise PlanError(what, fix="graph=analyze(model, example), of this model")
     watched, made = watch(shared_copy(model).eval(), example, AxisTable(graph.axes.axes))
     output = logits_of(made)
     found = watched.labels.along(output, 1) if output.ndim > 1 else None
@@ -129,7 +133,7 @@ def _check_outputs(outputs: Any) -> None:
     groups = dict(outputs) if isinstance(outputs, Mapping) else {"": outputs}
     for name, members in groups.items():
         what = f"outputs[{name!r}]" if name else "outputs"
-        if isinstance(members, str) or not hasattr(members, "__iter__"):
+        if isinstance(members, str) or not hasattr(members, "__iter__") or not hasattr(members, "__len__"):
             raise TargetError(f"{what} is a {type(members).__name__}.", where="outputs", value=members, fix=fix)
         wrong = [
             item

@@ -159,7 +159,10 @@ class _CustomSums(Accumulator):
             if index is None:
                 what = key if isinstance(key, Site) else repr(key)
                 raise CriterionError(f"the criterion {name!r} scores {what}, but no units are made there.")
-            vector = torch.as_tensor(values).detach().to("cpu", torch.float64).reshape(-1)
+            try:
+                vector = torch.as_tensor(values).detach().to("cpu", torch.float64).reshape(-1)
+            except (TypeError, ValueError, RuntimeError) as error:
+                raise CriterionError(f"{name!r} gives no numbers for the units of {key!r}: {error}") from error
             count = int(np.count_nonzero(self.subject.kept[index]))
             if len(vector) != count:
                 raise CriterionError(f"{name!r} gives {len(vector)} numbers for the {count} units of {key!r}.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from secateur.arguments import check_kind
 from secateur.criteria.attribution import Captum, Custom, Scorer
 from secateur.criteria.criterion import Criterion
 from secateur.criteria.relevance import LRP
@@ -55,7 +56,10 @@ def criterion_named(choice: Choice) -> Criterion:
     if isinstance(choice, str):
         family, _, rest = choice.partition(":")
         if choice in _KNOWN:
-            return _KNOWN[choice]()
+            made = _KNOWN[choice]()
+            fix = "register a function that returns a Criterion"
+            check_kind(f"criterion {choice!r}", made, Criterion, fix, error=CriterionError)
+            return made
         if rest and family in _FAMILIES:
             return _FAMILIES[family](choice, rest)
         raise CriterionError(
