@@ -132,6 +132,10 @@ def test_a_few_samples_of_every_class() -> None:
     assert classes is not None
     assert classes.tolist() == [0, 0, 1, 2]
     assert some_of([(x, None)], 3)[0].ravel().tolist() == [0, 1, 2]
+    loader = [(x[i : i + 3], y[i : i + 3]) for i in (0, 3, 6, 9)]
+    assert some_of(loader, 4)[0].ravel().tolist() == [0, 1, 3, 5]  # those of the first two batches
+    assert some_of([(x[:2], None), (x[2:4], None)], 3)[0].ravel().tolist() == [0, 1, 2]
+    assert some_of([(x[:2], y[:2]), (x[2:4].T, y[2:4])], 3)[0].ravel().tolist() == [0, 1]  # of another form
     with pytest.raises(DataError, match="need a tensor"):
         some_of([({"a": x}, y)], 3)
 

@@ -26,7 +26,7 @@ from secateur.relevance.engine import Start
 from secateur.relevance.explain import Explanation, explain, fitting
 from secateur.relevance.rules import Rule
 from secateur.relevance.starts import begun, seed
-from secateur.running.batches import Data, as_data, batches, is_pair, size_of
+from secateur.running.batches import Batch, Data, as_data, batches, is_pair, size_of
 from secateur.running.copies import shared_copy, unwrap
 from secateur.running.devices import device_of, to_device
 from secateur.running.logits import logits_of, one_output
@@ -124,7 +124,7 @@ def _means(values: Tensor, classes: Tensor | None) -> dict[str, float]:
 def some_of(data: Data, count: int) -> tuple[Any, Tensor | None]:
     """A few samples, as many classes as can be among them: the first of each class, then the second, …"""
     data = as_data(data)
-    inputs, targets = data if is_pair(data) else next(batches(data), (None, None))
+    inputs, targets = data if is_pair(data) else _beginning(data, count)
     if isinstance(inputs, Mapping) and ids_in(inputs) is not None:
         return select_samples(inputs, slice(count)), targets[:count] if isinstance(targets, Tensor) else None
     if not isinstance(inputs, Tensor):
@@ -138,6 +138,21 @@ def some_of(data: Data, count: int) -> tuple[Any, Tensor | None]:
         return inputs[:count], targets[:count] if targets.dim() else targets
     index = torch.tensor(sorted(of_every_class(targets.tolist(), count)), device=inputs.device)
     return inputs[index], targets[index.to(targets.device)]
+
+
+def _beginning(data: Data, count: int) -> Batch:
+    """So many samples, or the first batch where that cannot be joined with the next."""
+    taken: list[list[Any]] = []
+    for inputs, targets in batches(data):
+        parts = [inputs] if targets is None else [inputs, targets]
+        joins = all(isinstance(part, Tensor) and part.dim() for part in parts)
+        if taken and not (joins and [t.shape[1:] for t in parts] == [t.shape[1:] for t in taken[0]]):
+            break
+        taken.append(parts)
+        if not joins or sum(len(x) for x, *_ in taken) >= count:
+            break
+    columns = [torch.cat(column) if len(taken) > 1 else column[0] for column in zip(*taken, strict=True)]
+    return (*columns, None, None)[0], (*columns, None, None)[1]
 
 
 def of_every_class(classes: Sequence[int], count: int) -> list[int]:
