@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import safetensors.torch
@@ -13,6 +14,7 @@ import secateur as sc
 from secateur.data.views import View
 from secateur.errors import FileFormatError, ModelError
 from secateur.models import Origin, build, open_model
+from secateur.models.hub import hub_view
 from secateur.models.origin import view_of
 from secateur.models.weights import fill
 
@@ -123,6 +125,19 @@ def test_a_model_with_a_part_called_module_takes_its_own_weights(tmp_path: Path)
     before = net.module.weight.detach().clone()
     fill(net, tmp_path / "w.pt")
     assert torch.equal(net.module.weight, before + 1)
+
+
+def test_a_hub_that_cannot_be_reached_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    hub = pytest.importorskip("transformers.utils.hub")
+
+    def offline(*args: object, **kwargs: object) -> None:
+        raise OSError("We couldn't connect")
+
+    monkeypatch.setattr(hub, "cached_file", offline)
+    net = nn.Sequential()
+    net.config = SimpleNamespace(image_size=8)
+    with pytest.raises(ModelError, match="cannot be reached: We couldn't connect"):
+        hub_view("hf:somebody/some-model", net)
 
 
 def test_weights_that_do_not_fit_are_named(net: str, tmp_path: Path) -> None:

@@ -111,7 +111,8 @@ def hub_view(spec: str, model: nn.Module) -> View:
     """What an image model expects: from the settings of its processor, or the size in its config."""
     size = getattr(model.config, "image_size", None)
     known = View(size if isinstance(size, int) else 224)
-    notes = _processor(source_of(spec))
+    with _reading(spec):
+        notes = _processor(source_of(spec))
     if not notes:
         return known
     try:
