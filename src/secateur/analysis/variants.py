@@ -16,6 +16,7 @@ from secateur.ops.layers import varying
 from secateur.running.copies import named_modules, named_tensors
 from secateur.running.observer import Rehearsal
 from secateur.running.sandbox import Example, quiet, run
+from secateur.structure.blocks import within
 from secateur.structure.findings import Findings
 from secateur.structure.followed import Question, Questions
 from secateur.surgery.verify import reads_training
@@ -155,7 +156,7 @@ def _freeze_inside(passes: Sequence[Findings], path: str, sizes: set[int] | None
     before = sum(len(found.frozen) for found in passes)
     for found in passes:
         for site, step in found.steps.items():
-            if path and site.path != path and not site.path.startswith(f"{path}."):
+            if path and not within(site.path, path):
                 continue
             for shape, layers in step.made:
                 for layer in layers:

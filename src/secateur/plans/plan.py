@@ -220,7 +220,7 @@ def plan_for(graph: Graph, removed: Mask, repeated: Sequence[RepeatedSize] | Non
     cuts: dict[str, dict[int, tuple[int, ...]]] = {}
     known: dict[bytes, tuple[int, ...]] = {}  # what a convolution, its batch norm and its readers lose is one tuple
     for axis in graph.axes.axes:
-        own = gone[axis.base : axis.base + axis.size]
+        own = gone[axis.span]
         if axis.parameter and axis.parameter not in without and own.any():
             key = own.tobytes()
             cuts.setdefault(axis.parameter, {})[axis.dim] = known.get(key) or known.setdefault(key, _places(own))

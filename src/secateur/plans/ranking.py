@@ -193,7 +193,7 @@ class _Chooser:
         for producer in self.graph.producers:
             self._shield(shield, value, self.graph.root[producer.labels], min_units)
         for axis in self.graph.axes.axes:
-            self._shield(shield, value, self.graph.root[axis.base : axis.base + axis.size], 1)
+            self._shield(shield, value, self.graph.root[axis.span], 1)
         for item in self.graph.requirements:
             if item.least > 1:
                 self._shield(shield, value, self.graph.root[item.labels], item.least)

@@ -41,7 +41,12 @@ class TermPrice:
 
     def __call__(self, removed: Mask) -> float:
         """The cost without these groups."""
-        return total(self.terms, ~removed)
+        found, keep = 0.0, ~removed
+        for coefficient, vectors in self.terms:
+            for vector in vectors:
+                coefficient *= int(np.count_nonzero(keep[vector]))
+            found += coefficient
+        return found
 
     def savings(self, removed: Mask) -> Savings:
         """What leaves with each group when it leaves alone, to first order."""
@@ -142,16 +147,6 @@ class CostModel:
     def __call__(self, removed: Mask) -> Cost:
         """`removed[root]` says whether a group leaves."""
         return Cost(round(self.prices["params"](removed)), round(self.prices["macs"](removed)))
-
-
-def total(terms: Terms, keep: Mask) -> float:
-    """The sum of the terms, for the groups that are kept."""
-    found = 0.0
-    for coefficient, vectors in terms:
-        for vector in vectors:
-            coefficient *= int(np.count_nonzero(keep[vector]))
-        found += coefficient
-    return found
 
 
 def first_order(terms: Terms, keep: Mask) -> Savings:
