@@ -38,7 +38,7 @@ class Weight(Criterion):
             weight = parameters.get(axis.parameter)
             if weight is not None and weight.ndim > 1:
                 check_units(f"`{axis.parameter}`", weight.shape[axis.dim], int(left[axis.span].sum()))
-                sizes[axis.span][left[axis.span]] = _row_sums(weight.detach(), axis.dim).double().cpu().numpy()
+                sizes[axis.span][left[axis.span]] = _row_sums(weight.detach(), axis.dim).cpu().double().numpy()
         found = [sizes[producer.labels[kept]] for producer, kept in zip(subject.producers, subject.kept, strict=True)]
         return Accumulator(subject, Sums([None if np.isnan(v).any() else torch.from_numpy(v) for v in found], 1))
 
