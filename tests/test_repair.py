@@ -586,6 +586,21 @@ def test_a_forward_that_catches_errors_does_not_keep_a_stopped_repair_waiting() 
         Repair("mean").examine(small, model, (torch.randn(20, 4), None), stop)
 
 
+@pytest.mark.parametrize("held_out", [0.2, 0.8])
+def test_a_layer_that_few_samples_join_is_repaired_in_the_trial_too(held_out: float) -> None:
+    """With so little memory a single sample finds room: at 0.2 it is none that is held out, at 0.8 it is one."""
+    torch.manual_seed(0)
+    ends = nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 3)
+    model = nn.Sequential(nn.Conv2d(3, 64, 3), nn.ReLU(), nn.Conv2d(64, 64, 3), *ends).eval()
+    small, x = without(model, torch.rand(1, 3, 96, 96), "0", list(range(20))), torch.rand(10, 3, 96, 96)
+    outcome = Repair("mean", copies=0, held_out=held_out, memory="16 MiB").examine(small, model, (x, None))
+    if held_out > 0.5:
+        assert outcome.method == "none"
+    else:
+        assert outcome.divergence["mean"] < 0.1 * outcome.divergence["none"]
+        assert gap(outcome.model, model, x) < 0.5 * gap(small, model, x)
+
+
 def test_quantities_are_compared_by_their_distance() -> None:
     """Their softmax says nothing: here it is 0 and 1 whatever the model does."""
     torch.manual_seed(0)
