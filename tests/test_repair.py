@@ -601,6 +601,29 @@ def test_a_layer_that_few_samples_join_is_repaired_in_the_trial_too(held_out: fl
         assert gap(outcome.model, model, x) < 0.5 * gap(small, model, x)
 
 
+def test_a_single_number_among_the_inputs_is_the_same_for_all_samples() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 8), nn.Linear(8, 3)
+
+        def forward(self, x: Tensor, factor: Any) -> Tensor:
+            return self.b(self.a(x).relu()) * factor
+
+    torch.manual_seed(0)
+    model, x = Scaled().eval(), torch.rand(20, 4)
+    for number, other in ((torch.tensor(2.0), torch.tensor(3.0)), (2.0, 3.0)):
+        data = [((part, number), torch.arange(10) % 3) for part in x.split(10)]
+        scores = sc.score(model, data, "taylor")
+        doubled = [((part, torch.full((10, 1), 2.0)), y) for (part, _), y in data]
+        for site, values in sc.score(model, doubled, "taylor").units.items():
+            assert values == pytest.approx(scores.units[site], rel=1e-5, abs=1e-7)
+        small = without(model, (x[:1], number), "a", [0, 1])
+        assert Repair("ridge").examine(small, model, data).method == "ridge"
+        with pytest.raises(DataError, match="repair needs the same"):
+            Repair("ridge").examine(small, model, [data[0], ((x[10:], other), None)])
+
+
 def test_quantities_are_compared_by_their_distance() -> None:
     """Their softmax says nothing: here it is 0 and 1 whatever the model does."""
     torch.manual_seed(0)
