@@ -109,7 +109,7 @@ def accuracy(model: nn.Module, data: Data, batch_size: int = 32, *, memory: Memo
             def in_parts(most: int, batch: Batch = batch) -> list[tuple[list[int], list[int], list[tuple[int, int]]]]:
                 return [answered(*part) for part in parts_of(*batch, most)]
 
-            for hits, known, pairs in in_smaller_parts(in_parts, size):
+            for hits, known, pairs in in_smaller_parts(in_parts, min(size, max(size_of(batch[0]), 1))):
                 right.update(hits)
                 seen.update(known)
                 said += pairs
