@@ -345,6 +345,10 @@ def test_what_changes_is_read_again() -> None:
     data.mul_(0.5)
     session.examine(small)
     assert session.reference() is not reference
+    for _ in range(2):  # other tensors, to which nobody has written
+        reference = session.reference()
+        model.load_state_dict({name: t * 2 for name, t in model.state_dict().items()}, assign=True)
+        assert session.reference() is not reference
 
 
 # -- which layers --------------------------------------------------------------------------------------------------
