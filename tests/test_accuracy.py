@@ -59,3 +59,16 @@ def test_answers_are_kept_where_there_is_one_per_sample() -> None:
     assert len(one.answers) == 11
     pixels = accuracy(nn.Conv2d(2, 3, 1), (torch.rand(2, 2, 4, 4), torch.zeros(2, 4, 4, dtype=torch.long)))
     assert pixels.answers == ()
+
+
+def test_nan_is_no_right_answer() -> None:
+    wrong = nn.Linear(4, 3)
+    nn.init.constant_(wrong.bias, float("nan"))
+    assert float(accuracy(wrong, (torch.rand(6, 4), torch.zeros(6).long()))) == 0
+    assert float(accuracy(nn.Flatten(0), (torch.tensor([float("nan"), -1.0]), torch.zeros(2).long()))) == 0.5
+
+
+def test_batches_have_samples() -> None:
+    for size in (0, -1, 2.5):
+        with pytest.raises(DataError, match="batch_size"):
+            accuracy(nn.Identity(), (torch.eye(3), torch.arange(3)), size)  # type: ignore[arg-type]

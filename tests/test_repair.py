@@ -345,6 +345,10 @@ def test_what_changes_is_read_again() -> None:
     data.mul_(0.5)
     session.examine(small)
     assert session.reference() is not reference
+    for _ in range(2):  # other tensors, to which nobody has written
+        reference = session.reference()
+        model.load_state_dict({name: t * 2 for name, t in model.state_dict().items()}, assign=True)
+        assert session.reference() is not reference
 
 
 # -- which layers --------------------------------------------------------------------------------------------------
@@ -584,6 +588,44 @@ def test_a_forward_that_catches_errors_does_not_keep_a_stopped_repair_waiting() 
     small = without(model, torch.randn(1, 4), "a", [1, 2])
     with pytest.raises(KeyboardInterrupt):
         Repair("mean").examine(small, model, (torch.randn(20, 4), None), stop)
+
+
+@pytest.mark.parametrize("held_out", [0.2, 0.8])
+def test_a_layer_that_few_samples_join_is_repaired_in_the_trial_too(held_out: float) -> None:
+    """With so little memory a single sample finds room: at 0.2 it is none that is held out, at 0.8 it is one."""
+    torch.manual_seed(0)
+    ends = nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 3)
+    model = nn.Sequential(nn.Conv2d(3, 64, 3), nn.ReLU(), nn.Conv2d(64, 64, 3), *ends).eval()
+    small, x = without(model, torch.rand(1, 3, 96, 96), "0", list(range(20))), torch.rand(10, 3, 96, 96)
+    outcome = Repair("mean", copies=0, held_out=held_out, memory="16 MiB").examine(small, model, (x, None))
+    if held_out > 0.5:
+        assert outcome.method == "none"
+    else:
+        assert outcome.divergence["mean"] < 0.1 * outcome.divergence["none"]
+        assert gap(outcome.model, model, x) < 0.5 * gap(small, model, x)
+
+
+def test_a_single_number_among_the_inputs_is_the_same_for_all_samples() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 8), nn.Linear(8, 3)
+
+        def forward(self, x: Tensor, factor: Any) -> Tensor:
+            return self.b(self.a(x).relu()) * factor
+
+    torch.manual_seed(0)
+    model, x = Scaled().eval(), torch.rand(20, 4)
+    for number, other in ((torch.tensor(2.0), torch.tensor(3.0)), (2.0, 3.0)):
+        data = [((part, number), torch.arange(10) % 3) for part in x.split(10)]
+        scores = sc.score(model, data, "taylor")
+        doubled = [((part, torch.full((10, 1), 2.0)), y) for (part, _), y in data]
+        for site, values in sc.score(model, doubled, "taylor").units.items():
+            assert values == pytest.approx(scores.units[site], rel=1e-5, abs=1e-7)
+        small = without(model, (x[:1], number), "a", [0, 1])
+        assert Repair("ridge").examine(small, model, data).method == "ridge"
+        with pytest.raises(DataError, match="repair needs the same"):
+            Repair("ridge").examine(small, model, [data[0], ((x[10:], other), None)])
 
 
 def test_quantities_are_compared_by_their_distance() -> None:

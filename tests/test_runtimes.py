@@ -403,6 +403,16 @@ def test_prices_are_sums_of_terms() -> None:
     assert price.savings(removed & False).tolist() == [4, 9, 4, 4]
 
 
+def test_a_model_in_training_stays_in_training() -> None:
+    """Also where a smaller file is compared with the model that it is of."""
+    net, x = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)), torch.rand(2, 8)
+    graph = sc.analyze(net, x)
+    plan = sc.plan(graph, random_scores(graph, 0), remove=0.5)
+    small = cut(net, plan).train()
+    assert onnx.Onnx(Setup("onnxruntime", 2, 1), x, net).prepare(small, plan)() is not None
+    assert all(module.training for module in small.modules())
+
+
 @pytest.mark.parametrize(
     ("call", "said"),
     [

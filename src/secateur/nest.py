@@ -165,8 +165,10 @@ def lists_samples(value: Any) -> bool:
 
 
 def select_samples(value: Any, index: Tensor | slice) -> Any:
-    """Some samples of a nest of tensors."""
+    """Some samples of a nest of tensors. A single number is the same for all of them."""
     if isinstance(value, Tensor):
+        if not value.ndim:
+            return value
         return value[index.to(value.device) if isinstance(index, Tensor) else index]
     if lists_samples(value):
         return type(value)(value[index] if isinstance(index, slice) else [value[i] for i in index.tolist()])

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from secateur.arguments import check_count
 from secateur.data.views import View
 from secateur.errors import Argument, DataError, SecateurWarning
 
@@ -148,8 +149,7 @@ class Photographs:
         drawn with it.
         """
         whole = self.of(classes) if classes is not None else self
-        if per_class < 1:
-            raise DataError("{per_class} must be at least 1.", per_class=Argument("per_class", per_class))
+        check_count("per_class", per_class, error=DataError)
         chosen: list[int] = []
         for label, name in enumerate(whole.classes):
             order = whole._shuffled(label, seed)
@@ -239,8 +239,7 @@ class Photographs:
         return Batches(len(self), batch_size, self, device, training=True)
 
     def _decoded(self, order: Sequence[int], batch_size: int, training: bool) -> Iterator[tuple[Tensor, Tensor]]:
-        if batch_size < 1:
-            raise DataError("{size} must be at least 1.", size=Argument("batch_size", batch_size))
+        check_count("batch_size", batch_size, error=DataError)
         chunks = [order[begin : begin + batch_size] for begin in range(0, len(order), batch_size)]
         pool, waiting = _pool(), deque[list[Future[Tensor | None]]]()
         try:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from secateur.arguments import check_count
 from secateur.errors import Argument, DataError
 
 Fit = Literal["crop", "squash"]
@@ -37,8 +38,7 @@ class View:
     std: tuple[float, ...] = IMAGENET_STD
 
     def __post_init__(self) -> None:
-        if self.size < 1:
-            raise DataError("{size} must be at least 1.", size=Argument("size", self.size))
+        check_count("size", self.size, error=DataError)
         if self.fit not in ("crop", "squash"):
             raise DataError("{fit} is not known.", fix="'crop' or 'squash'", fit=Argument("fit", self.fit))
         if len(self.mean) != len(self.std) or len(self.mean) not in (1, 3) or not all(s > 0 for s in self.std):

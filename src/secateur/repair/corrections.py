@@ -201,6 +201,8 @@ def best_change(
         return tried[-1][0]
 
     first = cost(NOTHING)
+    if not fit.rows:  # only held-out samples found room in this layer
+        return tried[0][1], first, first
     for option in method.simpler:
         cost(option)
     ladder = method.candidates(fit, cautious=not held.rows)

@@ -187,7 +187,9 @@ def _two(samples: Example) -> Example:
     """Two samples, the second made of the first if there is one."""
     if isinstance(samples, tuple) and isinstance(samples[0], Images):
         return (Images([samples[0][0], samples[0][-1].flip(-1)]),)
-    return map_tensors(lambda t: t if len(t) == 2 else torch.cat([t, t.flip(-1) if t.ndim > 1 else t]), samples)
+    return map_tensors(
+        lambda t: t if not t.ndim or len(t) == 2 else torch.cat([t, t.flip(-1) if t.ndim > 1 else t]), samples
+    )
 
 
 class _Survey(Observer):

@@ -450,7 +450,6 @@ class _LayerFit:
         fit, held, trial, own = self._sums
         own = own if self._corrector.has_trial else fit
         shifts = self.layer.shifts
-        last: Change | None
         if self._moved is not None:
             both = [
                 change.correction.fit(moved, shifts) if change is not None and change.weight is not None else change
@@ -462,11 +461,11 @@ class _LayerFit:
             first = self._corrector.choose(self.layer, own, trial)
             again = self._rounds and self.layer.level is not None and first.weight is not None
             before = own.snapshot() if again and isinstance(own, Regression) else None
-            last = first
-            if held.rows:
-                fit.join(held)
-                last = first.correction.fit(fit, shifts)
-            self.changes = last, first if held.rows else None
+            self.changes = first, None
+            if self._corrector.has_trial:
+                if held.rows:  # else no such sample found room in this layer
+                    fit.join(held)
+                self.changes = first.correction.fit(fit, shifts), first
             if before is not None and isinstance(fit, Regression):
                 self._bases = fit, before
         last = self.changes[0]

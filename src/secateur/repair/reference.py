@@ -23,7 +23,7 @@ from secateur.repair.lockstep import stack
 from secateur.repair.rows import Places, Positions, Rows, wide
 from secateur.repair.samples import Samples
 from secateur.running.batches import counted
-from secateur.running.copies import copy_with, named_tensors, shared_copy
+from secateur.running.copies import named_tensors, shared_copy
 from secateur.running.devices import device_of
 from secateur.running.logits import logits_of
 from secateur.running.memory import CACHE, allowed
@@ -232,7 +232,7 @@ class Reference:
 
     def divergence_of(self, model: nn.Module) -> float:
         """How far a model is from the original. Only samples that judge are run."""
-        return self.divergence(self._judged(copy_with(model, lambda name, old: old.detach().clone())))
+        return self.divergence(self._judged(shared_copy(model)))
 
     def _store(self, layer: RepairableLayer, rows: Rows) -> Tensor:
         """Store what a layer returns, at once: a later call may overwrite it."""

@@ -269,7 +269,16 @@ def _joined(parts: list[Any]) -> Any:
             fix="resize or pad the samples (with an attention_mask among the inputs, texts are padded), or {repair}",
             repair=Argument("repair", None),
         )
-    return map_leaves(lambda *of: torch.cat(of) if isinstance(of[0], Tensor) else of[0], *parts)
+    return map_leaves(_one, *parts)
+
+
+def _one(first: Any, *others: Any) -> Any:
+    """A leaf of nests that are joined: what is no tensor with samples must be the same in all."""
+    if isinstance(first, Tensor) and first.ndim:
+        return torch.cat([first, *others])
+    if other := [item for item in others if item is not first and not bool(item == first)]:
+        raise DataError(f"repair needs the same {type(first).__name__} in all batches, not {first} and {other[0]}.")
+    return first
 
 
 def _padded(parts: list[dict[str, Any]]) -> list[dict[str, Any]]:

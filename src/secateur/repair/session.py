@@ -9,7 +9,7 @@ from functools import partial
 from typing import cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from secateur.arguments import check_callable, check_count, check_number
 from secateur.errors import RepairError, SecateurWarning
@@ -103,7 +103,8 @@ class Session:
     def __init__(self, original: nn.Module, data: Data, settings: Repair) -> None:
         self.original, self.data, self.settings = unwrap(original), repeatable(data), settings
         self._reference: Reference | None = None
-        self._versions: list[int] = []
+        self._versions: list[tuple[int, int]] = []
+        self._tensors: list[Tensor] = []  # held, so that no other one gets the same id
         self._memory = allowed(device_of(self.original), memory=parse(settings.memory))
 
     def examine(self, small: nn.Module, progress: bool | Listener = True) -> Outcome:
@@ -132,7 +133,8 @@ class Session:
         """The original's side, for smaller models that `kept` at most these indices. It is computed again if somebody
         wrote to the model or the data, or for a model that kept others."""
         original, asked = self.original, self.settings
-        versions = [version(t) for t in [*original.parameters(), *original.buffers(), *tensors_in(self.data)]]
+        tensors = [*original.parameters(), *original.buffers(), *tensors_in(self.data)]
+        versions = [(id(t), version(t)) for t in tensors]
         known = self._reference is not None and versions == self._versions
         known = known and (kept is None or cast("Reference", self._reference).covers(kept))
         if not agree(flag=not known) and self._reference is not None:
@@ -145,7 +147,7 @@ class Session:
                 self.data, asked.samples, asked.copies, asked.alter, asked.held_out, asked.seed, device_of(original)
             )
         self._reference = Reference(original, samples, asked.rows, asked.at_once, asked.relevance, self._memory, kept)
-        self._versions = versions
+        self._versions, self._tensors = versions, tensors
         return self._reference
 
     def _best(self, small: nn.Module, reference: Reference, layers: Layers, tell: Listener) -> Outcome:

@@ -68,10 +68,10 @@ def interval(share: float, count: int) -> tuple[float, float]:
 def accuracy(model: nn.Module, data: Data, batch_size: int = 32, *, memory: Memory = None) -> Accuracy:
     """The accuracy of a model in evaluation mode on a pair (X, y) or on batches of inputs and targets.
 
-    A model with a single output answers 1 where that is positive, else 0. If there is an answer for each position, as
-    for tokens and pixels, the positions are counted: neither padding nor those whose target is -100. A language model
-    of transformers answers for the next token. Large batches are taken in parts that need no more than `memory` (bytes,
-    or a text such as "2 GiB"; default: what is free).
+    A model with a single output answers 1 where that is positive, else 0. NaN is no right answer. If there is an answer
+    for each position, as for tokens and pixels, the positions are counted: neither padding nor those whose target is
+    -100. A language model of transformers answers for the next token. Large batches are taken in parts that need no
+    more than `memory` (bytes, or a text such as "2 GiB"; default: what is free).
 
     >>> accuracy(nn.Identity(), (torch.eye(3), torch.tensor([0, 1, 1])))
     Accuracy(overall=0.6666666666666666, classes={0: 1.0, 1: 0.5}, samples=3)
@@ -91,7 +91,9 @@ def accuracy(model: nn.Module, data: Data, batch_size: int = 32, *, memory: Memo
         if wanted.is_floating_point() and not (single and is_binary(wanted)):
             raise DataError("accuracy needs class numbers as targets; each is 0 or 1 if the model has one output.")
         given = (output > 0).to(wanted.dtype) if single else output.argmax(1)
-        hits, whole, pairs = given == wanted, wanted[wanted != IGNORED].long().tolist(), list[tuple[int, int]]()
+        said_nothing = (output if single else output.gather(1, given[:, None])[:, 0]).isnan()  # NaN is the largest
+        hits = (given == wanted) & ~said_nothing
+        whole, pairs = wanted[wanted != IGNORED].long().tolist(), list[tuple[int, int]]()
         if len(whole) == wanted.numel() == size_of(inputs):
             pairs = list(zip(whole, given.reshape(-1).long().tolist(), strict=True))
         return wanted[hits].long().tolist(), whole, pairs
@@ -107,7 +109,7 @@ def accuracy(model: nn.Module, data: Data, batch_size: int = 32, *, memory: Memo
             def in_parts(most: int, batch: Batch = batch) -> list[tuple[list[int], list[int], list[tuple[int, int]]]]:
                 return [answered(*part) for part in parts_of(*batch, most)]
 
-            for hits, known, pairs in in_smaller_parts(in_parts, size):
+            for hits, known, pairs in in_smaller_parts(in_parts, min(size, max(size_of(batch[0]), 1))):
                 right.update(hits)
                 seen.update(known)
                 said += pairs

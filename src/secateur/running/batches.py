@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from secateur.arguments import check_count
 from secateur.errors import DataError
 from secateur.nest import (
     Images,
@@ -148,6 +149,7 @@ def _plain(data: Data, batch_size: int, share: tuple[int, int]) -> Iterator[Batc
         raise DataError(
             "this needs data, but data is None.", fix="an iterable of (inputs, targets), or a pair (X, y) of tensors"
         )
+    check_count("batch_size", batch_size, error=DataError)
     data = as_data(data)
     if is_pair(data):
         inputs, targets = data

@@ -114,7 +114,7 @@ class Pace:
         if (listener := _listener.get()) is None:
             return
         passed, left = time.perf_counter() - self._begin, None
-        if self._total and passed > _SURE:
+        if self._total and self._done and passed > _SURE:
             left = passed * max(self._total / self._done - 1, 0)
         listener(replace(self._event, done=self._done, total=self._total, left=left))
 

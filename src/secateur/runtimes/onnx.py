@@ -21,7 +21,7 @@ from secateur.files.session import answers, session_of
 from secateur.nest import tensors_in
 from secateur.plans.plan import Plan
 from secateur.running.copies import named_tensors
-from secateur.running.sandbox import Example, quiet, run
+from secateur.running.sandbox import Example, evaluating, quiet, run
 from secateur.runtimes.setup import Setup
 
 _GAP = 1e-3  # between a smaller version and PyTorch, relative: enough to see that the right things were cut
@@ -92,8 +92,8 @@ class Onnx:
         from onnxruntime.capi import onnxruntime_pybind11_state as raised
 
         data, nodes = _apart(_narrowed(self.file, self.origin, self.shapes, plan))
-        with quiet():
-            expected = tensors_in(run(model.eval(), self.inputs))
+        with quiet(), evaluating(model):
+            expected = tensors_in(run(model, self.inputs))
         try:
             session = session_of(data, self.setup.threads)
             found = answers(session, self.inputs)
