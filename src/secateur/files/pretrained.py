@@ -25,7 +25,7 @@ from secateur.files.pretrained_folder import GUARDED, with_digests
 from secateur.files.saved import check_replaceable, saved_files
 from secateur.nest import tensors_of_output
 from secateur.running.copies import shared_copy, unwrap
-from secateur.running.sandbox import quiet
+from secateur.running.sandbox import leaves_no_trace, quiet
 from secateur.surgery.provenance import plans_of
 from secateur.version import __version__
 
@@ -38,6 +38,7 @@ _COMPANIONS = (
 )  # fmt: skip
 
 
+@leaves_no_trace
 def save_pretrained(
     model: nn.Module,
     path: str | os.PathLike[str],
