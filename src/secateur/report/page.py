@@ -215,6 +215,8 @@ def _measured(
         title = f"Accuracy on {old.samples} held-out samples"
         named = (found.named(lambda c: name_of(c, classes)) for found in (old, new))
         return Measured(title, Metric(percent=True), *named), Answers.of(old, new, test)
+    if result.settings.get("trained_afterwards"):
+        return None, None
     rows = [row.metrics for row in result.history if row.held]
     title = "Next-token accuracy" if PERPLEXITY in rows[0] else metric.word.capitalize()
     return (Measured(title, metric, rows[0], rows[-1]) if "overall" in rows[0] else None), None
