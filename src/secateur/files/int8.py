@@ -59,10 +59,10 @@ def quantize(file: Path, data: Data, name: str) -> Int8:
         feeds = _feeds(graph, data)
         try:
             wanted, left_out, order = _answers(plain, feeds), list[str](), list[str]()
-        except Exception as error:  # ONNX Runtime has errors of its own
-            what = f"{{quantize}} does not fit the inputs of {name}: {' '.join(str(error).split())}"
+        except Exception as unfit:  # ONNX Runtime has errors of its own
+            what = f"{{quantize}} does not fit the inputs of {name}: {' '.join(str(unfit).split())}"
             fix = "samples of the shape and number format of the example"
-            raise DataError(what, fix=fix, quantize=Argument("quantize")) from error
+            raise DataError(what, fix=fix, quantize=Argument("quantize")) from unfit
         while True:
             _quantized(plain, made, feeds, left_out)
             error = _error(_answers(made, feeds), wanted)
