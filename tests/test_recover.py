@@ -535,6 +535,11 @@ def test_a_language_model_learns_from_text_that_its_teacher_writes(language: nn.
     assert torch.equal(text["input_ids"], write_text(language, 10, 16, seed=3)["input_ids"])
     with pytest.raises(DataError, match="Linear writes no text"):
         write_text(nn.Linear(2, 2))
+    short = copy.deepcopy(language)
+    short.config.max_position_embeddings = 12
+    assert write_text(short, 3)["input_ids"].shape == (3, 12)
+    with pytest.raises(DataError, match="tokens=13: this model takes at most 12"):
+        write_text(short, 3, 13)
     small = sc.prune(language, [(text, None)], "weight", remove=0.3, progress=False, repair=None)
     done = sc.recover(small, language, None, epochs=1, batch_size=64, progress=False)
     assert done.history[0].accuracy is not None  # of the next token
