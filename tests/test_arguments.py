@@ -166,6 +166,7 @@ WRONG: list[tuple[Call, type[SecateurError], str]] = [
     (lambda: ANY.compare(NET, DATA, evaluate=3), SecateurError, "evaluate is a int"),
     (lambda: sc.compare(NET, DATA, evaluate=right, remove=0.5, keep={"macs": 0.5}), TargetError, "different targets"),
     (lambda: sc.compare(NET, DATA, evaluate=right, fractions=(0.0,)), TargetError, "fractions"),
+    (lambda: sc.compare(NET, DATA, evaluate=right, fractions=0.5), TargetError, "fractions"),
     # files
     (lambda: ANY.save("folder", RESULT), SecateurError, "sc.save(result, path)"),
     (lambda: ANY.save(RESULT, 3), SecateurError, "path is a int"),

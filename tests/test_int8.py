@@ -159,3 +159,16 @@ def test_an_error_that_is_no_number_is_too_large() -> None:
     good, bad = [[np.array([1.0, 2.0])]], [[np.array([np.nan, 2.0])]]
     assert not int8._error(bad, good) <= 0.1
     assert not int8._error([good[0] + bad[0]], [good[0] + good[0]]) <= 0.1
+
+
+def test_samples_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    x = torch.rand(4, 1, 8, 8)
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 3)).eval()
+    for bad, why in (
+        (x.double(), "data type"),
+        (torch.rand(4, 2, 8, 8), "dimensions"),
+        ([((x, x), None)], "2 tensors"),
+    ):
+        with pytest.raises(DataError, match=f"quantize.*{why}"):
+            sc.export(model, tmp_path / "a.onnx", x, quantize=bad)
+    assert not list(tmp_path.iterdir())

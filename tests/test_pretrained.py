@@ -22,6 +22,7 @@ import secateur as sc
 import tiny_text
 from benchmarks.fuzz_files import reseal_hf
 from secateur.errors import FileFormatError, SecateurError, SecateurWarning
+from secateur.files.pretrained import save_pretrained
 from secateur.files.saved import about
 from secateur.plans import Limits
 from secateur.runtimes import Setup
@@ -491,3 +492,12 @@ def test_the_generation_config_and_the_latency_are_saved_as_they_are_now(tmp_pat
         assert sc.load(folder).generation_config.max_new_tokens == 9
         assert about(folder) == {"latency": {**where, "before": 0.5, "after": 0.25}}
     assert about(result.save_pretrained(tmp_path / "other")) == {}
+
+
+def test_saving_draws_no_random_numbers(tmp_path: Path) -> None:
+    small = pruned(llama(), only="*.mlp.*", uniform=True).model
+    torch.manual_seed(3)
+    save_pretrained(small, tmp_path / "small")
+    found = torch.rand(1)
+    torch.manual_seed(3)
+    assert torch.equal(found, torch.rand(1))

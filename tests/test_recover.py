@@ -30,6 +30,7 @@ from secateur.recover.blocks import Blocks
 from secateur.recover.checkpoint import Checkpoint as TrainingFile
 from secateur.recover.samples import Samples, altered, shifted
 from secateur.recover.schedule import CURVES, Budget
+from secateur.report import Page
 from secateur.running.identity import digest
 
 
@@ -475,6 +476,25 @@ def test_a_killed_prune_goes_on_within_its_training(tmp_path: Path, monkeypatch:
         sc.prune(net(), data(), remove=0.4, schedule=0.2, recover=4, checkpoint=path, progress=False)
 
 
+def test_the_training_file_of_another_run_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is left over where the checkpoint of a killed run was removed, so that a run with other settings can begin."""
+    monkeypatch.setattr(training, "_WRITING", math.inf)
+    path = tmp_path / "run.safetensors"
+
+    def kill(event: object) -> None:
+        if "epoch 2/3" in str(event):
+            raise Killed
+
+    def run(lr: float, checkpoint: Path | None, progress: object = False) -> sc.Result:
+        asked = Recover(epochs=3, lr=lr)
+        return sc.prune(net(), data(), remove=0.4, recover=asked, checkpoint=checkpoint, progress=progress)
+
+    with pytest.raises(Killed):
+        run(0.05, path, kill)
+    path.unlink()
+    assert digest(run(0.001, path).model) == digest(run(0.001, None).model)
+
+
 def test_a_prune_that_is_killed_after_its_last_save_leaves_no_training_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -515,6 +535,11 @@ def test_a_language_model_learns_from_text_that_its_teacher_writes(language: nn.
     assert torch.equal(text["input_ids"], write_text(language, 10, 16, seed=3)["input_ids"])
     with pytest.raises(DataError, match="Linear writes no text"):
         write_text(nn.Linear(2, 2))
+    short = copy.deepcopy(language)
+    short.config.max_position_embeddings = 12
+    assert write_text(short, 3)["input_ids"].shape == (3, 12)
+    with pytest.raises(DataError, match="tokens=13: this model takes at most 12"):
+        write_text(short, 3, 13)
     small = sc.prune(language, [(text, None)], "weight", remove=0.3, progress=False, repair=None)
     done = sc.recover(small, language, None, epochs=1, batch_size=64, progress=False)
     assert done.history[0].accuracy is not None  # of the next token
@@ -714,3 +739,13 @@ def test_data_that_can_be_read_only_once_are_refused(result: sc.Result) -> None:
 def test_crop_flip_is_for_images_with_channels(result: sc.Result) -> None:
     with pytest.raises(DataError, match=r"augment alters images.*\(N, C, H, W\)"):
         altered("crop-flip", torch.rand(4, 8, 8), None)
+
+
+def test_what_was_measured_before_the_training_is_not_said_of_the_trained_model(tmp_path: Path) -> None:
+    found = sc.prune(net(), data(), remove=0.5, evaluate=lambda model: 0.123, progress=False)
+    trained = sc.recover(found, data=data(), epochs=1, progress=False).result
+    assert "0.123" in str(found._facts())
+    assert "0.123" not in str(trained._facts())
+    assert "Recover(epochs=1" in trained._facts()["recover"]
+    pages = [item.report(tmp_path / "a.html", page=Page(latency=False)).read_text() for item in (found, trained)]
+    assert ["12.3 %</" in page.partition("<table")[0] for page in pages] == [True, False]

@@ -11,6 +11,7 @@ import itertools
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import secateur as sc
 from html_page import Element, parse
@@ -28,6 +30,7 @@ from secateur.latency.timing import Timing
 from secateur.loop import Schedule
 from secateur.plans import Limits
 from secateur.report import Page
+from secateur.report import page as page_module
 from secateur.report.changes import kept, regions
 from secateur.report.charts import spread, ticks
 from secateur.report.page import ranges
@@ -852,3 +855,21 @@ def test_labels_never_overlap_nor_leave(wanted: list[float]) -> None:
 @given(st.sets(st.integers(0, 40)))
 def test_ranges_say_every_number(numbers: set[int]) -> None:
     assert _expanded(ranges(sorted(numbers))) == sorted(numbers) if numbers else ranges([]) == ""
+
+
+def test_a_loader_that_shuffles_shows_what_was_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both models must see the samples in one order, and so must whoever picks some of them."""
+    torch.manual_seed(0)
+    whole = nn.Sequential(nn.Linear(4, 20), nn.ReLU(), nn.Linear(20, 3)).eval()
+    x = torch.randn(64, 4)
+    labels = whole(x).argmax(1)
+    result = sc.prune(whole, (x, labels), remove=0.8, repair=None, schedule=0.8, progress=False)
+    wrong = x[result.model(x).argmax(1) != labels]
+    seen: list[Any] = []
+    monkeypatch.setattr(page_module, "differences", lambda *given: seen.append(given[2]))
+    loader = DataLoader(TensorDataset(x, labels), batch_size=16, shuffle=True)
+    result.report(tmp_path / "a.html", test=loader, page=Page(latency=False))
+    (answers,) = seen
+    picked = torch.cat(list(answers.pick(answers.lost)))
+    assert 0 < len(answers.lost) == len(wrong) == len(picked)
+    assert all(bool((wrong == row).all(1).any()) for row in picked)

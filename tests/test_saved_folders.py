@@ -240,3 +240,12 @@ def test_a_model_that_is_saved_while_it_is_loaded(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(atomic, "candidates", looked)
     found = sc.load(tmp_path / "m", network())
     assert all(torch.equal(a, b) for a, b in zip(found.parameters(), second.parameters(), strict=True))
+
+
+def test_a_note_that_json_cannot_hold_is_refused(tmp_path: Path) -> None:
+    net = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2))
+    graph = sc.analyze(net, torch.zeros(1, 4))
+    small = sc.apply(net, sc.plan(graph, sc.score(net, None, "weight", graph=graph), remove=0.5))
+    with pytest.raises(SecateurError, match="the note cannot be saved: Object of type Tensor"):
+        sc.save(small, tmp_path / "small", about={"a": torch.zeros(1)})
+    assert not list(tmp_path.iterdir())

@@ -57,7 +57,12 @@ def quantize(file: Path, data: Data, name: str) -> Int8:
         layers = _layers(graph, name)
         onnx.save(graph, plain)
         feeds = _feeds(graph, data)
-        wanted, left_out, order = _answers(plain, feeds), list[str](), list[str]()
+        try:
+            wanted, left_out, order = _answers(plain, feeds), list[str](), list[str]()
+        except Exception as unfit:  # ONNX Runtime has errors of its own
+            what = f"{{quantize}} does not fit the inputs of {name}: {' '.join(str(unfit).split())}"
+            fix = "samples of the shape and number format of the example"
+            raise DataError(what, fix=fix, quantize=Argument("quantize")) from unfit
         while True:
             _quantized(plain, made, feeds, left_out)
             error = _error(_answers(made, feeds), wanted)
@@ -104,6 +109,9 @@ def _feeds(graph: Any, data: Data) -> Feeds:
     for inputs, _ in batches(as_data(data)):
         for first in range(0, size_of(inputs) - size + 1, size):
             part = [t.detach().cpu().numpy() for t in tensors_in(select_samples(inputs, slice(first, first + size)))]
+            if len(part) != len(names):
+                what = f"{{quantize}} has samples of {len(part)} tensors, and the model takes {len(names)}."
+                raise DataError(what, fix="samples as for `prune`", quantize=Argument("quantize"))
             found.append(dict(zip(names, part, strict=True)))
             if len(found) * size >= _SAMPLES:
                 return found

@@ -22,10 +22,10 @@ from secateur.arguments import check_path
 from secateur.errors import SecateurError, VerificationError
 from secateur.files.architecture import CONFIG, compact, is_pretrained, note_of, plain_config, stock_config
 from secateur.files.pretrained_folder import GUARDED, with_digests
-from secateur.files.saved import check_replaceable, saved_files
+from secateur.files.saved import check_replaceable, in_json_types, saved_files
 from secateur.nest import tensors_of_output
 from secateur.running.copies import shared_copy, unwrap
-from secateur.running.sandbox import quiet
+from secateur.running.sandbox import leaves_no_trace, quiet
 from secateur.surgery.provenance import plans_of
 from secateur.version import __version__
 
@@ -38,6 +38,7 @@ _COMPANIONS = (
 )  # fmt: skip
 
 
+@leaves_no_trace
 def save_pretrained(
     model: nn.Module,
     path: str | os.PathLike[str],
@@ -65,7 +66,7 @@ def save_pretrained(
     config = stock_config(model)
     files = {**dict(_companions(model, tokenizer)), **_generation(model)}
     mode = "per layer" if config is None else "uniform"
-    note = {"version": __version__, "widths": mode, **({"about": dict(about)} if about else {})}
+    note = {"version": __version__, "widths": mode, **({"about": in_json_types(about)} if about else {})}
     if config is None:
         described = {**plain_config(model.config), "architectures": [type(model).__name__]}
         files = {**saved_files(model), **files}

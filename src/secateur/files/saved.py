@@ -65,6 +65,15 @@ def measured_with(result: Any) -> dict[str, Any]:
     return {"latency": times} if times else {}
 
 
+def in_json_types(about: Mapping[str, Any]) -> dict[str, Any]:
+    """A note as it will be read back. Refuse what JSON cannot hold."""
+    try:
+        return dict(json.loads(json.dumps(dict(about))))
+    except (TypeError, ValueError) as error:
+        what = f"the note cannot be saved: {error}."
+        raise SecateurError(what, where="about", value=about, fix="texts, numbers, lists and dicts") from error
+
+
 def saved_files(model: nn.Module, about: Mapping[str, Any] | None = None) -> dict[str, bytes]:
     """What `save` writes, by the names of the files. The first one decides which of the others are valid."""
     origin = provenance_of(model)
@@ -73,7 +82,7 @@ def saved_files(model: nn.Module, about: Mapping[str, Any] | None = None) -> dic
             f"this {type(model).__name__} carries no plan: it was not made by secateur.apply, prune or load.",
             fix="for an unpruned model, use torch's state_dict and safetensors",
         )
-    note = {"about": dict(about)} if about is not None else {}
+    note = {"about": in_json_types(about)} if about is not None else {}
     known = {"settings": settings(model), "answer": answer(model, origin.inputs, origin.plans[-1].after.macs)}
     plans = [json.loads(plan.to_json()) for plan in origin.plans]
     text = json.dumps({"format": FORMAT, **note, "fingerprint": known, "plans": plans}).encode()

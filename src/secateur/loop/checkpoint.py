@@ -26,7 +26,7 @@ from secateur.recover.checkpoint import Checkpoint as Training
 from secateur.relevance.conservation import Conservation, Flow
 from secateur.results.history import History
 from secateur.running.batches import Data
-from secateur.running.identity import data_identity, described, digest, numbers
+from secateur.running.identity import data_identity, described, digest, digest_of_text, numbers
 from secateur.running.processes import is_first, same_everywhere, wait
 from secateur.running.tensor_files import decode, encode, fill, other_run, read_checkpoint, write_checkpoint
 from secateur.structure.graph import Graph
@@ -57,7 +57,8 @@ class Checkpoint:
     @property
     def training(self) -> Training:
         """The file of the training within a step, beside this one."""
-        return Training(self.path.with_name(f"{self.path.stem}-training{self.path.suffix}"), {}, stale=True)
+        place = self.path.with_name(f"{self.path.stem}-training{self.path.suffix}")
+        return Training(place, {"run": digest_of_text(json.dumps(self.identity))}, stale=True)
 
     def forget_training(self) -> None:
         """Delete that file: the last step is saved. That of an earlier step is not read by the next."""

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from secateur.analysis.analyze import analyze
-from secateur.arguments import check_number, check_path
+from secateur.arguments import check_kind, check_number, check_path
 from secateur.criteria.registry import Choice, criterion_named
 from secateur.criteria.scoring import scores_of
 from secateur.errors import SecateurError, TargetError
@@ -70,6 +70,7 @@ def compare(
     runs = [Settings(c, target, steps, Limits.of(limits), repair_of(repair), evaluate, output) for c in chosen]
     if evaluate is None:
         raise SecateurError("evaluate is None, but curves need a metric.", fix="a function f(model)")
+    check_kind("fractions", fractions, (tuple, list), "a list of shares, such as [0.25, 0.5]", error=TargetError)
     for fraction in fractions:
         check_number("fractions", fraction, error=TargetError)
         if not 0 < fraction <= 1:

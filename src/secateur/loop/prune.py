@@ -118,12 +118,14 @@ class Result(Record):
 
     def _facts(self) -> dict[str, str]:
         """Lines for a model card."""
-        known = ("criterion", "composite", "remove", "keep", "max_drop", "max_drift", "scope", "round_to", "repair")
+        known = ("criterion", "composite", "remove", "keep", "max_drop", "max_drift", "scope", "round_to", "repair",
+                 "recover")  # fmt: skip
         asked = {name: str(self.settings[name]) for name in known if self.settings.get(name)}
         if (where := self.settings.get("latency")) and self.cost_after.latency and self.cost_before.latency:
             times = f"{1000 * self.cost_before.latency:.4g} → {1000 * self.cost_after.latency:.4g} ms"
             asked["latency"] = f"{times} ({Setup(**where)})"
-        metrics = [row.metrics for row in self.history if row.held and row.metrics]
+        measured = not self.settings.get("trained_afterwards")
+        metrics = [row.metrics for row in self.history if row.held and row.metrics and measured]
         gained = {name: f"{metrics[0][name]:.4g} → {last:.4g}" for row in metrics[-1:] for name, last in row.items()}
         return {**gained, **asked, "ended": self.stopped}
 

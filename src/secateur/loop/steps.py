@@ -34,6 +34,7 @@ from secateur.recover.recovery import trained
 from secateur.recover.settings import Recover, Recovered
 from secateur.results.history import History, Row
 from secateur.running.batches import Data
+from secateur.running.identity import digest_of_text
 from secateur.running.processes import same_everywhere
 from secateur.running.progress import Evaluating, Listener, Scoring
 from secateur.running.sandbox import check_weights, evaluating, seeded
@@ -263,7 +264,10 @@ class Steps:
     def _recovered(
         self, model: nn.Module, asked: Recover, plan: Plan, number: int
     ) -> tuple[nn.Module, TrainingError | None]:
-        file = None if self.training is None else replace(self.training, identity={"step": number})
+        file = self.training
+        if file is not None:  # a latency that is measured again may lead to another plan
+            known = {**file.identity, "step": number, "plan": digest_of_text(str(plan.groups))}
+            file = replace(file, identity=known)
         remember(model, self.original, plan)  # so that its units are known
         failure = None
         try:

@@ -85,7 +85,8 @@ def recover(
     with Line(progress is True) as line, seeded(asked.seed, 0, salt=share()[0] if active() else 0):
         done = trained(student, original, data, asked, test, progress if callable(progress) else line, file)
     if isinstance(small, Record):
-        known = {**small.settings, "recover": repr(asked)}
+        # What the run measured is not of this model.
+        known = {**small.settings, "recover": repr(asked), "trained_afterwards": True}
         return replace(done, result=replace(small, model=done.model, settings=known))
     return done
 

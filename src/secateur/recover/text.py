@@ -8,28 +8,34 @@ import torch
 from torch import Tensor, nn
 
 from secateur.arguments import check_count
-from secateur.errors import DataError, SecateurError
+from secateur.errors import Argument, DataError, SecateurError
 from secateur.running.copies import shared_copy, unwrap
 from secateur.running.devices import device_of
 from secateur.running.sandbox import leaves_no_trace
 from secateur.running.targets import Reader
 
-# Sequences that are written at a time.
-_AT_ONCE = 64
+# Sequences that are written at a time, and the length of each if nothing else is said.
+_AT_ONCE, _TOKENS = 64, 128
 
 
 @leaves_no_trace
-def write_text(model: nn.Module, sequences: int = 256, tokens: int = 128, seed: int = 0) -> dict[str, Tensor]:
+def write_text(model: nn.Module, sequences: int = 256, tokens: int | None = None, seed: int = 0) -> dict[str, Tensor]:
     """Text that a language model of transformers writes itself: `{"input_ids": (sequences, tokens)}`.
+
+    `tokens` is 128, or fewer if the model takes no more.
 
     Each sequence begins with the model's mark of the start, if it has one, and a token at random. All others are drawn
     from the probabilities that the model gives. It is something to train a smaller model on where there is no text.
     """
-    for name, value, least in (("sequences", sequences, 1), ("tokens", tokens, 4)):
-        check_count(name, value, least)
+    check_count("sequences", sequences)
     writer: Any = shared_copy(unwrap(model)).eval()
     if not Reader(writer).causal:
         raise DataError(f"{type(writer).__name__} writes no text.", fix="data=…, texts or samples to train on")
+    most = getattr(writer.config, "max_position_embeddings", None)
+    tokens = min(_TOKENS, most or _TOKENS) if tokens is None else tokens
+    check_count("tokens", tokens, 4)
+    if most and tokens > most:
+        raise DataError("{given}: this model takes at most {most}.", given=Argument("tokens", tokens), most=most)
     device = device_of(writer)
     torch.manual_seed(seed)
     first = getattr(writer.config, "bos_token_id", None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -16,11 +16,13 @@ from secateur.report.changes import Names, Passage, Sample, name_of, pairs
 from secateur.report.document import Cell, Page, Table
 from secateur.running.accuracy import Accuracy
 from secateur.running.batches import Data, batches, size_of
+from secateur.running.sandbox import seeded
 
 _LOST, _GAINED = 4, 2  # shown
 _MATRIX = 12  # classes; more do not fit beside each other
 _PAIRS = 15  # confusions that are not folded away
 
+T = TypeVar("T")
 #: Some test samples by their places: batches of inputs.
 Pick = Callable[[Sequence[int]], Iterable[Any]]
 
@@ -39,7 +41,7 @@ class Answers:
         """What was measured on the same data; None if there is not one answer per sample."""
         if not old.answers or list(old.targets) != list(new.targets):
             return None
-        return cls(old.targets, old.answers, new.answers, lambda places: _picked(data, places))
+        return cls(old.targets, old.answers, new.answers, lambda places: in_order(_picked, data, places))
 
     @property
     def lost(self) -> list[int]:
@@ -60,17 +62,24 @@ class Answers:
         return before, Counter(zip(self.targets, self.after, strict=True))
 
 
-def _picked(data: Data, places: Sequence[int]) -> Iterable[Any]:
+def in_order(read: Callable[..., T], *given: Any) -> T:
+    """What a function that reads the test data returns. A loader that shuffles gives them in the same order to all."""
+    with seeded(0, 0):
+        return read(*given)
+
+
+def _picked(data: Data, places: Sequence[int]) -> list[Any]:
     """Samples of the data by their places, batch by batch."""
-    begin, left = 0, sorted(places)
+    begin, left, found = 0, sorted(places), []
     for inputs, _ in batches(data, 32):
         if not left:
-            return
+            break
         end = begin + size_of(inputs)
         mine = [place - begin for place in left if place < end]
         if mine:
-            yield select_samples(inputs, torch.tensor(mine))
+            found.append(select_samples(inputs, torch.tensor(mine)))
         begin, left = end, left[len(mine) :]
+    return found
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from secateur.latency.timing import RUNTIMES, Timing, batch_of, time_batches
 from secateur.nest import describe
 from secateur.relevance.composites import PRESETS
 from secateur.relevance.conservation import Conservation
-from secateur.report.answers import Answers, differences
+from secateur.report.answers import Answers, differences, in_order
 from secateur.report.changes import Changes, Names, changes, check_scale, name_of, unit_dim
 from secateur.report.curves import Metric, contest, run_charts
 from secateur.report.document import Page, Table, fill, number, percent
@@ -211,10 +211,12 @@ def _measured(
         title = f"Next-token accuracy on {first.tokens} held-out tokens"
         return Measured(title, Metric(percent=True), first.named(), last.named()), None
     if source is not None and test is not None:
-        old, new = (accuracy(model, test) for model in (source, result.model))
+        old, new = (in_order(accuracy, model, test) for model in (source, result.model))
         title = f"Accuracy on {old.samples} held-out samples"
         named = (found.named(lambda c: name_of(c, classes)) for found in (old, new))
         return Measured(title, Metric(percent=True), *named), Answers.of(old, new, test)
+    if result.settings.get("trained_afterwards"):
+        return None, None
     rows = [row.metrics for row in result.history if row.held]
     title = "Next-token accuracy" if PERPLEXITY in rows[0] else metric.word.capitalize()
     return (Measured(title, metric, rows[0], rows[-1]) if "overall" in rows[0] else None), None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -87,6 +88,11 @@ def _digest(*samples: Any) -> str:
 def numbers(model: nn.Module) -> dict[str, Tensor]:
     """All parameters and buffers, tied ones once."""
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def digest_of_text(text: str) -> str:
+    """A short text in place of a long one."""
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def digest(model: nn.Module) -> str:
