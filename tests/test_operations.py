@@ -132,6 +132,20 @@ def test_running_exponentials_make_no_zeros() -> None:
     assert sc.analyze(Between(lambda y: y.cumsum(2).sum(1), nn.Linear(9, 2)), x).total_units > 0
 
 
+def test_letters_of_an_einsum_are_those_of_its_author() -> None:
+    class Product(nn.Module):
+        def __init__(self, text: str) -> None:
+            super().__init__()
+            self.text, self.first, self.last = text, nn.Linear(3, 6), nn.Parameter(torch.rand(6, 4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.einsum(self.text, self.first(x), self.last)
+
+    for text in ("...A,AB->...B", "...a,ab->...b"):
+        graph = sc.analyze(Product(text), torch.rand(2, 5, 3))
+        assert (graph.total_units, sum(graph.module_macs.values())) == (6, 2 * 5 * (3 * 6 + 6 * 4))
+
+
 @pytest.mark.filterwarnings("ignore:Implicit dimension")
 def test_a_softmax_without_a_dimension_is_over_the_one_that_torch_takes() -> None:
     x = torch.rand(2, 3, 9)

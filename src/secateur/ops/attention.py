@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from functools import reduce
+from string import ascii_letters
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,7 +37,9 @@ class Contraction(Operation):
         """Units along a contracted index leave on both sides; units along a batch index are heads."""
         operands, letters, result = self.equation(call)
         pairs = list(zip(operands, letters, strict=True))
-        sizes = {c: s for tensor, own in pairs for c, s in zip(own, tensor.shape, strict=True) if c != "."}
+        # Of a dimension that is broadcast, the larger size counts.
+        found = sorted((s, c) for tensor, own in pairs for c, s in zip(own, tensor.shape, strict=True) if c != ".")
+        sizes = {letter: size for size, letter in found}
         shared = {c for c in sizes if sum(c in own for own in letters) > 1}
         carried: dict[str, Labels] = {}
         for tensor, own in pairs:
@@ -190,7 +193,7 @@ class Einsum(Contraction):
             result = "".join(sorted(c for c in set(flat) if flat.count(c) == 1))
         if "..." in text:
             widths = [t.ndim - len(own.replace("...", "")) for t, own in zip(operands, letters, strict=True)]
-            dots = "ABCDEFGH"[: max(widths)]
+            dots = "".join(c for c in ascii_letters if c not in text)[: max(widths)]
             letters = [
                 own.replace("...", dots[len(dots) - width :]) for own, width in zip(letters, widths, strict=True)
             ]
