@@ -132,6 +132,50 @@ def test_running_exponentials_make_no_zeros() -> None:
     assert sc.analyze(Between(lambda y: y.cumsum(2).sum(1), nn.Linear(9, 2)), x).total_units > 0
 
 
+#: A layer of 6 inputs and 8 units.
+LAYERS: dict[str, tuple[tuple[int, ...], Callable[[Tensor, Tensor], Tensor]]] = {
+    "matmul": ((6, 8), torch.matmul),
+    "linear": ((8, 6), F.linear),
+    "einsum": ((6, 8), lambda h, w: torch.einsum("nla,ab->nlb", h, w)),
+    "transposed einsum": ((8, 6), lambda h, w: torch.einsum("ba,nla->nlb", w, h)),
+    "tensordot": ((6, 8), lambda h, w: torch.tensordot(h, w, 1)),
+    "inner": ((8, 6), torch.inner),
+    "bmm": ((6, 8), lambda h, w: torch.bmm(h, w.expand(len(h), 6, 8))),
+    "baddbmm": ((6, 8), lambda h, w: torch.baddbmm(h.new_zeros(1), h, w.expand(len(h), 6, 8))),
+    "computed": ((6, 8), lambda h, w: h @ (w * 0.5) * 2),
+    "after another": ((6, 8), lambda h, w: F.linear(F.linear(h, torch.eye(6)), w.T * 1.0)),
+}
+
+
+@pytest.mark.parametrize("criterion", ["lrp", "lrp:epsilon_plus", "lrp:attnlrp"])
+@pytest.mark.parametrize("way", LAYERS)
+def test_units_have_their_score_however_a_layer_is_written(way: str, criterion: str) -> None:
+    def scores(way: str) -> np.ndarray:
+        torch.manual_seed(0)
+        weight = torch.randn(6, 8)
+        shape, product = LAYERS[way]
+        net = Written(product, weight.clone() if shape == (6, 8) else weight.T.clone())
+        x = torch.rand(9, 5, 4)
+        found = sc.score(net, (x, torch.arange(45).view(9, 5) % 3), criterion).units
+        (units,) = (values for site, values in found.items() if not site.path and len(values) == 8)
+        return units
+
+    assert scores(way).any()
+    np.testing.assert_allclose(scores(way), scores("linear"), rtol=1e-3, atol=1e-5)
+
+
+class Written(nn.Module):
+    """Three layers, the second of which is written in some way."""
+
+    def __init__(self, product: Callable[[Tensor, Tensor], Tensor], weight: Tensor) -> None:
+        super().__init__()
+        self.product, self.weight = product, nn.Parameter(weight)
+        self.first, self.last = nn.Linear(4, 6), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.relu(self.product(torch.relu(self.first(x)), self.weight)))
+
+
 def test_letters_of_an_einsum_are_those_of_its_author() -> None:
     class Product(nn.Module):
         def __init__(self, text: str) -> None:

@@ -15,7 +15,7 @@ from secateur.relevance.accelerators import Attempt
 from secateur.relevance.activations import Activations
 from secateur.relevance.backward import Backward
 from secateur.relevance.ledger import Ledger
-from secateur.relevance.linear_maps import DenseMap, Geometry, LinearMap
+from secateur.relevance.linear_maps import Bilinear, DenseMap, FunctionMap, Geometry, LinearMap
 from secateur.relevance.weights import Build, LayerUse, LinearCall, Weights
 
 
@@ -38,9 +38,12 @@ class Layers:
             use = self._use(call, DenseMap, weight, "linear", -1, axis=axis)
         return self._layer(call, call.run, x, weight.mT if columns else weight, bias, use)
 
-    def is_weight(self, tensor: Tensor) -> bool:
-        """Whether a constant matrix is a parameter of the model, so that a product with it is a layer."""
-        return tensor.dim() == 2 and self._weights.is_owned(tensor)
+    def product(self, call: Call, x: Tensor, weight: Tensor, function: Bilinear, axis: int) -> Tensor:
+        """Any product of `x` with a weight. The units are along an axis of the weight, and last in the output."""
+        use = self._use(call, DenseMap, weight, "linear", -1, axis=axis)
+        record = LinearCall(x, weight, None, use, self.backward.layers)
+        self.backward.layers += 1
+        return self._step(call.run, record, lambda a: FunctionMap(function, weight))
 
     def meets_attention(self) -> bool:
         """The model attends. If the composite depends on that, this try is given up."""
