@@ -17,6 +17,7 @@ from secateur.nest import tensors_in
 from secateur.ops import Call, Site, lookup
 from secateur.ops.table import known_functions
 from secateur.plans.plan import plan_for
+from secateur.relevance import RelevancePass
 from secateur.running.observer import Observer
 
 
@@ -162,6 +163,18 @@ def test_units_have_their_score_however_a_layer_is_written(way: str, criterion: 
 
     assert scores(way).any()
     np.testing.assert_allclose(scores(way), scores("linear"), rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("composite", ["alpha1beta0", "attnlrp"])
+@pytest.mark.parametrize("way", LAYERS)
+def test_a_batch_that_makes_the_same_calls_runs_once(way: str, composite: str) -> None:
+    shape, product = LAYERS[way]
+    net, ran = Written(product, torch.randn(shape)), list[int]()
+    net.register_forward_pre_hook(lambda *_: ran.append(1))
+    engine = RelevancePass(net, composite)
+    for _ in range(3):
+        engine.run(torch.rand(9, 5, 4), torch.ones_like)
+    assert len(ran) == 3
 
 
 class Written(nn.Module):
