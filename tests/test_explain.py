@@ -327,6 +327,19 @@ SAME = {
         lambda self, x: self.a(self.b(x)[[1, 0, 1]]),
         lambda self, x: self.a(F.embedding(torch.tensor([1, 0, 1]), self.b(x))),
     ),
+    "written into some places": (
+        lambda self, x: self.a(self.b(x).scatter(1, torch.zeros(2, 1).long(), self.c(x)[:, :1])),
+        lambda self, x: self.a(self.b(x).scatter(1, torch.zeros(2, 1).long(), self.c(x))),
+        lambda self, x: self.a(self.b(x).scatter_(dim=1, index=torch.zeros(2, 1).long(), src=self.c(x))),
+    ),
+    "added in some places": (
+        lambda self, x: self.a(self.b(x).scatter_add(1, torch.zeros(2, 1).long(), self.c(x)[:, :1])),
+        lambda self, x: self.a(self.b(x).scatter_add(1, torch.zeros(2, 1).long(), self.c(x))),
+    ),
+    "a product of matrices": (
+        lambda self, x: torch.einsum("...a,ac->...c", self.b(x)[:, None, None], self.c.weight).mean((1, 2)),
+        lambda self, x: torch.einsum("...A,AC->...C", self.b(x)[:, None, None], self.c.weight).mean((1, 2)),
+    ),
     "added in places": (
         lambda self, x: self.a(self.b(x).index_add(0, torch.tensor([1, 1]), self.c(x))),
         lambda self, x: self.a(self.b(x).index_put((torch.tensor([1, 1]),), self.c(x), accumulate=True)),

@@ -17,6 +17,7 @@ from secateur.nest import tensors_in
 from secateur.ops import Call, Site, lookup
 from secateur.ops.table import known_functions
 from secateur.plans.plan import plan_for
+from secateur.relevance import RelevancePass
 from secateur.running.observer import Observer
 
 
@@ -130,6 +131,76 @@ def test_running_exponentials_make_no_zeros() -> None:
     net, x = Between(lambda y: y.logcumsumexp(2).sum(1), nn.Linear(9, 2)), torch.rand(2, 3, 9)
     assert sc.analyze(net, x).total_units == 0
     assert sc.analyze(Between(lambda y: y.cumsum(2).sum(1), nn.Linear(9, 2)), x).total_units > 0
+
+
+#: A layer of 6 inputs and 8 units.
+LAYERS: dict[str, tuple[tuple[int, ...], Callable[[Tensor, Tensor], Tensor]]] = {
+    "matmul": ((6, 8), torch.matmul),
+    "linear": ((8, 6), F.linear),
+    "einsum": ((6, 8), lambda h, w: torch.einsum("nla,ab->nlb", h, w)),
+    "transposed einsum": ((8, 6), lambda h, w: torch.einsum("ba,nla->nlb", w, h)),
+    "tensordot": ((6, 8), lambda h, w: torch.tensordot(h, w, 1)),
+    "inner": ((8, 6), torch.inner),
+    "bmm": ((6, 8), lambda h, w: torch.bmm(h, w.expand(len(h), 6, 8))),
+    "baddbmm": ((6, 8), lambda h, w: torch.baddbmm(h.new_zeros(1), h, w.expand(len(h), 6, 8))),
+    "computed": ((6, 8), lambda h, w: h @ (w * 0.5) * 2),
+    "after another": ((6, 8), lambda h, w: F.linear(F.linear(h, torch.eye(6)), w.T * 1.0)),
+}
+
+
+@pytest.mark.parametrize("criterion", ["lrp", "lrp:epsilon_plus", "lrp:attnlrp"])
+@pytest.mark.parametrize("way", LAYERS)
+def test_units_have_their_score_however_a_layer_is_written(way: str, criterion: str) -> None:
+    def scores(way: str) -> np.ndarray:
+        torch.manual_seed(0)
+        weight = torch.randn(6, 8)
+        shape, product = LAYERS[way]
+        net = Written(product, weight.clone() if shape == (6, 8) else weight.T.clone())
+        x = torch.rand(9, 5, 4)
+        found = sc.score(net, (x, torch.arange(45).view(9, 5) % 3), criterion).units
+        (units,) = (values for site, values in found.items() if not site.path and len(values) == 8)
+        return units
+
+    assert scores(way).any()
+    np.testing.assert_allclose(scores(way), scores("linear"), rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("composite", ["alpha1beta0", "attnlrp"])
+@pytest.mark.parametrize("way", LAYERS)
+def test_a_batch_that_makes_the_same_calls_runs_once(way: str, composite: str) -> None:
+    shape, product = LAYERS[way]
+    net, ran = Written(product, torch.randn(shape)), list[int]()
+    net.register_forward_pre_hook(lambda *_: ran.append(1))
+    engine = RelevancePass(net, composite)
+    for _ in range(3):
+        engine.run(torch.rand(9, 5, 4), torch.ones_like)
+    assert len(ran) == 3
+
+
+class Written(nn.Module):
+    """Three layers, the second of which is written in some way."""
+
+    def __init__(self, product: Callable[[Tensor, Tensor], Tensor], weight: Tensor) -> None:
+        super().__init__()
+        self.product, self.weight = product, nn.Parameter(weight)
+        self.first, self.last = nn.Linear(4, 6), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.relu(self.product(torch.relu(self.first(x)), self.weight)))
+
+
+def test_letters_of_an_einsum_are_those_of_its_author() -> None:
+    class Product(nn.Module):
+        def __init__(self, text: str) -> None:
+            super().__init__()
+            self.text, self.first, self.last = text, nn.Linear(3, 6), nn.Parameter(torch.rand(6, 4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.einsum(self.text, self.first(x), self.last)
+
+    for text in ("...A,AB->...B", "...a,ab->...b"):
+        graph = sc.analyze(Product(text), torch.rand(2, 5, 3))
+        assert (graph.total_units, sum(graph.module_macs.values())) == (6, 2 * 5 * (3 * 6 + 6 * 4))
 
 
 @pytest.mark.filterwarnings("ignore:Implicit dimension")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from functools import reduce
+from string import ascii_letters
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,7 +37,9 @@ class Contraction(Operation):
         """Units along a contracted index leave on both sides; units along a batch index are heads."""
         operands, letters, result = self.equation(call)
         pairs = list(zip(operands, letters, strict=True))
-        sizes = {c: s for tensor, own in pairs for c, s in zip(own, tensor.shape, strict=True) if c != "."}
+        # Of a dimension that is broadcast, the larger size counts.
+        found = sorted((s, c) for tensor, own in pairs for c, s in zip(own, tensor.shape, strict=True) if c != ".")
+        sizes = {letter: size for size, letter in found}
         shared = {c for c in sizes if sum(c in own for own in letters) > 1}
         carried: dict[str, Labels] = {}
         for tensor, own in pairs:
@@ -103,7 +106,12 @@ class MatMul(Contraction):
         return [a, b], [left, right], lead + ("i" if a.ndim > 1 else "") + ("j" if b.ndim > 1 else "")
 
     def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
-        return relevance.multiplies(call, *self._factors(call), torch.matmul)
+        return self._multiplies(relevance, call, *self._factors(call))
+
+    @staticmethod
+    def _multiplies(relevance: RelevanceVerbs, call: Call, a: Tensor, b: Tensor) -> Tensor:
+        axes = (None, b.ndim - 1) if b.ndim > 1 else (a.ndim - 2 if a.ndim > 1 else None, None)
+        return relevance.multiplies(call, a, b, torch.matmul, axes)
 
 
 class AddMatMul(MatMul):
@@ -126,8 +134,10 @@ class AddMatMul(MatMul):
         constant = weight.ndim == 2 and bias.ndim == 1 and not weight.requires_grad and not bias.requires_grad
         if x.requires_grad and constant and call["alpha"] == call["beta"] == 1 and len(bias) == weight.shape[1]:
             return relevance.dense(call, x, weight, bias, columns=True)  # as GPT-2 writes its layers
+        carried = x.requires_grad or weight.requires_grad
+        inner = Call(self, torch.matmul, (x, weight), {}, call.site)  # a layer is known by the place of the whole call
+        product = self._multiplies(relevance, inner, x, weight) if carried else inner.run()
         with relevance.again():
-            product = call["batch1"] @ call["batch2"]
             product = product if call["alpha"] == 1 else product * call["alpha"]
             return product + (call["input"] if call["beta"] == 1 else call["input"] * call["beta"])
 
@@ -190,7 +200,7 @@ class Einsum(Contraction):
             result = "".join(sorted(c for c in set(flat) if flat.count(c) == 1))
         if "..." in text:
             widths = [t.ndim - len(own.replace("...", "")) for t, own in zip(operands, letters, strict=True)]
-            dots = "ABCDEFGH"[: max(widths)]
+            dots = "".join(c for c in ascii_letters if c not in text)[: max(widths)]
             letters = [
                 own.replace("...", dots[len(dots) - width :]) for own, width in zip(letters, widths, strict=True)
             ]
@@ -204,7 +214,9 @@ class Einsum(Contraction):
             return relevance.averages(call, operands[0], lambda a: torch.einsum(text, a))
         if len(operands) > 2:
             raise UnsupportedModelError(f"{call.site} of {len(operands)} tensors.", fix="write it as products of two")
-        return relevance.multiplies(call, operands[0], operands[1], lambda a, b: torch.einsum(text, a, b))
+        first, second = (own.find(result[-1:] or "-") for own in letters)
+        axes = (first, None) if second < 0 <= first else (None, second) if first < 0 <= second else (None, None)
+        return relevance.multiplies(call, operands[0], operands[1], lambda a, b: torch.einsum(text, a, b), axes)
 
 
 class Attention(Operation):

@@ -80,7 +80,8 @@ class AddedRows(Operation):
 
     def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
         """Shared among the rows that are summed, and what was there before."""
-        source, index, dim = call["source"], call["index"], int(call["dim"])
+        index, dim = call["index"], int(call["dim"])
+        source = _within(call["source"], index)
         if call.get("alpha", 1) != 1 or call.get("reduce", "sum") != "sum":
             return refused(relevance, call)
         add = torch.index_add if index.ndim < source.ndim else torch.scatter_add
@@ -110,7 +111,17 @@ def _puts(relevance: RelevanceVerbs, call: Call) -> Any:
 
 def _scatters(relevance: RelevanceVerbs, call: Call) -> Any:
     """To whatever is there in the end. What is combined with what was there has no derivative in torch."""
-    return relevance.writes(call) if call["reduce"] is None else refused(relevance, call)
+    if call["reduce"] is not None:
+        return refused(relevance, call)
+    x, dim, index, value = (call[name] for name in ("input", "dim", "index", "value"))
+    within = _within(value, index) if isinstance(value, Tensor) else value
+    return relevance.writes(call if within is value else call.given(x, dim, index, within))
+
+
+def _within(source: Tensor, index: Tensor) -> Tensor:
+    """The part of a source for which there are places. Torch differentiates a scatter only if that is all of it."""
+    whole = index.ndim != source.ndim or index.shape == source.shape
+    return source if whole else source[tuple(map(slice, index.shape))]
 
 
 class Sampling(Ruled):

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from secateur.ops.table import Call, Site
 
 
+#: A dimension of each of two factors, None where there is none.
+Axes = tuple[int | None, int | None]
 #: Whether a result is 0, given which of its operands are. `all` and `any` are such functions.
 Zero = Callable[[Sequence[bool]], bool]
 
@@ -190,8 +192,14 @@ class RelevanceVerbs(Protocol):
     def gates(self, call: Call, factors: Sequence[Any]) -> Tensor:
         """A product: relevance goes to the signal, none to gates and constants."""
 
-    def multiplies(self, call: Call, a: Tensor, b: Tensor, function: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        """A bilinear function of two tensors, such as a matrix product."""
+    def multiplies(
+        self, call: Call, a: Tensor, b: Tensor, function: Callable[[Tensor, Tensor], Tensor], axes: Axes = (None, None)
+    ) -> Tensor:
+        """A bilinear function of two tensors, such as a matrix product.
+
+        `axes`: the dimension of each factor that is the last one of the output, unless the other factor has it too. If
+        it is that of a constant, the constant is the weight of a layer.
+        """
 
     def attends(self, call: Call, scale: float, mask: Callable[[], Tensor | None]) -> Tensor:
         """Scaled dot-product attention."""

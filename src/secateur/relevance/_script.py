@@ -29,6 +29,7 @@ class Script:
     def follow(self, function: Function) -> Site | None:
         """The place of the next call, or None if another function was called last time."""
         index, self._next = self._next, self._next + 1
-        if index >= len(self._calls) or self._calls[index][0] is not function:
+        # Equal, not the same: torch makes the getter of a property such as `Tensor.T` anew each time.
+        if index >= len(self._calls) or self._calls[index][0] != function:
             return None
         return self._calls[index][1]

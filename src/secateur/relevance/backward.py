@@ -85,32 +85,28 @@ class Backward:
         `arrived` are sums that add up to all of `r`. `channel` is the dimension of the units of a layer.
         """
         rule = self.rule(place)
-        arrived = total(r) if arrived is None else arrived
-        narrow = a.dtype if a.dtype in HALF else None
-        shared, passed = self._shared(rule, r, a, layer, place, name, nonneg, arrived, channel, bool(rule.cancels))
+        received = total(r) if arrived is None else arrived
+
+        def share(widen: bool) -> tuple[Tensor, Tensor]:
+            """What the rule gives to `a`, and the sums of it. With `widen`, half precision is left for the while."""
+            coarse = widen and a.dtype in HALF
+            given = (layer.widened(), a.float(), r.float()) if coarse else (layer, a, r)
+            given[0].nonneg = nonneg
+            shared = rule(*given)
+            passed = self.journal.sums(shared, channel)
+            if not rule.absorbs and self._is_stuck(place.kind, name, received, passed):
+                extra = rule.rescue(*given)
+                if extra is not None:
+                    shared = shared + extra
+                    passed = self.journal.sums(shared, channel)
+            return shared, passed
+
+        shared, passed = share(bool(rule.cancels))
         # float16 ends at 65504: relevance divided by a small sum overflows. (On a GPU, asking would wait.)
         if a.dtype == torch.float16 and not a.is_cuda and not bool(torch.isfinite(passed).all()):
-            shared, passed = self._shared(rule, r, a, layer, place, name, nonneg, arrived, channel, True)
-        self.flow(name, place.kind, arrived, passed, rule.absorbs)
-        return (shared if narrow is None else shared.to(narrow),)
-
-    def _shared(
-        self, rule: Rule, r: Tensor, a: Tensor, layer: LinearMap, place: Place, name: object, nonneg: bool,
-        arrived: Tensor, channel: int | None, widen: bool,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """What a rule gives to `a`, and the sums of it. With `widen`, half precision is left for the while."""
-        if widen and a.dtype in HALF:
-            layer = layer.widened()
-            a, r = a.float(), r.float()
-        layer.nonneg = nonneg
-        shared = rule(layer, a, r)
-        passed = self.journal.sums(shared, channel)
-        if not rule.absorbs and self._is_stuck(place.kind, name, arrived, passed):
-            extra = rule.rescue(layer, a, r)
-            if extra is not None:
-                shared = shared + extra
-                passed = self.journal.sums(shared, channel)
-        return shared, passed
+            shared, passed = share(widen=True)
+        self.flow(name, place.kind, received, passed, rule.absorbs)
+        return (shared.to(a.dtype) if a.dtype in HALF else shared,)
 
     def _is_stuck(self, kind: str, name: object, arrived: Tensor, passed: Tensor) -> bool:
         """Whether relevance was lost. On a GPU, where this waits for the device, only attentive layers check."""

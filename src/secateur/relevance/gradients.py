@@ -23,12 +23,13 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional as F
 
 from secateur.nest import map_tensors
+from secateur.ops.protocols import Axes
 from secateur.ops.table import Call, Site
 from secateur.relevance._kernels import one_kernel
 from secateur.relevance.backward import Backward, fitted
 from secateur.relevance.layers import Layers, refuse_learning
 from secateur.relevance.ledger import HALF, total, wide
-from secateur.relevance.linear_maps import Bilinear, ConvMap, LinearMap
+from secateur.relevance.linear_maps import Bilinear, DenseMap, LinearMap
 from secateur.relevance.propagation import Propagation, refuse_complex
 from secateur.relevance.weights import LinearCall
 from secateur.running.tensor_facts import TensorFacts
@@ -95,7 +96,7 @@ class GradientLayers(Layers):
 
         def back(g: Tensor, *inputs: Tensor) -> tuple[Tensor | None]:
             nonlocal units
-            shape, z, rows = g.shape, made[0], backward.rows(g) if use.kind == "linear" else None
+            shape, z, rows = g.shape, made[0], backward.rows(g) if isinstance(layer, DenseMap) else None
             if rows is not None:
                 g, z = (t.reshape(-1, t.shape[-1])[rows] for t in (g, z))
             units, arrived = journal.unit_sums(use, z * g)
@@ -116,7 +117,7 @@ class GradientLayers(Layers):
         def gate(g: Tensor) -> None:
             journal.unit_sums(use, made[0] * g, besides=units)
 
-        return backward.step(compute, back, record.x, saves=isinstance(layer, ConvMap), gate=gate)
+        return backward.step(compute, back, record.x, saves=not isinstance(layer, DenseMap), gate=gate)
 
 
 class GradientPropagation(Propagation):
@@ -233,9 +234,10 @@ class GradientPropagation(Propagation):
         _on_gradient(output, lambda g: None if backward.gating else g / count)  # a gate's parts are scored by the whole
         return output
 
-    def multiplies(self, call: Call, a: Tensor, b: Tensor, function: Bilinear) -> Tensor:
-        if function is torch.matmul and a.dim() > 1 and not b.requires_grad and self.layers.is_weight(b):
-            return self.dense(call, a, b, None, columns=True)
+    def multiplies(self, call: Call, a: Tensor, b: Tensor, function: Bilinear, axes: Axes = (None, None)) -> Tensor:
+        layer = self._layer(call, a, b, function, axes)
+        if layer is not None:
+            return layer
         output: Tensor = call.run()
         if a.requires_grad and b.requires_grad:
             backward = self.backward

@@ -15,7 +15,7 @@ from secateur.relevance.accelerators import Attempt
 from secateur.relevance.activations import Activations
 from secateur.relevance.backward import Backward
 from secateur.relevance.ledger import Ledger
-from secateur.relevance.linear_maps import DenseMap, Geometry, LinearMap
+from secateur.relevance.linear_maps import Bilinear, DenseMap, FunctionMap, Geometry, LinearMap
 from secateur.relevance.weights import Build, LayerUse, LinearCall, Weights
 
 
@@ -33,14 +33,14 @@ class Layers:
         self._weights, self._ledger, self._attempt, self._heat_map = weights, ledger, attempt, heat_map
 
     def dense(self, call: Call, x: Tensor, weight: Tensor, bias: Tensor | None, columns: bool = False) -> Tensor:
-        use, axis = self._weights.uses.get(call.site), int(columns)
-        if use is None or use.source is not self._weights.source(weight):
-            use = self._use(call, DenseMap, weight, "linear", -1, axis=axis)
+        use = self._linear(call, weight, int(columns))
         return self._layer(call, call.run, x, weight.mT if columns else weight, bias, use)
 
-    def is_weight(self, tensor: Tensor) -> bool:
-        """Whether a constant matrix is a parameter of the model, so that a product with it is a layer."""
-        return tensor.dim() == 2 and self._weights.is_owned(tensor)
+    def product(self, call: Call, x: Tensor, weight: Tensor, function: Bilinear, axis: int) -> Tensor:
+        """Any product of `x` with a weight. The units are along an axis of the weight, and last in the output."""
+        record = LinearCall(x, weight, None, self._linear(call, weight, axis), self.backward.layers)
+        self.backward.layers += 1
+        return self._step(call.run, record, lambda a: FunctionMap(function, weight))
 
     def meets_attention(self) -> bool:
         """The model attends. If the composite depends on that, this try is given up."""
@@ -76,6 +76,13 @@ class Layers:
         name, _ = self._weights.name(weight, call, width, axis=1)
         self._ledger.open(call.site, name, slice(0, width), width, weight.device)
         return self.backward.add_leaf(call.run().detach(), embedding=name)
+
+    def _linear(self, call: Call, weight: Tensor, axis: int) -> LayerUse:
+        """What `_use` says of a linear layer, or said in the batch before."""
+        use = self._weights.uses.get(call.site)
+        if use is None or use.source is not self._weights.source(weight):
+            use = self._use(call, DenseMap, weight, "linear", -1, axis=axis)
+        return use
 
     def _use(
         self, call: Call, build: Build, weight: Tensor, kind: str, channel: int, options: tuple[Any, ...] = (),

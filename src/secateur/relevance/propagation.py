@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from secateur.errors import UnsupportedModelError
 from secateur.nest import map_tensors, tensors_in
+from secateur.ops.protocols import Axes
 from secateur.ops.table import Call, Site
 from secateur.relevance.attention import attend, gate_scores, product, regroup
 from secateur.relevance.backward import Back, Backward, edge_of, fitted
@@ -221,11 +222,12 @@ class Propagation:
             signals = [t for t in signals if t.numel() == size]
         return signals
 
-    def multiplies(self, call: Call, a: Tensor, b: Tensor, function: Bilinear) -> Tensor:
+    def multiplies(self, call: Call, a: Tensor, b: Tensor, function: Bilinear, axes: Axes = (None, None)) -> Tensor:
         """A bilinear function such as a matmul. A constant factor acts as a weight, attention weights as a gate."""
         known, backward, name = self.activations, self.backward, call.site
-        if function is torch.matmul and a.dim() > 1 and not b.requires_grad and self.layers.is_weight(b):
-            return self.dense(call, a, b, None, columns=True)
+        layer = self._layer(call, a, b, function, axes)
+        if layer is not None:
+            return layer
         place, attention = (backward.place(kind, name.path) for kind in ("matmul", "attention"))
         inputs: tuple[Tensor, ...] = (a, b)
         weights, values = (a, b) if a in known.logits else (b, a)
@@ -249,6 +251,16 @@ class Propagation:
         else:
             back = _both(backward, function, place, name)
         return backward.step(call.run, back, *inputs)
+
+    def _layer(self, call: Call, a: Tensor, b: Tensor, function: Bilinear, axes: Axes) -> Tensor | None:
+        """The product, if a constant makes its units: a layer, however it is written. None if it is no layer."""
+        left = b.requires_grad
+        weight, x, axis = (a, b, axes[0]) if left else (b, a, axes[1])
+        if axis is None or (a.requires_grad and b.requires_grad) or weight.is_complex() or x.is_complex():
+            return None
+        if function is torch.matmul and not left and weight.dim() == 2 and x.dim() > 1:
+            return self.dense(call, x, weight, None, columns=True)
+        return self.layers.product(call, x, weight, _flipped(function) if left else function, axis)
 
     def attends(self, call: Call, scale: float, mask: Callable[[], Tensor | None]) -> Tensor:
         """The attention weights are recomputed in the backward pass."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import torch
@@ -57,7 +58,7 @@ class Weights:
         self._plain: dict[int, tuple[Tensor, Tensor]] = {}  # by the identity of the parameter
         self._parameters: dict[int, Tensor] = {}  # by the identity of what stands for it
         self._names: dict[tuple[int, int], tuple[Tensor, str]] = {}  # by the identity of the parameter, and the axis
-        self._computed: dict[str, list[Site]] = {}  # the calls with a computed weight, by the module
+        self._made: dict[Site, str] = {}  # names of weights that are no parameters
         self._axes: dict[str, int] = {}  # along which axis of each parameter its units lie
         self._owners: dict[int, list[tuple[str, Tensor]]] | None = None  # by the address of the storage
         #: The number of units of each parameter, of which a call may use only some rows.
@@ -111,19 +112,23 @@ class Weights:
             return known[1], slice(0, outputs)
         owned = self._owner(weight, axis)
         if owned is None:
-            made_in = call.site.path or call.site.function
-            calls = self._computed.setdefault(made_in, [])
-            calls += [call.site] if call.site not in calls else []
-            number = 1 + calls.index(call.site)
-            return f"{made_in}{f'#{number}' if number > 1 else ''}.weight", slice(0, outputs)
+            return self._computed(call.site), slice(0, outputs)
         name, owner, along, first = owned
         if self._axes.setdefault(name, along) != along:
-            other = f"{call.site.path or call.site.function}.weight"
+            other = self._computed(call.site)
             name = other if other != name else f"{name}.T"
         self.heights[name] = owner.shape[along]
         if source is owner:
             self._names[id(owner), axis] = (owner, name)
         return name, slice(first, first + outputs)
+
+    def _computed(self, site: Site) -> str:
+        """The name of a weight that is no parameter: that of its module, with a number if that has several."""
+        if site not in self._made:
+            base, taken = site.path or site.function, set(self._made.values())
+            names = (f"{base}{f'#{n}' if n > 1 else ''}.weight" for n in count(1))
+            self._made[site] = next(name for name in names if name not in taken)
+        return self._made[site]
 
     def is_owned(self, weight: Tensor) -> bool:
         """Whether a matrix is a parameter, or part of one, transposed or not."""
