@@ -372,7 +372,7 @@ def _audio_models() -> Any:
         assert spec is not None
         assert spec.origin is not None
         bare = types.ModuleType("torchaudio")
-        bare.__path__ = [str(Path(spec.origin).parent)]
+        bare.__path__, bare.__spec__ = [str(Path(spec.origin).parent)], spec  # it is looked for again
         sys.modules["torchaudio"] = bare
         return importlib.import_module("torchaudio.models")
 
