@@ -42,9 +42,9 @@ class Layers:
         """Whether a constant matrix is a parameter of the model, so that a product with it is a layer."""
         return tensor.dim() == 2 and self._weights.is_owned(tensor)
 
-    def meets_attention(self) -> bool:
+    def meets_attention(self, anyway: bool = False) -> bool:
         """The model attends. If the composite depends on that, this try is given up."""
-        self._attempt.meets_attention()
+        self._attempt.meets_attention(anyway)
         return True
 
     def convolves(self, call: Call, spatial: int, transposed: bool = False) -> Tensor:
