@@ -15,6 +15,7 @@ import argparse
 import copy
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -222,10 +223,8 @@ def main() -> None:
     net = load(options.weights).to(options.device)
     data = batches(scored, 8, options.device)
     if options.side:
-        data = [
-            (F.interpolate(x, (options.side,) * 2), [{**t, "boxes": t["boxes"] * options.side / SIDE} for t in y])
-            for x, y in data
-        ]
+        scale = partial(F.interpolate, size=(options.side,) * 2, mode="bilinear", align_corners=False)
+        data = [(scale(x), [{**t, "boxes": t["boxes"] * options.side / SIDE} for t in y]) for x, y in data]
     print(f"YOLO11n on {len(unseen)} images; scored on {len(scored)}", flush=True)
     timed = (
         (lambda model: "")
