@@ -341,7 +341,7 @@ def _of_torchaudio(name: str) -> Built:
         }
         return models.ConvTasNet(**small), _images(1, 1, 320), _images(2, 1, 480)
     if name == "HDemucs":
-        return models.HDemucs(["a", "b"], channels=8, nfft=512, depth=4), _images(1, 2, 16384), _images(2, 2, 20480)
+        return models.HDemucs(["a", "b"], channels=8, nfft=256, depth=4), _images(1, 2, 16384), _images(2, 2, 20480)
     if name == "Emformer":
         lengths = torch.tensor([12])
         return (
@@ -372,7 +372,7 @@ def _audio_models() -> Any:
         assert spec is not None
         assert spec.origin is not None
         bare = types.ModuleType("torchaudio")
-        bare.__path__ = [str(Path(spec.origin).parent)]
+        bare.__path__, bare.__spec__ = [str(Path(spec.origin).parent)], spec  # it is looked for again
         sys.modules["torchaudio"] = bare
         return importlib.import_module("torchaudio.models")
 
@@ -482,7 +482,7 @@ def _diffusers() -> Iterator[tuple[str, Callable[[], Built]]]:
             partial(
                 _of_diffusers,
                 "UNet1DModel",
-                {"block_out_channels": (8, 8, 16), "in_channels": 2, "out_channels": 2, "extra_in_channels": 16},
+                {"block_out_channels": (32, 32, 64), "in_channels": 2, "out_channels": 2, "extra_in_channels": 64},
                 2,
                 line=True,
             ),
@@ -638,14 +638,19 @@ _RT_DETR: dict[str, Any] = {
 }
 _HF: dict[str, tuple[str, dict[str, Any], tuple[int, ...], tuple[int, ...]]] = {
     "detr": ("DetrForObjectDetection", _QUERIES, (1, 3, 64, 64), (2, 3, 96, 64)),
-    "detr-seg": ("DetrForSegmentation", {**_QUERIES, "d_model": 28}, (1, 3, 64, 64), (2, 3, 96, 64)),
+    "detr-seg": (
+        "DetrForSegmentation",
+        {**_QUERIES, "d_model": 64, "decoder_attention_heads": 8, "encoder_attention_heads": 8},
+        (1, 3, 64, 64),
+        (2, 3, 96, 64),
+    ),
     "conditional_detr": ("ConditionalDetrForObjectDetection", _QUERIES, (1, 3, 64, 64), (2, 3, 96, 64)),
     "table-transformer": ("TableTransformerForObjectDetection", _QUERIES, (1, 3, 64, 64), (2, 3, 96, 64)),
     "deformable_detr": (
         "DeformableDetrForObjectDetection",
         {**_QUERIES, "decoder_layers": 2, "disable_custom_kernels": True},
-        (1, 3, 64, 64),
-        (2, 3, 96, 64),
+        (1, 3, 128, 128),
+        (2, 3, 160, 128),
     ),
     "rt_detr": ("RTDetrForObjectDetection", _RT_DETR, (1, 3, 64, 64), (2, 3, 96, 64)),
     "rt_detr_v2": ("RTDetrV2ForObjectDetection", _RT_DETR, (1, 3, 64, 64), (2, 3, 96, 64)),
@@ -791,7 +796,8 @@ def _of_transformers(kind: str, given: dict[str, Any], shape: tuple[int, ...], o
             **small | {"out_features": ["stage2", "stage3", "stage4"], "layer_type": "basic"}
         )
     elif "use_timm_backbone" in given:
-        given["backbone_config"] = transformers.ResNetConfig(**small)
+        stages = ["stage1", "stage2", "stage3", "stage4"] if "Segmentation" in kind else ["stage4"]
+        given["backbone_config"] = transformers.ResNetConfig(**small | {"out_features": stages})
     elif kind.startswith("VitPose"):
         given["backbone_config"] = transformers.VitPoseBackboneConfig(
             hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, out_indices=[2]

@@ -17,13 +17,12 @@ import numpy as np
 
 import secateur as sc
 from benchmarks.latency import MODELS
-from benchmarks.latency_accuracy import accuracy, scene
+from benchmarks.latency_accuracy import accuracy, rounds
 from benchmarks.latency_rows import keep, known
 from secateur.plans import Limits, allocation
 from secateur.plans.plan import Plan, plan_for
 from secateur.plans.ranking import _Chooser
 from secateur.plans.scores import Scores
-from secateur.repair import Repair
 from secateur.structure.graph import Graph
 
 #: "fixed order": score per MAC of the whole model. "linear": weighed again as it shrinks. "knapsack": the worth of a
@@ -45,17 +44,8 @@ def measure(options: argparse.Namespace) -> None:
     """Every cell that is not known yet."""
     where = {"what": options.currency, "model": options.model, "repair": options.repair}
     file = f"{options.currency}-{options.model}-{options.draws[0]}"
-    done = {(row["draw"], row["share"], row["choice"]) for row in known(options.out, options.logs, **where)}
     begin = time.perf_counter()
-    for draw in range(*options.draws):
-        todo = [(s, c) for s in options.shares for c in options.choices if (draw, s, c) not in done]
-        if not todo:
-            continue
-        stage = scene(options, draw)
-        graph = sc.analyze(stage.model, stage.reference[0][:1])
-        scores, whole = sc.score(stage.model, stage.reference, "lrp", graph=graph), accuracy(stage.model, stage.test)
-        at_once = 1024 if options.device == "cuda" else None
-        session = Repair(options.repair, at_once=at_once).session(stage.model, stage.reference)
+    for draw, todo, stage, graph, scores, whole, session in rounds(options, "choice", options.choices, where):
         for share, name in todo:
             if time.perf_counter() - begin > options.seconds:
                 return

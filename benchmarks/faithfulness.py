@@ -24,6 +24,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -329,6 +330,19 @@ def table(path: Path) -> None:
                   f"| {row['method']} | {row['error'][:60]} |")  # fmt: skip
 
 
+def keep(path: Path, row: dict[str, Any], measure: Callable[[], dict[str, float]]) -> None:
+    """Measure a row, print it and add it to the results."""
+    begin = time.perf_counter()
+    try:
+        row |= measure()
+    except Exception as error:  # a peer that cannot do this network is a result too
+        row["error"] = f"{type(error).__name__}: {error}"
+    shown = {key: round(value, 3) if isinstance(value, float) else value for key, value in row.items()}
+    print(f"{time.perf_counter() - begin:6.1f} s  {shown}", flush=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(row) + "\n")
+
+
 def accuracy(name: str, model: nn.Module, args: argparse.Namespace) -> float:
     """Among the ten classes."""
     x, y = pictures(args, "test", args.samples, name)
@@ -365,18 +379,10 @@ def main() -> None:
             continue
         model = built(name, args).requires_grad_(False)
         print(f"{name}: {100 * accuracy(name, model, args):.1f} % among ten classes", flush=True)
+        judged = refereed if args.referee else judge
         for method in left:
-            begin, row = time.perf_counter(), {"model": name, "method": method}
-            judges: list[Callable[..., dict[str, float]]] = [refereed] if args.referee else [judge]
-            try:
-                for one in judges:
-                    row |= one(name, model, PICTURES[method], args)
-            except Exception as error:  # a peer that cannot do this network is a result too
-                row["error"] = f"{type(error).__name__}: {error}"
-            shown = {key: round(value, 3) if isinstance(value, float) else value for key, value in row.items()}
-            print(f"{time.perf_counter() - begin:6.1f} s  {shown}", flush=True)
-            with args.out.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(row) + "\n")
+            row = {"model": name, "method": method}
+            keep(args.out, row, partial(judged, name, model, PICTURES[method], args))
     table(args.out)
 
 

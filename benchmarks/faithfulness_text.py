@@ -11,7 +11,6 @@ the tokenizer, or a token of another text. Explained is the predicted class, or 
 from __future__ import annotations
 
 import argparse
-import json
 import time
 import warnings
 from collections.abc import Callable
@@ -24,7 +23,7 @@ from torch import Tensor, nn
 
 import secateur as sc
 from benchmarks.explainers import shuffled
-from benchmarks.faithfulness import gini, lines_of, table
+from benchmarks.faithfulness import gini, keep, lines_of, table
 from benchmarks.relevance import patch_with_lxt
 from secateur.analysis.reasons import correlation
 
@@ -221,18 +220,12 @@ def main() -> None:
         left = [method for method in left if (method == "lxt") <= (name == "smollm2")]
         plain = (minilm if name == "minilm" else smollm2)(args) if left else None
         for method in sorted(left, key=lambda method: method == "lxt"):  # its patch stays
-            assert plain is not None
-            row: dict[str, Any] = {"model": name, "method": method}
-            try:
+
+            def measure(method: str = method, plain: Any = plain) -> dict[str, float]:
                 task = smollm2(args, patched=True) if method == "lxt" else plain
-                row |= judge(task, METHODS[method], plain)
-            except Exception as error:  # a peer that cannot do this network is a result too
-                row["error"] = f"{type(error).__name__}: {error}"
-            print(
-                {key: round(value, 3) if isinstance(value, float) else value for key, value in row.items()}, flush=True
-            )
-            with args.out.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(row) + "\n")
+                return judge(task, METHODS[method], plain)
+
+            keep(args.out, {"model": name, "method": method}, measure)
     table(args.out)
 
 

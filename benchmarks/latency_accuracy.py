@@ -10,12 +10,12 @@ from __future__ import annotations
 import argparse
 import copy
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -35,6 +35,7 @@ from secateur.plans.plan import Plan, plan_for
 from secateur.plans.ranking import _Chooser
 from secateur.plans.scores import Scores
 from secateur.repair import Repair
+from secateur.repair import Session as RepairSession
 from secateur.runtimes import Latency
 from secateur.runtimes.clock import Clock
 from secateur.structure.cost import TermPrice
@@ -161,29 +162,47 @@ def reach(make: Callable[[float], Plan], model: nn.Module, clock: Clock, table: 
     return best
 
 
+class Round(NamedTuple):
+    """What all cells of a draw share, and those that are not in the results yet: a share and a choice each."""
+
+    draw: int
+    todo: list[tuple[float, str]]
+    stage: Scene
+    graph: Graph
+    scores: Scores
+    whole: float
+    session: RepairSession
+
+
+def rounds(
+    options: argparse.Namespace, choice: str, choices: Sequence[str], where: Mapping[str, Any]
+) -> Iterator[Round]:
+    """Draw by draw. `choice` is what rows call it."""
+    done = {(row["draw"], row["share"], row[choice]) for row in known(options.out, options.logs, **where)}
+    for draw in range(*options.draws):
+        todo = [(s, c) for s in options.shares for c in choices if (draw, s, c) not in done]
+        if not todo:
+            continue
+        stage = scene(options, draw)
+        graph = sc.analyze(stage.model, stage.reference[0][:1])
+        scores, whole = sc.score(stage.model, stage.reference, "lrp", graph=graph), accuracy(stage.model, stage.test)
+        repair = Repair(options.repair, at_once=1024 if options.device == "cuda" else None)
+        yield Round(draw, todo, stage, graph, scores, whole, repair.session(stage.model, stage.reference))
+
+
 def measure(options: argparse.Namespace) -> None:
     """Every cell that is not in the results yet."""
     where = {key: getattr(options, key) for key in ("model", "data", "runtime", "batch", "threads")}
     where = {"what": "accuracy", **where}
     file = "-".join(map(str, (*where.values(), options.draws[0])))
-    done = {(row["draw"], row["share"], row["allocation"]) for row in known(options.out, options.logs, **where)}
     begin = time.perf_counter()
-    for draw in range(*options.draws):
-        todo = [(s, a) for s in options.shares for a in options.allocations if (draw, s, a) not in done]
-        if not todo:
-            continue
-        stage = scene(options, draw)
-        graph = sc.analyze(stage.model, stage.reference[0][:1])
-        scores = sc.score(stage.model, stage.reference, "lrp", graph=graph)
+    for draw, todo, stage, graph, scores, whole, session in rounds(options, "allocation", options.allocations, where):
         local = copy.deepcopy(stage.model).cpu()
         table = sc.latency(
             local, stage.reference[0][:1].cpu(), options.runtime, batch=options.batch, threads=options.threads,
             cache=options.out / "cache",
         )  # fmt: skip
-        clock, whole = table.clock(local), accuracy(stage.model, stage.test)
-        session = Repair(options.repair, at_once=1024 if options.device == "cuda" else None).session(
-            stage.model, stage.reference
-        )
+        clock = table.clock(local)
         for share, name in todo:
             found = reach(planner(name, stage, graph, scores, table), local, clock, table, share)
             if found is None:

@@ -15,6 +15,7 @@ import argparse
 import copy
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -206,6 +207,8 @@ def main() -> None:
     parser.add_argument("--score-on", type=int, default=32, help="images")
     parser.add_argument("--limit", type=int, help="only so many images to test on")
     parser.add_argument("--side", type=int, help="of the images that score and repair; default: as they are")
+    parser.add_argument("--scope", choices=["cost", "layer", "global"], help="default: as `prune` chooses")
+    parser.add_argument("--round-to", type=int, default=8)
     parser.add_argument("--criteria", nargs="*", default=["lrp", "taylor", "weight"])
     parser.add_argument("--recover", type=float, default=0.0, help="seconds of training for the first criterion")
     parser.add_argument("--device", default="cpu")
@@ -220,10 +223,8 @@ def main() -> None:
     net = load(options.weights).to(options.device)
     data = batches(scored, 8, options.device)
     if options.side:
-        data = [
-            (F.interpolate(x, (options.side,) * 2), [{**t, "boxes": t["boxes"] * options.side / SIDE} for t in y])
-            for x, y in data
-        ]
+        scale = partial(F.interpolate, size=(options.side,) * 2, mode="bilinear", align_corners=False)
+        data = [(scale(x), [{**t, "boxes": t["boxes"] * options.side / SIDE} for t in y]) for x, y in data]
     print(f"YOLO11n on {len(unseen)} images; scored on {len(scored)}", flush=True)
     timed = (
         (lambda model: "")
@@ -236,28 +237,25 @@ def main() -> None:
         print(f"{name}: mAP50-95 {mean:.4f}, mAP50 {half:.4f}{timed(model)}", flush=True)
 
     say("whole", net)
-    ways = {"lrp": LRP(start=Detection()), "taylor": Taylor(loss=Detection()), "weight": Weight()}
+    ways = {
+        "lrp": LRP(start=Detection()), "lrp:attnlrp": LRP(composite="attnlrp", start=Detection()),
+        "taylor": Taylor(loss=Detection()), "weight": Weight(), "random": "random",
+    }  # fmt: skip
+    graph = sc.analyze(net, data[0][0][:1])
     for number, criterion in enumerate(options.criteria):
-        for repair in (None, "best"):
-            begin = time.time()
-            result = sc.prune(
-                net,
-                data,
-                ways[criterion],
-                keep={"macs": options.keep},
-                repair=repair,
-                limits=Limits(round_to=8),
-                progress=False,
-            )
-            cost = result.cost_after.macs / result.cost_before.macs
-            say(
-                f"{criterion}, repair {repair}, {100 * cost:.0f} % of the MACs, {time.time() - begin:.0f} s",
-                result.model,
-            )
+        begin, scores = time.time(), sc.score(net, data, ways[criterion], graph=graph)
+        limits = Limits(options.scope or ("cost" if "lrp" in criterion else "layer"), round_to=options.round_to)
+        plan = sc.plan(graph, scores, keep={"macs": options.keep}, limits=limits)
+        small = sc.apply(net, plan)
+        share = 100 * plan.after.macs / plan.before.macs
+        name = f"{criterion} {scores.composite}, by {limits.scope}, {share:.0f} % of the MACs"
+        say(f"{name}, {time.time() - begin:.0f} s", small)
+        narrow = sorted(plan.layers.items(), key=lambda item: item[1][1] / item[1][0])[:6]
+        print("  " + ", ".join(f"{layer} {had} → {has}" for layer, (had, has) in narrow), flush=True)
+        begin, repaired = time.time(), sc.repair(small, net, data, progress=False)
+        say(f"{name}, repaired in {time.time() - begin:.0f} s", repaired)
         if options.recover and not number:
-            say(
-                f"{criterion}, recovered for {options.recover:.0f} s", recover(result.model, net, data, options.recover)
-            )
+            say(f"{criterion}, recovered for {options.recover:.0f} s", recover(repaired, net, data, options.recover))
 
 
 if __name__ == "__main__":

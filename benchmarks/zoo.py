@@ -152,6 +152,22 @@ def randomise(model: nn.Module) -> nn.Module:
     return model
 
 
+def rows_in(log: Path | None) -> dict[str, dict[str, Any]]:
+    """What an earlier run found, by model."""
+    lines = log.read_text().splitlines() if log is not None and log.exists() else []
+    return {row["model"]: row for row in map(json.loads, lines)}
+
+
+def keep(log: Path | None, row: dict[str, Any]) -> None:
+    """Say how a row came out, and add it to the log."""
+    state = row.get("error") or row.get("unbuilt") or ("ok" if row.get("ok") else f"NOT OK {row}")
+    print(f"{row['model']}: {state[:400]} ({row.get('seconds', '?')} s)", flush=True)
+    if log is not None:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+
+
 def torchvision_models() -> list[str]:
     import torchvision
 
@@ -270,11 +286,7 @@ def main() -> None:
         TIMM_SMALLEST if options.zoo == "timm" else TORCHVISION_SMALLEST if options.smallest else torchvision_models()
     )
     options.out = options.out or Path("out/zoo.jsonl")
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    done = {}
-    if options.out.exists():
-        done = {r["model"]: r for r in map(json.loads, options.out.read_text().splitlines())}
-    rows = []
+    done, rows = rows_in(options.out), []
     for name in names:
         if name not in done:
             begin = time.perf_counter()
@@ -282,11 +294,8 @@ def main() -> None:
                 row = mill(options.zoo, name, options.size, options.smallest)
             except Exception as error:
                 row = {"model": name, "error": f"{type(error).__name__}: {error}"}
-            row["seconds"] = round(time.perf_counter() - begin, 1)
-            with options.out.open("a") as file:
-                file.write(json.dumps(row) + "\n")
-            done[name] = row
-            print(name, row.get("error", "ok" if row.get("ok") else "NOT OK"), f"{row['seconds']} s", flush=True)
+            done[name] = row | {"seconds": round(time.perf_counter() - begin, 1)}
+            keep(options.out, done[name])
         rows.append(done[name])
     print()
     print(table(rows))

@@ -13,7 +13,6 @@ row says which share of the MACs may leave, and why the rest may not. Packages t
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 import signal
@@ -32,7 +31,7 @@ from torch import Tensor, nn
 
 import secateur as sc
 from benchmarks.beyond import catalogue
-from benchmarks.zoo import randomise
+from benchmarks.zoo import keep, randomise, rows_in
 from secateur.nest import map_tensors, tensors_of_output
 from secateur.running.sandbox import run
 
@@ -244,20 +243,13 @@ def _row(name: str) -> dict[str, Any]:
 
 def main(only: Sequence[str] | None, log: Path | None, workers: int = 1) -> None:
     """Print a line for each architecture as it comes, and the table. A name that ends with a colon is a package."""
-    rows: dict[str, dict[str, Any]] = {}
-    if log is not None and log.exists():
-        rows = {row["model"]: row for row in map(json.loads, log.read_text().splitlines())}
+    rows = rows_in(log)
     wanted = [name for name in catalogue() if not only or name in only or f"{name.split(':')[0]}:" in only]
     todo = [name for name in wanted if name not in rows]
     with multiprocessing.get_context("spawn").Pool(workers, maxtasksperchild=8) as pool:
         for row in pool.imap_unordered(_row, todo):
-            state = row.get("error") or row.get("unbuilt") or ("ok" if row.get("ok") else f"NOT OK {row}")
-            print(f"{row['model']}: {state[:400]} ({row['seconds']} s)", flush=True)
             rows[row["model"]] = row
-            if log is not None:
-                log.parent.mkdir(parents=True, exist_ok=True)
-                with log.open("a") as file:
-                    file.write(json.dumps(row) + "\n")
+            keep(log, row)
     print()
     print(table([rows[name] for name in wanted if name in rows]))
 

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 import secateur as sc
 from benchmarks.tiny_transformers import build, families, inputs, parts
+from benchmarks.zoo import keep, rows_in
 from secateur.files.pretrained import save_pretrained
 from secateur.nest import tensors_of_output
 
@@ -178,21 +179,14 @@ def main(only: Sequence[str] | None, log: Path | None, workers: int = 1, seconds
     """Print a line for each family as it comes, and the table."""
     transformers.logging.set_verbosity_error()
     warnings.filterwarnings("ignore")
-    rows: dict[str, dict[str, Any]] = {}
-    if log is not None and log.exists():
-        rows = {row["model"]: row for row in map(json.loads, log.read_text().splitlines())}
+    rows = rows_in(log)
     known = {family for family, _ in families()}
     waiting = [(f, mapping) for f, mapping in families() if f not in rows and (not only or f in only)]
     waiting.sort(key=lambda pair: pair[0] not in _SLOW)
     begin = time.perf_counter()
     for row in _rows(waiting, workers, seconds):
-        state = row.get("error") or row.get("unbuilt") or ("ok" if row.get("ok") else "NOT OK")
-        print(f"{row['model']}: {state[:200]} ({row.get('seconds', seconds)} s)", flush=True)
         rows[row["model"]] = row
-        if log is not None:
-            log.parent.mkdir(parents=True, exist_ok=True)
-            with log.open("a") as file:
-                file.write(json.dumps(row) + "\n")
+        keep(log, row)
     took = f"{time.perf_counter() - begin:.0f} s"
     print(f"\ntransformers {transformers.__version__}, torch {torch.__version__}, {workers} workers: {took}\n")
     print(table([row for row in rows.values() if row["model"] in known]))

@@ -465,6 +465,35 @@ def test_models_with_attention_get_attnlrp(how, preset):
     assert result.settings["composite"] == preset
 
 
+class Hybrid(nn.Module):
+    """Convolutions or one that cuts patches, then attention written with convolutions, as in YOLO11, or not."""
+
+    def __init__(self, patches):
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem = nn.Conv2d(3, 8, 4, 4) if patches else nn.Conv2d(3, 8, 3, 2, 1)
+        self.qkv, self.head = nn.Linear(8, 24) if patches else nn.Conv2d(8, 24, 1), nn.Linear(8, 3)
+
+    def forward(self, x):
+        x = F.relu(self.stem(x))
+        if isinstance(self.qkv, nn.Linear):
+            q, k, v = self.qkv(x.flatten(2).mT).chunk(3, -1)
+        else:
+            q, k, v = (t.mT for t in self.qkv(x).flatten(2).chunk(3, 1))
+        return self.head(F.scaled_dot_product_attention(q, k, v).mean(1))
+
+
+def test_convolutional_networks_with_some_attention_are_scored_as_convolutional():
+    x, y = torch.rand(2, 3, 16, 16), torch.tensor([0, 1])
+    for patches, scored, drawn in ((False, "alpha1beta0", "epsilon_gamma_box"), (True, "attnlrp", "attnlrp")):
+        net = Hybrid(patches).eval()
+        scores, seen = sc.score(net, (x, y), "lrp"), explain(net, x, 1)
+        assert (scores.composite, seen.composite) == (scored, drawn)
+        for site, values in sc.score(net, (x, y), f"lrp:{scored}").units.items():
+            np.testing.assert_array_equal(scores.units[site], values)
+        assert torch.equal(seen.input, explain(net, x, 1, composite=drawn).input)
+
+
 def test_the_start_may_be_chosen():
     net, x = Attending("fused").eval().double(), torch.randn(4, 5, 6, dtype=torch.float64)
     logits = net(x)[:, 2].detach()

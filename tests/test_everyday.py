@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import pytest
@@ -239,3 +240,31 @@ def test_relevance_follows_what_is_overwritten(how: str) -> None:
     nets = [Net(lambda m, h, k, way=way: body(m, h, k, way)).double().eval() for way in (True, False)]
     found, wanted = (sc.explain(net, tokens(), 1).input for net in nets)
     torch.testing.assert_close(found, wanted)
+
+
+class Positioned(nn.Module):
+    """Positions are computed once for all models, as in RT-DETR: later forwards make fewer calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 3)
+
+    @staticmethod
+    @lru_cache
+    def places(count: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+        return torch.arange(count, device=device, dtype=dtype).unsqueeze(-1) / count
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.relu(self.first(x) + self.places(x.shape[1], x.device, x.dtype).unsqueeze(0)))
+
+
+def test_a_cache_that_all_models_share_blocks_no_layer() -> None:
+    Positioned.places.cache_clear()
+    net, x = Positioned().eval(), torch.randn(2, 5, 6)
+    graph = sc.analyze(net, x)
+    assert [(layer.name, layer.prunable) for layer in graph.layers] == [("first", True), ("last", False)]
+    plan = sc.plan(graph, sc.score(net, None, "weight", graph=graph), remove=0.5)
+    kept = [i for i in range(8) if i not in plan.cuts["first.weight"][0]]
+    small, hidden = sc.apply(net, plan), torch.relu(net.first(x) + torch.arange(5)[None, :, None] / 5)
+    expected = hidden[..., kept] @ net.last.weight[:, kept].T + net.last.bias
+    torch.testing.assert_close(small(x), expected)

@@ -236,3 +236,33 @@ def test_rounding_goes_on_until_nothing_changes() -> None:
     removed[0] = False
     _Chooser._round(SimpleNamespace(widths=widths, gone=np.zeros(21, np.bool_), value=np.ones(21)), removed)  # type: ignore[arg-type]
     assert not removed.any()
+
+
+class TwoBranches(nn.Module):
+    """Two equal convolutions beside each other, and attention with two heads behind them."""
+
+    def __init__(self, attends: bool) -> None:
+        super().__init__()
+        self.attends = attends
+        self.a, self.b = nn.Conv2d(3, 16, 1), nn.Conv2d(3, 16, 1)
+        self.from_a, self.from_b, self.qkv = nn.Conv2d(16, 4, 1), nn.Conv2d(16, 4, 1), nn.Conv2d(4, 12, 1)
+        self.last = nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.qkv(self.from_a(self.a(x).relu()) + self.from_b(self.b(x).relu()))
+        q, k, v = x.flatten(2).unflatten(1, (3, 2, 2)).mT.unbind(1)
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v) if self.attends else q + k + v
+        return self.last(mixed.mT.flatten(1, 2).mean(2))
+
+
+@pytest.mark.parametrize("attends", [False, True])
+def test_filters_become_dearer_as_they_leave_whether_a_model_attends_or_not(attends: bool) -> None:
+    """One filter of each layer stays. Of 15 others each, those of `a` have half the score, so that half as many stay:
+    r · log a + log b is largest at a = r · b. The scores alone would empty `a`."""
+    graph = sc.analyze(TwoBranches(attends).eval(), torch.rand(1, 3, 2, 2))
+    assert bool(graph.heads) == attends
+    units = {p.sites[0]: np.full(len(p.labels), 0.5 if p.sites[0].path == "a" else 1.0) for p in graph.producers}
+    saved = 4 * (3 + 4)  # at four positions: what a filter reads, and what reads it
+    goal, limits = graph.cost.macs - 9 * saved, Limits(scope="cost", only=("a", "b"))
+    plan = sc.plan(graph, Scores("given", units), keep={"macs": goal}, limits=limits)
+    assert {name: plan.layers[name] for name in ("a", "b")} == {"a": (16, 8), "b": (16, 15)}

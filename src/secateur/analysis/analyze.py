@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
 from secateur.analysis.block_trial import with_sound_blocks
-from secateur.analysis.trial import Trial
+from secateur.analysis.trial import OtherCalls, Trial
 from secateur.analysis.variants import computed_weights, freeze_never_run, other_answers, other_sizes, trains_otherwise
 from secateur.errors import Argument, SecateurError, UnsupportedModelError
 from secateur.nest import entries, tensors_of_output
@@ -48,6 +48,16 @@ def analyze(model: nn.Module, example: Example, output: str | Sequence[str] = ()
     check_followed(model, strict)
     computed = computed_weights(model, strict)
     names = (output,) if isinstance(output, str) else tuple(output)
+    try:
+        return _found(model, example, names, computed, strict, doubt=True)
+    except OtherCalls:  # now the cache is filled
+        return _found(model, example, names, computed, strict, doubt=False)
+
+
+def _found(
+    model: nn.Module, example: Example, names: tuple[str, ...], computed: Mapping[str, str], strict: bool, doubt: bool
+) -> Graph:
+    """The graph, as labels and trials tell it. `doubt`: raise `OtherCalls` if the model does not repeat its calls."""
     copy, inputs, watched, made = watch_copy(model, example, strict)
     for name, tensor in named_tensors(copy):
         if name in computed:
@@ -80,7 +90,7 @@ def analyze(model: nn.Module, example: Example, output: str | Sequence[str] = ()
     trial.repeated |= {key: RepeatedSize(*key, labels) for p in passes for key, labels in p.counted.items()}
     while True:
         graph = build(model, example, passes, trial.blocked, tuple(trial.repeated.values()), names, blocks)
-        if not trial.finds_more(graph):
+        if not trial.finds_more(graph, doubt and not trial.blocked):
             return with_sound_blocks(graph, fresh, inputs, made)
 
 

@@ -19,6 +19,10 @@ from secateur.surgery.cut import cut_copy, is_conv1d
 Attributes = dict[tuple[str, str], RepeatedSize]
 
 
+class OtherCalls(Exception):
+    """The whole model does not make the calls again that it made: a cache that all copies share was filled by them."""
+
+
 class Trial:
     """Removes units from a copy and runs it, to find sizes that are written into the forward.
 
@@ -39,10 +43,16 @@ class Trial:
     def _known(self) -> int:
         return len(self.blocked) + len(self.repeated)
 
-    def finds_more(self, graph: Graph) -> bool:
-        """Try some units of every layer at once. If layers break the forward, the rest must be tried again."""
-        before = self._known
-        self._search(graph, [layer for layer in graph.layers if layer.prunable])
+    def finds_more(self, graph: Graph, doubt: bool = False) -> bool:
+        """Try some units of every layer at once. If layers break the forward, the rest must be tried again.
+
+        `doubt`: before layers are blamed, see whether the whole model makes its own calls again.
+        """
+        before, layers = self._known, [layer for layer in graph.layers if layer.prunable]
+        reason = self._breaks(graph, layers)
+        if doubt and reason is not None and self._differs(graph, np.zeros_like(graph.prunable)) is not None:
+            raise OtherCalls
+        self._search(graph, layers, reason)
         return self._known > before
 
     def _breaks(self, graph: Graph, layers: list[Layer]) -> str | None:
@@ -63,9 +73,8 @@ class Trial:
                 return f"a size is written into the forward ({text})"
         return compared.finish() if self.steps else None
 
-    def _search(self, graph: Graph, layers: list[Layer]) -> None:
+    def _search(self, graph: Graph, layers: list[Layer], reason: str | None) -> None:
         """Find the layers that break the forward. Blocks of one kind share their code, so one speaks for all."""
-        reason = self._breaks(graph, layers)
         if reason is None:
             return
         kinds = families(layers)
@@ -78,7 +87,7 @@ class Trial:
             kinds = [layers[: len(layers) // 2], layers[len(layers) // 2 :]]
         before = self._known
         for kind in kinds:
-            self._search(graph, kind)
+            self._search(graph, kind, self._breaks(graph, kind))
         if self._known == before:
             # Each is fine alone, together they are not: only the first kind may shrink.
             for kind in kinds[1:]:

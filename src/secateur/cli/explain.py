@@ -30,7 +30,7 @@ _TARGET = "The output to explain, by number or name; of a language model a word.
 _AGAINST = "Another output: explain why --target and not this one."
 _POSITION = "Which answer of a language model is explained, counted in tokens; -1 is the last, the default."
 _COMPOSITE = (
-    f"Which rules apply where: {', '.join(PRESETS)}. Default: attnlrp for models with attention; for others "
+    f"Which rules apply where: {', '.join(PRESETS)}. Default: attnlrp for transformers; for others "
     "epsilon_gamma_box for images, alpha1beta0 for text."
 )
 

@@ -29,7 +29,9 @@ from secateur.running.targets import Reader
 
 @dataclass(frozen=True)
 class LRP(Criterion):
-    """Relevance by any composite: by default "attnlrp" for models with attention, "alpha1beta0" for all others.
+    """Relevance by any composite: by default "attnlrp" for transformers, "alpha1beta0" for all others.
+
+    What counts as a transformer is a model with attention whose weights are not mostly those of convolutions.
 
     Every sample starts at its true class, or the predicted one without targets: with 1 or, under "attnlrp", with its
     logit. If there is an answer for each position (a token, a pixel), each that counts starts so. `start` says

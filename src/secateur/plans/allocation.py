@@ -7,15 +7,15 @@ import numpy as np
 from secateur.ops.layers import Labels, Mask
 from secateur.plans.scores import Values
 from secateur.structure.cost import Price
-from secateur.structure.graph import Graph
+from secateur.structure.graph import Graph, Layer
 
 # How much of the cost leaves before everything is weighed again.
 _SHARE = 0.02
 #: How much dearer the rest of a layer becomes as the layer loses relevance: by (whole / rest) to this power. With 1,
 #: what is maximised is the sum over layers of relevance · log(share of it that is kept): no layer is emptied cheaply.
 BALANCE = 1.0
-#: The same for heads, in models with attention; what is no head keeps its worth there. Heads alone carry anything from
-#: token to token, so that the last ones of a layer are worth far more than their relevance: MiniLM at half its size
+#: The same for heads, in models with attention; neurons keep their worth there. Heads alone carry anything from token
+#: to token, so that the last ones of a layer are worth far more than their relevance: MiniLM at half its size
 #: would keep one per layer.
 HEAD_BALANCE = 3.0
 
@@ -33,12 +33,13 @@ def order_by_price(
 
     `worth` is the score of each candidate. A greedy knapsack: what a group saves depends on the widths of its
     neighbours, and what it is worth on what is left of its layer, so both are weighed again as the model shrinks. With
-    `by_heads`, only heads become dearer with what is left.
+    `by_heads`, only heads and filters become dearer with what is left.
     """
     removed: Mask = gone.copy()
     balance = np.full(len(graph.layers) + 1, BALANCE)
     if by_heads:
-        balance = np.array([HEAD_BALANCE * (layer.kind == "head") for layer in graph.layers] + [0.0])
+        neurons = {site.path for maker in graph.producers if maker.kind == "neuron" for site in maker.sites}
+        balance = np.array([_balance(layer, neurons) for layer in graph.layers] + [0.0])
     layer_of = np.full(len(graph.root), len(graph.layers), np.int64)  # all blocks together are such a layer
     for number, layer in enumerate(graph.layers):
         layer_of[layer.groups] = number
@@ -71,3 +72,11 @@ def order_by_price(
         left -= np.bincount(home[ranked], worth[ranked], len(left))
         cost = price(removed)
     return np.concatenate([np.zeros(0, np.int64), *order])
+
+
+def _balance(layer: Layer, neurons: set[str]) -> float:
+    """How a layer of a model with attention becomes dearer. `neurons` are the paths of linear layers: the stream of a
+    vision transformer, which begins with a convolution, is no layer of filters."""
+    if layer.kind == "filter" and neurons.isdisjoint(layer.paths):
+        return BALANCE
+    return HEAD_BALANCE if layer.kind == "head" else 0.0

@@ -36,11 +36,11 @@ class Deviation(Exception):
 class Attempt:
     """One try at a batch. `expected`: it should make the same calls as the batch before.
 
-    `undecided`: attention decides which composite is used.
+    `undecided`: attention decides which composite is used, unless the model is `convolutional`.
     """
 
-    def __init__(self, expected: bool, undecided: bool = False) -> None:
-        self.expected, self.undecided = expected, undecided
+    def __init__(self, expected: bool, undecided: bool = False, convolutional: bool = False) -> None:
+        self.expected, self.undecided, self.convolutional = expected, undecided, convolutional
         self.failed = self.attends = False
 
     def deviates(self) -> None:
@@ -49,8 +49,8 @@ class Attempt:
             self.failed = True
             raise Deviation
 
-    def meets_attention(self) -> None:
-        """The model attends: give up this try if that decides."""
-        if self.undecided:
+    def meets_attention(self, anyway: bool = False) -> None:
+        """The model attends: give up this try if that decides. `anyway`: whatever else there is in the model."""
+        if self.undecided and (anyway or not self.convolutional):
             self.attends = True
             raise Attends

@@ -45,7 +45,7 @@ class _Deeper(Deviation):
 class RelevancePass:
     """Propagates relevance through a model, batch after batch. Unit sums and conservation add up until `reset`.
 
-    Without a `composite`, it is "attnlrp" if the model has attention, and `otherwise` if not.
+    Without a `composite`, it is "attnlrp" if the model has attention and does not mainly convolve, else `otherwise`.
     `units` maps the name of each weight to one number per output channel or neuron. `absolute` takes absolute values
     per "sample" (after summing over space) or per "element", or the "square" of each element, before they are summed;
     None leaves it to the composite. Without `heat_map`, relevance stops
@@ -68,6 +68,7 @@ class RelevancePass:
         check_followed(self.model)
         self.composite = composite_named(otherwise if composite is None else composite)
         self._undecided = composite is None
+        self._convolutional = self._undecided and _mainly_convolves(self.model)
         self.absolute, self.heat_map, self.watch, self.accelerators = absolute, heat_map, watch, accelerators
         #: Layers that once could not pass on all relevance.
         self.attentive: set[str] = set()
@@ -169,7 +170,7 @@ class RelevancePass:
                 self._seen = self._regular = False
         self._forget_calls()
         try:
-            batch = self._attempt(inputs, start, Attempt(expected=False, undecided=self._undecided))
+            batch = self._attempt(inputs, start, Attempt(False, self._undecided, self._convolutional))
         except (_Deeper, Attends) as reason:
             if isinstance(reason, Attends):
                 self._use(PRESETS[_ATTENTIVE])
@@ -223,6 +224,13 @@ class RelevancePass:
         new = stuck - self.attentive
         self.attentive |= stuck
         return bool(new) and batch.output.is_cuda
+
+
+def _mainly_convolves(model: nn.Module) -> bool:
+    """Whether most weights belong to convolutions. Those that cut an input into patches do not count."""
+    convolutions = (m for m in model.modules() if isinstance(m, nn.modules.conv._ConvNd) and m.weight is not None)
+    counted = sum(m.weight.numel() for m in convolutions if m.stride != m.kernel_size or max(m.kernel_size) == 1)
+    return 2 * counted > sum(p.numel() for p in model.parameters() if p.dim() > 1)
 
 
 def _check_finite(batch: Batch, model: nn.Module, composite: Composite) -> None:

@@ -152,10 +152,11 @@ def explain(
     of a language model are its tokens. A model without a head returns states: without a target, each number of a state
     starts with its square, which explains the length of the state.
 
-    Without a `composite`, it is "attnlrp" for models with attention, which starts with the logit. For others it is
-    "epsilon_gamma_box" if the inputs are pictures, and else "alpha1beta0"; both start with 1. `.composite` says which
-    was used. Units are scored by other composites than pictures are explained by: see `secateur.criteria`. Many samples
-    are taken in parts that need no more than `memory` (bytes, or a text such as "2 GiB"; default: what is free).
+    Without a `composite`, it is "attnlrp" for models with attention that do not mainly convolve; it starts with the
+    logit. For others it is "epsilon_gamma_box" if the inputs are pictures, and else "alpha1beta0"; both start with 1.
+    `.composite` says which was used. Units are scored by other composites than pictures are explained by: see
+    `secateur.criteria`. Many samples are taken in parts that need no more than `memory` (bytes, or a text such as
+    "2 GiB"; default: what is free).
 
     >>> net = nn.Sequential(nn.Flatten(), nn.Linear(12, 4), nn.ReLU(), nn.Linear(4, 3))
     >>> seen = explain(net, torch.rand(2, 3, 2, 2), target=1)

@@ -42,9 +42,9 @@ class Layers:
         self.backward.layers += 1
         return self._step(call.run, record, lambda a: FunctionMap(function, weight))
 
-    def meets_attention(self) -> bool:
+    def meets_attention(self, anyway: bool = False) -> bool:
         """The model attends. If the composite depends on that, this try is given up."""
-        self._attempt.meets_attention()
+        self._attempt.meets_attention(anyway)
         return True
 
     def convolves(self, call: Call, spatial: int, transposed: bool = False) -> Tensor:

@@ -60,7 +60,7 @@ class Propagation:
         return output
 
     def transforms(self, call: Call) -> Any:
-        self.layers.meets_attention()  # without a composite, the one that has a rule is taken
+        self.layers.meets_attention(anyway=True)  # without a composite, the one that has a rule is taken
         refuse_complex(call.site, self.backward.composite.name)
 
     def _offset(self, tensor: Tensor) -> Tensor:
