@@ -43,7 +43,9 @@ def with_digests(config: Mapping[str, Any], note: Mapping[str, Any], files: Mapp
     """The text of `config.json` with a note that holds the digests of itself and of the files beside it."""
     guarded = [name for name in files if name in GUARDED or (name == WEIGHTS and "plan.json" not in files)]
     digests = {name: hashlib.sha256(files[name]).hexdigest() for name in guarded}
-    whole = {**config, FIELD: {**note, "files": digests}}
+    # Empty entries, as those of a model that was quantised once, say nothing, and would be refused as foreign.
+    own = {key: value for key, value in config.items() if value is not None or not _FOREIGN.fullmatch(key)}
+    whole = {**own, FIELD: {**note, "files": digests}}
     whole[FIELD]["digest"] = _digest(whole)
     return (json.dumps(whole, indent=2, sort_keys=True) + "\n").encode()
 
