@@ -47,8 +47,14 @@ class Repeat(Move):
                 labels.grid(layer, f"{call.site} lays units out over several dimensions")
 
     def place(self, labels: LabelVerbs, call: Call, output: Any) -> None:
-        """Put the labels where the numbers are."""
+        """Put the labels where the numbers are. Copies of one slice may become fewer, as those of a state that heads
+        share; what is only expanded fits anyway (see `free`)."""
         labels.move(call, output)
+        before = (1,) * output.ndim + tuple(call["input"].shape)
+        made = [d for d, n in enumerate(output.shape) if n > 1 == before[d - output.ndim] and output.stride(d)]
+        copies = [lost(spread(labels.virtual(output.shape[d]), d, output.shape)) for d in made]
+        if copies:
+            labels.set(output, [*labels.layers(output), *copies])
 
 
 class Reshape(Repeat):
