@@ -20,7 +20,7 @@ from secateur.surgery.cut import cut_copy, is_conv1d
 
 Attributes = dict[tuple[str, str], RepeatedSize]
 #: So many choices of attributes are tried at most, to find those that repeat the sizes of a layer.
-_TRIES = 64
+_TRIES = 96
 
 
 class Trial:
@@ -102,11 +102,12 @@ class Trial:
         sizes: dict[int, list[Attributes]] = {}
         for kind in kinds.values():
             sizes.setdefault(len(next(iter(kind.values())).labels), [{}]).append(kind)
+        options = [[*known, _joined(known)] if len(known) > 2 else known for known in sizes.values()]
         runs: list[Attributes] = []
-        if math.prod(map(len, sizes.values())) <= _TRIES:  # as few as possible, one for each size
-            choices = sorted(itertools.product(*sizes.values()), key=lambda chosen: sum(map(bool, chosen)))[1:]
-            for _, equal in itertools.groupby(choices, key=lambda chosen: sum(map(bool, chosen))):
-                runs = [_joined(chosen) for chosen in equal if self._runs_with(graph, layers, before, chosen)]
+        if math.prod(map(len, options)) <= _TRIES:  # as few as possible: of each size none, one, or all
+            choices = sorted(map(_joined, itertools.product(*options)), key=len)[1:]
+            for _, equal in itertools.groupby(choices, key=len):
+                runs = [chosen for chosen in equal if self._runs_with(graph, layers, before, [chosen])]
                 if runs:
                     break
         if not runs and len(kinds) > 1:
