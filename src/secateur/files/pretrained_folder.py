@@ -121,7 +121,7 @@ def _build(folder: Path, config: Mapping[str, Any], sizes: list[int]) -> tuple[n
 
     kind, made = architecture(folder, _FIX)
     uniform = config[FIELD].get("widths") == "uniform"
-    times = 2 if uniform else _TIMES
+    times = 3 if uniform else _TIMES  # a tied table is registered three times
     with _limited(folder, times * sum(sizes), _TIMES * (len(sizes) + 16)), torch.device("meta"):
         kind(copy.deepcopy(made))
     if not uniform:
