@@ -229,7 +229,7 @@ def main() -> None:
             parts = (f"{100 * setting['left']:.0f}", setting["scope"], kind, setting["repair"])
             folder = given.save / "-".join(part.replace(" ", "_") for part in parts if part)
             result.save_pretrained(folder)
-            (folder / "plan.json").write_text(result.plan.to_json())
+            folder.with_suffix(".json").write_text(result.plan.to_json())
         done.append(row)
         with given.out.open("a") as file:
             file.write(json.dumps(row) + "\n")

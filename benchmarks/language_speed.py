@@ -77,7 +77,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def time_repair(model: nn.Module, folder: Path, batches: list[Any]) -> float:
     """Seconds of a repair after the removal that the folder's plan describes."""
-    small = sc.apply(model, sc.Plan.from_json((folder / "plan.json").read_text()))
+    small = sc.apply(model, sc.Plan.from_json(folder.with_suffix(".json").read_text()))
     begin = time.perf_counter()
     sc.repair(small, model, batches, progress=False)
     return time.perf_counter() - begin
@@ -110,7 +110,7 @@ def main() -> None:
         seconds = time_repair(model.to(device), given.repair, batches)
         print(f"repair of {given.repair.name}: {seconds:.0f} s ({device}, {given.threads} threads, {len(ids)} texts)")
         return
-    models = {"dense": model} | {folder.name: sc.load(folder).eval() for folder in given.pruned}
+    models = {"dense": model} | {folder.name: sc.load(folder).eval() for folder in given.pruned if folder.is_dir()}
     rows = [row for device in given.devices for row in speeds(models, device, given.rounds, given.decoded)]
     if given.out:
         with given.out.open("a") as file:

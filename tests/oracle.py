@@ -53,7 +53,7 @@ def _mixes(module: nn.Module) -> bool:
     return "Norm" in type(module).__name__ and not batch and getattr(module, "weight", torch.empty(0, 0)).ndim == 1
 
 
-def _over_kept(removed: list[int], module: nn.Module, args: tuple[Tensor], output: Tensor) -> Tensor:
+def _over_kept(removed: list[int], module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
     """The output of a norm over vectors of channels, with only the kept ones in them; 0 for the others."""
     x = args[0]
     first = isinstance(module, nn.GroupNorm) or type(module).__name__ == "LayerNorm2d"
@@ -68,7 +68,7 @@ def _over_kept(removed: list[int], module: nn.Module, args: tuple[Tensor], outpu
         small._parameters = {
             name: None if p is None else nn.Parameter(p[kept]) for name, p in module._parameters.items()
         }
-        made[..., kept] = small(last[..., kept])
+        made[..., kept] = small(last[..., kept], *(gate[..., kept] for gate in args[1:]))
     return made.movedim(-1, 1) if first else made
 
 

@@ -440,6 +440,15 @@ def test_an_attribute_that_means_two_things_stays(name: str) -> None:
     assert graph.total_units == (16 if name == "a limit of a branch" else 0)
 
 
+def test_a_whole_tensor_that_is_overwritten_is_what_is_written() -> None:
+    def cached(m: Any, y: Tensor) -> Tensor:
+        return torch.empty(y.shape, dtype=y.dtype, device=y.device).copy_(y.relu())
+
+    assert exact(Remembered(cached), sentence()).total_units == 16
+    fixed = Remembered(lambda m, y: torch.zeros(2, 20, 16, dtype=y.dtype, device=y.device).copy_(y.relu()))
+    assert exact(fixed, sentence()).total_units == 0
+
+
 class Parts(nn.Module):
     """One layer whose output is cut into unequal parts, as latents and rotary keys are."""
 

@@ -307,6 +307,21 @@ def test_a_flipped_bit_of_the_weights_is_refused(folder: Path) -> None:
         sc.load(folder)
 
 
+@pytest.mark.parametrize("uniform", [False, True])
+def test_an_empty_entry_about_quantisation_is_not_written(uniform: bool, tmp_path: Path) -> None:
+    model = llama(quantization_config=None)
+    assert model.config.to_dict().get("quantization_config", "") is None
+    small = pruned(model, uniform=uniform, only="*.mlp.*")
+    assert torch.equal(logits(sc.load(small.save_pretrained(tmp_path / "small")).eval()), logits(small.model))
+
+
+def test_a_tied_table_may_be_nearly_all_of_a_model(tmp_path: Path) -> None:
+    """It is registered as embedding and as head, and once more when the two are tied."""
+    small = pruned(llama(vocab_size=60_000, tie_word_embeddings=True), uniform=True, only="*.mlp.*")
+    loaded = sc.load(small.save_pretrained(tmp_path / "small")).eval()
+    assert torch.equal(logits(loaded), logits(small.model))
+
+
 def test_a_file_that_is_missing_is_named(folder: Path) -> None:
     (folder / "generation_config.json").unlink()
     with pytest.raises(FileFormatError, match=r"generation_config\.json changed"):

@@ -59,6 +59,9 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], dict[str, tuple[int, int]]]] =
         {"width": (160, 160), "heads": (4, 4), "neurons": (192, 192), "experts": (8, 8)},
     ),
     "mamba": ("mamba", _LM, {}, {"width": (96, 96), "neurons": (312, 312)}),
+    # Heads, their gates and states lie in one layer. Heads share a state, or each group of heads has its own.
+    "mamba2": ("mamba2", _LM, {"chunk_size": 8}, {"width": (96, 96), "heads": (16, 16), "neurons": (0, 32)}),
+    "mamba2, two groups": ("mamba2", _LM, {"chunk_size": 8, "n_groups": 2}, {"width": (96, 96), "heads": (4, 4)}),
     "t5": ("t5", _SEQ2SEQ, {}, {"width": (352, 352), "heads": (24, 24), "neurons": (192, 192)}),
     # The forward of BART takes one channel out by position, to ask for its shape.
     "bart": ("bart", _SEQ2SEQ, {}, {"width": (403, 416), "heads": (24, 24), "neurons": (192, 192)}),

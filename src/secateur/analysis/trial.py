@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Iterable, Iterator
 
 import numpy as np
@@ -17,6 +19,8 @@ from secateur.structure.trace import Comparison, Step, remade
 from secateur.surgery.cut import cut_copy, is_conv1d
 
 Attributes = dict[tuple[str, str], RepeatedSize]
+#: So many choices of attributes are tried at most, to find those that repeat the sizes of a layer.
+_TRIES = 96
 
 
 class OtherCalls(Exception):
@@ -104,11 +108,17 @@ class Trial:
         for item in _attributes(graph, self.copy, layers):
             if (item.path, item.name) not in before:
                 kinds.setdefault((pattern(item.path), item.name), {})[item.path, item.name] = item
-        runs: list[Attributes] = []
+        sizes: dict[int, list[Attributes]] = {}
         for kind in kinds.values():
-            self.repeated = before | kind
-            if self._breaks(graph, layers) is None:
-                runs.append(kind)
+            sizes.setdefault(len(next(iter(kind.values())).labels), [{}]).append(kind)
+        options = [[*known, _joined(known)] if len(known) > 2 else known for known in sizes.values()]
+        runs: list[Attributes] = []
+        if math.prod(map(len, options)) <= _TRIES:  # as few as possible: of each size none, one, or all
+            choices = sorted(map(_joined, itertools.product(*options)), key=len)[1:]
+            for _, equal in itertools.groupby(choices, key=len):
+                runs = [chosen for chosen in equal if self._runs_with(graph, layers, before, [chosen])]
+                if runs:
+                    break
         if not runs and len(kinds) > 1:
             needed = dict(kinds)
             if self._runs_with(graph, layers, before, needed.values()):
@@ -116,14 +126,18 @@ class Trial:
                     rest = {k: v for k, v in needed.items() if k != key}
                     if self._runs_with(graph, layers, before, rest.values()):
                         needed = rest
-                runs = [{k: v for kind in needed.values() for k, v in kind.items()}]
+                runs = [_joined(needed.values())]
         # Two attributes of which either would do: nobody knows which one is the size.
         self.repeated = before | runs[0] if len(runs) == 1 else before
         return len(runs) == 1
 
     def _runs_with(self, graph: Graph, layers: list[Layer], before: Attributes, kinds: Iterable[Attributes]) -> bool:
-        self.repeated = before | {k: v for kind in kinds for k, v in kind.items()}
+        self.repeated = before | _joined(kinds)
         return self._breaks(graph, layers) is None
+
+
+def _joined(kinds: Iterable[Attributes]) -> Attributes:
+    return {key: item for kind in kinds for key, item in kind.items()}
 
 
 def _attributes(graph: Graph, model: nn.Module, layers: list[Layer]) -> Iterator[RepeatedSize]:

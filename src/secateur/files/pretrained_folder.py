@@ -43,7 +43,9 @@ def with_digests(config: Mapping[str, Any], note: Mapping[str, Any], files: Mapp
     """The text of `config.json` with a note that holds the digests of itself and of the files beside it."""
     guarded = [name for name in files if name in GUARDED or (name == WEIGHTS and "plan.json" not in files)]
     digests = {name: hashlib.sha256(files[name]).hexdigest() for name in guarded}
-    whole = {**config, FIELD: {**note, "files": digests}}
+    # Empty entries, as those of a model that was quantised once, say nothing, and would be refused as foreign.
+    own = {key: value for key, value in config.items() if value is not None or not _FOREIGN.fullmatch(key)}
+    whole = {**own, FIELD: {**note, "files": digests}}
     whole[FIELD]["digest"] = _digest(whole)
     return (json.dumps(whole, indent=2, sort_keys=True) + "\n").encode()
 
@@ -119,7 +121,7 @@ def _build(folder: Path, config: Mapping[str, Any], sizes: list[int]) -> tuple[n
 
     kind, made = architecture(folder, _FIX)
     uniform = config[FIELD].get("widths") == "uniform"
-    times = 2 if uniform else _TIMES
+    times = 3 if uniform else _TIMES  # a tied table is registered three times
     with _limited(folder, times * sum(sizes), _TIMES * (len(sizes) + 16)), torch.device("meta"):
         kind(copy.deepcopy(made))
     if not uniform:

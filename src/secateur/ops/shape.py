@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from secateur.nest import tensors_in
-from secateur.ops.elementwise import free
+from secateur.ops.elementwise import free, operands_of
 from secateur.ops.layers import column, head, is_zero, lost, narrow, spread, varying
 from secateur.ops.protocols import LabelVerbs, RelevanceVerbs
 from secateur.ops.table import (
@@ -47,8 +47,14 @@ class Repeat(Move):
                 labels.grid(layer, f"{call.site} lays units out over several dimensions")
 
     def place(self, labels: LabelVerbs, call: Call, output: Any) -> None:
-        """Put the labels where the numbers are."""
+        """Put the labels where the numbers are. Copies of one slice may become fewer, as those of a state that heads
+        share; what is only expanded fits anyway (see `free`)."""
         labels.move(call, output)
+        before = (1,) * output.ndim + tuple(call["input"].shape)
+        made = [d for d, n in enumerate(output.shape) if n > 1 == before[d - output.ndim] and output.stride(d)]
+        copies = [lost(spread(labels.virtual(output.shape[d]), d, output.shape)) for d in made]
+        if copies:
+            labels.set(output, [*labels.layers(output), *copies])
 
 
 class Reshape(Repeat):
@@ -302,11 +308,18 @@ class Part(Ruled):
 
 class Patch(Fixed):
     """`base[..., :n].copy_(a)`: once all of an empty tensor is written so, it is what a concatenation would have made.
-    Anything else that is written into fixed places must stay."""
+    A whole tensor that is overwritten, as the state in a cache, is what is written. Anything else that is written into
+    fixed places must stay."""
 
     def channels(self, labels: LabelVerbs, call: Call, output: Any) -> None:
         part, source = call["input"], call.tensors()[-1]
         base = part._base
+        if base is None and source.shape == part.shape:
+            if labels.layers(part):
+                labels.merge(part, operands_of(labels, part, source), call.site)
+            else:
+                labels.set(part, labels.layers(source))
+            return None
         sides = [] if base is None or base.ndim != part.ndim else _differing(base, part)
         fresh = base is not None and len(labels.fits(base)) == base.ndim and not labels.layers(base)
         if len(sides) != 1 or not fresh or source.shape != part.shape:
