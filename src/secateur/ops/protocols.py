@@ -55,6 +55,9 @@ class LabelVerbs(Protocol):
     def fits(self, tensor: Any) -> frozenset[int]:
         """The dimensions along which a tensor repeats one number, and was made to fit whatever it meets."""
 
+    def is_void(self, tensor: Tensor) -> bool:
+        """Whether a tensor was made of zeros, and nothing was written into it since."""
+
     def bind(self, tensors: Sequence[Tensor], output: Tensor) -> None:
         """Tensors met: those that fitted anything are as large as what they met from now on."""
 
@@ -88,8 +91,8 @@ class LabelVerbs(Protocol):
     def cost(self, site: Site, total: float, *axes: Labels | None) -> None:
         """Multiply-accumulates, proportional to what is kept along each of `axes`."""
 
-    def produce(self, labels: Labels, site: Site, kind: str) -> None:
-        """These labels number units that are made here."""
+    def produce(self, labels: Labels, site: Site, kind: str, rows: Labels | None = None) -> None:
+        """These labels number units that are made here. `rows`, if not they: what holds their weights, in a column."""
 
     def attend(self, labels: Labels, site: Site) -> None:
         """An attention product with one label per head."""
