@@ -40,7 +40,7 @@ def step(kind: str, x: Tensor, h: Tensor, c: Tensor, w: Sequence[Tensor]) -> tup
     return (torch.tanh if kind == "tanh" else torch.relu)(a + b), c
 
 
-def by_formula(kind: str, net: Any, x: Tensor, kept: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+def by_formula(kind: str, net: Any, x: Tensor, kept: list[int], step: Any = step) -> tuple[Tensor, Tensor, Tensor]:
     """What a recurrent module with only the kept units returns for (steps, samples, channels): outputs, states, cells.
 
     The reference knows nothing of secateur: it picks rows and columns of the weights of the whole module.
@@ -268,16 +268,20 @@ def test_cells(kind: str, cell: Any) -> None:
 class Packed(nn.Module):
     def __init__(self, kind: Any, last: bool = False) -> None:
         super().__init__()
-        self.first, self.inner, self.last = nn.Linear(4, 6), kind(6, 8, bidirectional=True), nn.Linear(16, 3)
+        self.first, self.inner, self.last = (
+            nn.Linear(4, 6),
+            kind(6, 8, bidirectional=True, batch_first=True),
+            nn.Linear(16, 3),
+        )
         self.only_last = last
 
     def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
-        packed = rnn.pack_padded_sequence(self.first(x).tanh(), lengths, enforce_sorted=False)
+        packed = rnn.pack_padded_sequence(self.first(x).tanh(), lengths, True, enforce_sorted=False)
         out, state = self.inner(packed)
         if self.only_last:
             state = state[0] if isinstance(state, tuple) else state
             return self.last(torch.cat([state[-2], state[-1]], 1))
-        return self.last(rnn.pad_packed_sequence(out)[0])
+        return self.last(rnn.pad_packed_sequence(out, True)[0])
 
 
 @pytest.mark.parametrize("last", [False, True])
@@ -285,15 +289,15 @@ class Packed(nn.Module):
 def test_packed_sequences(kind: Any, last: bool) -> None:
     torch.manual_seed(0)
     model = Packed(kind, last).double().eval()
-    graph, plan, small = planned(model, (torch.randn(5, 3, 4).double(), torch.tensor([3, 5, 2])))
+    graph, plan, small = planned(model, (torch.randn(3, 5, 4).double(), torch.tensor([3, 5, 2])))
     assert small.inner.hidden_size < 8  # type: ignore[union-attr]
     assert small.first.out_features < 6  # type: ignore[union-attr]
-    inputs = torch.randn(7, 4, 4).double(), torch.tensor([1, 7, 4, 4])
+    inputs = torch.randn(4, 7, 4).double(), torch.tensor([1, 7, 4, 4])
     with torch.no_grad():
         assert relative_gap([small(*inputs)], [zeroed(model, graph, plan)(*inputs)]) < 1e-12
         whole, lengths = small(*inputs), inputs[1].tolist()
-        alone = [small(inputs[0][:n, i : i + 1], torch.tensor([n])) for i, n in enumerate(lengths)]
-        together = [whole[i : i + 1] if last else whole[:n, i : i + 1] for i, n in enumerate(lengths)]
+        alone = [small(inputs[0][i : i + 1, :n], torch.tensor([n])) for i, n in enumerate(lengths)]
+        together = [whole[i : i + 1] if last else whole[i : i + 1, :n] for i, n in enumerate(lengths)]
         assert relative_gap(alone, together) < 1e-12
 
 
@@ -333,12 +337,89 @@ def test_taylor_is_the_output_times_its_gradient(kind: str, read: str) -> None:
     np.testing.assert_allclose(found, expected.numpy(), rtol=1e-9)
 
 
-@pytest.mark.parametrize("criterion", ["weight", "activation", "gradient", "taylor", "random"])
+@pytest.mark.parametrize("criterion", ["lrp", "lrp:attnlrp", "weight", "activation", "gradient", "taylor", "random"])
 def test_every_criterion_prunes_them(criterion: str) -> None:
     torch.manual_seed(0)
     model = Net(nn.GRU(6, 8, batch_first=True), 8, lambda out, state: out[:, -1])
     result = sc.prune(model, data(), criterion=criterion, remove=0.4, schedule=0.2, repair="best", progress=False)
     assert result.model.inner.hidden_size < 8
+
+
+# -- relevance ---------------------------------------------------------------------------------------------------------
+class Linearised:
+    """`step` in which gates are constants and an activation is a constant factor, so that relevance is gradient times
+    input where all weights and inputs are positive and there is no bias. Remembers all states."""
+
+    def __init__(self) -> None:
+        self.states: list[Tensor] = []
+
+    def __call__(self, kind: str, x: Tensor, h: Tensor, c: Tensor, w: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        gates, size = len(w[0]), h.shape[-1]
+        a, b = ((v @ m.flatten(0, 1).T).unflatten(-1, (gates, size)).unbind(-2) for v, m in ((x, w[0]), (h, w[1])))
+        sums, gate = [i + j for i, j in zip(a, b, strict=True)], lambda v: torch.sigmoid(v).detach()
+        bent = lambda v: v * (torch.tanh(v) / v).detach()  # noqa: E731
+        if kind == "lstm":
+            c = gate(sums[1]) * c + gate(sums[0]) * bent(sums[2])
+            h = gate(sums[3]) * bent(c)
+        elif kind == "gru":
+            h = (1 - gate(sums[1])) * bent(a[2] + gate(sums[0]) * b[2]) + gate(sums[1]) * h
+        else:
+            h = bent(sums[0]) if kind == "tanh" else sums[0]
+        self.states.append(h)
+        return h, c
+
+
+@pytest.mark.parametrize("setting", ["plain", "two layers, both ways"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_relevance_is_that_of_the_steps(kind: str, setting: str) -> None:
+    """For positive numbers: gradient times input of the loop, from 1 at the class, with gates that get nothing."""
+    torch.manual_seed(0)
+    inner: Any = KINDS[kind](4, 5, bias=False, **SETTINGS[setting])  # type: ignore[operator]
+    ways = 1 + inner.bidirectional
+
+    class Positive(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.last = inner, nn.Linear(5 * ways, 3, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out, state = self.inner(x.transpose(0, 1))
+            state = state[0] if kind == "lstm" else state
+            return self.last(out.sum(0)) + self.last(torch.cat([*state[-ways:]], 1))
+
+    model = Positive().double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.abs_().add_(0.01)
+    x, y = torch.rand(6, 7, 4).double().requires_grad_(), torch.arange(6) % 3
+    steps = Linearised()
+    out, state, _ = by_formula(kind, inner, x.transpose(0, 1), list(range(5)), steps)
+    logits = (out.sum(0) + torch.cat([*state[-ways:]], 1)) @ model.last.weight.T
+    chosen = logits[torch.arange(6), y]
+    heat, *grads = torch.autograd.grad((chosen / chosen.detach()).sum(), [x, *steps.states])
+    parts = torch.stack([(s * g).sum(0) for s, g in zip(steps.states, grads, strict=True)])  # layers, ways, steps
+    expected = parts.view(inner.num_layers, ways, 7, 5).sum((0, 2)).flatten()
+    scores = sc.score(model, (x.detach(), y), "lrp:alpha1beta0", batch_size=4)
+    found = next(values for site, values in scores.units.items() if site.path == "inner")
+    np.testing.assert_allclose(found, expected.detach().numpy(), rtol=1e-6)
+    explained = sc.explain(model, x.detach(), y, composite="alpha1beta0")
+    np.testing.assert_allclose(explained.input, (x * heat).detach().numpy(), rtol=1e-6)
+
+
+@pytest.mark.parametrize("composite", ["alpha1beta0", "attnlrp"])
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+def test_relevance_of_packed_sequences_is_that_of_each_alone(kind: Any, composite: str) -> None:
+    torch.manual_seed(0)
+    model, lengths = Packed(kind, last=True).double().eval(), [3, 5, 2]
+    x, y = torch.randn(3, 5, 4).double(), torch.tensor([0, 1, 2])
+    together = sc.explain(model, (x, torch.tensor(lengths)), y, composite=composite)
+    assert relative_gap([together.output], [model(x, torch.tensor(lengths)).detach()]) < 1e-12
+    for i, n in enumerate(lengths):
+        one = sc.explain(model, (x[i : i + 1, :n], torch.tensor([n])), y[i : i + 1], composite=composite)
+        heats = [(made.input[0] if isinstance(made.input, list) else made.input) for made in (together, one)]
+        assert heats[0] is not None
+        assert heats[1] is not None
+        assert relative_gap([heats[0][i, :n]], [heats[1][0]]) < 1e-9
 
 
 # -- afterwards --------------------------------------------------------------------------------------------------------

@@ -7,18 +7,19 @@ its layers and both directions, so that their units of the same number leave tog
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from secateur.nest import tensors_in
 from secateur.ops.layers import Labels, head, lost, spread, varying
 from secateur.ops.linear import read_by_weight
-from secateur.ops.protocols import LabelVerbs
+from secateur.ops.protocols import LabelVerbs, RelevanceVerbs
 from secateur.ops.table import Call, Operation, Ruled, register
 
 
@@ -36,6 +37,24 @@ class CellWeights:
         """How many blocks of rows there are, each with a row for every unit."""
         hidden = self.state.shape[1] if self.project is None else self.project.shape[1]
         return len(self.state) // int(hidden)
+
+    def seen(self, x: Tensor) -> Tensor:
+        """What the gates get from the input, with all biases: a state of 0 then adds nothing. Only the reset gate of a
+        GRU, which has three blocks, scales the last part of one."""
+        if not self.biases:
+            return F.linear(x, self.input)
+        bias, third = self.biases[1], len(self.state) // 3
+        if self.gates == 3:
+            bias = torch.cat([bias[:-third], torch.zeros_like(bias[-third:])])
+        return F.linear(x, self.input, self.biases[0]) + bias
+
+    def recalled(self, state: Tensor) -> Tensor:
+        """What the gates get from the state before."""
+        return F.linear(state, self.state)
+
+
+#: From what the gates get from the input, and the state before, to the next state.
+Step = Callable[[Tensor, tuple[Tensor, ...], CellWeights], tuple[Tensor, ...]]
 
 
 @dataclass(frozen=True)
@@ -70,11 +89,30 @@ class Arguments:
         """One or two."""
         return 2 if self.both else 1
 
+    def start(self, cell: int) -> tuple[Tensor, ...]:
+        """The state before, of a layer in a direction, as (samples, units)."""
+        return tuple(state[cell] if state.ndim > 2 else state for state in self.states)
+
+    def steps(self, x: Tensor) -> Sequence[Tensor]:
+        """(samples, channels) for each step; ever fewer samples if they are packed."""
+        if self.sizes is not None:
+            return x.split_with_sizes(self.sizes.tolist())
+        return [x] if x.ndim < 3 else x.unbind(1 if self.batch_first else 0)
+
+    def joined(self, parts: Sequence[Tensor]) -> Tensor:
+        """What `steps` took apart."""
+        if self.sizes is not None:
+            return torch.cat([*parts])
+        return parts[0] if self.x.ndim < 3 else torch.stack([*parts], 1 if self.batch_first else 0)
+
 
 class Recurrent(Operation):
-    """LSTM, GRU, RNN as one fused call."""
+    """LSTM, GRU, RNN as one fused call. Relevance passes as through the steps, spelt out: gates get none."""
 
     name = "recurrent layer"
+
+    def __init__(self, step: Step) -> None:
+        self.step = step
 
     def channels(self, labels: LabelVerbs, call: Call, output: Any) -> None:
         given = Arguments.of(call)
@@ -142,11 +180,84 @@ class Recurrent(Operation):
         for tensor in (given.x, *given.states, *(t for cell in given.cells for t in tensors_in(vars(cell)))):
             labels.freeze_tensor(tensor, f"state of {call.site}, whose weights are no parameters of several units")
 
+    def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
+        given = Arguments.of(call)
+        if not any(t.requires_grad for t in call.tensors()):
+            return relevance.stops(call)
+        finals: list[tuple[Tensor, ...]] = []
+        x = given.x
+        for first in range(0, len(given.cells), given.directions):
+            made = []
+            for way in range(given.directions):
+                start = given.start(first + way)
+                out, final = self._unrolled(relevance, call, given, x, given.cells[first + way], start, way)
+                made.append(out)
+                finals.append(final)
+            with relevance.again():
+                x = made[0] if len(made) == 1 else torch.cat(made, -1)
+        if isinstance(self, Cell):
+            return finals[0] if len(given.states) > 1 else finals[0][0]
+        with relevance.again():
+            return (x, *(torch.stack(state) for state in zip(*finals, strict=True)))
+
+    def _unrolled(
+        self, relevance: RelevanceVerbs, call: Call, given: Arguments, x: Tensor, cell: CellWeights,
+        start: tuple[Tensor, ...], way: int,
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
+        """What one layer returns in one direction, and its last states. Samples that are shorter end sooner."""
+        size = start[0].shape[-1]
+        with relevance.again():
+            parts = given.steps(cell.seen(x))
+            state = tuple(s[: len(parts[-1])] for s in start) if way else start
+        made, ended = [], list[tuple[Tensor, ...]]()
+        for part in reversed(parts) if way else parts:
+            count = len(part)
+            with relevance.again():
+                if count > len(state[0]):
+                    state = tuple(torch.cat([s, t[len(s) : count]]) for s, t in zip(state, start, strict=True))
+                elif count < len(state[0]):
+                    ended.insert(0, tuple(s[count:] for s in state))
+                    state = tuple(s[:count] for s in state)
+                state = self.step(part, state, cell)
+            state = (relevance.tallies(call, state[0], way * size, given.directions * size), *state[1:])
+            made.append(state[0])
+        with relevance.again():
+            if ended:
+                state = tuple(torch.cat(parts) for parts in zip(state, *ended, strict=True))
+            return given.joined(made[::-1] if way else made), state
+
 
 class Cell(Recurrent):
     """One step of a recurrent layer."""
 
     name = "recurrent cell"
+
+
+def _lstm(x: Tensor, state: tuple[Tensor, ...], cell: CellWeights) -> tuple[Tensor, ...]:
+    i, f, g, o = (x + cell.recalled(state[0])).chunk(4, -1)
+    c = f.sigmoid() * state[1] + i.sigmoid() * g.tanh()
+    h = o.sigmoid() * c.tanh()
+    return h if cell.project is None else F.linear(h, cell.project), c
+
+
+def _gru(x: Tensor, state: tuple[Tensor, ...], cell: CellWeights) -> tuple[Tensor, ...]:
+    (r, z, n), (s, y, m) = x.chunk(3, -1), cell.recalled(state[0]).chunk(3, -1)
+    reset, update = (r + s).sigmoid(), z + y
+    new = n + reset * m
+    if cell.biases:
+        with torch.no_grad():  # a constant: it gets no relevance
+            shift = reset * cell.biases[1][-n.shape[-1] :]
+        new = new + shift
+    # σ(-a) is 1 - σ(a), and known as a gate.
+    return ((-update).sigmoid() * new.tanh() + update.sigmoid() * state[0],)
+
+
+def _tanh(x: Tensor, state: tuple[Tensor, ...], cell: CellWeights) -> tuple[Tensor, ...]:
+    return ((x + cell.recalled(state[0])).tanh(),)
+
+
+def _relu(x: Tensor, state: tuple[Tensor, ...], cell: CellWeights) -> tuple[Tensor, ...]:
+    return ((x + cell.recalled(state[0])).relu(),)
 
 
 class Packing(Ruled):
@@ -171,14 +282,13 @@ def _along(labels: LabelVerbs, tensor: Tensor, dim: int) -> Labels:
     return np.zeros(tensor.shape[dim], np.int64) if found is None else found
 
 
-register(
-    "input hx w_ih w_hh b_ih=None b_hh=None",
-    torch.lstm_cell,
-    torch.gru_cell,
-    torch.rnn_tanh_cell,
-    torch.rnn_relu_cell,
-    operation=Cell(),
-)
+for _step, _layer, _cell in (
+    (_lstm, torch.lstm, torch.lstm_cell),
+    (_gru, torch.gru, torch.gru_cell),
+    (_tanh, torch.rnn_tanh, torch.rnn_tanh_cell),
+    (_relu, torch.rnn_relu, torch.rnn_relu_cell),
+):
+    register("input hx params *rest", _layer, operation=Recurrent(_step))
+    register("input hx w_ih w_hh b_ih=None b_hh=None", _cell, operation=Cell(_step))
 register("input lengths *rest", torch._pack_padded_sequence, operation=Packing())
 register("input sizes batch_first padding_value total_length", torch._pad_packed_sequence, operation=Packing())
-register("input hx params *rest", torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu, operation=Recurrent())

@@ -77,6 +77,26 @@ class Layers:
         self._ledger.open(call.site, name, slice(0, width), width, weight.device)
         return self.backward.add_leaf(call.run().detach(), embedding=name)
 
+    def tallies(self, call: Call, x: Tensor, first: int, width: int) -> Tensor:
+        if not x.requires_grad:
+            return x
+        journal, name = self.backward.journal, f"{call.site.path or call.site.function}.weight"
+        self._ledger.open(call.site, name, slice(0, width), width, x.device)
+        share, units = self._share(x), list[Tensor]()
+
+        def back(r: Tensor) -> tuple[Tensor]:
+            units.append(journal.columns(name, share(r), first))
+            return (r,)
+
+        def gate(r: Tensor) -> None:
+            journal.columns(name, torch.where(units[0] == 0, share(r), 0) if units else share(r), first)
+
+        return self.backward.step(x.clone, back, x, saves=False, gate=gate)
+
+    def _share(self, x: Tensor) -> Callable[[Tensor], Tensor]:
+        """From what comes back to the relevance of `x`."""
+        return lambda r: r
+
     def _use(
         self, call: Call, build: Build, weight: Tensor, kind: str, channel: int, options: tuple[Any, ...] = (),
         axis: int = 0,
