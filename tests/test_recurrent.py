@@ -406,6 +406,28 @@ def test_relevance_is_that_of_the_steps(kind: str, setting: str) -> None:
     np.testing.assert_allclose(explained.input, (x * heat).detach().numpy(), rtol=1e-6)
 
 
+def test_relevance_of_two_cells_in_one_forward_is_kept_apart() -> None:
+    class Two(nn.Module):
+        def __init__(self, apart: bool) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.a, self.b, self.last, self.apart = nn.GRUCell(4, 8), nn.GRUCell(8, 5), nn.Linear(5, 3), apart
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.apart:
+                return self.last(self.b(self.a(x)))
+            for cell in (self.a, self.b):
+                weights = (cell.weight_ih, cell.weight_hh, cell.bias_ih, cell.bias_hh)
+                x = torch.gru_cell(x, x.new_zeros(len(x), cell.hidden_size), *weights)
+            return self.last(x)
+
+    given = torch.rand(6, 4), torch.arange(6) % 3
+    one, two = (list(sc.score(Two(apart), given, "lrp").units.values()) for apart in (True, False))
+    for mine, theirs in zip(one, two, strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-5)
+    assert set(sc.explain(Two(True), given[0]).units) >= {"a", "b", "last"}
+
+
 @pytest.mark.parametrize("composite", ["alpha1beta0", "attnlrp"])
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
 def test_relevance_of_packed_sequences_is_that_of_each_alone(kind: Any, composite: str) -> None:
@@ -423,6 +445,19 @@ def test_relevance_of_packed_sequences_is_that_of_each_alone(kind: Any, composit
 
 
 # -- afterwards --------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("kind", ["gru", pytest.param("lstm", marks=pytest.mark.slow)])
+def test_onnx(kind: str, tmp_path: Path) -> None:
+    runtime = pytest.importorskip("onnxruntime")
+    torch.manual_seed(0)
+    model, x = Net(KINDS[kind](6, 8, batch_first=True), 8).eval(), torch.randn(2, 2, 4)  # type: ignore[operator]
+    _, _, small = planned(model, x)
+    session = runtime.InferenceSession(
+        str(sc.export(small, tmp_path / "m.onnx", x)), providers=["CPUExecutionProvider"]
+    )
+    found = torch.as_tensor(session.run(None, {session.get_inputs()[0].name: x.numpy()})[0])
+    assert relative_gap([found], [small(x).detach()]) < 1e-5
+
+
 @pytest.mark.parametrize("kind", ["lstm", "gru"])
 def test_saved_loaded_and_trained_on(kind: str, tmp_path: Path) -> None:
     torch.manual_seed(0)

@@ -208,8 +208,9 @@ class RelevanceVerbs(Protocol):
     def enters_here(self, call: Call, weight: Tensor) -> Tensor:
         """An embedding: relevance of a discrete input ends here."""
 
-    def tallies(self, call: Call, x: Tensor, first: int, width: int) -> Tensor:
-        """`x` as it is. What reaches it is the score of some of the `width` units of the call, from `first` on."""
+    def tallies(self, call: Call, x: Tensor, weight: Tensor, first: int, width: int) -> Tensor:
+        """`x` as it is. What reaches it is the score of some of the `width` units of the call, from `first` on. A
+        weight gives them its name."""
 
     def constant(self, value: Any, call: Call) -> Any:
         """A constant (tensor or number) beside the signal; the relevance that it absorbs is recorded."""

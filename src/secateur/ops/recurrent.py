@@ -219,7 +219,8 @@ class Recurrent(Operation):
                     ended.insert(0, tuple(s[count:] for s in state))
                     state = tuple(s[:count] for s in state)
                 state = self.step(part, state, cell)
-            state = (relevance.tallies(call, state[0], way * size, given.directions * size), *state[1:])
+            shown = relevance.tallies(call, state[0], given.cells[0].input, way * size, given.directions * size)
+            state = (shown, *state[1:])
             made.append(state[0])
         with relevance.again():
             if ended:

@@ -77,10 +77,12 @@ class Layers:
         self._ledger.open(call.site, name, slice(0, width), width, weight.device)
         return self.backward.add_leaf(call.run().detach(), embedding=name)
 
-    def tallies(self, call: Call, x: Tensor, first: int, width: int) -> Tensor:
+    def tallies(self, call: Call, x: Tensor, weight: Tensor, first: int, width: int) -> Tensor:
         if not x.requires_grad:
             return x
-        journal, name = self.backward.journal, f"{call.site.path or call.site.function}.weight"
+        journal, (name, _) = self.backward.journal, self._weights.name(weight, call, len(weight))
+        module, own, _ = name.partition(".weight_ih")  # the weight itself is a layer by that name
+        name = f"{module}.weight" if own else f"{name}.state"
         self._ledger.open(call.site, name, slice(0, width), width, x.device)
         share, units = self._share(x), list[Tensor]()
 
