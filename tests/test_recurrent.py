@@ -228,6 +228,15 @@ def test_projected_states() -> None:
     assert relative_gap([small(x).detach()], [zeroed(model, graph, plan)(x).detach()]) < 1e-12
 
 
+@pytest.mark.parametrize("inner", [nn.RNN(6, 1), nn.utils.parametrizations.weight_norm(nn.RNN(6, 5), "weight_ih_l0")])
+def test_what_a_state_that_stays_reads_may_leave(inner: Any) -> None:
+    """A single unit, and weights that are computed."""
+    graph = sc.analyze(Net(inner, inner.hidden_size), torch.randn(5, 2, 4))
+    free = [layer.name for layer in graph.layers if layer.prunable]
+    assert free == (["first"] if inner.hidden_size == 1 else [])
+    assert graph.module_macs["inner"] == 10 * inner.hidden_size * (6 + inner.hidden_size)
+
+
 # -- cells -------------------------------------------------------------------------------------------------------------
 class Stepwise(nn.Module):
     def __init__(self, kind: Any) -> None:
@@ -262,6 +271,33 @@ def test_cells(kind: str, cell: Any) -> None:
             h, c = step(kind, value, h, c, weights)
             expected.append(h @ model.last.weight[:, kept].T + model.last.bias)
         assert relative_gap([small(x)], [torch.stack(expected)]) < 1e-12
+
+
+class Translator(nn.Module):
+    """An encoder, and a decoder that starts from its state, attends to its outputs, and reads what it said."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.encode = nn.Embedding(20, 6), nn.LSTM(6, 8, batch_first=True)
+        self.decode, self.last = nn.LSTMCell(6, 8), nn.Linear(16, 20)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        seen, (h, c) = self.encode(self.embed(ids))
+        h, c, token, said = h[0], c[0], self.embed(ids[:, 0]), []
+        for _ in range(3):
+            h, c = self.decode(token, (h, c))
+            context = (torch.bmm(seen, h.unsqueeze(2)).softmax(1) * seen).sum(1)
+            said.append(self.last(torch.cat([h, context], -1)))
+            token = self.embed(said[-1].argmax(-1))
+        return torch.stack(said, 1)
+
+
+def test_encoder_and_decoder_share_their_units() -> None:
+    model, ids = Translator().double().eval(), torch.arange(30).view(3, 10) % 20
+    graph, plan, small = planned(model, ids)
+    assert small.encode.hidden_size == small.decode.hidden_size < 8  # type: ignore[union-attr]
+    assert relative_gap([small(ids).detach()], [zeroed(model, graph, plan)(ids).detach()]) < 1e-12
 
 
 # -- packed sequences --------------------------------------------------------------------------------------------------

@@ -176,9 +176,20 @@ class Recurrent(Operation):
         labels.produce(np.concatenate(numbered), call.site, "hidden", np.concatenate(ways, 1))
 
     def _stays(self, labels: LabelVerbs, call: Call, given: Arguments) -> None:
-        """Weights that are computed, or of a single unit."""
-        for tensor in (given.x, *given.states, *(t for cell in given.cells for t in tensors_in(vars(cell)))):
-            labels.freeze_tensor(tensor, f"state of {call.site}, whose weights are no parameters of several units")
+        """Weights that are computed, or of a single unit: only what they read may shrink."""
+        reason = f"state of {call.site}, whose weights are no parameters of several units"
+        x, held = given.x, list(given.states)
+        for i, cell in enumerate(given.cells):
+            taken = labels.along(cell.input, 1) if i < given.directions else None
+            if i < given.directions:
+                read_by_weight(labels, call, labels.along(x, -1), taken)
+                labels.freeze(labels.along(cell.input, 0), reason)
+            held += tensors_in([*([] if i < given.directions else [cell.input]), cell.state, cell.biases, cell.project])
+            for weight in tensors_in([cell.input, cell.state, cell.project]):
+                steps = x.numel() // x.shape[-1]
+                labels.cost(call.site, float(steps * weight.numel()), taken if weight is cell.input else None)
+        for tensor in held:
+            labels.freeze_tensor(tensor, reason)
 
     def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
         given = Arguments.of(call)
