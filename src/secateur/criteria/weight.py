@@ -18,7 +18,8 @@ _CACHED = 2**19  # numbers
 
 @dataclass(frozen=True)
 class Weight(Criterion):
-    """Σ|W| of a filter or neuron (Li 2016), per layer divided by its norm: 2 as in the paper, 1 as in its script."""
+    """Σ|W| of a filter or neuron (Li 2016), of a hidden unit over all gates, per layer divided by its norm: 2 as in the
+    paper, 1 as in its script."""
 
     data: ClassVar[bool | None] = False
     name: str = "weight"
