@@ -709,11 +709,13 @@ return x + self.m(x)[0]
 ## recurrent module, both ways
 self.m, self.b = nn.«LSTM|GRU»($c, 5, bidirectional=True, batch_first=True), nn.Linear(10, $c)
 --
-return x + self.b(self.m(x)[0])
+pack, pad = nn.utils.rnn.pack_padded_sequence, nn.utils.rnn.pad_packed_sequence
+return x + self.b(«self.m(x)[0]|pad(self.m(pack(x, [x.shape[1]] * len(x), True))[0], True)[0]|pad(self.m(pack(x, [x.shape[1]] * len(x), True))[0], True, 2.0)[0]»)
 ## recurrent module, last state
 self.m, self.b = nn.«LSTM|GRU»($c, 7, batch_first=True), nn.Linear(7, $c)
 --
-out, state = self.m(x)
+first = torch.«zeros|ones»(1, len(x), «7|self.m.hidden_size»).to(x)
+out, state = self.m(x«|, (first, first) if isinstance(self.m, nn.LSTM) else first»)
 state = state[0] if isinstance(state, tuple) else state
 return x + self.b(«state[-1]|out[:, -1]|state.transpose(0, 1)[:, 0]|state.squeeze(0)|out.mean(1)»).unsqueeze(1)
 ## recurrent cell

@@ -231,7 +231,7 @@ def test_a_single_criterion_and_a_size_can_be_compared() -> None:
     assert table.histories["lrp"][-1].macs <= 0.6 * GRAPH.cost.macs
 
 
-@pytest.mark.parametrize("model", [nn.LSTM(4, 6, batch_first=True), nn.Sequential(nn.ReLU())])
+@pytest.mark.parametrize("model", [nn.LayerNorm(4), nn.Sequential(nn.ReLU())])
 def test_a_model_without_units_says_why(model: nn.Module) -> None:
     with pytest.raises(NothingToPruneError, match="units are made by convolutions"):
         sc.prune(model, [(torch.rand(2, 5, 4), None)], "weight", remove=0.5, progress=False)

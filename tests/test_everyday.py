@@ -157,9 +157,9 @@ def cell(kind: type[nn.RNNCellBase]) -> Net:
 
 
 LAYERS: dict[str, tuple[Callable[[], nn.Module], set[str]]] = {
-    "lstm cell": (lambda: cell(nn.LSTMCell), {"a", "b"}),
-    "gru cell": (lambda: cell(nn.GRUCell), {"a", "b"}),
-    "rnn cell": (lambda: cell(nn.RNNCell), {"a", "b"}),
+    "lstm cell": (lambda: cell(nn.LSTMCell), {"a", "b", "cell"}),
+    "gru cell": (lambda: cell(nn.GRUCell), {"a", "b", "cell"}),
+    "rnn cell": (lambda: cell(nn.RNNCell), {"a", "b", "cell"}),
     "bilinear": (lambda: Net(lambda m, h, k: m.both(h, k), 6, both=nn.Bilinear(8, 8, 6)), {"a", "b", "both"}),
     "embedding bag": (Bag, {"bag"}),
 }

@@ -20,6 +20,7 @@ from secateur.criteria.criterion import Absolute, Accumulator, Criterion, Norm, 
 from secateur.errors import Argument, CriterionError, SecateurError
 from secateur.nest import tensors_in
 from secateur.ops.conv import Convolution, TransposedConvolution
+from secateur.ops.recurrent import Arguments, Recurrent
 from secateur.ops.table import Call, lookup
 from secateur.plans.scores import Values
 from secateur.running.batches import counted, masks_in, size_of
@@ -197,18 +198,46 @@ class Taps(Observer):
             if self._open and call.writes and not call.rectifies:  # where ReLU changes z, g is 0, so z·g is the same
                 self._rescue(call.tensors()[:1])
             return call.run()
+        if isinstance(call.operation, Recurrent):
+            return self._recurrent(call, index)
         z: Tensor = call.run()
         channel = -1
         if isinstance(call.operation, Convolution | TransposedConvolution):
             channel = z.ndim - call.operation.spatial - 1
         with torch.no_grad():
             self.owner.take(index, channel, z, None)
-        if not self.owner.backward:
-            return z
+        return self._tapped(call, index, channel, z) if self.owner.backward else z
+
+    def _tapped(self, call: Call, index: int, channel: int, z: Tensor) -> Tensor:
         refuse_checkpoint(call.site)
         tap = _Tap(self.owner, index, channel, z.detach())
         self._open[z.untyped_storage().data_ptr()] = weakref.ref(tap)
-        return _Watch.apply(z, self.anchor, tap)
+        return _Watch.apply(z, self.anchor, tap)  # type: ignore[no-any-return]
+
+    def _recurrent(self, call: Call, index: int) -> Any:
+        """z is what a recurrent layer returns for each step. Its last states have gradients of their own, which count
+        as well, as (samples, layers, units). They are copied, for torch needs what its fused kernels return."""
+        backward, ways = self.owner.backward, Arguments.of(call).directions
+        # cuDNN has gradients in training mode only.
+        with torch.backends.cudnn.flags(enabled=torch.backends.cudnn.enabled and not backward):
+            made = call.run()
+        out, *states = tensors_in(made)
+        with torch.no_grad():
+            self.owner.take(index, -1, out, None)
+        if not backward:
+            return made
+        tapped = [self._tapped(call, index, -1, out.clone())]
+        for state in states:
+            if state.shape[-1] * ways != out.shape[-1]:  # cells whose state is projected are no units
+                tapped.append(state)
+            elif state.ndim == 2:
+                tapped.append(self._tapped(call, index, -1, state.clone()))
+            else:
+                _, samples, size = state.shape
+                z = state.view(-1, ways, samples, size).permute(2, 0, 1, 3).reshape(samples, -1, ways * size).clone()
+                z = self._tapped(call, index, -1, z).view(samples, -1, ways, size)
+                tapped.append(z.permute(1, 2, 0, 3).reshape(state.shape))
+        return tapped[0] if isinstance(made, Tensor) else tuple(tapped)
 
     def passes_by(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._open and lookup(func) is None:  # nobody knows what it writes to

@@ -18,7 +18,8 @@ _CACHED = 2**19  # numbers
 
 @dataclass(frozen=True)
 class Weight(Criterion):
-    """Σ|W| of a filter or neuron (Li 2016), per layer divided by its norm: 2 as in the paper, 1 as in its script."""
+    """Σ|W| of a filter or neuron (Li 2016), of a hidden unit over all gates, per layer divided by its norm: 2 as in the
+    paper, 1 as in its script."""
 
     data: ClassVar[bool | None] = False
     name: str = "weight"
@@ -30,16 +31,16 @@ class Weight(Criterion):
         parameters = dict(subject.model.named_parameters(remove_duplicate=False))
         left = np.ones(len(sizes), np.bool_)
         for producer, kept in zip(subject.producers, subject.kept, strict=True):
-            left[producer.labels] &= kept
+            left[producer.rows] &= kept
         # A parameter may hold the units of several calls (query, key and value rows), a call those of several.
-        labels = np.concatenate([np.zeros(0, np.int64), *(producer.labels for producer in subject.producers)])
+        labels = np.concatenate([np.zeros(0, np.int64), *(producer.rows.ravel() for producer in subject.producers)])
         for number in np.unique(graph.axis_of[labels]).tolist():
             axis = graph.axes.axes[number]
             weight = parameters.get(axis.parameter)
             if weight is not None and weight.ndim > 1:
                 check_units(f"`{axis.parameter}`", weight.shape[axis.dim], int(left[axis.span].sum()))
                 sizes[axis.span][left[axis.span]] = _row_sums(weight.detach(), axis.dim).cpu().double().numpy()
-        found = [sizes[producer.labels[kept]] for producer, kept in zip(subject.producers, subject.kept, strict=True)]
+        found = [sizes[p.rows[:, kept]].sum(0) for p, kept in zip(subject.producers, subject.kept, strict=True)]
         return Accumulator(subject, Sums([None if np.isnan(v).any() else torch.from_numpy(v) for v in found], 1))
 
 

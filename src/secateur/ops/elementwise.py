@@ -202,6 +202,9 @@ class Fill(Ruled):
 class Blank(Query):
     """A tensor with the same number everywhere: it fits whatever it meets."""
 
+    def __init__(self, zero: bool = False) -> None:
+        self.zero = zero
+
 
 def _interpolates(relevance: RelevanceVerbs, call: Call) -> Any:
     """A weighted mean of two tensors, as the products and the sum that it is."""
@@ -258,7 +261,9 @@ register_named("input *rest", "zeros_like", Fill(stops, zero=True), in_place="ze
 register_named("input *rest", "ones_like empty_like full_like rand_like randn_like", Fill(stops))
 register_named("input *rest", "fill bernoulli", Fill(stops), in_place="fill_ bernoulli_ normal_ uniform_")
 register("input *rest", Tensor.exponential_, operation=Fill(stops), writes=True)
-register("*size", torch.zeros, torch.ones, torch.full, torch.empty, operation=Blank())
-register_named("input *size", "new_zeros new_ones new_full new_empty", Blank())
+register("*size", torch.ones, torch.full, torch.empty, operation=Blank())
+register("*size", torch.zeros, operation=Blank(zero=True))
+register_named("input *size", "new_ones new_full new_empty", Blank())
+register_named("input *size", "new_zeros", Blank(zero=True))
 register("condition input other", torch.where, operation=Choice())
 register("input condition other", Tensor.where, operation=Choice())

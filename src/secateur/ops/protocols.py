@@ -57,6 +57,9 @@ class LabelVerbs(Protocol):
     def fits(self, tensor: Any) -> frozenset[int]:
         """The dimensions along which a tensor repeats one number, and was made to fit whatever it meets."""
 
+    def is_void(self, tensor: Tensor) -> bool:
+        """Whether a tensor was made of zeros, and nothing was written into it since."""
+
     def bind(self, tensors: Sequence[Tensor], output: Tensor) -> None:
         """Tensors met: those that fitted anything are as large as what they met from now on."""
 
@@ -90,8 +93,8 @@ class LabelVerbs(Protocol):
     def cost(self, site: Site, total: float, *axes: Labels | None) -> None:
         """Multiply-accumulates, proportional to what is kept along each of `axes`."""
 
-    def produce(self, labels: Labels, site: Site, kind: str) -> None:
-        """These labels number units that are made here."""
+    def produce(self, labels: Labels, site: Site, kind: str, rows: Labels | None = None) -> None:
+        """These labels number units that are made here. `rows`, if not they: what holds their weights, in a column."""
 
     def attend(self, labels: Labels, site: Site) -> None:
         """An attention product with one label per head."""
@@ -212,6 +215,10 @@ class RelevanceVerbs(Protocol):
 
     def enters_here(self, call: Call, weight: Tensor) -> Tensor:
         """An embedding: relevance of a discrete input ends here."""
+
+    def tallies(self, call: Call, x: Tensor, weight: Tensor, first: int, width: int) -> Tensor:
+        """`x` as it is. What reaches it is the score of some of the `width` units of the call, from `first` on. A
+        weight gives them its name."""
 
     def constant(self, value: Any, call: Call) -> Any:
         """A constant (tensor or number) beside the signal; the relevance that it absorbs is recorded."""

@@ -82,6 +82,10 @@ class GradientLayers(Layers):
         refuse_learning(call)
         return differentiated(self.backward, call, x, "norm") if x.requires_grad else call.run()
 
+    def _share(self, x: Tensor) -> Callable[[Tensor], Tensor]:
+        z = x.detach()
+        return lambda g: z * g
+
     def _step(self, run: Callable[[], Tensor], record: LinearCall, build: Callable[[Tensor], LinearMap]) -> Tensor:
         backward, journal, use = self.backward, self.backward.journal, record.use
         leaf = backward.leaves.get(id(record.x))

@@ -84,6 +84,28 @@ class Layers:
             use = self._use(call, DenseMap, weight, "linear", -1, axis=axis)
         return use
 
+    def tallies(self, call: Call, x: Tensor, weight: Tensor, first: int, width: int) -> Tensor:
+        if not x.requires_grad:
+            return x
+        journal, (name, _) = self.backward.journal, self._weights.name(weight, call, len(weight))
+        module, own, _ = name.partition(".weight_ih")  # the weight itself is a layer by that name
+        name = f"{module}.weight" if own else f"{name}.state"
+        self._ledger.open(call.site, name, slice(0, width), width, x.device)
+        share, units = self._share(x), list[Tensor]()
+
+        def back(r: Tensor) -> tuple[Tensor]:
+            units.append(journal.columns(name, share(r), first))
+            return (r,)
+
+        def gate(r: Tensor) -> None:
+            journal.columns(name, torch.where(units[0] == 0, share(r), 0) if units else share(r), first)
+
+        return self.backward.step(x.clone, back, x, saves=False, gate=gate)
+
+    def _share(self, x: Tensor) -> Callable[[Tensor], Tensor]:
+        """From what comes back to the relevance of `x`."""
+        return lambda r: r
+
     def _use(
         self, call: Call, build: Build, weight: Tensor, kind: str, channel: int, options: tuple[Any, ...] = (),
         axis: int = 0,

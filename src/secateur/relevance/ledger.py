@@ -76,9 +76,11 @@ class Journal:
         self._units(use.name, use.rows.start, summed)
         return summed, total(r) if self._absolute else summed
 
-    def columns(self, name: str, r: Tensor) -> None:
-        """Record one number per column of an embedding."""
-        self._units(name, 0, self._by_channel(r, -1))
+    def columns(self, name: str, r: Tensor, first: int = 0) -> Tensor:
+        """Record one number per column of an embedding, or of a part of the units of a recurrent layer."""
+        sums = self._by_channel(r, -1)
+        self._units(name, first, sums)
+        return sums
 
     def gather(self, *more: Tensor) -> Page:
         """All sums in one row, still on the device. `more` are further sums to be read with them."""

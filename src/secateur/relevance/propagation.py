@@ -38,7 +38,7 @@ class Propagation:
         self.again = again
         self.activations, self.backward, self.fusion = layers.activations, layers.backward, layers.fusion
         self.dense, self.convolves, self.batch_norm = layers.dense, layers.convolves, layers.batch_norm
-        self.enters_here, self.layers = layers.enters_here, layers
+        self.enters_here, self.tallies, self.layers = layers.enters_here, layers.tallies, layers
 
     def moves(self, call: Call) -> Any:
         """Data movement: autograd moves relevance back the same way. Facts about the numbers move along."""

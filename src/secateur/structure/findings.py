@@ -121,11 +121,15 @@ class Requirement:
 
 @dataclass(frozen=True)
 class Producer:
-    """Where units are made: the labels number the output channels. Reused weights are called at several sites."""
+    """Where units are made: the labels number the output channels. Reused weights are called at several sites.
+
+    A column of `rows` has all labels that hold weights of one unit, as those of its gates.
+    """
 
     sites: tuple[Site, ...]
     kind: str
     labels: Labels
+    rows: Labels
 
 
 def _held(layer: Tensor) -> Labels:
@@ -215,12 +219,12 @@ class Findings:
             total /= len(axis)
         self.macs.append(CostTerm(site, total, known))
 
-    def produce(self, labels: Labels, site: Site, kind: str) -> None:
-        """These labels number units that are made here: filters, neurons."""
+    def produce(self, labels: Labels, site: Site, kind: str, rows: Labels | None = None) -> None:
+        """These labels number units that are made here: filters, neurons. A unit of several `rows` has a column."""
         labels = np.abs(labels)
         key = labels.tobytes()  # a weight may be made of some of the units of another layer
         before = self.producers[key].sites if key in self.producers else ()
-        self.producers[key] = Producer((*before, site), kind, labels)
+        self.producers[key] = Producer((*before, site), kind, labels, labels[None] if rows is None else rows)
 
     def attend(self, labels: Labels, site: Site) -> None:
         """An attention product with one label per head, or one per sample and head."""

@@ -193,7 +193,8 @@ class Graph:
         """Why there is nothing in the table of a model without layers."""
         names = sorted(self.parameters)
         others = f"; other operations use {', '.join(names[:4])}{' …' if len(names) > 4 else ''}" if names else ""
-        return f"units are made by convolutions, linear layers and embeddings, and the forward calls none{others}"
+        makers = "convolutions, linear layers, recurrent layers and embeddings"
+        return f"units are made by {makers}, and the forward calls none{others}"
 
     @property
     def whole(self) -> list[str]:

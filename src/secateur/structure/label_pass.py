@@ -151,7 +151,7 @@ class LabelPass(Observer):
         if not isinstance(operation, Query):
             return made
         if isinstance(operation, Blank):
-            self.labels.blank(made)
+            self.labels.blank(made, operation.zero)
         elif self._spelt_out:
             return made
         elif isinstance(operation, SizeQuery):

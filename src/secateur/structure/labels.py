@@ -44,7 +44,7 @@ class TensorLabels:
         self.found = found
         self._layers = TensorFacts[Layers]()
         self._names = {id(tensor): name for name, tensor in named_tensors(model)}
-        self._weights, self._blank = TensorFacts[bool](), TensorFacts[frozenset[int]]()
+        self._weights, self._blank, self._void = TensorFacts[bool](), TensorFacts[frozenset[int]](), TensorFacts[bool]()
         for _, tensor in named_tensors(model):
             self._weights[tensor] = True
         self._patches: dict[int, tuple[Tensor, dict[tuple[int, int], Tensor]]] = {}
@@ -92,9 +92,15 @@ class TensorLabels:
         """Whether a tensor is a parameter or buffer, or computed from nothing else."""
         return tensor in self._weights
 
-    def blank(self, tensor: Tensor) -> None:
+    def blank(self, tensor: Tensor, zero: bool = False) -> None:
         """A tensor has the same number everywhere."""
         self._blank[tensor] = frozenset(range(tensor.ndim))
+        if zero:
+            self._void[tensor] = True
+
+    def is_void(self, tensor: Tensor) -> bool:
+        """Whether a tensor was made of zeros, and nothing was written into it since."""
+        return tensor in self._void and tensor in self._blank
 
     def overwritten(self, tensors: Sequence[Tensor]) -> None:
         """Tensors, and what they are views of, no longer have the same number everywhere."""
@@ -143,7 +149,7 @@ class TensorLabels:
         elif sources and isinstance(call.operation, Move) and (known := self._blank.get(sources[0])) is not None:
             whole = len(known) == sources[0].ndim and not self.layers(sources[0])
             for tensor in tensors_in(output) if whole else ():
-                self.blank(tensor)
+                self.blank(tensor, self.is_void(sources[0]))
 
     def follows(self, sizes: Collection[int] = ()) -> bool:
         """Whether the module that runs computes places from its number of heads, which shrinks with them, or has some

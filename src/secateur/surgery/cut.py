@@ -129,7 +129,7 @@ def _fit(module: Any, old: Any, path: str, plan: Plan) -> None:
     elif isinstance(module, nn.Bilinear):
         module.out_features, module.in1_features, module.in2_features = module.weight.shape
     elif isinstance(module, nn.RNNCellBase):
-        module.input_size = module.weight_ih.shape[1]
+        module.input_size, module.hidden_size = module.weight_ih.shape[1], module.weight_hh.shape[1]
     elif isinstance(module, nn.Embedding | nn.EmbeddingBag):
         module.num_embeddings, module.embedding_dim = module.weight.shape
     elif is_conv1d(module):
@@ -138,8 +138,11 @@ def _fit(module: Any, old: Any, path: str, plan: Plan) -> None:
         for name, own in experts:
             setattr(module, name, len(getattr(module, own)))
     elif isinstance(module, nn.RNNBase):
-        module.input_size = module.all_weights[0][0].shape[1]
-        module._flat_weights = [getattr(module, name) for name in module._flat_weights_names]
+        weights: Any = [getattr(module, name) for name in module._flat_weights_names]
+        rows, module.input_size = weights[0].shape
+        module.hidden_size = rows * old.hidden_size // len(old.weight_ih_l0)
+        module.proj_size = weights[1].shape[1] if old.proj_size else 0
+        module._flat_weights = weights
 
 
 def _experts(old: nn.Module) -> list[tuple[str, str]]:
