@@ -78,6 +78,13 @@ def test_both_models_are_timed_in_both_runtimes(place: Place, tmp_path: Path, mo
     assert result.exit_code == 0, result.stderr
     found = json.loads((tmp_path / "s" / "run.json").read_text())
     page = (tmp_path / "s" / "report.html").read_text()
+    moved = found["reasons"]  # of the six images of the report
+    assert moved["samples"] == 6
+    assert set(moved["by_class"]) == {"red", "green", "blue"}
+    assert moved["drift"] == pytest.approx(sum(moved["by_class"].values()) / 3)
+    assert f"drift of the heat maps of 6 samples: {moved['drift']:.2f} (" in result.stdout
+    assert f"SRG {moved['srg']['before']:.2f} → {moved['srg']['after']:.2f}" in result.stdout
+    assert f"{moved['srg']['after']:.3f}".replace("-", "−") in page
     lines = {line.split("│")[1].strip(): line for line in result.stdout.splitlines() if line.startswith("│")}
     for runtime, key in (("PyTorch", "latency"), ("ONNX Runtime", "onnx_latency")):
         for batch in (1, 32):

@@ -87,6 +87,8 @@ def test_a_language_model_becomes_smaller_and_transformers_loads_it(desk: Desk, 
         surprise, right = by_hand(model, ids)
         assert found["accuracy"][side]["perplexity"] == pytest.approx(surprise, rel=1e-4)
         assert found["accuracy"][side]["overall"] == pytest.approx(right)
+    assert found["reasons"]["samples"] == 2  # the passages of the report
+    assert f"drift of the heat maps of 2 samples: {found['reasons']['drift']:.2f}" in result.stdout
     # What people see.
     lines = {line.split("│")[1].strip(): line for line in result.stdout.splitlines() if line.startswith("│")}
     assert "MACs per 16 tokens" in lines

@@ -96,18 +96,21 @@ def test_right_for_other_reasons_is_named() -> None:
     assert Drift(alike[2:4]).other_reasons == [-1]
 
 
+class Words(nn.Module):
+    """Adds up what it sees in the words of a text."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.inner, self.last = nn.Embedding(20, 8), nn.Linear(8, 8), nn.Linear(8, 2)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        seen = self.inner(self.table(input_ids)).relu() * attention_mask[:, :, None]
+        return self.last(seen.sum(1))
+
+
 def test_texts_and_vectors_have_a_drift_too() -> None:
-    class Reader(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table, self.inner, self.last = nn.Embedding(20, 8), nn.Linear(8, 8), nn.Linear(8, 2)
-
-        def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-            seen = self.inner(self.table(input_ids)).relu() * attention_mask[:, :, None]
-            return self.last(seen.sum(1))
-
     torch.manual_seed(0)
-    net, other = Reader().eval(), Reader().eval()
+    net, other = Words().eval(), Words().eval()
     mask = torch.tensor([[1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1]])
     inputs = {"input_ids": torch.randint(20, (2, 6)), "attention_mask": mask}
     found = drift(net, other, [(inputs, torch.tensor([0, 1]))])
@@ -211,3 +214,96 @@ def test_a_result_tells_its_drift() -> None:
     found = result.drift(data)
     assert torch.equal(found.agreement, drift(net, result.model, data).agreement)
     assert found.srg is not None
+
+
+# -- after every run ---------------------------------------------------------------------------------------------------
+def test_every_run_tells_whether_its_reasons_stayed() -> None:
+    net, (x, y) = network(), pictures(30)
+    result = sc.prune(net, (x, y), remove=0.2, progress=False)
+    found = result.reasons
+    assert found is not None
+    count = len(found.agreement)
+    assert 3 <= count < len(x)
+    assert found.classes.tolist() == y[:count].tolist()  # the first of each class, then the second, …
+    heats = [sc.explain(model, x[:count], y[:count]).heat.double().numpy() for model in (net, result.model)]
+    expected = [np.corrcoef(*(blocks(maps[i], 14).ravel() for maps in heats))[0, 1] for i in range(count)]
+    assert found.agreement.tolist() == pytest.approx(expected, abs=1e-9)
+    assert found.srg is not None
+    line = str(result).splitlines()[-1]
+    assert line.startswith(f"drift of the heat maps of {count} samples: {1 - np.mean(expected):.2f} (")
+    assert f"SRG {float(found.srg[0].mean()):.2f} → {float(found.srg[1].mean()):.2f}" in line
+    again = sc.prune(net, (x, y), remove=0.2, progress=False)
+    assert torch.equal(again.reasons.agreement, found.agreement)
+
+
+def test_samples_that_are_watched_are_looked_at() -> None:
+    net, (x, y) = network(), pictures(5)
+    result = sc.prune(net, (x, y), remove=0.2, repair=None, watch=(x[:4], y[:4]), progress=False)
+    assert torch.equal(result.reasons.agreement, drift(net, result.model, (x[:4], y[:4])).agreement)
+
+
+def test_no_samples_no_reasons() -> None:
+    net, (x, y) = network(), pictures(30)
+    assert sc.prune(net, [(x, None)], "weight", remove=0.2, progress=False).reasons is None
+    # Scored once and not repaired, this run took less than twenty times what two heat maps take.
+    assert sc.prune(net, (x[:6], y[:6]), remove=0.2, repair=None, progress=False).reasons is None
+    worse = iter((1.0, 0.0))
+    assert sc.prune(net, (x, y), max_drop=0.0, evaluate=lambda model: next(worse), progress=False).reasons is None
+
+
+class Halves(nn.Module):
+    """Sees the left half and, much weaker, the right half of a picture; both say the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.look, self.say = nn.Conv2d(1, 2, (1, 8), (1, 8), bias=False), nn.Linear(2, 2, bias=False)
+        with torch.no_grad():
+            self.look.weight.zero_()
+            self.look.weight[0, 0, 0, :4], self.look.weight[1, 0, 0, 4:] = 1, 0.01
+            self.say.weight[0], self.say.weight[1] = 1.0, -1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.say(self.look(x).relu().mean((2, 3)))
+
+
+def _keep_the_right_half(small: nn.Module, original: nn.Module, data: object) -> nn.Module:
+    """A repair that is as accurate as the original."""
+    with torch.no_grad():
+        small.look.weight.copy_(100 * original.look.weight[1:])
+    return small
+
+
+def test_a_run_warns_of_other_reasons() -> None:
+    net, x, y = Halves().eval(), torch.rand(4, 1, 8, 8), torch.zeros(4, dtype=torch.long)
+    options = {"remove": 0.5, "repair": _keep_the_right_half, "progress": False, "watch": (x, y)}
+    with pytest.warns(sc.errors.SecateurWarning, match="right for other reasons: class 0"):
+        result = sc.prune(net, (x, y), **options)
+    assert "right for other reasons: 0" in str(result)
+    # Two samples are too few to judge, and a model that became worse is not "right".
+    assert sc.prune(net, (x, y), **{**options, "watch": (x[:2], y[:2])}).reasons.other_reasons == [0]
+    worse = iter((0.9, 0.5))
+    assert sc.prune(net, (x, y), evaluate=lambda model: next(worse), **options).reasons.other_reasons == [0]
+
+
+def test_what_cannot_be_explained_ends_no_run() -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(4, 12), nn.Linear(12, 3)
+
+        def forward(self, given: dict[str, Tensor]) -> Tensor:
+            return self.last(self.first(given["a"]).relu())
+
+    data = [({"given": {"a": torch.rand(64, 4)}}, torch.arange(64) % 3)]
+    result = sc.prune(Odd(), data, remove=0.5, progress=False)
+    assert result.reasons is None
+    assert "heat maps need a tensor" in result.settings["reasons"]
+
+
+def test_texts_have_reasons_after_every_run() -> None:
+    net, x = Words().eval(), torch.randint(20, (64, 6), generator=torch.Generator().manual_seed(0))
+    inputs, y = {"input_ids": x, "attention_mask": torch.ones_like(x)}, torch.arange(64) % 2
+    found = sc.prune(net, [(inputs, y)], remove=0.1, progress=False).reasons
+    assert found is not None
+    assert found.srg is None
+    assert len(found.agreement) >= 2

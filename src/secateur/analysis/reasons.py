@@ -39,6 +39,7 @@ _LEVELS = 3  # shares of the regions that are covered, evenly between none and a
 OTHER_REASONS = 0.5
 #: Up to this loss, the accuracy of a class has stayed.
 _STAYED = 0.02
+_WHEN = ("before", "after")
 
 
 # -- heat maps ---------------------------------------------------------------------------------------------------------
@@ -224,19 +225,53 @@ class Drift:
     def other_reasons(self) -> list[int]:
         """Classes that are answered as well as before, for other reasons: the correlation of their maps is below 0.5.
         Without classes of their own, all samples are class -1."""
-        found = self.by_class or {-1: float(self)}
+        return self.doubtful()
+
+    def doubtful(self, least: int = 1) -> list[int]:
+        """`other_reasons` of classes that have so many samples; if none has, of all samples together."""
+        found = {number: drift for number, drift in self.by_class.items() if int(self.of_class(number).sum()) >= least}
+        found = found or ({-1: float(self)} if len(self.agreement) >= least else {})
         return [number for number, drift in found.items() if 1 - drift < OTHER_REASONS and self._stays(number)]
 
     def _stays(self, number: int) -> bool:
         if self.right is None:
             return True
         before, after = (values[self.of_class(number)].double().mean() for values in self.right)
-        return bool(before > 0) and bool(after >= before - _STAYED)
+        return bool(before > 0) and self.stayed(float(before), float(after))
+
+    @staticmethod
+    def stayed(before: float, after: float) -> bool:
+        """Whether an accuracy is as good as before: at most two points are lost."""
+        return after >= before - _STAYED
+
+    def of(self, before: Explanation, after: Explanation) -> bool:
+        """Whether these are the heat maps that were compared, and nothing of them is left to measure."""
+        maps = [seen.heat.detach().cpu() for seen in (before, after)]
+        whole = self.srg is not None or before.text is not None
+        return whole and self.heat is not None and all(map(torch.equal, self.heat, maps))
 
     def of_class(self, number: int) -> Tensor:
         """Which samples are of a class; -1 stands for all."""
         whole = torch.ones_like(self.agreement, dtype=torch.bool)
         return whole if self.classes is None or number < 0 else torch.eq(self.classes, number)
+
+    def summary(self, name: Callable[[int], str] = str, most: int = 3) -> str:
+        """In a line: the drift, of all samples and of the classes that moved most, and the SRG before and after."""
+        worst = sorted(self.by_class.items(), key=lambda item: -item[1])[:most]
+        classes = f" ({', '.join(f'{name(number)} {drift:.2f}' for number, drift in worst)})" if len(worst) > 1 else ""
+        faithful = "" if self.srg is None else "; SRG " + " → ".join(f"{float(s.mean()):.2f}" for s in self.srg)
+        other = [name(number) for number in self.by_class if number in self.other_reasons]
+        told = f"; right for other reasons: {', '.join(other)}" if other else ""
+        return f"drift of the heat maps of {len(self.agreement)} samples: {float(self):.2f}{classes}{faithful}{told}"
+
+    def to_dict(self, name: Callable[[int], str] = str) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        srg = None if self.srg is None else {when: float(s.mean()) for when, s in zip(_WHEN, self.srg, strict=True)}
+        return {
+            "samples": len(self.agreement), "drift": float(self), "srg": srg,
+            "by_class": {name(number): drift for number, drift in self.by_class.items()},
+            "other_reasons": ["all" if number < 0 else name(number) for number in self.other_reasons],
+        }  # fmt: skip
 
     def __repr__(self) -> str:
         faithful = "" if self.srg is None else "; SRG " + " → ".join(f"{float(s.mean()):.3f}" for s in self.srg)
@@ -252,10 +287,10 @@ class Drift:
         return "\n".join(lines)
 
 
-def warn_of_other_reasons(found: Drift, name: Callable[[int], str] = str) -> None:
-    """Warn of classes that are as accurate as before, but for other reasons."""
-    if found.other_reasons:
-        names = ", ".join("all samples" if number < 0 else f"class {name(number)}" for number in found.other_reasons)
+def warn_of_other_reasons(found: Drift, name: Callable[[int], str] = str, least: int = 1) -> None:
+    """Warn of classes that are as accurate as before, but for other reasons, if they have so many samples."""
+    if numbers := found.doubtful(least):
+        names = ", ".join("all samples" if number < 0 else f"class {name(number)}" for number in numbers)
         what = f"right for other reasons: {names}. The accuracy stays, but heat maps before and after correlate by less"
         fix = "look at these samples in the report; keep more units, or give max_drift"
         warnings.warn(SecateurWarning(f"{what} than {OTHER_REASONS}.", fix=fix), stacklevel=4)
@@ -267,20 +302,23 @@ def drift(
     small: nn.Module,
     data: Data,
     *,
-    samples: int = 32,
+    samples: int | None = 32,
     composite: str | Composite | Rule | None = None,
     faithful: bool = True,
 ) -> Drift:
     """Compare the heat maps of two models on the first `samples` of the data, all classes among them if possible.
 
+    `samples=None` takes the data as they are, a pair (inputs, targets).
     Without `faithful` there is no SRG, which takes six forward passes per sample and model.
 
     >>> net = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3))
     >>> drift(net, net, (torch.rand(6, 4), torch.arange(6) % 3))
     <Drift 0.000 on 6 samples>
     """
-    check_count("samples", samples)
-    viewer = Viewer(unwrap(original), some_of(data, samples), composite)
+    if samples is not None:
+        check_count("samples", samples)
+    chosen: Any = data if samples is None else some_of(data, samples)
+    viewer = Viewer(unwrap(original), chosen, composite)
     return compared(viewer, unwrap(original), unwrap(small), viewer.look(small), faithful)
 
 

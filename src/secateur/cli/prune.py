@@ -26,6 +26,7 @@ from secateur.models.hub import reads_text
 from secateur.nest import select_samples
 from secateur.plans.targets import Limits, Scope
 from secateur.recover import Recover
+from secateur.report.changes import name_of
 from secateur.running.memory import parse, release
 from secateur.runtimes import Runtime, Setup
 from secateur.surgery.provenance import plans_of
@@ -248,12 +249,15 @@ def _write(
     metrics = [row.metrics for row in result.history if row.held and row.metrics]
     blocks = [block.name for block in result.plan.blocks] if result.plan is not None else []
     accuracy = {} if quantised is None else {"int8": quantised}
+    moved, named = result.reasons, lambda number: name_of(number, task.meanings)
+    why = {"not measured": result.settings["reasons"]} if "reasons" in result.settings else None
     summary = {
         "stopped": result.stopped, "before": before, "after": after,
         "accuracy": {"before": metrics[0], "after": metrics[-1], **accuracy} if metrics else None,
         "intervals": intervals(metrics, task.tested), **task.counts,
         **({"timed": {"threads": setup.threads, "device": setup.device}} if setup is not None else {}),
-        "removed_blocks": blocks, "steps": len(result.history) - 1, "seconds": round(printer.seconds, 1),
+        "reasons": moved.to_dict(named) if moved is not None else why, "removed_blocks": blocks,
+        "steps": len(result.history) - 1, "seconds": round(printer.seconds, 1),
         "files": {name: str(path) for name, path in files.items()},
     }  # fmt: skip
     run.end(summary, [path.name for path in files.values()])
@@ -261,6 +265,8 @@ def _write(
     printer.result(headline(had, has, timings, metrics, task.sample, quantised, task.tested))
     if metrics and (few := doubt(metrics[-1], task.tested)):
         printer.result(few)
+    if moved is not None:
+        printer.result(moved.summary(named))
     if blocks:
         printer.result(f"whole blocks that left: {', '.join(blocks)}")
     if onnx:

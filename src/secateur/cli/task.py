@@ -279,8 +279,12 @@ class Task:
             title=f"{self.opened.origin.model} pruned by {result.settings['criterion']}", about=about,
             latency=timings or False, mean=view.mean, std=view.std, answers=self._answers(result),
         )  # fmt: skip
-        classes = {number: title(name) for number, name in zip(self.reference.targets, self.classes, strict=True)}
-        return write_page(result, path, self.shown(), original=self.model, classes=classes, page=page)
+        return write_page(result, path, self.shown(), original=self.model, classes=self.meanings, page=page)
+
+    @property
+    def meanings(self) -> dict[int, str]:
+        """What the outputs that have photographs mean."""
+        return {number: title(name) for number, name in zip(self.reference.targets, self.classes, strict=True)}
 
     def shown(self) -> tuple[Tensor, Tensor]:
         """A few images to explain, of as many classes as can be."""

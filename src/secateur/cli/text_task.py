@@ -163,7 +163,12 @@ class TextTask:
             title=f"{self.opened.origin.model.removeprefix(HUB)} pruned by {result.settings['criterion']}", about=about,
             latency=timings or False, tokenizer=self.tokenizer, answers=self._answers(result),
         )  # fmt: skip
-        return write_page(result, path, self.shown(), original=self.model, classes=self.classes or None, page=page)
+        return write_page(result, path, self.shown(), original=self.model, classes=self.meanings or None, page=page)
+
+    @property
+    def meanings(self) -> dict[int, str]:
+        """What the outputs mean, if the model is a classifier."""
+        return dict(enumerate(self.classes))
 
     def shown(self) -> tuple[dict[str, Tensor], Tensor | None]:
         """Short texts to explain: of different classes, or from different places."""

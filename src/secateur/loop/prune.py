@@ -27,6 +27,7 @@ from secateur.files.saved import measured_with
 from secateur.loop.checkpoint import Checkpoint
 from secateur.loop.planner import Planner
 from secateur.loop.progress import Progress, StepDone
+from secateur.loop.reasons import with_reasons
 from secateur.loop.settings import Evaluate, Repairer, Schedule, Settings, repair_of
 from secateur.loop.steps import RunState, Steps
 from secateur.plans.targets import Limits, Target
@@ -189,7 +190,9 @@ def prune(
 
     `max_drift` is how far the heat maps of `watch`, a pair (inputs, targets), may move from those of the unpruned
     model: 1 minus their correlation, 0.2 for instance, or a dict as for `max_drop`. The heat maps of `watch` are kept
-    after each step, for the report. Without it, 16 samples of `data` are watched.
+    after each step, for the report. Without it, 16 samples of `data` are watched. At the end of every run, `reasons` of
+    the result says how far the heat maps of a few samples moved, by class, for at most 5 % of the work; a warning tells
+    if the accuracy stays but the reasons do not.
 
     `output` names what counts of several things that the model returns, as in `analyze`.
 
@@ -211,7 +214,8 @@ def prune(
         Limits.of(limits), repair_of(repair), evaluate, output, latency, Recover.of(recover), watch,
     )  # fmt: skip
     with limited(memory):
-        return run_loop(model, data, settings, checkpoint, progress)
+        data = repeatable(data)
+        return with_reasons(run_loop(model, data, settings, checkpoint, progress), data, settings.decided(data))
 
 
 def run_loop(

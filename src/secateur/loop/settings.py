@@ -131,7 +131,7 @@ class Settings:
         """Decide what the user left open. This is the only place that knows the defaults of `prune`."""
         target, schedule, limits, repair = self.target, self.schedule, self.limits, self.repair
         if repair == "auto":  # repair if nothing else makes up for the loss, and if there are samples to learn from
-            no_samples = data is None or (self.criterion.data is False and _is_example(data))
+            no_samples = data is None or (self.criterion.data is False and is_example(data))
             repair = None if schedule.stepwise or no_samples else "best"
         if isinstance(repair, str):
             repair = None if repair == "none" else Repair(repair)
@@ -200,6 +200,6 @@ def repair_of(given: Repairer | str | bool | None) -> Repairer | str | None:
     return given
 
 
-def _is_example(data: Data) -> bool:
+def is_example(data: Data) -> bool:
     """Whether the data are one batch without targets: an input to analyse the model with, not samples to learn from."""
     return isinstance(data, list) and len(data) == 1 and isinstance(data[0], tuple | list) and data[0][-1] is None

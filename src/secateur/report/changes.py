@@ -94,7 +94,8 @@ def changes(
         check_scale(inputs[0], page)
     viewer = Viewer(original, inputs, page.composite)
     after = viewer.look(result.model)
-    reasons = compared(viewer, original, result.model, after, faithful=True)
+    reasons = known if (known := result.reasons) is not None and known.of(viewer.before, after) else None
+    reasons = reasons or compared(viewer, original, result.model, after, faithful=True)
     samples, passages = pairs(viewer, after, classes, page)
     units = _units(original, viewer.before, after, result.plan)
     return Changes(samples, passages, size_of(viewer.x), reasons, *units)

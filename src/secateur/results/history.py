@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from secateur import atomic
+from secateur.analysis.reasons import Drift
 from secateur.errors import FileFormatError
 from secateur.plans.plan import Plan
 from secateur.plans.scores import Scores
@@ -112,7 +113,7 @@ class Record:
 
     `stopped` says why; `scores` are those that the last removal was based on. `original` is the user's own
     unpruned model, and `settings` what `prune` was asked for. `seen` has the heat maps of the `watched` samples, by
-    step.
+    step. `reasons` says how far its heat maps are from the original's, on a few samples, where that was measured.
     """
 
     model: nn.Module
@@ -127,13 +128,15 @@ class Record:
     settings: Mapping[str, Any] = field(default_factory=dict)
     watched: tuple[Any, Tensor | None] | None = field(default=None, repr=False, compare=False)
     seen: Mapping[int, Tensor] = field(default_factory=dict, repr=False, compare=False)
+    reasons: Drift | None = field(default=None, repr=False, compare=False)
 
     def __repr__(self) -> str:
         name = type(self.model).__name__
         return f"<{type(self).__name__} of {name}: {self.cost_before} → {self.cost_after}; {self.stopped}>"
 
     def __str__(self) -> str:
-        return f"{self.cost_before} → {self.cost_after}; {self.stopped}\n{self.history}"
+        told = "" if self.reasons is None else f"\n{self.reasons.summary()}"
+        return f"{self.cost_before} → {self.cost_after}; {self.stopped}\n{self.history}{told}"
 
 
 # What JSON may hold for a field, by its type.
