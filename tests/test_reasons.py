@@ -301,9 +301,14 @@ def test_what_cannot_be_explained_ends_no_run() -> None:
 
 
 def test_texts_have_reasons_after_every_run() -> None:
-    net, x = Words().eval(), torch.randint(20, (64, 6), generator=torch.Generator().manual_seed(0))
-    inputs, y = {"input_ids": x, "attention_mask": torch.ones_like(x)}, torch.arange(64) % 2
-    found = sc.prune(net, [(inputs, y)], remove=0.1, progress=False).reasons
+    net, x = Words().eval(), torch.randint(20, (20, 6), generator=torch.Generator().manual_seed(0))
+    inputs, y = {"input_ids": x, "attention_mask": torch.ones_like(x)}, torch.arange(20) % 2
+    result = sc.prune(net, [(inputs, y)], remove=0.1, progress=False)
+    found = result.reasons
     assert found is not None
     assert found.srg is None
-    assert len(found.agreement) >= 2
+    few = {name: values[: len(found.agreement)] for name, values in inputs.items()}
+    assert len(few["input_ids"]) >= 4
+    maps = [sc.explain(model, few, y[: len(found.agreement)]).heat.double().numpy() for model in (net, result.model)]
+    expected = [np.corrcoef(a, b)[0, 1] for a, b in zip(*maps, strict=True)]
+    assert found.agreement.tolist() == pytest.approx(expected, abs=1e-6)

@@ -39,6 +39,8 @@ _LEVELS = 3  # shares of the regions that are covered, evenly between none and a
 OTHER_REASONS = 0.5
 #: Up to this loss, the accuracy of a class has stayed.
 _STAYED = 0.02
+#: A class of which less is right has no reasons to keep.
+_MOSTLY = 0.5
 _WHEN = ("before", "after")
 
 
@@ -237,7 +239,7 @@ class Drift:
         if self.right is None:
             return True
         before, after = (values[self.of_class(number)].double().mean() for values in self.right)
-        return bool(before > 0) and self.stayed(float(before), float(after))
+        return bool(before >= _MOSTLY) and self.stayed(float(before), float(after))
 
     @staticmethod
     def stayed(before: float, after: float) -> bool:

@@ -23,7 +23,7 @@ _BUDGETS = (0.8, 0.6, 0.4, 0.3, 0.2, 0.1)
 
 def demo(
     out: Annotated[Path, typer.Option(help=_OUT)] = Path("secateur-demo"),
-    epochs: Annotated[int, typer.Option(min=1, help="Epochs of training the digits network.")] = 15,
+    epochs: Annotated[int, typer.Option(min=1, help="Epochs of training the digits network.")] = 6,
 ) -> None:
     """Train a small network on digits, keep four of its ten outputs, compare four criteria, prune it by relevance.
 

@@ -14,10 +14,12 @@ from torch import Tensor
 
 from secateur.analysis.reasons import Drift, drift, some_of, warn_of_other_reasons
 from secateur.loop.settings import Settings, is_example
+from secateur.repair.samples import FEW_TOKENS
 from secateur.repair.session import Repair
 from secateur.results.history import Record
-from secateur.running.batches import Data, is_pair, total_of
+from secateur.running.batches import Data, total_of
 from secateur.running.processes import is_first, same_everywhere
+from secateur.running.targets import ids_in
 
 Made = TypeVar("Made", bound=Record)
 
@@ -64,7 +66,8 @@ def _measured(result: Record, data: Data, settings: Settings) -> Drift | None:
         if count < _FEWEST or is_example(data):
             return None
         samples, fewer = some_of(data, count), min(int(passes // (_MAPS + _FAITHFUL)), _MOST)
-        faithful = fewer >= max(_FEWEST, _classes(samples[1]))
+        pictures = isinstance(samples[0], Tensor) and samples[0].dim() == 4
+        faithful = pictures and fewer >= max(_FEWEST, _classes(samples[1]))
         if faithful:
             samples = some_of(data, fewer)
     return drift(result.original, result.model, samples, samples=None, faithful=faithful)
@@ -81,6 +84,7 @@ def _passes(result: Record, data: Data, settings: Settings) -> int:
     if settings.criterion.data is not False:
         passes += _SCORING * total * (steps if settings.schedule.rescore else 1)
     if isinstance(settings.repair, Repair):
-        copies = settings.repair.copies if is_pair(data) else 0  # texts may have none
+        ids = ids_in(result.graph.example)
+        copies = settings.repair.copies if ids is None or total * ids[0].numel() <= FEW_TOKENS else 0
         passes += _REPAIR * steps * min((1 + copies) * total, settings.repair.samples)
     return passes

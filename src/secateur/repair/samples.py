@@ -23,8 +23,8 @@ from secateur.running.targets import are_shares
 Alter = Callable[[Any, torch.Generator], Any]
 # Copies are drawn for this many samples together, whatever the batch size is.
 _PART = 32
-# Texts with more tokens than that get no copies: with 700 tokens copies helped, with 2,900 they did harm.
-_FEW_TOKENS = 2048
+#: Texts with more tokens than that get no copies: with 700 tokens copies helped, with 2,900 they did harm.
+FEW_TOKENS = 2048
 
 
 def crop_and_flip(images: Tensor, generator: torch.Generator, least: float = 0.5) -> Tensor:
@@ -113,7 +113,7 @@ class Samples:
         elif alter is None and isinstance(joined, Mapping) and isinstance(joined.get("input_ids"), Tensor):
             counts = counted(masks_in(joined, decoder=False), joined["input_ids"].shape)
             tokens = joined["input_ids"].numel() if counts is None else int(counts.sum())
-            alter = exchange_words if count > 1 and tokens <= _FEW_TOKENS else None
+            alter = exchange_words if count > 1 and tokens <= FEW_TOKENS else None
         copies = min(copies, max(0, most // count - 1)) if alter is not None else 0
         return cls(joined, count, copies, alter, held, seed, quantities)
 

@@ -132,7 +132,7 @@ def write_report(
             different = differences(source, result.model, answers, classes, page)
         except UNEXPLAINED:  # the heat maps of other samples, or a note, say why
             different = differences(source, result.model, replace(answers, pick=None), classes, page)
-    if seen is not None and seen.reasons is not result.reasons:  # the run warned of these
+    if seen is not None and result.reasons is None:  # else the run has warned
         warn_of_other_reasons(seen.reasons, lambda number: name_of(number, classes))
     speeds, latency_note = _speeds(result, source, page.latency)
     layers = _layers(result)
