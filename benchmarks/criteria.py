@@ -1,0 +1,339 @@
+"""Which criterion for which network? Seven real networks, ten criteria, ten draws, with and without repair.
+
+    python -m benchmarks.criteria --data DIR --device cuda --out criteria.jsonl --minutes 8    # again until it is done
+    python -m benchmarks.criteria --out criteria.jsonl --table
+
+A draw chooses three classes and ten samples of each, to score and to repair with; others test. Units are scored once
+and removed at once, at half and at 35 % of the MACs; accuracy is measured before and after the repair. What is in the
+results already is not measured again.
+
+DIR holds imagenette/{reference,test}, resnet50.safetensors, efficientnet_lite0.safetensors, vgg16_features.safetensors,
+alexnet_features.safetensors, resnet56_cifar10.safetensors with cifar10-small.npz (some images and labels, test images
+first, as many training images behind them), minilm/ and sst/{train,test}.tsv. Networks whose files are missing are left
+out. Classifiers that the weights lack are fitted on reference samples that no draw uses; "vit" is the transformer of
+`benchmarks.faithfulness`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+import warnings
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+import secateur as sc
+from benchmarks import cifar
+from benchmarks.faithfulness import TARGETS, Body, _fitted, _through, _train, resnet50, view_of
+from benchmarks.resnet56 import resnet56
+from secateur.criteria import Custom
+from secateur.data.images import read
+from secateur.errors import SecateurError
+from secateur.nest import map_tensors, select_samples
+from secateur.plans import Limits
+from secateur.repair import Repair
+
+SHARES = (0.5, 0.35)
+CLASSES, HELD = 3, 40  # classes of a draw; reference pictures per class that fit classifiers
+STEPS = 16  # of integrated gradients
+#: Criterion and where units compete, by name.
+METHODS = {
+    "lrp": ("lrp", "cost"), "lrp, by layer": ("lrp", "layer"), "lrp:epsilon_plus": ("lrp:epsilon_plus", "cost"),
+    "lrp:epsilon_gamma_box": ("lrp:epsilon_gamma_box", "cost"), "lrp:attnlrp": ("lrp:attnlrp", "cost"),
+    "taylor": ("taylor", "layer"), "gradient": ("gradient", "layer"), "activation": ("activation", "layer"),
+    "weight": ("weight", "layer"), "integrated gradients": ("integrated", "layer"), "random": ("random", "layer"),
+}  # fmt: skip
+NETWORKS = ("efficientnet_lite0", "resnet50", "vgg16", "alexnet", "resnet56", "vit", "minilm")
+TEXTS = ("vit", "minilm")  # have attention: attnlrp instead of the presets for pictures
+
+
+@dataclass(frozen=True)
+class Scene:
+    """A network for a few classes, samples to score and repair it on, and others to test it."""
+
+    model: nn.Module
+    data: Any
+    test: tuple[Any, Tensor]
+
+
+# -- criteria ----------------------------------------------------------------------------------------------------------
+def conductance(model: nn.Module, batches: list[Any]) -> dict[str, Tensor]:
+    """Integrated gradients, told by hidden units (Dhamdhere et al., 2018): gradients of the class along the way from an
+    input of zeros, times how much the unit's output changes on each step. Texts begin at embeddings of zeros."""
+    layers = {n: m for n, m in model.named_modules() if isinstance(m, nn.Conv2d | nn.Linear)}
+    words = next((m for m in model.modules() if isinstance(m, nn.Embedding)), None)
+    total: dict[str, Tensor] = {}
+    for inputs, targets in batches:
+        last: dict[str, Tensor] = {}
+        for step in range(STEPS + 1):
+            made: dict[str, Tensor] = {}
+            with ExitStack() as stack, torch.enable_grad():
+                for name, layer in layers.items():
+                    keep = lambda m, i, output, name=name, to=made: to.__setitem__(name, output)  # noqa: E731
+                    stack.callback(layer.register_forward_hook(keep).remove)
+                scale = step / STEPS
+                if words is not None:
+                    begin = lambda m, i, output, s=scale: (s * output).detach().requires_grad_()  # noqa: E731
+                    stack.callback(words.register_forward_hook(begin).remove)
+                    logits = model(**inputs)
+                else:
+                    logits = model(scale * inputs.detach().requires_grad_())
+                chosen = logits.gather(1, targets[:, None]).sum()
+                live = {name: out for name, out in made.items() if out.requires_grad}
+                slopes = torch.autograd.grad(chosen, list(live.values()), allow_unused=True)
+            for (name, out), slope in zip(live.items(), slopes, strict=True):
+                if name in last and slope is not None:
+                    channel = 1 if out.dim() == 4 else -1
+                    part = (slope * (out - last[name])).detach().movedim(channel, -1).flatten(0, -2).sum(0).double()
+                    total[name] = total.get(name, 0) + part
+            last = {name: out.detach() for name, out in made.items()}
+    return {name: values.abs() for name, values in total.items()}
+
+
+# -- networks and data -------------------------------------------------------------------------------------------------
+class Networks:
+    """Builds each network once, and its draws."""
+
+    def __init__(self, data: Path, device: str, per_class: int, tested: int) -> None:
+        self.data, self.device, self.per_class, self.tested = data, device, per_class, tested
+        self._made: dict[str, Any] = {}
+
+    def known(self) -> list[str]:
+        files = {
+            "vgg16": "vgg16_features", "alexnet": "alexnet_features", "vit": "resnet50", "resnet56": "resnet56_cifar10"
+        }  # fmt: skip
+        places = {name: self._file(files.get(name, name)) for name in NETWORKS} | {"minilm": self.data / "minilm"}
+        return [name for name, place in places.items() if place.exists()]
+
+    def scene(self, name: str, draw: int) -> Scene:
+        if name not in self._made:
+            torch.manual_seed(0)
+            self._made = {name: self._built(name)}  # the others give their memory back
+        net, outputs, train, test = self._made[name]
+        numbers = sorted(set(train[1].tolist()))
+        choose = np.random.default_rng(draw)
+        classes = sorted(choose.choice(numbers, min(CLASSES, len(numbers)), replace=False).tolist())
+        x, y = _some(train, classes, self.per_class, choose)
+        held = _some(test, classes, self.tested, np.random.default_rng(0))
+        if len(classes) < len(numbers):
+            net = sc.specialize(net, [outputs[c] for c in classes], select_samples(x, slice(2))).eval()
+        return Scene(net, [(x, y)] if isinstance(x, Mapping) else (x, y), held)
+
+    def _built(self, name: str) -> tuple[nn.Module, Any, Any, Any]:
+        """The network, the outputs of its classes, samples to draw from, samples to test on."""
+        if name == "minilm":
+            return self._minilm()
+        if name == "resnet56":
+            mean, std = (torch.tensor(values).view(3, 1, 1) for values in (cifar.MEAN, cifar.STD))
+            with np.load(self.data / "cifar10-small.npz") as kept:
+                x = ((torch.from_numpy(kept["images"]).float() / 255 - mean) / std).to(self.device)
+                y = torch.from_numpy(kept["labels"]).long().to(self.device)
+            net, half = resnet56(self._file("resnet56_cifar10")).to(self.device), len(x) // 2
+            return net, range(10), (x[half:], y[half:]), (x[:half], y[:half])
+        parts = [read(self.data / "imagenette" / part, view=view_of(name)) for part in ("reference", "test")]
+        (x, y), test = (photos.tensors(self.device) for photos in parts)
+        place = torch.cat([torch.nonzero(y == c).ravel()[HELD:] for c in range(10)])
+        fitted = torch.cat([torch.nonzero(y == c).ravel()[:HELD] for c in range(10)])
+        few, more = (x[place], y[place]), (x[fitted], y[fitted])
+        if name == "resnet50":
+            return resnet50(self.data).to(self.device), TARGETS, few, test
+        if name == "efficientnet_lite0":
+            import timm
+
+            net = timm.create_model("tf_efficientnet_lite0").eval()
+            net.load_state_dict({k: v.float() if v.is_floating_point() else v for k, v in self._state(name).items()})
+            return net.to(self.device), TARGETS, few, test
+        if name == "vit":
+            full, body = resnet50(self.data).to(self.device), Body().to(self.device)
+            stem = nn.Sequential(full.conv1, full.bn1, full.relu, full.maxpool, full.layer1, full.layer2).eval()
+            seen = torch.cat([_through(stem, more[0]), _through(stem, more[0].flip(3))])
+            _train(body, seen, torch.cat([more[1]] * 2), 40)
+            return nn.Sequential(stem, body).eval(), range(10), few, test
+        from torchvision import models
+
+        features = getattr(models, name)().features
+        features.load_state_dict({k[9:]: v.float() for k, v in self._state(f"{name}_features").items()})
+        body = nn.Sequential(features, nn.AdaptiveAvgPool2d(1), nn.Flatten()).eval().to(self.device)
+        return nn.Sequential(*body, _fitted(_through(body, more[0]), more[1])).eval(), range(10), few, test
+
+    def _minilm(self) -> tuple[nn.Module, Any, Any, Any]:
+        from transformers import AutoModel, AutoTokenizer
+
+        folder = self.data / "minilm"
+        encoder = AutoModel.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+        tokenizer, net = AutoTokenizer.from_pretrained(folder), Sentiment(encoder).eval().to(self.device)
+        sets = []
+        for part, most in (("train", 1000), ("test", 600)):
+            lines = (self.data / "sst" / f"{part}.tsv").read_text(encoding="utf-8").splitlines()
+            rows = [line.split("\t") for line in lines][:most]
+            found = tokenizer([row[0] for row in rows], padding="max_length", max_length=48, truncation=True,
+                              return_tensors="pt")  # fmt: skip
+            texts = {name: found[name].to(self.device) for name in ("input_ids", "attention_mask")}
+            sets.append((texts, torch.tensor([int(row[1]) for row in rows], device=self.device)))
+        (x, y), test = sets
+        with torch.no_grad():
+            pooled = torch.cat([net.pooled(**select_samples(x, slice(i, i + 50))) for i in range(0, 500, 50)])
+        layer = _fitted(pooled, y[:500])  # has ten outputs
+        net.head.weight.data, net.head.bias.data = layer.weight.data[:2].clone(), layer.bias.data[:2].clone()
+        return net, range(2), (select_samples(x, slice(500, None)), y[500:]), test
+
+    def _file(self, name: str) -> Path:
+        return self.data / f"{name}.safetensors"
+
+    def _state(self, name: str) -> dict[str, Tensor]:
+        return load_file(self._file(name))
+
+
+class Sentiment(nn.Module):
+    """A sentence encoder and a classifier of the mean over its tokens."""
+
+    def __init__(self, encoder: Any) -> None:
+        super().__init__()
+        self.encoder, self.head = encoder, nn.Linear(encoder.config.hidden_size, 2)
+
+    def pooled(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        seen = self.encoder(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
+        counts = attention_mask[:, :, None].to(seen.dtype)
+        return (seen * counts).sum(1) / counts.sum(1)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        return self.head(self.pooled(input_ids, attention_mask))
+
+
+def _some(data: tuple[Any, Tensor], classes: list[int], count: int, choose: np.random.Generator) -> tuple[Any, Tensor]:
+    """So many samples of each class, renumbered from 0."""
+    x, y = data
+    places = [torch.nonzero(y == c).ravel().cpu().numpy() for c in classes]
+    chosen = [choose.permutation(place)[:count] for place in places]
+    index = torch.from_numpy(np.concatenate(chosen)).to(y.device)
+    labels = torch.cat([torch.full((len(part),), i) for i, part in enumerate(chosen)]).to(y.device)
+    return map_tensors(lambda t: t[index], x), labels
+
+
+# -- measuring ---------------------------------------------------------------------------------------------------------
+@torch.no_grad()
+def accuracy(model: nn.Module, test: tuple[Any, Tensor]) -> float:
+    x, y = test
+    hits = 0
+    for begin in range(0, len(y), 50):
+        part = select_samples(x, slice(begin, begin + 50))
+        logits = model(**part) if isinstance(part, Mapping) else model(part)
+        hits += int((logits.argmax(1) == y[begin : begin + 50]).sum())
+    return hits / len(y)
+
+
+def measured(scene: Scene, wanted: list[str], draw: int, shares: list[float]) -> Iterator[list[dict[str, Any]]]:
+    """Each method on one draw: scored once, then removed and repaired for each share. A row for each share."""
+    model, data = scene.model, scene.data
+    inputs = data[0][0] if isinstance(data, list) else data[0]
+    graph = sc.analyze(model, select_samples(inputs, slice(1)))
+    session, whole = Repair().session(model, data), accuracy(model, scene.test)
+    for method in wanted:
+        begin = time.perf_counter()
+        name, scope = METHODS[method]
+        criterion: Any = Custom(function=conductance, name="integrated") if name == "integrated" else name
+        torch.manual_seed(draw)
+        try:
+            scores = sc.score(model, data, criterion, graph=graph)
+        except SecateurError as error:
+            yield [{"method": method, "failed": f"{type(error).__name__}: {str(error)[:200]}"}]
+            continue
+        rows = []
+        for share in shares:
+            limits = Limits("layer" if scope == "layer" else "cost", round_to=8)
+            plan = sc.plan(graph, scores, keep={"macs": share}, limits=limits)
+            small = sc.apply(model, plan)
+            row = {"method": method, "share": share, "macs": plan.after.macs / plan.before.macs, "before": whole}
+            row |= {"removed": accuracy(small, scene.test)}
+            outcome = session.examine(small, False)
+            row |= {"repaired": accuracy(outcome.model, scene.test), "repair": outcome.method}
+            rows.append({**row, "seconds": round(time.perf_counter() - begin, 2)})
+            begin = time.perf_counter()
+        yield rows
+
+
+def methods(network: str) -> list[str]:
+    """What is measured of a network."""
+    pictures = ("lrp:epsilon_plus", "lrp:epsilon_gamma_box")
+    return [m for m in METHODS if (m not in pictures if network in TEXTS else m != "lrp:attnlrp")]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--networks", nargs="*", choices=NETWORKS)
+    parser.add_argument("--methods", nargs="*", choices=list(METHODS))
+    parser.add_argument("--draws", type=int, nargs="*", default=list(range(10)))
+    parser.add_argument("--shares", type=float, nargs="*", default=list(SHARES))
+    parser.add_argument("--per-class", type=int, default=10, help="samples that are scored")
+    parser.add_argument("--tested", type=int, default=50, help="test samples per class")
+    parser.add_argument("--minutes", type=float, default=1e9, help="begin no criterion after this")
+    parser.add_argument("--table", action="store_true")
+    args = parser.parse_args()
+    if args.table:
+        print(table(_rows(args.out)))
+        return
+    warnings.simplefilter("ignore")
+    begin, networks = time.monotonic(), Networks(args.data, args.device, args.per_class, args.tested)
+    done = {(row["network"], row["draw"], row["method"]) for row in _rows(args.out)}
+    for name in args.networks or networks.known():
+        for draw in args.draws:
+            wanted = [m for m in args.methods or methods(name) if (name, draw, m) not in done]
+            if not wanted:
+                continue
+            for rows in measured(networks.scene(name, draw), wanted, draw, args.shares):
+                with args.out.open("a", encoding="utf-8") as file:
+                    file.writelines(json.dumps({"network": name, "draw": draw, **row}) + "\n" for row in rows)
+                print(name, draw, *(list(row.values()) for row in rows), flush=True)
+                if time.monotonic() - begin > 60 * args.minutes:
+                    print("the minutes are over; the same command goes on")
+                    return
+    print("done")
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text("utf-8").splitlines()] if path.exists() else []
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """For each network and share: mean and standard error over draws, removed alone and repaired."""
+    cells: dict[Any, list[dict[str, Any]]] = defaultdict(list)
+    for row in rows:
+        if "share" in row:
+            cells[row["network"], row["share"], row["method"]].append(row)
+    lines = []
+    for network in dict.fromkeys(key[0] for key in cells):
+        whole = np.mean([row["before"] for key, found in cells.items() if key[0] == network for row in found])
+        shares = sorted({key[1] for key in cells if key[0] == network}, reverse=True)
+        heads = [f"{100 * share:.0f} %, {what}" for share in shares for what in ("removed", "repaired")]
+        lines += [f"\n### {network}\n", f"Before: {100 * whole:.1f} %.\n"]
+        lines.append(f"| criterion | {' | '.join(heads)} | draws |")
+        lines.append("|---|" + "---:|" * (len(heads) + 1))
+        for method in [m for m in METHODS if (network, shares[0], m) in cells]:
+            texts = [_mean(cells[network, share, method], what) for share in shares for what in ("removed", "repaired")]
+            lines.append(f"| {method} | {' | '.join(texts)} | {len(cells[network, shares[0], method])} |")
+        failed = {row["method"]: row["failed"] for row in rows if row["network"] == network and "failed" in row}
+        lines += [f"\n{method}: {why}" for method, why in failed.items()]
+    return "\n".join(lines)
+
+
+def _mean(rows: list[dict[str, Any]], what: str) -> str:
+    values = [100 * row[what] for row in rows]
+    error = np.std(values, ddof=1) / len(values) ** 0.5 if len(values) > 1 else 0.0
+    return f"{np.mean(values):.1f} ± {error:.1f}" if values else ""
+
+
+if __name__ == "__main__":
+    main()
