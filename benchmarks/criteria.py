@@ -92,10 +92,11 @@ def conductance(model: nn.Module, batches: list[Any]) -> dict[str, Tensor]:
                 live = {name: out for name, out in made.items() if out.requires_grad}
                 slopes = torch.autograd.grad(chosen, list(live.values()), allow_unused=True)
             for (name, out), slope in zip(live.items(), slopes, strict=True):
+                channel = 1 if out.dim() == 4 else -1
+                total.setdefault(name, out.new_zeros(out.shape[channel], dtype=torch.float64))
                 if name in last and slope is not None:
-                    channel = 1 if out.dim() == 4 else -1
                     part = (slope * (out - last[name])).detach().movedim(channel, -1).flatten(0, -2).sum(0).double()
-                    total[name] = total.get(name, 0) + part
+                    total[name] = total[name] + part
             last = {name: out.detach() for name, out in made.items()}
     return {name: values.abs() for name, values in total.items()}
 
@@ -243,22 +244,20 @@ def measured(scene: Scene, wanted: list[str], draw: int, shares: list[float]) ->
         name, scope = METHODS[method]
         criterion: Any = Custom(function=conductance, name="integrated") if name == "integrated" else name
         torch.manual_seed(draw)
+        rows = []
         try:
             scores = sc.score(model, data, criterion, graph=graph)
+            for share in shares:
+                limits = Limits("layer" if scope == "layer" else "cost", round_to=8)
+                plan = sc.plan(graph, scores, keep={"macs": share}, limits=limits)
+                small = sc.apply(model, plan)
+                row = {"method": method, "share": share, "macs": plan.after.macs / plan.before.macs, "before": whole}
+                outcome = session.examine(small, False)
+                row |= {"removed": accuracy(small, scene.test), "repaired": accuracy(outcome.model, scene.test)}
+                rows.append({**row, "repair": outcome.method, "seconds": round(time.perf_counter() - begin, 2)})
+                begin = time.perf_counter()
         except SecateurError as error:
-            yield [{"method": method, "failed": f"{type(error).__name__}: {str(error)[:200]}"}]
-            continue
-        rows = []
-        for share in shares:
-            limits = Limits("layer" if scope == "layer" else "cost", round_to=8)
-            plan = sc.plan(graph, scores, keep={"macs": share}, limits=limits)
-            small = sc.apply(model, plan)
-            row = {"method": method, "share": share, "macs": plan.after.macs / plan.before.macs, "before": whole}
-            row |= {"removed": accuracy(small, scene.test)}
-            outcome = session.examine(small, False)
-            row |= {"repaired": accuracy(outcome.model, scene.test), "repair": outcome.method}
-            rows.append({**row, "seconds": round(time.perf_counter() - begin, 2)})
-            begin = time.perf_counter()
+            rows = [{"method": method, "failed": f"{type(error).__name__}: {str(error)[:200]}"}]
         yield rows
 
 
