@@ -373,6 +373,7 @@ def test_taylor_is_the_output_times_its_gradient(kind: str, read: str) -> None:
     np.testing.assert_allclose(found, expected.numpy(), rtol=1e-9)
 
 
+@pytest.mark.filterwarnings("ignore:right for other reasons")  # of random weights
 @pytest.mark.parametrize("criterion", ["lrp", "lrp:attnlrp", "weight", "activation", "gradient", "taylor", "random"])
 def test_every_criterion_prunes_them(criterion: str) -> None:
     torch.manual_seed(0)

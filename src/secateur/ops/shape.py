@@ -48,8 +48,10 @@ class Repeat(Move):
 
     def place(self, labels: LabelVerbs, call: Call, output: Any) -> None:
         """Put the labels where the numbers are. Copies of one slice may become fewer, as those of a state that heads
-        share; what is only expanded fits anyway (see `free`)."""
+        share; what is only expanded fits anyway (see `free`), and positions follow what they point at."""
         labels.move(call, output)
+        if not output.is_floating_point():
+            return
         before = (1,) * output.ndim + tuple(call["input"].shape)
         made = [d for d, n in enumerate(output.shape) if n > 1 == before[d - output.ndim] and output.stride(d)]
         copies = [lost(spread(labels.virtual(output.shape[d]), d, output.shape)) for d in made]
