@@ -415,7 +415,7 @@ def runnable(net: Network) -> tuple[Network, nn.Module, Any]:
     for dtype in dict.fromkeys((net.dtype, torch.float32)):
         net = replace(net, dtype=dtype)
         example = net.inputs(0, net.example, 2)
-        with contextlib.suppress(RuntimeError, NotImplementedError), torch.no_grad():
+        with contextlib.suppress(RuntimeError, NotImplementedError, ValueError), torch.no_grad():
             called(net.build().eval(), example)
             return net, net.build(), example
     raise _Fault("INVALID", "the network does not run on its own example")
