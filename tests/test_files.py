@@ -468,3 +468,18 @@ def test_models_that_torch_export_cannot_translate_are_refused_by_name(tmp_path:
         sc.export(Branching().eval(), tmp_path / "a.pt2", torch.rand(2, 4))
     with pytest.raises(SecateurError, match="Silent returns no tensor"):
         sc.export(Silent().eval(), tmp_path / "a.pt2", torch.rand(2, 4))
+
+
+def test_an_export_that_fails_leaves_no_hook_on_other_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch 2.6 does, whose hook then sees the buffers of every model of the process."""
+
+    def fails(*args: object, **options: object) -> None:
+        nn.modules.module.register_module_buffer_registration_hook(lambda module, name, buffer: None)
+        raise RuntimeError("no")
+
+    monkeypatch.setattr(torch.export, "export", fails)
+    hooks = nn.modules.module._global_buffer_registration_hooks
+    before = dict(hooks)
+    with pytest.raises(sc.SecateurError, match="no"):
+        sc.export(nn.Linear(2, 2), tmp_path / "model.pt2", torch.randn(1, 2))
+    assert dict(hooks) == before

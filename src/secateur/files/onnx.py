@@ -7,7 +7,8 @@ import io
 import math
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,21 @@ from secateur.running.devices import full_precision
 from secateur.running.sandbox import Example, arguments, leaves_no_trace, quiet, run_or_explain
 
 
+@contextmanager
+def _hooks_given_back() -> Iterator[None]:
+    """torch 2.6 leaves its hook on the buffers of all modules behind if an export fails."""
+    hooks = nn.modules.module._global_buffer_registration_hooks
+    before = set(hooks)
+    try:
+        yield
+    finally:
+        for key in set(hooks) - before:
+            del hooks[key]
+
+
 @leaves_no_trace
 @full_precision()
+@_hooks_given_back()
 def export(
     model: nn.Module,
     path: str | os.PathLike[str],
