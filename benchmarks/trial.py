@@ -46,7 +46,9 @@ Moment = tuple[float, float]
 
 
 def watched(command: Sequence[str | Path], threads: int) -> tuple[list[tuple[Moment, str]], Moment]:
-    """Run a command: when it said what on standard error, and how long it took. Its output is passed on."""
+    """Run a command: when it said what on standard error, and how long it took. Its output is passed on.
+
+    Each line is printed with the seconds, the CPU time and the peak of memory until then."""
     environment = os.environ | {"OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
     begin, lines = time.perf_counter(), list[tuple[Moment, str]]()
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
@@ -55,10 +57,15 @@ def watched(command: Sequence[str | Path], threads: int) -> tuple[list[tuple[Mom
         spent = Path(f"/proc/{process.pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()[11:13]
         return time.perf_counter() - begin, sum(map(int, spent)) / os.sysconf("SC_CLK_TCK")
 
+    def peak() -> float:
+        """The most memory so far, in GiB."""
+        status = Path(f"/proc/{process.pid}/status").read_text(encoding="ascii")
+        return next((int(row.split()[1]) / 2**20 for row in status.splitlines() if row.startswith("VmHWM")), 0.0)
+
     def listen() -> None:
         for line in process.stderr or ():
             lines.append((now(), line.rstrip()))
-            print("{:7.1f} {:7.1f}  {}".format(*lines[-1][0], lines[-1][1]), flush=True)
+            print("{:7.1f} {:7.1f} {:6.2f}  {}".format(*lines[-1][0], peak(), lines[-1][1]), flush=True)
 
     listener = threading.Thread(target=listen)
     listener.start()
