@@ -23,12 +23,14 @@ from secateur.repair.rows import Places, Rows, hidden, is_convolution, operands,
 from secateur.repair.samples import Samples
 from secateur.running.batches import size_of
 from secateur.running.copies import copy_with, named_tensors
+from secateur.running.memory import trim
 from secateur.running.progress import Listener, Repairing
 from secateur.running.sandbox import evaluating, quiet, run
 from secateur.surgery.provenance import plans_of
 
 # After so many seconds it is known how long the rest will take.
 _SURE = 3.0
+_LARGE = 2**20  # weights of a layer before which memory is given back
 
 
 def kept_indices(small: nn.Module, original: nn.Module) -> Kept:
@@ -221,6 +223,8 @@ class LayerCorrector:
             assert runner.rows is not None
             self.reference.store(layer, runner.rows)
         fit = _LayerFit(self, layer)
+        if self._whole.tensors[layer.weight].numel() > _LARGE:
+            trim()
         while not fit.solved:
             for copy, runner in here:
                 if copy is not None:
@@ -299,7 +303,9 @@ class _Copy:
 
     def change(self, layer: RepairableLayer, change: Change) -> None:
         """Change a layer. Sums are double precision, and rounded once."""
-        self.changes[layer.weight] = replace(change, weight=None if change.weight is None else change.weight[:0])
+        self.changes[layer.weight] = replace(
+            change, weight=None if change.weight is None else change.weight.new_empty(0)
+        )
         self._changed |= {layer.weight, layer.bias or "", layer.norm.mean if layer.norm is not None else ""}
         weight = self.tensors[layer.weight]
         bias = self.tensors[layer.bias] if layer.bias is not None else None
@@ -461,11 +467,15 @@ class _LayerFit:
             first = self._corrector.choose(self.layer, own, trial)
             again = self._rounds and self.layer.level is not None and first.weight is not None
             before = own.snapshot() if again and isinstance(own, Regression) else None
+            if isinstance(own, Regression):
+                own.spare()
             self.changes = first, None
             if self._corrector.has_trial:
                 if held.rows:  # else no such sample found room in this layer
                     fit.join(held)
                 self.changes = first.correction.fit(fit, shifts), first
+                if isinstance(fit, Regression):
+                    fit.spare()
             if before is not None and isinstance(fit, Regression):
                 self._bases = fit, before
         last = self.changes[0]

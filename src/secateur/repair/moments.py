@@ -6,6 +6,7 @@ compared with the original. Each group of a grouped convolution is a regression 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from copy import copy
 from typing import Self
 
@@ -119,11 +120,11 @@ class Regression(Moments):
         n, mean = self.rows, self.x / self.rows
         if self._factor is None or self._factor[0] != (strength, shifts):
             if self._centred is None or self._centred[0] != shifts:
-                xx = _whole(self._xx).double().div_(n)
+                xx = _whole(self._xx).div_(n)
                 if shifts:
                     xx.baddbmm_(mean[:, :, None], mean[:, None, :], alpha=-1)
                 self._centred = shifts, xx
-            xx = self._centred[1]
+            xx, self._factor = self._centred[1], None  # two factors at a time would be much
             self._factor = (strength, shifts), _factored(xx, xx.diagonal(dim1=1, dim2=2).clone(), strength)
         factor = self._factor[1]
         if factor is None:
@@ -136,12 +137,16 @@ class Regression(Moments):
     def snapshot(self) -> Self:
         """A copy that can be moved alone, and that later joins leave as it is."""
         made = copy(self)
-        made._centred = None  # it is large, and the factor is known
+        made.spare()
         return made
+
+    def spare(self) -> None:
+        """Free what only a solution of another strength would need: it is large."""
+        self._centred = None
 
     def gain(self, weight: Tensor) -> Tensor:
         """Sum over rows of e² - (e - xD)², per output."""
-        return 2 * (weight * self._xe).sum(1) - (weight * (_whole(self._xx).double() @ weight)).sum(1)
+        return 2 * (weight * self._xe).sum(1) - (weight * (_whole(self._xx) @ weight)).sum(1)
 
 
 class FewRows(Regression):
@@ -150,10 +155,12 @@ class FewRows(Regression):
     def _prepare(self, groups: int, outputs: int, features: int) -> None:
         #: x and e, times the root of the row's weight, and these roots.
         self.parts: list[tuple[Tensor, Tensor, Tensor]] = []
+        #: With or without shifts: the products of rows, and the variances of features.
+        self._gram: tuple[bool, Tensor, Tensor] | None = None
         self._moves: tuple[tuple[Tensor, ...], tuple[Tensor, ...]] = (), ()
 
     def _add_inputs(self, e: Tensor, x: Tensor, weights: Tensor | None) -> None:
-        self._factor = self._centred = None
+        self._factor = self._gram = None
         # Contiguous copies: a view would keep, and change with, a layer's input.
         left = x.transpose(0, 1).to(self._wide, memory_format=torch.contiguous_format, copy=True)
         right, root = e.transpose(0, 1).to(self._wide), left.new_ones(len(x), 1)
@@ -166,7 +173,7 @@ class FewRows(Regression):
     def join(self, other: Moments) -> None:
         Moments.join(self, other)
         assert isinstance(other, FewRows)
-        self._factor = self._centred = None
+        self._factor = self._gram = None
         self.x, self.parts = self.x + other.x, [*self.parts, *other.parts]
 
     def move(self, d: Tensor, x: Tensor, weights: Tensor | None = None, later: bool = False) -> None:
@@ -180,18 +187,34 @@ class FewRows(Regression):
     def solve(self, strength: float, shifts: bool) -> Tensor | None:
         """The change D of the weights, as Xᵀ(XXᵀ / n + ridge)⁻¹e / n."""
         n = self.rows
-        x, e, root = self._all()
-        if self._centred is None or self._centred[0] != shifts:
-            x = x.double()
-            self._centred = shifts, x - root * (self.x / n)[:, None] if shifts else x
-        x = self._centred[1]
         if self._factor is None or self._factor[0] != (strength, shifts):
-            self._factor = (strength, shifts), _factored(x @ x.mT / n, x.square().sum(1) / n, strength)
-        factor = self._factor[1]
+            self._factor = None
+            if self._gram is None or self._gram[0] != shifts:
+                parts = list[Tensor]()
+                gram: Tensor | None = None
+                for part in self._features(shifts):
+                    gram = part @ part.mT if gram is None else gram.baddbmm_(part, part.mT)
+                    parts.append(part.square().sum(1) / n)
+                assert gram is not None
+                self._gram = shifts, gram.div_(n), torch.cat(parts, 1)
+            self._factor = (strength, shifts), _factored(*self._gram[1:], strength)
+        factor, (_, e, root) = self._factor[1], self._all()
         if factor is None:
             return None
         e = e.double() - root * (self.e / n)[:, None] if shifts else e.double()
-        return x.mT @ torch.cholesky_solve(e, factor) / n
+        solved = torch.cholesky_solve(e, factor)
+        return torch.cat([part.mT @ solved for part in self._features(shifts)], 1).div_(n)
+
+    def _features(self, shifts: bool) -> Iterator[Tensor]:
+        """X in double precision, centred with `shifts`, some features at a time: as a whole it would be large."""
+        x, _, root = self._all()
+        for begin in range(0, x.shape[-1], _WIDE):
+            some = slice(begin, begin + _WIDE)
+            part = x[..., some].to(torch.float64, copy=True)
+            yield part.sub_(root * (self.x[:, some] / self.rows)[:, None]) if shifts else part
+
+    def spare(self) -> None:
+        self._gram = None
 
     def gain(self, weight: Tensor) -> Tensor:
         x, e, _ = self._all()
@@ -221,8 +244,15 @@ def moments_for(
 
 
 def _whole(upper: Tensor) -> Tensor:
-    """A symmetric matrix from its upper triangle of blocks."""
-    return upper.triu() + upper.triu(1).mT
+    """A symmetric matrix in double precision from its upper triangle of blocks, with no further copy of it."""
+    made = upper.to(torch.float64, copy=True)
+    size = made.shape[-1]
+    for begin in range(0, size, _WIDE):
+        rows, rest = slice(begin, begin + _WIDE), slice(begin + _WIDE, None)
+        made[:, rest, rows] = made[:, rows, rest].mT
+        block = made[:, rows, rows]
+        made[:, rows, rows] = block.triu() + block.triu(1).mT
+    return made
 
 
 def _factored(matrix: Tensor, variances: Tensor, strength: float) -> Tensor | None:

@@ -22,7 +22,7 @@ from secateur.repair.samples import Alter, Samples
 from secateur.running.batches import Data, repeatable
 from secateur.running.copies import copy_with, unwrap
 from secateur.running.devices import device_of
-from secateur.running.memory import Memory, allowed, in_smaller_parts, parse
+from secateur.running.memory import Memory, allowed, in_smaller_parts, parse, trim
 from secateur.running.processes import agree, check_same, synchronise, together
 from secateur.running.progress import Line, Listener, Recording, telling
 from secateur.running.sandbox import check_weights, leaves_no_trace, quiet
@@ -117,6 +117,7 @@ class Session:
         kept = kept_indices(small, self.original)
         check_weights(small)
         check_weights(self.original)
+        trim()  # of what scoring took
 
         def attempt(memory: int) -> Outcome:
             if memory < self._memory:

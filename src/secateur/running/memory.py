@@ -109,6 +109,11 @@ def peak() -> int:
 def release() -> None:
     """Give memory that nothing uses back to the system. Other libraries do not share what torch has freed."""
     gc.collect()
+    trim()
+
+
+def trim() -> None:
+    """`release` without a search for what nothing uses."""
     with suppress(OSError, AttributeError):  # other systems than Linux
         ctypes.CDLL("libc.so.6").malloc_trim(0)
 
