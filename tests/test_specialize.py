@@ -15,7 +15,14 @@ from secateur.analysis.analyze import analyze
 from secateur.analysis.specialize import MergedOutputs, specialize
 from secateur.criteria.scoring import score
 from secateur.criteria.weight import Weight
-from secateur.errors import NothingToPruneError, PlanError, TargetError, UnsupportedModelError, VerificationError
+from secateur.errors import (
+    NotFiniteError,
+    NothingToPruneError,
+    PlanError,
+    TargetError,
+    UnsupportedModelError,
+    VerificationError,
+)
 from secateur.files.saved import load, save
 from secateur.loop.prune import prune
 
@@ -214,3 +221,11 @@ def test_merged_by_the_mean() -> None:
     assert torch.allclose(merged(x), wanted, atol=1e-6)
     with pytest.raises(TargetError, match="sum or their mean"):
         specialize(net, groups, x, merge="max")  # type: ignore[arg-type]
+
+
+def test_weights_that_are_no_numbers_are_named() -> None:
+    """They would look as if the kept outputs differed."""
+    model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 5))
+    model[0].weight.data[0] = float("nan")
+    with pytest.raises(NotFiniteError, match=r"`0.weight` of Sequential has NaN"):
+        specialize(model, [0, 1], torch.randn(2, 4))

@@ -19,7 +19,7 @@ from secateur.plans.plan import Plan, plan_for
 from secateur.running.copies import named_tensors, shared_copy, unwrap
 from secateur.running.devices import device_of, dtype_of
 from secateur.running.logits import logits_of
-from secateur.running.sandbox import Example, leaves_no_trace, quiet, run
+from secateur.running.sandbox import Example, check_weights, leaves_no_trace, quiet, run
 from secateur.structure.findings import AxisTable
 from secateur.structure.graph import Graph
 from secateur.structure.label_pass import watch
@@ -90,6 +90,7 @@ def specialize(
     if graph is not None:
         check_kind("graph", graph, Graph, "graph=analyze(model, example)")
     _check_outputs(outputs)
+    check_weights(model)
     graph = graph if graph is not None else analyze(model, example)
     rows = _output_rows(model, graph, example)
     wanted = _wanted(outputs, len(rows))

@@ -191,7 +191,7 @@ def prune(
     `max_drift` is how far the heat maps of `watch`, a pair (inputs, targets), may move from those of the unpruned
     model: 1 minus their correlation, 0.2 for instance, or a dict as for `max_drop`. The heat maps of `watch` are kept
     after each step, for the report. Without it, 16 samples of `data` are watched. At the end of every run, `reasons` of
-    the result says how far the heat maps of a few samples moved, by class, for at most 5 % of the work; a warning tells
+    the result says how far the heat maps of a few samples moved, by class, for about 5 % of the work; a warning tells
     if the accuracy stays but the reasons do not.
 
     `output` names what counts of several things that the model returns, as in `analyze`.

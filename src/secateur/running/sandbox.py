@@ -245,6 +245,6 @@ def check_weights(model: nn.Module) -> None:
     for name, tensor in floats:
         if not bool(torch.isfinite(tensor).all()):
             raise NotFiniteError(
-                f"`{name}` of {type(model).__name__} has NaN or infinite values, so no score would mean anything.",
+                f"`{name}` of {type(model).__name__} has NaN or infinite values, so no result would mean anything.",
                 fix="load sound weights; look for a diverged training run or an overflow in half precision",
             )
