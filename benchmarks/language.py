@@ -182,6 +182,7 @@ def main() -> None:
     parser.add_argument("--scopes", nargs="+", default=["default"])
     parser.add_argument("--repairs", nargs="+", default=["best", "none"])
     parser.add_argument("--only", default="")
+    parser.add_argument("--memory", help='what a run may take, such as "40 GiB", if several share a device')
     parser.add_argument("--save", type=Path, help="keep pruned models here, for benchmarks.language_speed")
     given = parser.parse_args()
     done = [json.loads(line) for line in given.out.read_text().splitlines()] if given.out.exists() else []
@@ -211,6 +212,7 @@ def main() -> None:
                 schedule=Schedule(one_shot=True, rescore=False),
                 limits=limits_for(setting["scope"], setting["only"]),
                 repair=None if setting["repair"] == "none" else setting["repair"],
+                memory=given.memory,
                 progress=False,
             )
         except sc.SecateurError as error:
