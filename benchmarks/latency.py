@@ -3,11 +3,13 @@
     python -m benchmarks.latency predict --out results --model resnet50 --runtime onnxruntime --batch 1 --threads 2
     python -m benchmarks.latency accuracy --out results --weights resnet50.safetensors --images imagenette --device cuda
     python -m benchmarks.latency text --out results --weights minilm --images data --shares 0.5 --batch 8
+    python -m benchmarks.latency runtimes --out results --model resnet50 --batch 1 --threads 2
     python -m benchmarks.latency table --out results
 
 `predict` measures the table of a model and then models of other plans, in turn with the whole one. `accuracy` is
-described in `benchmarks.latency_accuracy`, `text` in `benchmarks.latency_text`. Results are kept line by line, so that
-a run can be stopped and goes on.
+described in `benchmarks.latency_accuracy`, `text` in `benchmarks.latency_text`. `runtimes` times a model, and what a
+plan for half of the MACs leaves of it, in each runtime. Results are kept line by line, so that a run can be stopped and
+goes on.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from __future__ import annotations
 import argparse
 import time
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import torch
@@ -29,6 +32,8 @@ from secateur.plans import Limits
 from secateur.plans.plan import Plan, plan_for
 from secateur.plans.scores import Scores
 from secateur.runtimes import Latency, clock
+from secateur.runtimes.clock import Clock
+from secateur.runtimes.setup import Runtime, Setup
 from secateur.structure.graph import Graph
 from secateur.surgery.cut import cut
 
@@ -76,7 +81,7 @@ def predict(options: argparse.Namespace) -> None:
     where = {"what": "predict", **where}
     name = "-".join(map(str, where.values()))
     done = {row["plan"] for row in known(options.out, options.logs, **where) if "plan" in row}
-    todo = [number for number in range(options.plans) if number not in done]
+    todo = [number for number in range(options.first, options.plans) if number not in done]
     if not todo:
         return
     model, example = network(options.model), torch.rand(1, 3, 224, 224)
@@ -100,6 +105,27 @@ def predict(options: argparse.Namespace) -> None:
                                  "seconds": seconds, "predicted": predicted, "gap": gap})  # fmt: skip
         if time.perf_counter() - begin > options.seconds:
             break
+
+
+def runtimes(options: argparse.Namespace) -> None:
+    """Seconds of a model, and of what a plan for half of the MACs leaves of it, in each runtime."""
+    where = {"what": "runtimes", **{key: getattr(options, key) for key in ("model", "batch", "threads", "device")}}
+    done = {row["runtime"] for row in known(options.out, options.logs, **where)}
+    model, example = network(options.model).to(options.device), torch.rand(1, 3, 224, 224, device=options.device)
+    graph = sc.analyze(model, example)
+    plan = sc.plan(graph, sc.score(model, None, "weight", graph=graph), keep={"macs": 0.5}, limits=Limits(round_to=8))
+    small = cut(model, plan).eval()
+    for runtime in get_args(Runtime):
+        if runtime in done or (runtime == "onnxruntime" and options.device != "cpu"):
+            continue
+        try:
+            watch = Clock(Setup.of(example, runtime, options.batch, options.threads), example, model)
+            before, after = watch.in_turn([(model, None), (small, plan)])
+        except sc.SecateurError as error:  # no compiler
+            print(f"# {runtime}: {error}", flush=True)
+            continue
+        row = {"runtime": runtime, "whole": before, "seconds": after, "macs": plan.after.macs / plan.before.macs}
+        keep(options.out, "-".join(map(str, where.values())), {**where, **row})
 
 
 def tables(options: argparse.Namespace) -> None:
@@ -126,12 +152,20 @@ def tables(options: argparse.Namespace) -> None:
             f"{100 * np.mean(np.abs(plain) <= 0.1):.0f} %",
         ]  # fmt: skip
         print(f"| {' | '.join(map(str, cells))} |")
+    rows = known(options.out, options.logs, what="runtimes")
+    print("\n| model | batch | threads, device | runtime | whole | half of the MACs | times as fast |")
+    print("|---|---|---|---|---|---|---|")
+    for row in sorted(rows, key=lambda row: (row["device"], row["batch"], row["model"])):
+        print(
+            f"| {row['model']} | {row['batch']} | {row['threads']}, {row['device']} | {row['runtime']} "
+            f"| {1000 * row['whole']:.1f} ms | {1000 * row['seconds']:.1f} ms | {row['whole'] / row['seconds']:.2f} |"
+        )
     latency_accuracy.tables(known(options.out, options.logs, what="accuracy"))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("predict", "accuracy", "text", "table"))
+    parser.add_argument("what", choices=("predict", "accuracy", "text", "runtimes", "table"))
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--logs", nargs="*", type=Path, default=[], help="output of earlier runs")
     parser.add_argument("--model", choices=MODELS, default="resnet50")
@@ -139,6 +173,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--first", type=int, default=0, help="plan")
     parser.add_argument("--plans", type=int, default=50)
     parser.add_argument("--seconds", type=float, default=400, help="stop after so many seconds of plans")
     parser.add_argument("--weights", type=Path)
@@ -153,7 +188,7 @@ def main() -> None:
     options = parser.parse_args()
     clock._BUDGET = options.budget
     torch.set_num_threads(options.threads)
-    measured = {"accuracy": latency_accuracy.measure, "text": latency_text.measure}
+    measured = {"runtimes": runtimes, "accuracy": latency_accuracy.measure, "text": latency_text.measure}
     {"predict": predict, "table": tables, **measured}[options.what](options)
 
 
