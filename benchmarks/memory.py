@@ -1,7 +1,8 @@
-"""The peak of memory of a whole run, for every classifier of torchvision up to 100 M parameters, and for many images.
+"""The peak of memory of a whole run, for classifiers of torchvision and timm up to 100 M parameters, and many images.
 
-    python -m benchmarks.memory --workers 16                       every classifier, each in a process of one thread
-    python -m benchmarks.memory --models resnet50 --images 1000    any number of images
+    python -m benchmarks.memory --workers 16                       all of torchvision, each in a process of one thread
+    python -m benchmarks.memory --timm --workers 16                the largest member of each family of timm
+    python -m benchmarks.memory --models resnet50 timm:convnext_base --images 1000    any number of images
 
 A run scores, removes half of the MACs, repairs, measures accuracy before and after, explains a few images and writes
 the report. Weights and images are random; images are made when they are asked for, as photographs are. Results are
@@ -19,7 +20,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,10 +43,24 @@ class Noise:
             yield x, torch.randint(10, (count,), generator=generator)
 
 
+def build(name: str) -> tuple[Any, int]:
+    """A classifier of ten classes, and the side of its images."""
+    from torchvision import models
+
+    if name.startswith("timm:"):
+        import timm
+
+        net = timm.create_model(name.removeprefix("timm:"), num_classes=10)
+        side = net.default_cfg["input_size"][-1]
+        return net.eval(), side if net.default_cfg.get("fixed_input_size") else min(side, 256)
+    extra = {"init_weights": True} if name in ("googlenet", "inception_v3") else {}
+    net = models.get_model(name, weights=None, num_classes=10, **extra)
+    return net.eval(), 299 if name == "inception_v3" else 224
+
+
 def one(name: str, images: int, memory: str | None) -> dict[str, Any]:
     """A whole run of one model, in this process."""
     import torch
-    from torchvision import models
 
     import secateur as sc
     from secateur.running.accuracy import accuracy
@@ -54,12 +69,11 @@ def one(name: str, images: int, memory: str | None) -> dict[str, Any]:
     warnings.simplefilter("ignore")
     torch.manual_seed(0)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    extra = {"init_weights": True} if name in ("googlenet", "inception_v3") else {}
-    net = models.get_model(name, weights=None, num_classes=10, **extra).eval()
+    net, side = build(name)
     for module in net.modules():  # untrained norms would let nothing but noise pass
         if isinstance(module, torch.nn.BatchNorm2d):
             module.running_var.uniform_(0.5, 2)
-    data = Noise(images, 299 if name == "inception_v3" else 224)
+    data = Noise(images, side)
     begin, parameters = time.perf_counter(), sum(p.numel() for p in net.parameters())
     result = sc.prune(
         net, data, keep={"macs": 0.5}, evaluate=lambda model: accuracy(model, data, memory=memory).overall,
@@ -99,9 +113,26 @@ def sizes() -> dict[str, int]:
     return {name: facts[name]["num_params"] for name in order if not name.startswith("quantized")}
 
 
+def largest_of_timm(most: float) -> list[str]:
+    """The largest member of each family of timm with at most so many parameters. (Building all takes minutes.)"""
+    import timm
+    import torch
+
+    found = dict[str, tuple[int, str]]()
+    for family in timm.list_modules():
+        for name in timm.list_models(module=family):
+            with torch.device("meta"), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                count = sum(p.numel() for p in timm.create_model(name).parameters())
+            if count <= most:
+                found[family] = max(found.get(family, (0, "")), (count, f"timm:{name}"))
+    return [name for _, name in sorted(found.values(), reverse=True)]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", help="default: all of torchvision up to --most parameters")
+    parser.add_argument("--timm", action="store_true", help="the largest of each family of timm instead")
     parser.add_argument("--most", type=float, default=100e6)
     parser.add_argument("--images", type=int, default=10)
     parser.add_argument("--workers", type=int, default=1)
@@ -117,11 +148,15 @@ def main() -> None:
     options.out.parent.mkdir(parents=True, exist_ok=True)
     rows = [json.loads(line) for line in options.out.read_text().splitlines()] if options.out.exists() else []
     done = {row["model"] for row in rows if row["images"] == options.images and "gib" in row}
-    named = options.models or [name for name, count in sizes().items() if count <= options.most]
+    named = options.models or (
+        largest_of_timm(options.most)
+        if options.timm
+        else [name for name, count in sizes().items() if count <= options.most]
+    )
     print("| model | parameters | images | peak GiB | seconds |\n|---|---|---|---|---|")
     with ThreadPoolExecutor(options.workers) as pool, options.out.open("a") as file:
-        for row in pool.map(lambda name: apart(name, options), [name for name in named if name not in done]):
-            rows.append(row)
+        for made in as_completed([pool.submit(apart, name, options) for name in named if name not in done]):
+            rows.append(row := made.result())
             file.write(json.dumps(row) + "\n")
             file.flush()
             cells = (
