@@ -7,12 +7,13 @@ DATA holds the pieces that `python -m benchmarks.cifar` made, or the official bi
 of `plan`, several at a time on one GPU, until the minutes are over. The same command goes on: finished runs are lines
 of `runs/results.jsonl`, and the others have checkpoints. Accuracy is that of the last epoch on all 10,000 test images;
 nothing is chosen by it. `--tune` tries recipes on 5,000 training images that are held out. `--prepare` makes the
-smaller models of Torch-Pruning beforehand, where that is installed.
+smaller models of Torch-Pruning beforehand, where that is installed. `--probe` prints how fast training steps are.
 """
 
 from __future__ import annotations
 
 import argparse
+import atexit
 import json
 import os
 import queue
@@ -37,19 +38,36 @@ import secateur as sc
 from benchmarks.cifar import read
 from benchmarks.resnet56 import ResNet, resnet56
 from secateur.loop import Schedule
-from secateur.recover import Recover
+from secateur.recover import Recover, recording
+from secateur.recover.samples import shifted
 from secateur.repair import Repair
 from secateur.running.accuracy import accuracy
 
 SPEEDS, LENGTHS, SEEDS = (2.1, 2.55, 4.0), (0, 1, 5, 20, 100), (0, 1, 2)
 RATES = {1: 0.01, 5: 0.03, 20: 0.05, 100: 0.1}
-RECIPE: dict[str, Any] = {"batch_size": 256, "weight_decay": 5e-4, "augment": "crop-flip", "temperature": 4.0}
-TEACHER = 0.9
+TEACHER, ERASED, MULTIPLE = (
+    0.5,
+    8,
+    8,
+)  # the teacher's share, the side of an erased square, and what widths are padded to
 TUNED: list[dict[str, Any]] = [
-    {}, {"teacher": 0.5}, {"temperature": 2.0}, {"lr": 0.05}, {"lr": 0.2}, {"ema": 0.998}, {"weight_decay": 1e-3},
-    {"blocks": 0.5},
+    {}, {"teacher": 0.9}, {"temperature": 2.0}, {"augment": "crop-flip"}, {"lr": 0.05}, {"lr": 0.2}, {"ema": 0.998},
+    {"weight_decay": 1e-3}, {"blocks": 0.5},
 ]  # fmt: skip
 SCORED = 500  # images that units are scored on, and that repair uses
+
+
+def augment(images: Tensor) -> Tensor:
+    """Shifted, mirrored, and a square of each image erased. The teacher sees the same."""
+    images = shifted(images, 4)
+    size, half = images.shape[-1], ERASED // 2
+    middle = torch.randint(size, (2, len(images), 1), device=images.device)
+    rows, columns = (torch.arange(size, device=images.device) - middle + half).unbind()
+    inside = [(along >= 0) & (along < ERASED) for along in (rows, columns)]
+    return images.masked_fill((inside[0][:, :, None] & inside[1][:, None])[:, None], 0.0)
+
+
+RECIPE: dict[str, Any] = {"batch_size": 256, "weight_decay": 5e-4, "augment": augment, "temperature": 4.0}
 
 
 @dataclass(frozen=True)
@@ -92,15 +110,16 @@ FAIR = [replace(MAGNITUDE, teacher=True), replace(TAYLOR, teacher=True)]
 
 def plan() -> list[Job]:
     """What is run, the most important first: each line of the table needs those before it."""
-    short = tuple(reversed(LENGTHS[:-1]))
-    rows = [OURS, MAGNITUDE, TAYLOR, *PARTS, *OTHERS, *FAIR]
-    jobs = [Job(OURS, speed, 100, seed) for seed in SEEDS for speed in (2.55, 2.1, 4.0)]
-    jobs += [Job(MAGNITUDE, speed, 100, seed) for seed in SEEDS for speed in (2.55, 2.1)]
-    jobs += [Job(row, 2.55, epochs, seed) for seed in SEEDS for row in rows for epochs in short]
-    jobs += [Job(row, 2.55, 100, seed) for row in (PARTS[0], TAYLOR, FAIR[0], *OTHERS, *PARTS[1:]) for seed in SEEDS]
-    jobs += [
-        Job(row, speed, epochs, seed) for speed in (2.1, 4.0) for seed in SEEDS for row in rows for epochs in short
-    ]
+    rows, short = [OURS, MAGNITUDE, TAYLOR, *PARTS, *OTHERS, *FAIR], (0, 5, 1)
+    jobs = [Job(OURS, speed, 100, seed) for seed in SEEDS for speed in (2.1, 2.55, 4.0)]
+    jobs += [Job(row, 2.55, 20, 0) for row in rows]
+    jobs += [Job(row, 2.55, epochs, 0) for epochs in short for row in rows]
+    for seed in SEEDS:
+        jobs += [Job(row, 2.55, 100, seed) for row in (MAGNITUDE, PARTS[0], TAYLOR, FAIR[0], *OTHERS, *PARTS[1:])]
+    jobs += [Job(MAGNITUDE, 2.1, 100, seed) for seed in SEEDS]
+    jobs += [Job(row, 2.55, epochs, seed) for seed in SEEDS for epochs in (20, *short) for row in rows]
+    for speed in (2.1, 4.0):
+        jobs += [Job(row, speed, epochs, seed) for seed in SEEDS for epochs in (20, *short) for row in rows]
     jobs += [Job(row, speed, 100, seed) for speed in (2.1, 4.0) for row in rows for seed in SEEDS]
     return list(dict.fromkeys(jobs))
 
@@ -119,6 +138,33 @@ def shaped(state: dict[str, Tensor]) -> nn.Module:
     net.linear = nn.Linear(state["linear.weight"].shape[1], 10)
     net.load_state_dict(state)
     return net
+
+
+def padded(model: nn.Module, multiple: int) -> nn.Module:
+    """The same function with blocks as wide as a multiple, which is what the GPU's matrix units like.
+
+    The further channels are 0, and so are all their gradients: the zeros before and behind them keep each other.
+    """
+    state = dict(model.state_dict())
+    for name in [name for name in state if name.endswith(".bn1.weight") and name.startswith("layer")]:
+        block, more = name.removesuffix("bn1.weight"), -len(state[name]) % multiple
+        for part in ("conv1.weight", "bn1.weight", "bn1.bias", "bn1.running_mean", "bn1.running_var"):
+            old = state[block + part]
+            state[block + part] = torch.cat([old, old.new_zeros(more, *old.shape[1:])])
+        old = state[block + "conv2.weight"]
+        state[block + "conv2.weight"] = torch.cat([old, old.new_zeros(len(old), more, *old.shape[2:])], 1)
+    return shaped(state)
+
+
+def unpadded(model: nn.Module, like: nn.Module) -> nn.Module:
+    """The first channels of a padded model, after a look at the others."""
+    sizes, state = {name: t.shape for name, t in like.state_dict().items()}, {}
+    for name, tensor in model.state_dict().items():
+        first = tuple(slice(size) for size in sizes[name])
+        state[name], rest = tensor[first].clone(), tensor.clone()
+        rest[first] = 0
+        assert not rest.any(), f"{name}: channels that were 0 are not any more"
+    return shaped(state).to(tensor.device)
 
 
 def macs(model: nn.Module) -> int:
@@ -199,11 +245,7 @@ class Worker:
         torch.set_num_threads(1)
         torch.backends.cudnn.benchmark = True
         self.options, self.device, self.out = options, options.device, Path(options.out)
-        if options.smoke:  # no data are needed to see whether everything runs, and how fast
-            self.train = self.test = (torch.randn(60 * 256, 3, 32, 32, device=self.device),
-                                      torch.arange(60 * 256, device=self.device) % 10)  # fmt: skip
-        else:
-            self.train, self.test = read(Path(options.data), self.device)
+        self.train, self.test = read(Path(options.data), self.device)
         if options.samples:
             self.train, self.test = ((x[: options.samples], y[: options.samples]) for x, y in (self.train, self.test))
         self.net = resnet56(Path(options.weights)).to(self.device)
@@ -219,8 +261,8 @@ class Worker:
             half.unlink() if path.exists() else half.rename(path)  # another process may have been faster
         return shaped(safetensors.torch.load_file(path)).to(self.device).eval()
 
-    def run(self, job: Job, stop: Any, changes: dict[str, Any] | None = None) -> dict[str, Any]:
-        begin = time.perf_counter()
+    def run(self, job: Job, stop: Any, changes: dict[str, Any] | None = None, told: Any = None) -> dict[str, Any]:
+        begin, times = time.perf_counter(), list[float]()
         small = self.prepared(job)
         ready = time.perf_counter()
         train, test, loss, model = self.train, self.test, None, small
@@ -231,9 +273,13 @@ class Worker:
         if job.epochs:
             asked = {"epochs": job.epochs, "lr": RATES[job.epochs], "teacher": TEACHER if job.row.teacher else 0.0}
             asked |= {"seed": job.seed, **json.loads(self.options.layout), **(changes or {})}
+            multiple = asked.pop("pad", 0)
             settings = Recover(**(RECIPE | asked))
 
-            def tell(event: object) -> None:
+            def tell(event: Any) -> None:
+                times.append(time.perf_counter())
+                if told is not None and len(times) > 2 and job.epochs > 5:
+                    told.put({"epoch": times[-1] - times[-2]})
                 if stop.is_set():
                     raise KeyboardInterrupt
 
@@ -244,8 +290,11 @@ class Worker:
             path = self.out / "unfinished" / f"{job.name}.safetensors"
             path.parent.mkdir(parents=True, exist_ok=True)
             checkpoint = path if job.epochs >= 20 and changes is None else None
-            done = sc.recover(small, teacher, train, settings, checkpoint=checkpoint, progress=tell)
+            given = padded(small, multiple).to(self.device) if multiple and not blocks else small
+            done = sc.recover(given, teacher, train, settings, checkpoint=checkpoint, progress=tell)
             model, loss = done.model, done.history[-1].loss
+            if given is not small:
+                model = unpadded(model, small).eval()
             path.unlink(missing_ok=True)
         found = accuracy(model, test, 1000).overall
         return {
@@ -264,7 +313,7 @@ def work(options: argparse.Namespace, jobs: Any, results: Any, stop: Any) -> Non
         except queue.Empty:
             continue
         try:
-            results.put(worker.run(job, stop, changes))
+            results.put(worker.run(job, stop, changes, results))
         except KeyboardInterrupt:
             results.put({"interrupted": job.name})
         except Exception as error:
@@ -273,49 +322,37 @@ def work(options: argparse.Namespace, jobs: Any, results: Any, stop: Any) -> Non
 
 
 def layout(options: argparse.Namespace) -> str:
-    """The fastest way to compute on this GPU: order of images in memory, and number format. Seconds for 60 steps."""
+    """The fastest way to compute on this GPU that ends where plain steps end. Seconds for 60 steps of 256."""
     if options.device != "cuda":
         return "{}"
-    worker, job = Worker(options), Job(OURS, 2.55, 1, 0)
-    small, best = worker.prepared(job), (float("inf"), "{}")
+    worker, best = Worker(options), (float("inf"), "{}")
+    small, plain = worker.prepared(Job(OURS, 2.55, 1, 0)), 0.0
     few = worker.train[0][: 60 * 256], worker.train[1][: 60 * 256]
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
-    for given in ({}, {"channels_last": False}, {"mixed": False}, {"mixed": False, "channels_last": False}):
+    for given in ({"recorded": False}, {}, {"pad": MULTIPLE}, *options.ways):
+        recording._WARM_UP = 3 if given.get("recorded", True) else 10**9
         times: list[float] = []
 
         def note(event: object, times: list[float] = times) -> None:
             torch.cuda.synchronize()
             times.append(time.perf_counter())
 
-        settings = Recover(**{**RECIPE, "epochs": 3, "lr": 1e-4, **given})
-        sc.recover(small, worker.teacher, few, settings, progress=note)
-        seconds = times[-1] - times[-2]
-        print(f"{given or 'channels last, bfloat16'}: {seconds:.2f} s for 60 steps of 256", flush=True)
-        best = min(best, (seconds, json.dumps(given)))
+        asked = {name: value for name, value in given.items() if name not in ("recorded", "pad")}
+        settings = Recover(**{**RECIPE, "epochs": 3, "lr": 0.01, "augment": None, **asked})
+        begin = time.perf_counter()
+        try:
+            net = padded(small, given["pad"]).to(worker.device) if "pad" in given else small
+            done = sc.recover(net, worker.teacher, few, settings, progress=note)
+        except Exception as error:
+            print(f"{given}: {type(error).__name__}: {error}", flush=True)
+            continue
+        seconds, loss = times[-1] - times[-2], done.history[-1].loss
+        plain = plain or loss
+        good = abs(loss / plain - 1) < 0.05
+        print(f"{given or 'recorded'}: {seconds:.2f} s for 60 steps of 256, first epoch {times[0] - begin:.1f} s, loss "
+              f"{loss:.4f}{'' if good else ': NOT what plain steps give'}", flush=True)  # fmt: skip
+        if good and given.get("recorded", True):
+            best = min(best, (seconds, json.dumps(given)))
     return best[1]
-
-
-def smoke(options: argparse.Namespace) -> None:
-    """Whether recorded steps give what plain ones give, and how fast the layouts are. On random images."""
-    from secateur.recover import recording
-
-    worker = Worker(options)
-    small = worker.prepared(Job(OURS, 2.55, 1, 0))
-    few, found = (worker.train[0][:2560], worker.train[1][:2560]), []
-    for warm_up in (3, 10**9):
-        recording._WARM_UP = warm_up
-        for mixed in (False, True):
-            settings = Recover(**{**RECIPE, "epochs": 2, "lr": 0.01, "mixed": mixed, "augment": None})
-            begin = time.perf_counter()
-            done = sc.recover(small, worker.teacher, few, settings, progress=False)
-            found.append((done.history[-1].loss, torch.cat([p.detach().flatten() for p in done.model.parameters()])))
-            print(f"recorded: {warm_up == 3}, half precision: {mixed}: loss {done.history[-1].loss:.5f}, "
-                  f"{time.perf_counter() - begin:.1f} s", flush=True)  # fmt: skip
-    for kind, (mine, theirs) in {"float32": (found[0], found[2]), "half": (found[1], found[3])}.items():
-        distance = float((mine[1] - theirs[1]).norm() / theirs[1].norm())
-        print(f"{kind}: relative distance of the weights {distance:.2g}", flush=True)
-    recording._WARM_UP = 3
-    print(layout(options), flush=True)
 
 
 def probe() -> bool:
@@ -336,6 +373,8 @@ def share_gpu() -> None:
     if not good:
         for name in place:
             del os.environ[name]
+    else:
+        atexit.register(subprocess.run, ["nvidia-cuda-mps-control"], input=b"quit", capture_output=True, timeout=20)
     print("processes share the GPU" if good else "processes take turns on the GPU: CUDA MPS does not work", flush=True)
 
 
@@ -362,13 +401,13 @@ def main(options: argparse.Namespace) -> None:
     workers = [mp.Process(target=work, args=(options, jobs, results, stop)) for _ in range(options.processes)]
     for worker in workers:
         worker.start()
-    rate, running = options.seconds_per_epoch, 0
+    rate, running, seen = options.seconds_per_epoch, 0, False
     deadline = begin + 60 * options.minutes
 
     def give() -> bool:
         """Start the next run that can be expected to end in time; a long one may be interrupted and go on later."""
         for place, (job, changes) in enumerate(todo):
-            if time.perf_counter() + 15 + rate * min(job.epochs, options.least) < deadline:
+            if time.perf_counter() + 15 + 1.05 * rate * min(job.epochs, options.least) < deadline:
                 jobs.put((job, changes))
                 del todo[place]
                 return True
@@ -385,14 +424,15 @@ def main(options: argparse.Namespace) -> None:
                     if time.perf_counter() > deadline + 20:
                         break
                 continue
-            if "ready" in found:
+            if "epoch" in found:  # the next runs are as wide as this one, more or less
+                rate = 0.8 * rate + 0.2 * found["epoch"] if seen else found["epoch"]
+                seen = True
+            if "ready" in found or "epoch" in found:
                 continue
             running -= 1
             if "row" in found:
                 file.write(json.dumps(found) + "\n")
                 file.flush()
-                if found["epochs"] >= 5:
-                    rate = 0.5 * rate + 0.5 * found["seconds"] / found["epochs"]
                 print(f"{time.perf_counter() - begin:5.0f} s  {found['row']:32} /{found['speed']:<4g} "
                       f"{found['epochs']:3d} epochs  seed {found['seed']}  {100 * found['accuracy']:.2f} %  "
                       f"{found['seconds']} s ({found['prepared']} s before)  {found['changes'] or ''}",
@@ -477,11 +517,13 @@ if __name__ == "__main__":
     parser.add_argument("--tune", action="store_true")
     parser.add_argument("--table", action="store_true")
     parser.add_argument("--prepare", action="store_true")
-    parser.add_argument("--smoke", action="store_true", help="see whether it runs, and how fast, on random images")
+    parser.add_argument("--probe", action="store_true", help="see whether it runs, and how fast")
+    parser.add_argument("--ways", nargs="*", default=[], help="further layouts to try, such as '{\"compile\": true}'")
     parser.add_argument("--pack", default="", help="a folder for results and unfinished runs, in few files")
     given = parser.parse_args()
-    if given.smoke:
-        smoke(given)
+    given.ways = [json.loads(way) for way in given.ways]
+    if given.probe:
+        print(layout(given))
     elif given.prepare:
         worker = Worker(given)
         for job in sorted((j for j in plan() if j.row in (MAGNITUDE, TAYLOR)), key=lambda j: (j.seed, j.speed)):

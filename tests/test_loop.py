@@ -53,7 +53,7 @@ from secateur.runtimes import Latency, Setup
 from secateur.runtimes.clock import Clock
 from secateur.runtimes.segments import segments_of
 from secateur.surgery.apply import apply
-from secateur.surgery.optimizer import carry
+from secateur.surgery.optimizer import carry, going_back
 
 
 class Net(nn.Module):
@@ -519,6 +519,43 @@ def test_what_is_carried_goes_back_with_a_step_that_is_not_kept(fails: bool) -> 
     assert all(torch.equal(optimizer.state[p]["exp_avg"], m) for p, m in zip(trained, moments, strict=True))
     assert all(torch.equal(p, m) for p, m in zip(average.module.parameters(), averages, strict=True))
     assert (optimizer.param_groups[0]["lr"], scheduler.last_epoch, int(average.n_averaged)) == (0.005, 1, 1)
+
+
+def test_going_back_copies_no_moments_and_yet_gives_them_back() -> None:
+    """The moments afterwards are the very tensors of before, with their values; so are those of a further parameter."""
+    model, (x, y) = net(), data()
+    temperature = nn.Parameter(torch.ones(()))
+    optimizer = torch.optim.Adam([*model.parameters(), temperature], lr=0.01)
+    average = AveragedModel(model)
+
+    def train(m: nn.Module) -> None:
+        optimizer.zero_grad()
+        F.cross_entropy(m(x) / temperature, y).backward()
+        optimizer.step()
+        average.update_parameters(m)
+
+    train(model)
+    own = [*model.parameters(), temperature]
+    before = {p: (dict(optimizer.state[p]), {k: v.clone() for k, v in optimizer.state[p].items()}) for p in own}
+    averaged = [(t, t.clone()) for t in average.module.parameters()]
+    back = [going_back(optimizer), going_back(average)]
+    graph = analyze(model, x[:1])
+    chosen = plan(graph, score(model, None, "weight", graph=graph), remove=0.4)
+    small = apply(model, chosen)
+    for item in (optimizer, average):
+        carry(item, model, small, chosen)
+    for _ in range(3):
+        train(small)
+    for undo in back:
+        undo()
+    assert len(optimizer.state) == len(own)
+    for p, (held, values) in before.items():
+        assert all(optimizer.state[p][key] is held[key] for key in held)
+        assert all(torch.equal(optimizer.state[p][key], values[key]) for key in held)
+    for now, (tensor, value) in zip(average.module.parameters(), averaged, strict=True):
+        assert now is tensor
+        assert torch.equal(now, value)
+    assert int(average.n_averaged) == 1
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------

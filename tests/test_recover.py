@@ -6,6 +6,7 @@ import copy
 import math
 import os
 import tempfile
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import secateur as sc
-from secateur.errors import DataError, FileFormatError, SecateurError, TrainingError
+from secateur.errors import DataError, FileFormatError, SecateurError, SecateurWarning, TrainingError
 from secateur.loop import Schedule
 from secateur.plans import Limits
 from secateur.recover import Recover, distillation_loss, write_text
@@ -28,6 +29,7 @@ from secateur.recover import schedule as schedules
 from secateur.recover import trainer as training
 from secateur.recover.blocks import Blocks
 from secateur.recover.checkpoint import Checkpoint as TrainingFile
+from secateur.recover.recording import Recording
 from secateur.recover.samples import Samples, altered, shifted
 from secateur.recover.schedule import CURVES, Budget
 from secateur.report import Page
@@ -749,3 +751,33 @@ def test_what_was_measured_before_the_training_is_not_said_of_the_trained_model(
     assert "Recover(epochs=1" in trained._facts()["recover"]
     pages = [item.report(tmp_path / "a.html", page=Page(latency=False)).read_text() for item in (found, trained)]
     assert ["12.3 %</" in page.partition("<table")[0] for page in pages] == [True, False]
+
+
+def test_a_step_that_cannot_be_recorded_is_taken_plainly_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What CUDA does when a model asks for numbers during a recording."""
+
+    def refuse(graph: object) -> None:
+        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+    weight = nn.Parameter(torch.zeros(2))
+
+    def compute(x: Tensor, y: Tensor) -> Tensor:
+        weight.grad = x.mean(0)
+        return x.sum().reshape(1)
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(torch.cuda, "graph", refuse)
+    steps = Recording(compute, [weight], wanted=False)
+    monkeypatch.setattr(steps, "_wanted", True)
+    monkeypatch.setattr(steps, "_aside", nullcontext)
+
+    def step(number: float) -> float:
+        found = float(steps(torch.full((3, 2), number), torch.zeros(3)))
+        assert weight.grad is not None
+        assert weight.grad.tolist() == [number, number]
+        return found
+
+    assert [step(i) for i in (0.0, 1.0, 2.0)] == [0.0, 6.0, 12.0]
+    with pytest.warns(SecateurWarning, match=r"CUDA graph.*: operation not permitted when stream is capturing$"):
+        assert step(3.0) == 18.0
+    assert [step(i) for i in (4.0, 5.0)] == [24.0, 30.0]

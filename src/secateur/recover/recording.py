@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from secateur.errors import SecateurWarning
 
 # Steps before a recording. In these, libraries choose their algorithms.
 _WARM_UP = 3
@@ -79,8 +82,10 @@ class Recording:
             with torch.cuda.graph(graph):
                 self._result = self._compute(*self._pair())
             self._graph, self._gradients = graph, [parameter.grad for parameter in self._parameters]
-        except RuntimeError:
+        except RuntimeError as error:
             self._wanted, self._result = False, None
+            what = "a training step cannot be recorded as a CUDA graph, so training is slower: {error}"
+            warnings.warn(SecateurWarning(what, error=str(error).partition("\n")[0]), stacklevel=2)
         for parameter, gradient in zip(self._parameters, gradients, strict=True):
             parameter.grad = gradient
 

@@ -45,10 +45,13 @@ def carry(state: Any, before: nn.Module, after: nn.Module, plan: Plan | None) ->
 
 
 def going_back(state: Any) -> Callable[[], None]:
-    """A function that gives what `carry` takes its present state back, and the model that it serves now."""
+    """A function that gives what `carry` takes its present state back, and the model that it serves now.
+
+    Nothing large is copied: what `carry` leaves to be trained shares no tensor with the state before.
+    """
     if isinstance(state, Optimizer):
         groups = [{**group, "params": list(group["params"])} for group in state.param_groups]
-        moments = {parameter: copy.deepcopy(dict(held)) for parameter, held in state.state.items()}
+        moments = {parameter: dict(held) for parameter, held in state.state.items()}
 
         def back() -> None:
             for group, old in zip(state.param_groups, groups, strict=True):
@@ -58,7 +61,7 @@ def going_back(state: Any) -> Callable[[], None]:
             state.state.update(moments)
 
     elif isinstance(state, AveragedModel):
-        module, count = copy.deepcopy(state.module), state.n_averaged.clone()
+        module, count = state.module, state.n_averaged.clone()
 
         def back() -> None:
             state.module = module
@@ -84,8 +87,10 @@ def _carry_optimizer(optimizer: Optimizer, before: nn.Module, after: nn.Module, 
     for group in optimizer.param_groups:
         for i, old in reversed(list(enumerate(group["params"]))):
             name = names.get(id(old))
-            if name is None:
-                continue  # not the model's: a temperature, a loss with weights
+            if name is None:  # not the model's: a temperature, a loss with weights
+                if old in optimizer.state:
+                    optimizer.state[old] = copy.deepcopy(dict(optimizer.state[old]))
+                continue
             new = fresh.get(name)
             if new is None and any(within(name, path) for path in left):
                 del group["params"][i]  # gone with its block
@@ -112,5 +117,5 @@ def _sliced_state(
                 fix="make a new optimizer after the removal",
             )
         else:
-            made[key] = value
+            made[key] = copy.deepcopy(value)  # such as a number of steps, which is counted in place
     return made
