@@ -5,8 +5,8 @@
 
 The weights are those of an ONNX file that Ultralytics exported. They are read as tensors: nothing is unpickled. Its
 batch norms are folded into the convolutions, so those of the model get the bias, and no statistics. 32 images score the
-units and repair, of those that the model was trained on; mAP is measured on the 128 of the validation set, which it
-has not seen. Needs ultralytics, whose licence is AGPL-3.0.
+units and repair, of those that the model was trained on; a recovery uses all 128 of these. mAP is measured on the 128
+of the validation set, which it has not seen. Needs ultralytics, whose licence is AGPL-3.0.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import copy
 import tempfile
 import time
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -143,7 +144,7 @@ def mean_precision(model: nn.Module, data: list[Any]) -> tuple[float, float]:
 
 # -- recovery and latency ----------------------------------------------------------------------------------------------
 def recover(small: nn.Module, original: nn.Module, data: list[Any], seconds: float, rate: float = 2e-4) -> nn.Module:
-    """Train towards the original's answers before they become boxes, for some time, on the images that scored."""
+    """Train towards the original's answers before they become boxes, for some time; labels are not used."""
     teacher, student = copy.deepcopy(original).eval(), copy.deepcopy(small).train()
     for module in student.modules():
         if isinstance(module, nn.BatchNorm2d):
@@ -153,22 +154,23 @@ def recover(small: nn.Module, original: nn.Module, data: list[Any], seconds: flo
         time.time(),
         torch.Generator().manual_seed(0),
     )
-    while (spent := time.time() - begin) < seconds:
+    for images, _ in cycle(data):
+        if (spent := time.time() - begin) >= seconds:
+            break
         for group in optimizer.param_groups:
             group["lr"] = rate * (1 - spent / seconds)
-        for images, _ in data:
-            side = 32 * int(torch.randint(10, 21, (), generator=generator))
-            x = F.interpolate(images, (side, side), mode="bilinear", align_corners=False)
-            x = x.flip(-1) if float(torch.rand((), generator=generator)) < 0.5 else x
-            with torch.no_grad():
-                wanted = _levels(teacher(x))
-            loss = sum(
-                (a - b).square().mean() / b.square().mean() for a, b in zip(_levels(student(x)), wanted, strict=True)
-            )
-            optimizer.zero_grad()
-            loss.backward()  # type: ignore[union-attr]
-            nn.utils.clip_grad_norm_(student.parameters(), 1.0)
-            optimizer.step()
+        side = 32 * int(torch.randint(10, 21, (), generator=generator))
+        x = F.interpolate(images, (side, side), mode="bilinear", align_corners=False)
+        x = x.flip(-1) if float(torch.rand((), generator=generator)) < 0.5 else x
+        with torch.no_grad():
+            wanted = _levels(teacher(x))
+        loss = sum(
+            (a - b).square().mean() / b.square().mean() for a, b in zip(_levels(student(x)), wanted, strict=True)
+        )
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[union-attr]
+        nn.utils.clip_grad_norm_(student.parameters(), 1.0)
+        optimizer.step()
     return student.eval()
 
 
@@ -180,23 +182,25 @@ def _levels(output: Any) -> list[Tensor]:
     return [t for part in values for t in (part if isinstance(part, list) else [part]) if t.is_floating_point()]
 
 
-def latency(model: nn.Module, threads: int = 1) -> float:
-    """Milliseconds of ONNX Runtime for one image, the median of 30."""
+def latencies(models: dict[str, nn.Module], threads: int = 1, rounds: int = 40) -> dict[str, float]:
+    """Milliseconds of ONNX Runtime for one image: the median of rounds in which the models take turns."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
-    x = torch.rand(1, 3, SIDE, SIDE)
+    x, sessions = torch.rand(1, 3, SIDE, SIDE), {}
     with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder, "m.onnx")
-        sc.export(copy.deepcopy(model).cpu(), file, x)
-        session = onnxruntime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
-        given, times = {session.get_inputs()[0].name: x.numpy()}, []
-        for _ in range(33):
+        for name, model in models.items():
+            file = Path(folder, f"{len(sessions)}.onnx")
+            sc.export(copy.deepcopy(model).cpu(), file, x)
+            sessions[name] = onnxruntime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
+    times: dict[str, list[float]] = {name: [] for name in sessions}
+    for _ in range(rounds):
+        for name, session in sessions.items():
             begin = time.perf_counter()
-            session.run(None, given)
-            times.append(time.perf_counter() - begin)
-    return 1000 * sorted(times[3:])[15]
+            session.run(None, {session.get_inputs()[0].name: x.numpy()})
+            times[name].append(1000 * (time.perf_counter() - begin))
+    return {name: float(np.median(found[3:])) for name, found in times.items()}
 
 
 def main() -> None:
@@ -226,22 +230,17 @@ def main() -> None:
         scale = partial(F.interpolate, size=(options.side,) * 2, mode="bilinear", align_corners=False)
         data = [(scale(x), [{**t, "boxes": t["boxes"] * options.side / SIDE} for t in y]) for x, y in data]
     print(f"YOLO11n on {len(unseen)} images; scored on {len(scored)}", flush=True)
-    timed = (
-        (lambda model: "")
-        if options.no_latency
-        else (lambda model: f", {latency(model):.1f} ms in ONNX Runtime, one thread")
-    )
 
     def say(name: str, model: nn.Module) -> None:
         mean, half = mean_precision(model, tested)
-        print(f"{name}: mAP50-95 {mean:.4f}, mAP50 {half:.4f}{timed(model)}", flush=True)
+        print(f"{name}: mAP50-95 {mean:.4f}, mAP50 {half:.4f}", flush=True)
 
     say("whole", net)
     ways = {
         "lrp": LRP(start=Detection()), "lrp:attnlrp": LRP(composite="attnlrp", start=Detection()),
         "taylor": Taylor(loss=Detection()), "weight": Weight(), "random": "random",
     }  # fmt: skip
-    graph = sc.analyze(net, data[0][0][:1])
+    graph, timed = sc.analyze(net, data[0][0][:1]), {"whole": net}
     for number, criterion in enumerate(options.criteria):
         begin, scores = time.time(), sc.score(net, data, ways[criterion], graph=graph)
         limits = Limits(options.scope or ("cost" if "lrp" in criterion else "layer"), round_to=options.round_to)
@@ -254,8 +253,12 @@ def main() -> None:
         print("  " + ", ".join(f"{layer} {had} → {has}" for layer, (had, has) in narrow), flush=True)
         begin, repaired = time.time(), sc.repair(small, net, data, progress=False)
         say(f"{name}, repaired in {time.time() - begin:.0f} s", repaired)
+        timed[name] = repaired
         if options.recover and not number:
-            say(f"{criterion}, recovered for {options.recover:.0f} s", recover(repaired, net, data, options.recover))
+            trained = recover(repaired, net, batches(seen, 16, options.device), options.recover)
+            say(f"{criterion}, recovered for {options.recover:.0f} s on {len(seen)} images", trained)
+    for name, value in ({} if options.no_latency else latencies(timed)).items():
+        print(f"{name}: {value:.1f} ms in ONNX Runtime, one thread, one image of {SIDE}²", flush=True)
 
 
 if __name__ == "__main__":

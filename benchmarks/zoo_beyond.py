@@ -242,16 +242,21 @@ def _row(name: str) -> dict[str, Any]:
 
 
 def main(only: Sequence[str] | None, log: Path | None, workers: int = 1) -> None:
-    """Print a line for each architecture as it comes, and the table. A name that ends with a colon is a package."""
-    rows = rows_in(log)
-    wanted = [name for name in catalogue() if not only or name in only or f"{name.split(':')[0]}:" in only]
+    """Print a line for each architecture as it comes, and the table. A name that ends with a colon is a package.
+
+    Architectures run in the order in which `only` names them: slow ones first fill all workers to the end.
+    """
+    rows, known = rows_in(log), list(catalogue())
+    wanted = [
+        name for ask in only or [""] for name in known if name == ask or not ask or f"{name.split(':')[0]}:" == ask
+    ]
     todo = [name for name in wanted if name not in rows]
     with multiprocessing.get_context("spawn").Pool(workers, maxtasksperchild=8) as pool:
-        for row in pool.imap_unordered(_row, todo):
+        for row in pool.imap_unordered(_row, dict.fromkeys(todo)):
             rows[row["model"]] = row
             keep(log, row)
     print()
-    print(table([rows[name] for name in wanted if name in rows]))
+    print(table([rows[name] for name in known if name in wanted and name in rows]))
 
 
 def table(rows: list[dict[str, Any]]) -> str:

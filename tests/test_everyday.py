@@ -42,6 +42,11 @@ def spread(h: Tensor) -> Tensor:
     return NODES.view(1, -1, 1).expand_as(h)
 
 
+def ranks(k: Tensor) -> Tensor:
+    """Tokens in the order of their sums."""
+    return k.sum(-1).argsort(1).unsqueeze(-1)
+
+
 def added_in_place(h: Tensor) -> Tensor:
     made = torch.zeros_like(h)
     made.index_add_(1, NODES, h)
@@ -82,6 +87,9 @@ EVERYDAY: dict[str, tuple[Body, int, str]] = {
     "channels that are written": (lambda m, h, k: h.clone().index_put_((torch.arange(2),), k) + k, 8, ""),
     "gather of tokens": (lambda m, h, k: h.gather(1, spread(h)) + k, 8, "a"),
     "gather, repeated": (lambda m, h, k: h.gather(1, NODES.view(1, -1, 1).repeat(2, 1, h.shape[2])), 8, "ab"),
+    "gather, computed": (lambda m, h, k: h.gather(1, ranks(k).repeat(1, 1, h.shape[2])), 8, "ab"),
+    "gather, computed, of a fixed size": (lambda m, h, k: h.gather(1, ranks(k).repeat(1, 1, 8)), 8, "b"),
+    "scatter_add, computed": (lambda m, h, k: k.scatter_add(1, ranks(k).tile(1, 1, h.shape[2]), h), 8, "a"),
     "gather of channels": (lambda m, h, k: h.gather(2, (k > 0).long()), 8, ""),
     "index_select of nodes": (lambda m, h, k: h.index_select(1, NODES) * k, 8, "a"),
     "invert": (lambda m, h, k: h * ~(k > 0), 8, "a"),

@@ -27,11 +27,13 @@ class Selected(Fixed):
         return True
 
 
-def _takes_rows(index: Tensor, x: Tensor, dims: Collection[int]) -> bool:
+def _takes_rows(labels: LabelVerbs, index: Tensor, x: Tensor, dims: Collection[int]) -> bool:
     """Whether places are the same all along some dimensions, so that whole rows of units are taken."""
     for dim in dims:
         if index.shape[dim] != x.shape[dim]:
             return False
+        if dim in labels.fits(index):
+            continue
         if index.stride(dim) and (index.is_meta or not bool((index == index.narrow(dim, 0, 1)).all())):
             return False
     return True
@@ -51,7 +53,7 @@ class Gather(Fixed):
         labels.freeze_tensor(index, f"{call.site} {self.deed}")
         for layer in layers:
             over = varying(layer)
-            if dim not in over and _takes_rows(index, x, over):
+            if dim not in over and _takes_rows(labels, index, x, over):
                 kept.append(head(layer, [dim]).expand(output.shape))
             else:
                 labels.freeze(layer, f"{call.site} {self.deed}")
@@ -69,7 +71,7 @@ class AddedRows(Operation):
         for tensor in (x, source):
             for layer in labels.layers(tensor):
                 over = varying(layer)
-                whole = index.ndim < tensor.ndim or _takes_rows(index, tensor, over)
+                whole = index.ndim < tensor.ndim or _takes_rows(labels, index, tensor, over)
                 if dim in over or not whole:
                     labels.freeze(layer, reason)
             own = [1 if d == dim else size for d, size in enumerate(tensor.shape)]

@@ -24,7 +24,7 @@ from secateur.ops.activation import Unary
 from secateur.ops.elementwise import free
 from secateur.ops.layers import Labels, Layers, column, compact, head, is_zero, lost, narrow, spread, varying
 from secateur.ops.protocols import Zero, never
-from secateur.ops.shape import Move
+from secateur.ops.shape import Move, Repeat
 from secateur.ops.table import Call, Site
 from secateur.running.copies import named_modules, named_tensors
 from secateur.running.heads import reads_heads
@@ -150,6 +150,9 @@ class TensorLabels:
             whole = len(known) == sources[0].ndim and not self.layers(sources[0])
             for tensor in tensors_in(output) if whole else ():
                 self.blank(tensor, self.is_void(sources[0]))
+        elif sources and type(call.operation) is Repeat and not sources[0].is_floating_point():
+            before = (1,) * output.ndim + tuple(sources[0].shape)  # positions, once for each unit that they point at
+            self._blank[output] = frozenset(d for d, n in enumerate(output.shape) if n > 1 == before[d - output.ndim])
 
     def follows(self, sizes: Collection[int] = ()) -> bool:
         """Whether the module that runs computes places from its number of heads, which shrinks with them, or has some
