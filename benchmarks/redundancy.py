@@ -148,8 +148,8 @@ def eliminated(
         cov = (torch.as_tensor(reader.xx).double() / reader.rows - mean[:, None] * mean)[index][:, index]
         strength = (ridge * cov.diagonal().mean()).clamp_min(1e-12)
         inverse.append(torch.linalg.inv(cov + strength * torch.eye(len(cov), device=cov.device, dtype=cov.dtype)))
-        w = reader.weight.double()[:, index]
-        product.append(torch.einsum("oit,ojt,o->ij", w, w, count.double()))
+        w = (reader.weight.double()[:, index] * count.double().sqrt()[:, None, None]).transpose(0, 1).flatten(1)
+        product.append(w @ w.mT)
     left = torch.arange(len(groups), device=inverse[0].device)
     here = torch.ones(len(groups), dtype=torch.bool, device=left.device)
     values, order, peak = np.zeros(len(groups)), [], 0.0
