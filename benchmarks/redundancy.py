@@ -42,14 +42,15 @@ ROWS = 20_000  # positions of a layer that its covariances are estimated from
 #: Scores, balance of the allocation (None: widths by LRP, channels by these scores), rounds and copies of the repair.
 VARIANTS: dict[str, tuple[str, float | None, int, int]] = {
     "lrp": ("lrp", 1.0, 1, 8),
+    "lrp, one fit": ("lrp", 1.0, 0, 8),
+    "lrp's widths, lost relevance": ("relevance", None, 1, 8),
+    "lost slopes": ("slopes", 0.0, 1, 8),
     "lrp, 3 rounds": ("lrp", 1.0, 3, 8),
-    "lost relevance, 3 rounds": ("relevance", 0.0, 3, 8),
-    "lrp's widths, lost relevance, 3 rounds": ("relevance", None, 3, 8),
+    "lrp's widths, lost slopes": ("slopes", None, 1, 8),
+    "lost relevance": ("relevance", 0.0, 1, 8),
     "lost slopes, 3 rounds": ("slopes", 0.0, 3, 8),
-    "lrp's widths, lost slopes, 3 rounds": ("slopes", None, 3, 8),
-    "lost relevance, balanced, 3 rounds": ("relevance", 1.0, 3, 8),
-    "lrp, 6 rounds": ("lrp", 1.0, 6, 8),
-    "lrp, 3 rounds, 20 copies": ("lrp", 1.0, 3, 20),
+    "lrp, 20 copies": ("lrp", 1.0, 1, 20),
+    "lost slopes, balanced": ("slopes", 1.0, 1, 8),
 }
 TASKS = {  # network, classes, share of the MACs
     "resnet50-10": ("resnet50", 10, 0.16), "lite0-10": ("efficientnet_lite0", 10, 0.35),
