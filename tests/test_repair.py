@@ -7,6 +7,7 @@ import copy
 import inspect
 import math
 from dataclasses import FrozenInstanceError, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -981,7 +982,7 @@ def test_layers_before_a_relu_are_found() -> None:
     found = survey(Block().eval(), torch.randn(2, 3, 8, 8)).layers
     # `d` is there before what is added to it, and the output of `head` is read twice.
     expected = {"stem": True, "a": True, "b": True, "c": True, "d": False, "down": True, "head": False, "twice": False}
-    assert {name.removesuffix(".weight"): site.rectified for name, site in found.items()} == expected
+    assert {name.removesuffix(".weight"): site.limits == (0, torch.inf) for name, site in found.items()} == expected
 
 
 @pytest.mark.parametrize("normed", [False, True])
@@ -990,6 +991,24 @@ def test_layers_before_a_relu_are_found() -> None:
 @pytest.mark.parametrize("rounds", [0, 1, 3])
 def test_further_rounds_leave_free_what_the_relu_cuts_off(
     normed: bool, stream: bool, at_once: int | None, rounds: int
+) -> None:
+    _rounds_leave_free_what_is_cut_off(torch.relu, 0, math.inf, normed, stream, at_once, rounds)
+
+
+LIMITS: list[tuple[Any, float, float]] = [
+    (F.relu6, 0, 6), (partial(F.hardtanh, min_val=-0.2, max_val=0.3), -0.2, 0.3), (lambda x: x.clamp(0, 0.4), 0, 0.4),
+    (lambda x: x.clamp(max=0.25), -math.inf, 0.25), (lambda x: torch.clamp_min(x, 0.1), 0.1, math.inf),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("function", "low", "high"), LIMITS)
+@pytest.mark.parametrize("normed", [False, True])
+def test_further_rounds_leave_free_what_is_beyond_a_limit(function: Any, low: float, high: float, normed: bool) -> None:
+    _rounds_leave_free_what_is_cut_off(function, low, high, normed, stream=True, at_once=None, rounds=2)
+
+
+def _rounds_leave_free_what_is_cut_off(
+    function: Any, low: float, high: float, normed: bool, stream: bool, at_once: int | None, rounds: int
 ) -> None:
     torch.manual_seed(0)
 
@@ -1001,7 +1020,7 @@ def test_further_rounds_leave_free_what_the_relu_cuts_off(
 
         def forward(self, x: Tensor) -> Tensor:
             y = self.norm(self.b(self.a(x).relu()))
-            return self.c((y + x if stream else y).relu())
+            return self.c(function(y + x if stream else y))
 
     model = Net().double()
     x = torch.randn(60, 5).double()
@@ -1026,7 +1045,7 @@ def test_further_rounds_leave_free_what_the_relu_cuts_off(
     more = array(x) / scale if stream else np.zeros((60, 5))
     read = array(outcome.model.a(x).relu())
     target = array(model.b(model.a(x).relu())) + more
-    cut = target * scale + offset < 0
+    asked = target * scale + offset  # what the limits see
     begin = read @ array(small.b.weight).T + array(small.b.bias) + more
     centred = read - read.mean(0)
     ridge = chosen.strength * (centred**2).mean() * len(read)
@@ -1036,8 +1055,9 @@ def test_further_rounds_leave_free_what_the_relu_cuts_off(
         change = np.linalg.solve(centred.T @ centred + ridge * np.eye(6), centred.T @ (lack - lack.mean(0)))
         constant = lack.mean(0) - read.mean(0) @ change
         now = begin + read @ change + constant
-        shown = now * scale + offset  # what the ReLU sees
-        wanted = np.where(cut, (np.minimum(shown, 0) - offset) / scale, target)
+        shown = now * scale + offset
+        free = np.where(asked < low, np.minimum(shown, low), np.where(asked > high, np.maximum(shown, high), asked))
+        wanted = (free - offset) / scale
     np.testing.assert_allclose(array(outcome.model.b.weight), array(small.b.weight) + change.T, rtol=1e-6, atol=1e-8)
     np.testing.assert_allclose(array(outcome.model.b.bias), array(small.b.bias) + constant, rtol=1e-6, atol=1e-8)
 

@@ -54,12 +54,14 @@ class Activation(Unary):
     """A nonlinearity, number by number: relevance passes unchanged.
 
     `nonnegative`: its output is ≥ 0. `gate`: it lies between 0 and 1 and acts as a gate where it multiplies a signal.
-    `rectifies`: it is the ReLU.
+    `limits`: it limits numbers and does nothing else; `rectifies`: it is the ReLU.
     """
 
-    def __init__(self, nonnegative: bool = False, gate: bool = False, rectifies: bool = False) -> None:
+    def __init__(
+        self, nonnegative: bool = False, gate: bool = False, limits: bool = False, rectifies: bool = False
+    ) -> None:
         super().__init__()
-        self.nonnegative, self.gate, self.rectifies = nonnegative, gate, rectifies
+        self.nonnegative, self.gate, self.limits, self.rectifies = nonnegative, gate, limits, rectifies
 
     def rehearse(self, call: Call) -> Any:
         """The input's shape: torch decomposes some of these functions, which takes milliseconds."""
@@ -148,10 +150,11 @@ def _softmin(input: Tensor, dim: int | None = None, _stacklevel: int = 3, dtype:
 
 
 for _operation, _names in (
-    (Activation(nonnegative=True, rectifies=True), "relu"),
+    (Activation(nonnegative=True, limits=True, rectifies=True), "relu"),
+    (Activation(nonnegative=True, limits=True), "relu6"),
     (Activation(nonnegative=True, gate=True), "sigmoid hardsigmoid expit ndtr"),
-    (Activation(nonnegative=True), "relu6 softplus exp exp2 abs absolute square sqrt cosh erfc"),
-    (Clamp(), "hardtanh clamp clip clamp_min"),
+    (Activation(nonnegative=True), "softplus exp exp2 abs absolute square sqrt cosh erfc"),
+    (Clamp(limits=True), "hardtanh clamp clip clamp_min"),
     (Activation(), "gelu silu mish tanh hardswish elu selu celu leaky_relu rrelu threshold softsign logsigmoid"),
     (Activation(), "tanhshrink softshrink hardshrink expm1 log log1p log2 log10 rsqrt sign sgn reciprocal clamp_max"),
     (Activation(), "round floor ceil trunc fix frac erf erfinv logit sin cos tan sinh sinc asin acos atan asinh acosh"),

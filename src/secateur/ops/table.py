@@ -8,6 +8,7 @@ What a function without an entry does is never guessed: what reaches it stays as
 from __future__ import annotations
 
 import inspect
+import math
 import re
 from ast import literal_eval
 from collections.abc import Callable
@@ -118,6 +119,14 @@ class Call:
         """Whether the call is a ReLU."""
         return self.operation.rectifies
 
+    @property
+    def limits(self) -> tuple[float, float] | None:
+        """Between which numbers the call changes nothing, if it does nothing else than to limit them."""
+        if not self.operation.limits or len(self.tensors()) > 1:
+            return None
+        low, high = self.on(self.tensors()[0])(torch.tensor([-math.inf, math.inf])).tolist()
+        return low, high
+
     def run(self) -> Any:
         """The call as the user wrote it."""
         return self.function(*self.args, **self.kwargs)
@@ -160,6 +169,8 @@ class Operation:
     settles: bool = True
     #: Whether it is a ReLU, which a layer can be computed together with.
     rectifies: bool = False
+    #: Whether it sets numbers beyond one or two limits to these limits, and leaves the others as they are.
+    limits: bool = False
     #: Whether plain numbers among the arguments are computed with. In other operations they are sizes and places.
     scalars: bool = False
 

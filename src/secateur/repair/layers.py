@@ -78,14 +78,15 @@ class RepairableLayer:
     norm: FollowingNorm | None = None
     #: The call whose output is added to this layer's output, if it runs before this layer.
     partner: Site | None = None
-    #: Whether a ReLU alone reads the output, after the norm and after the partner was added.
-    rectified: bool = False
+    #: If something that limits numbers (a ReLU, a ReLU6) alone reads the output, after the norm and after the partner
+    #: was added: its limits.
+    limits: tuple[float, float] | None = None
     #: The positions of each sample that take part.
     sampled: Positions = field(default=ALL, compare=False)
     #: The factor that turns what is added after the norm into units of the layer's output.
     inverse: Tensor | None = field(default=None, compare=False)
-    #: For each channel the output at which the ReLU begins to pass, and 1 if it passes more, -1 if less.
-    level: Tensor | None = field(default=None, compare=False)
+    #: For each channel the least and the greatest output that these limits let pass.
+    span: Tensor | None = field(default=None, compare=False)
     #: In a smaller model: which of the original's output channels are left; None for all.
     kept: np.ndarray[Any, Any] | None = field(default=None, compare=False)
 
@@ -113,25 +114,25 @@ class RepairableLayer:
     def cut(self, kept: np.ndarray[Any, Any] | None, own: RepairableLayer) -> RepairableLayer:
         """The layer in a smaller model, where these output channels are left. `own` is what was found there."""
         small = replace(self, kept=kept, batch=own.batch, partner=own.partner)
-        return replace(small, inverse=small.left(self.inverse), level=small.left(self.level))
+        return replace(small, inverse=small.left(self.inverse), span=small.left(self.span))
 
     def prepared(self, tensors: Tensors, sampled: Positions) -> RepairableLayer:
         """With all that the original's tensors tell."""
-        level = None
+        span = None
+        if self.limits is not None:
+            ends = torch.tensor(self.limits, dtype=torch.float64, device=tensors[self.weight].device)
+            span = ends[:, None].repeat(1, self.channels)
         if self.norm is None:
-            if self.rectified:
-                zeros = torch.zeros(self.channels, device=tensors[self.weight].device)
-                level = torch.stack([zeros, torch.ones_like(zeros)])
-            return replace(self, sampled=sampled, level=level)
+            return replace(self, sampled=sampled, span=span)
         scale = self.norm.scale(tensors)
         # A channel that the norm nearly silences cannot make up for anything, and all of it counts as passed.
         silent = scale.abs() <= 1e-3 * scale.abs().max()
-        if self.rectified:
-            zero = tensors[self.norm.mean].detach().double()
+        if span is not None:
             if self.norm.bias is not None:
-                zero = zero - tensors[self.norm.bias].detach().double() / scale
-            level = torch.stack([torch.where(silent, -torch.inf, zero), torch.where(silent | (scale > 0), 1.0, -1.0)])
-        return replace(self, sampled=sampled, inverse=torch.where(silent, 0.0, 1 / scale), level=level)
+                span = span - tensors[self.norm.bias].detach().double()
+            span = (tensors[self.norm.mean].detach().double() + span / scale).sort(0).values  # a factor may be negative
+            span = torch.where(silent, span.new_tensor([[-torch.inf], [torch.inf]]), span)
+        return replace(self, sampled=sampled, inverse=torch.where(silent, 0.0, 1 / scale), span=span)
 
 
 Layers = Mapping[str, RepairableLayer]
@@ -177,7 +178,7 @@ def survey(model: nn.Module, samples: Example) -> Surveyed:
         norm = layer.norm
         if norm is not None:
             norm = replace(norm, alone=found.uses[norm.mean] == 1 == reads[0])
-        layers[layer.weight] = replace(layer, norm=norm, rectified=layer.rectified and sum(reads) == len(reads))
+        layers[layer.weight] = replace(layer, norm=norm, limits=layer.limits if sum(reads) == len(reads) else None)
     largest = max((found.largest[layer.number] for layer in layers.values()), default=1) // 2
     alive = {name: found.alive[layer.number] // 2 for name, layer in layers.items()}
     return Surveyed(layers, largest, alive, found.dense)
@@ -233,8 +234,8 @@ class _Survey(Observer):
         read = call.get("input")
         source, _ = self._stage_of(read)
         joined = self._add(call, operation.sign) if isinstance(operation, Sum) else None
-        if source is not None and call.rectifies:
-            self.layers[source] = replace(self.layers[source], rectified=True)
+        if source is not None:
+            self.layers[source] = replace(self.layers[source], limits=call.limits or self.layers[source].limits)
         layer = operands(call)
         if layer is not None:
             self.alive[self._number] = self._in_memory()

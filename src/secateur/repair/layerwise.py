@@ -117,8 +117,8 @@ class Corrected:
 class LayerCorrector:
     """Corrects copies of the smaller model. Each layer's correction is chosen on held-out samples.
 
-    `rounds` are extra fits of each layer that ignore errors which the ReLU after it hides. `tell` receives an event
-    after each layer.
+    `rounds` are extra fits of each layer that ignore errors which the ReLU (or ReLU6) after it hides. `tell` receives
+    an event after each layer.
     """
 
     def __init__(
@@ -416,7 +416,7 @@ class _LayerFit:
             return
         assert read is not None
         assert kernel is not None
-        assert layer.level is not None
+        assert layer.span is not None
         for which, moved in enumerate(self._moved):
             if (number == 3) != bool(which):
                 continue
@@ -427,8 +427,7 @@ class _LayerFit:
             goal = flat(wanted)
             if added is not None:
                 total = total + flat(added)
-            level = layer.level.view(2, groups, -1)
-            moved.move(hidden(goal, total, level), read, counts, later=number == 1)
+            moved.move(hidden(goal, total, layer.span.view(2, groups, -1)), read, counts, later=number == 1)
 
     def _empty(self, size: tuple[int, int, int], y: Tensor) -> tuple[Moments, Moments, Moments, Moments]:
         """Empty sums."""
@@ -465,7 +464,7 @@ class _LayerFit:
             self._rounds -= 1
         else:
             first = self._corrector.choose(self.layer, own, trial)
-            again = self._rounds and self.layer.level is not None and first.weight is not None
+            again = self._rounds and self.layer.span is not None and first.weight is not None
             before = own.snapshot() if again and isinstance(own, Regression) else None
             if isinstance(own, Regression):
                 own.spare()

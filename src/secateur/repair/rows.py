@@ -130,13 +130,13 @@ class Rows:
         return read_rows(self.call, x, chosen)
 
 
-def hidden(wanted: Tensor, total: Tensor, level: Tensor) -> Tensor:
-    """How what a layer should return changes where the original's ReLU passes nothing, if it and what is added to it
-    return `total` now. There, any output that does not pass is right.
+def hidden(wanted: Tensor, total: Tensor, span: Tensor) -> Tensor:
+    """How what a layer should return changes where a ReLU of the original, or another limit, passes nothing, if it and
+    what is added to it return `total` now. There, any output beyond the same limit is right.
     """
-    begins, side = level.to(total.dtype)
-    enough = torch.where(side > 0, total.minimum(begins), total.maximum(begins))
-    return torch.where((wanted - begins) * side < 0, enough - wanted, 0.0)
+    low, high = span.to(total.dtype)
+    below = torch.where(wanted < low, total.minimum(low), wanted)
+    return torch.where(wanted > high, total.maximum(high), below) - wanted
 
 
 def shape_of(call: Call) -> torch.Size:

@@ -45,8 +45,8 @@ class Repair:
     positions per layer, take part. `memory` (bytes, or a text such as "2 GiB"; default: what is free, at most 1.5 GiB
     on a CPU): samples that find no room in early layers join in later ones. `at_once`: at most so many samples are in
     memory at once. More samples than that take much longer, since each layer needs passes of its own. `rounds`: extra
-    fits of each layer that ignore errors which a ReLU hides. `relevance`: the share of a position's weight in the
-    regression that is its relevance.
+    fits of each layer that ignore errors which a ReLU or a ReLU6 hides. `relevance`: the share of a position's weight
+    in the regression that is its relevance.
     """
 
     method: str = "best"
