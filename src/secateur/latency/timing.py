@@ -44,7 +44,15 @@ def time_in_turn(models: Sequence[nn.Module], example: Example, repeats: int = 2
 
 
 def medians(calls: Sequence[Callable[[], object]], repeats: int = 20) -> list[float]:
-    """Median seconds of each call, after a warm-up that counts if calls are slow; the calls take turns."""
+    """Median seconds of each call; the calls take turns."""
+    return [statistics.median(own) for own in turns(calls, repeats)]
+
+
+def turns(calls: Sequence[Callable[[], object]], most: int = 20, budget: float = 3.0) -> list[list[float]]:
+    """Seconds of each call, so often at most and for about so many seconds each. The calls take turns.
+
+    The first turn is a warm-up, which counts if calls are slow. Slow calls vary less: two turns are enough.
+    """
 
     def timed(call: Callable[[], object]) -> float:
         begin = time.perf_counter()
@@ -52,13 +60,14 @@ def medians(calls: Sequence[Callable[[], object]], repeats: int = 20) -> list[fl
         return time.perf_counter() - begin
 
     seconds = [[timed(call) for call in calls] for _ in range(2)]
-    first, each = sum(seconds[0]), max(sum(seconds[1]), 1e-6)
-    if each < len(calls) or first > 1.2 * each:
-        del seconds[0]  # the warm-up
-    # Slow calls get fewer repeats: at most about three seconds for each, never fewer than two.
-    turns = max(2, min(repeats, int(3 * len(calls) / each)))
-    seconds += [[timed(call) for call in calls] for _ in range(turns - len(seconds))]
-    return [statistics.median(times) for times in zip(*seconds, strict=True)]
+    first, second = map(sum, seconds)
+    slow = second >= len(calls)
+    if not slow or first > 1.2 * second:
+        del seconds[0]
+    least = 2 if slow else min(3, max(2, most))
+    while len(seconds) < least or (len(seconds) < most and sum(map(sum, seconds)) <= budget * len(calls)):
+        seconds.append([timed(call) for call in calls])
+    return [list(own) for own in zip(*seconds, strict=True)]
 
 
 @dataclass(frozen=True)

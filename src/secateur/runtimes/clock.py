@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import statistics
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from torch import nn
 
+from secateur.latency.timing import turns
 from secateur.plans.plan import Plan
 from secateur.running.sandbox import Example, quiet
 from secateur.runtimes.eager import Eager
 from secateur.runtimes.onnx import Onnx
 from secateur.runtimes.setup import Setup
 
-# Seconds for each model, and how many passes that may be at most and must be at least.
-_BUDGET, _MOST, _LEAST = 2.0, 40, 3
+_BUDGET, _MOST = 2.0, 40  # seconds for each model, and how many passes that may be at most
 
 
 class Clock:
@@ -34,23 +33,4 @@ class Clock:
     ) -> list[list[float]]:
         """Seconds of several forward passes of each model. They take turns, for so many seconds each."""
         with self.setup.threaded(), quiet():
-            return turns([self.runner.prepare(model, plan) for model, plan in models], seconds or _BUDGET)
-
-
-def turns(calls: Sequence[Callable[[], object]], budget: float = _BUDGET) -> list[list[float]]:
-    """Seconds of each call, several times after a warm-up; the calls take turns."""
-    seconds: list[list[float]] = [[] for _ in calls]
-    begin, least = time.perf_counter(), _LEAST
-    for turn in range(1 + _MOST):
-        for call, own in zip(calls, seconds, strict=True):
-            start = time.perf_counter()
-            call()
-            own.append(time.perf_counter() - start)
-        spent = time.perf_counter() - begin
-        if not turn and spent > len(calls):  # slow models vary less, and they ran once when they were prepared
-            least = 2
-        elif not turn:
-            seconds, begin = [[] for _ in calls], time.perf_counter()
-        elif len(seconds[0]) >= least and spent > budget * len(calls):
-            break
-    return seconds
+            return turns([self.runner.prepare(model, plan) for model, plan in models], _MOST, seconds or _BUDGET)
