@@ -13,9 +13,10 @@ from typing import Any
 
 from secateur import atomic
 from secateur.arguments import check_path
+from secateur.runtimes.segments import STEPS
 from secateur.runtimes.setup import Setup
 
-FORMAT = "secateur-latency-3"
+FORMAT = "secateur-latency-4"
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,8 @@ class Cache:
                 found["bend"],
                 *(n for k in found["kinds"].values() for n in k),
             ]
-            return found if sound and all(isinstance(n, float) for n in numbers) else None
+            sound &= found["step"] in STEPS and all(isinstance(n, float) for n in numbers)
+            return found if sound else None
         except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
             return None
 

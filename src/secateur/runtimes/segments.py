@@ -12,8 +12,9 @@ from secateur.ops.layers import Labels, Mask
 from secateur.structure.cost import Work
 from secateur.structure.graph import Graph
 
-#: Kernels compute this many channels at once, or more; a layer takes as long as one with the next multiple.
-STEP = 8
+#: Kernels compute so many channels at once: 8 or 16, by the processor. A layer takes as long as one with the next
+#: multiple. What fits the sample models best is taken.
+STEPS = (8, 16)
 Numbers = np.ndarray[tuple[int], np.dtype[np.float64]]
 
 
@@ -29,19 +30,19 @@ class Segment:
     kind: str
     parts: tuple[tuple[Labels, ...], ...]
 
-    def shares(self, removed: Mask) -> Numbers:
+    def shares(self, removed: Mask, step: int) -> Numbers:
         """How much of each part is left."""
-        return np.array([math.prod(share(axis, removed) for axis in axes) for axes in self.parts])
+        return np.array([math.prod(share(axis, removed, step) for axis in axes) for axes in self.parts])
 
 
-def share(axis: Labels, removed: Mask) -> float:
+def share(axis: Labels, removed: Mask, step: int) -> float:
     """How much of an axis is left, in steps."""
     kept = int(np.count_nonzero(~removed[axis]))
-    return _stepped(kept) / _stepped(len(axis))
+    return _stepped(kept, step) / _stepped(len(axis), step)
 
 
-def _stepped(count: int) -> int:
-    return count if count < STEP else -(-count // STEP) * STEP
+def _stepped(count: int, step: int) -> int:
+    return count if count < STEPS[0] else -(-count // step) * step
 
 
 def segments_of(graph: Graph) -> list[Segment]:

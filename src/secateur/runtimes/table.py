@@ -26,7 +26,7 @@ from secateur.runtimes.cache import Cache
 from secateur.runtimes.clock import Clock
 from secateur.runtimes.fit import nonnegative
 from secateur.runtimes.sampling import sample_masks
-from secateur.runtimes.segments import Numbers, Segment, segments_of, share
+from secateur.runtimes.segments import STEPS, Numbers, Segment, segments_of, share
 from secateur.runtimes.setup import Runtime, Setup
 from secateur.structure.cost import Savings, first_order
 from secateur.structure.graph import Graph
@@ -49,6 +49,7 @@ class Latency:
     whole: float
     error: float
     bend: float
+    step: int
     kinds: Mapping[str, Sequence[float]]
     graph: Graph = field(repr=False)
     segments: tuple[Segment, ...] = field(repr=False)
@@ -75,7 +76,7 @@ class Latency:
         for seconds, axes in self._terms:
             for axis in axes:
                 if id(axis) not in known:
-                    known[id(axis)] = share(axis, removed)
+                    known[id(axis)] = share(axis, removed, self.step)
                 seconds *= known[id(axis)]
             total += seconds
         return total
@@ -117,7 +118,7 @@ class Latency:
         width = max([len(segment.path) for segment in self.segments] + [5])
         lines.append(f"{'from module'.ljust(width)}        ms  share")
         for segment in self.segments:
-            seconds = float(np.dot(self.kinds[segment.kind], segment.shares(nothing)))
+            seconds = float(np.dot(self.kinds[segment.kind], segment.shares(nothing, self.step)))
             share_ = 100 * seconds / max(self.whole, 1e-12)
             lines.append(f"{(segment.path or '-').ljust(width)}  {1000 * seconds:8.3f}  {share_:4.1f} %")
         return "\n".join(lines)
@@ -171,7 +172,9 @@ def table_of(model: nn.Module, graph: Graph, setup: Setup, cache: str | Path | b
             if kept is not None:
                 kept.write(found)
     found = same_everywhere(found)
-    return Latency(setup, found["whole"], found["error"], found["bend"], found["kinds"], graph, segments, clocks)
+    return Latency(
+        setup, found["whole"], found["error"], found["bend"], found["step"], found["kinds"], graph, segments, clocks
+    )
 
 
 def _measured(clock: Clock, graph: Graph, segments: Sequence[Segment]) -> dict[str, Any]:
@@ -184,8 +187,8 @@ def _measured(clock: Clock, graph: Graph, segments: Sequence[Segment]) -> dict[s
         passes = [clock.runner.profile(small, plan, paths) for small, plan in zip(models, plans, strict=True)]
         seen = _rounds(passes, clock.runner.least)
     parts = [{path: min(one.get(path, 0.0) for one in own) for path in paths} for own in seen]
-    kinds = _fitted(segments, masks, parts)
-    sums = np.array([sum(float(kinds[s.kind] @ s.shares(mask)) for s in segments) for mask in masks])
+    kinds, step = min((_fitted(segments, masks, parts, step) for step in STEPS), key=lambda fit: fit[2])[:2]
+    sums = np.array([sum(float(kinds[s.kind] @ s.shares(mask, step)) for s in segments) for mask in masks])
     timed = range(2 if setup.runtime == "compile" else len(models))  # compiling takes long
     # Each in turn with the whole model alone, as they will be measured: among many models, caches are cold. For slow
     # models that makes no difference, and the whole one is timed less often.
@@ -204,7 +207,7 @@ def _measured(clock: Clock, graph: Graph, segments: Sequence[Segment]) -> dict[s
     bend = float(np.clip(max(low, 0.0) + min(high, 0.0), -0.5, 0.5))
     whole = float(wholes[0])
     return {
-        "whole": whole, "error": float(np.median(np.abs((1 + bend * less) / ratio - 1))), "bend": bend,
+        "whole": whole, "error": float(np.median(np.abs((1 + bend * less) / ratio - 1))), "bend": bend, "step": step,
         "kinds": {kind: [float(whole / sums[0] * each) for each in values] for kind, values in kinds.items()},
     }  # fmt: skip
 
@@ -222,18 +225,19 @@ def _rounds(passes: Sequence[Callable[[], dict[str, float]]], least: int) -> lis
 
 
 def _fitted(
-    segments: Sequence[Segment], masks: Sequence[Mask], parts: Sequence[Mapping[str, float]]
-) -> dict[str, Numbers]:
-    """For each kind of segment, what its parts take: the best fit with no negative time."""
+    segments: Sequence[Segment], masks: Sequence[Mask], parts: Sequence[Mapping[str, float]], step: int
+) -> tuple[dict[str, Numbers], int, float]:
+    """For each kind of segment, what its parts take: the best fit with no negative time; the step; the error."""
     rows: dict[str, list[tuple[Numbers, float]]] = defaultdict(list)
     for segment in segments:
         rows[segment.kind] += [
-            (segment.shares(mask), own[segment.path]) for mask, own in zip(masks, parts, strict=True)
+            (segment.shares(mask, step), own[segment.path]) for mask, own in zip(masks, parts, strict=True)
         ]
-    found = {}
+    found, error = {}, 0.0
     for kind, own in rows.items():
         shares, seconds = np.stack([row for row, _ in own]), np.array([t for _, t in own])
         # Between absolute and relative errors: narrow layers count too, but the sum is what matters.
         weight = 1 / np.sqrt(np.maximum(seconds, 0.02 * seconds.max() + 1e-9))
         found[kind] = nonnegative(shares * weight[:, None], seconds * weight)
-    return found
+        error += float(np.square((shares @ found[kind] - seconds) * weight).sum())
+    return found, step, error
