@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import importlib.util
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from secateur.cli import recover as recover_command
 from secateur.cli import task
 from secateur.cli.output import Printer, ProgressLines
 from secateur.data.images import read
+from secateur.files import onnx, session
 from secateur.models import build, open_model
 from secateur.running.progress import Evaluating, Repairing
 from secateur.runtimes import Setup
@@ -98,6 +100,47 @@ def test_both_models_are_timed_in_both_runtimes(place: Place, tmp_path: Path, mo
     assert "model.onnx: input N x 3 x 16 x 16, pixels from 0 to 1, less 0.485, 0.456, 0.406" in result.stdout
     assert "outputs: blue, green, red" in result.stdout
     assert not list((tmp_path / "s").glob("unpruned*"))
+
+
+def test_onnx_files_are_written_once_and_measure_accuracy(
+    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written, asked, usual = list[str](), list[int](), onnx.export
+    monkeypatch.setattr(task, "_MANY", 15)
+    monkeypatch.setattr(onnx, "export", lambda *args, **kwargs: written.append(args[1].name) or usual(*args, **kwargs))
+    forward = session.Session.forward
+    monkeypatch.setattr(session.Session, "forward", lambda self, x: asked.append(len(x)) or forward(self, x))
+    args = [word for word in place.job if word != "--no-latency"]
+    result = invoke("prune", *args, "--out", tmp_path / "s", "--keep-macs", 0.6, "--onnx")
+    assert "accuracy is measured in ONNX Runtime" in result.stderr
+    assert len(written) == 2  # the unpruned and the smaller model, each once for accuracy, timing and --out
+    assert sum(asked) == 2 * 15
+    found = json.loads((tmp_path / "s" / "run.json").read_text())
+    x, y = read(place.test, size=16).tensors()
+    whole = build(place.net).eval()
+    whole.load_state_dict(safetensors.torch.load_file(place.weights))
+    for model, when in ((whole, "before"), (open_model(str(tmp_path / "s"), original=place.net).model, "after")):
+        with torch.no_grad():
+            right = (model(x).argmax(1) == y).float()
+        assert found["accuracy"][when]["overall"] == pytest.approx(float(right.mean()))
+        assert found["accuracy"][when]["red"] == pytest.approx(float(right[y == 2].mean()))
+
+
+@pytest.mark.parametrize("how", ["fixed batch", "no export"])
+def test_pytorch_measures_what_onnx_runtime_cannot(
+    how: str, place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise sc.SecateurError("no.")
+
+    usual = onnx.export
+    other = fail if how == "no export" else partial(usual, dynamic_batch=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(onnx, "export", other)
+        exports, x = onnx.Exports(), torch.rand(2, 3, 16, 16)
+        net = build(place.net).eval()
+        assert exports.module(net, x) is net
+        assert exports.module(net, x) is net
 
 
 def test_a_poor_model_is_worth_a_warning(place: Place, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
@@ -15,7 +16,7 @@ from secateur.cli.run_folder import Run, check_folder, check_model, need_package
 from secateur.cli.task import Task, read_model, read_task
 from secateur.cli.text_task import TextTask, read_text_task
 from secateur.errors import SecateurError
-from secateur.files.onnx import export
+from secateur.files.onnx import Exports, export
 from secateur.files.session import Session
 from secateur.latency.measure import measure
 from secateur.loop.prune import Result
@@ -159,6 +160,8 @@ def prune(
     printer = Printer(as_json)
     with printer.stage(f"building the model and reading {'images' if texts.text is None else 'text'}"):
         task = task_of(read_model(source, seen), images, texts, seed, specialize)
+        if onnx and isinstance(task, Task):
+            task = replace(task, exports=Exports())
     if task.test is None and max_drop is not None:
         kind, fix = (
             ("images", "--test, or a smaller --per-class") if isinstance(task, Task) else ("texts", "--test-text")
@@ -230,7 +233,8 @@ def _write(
     """Write the model, its history, ONNX, timings and the report; note that the run is finished; print the outcome."""
     out = run.out
     example = task.example()
-    models = write_model(result.model, partial(task.save, result), out, example if onnx else None, printer)
+    write = task.exports.write if isinstance(task, Task) and task.exports is not None else export
+    models = write_model(result.model, partial(task.save, result), out, example if onnx else None, printer, write)
     files = {"model": models.pop("model"), "history": out / "history.csv", **models}
     result.history.to_csv(files["history"])
     quantised: dict[str, float] | None = None

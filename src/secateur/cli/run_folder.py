@@ -71,14 +71,19 @@ def check_model(out: Path, pretrained: bool = False) -> None:
 
 
 def write_model(
-    model: nn.Module, save: Callable[[Path], object], out: Path, example: Any, printer: Printer
+    model: nn.Module,
+    save: Callable[[Path], object],
+    out: Path,
+    example: Any,
+    printer: Printer,
+    write: Callable[[nn.Module, Path, Any], Path] = export,
 ) -> dict[str, Path]:
     """Save a smaller model, also as ONNX if there is an example, and return what was written where."""
     files = {"model": out / "model"}
     save(files["model"])
     if example is not None:
         with printer.stage("writing ONNX and checking it with ONNX Runtime"):
-            files["onnx"] = export(model, out / "model.onnx", example)
+            files["onnx"] = write(model, out / "model.onnx", example)
     return files
 
 

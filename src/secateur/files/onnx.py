@@ -6,10 +6,12 @@ import inspect
 import io
 import math
 import os
+import shutil
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -19,11 +21,12 @@ from secateur.arguments import check_flag, check_path
 from secateur.atomic import naming_failures, replacing
 from secateur.errors import SecateurError, SecateurWarning, VerificationError
 from secateur.files.int8 import quantize as to_int8
-from secateur.files.session import answers, fixed_size, session_of
+from secateur.files.session import Session, answers, fixed_size, session_of
 from secateur.nest import map_leaves, map_tensors, tensors_in
 from secateur.running.batches import Data
 from secateur.running.copies import shared_copy, unwrap
 from secateur.running.devices import full_precision
+from secateur.running.identity import digest
 from secateur.running.sandbox import Example, arguments, leaves_no_trace, quiet, run_or_explain
 
 
@@ -91,6 +94,42 @@ def export(
         if quantize is not None:
             to_int8(staged, quantize, type(model).__name__)
     return target
+
+
+class Exports:
+    """ONNX files of the models of a run. Each is written and checked once: to be asked, timed and handed out."""
+
+    def __init__(self) -> None:
+        self._folder = TemporaryDirectory()
+        self._files: dict[str, Path] = {}
+        self._fails = False
+
+    def of(self, model: nn.Module, example: Example) -> Path:
+        """The file of a model. The first one and the last one are kept."""
+        key = digest(model)
+        if key not in self._files:
+            for step in list(self._files)[1:]:
+                self._files.pop(step).unlink()
+            self._files[key] = export(model, Path(self._folder.name, f"{key[:16]}.onnx"), example)
+        return self._files[key]
+
+    def module(self, model: nn.Module, example: Example) -> nn.Module:
+        """What answers as a model does and is faster: its file. The model itself if that takes no other batch."""
+        if self._fails:
+            return model
+        try:
+            session = Session(self.of(model, example))
+        except (SecateurError, RuntimeError):  # whoever needs the file says why
+            self._fails = True
+            return model
+        return session if session.batch is None else model
+
+    def write(self, model: nn.Module, path: Path, example: Example) -> Path:
+        """The file of a model at another place."""
+        source = self.of(model, example)
+        with naming_failures(path), replacing(path) as staged:
+            shutil.copyfile(source, staged)
+        return path
 
 
 def _gap(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:

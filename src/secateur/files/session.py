@@ -46,6 +46,7 @@ class Session(nn.Module):
     def __init__(self, file: Path) -> None:
         super().__init__()
         self._session = session_of(file)
+        self.batch = fixed_size(self._session)
 
     def __deepcopy__(self, memo: object) -> Session:
         return self  # nothing in it changes
