@@ -89,7 +89,9 @@ def _found(
     trial = Trial(fresh, inputs, {} if steered else watched.found.steps, watched.unsure, watched.counted)
     trial.repeated |= {key: RepeatedSize(*key, labels) for p in passes for key, labels in p.counted.items()}
     while True:
-        graph = build(model, example, passes, trial.blocked, tuple(trial.repeated.values()), names, blocks)
+        graph = build(
+            model, example, passes, trial.blocked, tuple(trial.repeated.values()), names, blocks, watched.steady
+        )
         if not trial.finds_more(graph, doubt and not trial.blocked):
             return with_sound_blocks(graph, fresh, inputs, made)
 
