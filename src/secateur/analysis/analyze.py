@@ -14,7 +14,7 @@ from secateur.analysis.variants import computed_weights, freeze_never_run, other
 from secateur.errors import Argument, SecateurError, UnsupportedModelError
 from secateur.nest import entries, tensors_of_output
 from secateur.running.copies import check_followed, meta_copy, named_tensors, shared_copy, unwrap
-from secateur.running.sandbox import Example, leaves_no_trace
+from secateur.running.sandbox import Example, leaves_no_trace, uncollected
 from secateur.structure.blocks import find_blocks
 from secateur.structure.choices import settle_choices
 from secateur.structure.findings import Findings
@@ -48,10 +48,11 @@ def analyze(model: nn.Module, example: Example, output: str | Sequence[str] = ()
     check_followed(model, strict)
     computed = computed_weights(model, strict)
     names = (output,) if isinstance(output, str) else tuple(output)
-    try:
-        return _found(model, example, names, computed, strict, doubt=True)
-    except OtherCalls:  # now the cache is filled
-        return _found(model, example, names, computed, strict, doubt=False)
+    with uncollected:
+        try:
+            return _found(model, example, names, computed, strict, doubt=True)
+        except OtherCalls:  # now the cache is filled
+            return _found(model, example, names, computed, strict, doubt=False)
 
 
 def _found(

@@ -20,7 +20,7 @@ from secateur.errors import Argument, VerificationError
 from secateur.plans.plan import Plan, plan_for
 from secateur.running.copies import named_modules, shared_copy
 from secateur.running.devices import device_of, dtype_of
-from secateur.running.sandbox import Example, caches
+from secateur.running.sandbox import Example, caches, uncollected
 from secateur.structure.blocks import Block
 from secateur.structure.graph import Layer
 from secateur.surgery.cut import cut
@@ -63,9 +63,10 @@ class Fault:
 
 def verify(model: nn.Module, small: nn.Module, plan: Plan, example: Example) -> None:
     """Raise unless the smaller model and the masked one agree. If the plan knows its graph, the layers are named."""
-    masked = _masked(model, plan)
-    trials = _trials(model, masked, plan, example)
-    fault = _fault(model, masked, small, plan, trials)
+    with uncollected:
+        masked = _masked(model, plan)
+        trials = _trials(model, masked, plan, example)
+        fault = _fault(model, masked, small, plan, trials)
     if fault is None:
         return
     names = culprits(model, plan, fault.trial)
