@@ -19,7 +19,7 @@ from secateur.nest import tensors_in
 from secateur.ops.elementwise import Blank
 from secateur.ops.layers import column, varying
 from secateur.ops.norm import ChannelNorm, GroupNorm
-from secateur.ops.table import Call, Function, Opaque, Operation, Query, Readout, SizeQuery, lookup
+from secateur.ops.table import Call, Function, Opaque, Operation, Query, Readout, Site, SizeQuery, lookup
 from secateur.running.copies import meta_copy, named_modules, named_tensors, shared_copy
 from secateur.running.observer import Observer
 from secateur.running.sandbox import Example, quiet, run, run_or_explain, to_meta
@@ -39,6 +39,18 @@ _LAYOUT = frozenset(
     ("stride", "storage_offset", "data_ptr", "untyped_storage", "is_same_size", "is_contiguous", "dim_order",
      "is_set_to", "__repr__", "__format__", "__str__")
 )  # fmt: skip
+#: Functions that take any number of channels; those that do so with the weights that they are given; and the modules
+#: that give them theirs.
+_SUPPLE = frozenset(
+    ("relu", "relu_", "relu6", "relu6_", "sigmoid", "sigmoid_", "hardsigmoid", "hardsigmoid_", "gelu", "silu", "silu_",
+     "mish", "tanh", "tanh_", "hardswish", "hardswish_", "elu", "elu_", "leaky_relu", "leaky_relu_", "hardtanh",
+     "hardtanh_", "softplus", "dropout", "dropout2d", "clone", "contiguous", "add", "add_", "__add__", "__radd__",
+     "__iadd__", "mul", "mul_", "__mul__", "__rmul__", "__imul__", "cat", "concat", "flatten", "mean", "max_pool1d",
+     "max_pool2d", "max_pool3d", "avg_pool1d", "avg_pool2d", "avg_pool3d", "adaptive_avg_pool1d",
+     "adaptive_avg_pool2d", "adaptive_avg_pool3d")
+)  # fmt: skip
+_SIZED_BY_WEIGHTS = frozenset(("conv1d", "conv2d", "conv3d", "linear", "batch_norm"))
+_LAYERS = frozenset((nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d))
 #: Must return numbers of Python's own types.
 _NUMBERS = {Tensor.__int__, Tensor.__float__, Tensor.__index__}
 
@@ -65,6 +77,8 @@ class LabelPass(Observer):
         self.sized = False
         #: Whether code that nobody can see into, or that asks in a roundabout way, may know sizes too.
         self.opaque = False
+        #: Whether a call may have a size written into it, which would show in a trial removal.
+        self.rigid = False
         #: Whether it compares sizes in a way that only trial removals can judge.
         self.unsure = False
         self.questions = questions or Questions()
@@ -150,8 +164,14 @@ class LabelPass(Observer):
         if isinstance(call.operation, ChannelNorm):
             self._count_channels(call)
         self._count_written(call, output)
+        self.rigid = self.rigid or not self._is_supple(call.site)
         made = tuple((tuple(tensor.shape), self.labels.layers(tensor)) for tensor in tensors_in(output))
         self.found.steps[call.site] = Step(numbers_of(call), made)
+
+    def _is_supple(self, site: Site) -> bool:
+        """Whether a call takes tensors of any number of channels, and knows no such number itself."""
+        name = site.function.rpartition(".")[2]
+        return name in _SUPPLE or (name in _SIZED_BY_WEIGHTS and type(self._modules.get(site.path)) in _LAYERS)
 
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
