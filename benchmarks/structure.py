@@ -3,27 +3,33 @@
     python -m benchmarks.structure [--models densenet201 ...] [--repeat 3]
     python -m benchmarks.structure --every     # every torchvision classifier, secateur alone, once
     python -m benchmarks.structure --rival     # every torchvision classifier that Torch-Pruning gets right, both tools
-    python -m benchmarks.structure --rival --log F --part 0 4     # goes on where F ends; the first of four parts
-    python -m benchmarks.structure --table F G    # the table of such files
+    python -m benchmarks.structure --rival --log FOLDER    # goes on where the folder ends; several may run at once
+    python -m benchmarks.structure --table FOLDER/*.json
     python -m benchmarks.structure --growth    # time and memory over depth, width and images
 
 Both remove half of the channels by a magnitude criterion, with random weights. secateur's time includes the
 verification that removal equals masking (four forward passes, two of them on smaller images; six if code of its own
-asks for the training mode); Torch-Pruning verifies nothing, and the copy that its step changes is not counted.
+asks for the training mode); Torch-Pruning verifies nothing, and the copy that its step changes is not counted. One
+thread is timed in CPU seconds, several by the clock on the wall. Garbage is collected before each tool begins.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import gc
 import json
+import resource
+import signal
 import statistics
 import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -35,14 +41,20 @@ from benchmarks.relevance import resident
 MODELS = ["resnet18", "resnet50", "densenet121", "densenet201"]
 
 
+def now() -> float:
+    """Seconds: of CPU time with one thread, which other programs do not change, and on the wall with more."""
+    return time.process_time() if torch.get_num_threads() == 1 else time.perf_counter()
+
+
 def ours(model: torch.nn.Module, example: torch.Tensor) -> tuple[float, float, float]:
-    begin = time.perf_counter()
+    gc.collect()
+    begin = now()
     graph = sc.analyze(model, example)
-    analysed = time.perf_counter()
+    analysed = now()
     plan = sc.plan(graph, sc.score(model, None, "weight", graph=graph), remove=0.5)
-    planned = time.perf_counter()
+    planned = now()
     sc.apply(model, plan)
-    return analysed - begin, planned - analysed, time.perf_counter() - planned
+    return analysed - begin, planned - analysed, now() - planned
 
 
 def theirs(model: torch.nn.Module, example: torch.Tensor, check: bool = False) -> float:
@@ -50,11 +62,12 @@ def theirs(model: torch.nn.Module, example: torch.Tensor, check: bool = False) -
     import torch_pruning as tp
 
     model = copy.deepcopy(model)
-    begin = time.perf_counter()
+    gc.collect()
+    begin = now()
     importance = tp.importance.GroupMagnitudeImportance()
     ignored = [m for m in model.modules() if isinstance(m, torch.nn.Linear) and m.out_features == 1000]
     tp.pruner.BasePruner(model, example, importance, pruning_ratio=0.5, ignored_layers=ignored).step()
-    seconds = time.perf_counter() - begin
+    seconds = now() - begin
     if check:
         with torch.no_grad():
             output = model(example)
@@ -64,46 +77,82 @@ def theirs(model: torch.nn.Module, example: torch.Tensor, check: bool = False) -
 
 
 def against(options: argparse.Namespace) -> None:
-    """Both tools on every classifier, in turn; the worst ratio first. Models of more than 100 M parameters once."""
+    """Both tools on every classifier, in turn. Models of more than 100 M parameters twice. With `--log`, several
+    processes share the work: who makes a model's file in the folder measures it. Delete empty files to try again."""
     import torchvision
 
     names = options.models if options.models != MODELS else torchvision.models.list_models(module=torchvision.models)
-    part, parts = options.part
-    done = {row[1] for row in _rows([options.log])} if options.log and Path(options.log).exists() else set()
-    names = [name for name in names[part::parts] if name not in done]
     ours(torchvision.models.get_model("resnet18").eval(), torch.randn(1, 3, 64, 64))
-    for name in names:
-        model = torchvision.models.get_model(name).eval()
-        example = torch.randn(1, 3, 299, 299) if name == "inception_v3" else torch.randn(1, 3, 224, 224)
-        large = sum(p.numel() for p in model.parameters()) > 1e8
-        mine, rival = [], []
-        try:
-            theirs(model, example, check=True)
-            for _ in range(1 if large else options.repeat):
-                mine.append(sum(ours(model, example)))
-                rival.append(theirs(model, example))
-        except Exception as error:
-            print(f"{name}: Torch-Pruning: {type(error).__name__}: {str(error)[:60]}", file=sys.stderr, flush=True)
+    for name in sorted(names, key=_LATE.__contains__):
+        if options.log and not _claimed(Path(options.log) / f"{name}.json"):
             continue
-        own, other = statistics.median(mine), statistics.median(rival)
-        row = json.dumps([other / own, name, own, other])
+        row = json.dumps(_row(name, options.repeat))
         print(row, flush=True)
         if options.log:
-            with Path(options.log).open("a") as file:
-                file.write(f"{row}\n")
+            (Path(options.log) / f"{name}.json").write_text(f"{row}\n")
 
 
-def _rows(logs: Sequence[str]) -> list[tuple[float, str, float, float]]:
-    return [tuple(json.loads(line)) for log in logs for line in Path(log).read_text().splitlines()]
+_LATE = {"vit_h_14", "regnet_y_128gf", "vit_l_16", "vit_l_32", "regnet_x_32gf"}  # take minutes
+
+
+def _claimed(file: Path) -> bool:
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
+
+
+@contextmanager
+def bounded(seconds: int, gigabytes: int) -> Iterator[None]:
+    """An error in a block that takes longer or allocates more: on some transformers Torch-Pruning never ends."""
+
+    def stop(*_: object) -> None:
+        raise TimeoutError(f"more than {seconds} s")
+
+    before, was = signal.signal(signal.SIGALRM, stop), resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (gigabytes << 30, was[1]))
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+        resource.setrlimit(resource.RLIMIT_DATA, was)
+
+
+def _row(name: str, repeat: int) -> list[Any]:
+    """The ratio, the name, our seconds and theirs; or None, the name and why Torch-Pruning cannot do it."""
+    import torchvision
+
+    model = torchvision.models.get_model(name).eval()
+    example = torch.randn(1, 3, 299, 299) if name == "inception_v3" else torch.randn(1, 3, 224, 224)
+    large = sum(p.numel() for p in model.parameters()) > 1e8
+    mine, rival = [], []
+    try:
+        with bounded(seconds=90, gigabytes=24 if large else 6):
+            theirs(model, example, check=True)
+    except Exception as error:
+        return [None, name, f"{type(error).__name__}: {str(error)[:60]}"]
+    ours(model, example)  # neither tool meets a model for the first time when it is timed
+    for _ in range(2 if large else repeat):
+        mine.append(sum(ours(model, example)))
+        rival.append(theirs(model, example))
+    own, other = statistics.median(mine), statistics.median(rival)
+    return [other / own, name, own, other]
 
 
 def table(logs: Sequence[str]) -> None:
-    """The ratios of some logs, the worst first."""
-    rows = sorted(_rows(logs))
-    print(f"{sum(ratio >= 1 for ratio, *_ in rows)} of {len(rows)} at least as fast as Torch-Pruning\n")
+    """The ratios of some files, the worst first."""
+    rows = [json.loads(line) for log in logs for line in Path(log).read_text().splitlines()]
+    known = sorted(row for row in rows if row[0] is not None)
+    print(f"{sum(ratio >= 1 for ratio, *_ in known)} of {len(known)} at least as fast as Torch-Pruning\n")
     print("| model | secateur s | Torch-Pruning s | ratio |\n|---|---|---|---|")
-    for ratio, name, own, other in rows:
+    for ratio, name, own, other in known:
         print(f"| {name} | {own:.2f} | {other:.2f} | {ratio:.2f}x |")
+    for _, name, reason in [row for row in rows if row[0] is None]:
+        print(f"Torch-Pruning: {name}: {reason}")
 
 
 # -- growth ------------------------------------------------------------------------------------------------------------
@@ -199,9 +248,8 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=MODELS)
     parser.add_argument("--every", action="store_true", help="time every torchvision classifier, without the rival")
     parser.add_argument("--rival", action="store_true", help="time both tools on every torchvision classifier")
-    parser.add_argument("--log", help="with --rival: note each model here, and go on where the file ends")
-    parser.add_argument("--part", nargs=2, type=int, default=(0, 1), help="with --rival: which of how many parts")
-    parser.add_argument("--table", nargs="+", metavar="LOG", help="the table of such logs")
+    parser.add_argument("--log", help="with --rival: a folder that gets a file for each model")
+    parser.add_argument("--table", nargs="+", metavar="FILE", help="the table of such files")
     parser.add_argument("--growth", action="store_true", help="time and memory over depth, width and images")
     parser.add_argument("--grow", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--size", type=int, default=224)

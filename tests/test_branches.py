@@ -212,7 +212,7 @@ def test_a_model_that_asks_nothing_runs_once() -> None:
             return super().forward(x)
 
     sc.analyze(Counted(lambda m, x, y: True), torch.rand(2, 3, 8, 8))
-    assert runs == 2  # the label pass and one trial
+    assert runs == 2  # the label pass and one trial: nobody knows what the function reads that the model holds
 
 
 def test_only_the_attribute_that_is_the_size_shrinks() -> None:

@@ -14,11 +14,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import torchvision
 from torch import Tensor, nn
 
 import secateur as sc
 from constructs import randomise
 from oracle import outputs, random_scores, relative_gap, zeroed
+from secateur.analysis.trial import Trial
 from secateur.errors import NothingToPruneError, TargetError
 
 Body = Callable[[Any, Tensor], Tensor]
@@ -689,3 +691,65 @@ def test_what_a_forward_keeps_from_its_first_run_changes_nothing() -> None:
 
     assert exact(Caching(), words()).total_units == 12
     assert exact(Keeping(), words()).total_units == 12
+
+
+class Told(nn.Module):
+    """Asks its first layer how many units that has, which decides what is done to its output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 10), nn.Linear(10, 3)
+
+    def forward(self, x: Tensor) -> Any:
+        h = self.first(x)
+        return self.last(h.relu() if self.count() == 10 else h.tanh())
+
+    def count(self) -> int:
+        return self.first.out_features
+
+
+class Looked(Told):
+    def count(self) -> int:
+        return [len(t) for t in self.first.parameters()][0]  # noqa: RUF015
+
+
+def counted(net: Any) -> int:
+    return net.first.out_features  # type: ignore[no-any-return]
+
+
+class Helped(Told):
+    def count(self) -> int:
+        return counted(self)
+
+
+class Held(Told):
+    def __init__(self) -> None:
+        super().__init__()
+        self.how = counted
+
+    def count(self) -> int:
+        return self.how(self)
+
+
+@pytest.mark.parametrize("kind", [Told, Looked, Helped, Held])
+def test_code_that_asks_a_layer_for_its_size_is_tried(kind: type[Told]) -> None:
+    graph = sc.analyze(kind(), torch.rand(2, 6))
+    assert [layer.prunable for layer in graph.layers] == [False, False]
+
+
+@pytest.mark.parametrize("name", ["mobilenet_v3_small", "densenet121", "efficientnet_b0", "resnext50_32x4d", "alexnet"])
+def test_trials_teach_nothing_about_code_that_knows_no_sizes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with torch.device("meta"):
+        net = torchvision.models.get_model(name)
+    net, x = net.to_empty(device="cpu").eval(), torch.rand(1, 3, 64, 64)
+    tried: list[bool] = []
+    finds_more = Trial.finds_more
+    monkeypatch.setattr(Trial, "finds_more", lambda *args: tried.append(True) or finds_more(*args))
+    known = sc.analyze(net, x)
+    assert not tried
+    monkeypatch.setattr("secateur.analysis.analyze.shows_no_sizes", lambda *_: False)
+    found = sc.analyze(net, x)
+    assert tried == [True]
+    assert (known.root == found.root).all()
+    assert (known.prunable == found.prunable).all()
+    assert [(layer.name, layer.reason) for layer in known.layers] == [(a.name, a.reason) for a in found.layers]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import threading
 from collections.abc import Callable, Iterator
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import secateur as sc
-from secateur.errors import DataError
+from secateur.errors import DataError, ForwardError
 from secateur.loop import Schedule
 from secateur.report import Page
 from secateur.running.accuracy import accuracy
@@ -301,3 +302,21 @@ def test_images_of_several_sizes() -> None:
     with pytest.raises(DataError, match=r"\(3, 12, 12\).*\(3, 16, 16\).*repair=None"):
         sc.prune(net, data, remove=0.5, progress=False)
     assert sc.prune(net, data, remove=0.5, repair=False, progress=False).plan is not None
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_search_for_garbage_goes_on_afterwards(enabled: bool) -> None:
+    net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    seen: list[bool] = []
+    net[0].register_forward_hook(lambda *_: seen.append(gc.isenabled()))
+    try:
+        if not enabled:
+            gc.disable()
+        graph = sc.analyze(net, torch.rand(3, 4))
+        sc.apply(net, sc.plan(graph, sc.score(net, None, "weight", graph=graph), remove=0.5))
+        with pytest.raises(ForwardError):
+            sc.analyze(net, torch.rand(3, 5))
+        assert gc.isenabled() is enabled
+        assert set(seen) == {False}
+    finally:
+        gc.enable()

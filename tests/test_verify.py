@@ -184,6 +184,42 @@ def test_a_wrong_cut_is_found_and_its_layer_named(name: str) -> None:
     applied(right, example)  # the same without the fault
 
 
+LARGE = torch.rand(1, 3, 160, 128, generator=torch.Generator().manual_seed(2))
+#: What is done to a layer's output, and whether it asks for sizes or numbers, in one way or another.
+ASKING: dict[str, tuple[Callable[[Any, Tensor], Tensor], bool]] = {
+    "nothing": (lambda net, h: h.tanh() if h.ndim == 4 and h.dtype == torch.float32 else h, False),
+    "shape": (lambda net, h: rolled_if(h, h.shape[2] == 160), True),
+    "samples": (lambda net, h: rolled_if(h, len(h) == 1), True),
+    "strides": (lambda net, h: rolled_if(h, h.stride(1) == 160 * 128), True),
+    "memory": (lambda net, h: rolled_if(h, h.untyped_storage().nbytes() > 500_000), True),
+    "parts": (lambda net, h: rolled_if(h, len(h.split(64, 2)) == 3), True),
+    "rows": (lambda net, h: rolled_if(h, sum(1 for _ in h[0, 0]) == 160), True),
+    "text": (lambda net, h: rolled_if(h, "160" in repr(h)), True),
+    "numbers": (lambda net, h: rolled_if(h, float(net.last.bias[0]) < 1e9), True),
+}
+
+
+@pytest.mark.parametrize("name", ASKING)
+def test_what_knows_sizes_or_numbers_is_verified_on_the_whole_example(name: str) -> None:
+    twist, asks = ASKING[name]
+    net = Net(twist)
+    assert sc.analyze(net, LARGE).steady is not asks
+    if not asks:
+        applied(net, LARGE)
+    else:  # the fault shows on the example alone
+        with pytest.raises(VerificationError, match="disagree on the example"):
+            applied(net, LARGE)
+
+
+def test_small_parts_of_large_images_show_a_wrong_cut() -> None:
+    for net in (Net(roll), Net(lambda net, h: h + 1e-4 * h.roll(1, 1))):
+        assert sc.analyze(net, LARGE).steady
+        with pytest.raises(VerificationError, match=r"parts of the example.*second is at fault"):
+            applied(net, LARGE)
+    applied(Net(), LARGE)
+    applied(nn.Sequential(nn.Conv2d(3, 8, 61), nn.ReLU(), nn.Conv2d(8, 4, 3)), LARGE)  # 96 x 32 is too small for it
+
+
 class Reader(nn.Module):
     """Reads texts. What is done to its states depends on the tokens or on the mask."""
 

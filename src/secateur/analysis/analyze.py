@@ -10,11 +10,18 @@ from torch import nn
 
 from secateur.analysis.block_trial import with_sound_blocks
 from secateur.analysis.trial import OtherCalls, Trial
-from secateur.analysis.variants import computed_weights, freeze_never_run, other_answers, other_sizes, trains_otherwise
+from secateur.analysis.variants import (
+    computed_weights,
+    freeze_never_run,
+    other_answers,
+    other_sizes,
+    shows_no_sizes,
+    trains_otherwise,
+)
 from secateur.errors import Argument, SecateurError, UnsupportedModelError
 from secateur.nest import entries, tensors_of_output
 from secateur.running.copies import check_followed, meta_copy, named_tensors, shared_copy, unwrap
-from secateur.running.sandbox import Example, leaves_no_trace
+from secateur.running.sandbox import Example, leaves_no_trace, uncollected
 from secateur.structure.blocks import find_blocks
 from secateur.structure.choices import settle_choices
 from secateur.structure.findings import Findings
@@ -48,10 +55,11 @@ def analyze(model: nn.Module, example: Example, output: str | Sequence[str] = ()
     check_followed(model, strict)
     computed = computed_weights(model, strict)
     names = (output,) if isinstance(output, str) else tuple(output)
-    try:
-        return _found(model, example, names, computed, strict, doubt=True)
-    except OtherCalls:  # now the cache is filled
-        return _found(model, example, names, computed, strict, doubt=False)
+    with uncollected:
+        try:
+            return _found(model, example, names, computed, strict, doubt=True)
+        except OtherCalls:  # now the cache is filled
+            return _found(model, example, names, computed, strict, doubt=False)
 
 
 def _found(
@@ -83,14 +91,17 @@ def _found(
     freeze_never_run(model, passes)
     settle_choices(passes)
     blocks = find_blocks(watched.flow, watched.found, model)
-    fresh = _fresh(model, watched)
+    known = len(passes) == 1 and shows_no_sizes(copy, watched)
+    fresh = copy if known and not len(blocks) else _fresh(model, watched)
     # A router that has fewer experts sends tokens elsewhere.
     steered = watched.steered or (not watched.numberless and any(choice.used for choice in watched.found.choices))
     trial = Trial(fresh, inputs, {} if steered else watched.found.steps, watched.unsure, watched.counted)
     trial.repeated |= {key: RepeatedSize(*key, labels) for p in passes for key, labels in p.counted.items()}
     while True:
-        graph = build(model, example, passes, trial.blocked, tuple(trial.repeated.values()), names, blocks)
-        if not trial.finds_more(graph, doubt and not trial.blocked):
+        graph = build(
+            model, example, passes, trial.blocked, tuple(trial.repeated.values()), names, blocks, watched.steady
+        )
+        if known or not trial.finds_more(graph, doubt and not trial.blocked):
             return with_sound_blocks(graph, fresh, inputs, made)
 
 

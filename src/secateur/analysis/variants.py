@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from functools import partial
+from types import FunctionType, MethodType
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,11 +16,13 @@ from secateur.errors import UnsupportedModelError
 from secateur.nest import map_tensors, tensors_in, tensors_of_output
 from secateur.ops.layers import varying
 from secateur.running.copies import named_modules, named_tensors
+from secateur.running.heads import names_reached
 from secateur.running.observer import Rehearsal
 from secateur.running.sandbox import Example, quiet, run
 from secateur.structure.blocks import within
 from secateur.structure.findings import Findings
 from secateur.structure.followed import Question, Questions
+from secateur.structure.label_pass import LabelPass
 from secateur.surgery.verify import reads_training
 
 log = logging.getLogger("secateur")
@@ -42,6 +46,29 @@ def trains_otherwise(copy: nn.Module, inputs: Example, output: Any) -> bool:
     finally:
         copy.eval()
     return [t.shape for t in tensors_of_output(made)] != [t.shape for t in tensors_of_output(output)]
+
+
+#: Names under which code would find the size of a layer.
+_SIZES = frozenset(
+    ("in_channels", "out_channels", "in_features", "out_features", "num_features", "groups", "weight", "bias",
+     "running_mean", "running_var", "parameters", "named_parameters", "buffers", "state_dict", "_parameters",
+     "_buffers", "getattr", "vars", "__dict__", "repr", "str")
+)  # fmt: skip
+
+
+_CODE = (FunctionType, MethodType, partial)  # that a model holds, and nobody looks into
+
+
+def shows_no_sizes(model: nn.Module, watched: LabelPass) -> bool:
+    """Whether nothing can depend on how many units a layer has, so that trial removals would teach nothing: the code
+    asks for no sizes, and calls only what takes any. (A verification would still tell.)"""
+    if not watched.steady or watched.rigid:
+        return False
+    own = [module for _, module in named_modules(model) if not type(module).__module__.startswith("torch.nn.")]
+    if any(isinstance(value, _CODE) for module in own for value in vars(module).values()):
+        return False
+    kinds: set[Any] = {type(module) for module in own}
+    return all(_SIZES.isdisjoint(names_reached(kind)) for kind in kinds)
 
 
 def other_sizes(inputs: Example) -> Iterator[Example]:

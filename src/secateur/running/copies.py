@@ -27,8 +27,9 @@ def unwrap(model: nn.Module) -> nn.Module:
             hint = "result.model"
         raise UnsupportedModelError(f"the model is a {type(given).__name__}, not an nn.Module.", fix=hint)
     model = _inner(model)
-    if any("_orig_mod" in module._modules for _, module in named_modules(model)):
-        return _copied_plain(model, {id(tensor): tensor for _, tensor in named_tensors(model)})
+    modules = named_modules(model)
+    if any("_orig_mod" in module._modules for _, module in modules):
+        return _copied_plain(model, {id(tensor): tensor for _, tensor in _tensors(modules)}, modules)
     return model
 
 
@@ -82,27 +83,29 @@ def _parts(module: nn.Module) -> list[object]:
 def copy_with(model: nn.Module, tensor: Callable[[str, Tensor], Tensor]) -> nn.Module:
     """A deep copy in which `tensor(name, old)` supplies every parameter and buffer. Tied ones stay tied."""
     memo: dict[int, Any] = {}
-    for name, old in named_tensors(model):
+    modules = named_modules(model)
+    for name, old in _tensors(modules):
         new = tensor(name, old)
         if new.is_inference():
             new = new.clone()  # what was made in inference mode can take no part in a gradient
-        if isinstance(old, nn.Parameter):
+        if type(old) is nn.Parameter or isinstance(old, nn.Parameter):  # (torch's own check takes a microsecond)
             new = nn.Parameter(new, requires_grad=old.requires_grad)
         memo[id(old)] = new
-    return _copied_plain(model, memo)
+    return _copied_plain(model, memo, modules)
 
 
-def _copied_plain(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
+def _copied_plain(model: nn.Module, memo: dict[int, Any], modules: list[tuple[str, nn.Module]]) -> nn.Module:
     """A copy with the tensors of the memo, whose parts are not compiled."""
     try:
-        made = _copied(model, memo)
+        made = _copied(model, memo, [module for _, module in modules])
     except (RuntimeError, TypeError, ValueError, pickle.PickleError) as error:
         raise UnsupportedModelError(
             f"{type(model).__name__} cannot be copied ({error}). secateur never changes your model, so it "
             "works on copies.",
             fix="keep non-leaf tensors and open resources out of its attributes, or detach() them",
         ) from error
-    for _, module in named_modules(made):
+    compiled = any("_orig_mod" in module._modules for _, module in modules)
+    for _, module in named_modules(made) if compiled else ():
         for name, child in module._modules.items():
             if child is not None and "_orig_mod" in child._modules:
                 setattr(module, name, _inner(child))
@@ -129,7 +132,10 @@ def named_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 def named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
     """Parameters, then buffers, each under the name it is first met by."""
-    modules = named_modules(model)
+    return _tensors(named_modules(model))
+
+
+def _tensors(modules: list[tuple[str, nn.Module]]) -> list[tuple[str, Tensor]]:
     seen: set[int] = set()
     found: list[tuple[str, Tensor]] = []
     for own in ("_parameters", "_buffers"):
@@ -158,28 +164,36 @@ _OWN_STATE = frozenset(vars(nn.Module()))
 _COMPILED = "_compiled_call_impl"
 
 
-def _copied(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
+def _copied(model: nn.Module, memo: dict[int, Any], modules: list[nn.Module]) -> nn.Module:
     """`copy.deepcopy`, several times faster: most of what a module holds is empty or immutable."""
-    modules = [module for _, module in named_modules(model)]
     if not all(map(_is_plain, {type(module) for module in modules})):
         return _copied_deeply(model, modules, memo)
     for module in modules:  # all are made before any is filled, so that cycles find their ends
         memo[id(module)] = object.__new__(type(module))
     for module in modules:
-        state = vars(memo[id(module)])
-        for key, value in vars(module).items():
+        own, state = module.__dict__, memo[id(module)].__dict__
+        state.update(own)
+        for key, value in own.items():
             kind = type(value)
-            if kind in _IMMUTABLE or (kind is tuple and all(type(item) in _IMMUTABLE for item in value)):
-                state[key] = value
-            elif key in _OWN_STATE and (kind is dict or kind is OrderedDict):
+            if kind in _IMMUTABLE:
+                continue
+            if key in _OWN_STATE and (kind is OrderedDict or kind is dict):
                 # Parameters, buffers and modules are in the memo; of hooks there are seldom any.
-                state[key] = kind((k, copy.deepcopy(v, memo)) for k, v in value.items()) if value else kind()
+                made = kind()
+                for name, item in value.items() if value else ():
+                    made[name] = memo[id(item)] if id(item) in memo else copy.deepcopy(item, memo)
+                state[key] = made
             elif key in _OWN_STATE and kind is set:  # names of buffers
                 state[key] = set(value)
+            elif (kind is tuple or kind is list) and _IMMUTABLE.issuperset(map(type, value)):
+                if kind is list and id(value) not in memo:
+                    memo[id(value)] = list(value)
+                state[key] = memo.get(id(value), value)
             elif key != _COMPILED:
                 state[key] = copy.deepcopy(value, memo)
-    made: nn.Module = memo[id(model)]
-    return made
+        state.pop(_COMPILED, None)
+    whole: nn.Module = memo[id(model)]
+    return whole
 
 
 def _copied_deeply(model: nn.Module, modules: list[nn.Module], memo: dict[int, Any]) -> nn.Module:

@@ -10,7 +10,7 @@ import copy
 import inspect
 from collections.abc import Callable
 from functools import cache
-from types import CodeType
+from types import CodeType, FunctionType
 from typing import Any
 
 from torch import nn
@@ -47,6 +47,21 @@ def names_read(forward: Callable[..., Any]) -> frozenset[str]:
     """The names of attributes that a function reads."""
     code = getattr(inspect.unwrap(forward), "__code__", None)
     return frozenset(code.co_names if isinstance(code, CodeType) else ())
+
+
+@cache
+def names_reached(kind: type[nn.Module]) -> frozenset[str]:
+    """The names that a module's forward reads, the methods that it calls, and the functions beside them."""
+    found, waiting = set[str](), [inspect.unwrap(kind.forward)]
+    for function in waiting:
+        codes = [code] if isinstance(code := getattr(function, "__code__", None), CodeType) else []
+        for part in codes:
+            codes += [item for item in part.co_consts if isinstance(item, CodeType)]
+            new = set(part.co_names) - found
+            found |= new
+            reached = [getattr(kind, name, None) or function.__globals__.get(name) for name in new]
+            waiting += [inspect.unwrap(item) for item in reached if isinstance(item, FunctionType)]
+    return frozenset(found)
 
 
 def fit_heads(module: Any, old: nn.Module, had: int, has: int) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import random
 import re
@@ -112,6 +113,22 @@ def drawing_again() -> Iterator[None]:
 #: Random numbers that are drawn in public functions are given back, and compiled parts run there as they are written.
 _outermost = _Shared(drawing_again)
 _as_written = _Shared(lambda: set_stance("force_eager"))
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+#: No search for garbage meanwhile: copies of a model are many small objects, whose number would start it, and one look
+#: at all that a process has imported takes as long as an analysis. For short calls that make no large cycles.
+uncollected = _Shared(_uncollected)
 
 
 @contextmanager

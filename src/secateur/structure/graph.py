@@ -122,6 +122,8 @@ class Graph:
     model_name: str
     cost_of: CostModel = field(repr=False)
     blocks: Blocks = field(default_factory=Blocks)
+    #: Whether the forward asks for neither sizes nor numbers, so that it makes the same calls for images of any size.
+    steady: bool = False
 
     # `root` maps each label to its group, a label itself; `units` and `prunable` are indexed by group.
 
@@ -249,6 +251,7 @@ def build(
     repeated: Sequence[RepeatedSize],
     output: tuple[str, ...] = (),
     blocks: Blocks = Blocks(),  # noqa: B008 (frozen)
+    steady: bool = False,
 ) -> Graph:
     """Put together what the label passes found. `blocked` names layers that trial removals showed to be rigid."""
     main, axes = passes[0], passes[0].axes
@@ -292,6 +295,7 @@ def build(
         model_name=type(model).__name__,
         cost_of=CostModel({name: shapes[name] for name in parameters}, root, main, blocks),
         blocks=blocks,
+        steady=steady,
     )
 
 

@@ -19,7 +19,7 @@ from secateur.nest import tensors_in
 from secateur.ops.elementwise import Blank
 from secateur.ops.layers import column, varying
 from secateur.ops.norm import ChannelNorm, GroupNorm
-from secateur.ops.table import Call, Function, Opaque, Operation, Query, Readout, SizeQuery, lookup
+from secateur.ops.table import Call, Function, Opaque, Operation, Query, Readout, Site, SizeQuery, lookup
 from secateur.running.copies import meta_copy, named_modules, named_tensors, shared_copy
 from secateur.running.observer import Observer
 from secateur.running.sandbox import Example, quiet, run, run_or_explain, to_meta
@@ -34,6 +34,23 @@ log = logging.getLogger("secateur")
 
 #: Show numbers to people.
 _SHOWN = {Tensor.__repr__, Tensor.__format__}
+#: Tell something about sizes.
+_LAYOUT = frozenset(
+    ("stride", "storage_offset", "data_ptr", "untyped_storage", "is_same_size", "is_contiguous", "dim_order",
+     "is_set_to", "__repr__", "__format__", "__str__")
+)  # fmt: skip
+#: Functions that take any number of channels; those that do so with the weights that they are given; and the modules
+#: that give them theirs.
+_SUPPLE = frozenset(
+    ("relu", "relu_", "relu6", "relu6_", "sigmoid", "sigmoid_", "hardsigmoid", "hardsigmoid_", "gelu", "silu", "silu_",
+     "mish", "tanh", "tanh_", "hardswish", "hardswish_", "elu", "elu_", "leaky_relu", "leaky_relu_", "hardtanh",
+     "hardtanh_", "softplus", "dropout", "dropout2d", "clone", "contiguous", "add", "add_", "__add__", "__radd__",
+     "__iadd__", "mul", "mul_", "__mul__", "__rmul__", "__imul__", "cat", "concat", "flatten", "mean", "max_pool1d",
+     "max_pool2d", "max_pool3d", "avg_pool1d", "avg_pool2d", "avg_pool3d", "adaptive_avg_pool1d",
+     "adaptive_avg_pool2d", "adaptive_avg_pool3d")
+)  # fmt: skip
+_SIZED_BY_WEIGHTS = frozenset(("conv1d", "conv2d", "conv3d", "linear", "batch_norm"))
+_LAYERS = frozenset((nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d))
 #: Must return numbers of Python's own types.
 _NUMBERS = {Tensor.__int__, Tensor.__float__, Tensor.__index__}
 
@@ -58,6 +75,10 @@ class LabelPass(Observer):
         self.counted = False
         #: Whether code reads sizes, so that it may do other things for another input.
         self.sized = False
+        #: Whether code that nobody can see into, or that asks in a roundabout way, may know sizes too.
+        self.opaque = False
+        #: Whether a call may have a size written into it, which would show in a trial removal.
+        self.rigid = False
         #: Whether it compares sizes in a way that only trial removals can judge.
         self.unsure = False
         self.questions = questions or Questions()
@@ -65,8 +86,14 @@ class LabelPass(Observer):
         self._spelt_out, self._follows, self._watch = 0, False, _Watch(self)
         self.numberless = all(t.is_meta for _, t in named_tensors(model) if t.is_floating_point())
 
+    @property
+    def steady(self) -> bool:
+        """Whether the forward makes the same calls for inputs of all sizes, with all numbers."""
+        return self.numberless and not (self.sized or self.opaque or self.steered or self.questions.asked)
+
     def passes_by(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         operation = lookup(func)
+        self.opaque |= getattr(func, "__name__", "") in _LAYOUT
         if isinstance(operation, SizeQuery):
             self.sized = True
         elif isinstance(operation, Readout):
@@ -98,7 +125,7 @@ class LabelPass(Observer):
         tensors = tensors_in((args, kwargs))
         if not tensors or func in MAKERS or self.strict:
             return super().unknown(func, args, kwargs)
-        versions = [_version(tensor) for tensor in tensors]
+        self.opaque, versions = True, [_version(tensor) for tensor in tensors]
         call = Call(_OPAQUE, func, args, kwargs, self.site(func))
         made = call.run()
         self._learn(call, made, [t for t, before in zip(tensors, versions, strict=True) if _version(t) != before])
@@ -108,12 +135,14 @@ class LabelPass(Observer):
         """What reaches `torch.vmap` stays."""
         if self.strict:
             super().transformed(func, tensors)
+        self.opaque = True
         for tensor in tensors:
             self.labels.freeze_tensor(tensor, f"{self.site(func)} runs inside torch.vmap, where nobody can follow it")
             self.flow.ends.add(self.flow.value(tensor))  # nobody knows who reads what becomes of it
 
     def _stays_whole(self, part: nn.Module) -> None:
         """All parameters of a part, inside which nothing can be seen, stay."""
+        self.opaque = True
         for _, tensor in named_tensors(part):
             self.labels.freeze_tensor(tensor, f"`{self.path}` is TorchScript")
         self.found.ran |= {f"{self.path}.{path}" for path, _ in named_modules(part) if path}
@@ -126,6 +155,7 @@ class LabelPass(Observer):
     def _learn(self, call: Call, output: Any, written: Sequence[Tensor] = ()) -> None:
         """What a call says. `written`: what it was seen to overwrite."""
         self.labels.overwritten(written)
+        self.opaque |= not isinstance(output, Tensor)  # how many parts there are may depend on sizes
         self.counted |= not self.numberless and call.operation.counts(call)
         self.flow.add(call, output, written)
         self.labels.trace(call, output)
@@ -134,8 +164,14 @@ class LabelPass(Observer):
         if isinstance(call.operation, ChannelNorm):
             self._count_channels(call)
         self._count_written(call, output)
+        self.rigid = self.rigid or not self._is_supple(call.site)
         made = tuple((tuple(tensor.shape), self.labels.layers(tensor)) for tensor in tensors_in(output))
         self.found.steps[call.site] = Step(numbers_of(call), made)
+
+    def _is_supple(self, site: Site) -> bool:
+        """Whether a call takes tensors of any number of channels, and knows no such number itself."""
+        name = site.function.rpartition(".")[2]
+        return name in _SUPPLE or (name in _SIZED_BY_WEIGHTS and type(self._modules.get(site.path)) in _LAYERS)
 
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
@@ -145,7 +181,11 @@ class LabelPass(Observer):
     def __torch_function__(
         self, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        made = super().__torch_function__(func, types, args, kwargs)
+        try:
+            made = super().__torch_function__(func, types, args, kwargs)
+        except Exception:
+            self.opaque = True  # code that goes on after that is steered by what fails
+            raise
         self.labels.choices.follow((args, kwargs), made)
         operation = lookup(func)
         if not isinstance(operation, Query):

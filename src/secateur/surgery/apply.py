@@ -11,7 +11,7 @@ from secateur.arguments import check_choice, check_kind
 from secateur.errors import PlanError
 from secateur.plans.plan import Plan
 from secateur.running.copies import unwrap
-from secateur.running.sandbox import Example, leaves_no_trace
+from secateur.running.sandbox import Example, leaves_no_trace, uncollected
 from secateur.surgery.cut import cut
 from secateur.surgery.mask import mask
 from secateur.surgery.provenance import remember
@@ -40,8 +40,9 @@ def apply(
     check_choice("how", how, ("remove", "mask"))
     if how == "mask":
         return mask(model, plan)
-    small = cut(model, plan)
     example = plan.example if example is None else example
+    with uncollected:
+        small = cut(model, plan)
     if example is not None and (plan.cuts or plan.stand_ins):
         verify(model, small, plan, example)
     remember(small, model, replace(plan, example=example))

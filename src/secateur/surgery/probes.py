@@ -41,6 +41,29 @@ def given(example: Example, rows: Mapping[int, int]) -> Probe:
     return Probe("random inputs of the example's shapes", inputs)
 
 
+def corners(example: Example) -> Iterator[Probe]:
+    """Parts of the example's images with as much noise of its kind: all that the code of a steady model has to see."""
+    tensors = tensors_in(example)
+    images = [t for t in tensors if t.is_floating_point() and t.ndim >= 4 and t.shape[0]]
+    if not images or len(images) < len(tensors) or min(side for t in images for side in t.shape[2:]) < 128:
+        return
+    sides, whole = list(enumerate(images[0].shape))[2:], sum(t.numel() for t in tensors)
+    for size in ({(dim, side): 32 if dim % 2 else 96 for dim, side in sides}, *list(_sizes(tensors))[1:2]):
+        drawn = _Drawn({}, ())
+
+        def part(image: Tensor, size: Sizes = size, drawn: _Drawn = drawn) -> Tensor:
+            shape = _shape(image, size, len(image), 1)
+            corner = image[
+                tuple(slice((had - n) // 2, (had + n) // 2) for had, n in zip(image.shape, shape, strict=True))
+            ]
+            return torch.cat([drawn(image, shape), corner])
+
+        inputs = map_tensors(part, example)
+        yield Probe(
+            f"parts of the example {describe(inputs)}", inputs, sum(t.numel() for t in tensors_in(inputs)) / whole
+        )
+
+
 def others(example: Example, rows: Mapping[int, int], light: bool) -> Iterator[Probe]:
     """Random inputs in order of what they show: another number of samples and another size, then less.
 
