@@ -24,6 +24,7 @@ import sys
 import tarfile
 import time
 import traceback
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from tempfile import mkdtemp
@@ -469,28 +470,28 @@ def lines(record: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in record.read_text().splitlines()] if record.exists() else []
 
 
-def table(record: Path) -> str:
-    """Mean and spread (largest − smallest) of the seeds, in per cent; how many seeds, where they are not three."""
-    found = [line for line in lines(record) if line["changes"] is None]
+def table(measured: list[dict[str, Any]], speeds: Sequence[float] = SPEEDS, lengths: Sequence[int] = LENGTHS) -> str:
+    """Mean of the seeds ± half of what they span, in per cent; how many seeds, where they are not three."""
+    found = [line for line in measured if line["changes"] is None]
     parts = []
-    for speed in SPEEDS:
+    for speed in speeds:
         here = [line for line in found if line["speed"] == speed]
         if not here:
             continue
         rows = dict.fromkeys(str(job.row) for job in plan() if any(line["row"] == str(job.row) for line in here))
         parts.append(
-            f"MACs ÷ {speed:g}\n\n| | {' | '.join(f'{n} epochs' for n in LENGTHS)} |\n|---|{'---|' * len(LENGTHS)}"
+            f"MACs ÷ {speed:g}\n\n| | {' | '.join(f'{n} epochs' for n in lengths)} |\n|---|{'---|' * len(lengths)}"
         )
         for row in rows:
             cells = []
-            for epochs in LENGTHS:
+            for epochs in lengths:
                 values = [100 * line["accuracy"] for line in here if (line["row"], line["epochs"]) == (row, epochs)]
                 spread = f" ± {(max(values) - min(values)) / 2:.2f}" if len(values) > 1 else ""
                 seeds = f" ({len(values)})" if 0 < len(values) < len(SEEDS) else ""
                 cells.append(f"{statistics.mean(values):.2f}{spread}{seeds}" if values else "")
             parts.append(f"| {row} | {' | '.join(cells)} |")
         parts.append("")
-    tuned = [line for line in lines(record) if line["changes"] is not None]
+    tuned = [line for line in measured if line["changes"] is not None]
     if tuned:
         parts += ["Recipes, on held-out training images\n", "| changed | accuracy |", "|---|---|"]
         parts += [f"| {line['changes'] or 'nothing'} | {100 * line['accuracy']:.2f} |" for line in tuned]
@@ -529,6 +530,6 @@ if __name__ == "__main__":
         for job in sorted((j for j in plan() if j.row in (MAGNITUDE, TAYLOR)), key=lambda j: (j.seed, j.speed)):
             worker.prepared(job)
     elif given.table:
-        print(table(Path(given.out) / "results.jsonl"))
+        print(table(lines(Path(given.out) / "results.jsonl")))
     else:
         main(given)
