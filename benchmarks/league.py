@@ -408,7 +408,7 @@ def main(options: argparse.Namespace) -> None:
     def give() -> bool:
         """Start the next run that can be expected to end in time; a long one may be interrupted and go on later."""
         for place, (job, changes) in enumerate(todo):
-            if time.perf_counter() + 15 + 1.05 * rate * min(job.epochs, options.least) < deadline:
+            if time.perf_counter() + 15 + 1.05 * rate * min(epochs_left(out, job), options.least) < deadline:
                 jobs.put((job, changes))
                 del todo[place]
                 return True
@@ -449,6 +449,15 @@ def main(options: argparse.Namespace) -> None:
     if options.pack:
         pack(out, Path(options.pack))
     print(f"{time.perf_counter() - begin:.0f} s; {len(todo)} runs are left", flush=True)
+
+
+def epochs_left(out: Path, job: Job) -> int:
+    """How many epochs of a run are not done. Its checkpoint knows, if there is one."""
+    path = out / "unfinished" / f"{job.name}.safetensors"
+    if not path.exists():
+        return job.epochs
+    with safetensors.safe_open(path, "pt") as file:
+        return job.epochs - "".join(file.metadata().values()).count('["epoch", ')
 
 
 def pack(out: Path, place: Path) -> None:
