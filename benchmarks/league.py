@@ -396,6 +396,8 @@ def main(options: argparse.Namespace) -> None:
     else:
         todo = [(job, None) for job in plan() if not options.only or options.only in job.name]
     todo = [(j, c) for j, c in todo if (str(j.row), j.speed, j.epochs, j.seed, json.dumps(c)) not in known]
+    if options.resume:
+        todo = [(j, c) for j, c in todo if epochs_left(out, j) < j.epochs]
     if options.epochs:
         todo = [(j, c) for j, c in todo if j.epochs <= options.epochs]
     jobs, results, stop = mp.Queue(), mp.Queue(), mp.Event()
@@ -523,6 +525,7 @@ if __name__ == "__main__":
     parser.add_argument(
         "--layout", default="auto", help="settings of Recover as JSON; 'auto' measures which is fastest"
     )
+    parser.add_argument("--resume", action="store_true", help="only runs that were interrupted")
     parser.add_argument("--no-mps", action="store_true")
     parser.add_argument("--tune", action="store_true")
     parser.add_argument("--table", action="store_true")
