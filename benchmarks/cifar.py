@@ -1,6 +1,7 @@
 """CIFAR-10 in a form that travels: mosaics of a thousand images as lossless WebP, 4.4 bits a value instead of 8.
 
     python -m benchmarks.cifar FOLDER OUT     # cifar-10-batches-bin/ → OUT/cifar10-0.webps and -1.webps, checked
+    python -m benchmarks.cifar OUT FOLDER     # and back again
 
 Each piece is a tar file. `read(OUT)` gives the images and labels back, bit for bit. The test images come first.
 """
@@ -17,14 +18,14 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+NAMES = ("test_batch", *(f"data_batch_{i}" for i in range(1, 6)))
 PER_MOSAIC, PER_ROW, PIECES = 1000, 40, 2
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # what the published weights were trained with
 
 
 def raw(folder: Path) -> tuple[np.ndarray, np.ndarray]:
     """All images (N, 3, 32, 32) and labels of the official binary files, the 10,000 of the test first."""
-    names = ["test_batch", *(f"data_batch_{i}" for i in range(1, 6))]
-    rows = np.concatenate([np.fromfile(folder / f"{name}.bin", np.uint8).reshape(-1, 3073) for name in names])
+    rows = np.concatenate([np.fromfile(folder / f"{name}.bin", np.uint8).reshape(-1, 3073) for name in NAMES])
     return rows[:, 1:].reshape(-1, 3, 32, 32), rows[:, 0]
 
 
@@ -63,6 +64,15 @@ def pack(folder: Path, out: Path) -> None:
     assert np.array_equal(known, labels), "the labels are not what they were"
 
 
+def unpack(folder: Path, out: Path) -> None:
+    """Write the official binary files again."""
+    images, labels = read_bytes(folder)
+    rows = np.concatenate([labels[:, None], images.reshape(len(images), -1)], 1)
+    out.mkdir(parents=True, exist_ok=True)
+    for name, part in zip(NAMES, np.split(rows, len(NAMES)), strict=True):
+        part.tofile(out / f"{name}.bin")
+
+
 def read_bytes(folder: Path) -> tuple[np.ndarray, np.ndarray]:
     """All images and labels of the pieces, the test first."""
     images, labels = {}, {}
@@ -97,4 +107,5 @@ def read(folder: Path, device: str = "cpu") -> tuple[tuple[Tensor, Tensor], tupl
 
 
 if __name__ == "__main__":
-    pack(Path(sys.argv[1]), Path(sys.argv[2]))
+    source, goal = map(Path, sys.argv[1:3])
+    (pack if (source / "test_batch.bin").exists() else unpack)(source, goal)

@@ -24,6 +24,7 @@ import sys
 import tarfile
 import time
 import traceback
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from tempfile import mkdtemp
@@ -395,6 +396,8 @@ def main(options: argparse.Namespace) -> None:
     else:
         todo = [(job, None) for job in plan() if not options.only or options.only in job.name]
     todo = [(j, c) for j, c in todo if (str(j.row), j.speed, j.epochs, j.seed, json.dumps(c)) not in known]
+    if options.resume:
+        todo = [(j, c) for j, c in todo if epochs_left(out, j) < j.epochs]
     if options.epochs:
         todo = [(j, c) for j, c in todo if j.epochs <= options.epochs]
     jobs, results, stop = mp.Queue(), mp.Queue(), mp.Event()
@@ -407,7 +410,7 @@ def main(options: argparse.Namespace) -> None:
     def give() -> bool:
         """Start the next run that can be expected to end in time; a long one may be interrupted and go on later."""
         for place, (job, changes) in enumerate(todo):
-            if time.perf_counter() + 15 + 1.05 * rate * min(job.epochs, options.least) < deadline:
+            if time.perf_counter() + 15 + 1.05 * rate * min(epochs_left(out, job), options.least) < deadline:
                 jobs.put((job, changes))
                 del todo[place]
                 return True
@@ -450,6 +453,15 @@ def main(options: argparse.Namespace) -> None:
     print(f"{time.perf_counter() - begin:.0f} s; {len(todo)} runs are left", flush=True)
 
 
+def epochs_left(out: Path, job: Job) -> int:
+    """How many epochs of a run are not done. Its checkpoint knows, if there is one."""
+    path = out / "unfinished" / f"{job.name}.safetensors"
+    if not path.exists():
+        return job.epochs
+    with safetensors.safe_open(path, "pt") as file:
+        return job.epochs - "".join(file.metadata().values()).count('["epoch", ')
+
+
 def pack(out: Path, place: Path) -> None:
     """Results, and unfinished runs with the models that they began with, in a few files of less than 15 MB."""
     place.mkdir(parents=True, exist_ok=True)
@@ -469,28 +481,28 @@ def lines(record: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in record.read_text().splitlines()] if record.exists() else []
 
 
-def table(record: Path) -> str:
-    """Mean and spread (largest − smallest) of the seeds, in per cent; how many seeds, where they are not three."""
-    found = [line for line in lines(record) if line["changes"] is None]
+def table(measured: list[dict[str, Any]], speeds: Sequence[float] = SPEEDS, lengths: Sequence[int] = LENGTHS) -> str:
+    """Mean of the seeds ± half of what they span, in per cent; how many seeds, where they are not three."""
+    found = [line for line in measured if line["changes"] is None]
     parts = []
-    for speed in SPEEDS:
+    for speed in speeds:
         here = [line for line in found if line["speed"] == speed]
         if not here:
             continue
         rows = dict.fromkeys(str(job.row) for job in plan() if any(line["row"] == str(job.row) for line in here))
         parts.append(
-            f"MACs ÷ {speed:g}\n\n| | {' | '.join(f'{n} epochs' for n in LENGTHS)} |\n|---|{'---|' * len(LENGTHS)}"
+            f"MACs ÷ {speed:g}\n\n| | {' | '.join(f'{n} epochs' for n in lengths)} |\n|---|{'---|' * len(lengths)}"
         )
         for row in rows:
             cells = []
-            for epochs in LENGTHS:
+            for epochs in lengths:
                 values = [100 * line["accuracy"] for line in here if (line["row"], line["epochs"]) == (row, epochs)]
                 spread = f" ± {(max(values) - min(values)) / 2:.2f}" if len(values) > 1 else ""
                 seeds = f" ({len(values)})" if 0 < len(values) < len(SEEDS) else ""
                 cells.append(f"{statistics.mean(values):.2f}{spread}{seeds}" if values else "")
             parts.append(f"| {row} | {' | '.join(cells)} |")
         parts.append("")
-    tuned = [line for line in lines(record) if line["changes"] is not None]
+    tuned = [line for line in measured if line["changes"] is not None]
     if tuned:
         parts += ["Recipes, on held-out training images\n", "| changed | accuracy |", "|---|---|"]
         parts += [f"| {line['changes'] or 'nothing'} | {100 * line['accuracy']:.2f} |" for line in tuned]
@@ -513,6 +525,7 @@ if __name__ == "__main__":
     parser.add_argument(
         "--layout", default="auto", help="settings of Recover as JSON; 'auto' measures which is fastest"
     )
+    parser.add_argument("--resume", action="store_true", help="only runs that were interrupted")
     parser.add_argument("--no-mps", action="store_true")
     parser.add_argument("--tune", action="store_true")
     parser.add_argument("--table", action="store_true")
@@ -529,6 +542,6 @@ if __name__ == "__main__":
         for job in sorted((j for j in plan() if j.row in (MAGNITUDE, TAYLOR)), key=lambda j: (j.seed, j.speed)):
             worker.prepared(job)
     elif given.table:
-        print(table(Path(given.out) / "results.jsonl"))
+        print(table(lines(Path(given.out) / "results.jsonl")))
     else:
         main(given)

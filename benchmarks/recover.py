@@ -14,10 +14,14 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 import secateur as sc
 from benchmarks.language import body, perplexity
@@ -38,13 +42,39 @@ def compact(given: argparse.Namespace, settings: Recover) -> dict[str, float]:
     train, test = (read(given.images / part, view=view) for part in ("reference", "test"))
     few = train.draw(10, seed=given.seed).tensors(given.device)
     result = sc.prune(model, few, keep={"macs": given.left or 0.35}, progress=False)
+    if given.mix:  # all images in memory; the teacher answers what it is shown, so labels are not needed
+        settings = replace(settings, teacher=1.0, batch_size=128, lr=given.lr or 0.02, augment=partial(mixed, view))
+    data = train.pixels(True, given.device) if given.mix else train.training(64, given.device)
     done = sc.recover(
-        result, model, train.training(64, given.device), settings, checkpoint=given.out / "compact.safetensors",
-        progress=lambda event: print(event, flush=True),
-    )  # fmt: skip
+        result, model, data, settings, checkpoint=given.out / f"compact-{given.seed}.safetensors", progress=every(10)
+    )
     models = {"unpruned": model, "repaired": result.model, "trained": done.model}
     measured = test.batches(100, given.device)
     return {name: accuracy(m, measured).overall for name, m in models.items()} | {"epochs": len(done.history)}
+
+
+def mixed(view: Any, pixels: Tensor) -> Tensor:
+    """Random parts of the images, of a third of the area or more, mirrored or not; half of the batches are mixtures."""
+    count, device = len(pixels), pixels.device
+    images = view.normalise(pixels)
+    side = torch.empty(count, 2, device=device).uniform_(0.55, 1)
+    move = (1 - side) * torch.empty(count, 2, device=device).uniform_(-1, 1)
+    scale = side * torch.stack(
+        [torch.randint(2, (count,), device=device) * 2.0 - 1, torch.ones(count, device=device)], 1
+    )
+    where = torch.cat([torch.diag_embed(scale), move[:, :, None]], 2)
+    grid = F.affine_grid(where, [count, pixels.shape[1], view.size, view.size], align_corners=False)
+    images = F.grid_sample(images, grid, align_corners=False)
+    share = torch.rand(count, 1, 1, 1, device=device) * (torch.rand((), device=device) < 0.5)
+    return images.lerp(images.flip(0), share)
+
+
+def every(number: int) -> Any:
+    def tell(event: Any) -> None:
+        if event.epoch % number == 1 or event.epoch == event.epochs:
+            print(f"{event.seconds:.0f} s {event}", flush=True)
+
+    return tell
 
 
 def language(given: argparse.Namespace, settings: Recover) -> dict[str, float]:
@@ -60,9 +90,8 @@ def language(given: argparse.Namespace, settings: Recover) -> dict[str, float]:
     keep = {"params": (whole - inner + (given.left or 0.8) * inner) / whole}
     result = sc.prune(model, few, keep=keep, progress=False)
     done = sc.recover(
-        result, model, text, settings, checkpoint=given.out / "language.safetensors",
-        progress=lambda event: print(event, flush=True),
-    )  # fmt: skip
+        result, model, text, settings, checkpoint=given.out / f"language-{given.seed}.safetensors", progress=every(1)
+    )
     models = {"unpruned": model, "repaired": result.model, "trained": done.model.eval()}
     context = min(1024, len(ids))
     found = {name: perplexity(m, ids, device, context) for name, m in models.items()}
@@ -81,12 +110,19 @@ if __name__ == "__main__":
     parser.add_argument("--left", type=float, help="share of the MACs, or of the body, that is left")
     parser.add_argument("--sequences", type=int, default=4096)
     parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--mix", action="store_true", help="compact: train on mixtures of parts of the images")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     begin = time.perf_counter()
     asked = Recover(minutes=options.minutes, lr=options.lr, seed=options.seed)
-    line = {"what": options.what, "minutes": options.minutes, "lr": options.lr, "seed": options.seed}
+    line = {
+        "what": options.what,
+        "minutes": options.minutes,
+        "lr": options.lr,
+        "seed": options.seed,
+        "mix": options.mix,
+    }
     line |= {"compact": compact, "language": language}[options.what](options, asked)
     line["seconds"] = round(time.perf_counter() - begin, 1)
     with (options.out / "recover.jsonl").open("a") as file:

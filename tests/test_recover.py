@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 import os
 import tempfile
@@ -10,6 +11,7 @@ from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -781,3 +783,23 @@ def test_a_step_that_cannot_be_recorded_is_taken_plainly_and_said(monkeypatch: p
     with pytest.warns(SecateurWarning, match=r"CUDA graph.*: operation not permitted when stream is capturing$"):
         assert step(3.0) == 18.0
     assert [step(i) for i in (4.0, 5.0)] == [24.0, 30.0]
+
+
+def test_compiled_steps_do_what_plain_ones_do(result: sc.Result, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Student and teacher are compiled once each, although the last batch of an epoch is smaller."""
+    graphs: list[list[int]] = []
+
+    def backend(graph: Any, example: Any) -> Any:
+        graphs.append([len(t) for t in example if t.shape[1:] == (3, 6, 6)])
+        return graph.forward
+
+    x, y = data()
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
+    found = [
+        sc.recover(result.model, net(), (x, y), epochs=2, batch_size=len(x) - 3, compile=wanted, progress=False)
+        for wanted in (False, True)
+    ]
+    assert graphs == [[37], [37]]
+    assert found[0].history == found[1].history
+    for a, b in zip(*(done.model.parameters() for done in found), strict=True):
+        assert torch.equal(a, b)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from secateur.errors import Argument, DataError, FileFormatError, TrainingError
-from secateur.nest import map_tensors, select_samples
+from secateur.nest import map_tensors, select_samples, tensors_in
 from secateur.recover.blocks import Blocks
 from secateur.recover.checkpoint import Checkpoint, random_state, set_random_state
 from secateur.recover.loss import Objective
@@ -61,6 +61,7 @@ class Trainer:
             reader or Reader(student), settings.teacher, settings.temperature or 1.0, settings.loss
         )
         self._net: nn.Module = student
+        self._compiled: tuple[Any, nn.Module, nn.Module | None] | None = None
         #: Targets are checked. That asks the device for numbers, so it is done in the first epoch only.
         self._unchecked = True
         self._taken = 0
@@ -93,12 +94,11 @@ class Trainer:
         """Training mode, gradients and hooks; afterwards all flags are as before."""
         flags = [(module, module.training) for module in self.student.modules()]
         self.student.train()
-        if self.settings.compile:
-            self._net = torch.compile(self.student)  # type: ignore[assignment]
         if active():
+            net: Any = torch.compile(self.student) if self.settings.compile else self.student
             place = [self._device.index] if self._cuda and self._device else None
-            self._net = nn.parallel.DistributedDataParallel(self._net, device_ids=place)
-        alone = self._cuda and not active() and not self.settings.compile and not self._scaler.is_enabled()
+            self._net = nn.parallel.DistributedDataParallel(net, device_ids=place)
+        alone = self._cuda and not active() and not self._scaler.is_enabled()
         recording = Recording(self._gradients, self._parameters, alone)
         try:
             with ExitStack() as stack:
@@ -108,7 +108,7 @@ class Trainer:
                 yield recording
         finally:
             recording.close()
-            self._net = self.student
+            self._net, self._compiled = self.student, None
             for parameter in self.student.parameters():
                 parameter.grad = None
             for module, flag in flags:
@@ -180,12 +180,13 @@ class Trainer:
     def _gradients(self, inputs: Any, targets: Any) -> Tensor:
         """The gradients of one batch. Returns its loss, how many answers are right, and how many are known."""
         self._optimizer.zero_grad(set_to_none=True)
+        net, teacher = self._pair(inputs)
         with self._half_precision():
             answer = None
-            if self.teacher is not None:
+            if teacher is not None:
                 with torch.no_grad():
-                    answer = logits_of(run(self.teacher, inputs))
-            output = logits_of(run(self._net, inputs))
+                    answer = logits_of(run(teacher, inputs))
+            output = logits_of(run(net, inputs))
             loss, right = self._objective(inputs, targets, output, answer, check=self._unchecked)
             if self._unchecked and self.settings.loss is None and output.ndim == 2 and self.samples.labels is not None:
                 # All labels at once, so that the next step can be recorded.
@@ -196,6 +197,17 @@ class Trainer:
         agree()  # nobody waits for the gradients of a process that has none
         self._scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
         return torch.cat([loss.detach().float().reshape(1), right])
+
+    def _pair(self, inputs: Any) -> tuple[nn.Module, nn.Module | None]:
+        """Student and teacher, compiled for batches of the first one's shapes. Other shapes would be compiled again."""
+        if not self.settings.compile or active():
+            return self._net, self.teacher
+        shapes = [tensor.shape for tensor in tensors_in(inputs)]
+        if self._compiled is None:
+            made: list[Any] = [m and torch.compile(m, dynamic=False) for m in (self.student, self.teacher)]
+            self._compiled = shapes, made[0], made[1]
+        known, net, teacher = self._compiled
+        return (net, teacher) if known == shapes else (self.student, self.teacher)
 
     def _half_precision(self) -> AbstractContextManager[object]:
         # Without autocast's cache, because a recorded step must contain its conversions.

@@ -1,0 +1,205 @@
+"""The league of ResNet-50 on Scene 15, smaller: MACs divided by 2 and 4, then trained for 0, 5 or 50 epochs.
+
+    python -m benchmarks.league_scenes --weights resnet50.safetensors --images scene15 --out runs --train
+    python -m benchmarks.league_scenes --weights resnet50.safetensors --images scene15 --out runs --part 0/4 --minutes 8
+    python -m benchmarks.league_scenes --out runs --table
+
+The network is trained on a fifth of the images, as in the paper (`--train`). All other images measure, after the last
+epoch. `--part 0/4` takes every fourth cell, so that several processes share the work. Results are lines of
+`runs/scenes-*.jsonl`, and the same command goes on where it was stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+
+import secateur as sc
+from benchmarks.latency_accuracy import network
+from benchmarks.league import FAIR, MAGNITUDE, OTHERS, OURS, PARTS, TAYLOR, Row, table
+from reproduction.networks import with_classes
+from reproduction.published import published
+from secateur.data.views import View
+from secateur.loop import Schedule
+from secateur.recover import Recover
+from secateur.running.accuracy import accuracy
+
+SPEEDS, LENGTHS, SEEDS, SCORED = (2.0, 4.0), (0, 5, 50), (0, 1, 2), 10  # images of each class that score and repair
+RATES = {5: 0.005, 50: 0.01}
+VIEW = View(224, "squash")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A smaller model, trained with and without a teacher."""
+
+    choice: str
+    repair: bool
+    speed: float
+    seed: int
+
+
+def cells() -> Iterator[tuple[Cell, list[Row]]]:
+    rows = [OURS, *PARTS, *OTHERS, MAGNITUDE, TAYLOR, *FAIR]
+    for seed in SEEDS:
+        for speed in SPEEDS:
+            for choice, repair in dict.fromkeys((row.choice, row.repair) for row in rows):
+                mine = [row for row in rows if (row.choice, row.repair) == (choice, repair)]
+                yield Cell(choice, repair, speed, seed), mine
+
+
+class Scenes:
+    """The images on the device, and the network that is trained on some of them."""
+
+    def __init__(self, given: argparse.Namespace) -> None:
+        found = published("scene15", given.images)
+        few = slice(None, None, given.every)
+        train, test = found.train.take(range(len(found.train))[few]), found.test.take(range(len(found.test))[few])
+        self.device, self.file = given.device, given.out / "scenes.safetensors"
+        self.train = train.pixels(VIEW, True, given.device), torch.tensor(train.labels, device=given.device)
+        self.test = test.pixels(VIEW, False, given.device), torch.tensor(test.labels, device=given.device)
+        torch.manual_seed(0)
+        self.net = with_classes(network("resnet50", given.weights), len(found.classes)).to(given.device)
+        if self.file.exists():
+            self.net.load_state_dict(safetensors.torch.load_file(self.file))
+        self.net.eval()
+
+    def trained(self, model: nn.Module, teacher: nn.Module | None, settings: Recover) -> nn.Module:
+        given = replace(settings, batch_size=64, augment=VIEW.training, teacher=0.9 if teacher is not None else 0.0)
+        return sc.recover(model, teacher, self.train, given, progress=False).model.eval()
+
+    def accuracy(self, model: nn.Module) -> float:
+        batches = zip(*(tensor.split(250) for tensor in self.test), strict=True)
+        return accuracy(model, [(VIEW.evaluation(x), y) for x, y in batches]).overall
+
+    def scored(self, seed: int) -> tuple[Tensor, Tensor]:
+        """Some images of each class."""
+        order = torch.randperm(len(self.train[1]), generator=torch.Generator().manual_seed(seed)).to(self.device)
+        labels = self.train[1][order]
+        index = torch.cat([order[labels == label][:SCORED] for label in labels.unique()])
+        return VIEW.evaluation(self.train[0][index]), self.train[1][index]
+
+    def chosen(self, cell: Cell) -> nn.Module:
+        """The smaller model of a cell, before training."""
+        samples = self.scored(cell.seed)
+        if cell.choice.startswith("Torch-Pruning"):
+            return by_torch_pruning(self.net, samples, cell)
+        criterion: Any = sc.criteria.Random(seed=cell.seed) if cell.choice == "random" else cell.choice
+        schedule = Schedule(one_shot=True, rescore=False, seed=cell.seed, batch_size=50)
+        more = {} if cell.repair else {"repair": None}
+        return sc.prune(
+            self.net, samples, criterion, keep={"macs": 1 / cell.speed}, schedule=schedule, progress=False, **more
+        ).model
+
+
+def macs(model: nn.Module, x: Tensor) -> int:
+    """Multiplications of convolutions and linear layers for one image, counted while it runs."""
+    found: list[int] = []
+
+    def count(layer: nn.Module, inputs: Any, output: Tensor) -> None:
+        assert isinstance(layer.weight, Tensor)
+        found.append(layer.weight.numel() * output[0, 0].numel())
+
+    hooks = [m.register_forward_hook(count) for m in model.modules() if isinstance(m, nn.Conv2d | nn.Linear)]
+    with torch.no_grad():
+        model.eval()(x[:1])
+    for hook in hooks:
+        hook.remove()
+    return sum(found)
+
+
+def by_torch_pruning(net: nn.Module, samples: tuple[Tensor, Tensor], cell: Cell) -> nn.Module:
+    """The same MACs by a rival, where all layers compete."""
+    import torch_pruning as tp
+
+    whole, (x, y), known = macs(net, samples[0]), samples, copy.deepcopy(net)
+    kinds = {"magnitude": tp.importance.GroupMagnitudeImportance, "taylor": tp.importance.GroupTaylorImportance}
+    if cell.choice == TAYLOR.choice:
+        nn.functional.cross_entropy(known(x), y).backward()
+
+    def pruned(share: float) -> nn.Module:
+        model = copy.deepcopy(known)
+        for mine, theirs in zip(model.parameters(), known.parameters(), strict=True):
+            mine.grad = None if theirs.grad is None else theirs.grad.clone()
+        pruner = tp.pruner.BasePruner(
+            model, x[:1], kinds[cell.choice.split()[-1]](), global_pruning=True, pruning_ratio=share,
+            max_pruning_ratio=1.0, ignored_layers=[model.fc],
+        )  # fmt: skip
+        pruner.step()
+        model.zero_grad(set_to_none=True)
+        return model
+
+    low, high = 0.0, 0.99
+    for _ in range(8):
+        middle = (low + high) / 2
+        low, high = (middle, high) if macs(pruned(middle), x) > whole / cell.speed else (low, middle)
+    return pruned(high)
+
+
+def main(given: argparse.Namespace) -> None:
+    begin, (part, parts) = time.perf_counter(), map(int, given.part.split("/"))
+    given.out.mkdir(parents=True, exist_ok=True)
+    scenes = Scenes(given)
+    print(f"{len(scenes.train[1])} images to train on, {len(scenes.test[1])} to measure", flush=True)
+    if given.train:
+        scenes.net = scenes.trained(scenes.net, None, Recover(epochs=given.epochs or 50, lr=0.01))
+        safetensors.torch.save_file({k: v.contiguous() for k, v in scenes.net.state_dict().items()}, scenes.file)
+        print(f"unpruned: {100 * scenes.accuracy(scenes.net):.2f} %, {time.perf_counter() - begin:.0f} s", flush=True)
+        return
+    if not scenes.file.exists():
+        raise SystemExit(f"{scenes.file} is missing: train the network first (--train).")
+    known = {(line["row"], line["speed"], line["epochs"], line["seed"]) for line in lines(given.out)}
+    for cell, rows in list(cells())[part::parts]:
+        lengths = [n for n in LENGTHS if n <= (given.epochs or n)]
+        todo = [(r, n) for n in lengths for r in rows if (str(r), cell.speed, n, cell.seed) not in known]
+        if not todo or time.perf_counter() - begin > 60 * given.minutes:
+            continue
+        start = time.perf_counter()
+        small = scenes.chosen(cell)
+        ready = time.perf_counter() - start
+        for row, epochs in todo:
+            if time.perf_counter() - begin > 60 * given.minutes:
+                break
+            start, model = time.perf_counter(), small
+            if epochs:
+                settings = Recover(epochs=epochs, lr=RATES[epochs], seed=cell.seed)
+                model = scenes.trained(small, scenes.net if row.teacher else None, settings)
+            line = asdict(cell) | {"row": str(row), "epochs": epochs, "accuracy": scenes.accuracy(model)}
+            line |= {"macs": macs(small, scenes.test[0][:1, :, :224, :224].float()), "changes": None}
+            line |= {"prepared": round(ready, 1), "seconds": round(time.perf_counter() - start, 1)}
+            with (given.out / f"scenes-{part}.jsonl").open("a") as file:
+                file.write(json.dumps(line) + "\n")
+            print(json.dumps(line), flush=True)
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for path in sorted(folder.glob("scenes-*.jsonl")) for line in path.open()]
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--weights", type=Path)
+    parser.add_argument("--images", type=Path)
+    parser.add_argument("--out", type=Path, default=Path("runs"))
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--part", default="0/1")
+    parser.add_argument("--minutes", type=float, default=60.0, help="nothing new is begun after these")
+    parser.add_argument("--epochs", type=int, default=0, help="only runs of at most so many")
+    parser.add_argument("--every", type=int, default=1, help="every so many-th image, to try it out")
+    parser.add_argument("--train", action="store_true", help="train the unpruned network")
+    parser.add_argument("--table", action="store_true")
+    options = parser.parse_args()
+    if options.table:
+        print(table(lines(options.out), SPEEDS, LENGTHS))
+    else:
+        main(options)
