@@ -178,6 +178,7 @@ def _step(small: nn.Module, example: Any) -> bool | str:
             real = [t for t in tensors_of_output(run(small, example)) if t.is_floating_point() and t.requires_grad]
         torch.stack([t.float().square().mean() for t in real if t.numel()]).mean().backward()
         reached = [p for p in small.parameters() if p.grad is not None and bool(torch.isfinite(p.grad).all())]
+        nn.utils.clip_grad_norm_(reached, 1.0)  # random weights may have gradients of any size
         torch.optim.SGD(reached, 1e-4).step()
         small.eval().zero_grad(set_to_none=True)
         with torch.no_grad():

@@ -164,12 +164,30 @@ def cell(kind: type[nn.RNNCellBase]) -> Net:
     return Net(body, 7, cell=kind(8, 7))  # type: ignore[call-arg]
 
 
+class Keys(nn.Module):
+    """Attention to keys that belong to no token, too."""
+
+    def __init__(self, weights: bool, **given: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.mix = nn.Linear(5, 8), nn.MultiheadAttention(8, 2, batch_first=True, **given)
+        self.last, self.weights = nn.Linear(8, 3), weights
+
+    def forward(self, x: Tensor) -> Tensor:
+        later = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+        h, hidden = self.a(x), torch.arange(x.shape[1]).expand(len(x), -1) > 4
+        return self.last(h + self.mix(h, h, h, hidden, self.weights, later)[0])
+
+
 LAYERS: dict[str, tuple[Callable[[], nn.Module], set[str]]] = {
     "lstm cell": (lambda: cell(nn.LSTMCell), {"a", "b", "cell"}),
     "gru cell": (lambda: cell(nn.GRUCell), {"a", "b", "cell"}),
     "rnn cell": (lambda: cell(nn.RNNCell), {"a", "b", "cell"}),
     "bilinear": (lambda: Net(lambda m, h, k: m.both(h, k), 6, both=nn.Bilinear(8, 8, 6)), {"a", "b", "both"}),
     "embedding bag": (Bag, {"bag"}),
+    "attention to learnt keys": (lambda: Keys(True, add_bias_kv=True), {"a", "mix"}),
+    "attention to a zero": (lambda: Keys(False, add_zero_attn=True), {"a", "mix"}),
+    "attention to both": (lambda: Keys(False, add_bias_kv=True, add_zero_attn=True), {"a", "mix"}),
 }
 
 
@@ -179,6 +197,36 @@ def test_layers(name: str) -> None:
     model = make()
     graph = exact(model, tokens())
     assert {layer.name for layer in graph.layers if layer.prunable} == free, str(graph)
+
+
+class Written(nn.Module):
+    """`Keys` as one writes it, with a learnt key and then a zero, and no mask."""
+
+    def __init__(self, net: Keys) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, x: Tensor) -> Tensor:
+        mix, h = self.net.mix, self.net.a(x)
+        q, k, v = F.linear(h, mix.in_proj_weight, mix.in_proj_bias).chunk(3, -1)
+        k, v = (torch.cat([t, b.expand(len(x), 1, 8)], 1) for t, b in ((k, mix.bias_k), (v, mix.bias_v)))
+        q, k, v = (t.unflatten(2, (2, 4)).transpose(1, 2) for t in (q, F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))))
+        mixed = (q * 0.5 @ k.mT).softmax(-1) @ v
+        out = F.linear(mixed.transpose(1, 2).flatten(2), mix.out_proj.weight, mix.out_proj.bias)
+        return self.net.last(h + out)
+
+
+def test_relevance_of_attention_to_learnt_keys() -> None:
+    nets = [Keys(weights, add_bias_kv=True, add_zero_attn=True).double().eval() for weights in (True, False)]
+    for net in nets:
+        torch.nn.init.normal_(net.mix.in_proj_bias)
+    nets[1].load_state_dict(nets[0].state_dict())
+    x, by_hand = tokens()[:, :5], Written(nets[0])
+    torch.testing.assert_close(by_hand(x)[:, -1], nets[1](x)[:, -1])  # the last token sees all others
+    wanted = sc.explain(by_hand, x, lambda out: out[:, -1, 0], composite="attnlrp").input
+    for net in nets:
+        found = sc.explain(net, x, lambda out: out[:, -1, 0], composite="attnlrp").input
+        torch.testing.assert_close(found, wanted)
 
 
 # -- torchvision ------------------------------------------------------------------------------------------------------

@@ -711,3 +711,33 @@ def test_a_plan_is_verified_by_what_it_cuts() -> None:
         sc.apply(net, Plan.from_data(wrong), example=torch.randn(3, 4))
     with pytest.raises(FileFormatError, match="expected a count, found -1"):
         Plan.from_data({**data, "cuts": {**data["cuts"], "2.weight": {"-1": [1, 4]}}})
+
+
+# -- choices among equals ---------------------------------------------------------------------------------------------
+class Tied(nn.Module):
+    """Two sums of the same numbers, in another order, decide which answer counts: that is rounding alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.c, self.d = nn.Linear(5, 64), nn.Linear(64, 3), nn.Linear(64, 3), nn.Linear(64, 1, False)
+        nn.init.ones_(self.d.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.a(x).relu()
+        return torch.where(h.sum(-1, keepdim=True) > self.d(h), self.b(h), self.c(h))
+
+
+def test_choices_among_equals_show_nothing_and_layers_do() -> None:
+    net, x = Tied().double().eval(), torch.randn(40, 5).double()
+    graph = sc.analyze(net, x)
+    plan = sc.plan(graph, random_scores(graph, 0), remove=0.4)
+    small, masked = sc.apply(net, plan), sc.apply(net, plan, how="mask")
+    for layer in ("b", "c", "d"):
+        seen = [torch.relu(model.a(x)) for model in (small, masked)]
+        found, wanted = (getattr(m, layer)(h) for m, h in zip((small, masked), seen, strict=True))
+        torch.testing.assert_close(found, wanted)
+    with torch.no_grad():  # a real difference in a layer is seen although the choice is not steady
+        small.c.bias += 0.1
+    with pytest.raises(VerificationError, match="`c`"):
+        rule.verify(net, small, plan, x)

@@ -9,14 +9,17 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 from torch import nn
 
+from secateur.analysis.sizes import sized_calls
 from secateur.ops.layers import Labels, Mask
 from secateur.ops.table import Site
 from secateur.plans.plan import plan_for
+from secateur.running.copies import named_modules
 from secateur.running.sandbox import Example, quiet, run
 from secateur.structure.blocks import pattern
 from secateur.structure.graph import Graph, Layer, RepeatedSize, families
 from secateur.structure.trace import Comparison, Step, remade
 from secateur.surgery.cut import cut_copy, is_conv1d
+from secateur.surgery.sizes import name_of, resized_forward
 
 Attributes = dict[tuple[str, str], RepeatedSize]
 #: So many choices of attributes are tried at most, to find those that repeat the sizes of a layer.
@@ -41,6 +44,7 @@ class Trial:
         self.copy, self.inputs, self.steps, self.thorough, self.loose = copy, inputs, steps, thorough, loose
         self.blocked: dict[str, str] = {}
         self.repeated: Attributes = {}
+        self._sized: Attributes | None = None
         self._remade = remade(copy)
 
     @property
@@ -64,8 +68,12 @@ class Trial:
         found = (self._differs(graph, removed) for removed in _removals(graph, layers, self.thorough))
         return next((reason for reason in found if reason is not None), None)
 
-    def _differs(self, graph: Graph, removed: Mask) -> str | None:
+    def _differs(self, graph: Graph, removed: Mask, changed: set[tuple[str, str]] | None = None) -> str | None:
+        """Why a removal breaks the forward. `changed` gets the sizes in its code that would be wrong."""
         small = cut_copy(self.copy, plan_for(graph, removed, tuple(self.repeated.values())))
+        resized = [(p, f) for p, m in named_modules(small) if (f := resized_forward(m))] if changed is not None else []
+        for _, forward in resized:
+            forward.changed = set()
         gone = removed[graph.root]
         gone[0] = False
         with quiet():
@@ -75,6 +83,9 @@ class Trial:
             except Exception as error:
                 text = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
                 return f"a size is written into the forward ({text})"
+            finally:
+                if changed is not None:
+                    changed.update((p, name_of(place)) for p, forward in resized for place in forward.changed or ())
         return compared.finish() if self.steps else None
 
     def _search(self, graph: Graph, layers: list[Layer], reason: str | None) -> None:
@@ -83,7 +94,7 @@ class Trial:
             return
         kinds = families(layers)
         if len(kinds) == 1:
-            if self._repeats(graph, layers):
+            if self._repeats(graph, layers) or self._resizes(graph, layers):
                 return
             alone = reason if len(layers) == 1 else self._breaks(graph, layers[:1])
             if alone is not None:
@@ -130,6 +141,19 @@ class Trial:
         # Two attributes of which either would do: nobody knows which one is the size.
         self.repeated = before | runs[0] if len(runs) == 1 else before
         return len(runs) == 1
+
+    def _resizes(self, graph: Graph, layers: list[Layer]) -> bool:
+        """Whether the forward runs once reshapes take the sizes that are left, those whose own would be wrong."""
+        if self._sized is None:
+            self._sized = sized_calls(self.copy, self.inputs, self.steps) if self.steps else {}
+        before, changed = self.repeated, set[tuple[str, str]]()
+        self.repeated = {**self._sized, **before}
+        if all(self._differs(graph, removed, changed) is None for removed in _removals(graph, layers, self.thorough)):
+            self.repeated = before | {key: self._sized[key] for key in changed if key in self._sized}
+            if len(self.repeated) > len(before) and self._breaks(graph, layers) is None:
+                return True
+        self.repeated = before
+        return False
 
     def _runs_with(self, graph: Graph, layers: list[Layer], before: Attributes, kinds: Iterable[Attributes]) -> bool:
         self.repeated = before | _joined(kinds)

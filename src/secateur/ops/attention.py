@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections.abc import Sequence
 from functools import reduce
 from string import ascii_letters
 from types import SimpleNamespace
@@ -273,11 +274,9 @@ def _multi_head_attention(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | N
     bound = inspect.signature(F.multi_head_attention_forward).bind(*args, **kwargs)
     bound.apply_defaults()
     given = SimpleNamespace(**bound.arguments)
-    refused = (given.bias_k, given.bias_v, given.static_k, given.static_v)
-    if given.add_zero_attn or any(tensor is not None for tensor in refused):
+    if given.static_k is not None or given.static_v is not None:
         raise UnsupportedModelError(
-            "nn.MultiheadAttention with bias_k/bias_v, add_zero_attn or static keys is not supported.",
-            fix="build the module without them",
+            "F.multi_head_attention_forward with static keys is not supported.", fix="leave static_k and static_v out"
         )
     tensors = (given.query, given.key, given.value)
     unbatched = given.query.dim() == 2
@@ -294,7 +293,10 @@ def _multi_head_attention(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | N
         length, batch, width = projected.shape
         heads.append(projected.view(length, batch, given.num_heads, width // given.num_heads).permute(1, 2, 0, 3))
     q, k, v = heads
-    mask = combined_mask(given.attn_mask, given.key_padding_mask, q, k)
+    k, v, attn_mask, padding = more_keys(
+        k, v, (given.attn_mask, given.key_padding_mask), (given.bias_k, given.bias_v), given.add_zero_attn
+    )
+    mask = combined_mask(attn_mask, padding, q, k)
     dropout = given.dropout_p if given.training else 0.0
     mixed, shown = attend(q, k, v, mask, given.need_weights, dropout, given.is_causal)
     batch, _, length, width = mixed.shape
@@ -304,6 +306,21 @@ def _multi_head_attention(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | N
         shown = shown.mean(1) if given.average_attn_weights else shown
         shown = shown.squeeze(0) if unbatched else shown
     return out.squeeze(1) if unbatched else out, shown
+
+
+def more_keys(
+    k: Tensor, v: Tensor, masks: Sequence[Tensor | None], learnt: Sequence[Tensor | None], zero: bool
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Keys and values of heads with those that belong to no token, learnt or 0, and masks that let them through."""
+    bias_k, bias_v = learnt
+    if bias_k is not None and bias_v is not None:
+        own = [t.view(1, 1, k.shape[1], -1).transpose(1, 2).expand(len(k), -1, -1, -1) for t in (bias_k, bias_v)]
+        k, v = (torch.cat(pair, 2) for pair in zip((k, v), own, strict=True))
+    if zero:
+        k, v = (F.pad(t, (0, 0, 0, 1)) for t in (k, v))
+    more = (0, (bias_k is not None) + zero)
+    attn_mask, padding = (t if t is None or not more[1] else F.pad(t, more) for t in masks)
+    return k, v, attn_mask, padding
 
 
 def attend(

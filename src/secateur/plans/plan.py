@@ -235,9 +235,10 @@ def plan_for(graph: Graph, removed: Mask, repeated: Sequence[RepeatedSize] | Non
             norms.append(NormCut(site.path, site.function, site.visit, tuple(norm.labels.shape), indices))
     attributes = []
     for item in graph.repeated if repeated is None else repeated:
-        if (indices := _places(gone[item.labels])) and stays(item.path):
-            size = len(item.labels)
-            attributes.append(AttributeCut(item.path, item.name, size, size - len(indices)))
+        own = gone[item.labels]
+        if (own.any() or own.ndim > 1) and stays(item.path):
+            left = len(own) - int(np.count_nonzero(own.reshape(len(own), -1).all(1)))
+            attributes.append(AttributeCut(item.path, item.name, len(own), left))
     layers = {}
     for layer in graph.layers:
         if layer.prunable:

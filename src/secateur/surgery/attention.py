@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from secateur.ops.attention import attend, combined_mask
+from secateur.ops.attention import attend, combined_mask, more_keys
 from secateur.plans.plan import Plan
 
 _PARAMETERS = (
@@ -17,6 +17,8 @@ _PARAMETERS = (
     *(f"{x}_proj_weight" for x in "qkv"),
     "out_proj.weight",
     "out_proj.bias",
+    "bias_k",
+    "bias_v",
 )
 
 
@@ -55,6 +57,9 @@ class NarrowAttention(nn.MultiheadAttention):
         q, k, v = (
             torch.unflatten(F.linear(t, w, b), -1, (self.num_heads, self.head_dim)).transpose(1, 2)
             for t, w, b in zip((query, key, value), weights, biases, strict=True)
+        )
+        k, v, attn_mask, key_padding_mask = more_keys(
+            k, v, (attn_mask, key_padding_mask), (self.bias_k, self.bias_v), self.add_zero_attn
         )
         mask = combined_mask(attn_mask, key_padding_mask, q, k)
         mixed, shown = attend(q, k, v, mask, need_weights, self.dropout if self.training else 0.0, is_causal)

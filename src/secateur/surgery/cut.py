@@ -17,6 +17,7 @@ from secateur.running.heads import fit_heads
 from secateur.structure.blocks import within
 from secateur.surgery.attention import narrow_attention
 from secateur.surgery.bypass import Bypass, bypass
+from secateur.surgery.sizes import Place, place_of, resize
 from secateur.surgery.windows import fit_windows
 
 
@@ -68,8 +69,18 @@ def cut_copy(model: nn.Module, plan: Plan) -> nn.Module:
     for path, old in before.items():
         if isinstance(old, nn.MultiheadAttention) and not any(within(path, item.path) for item in plan.stand_ins):
             narrow_attention(small, path, old, plan)
+    sizes: dict[str, dict[Place, int]] = {}
     for item in plan.attributes:
-        _fit_attribute(small, item)
+        if (place := place_of(item.name)) is not None:
+            sizes.setdefault(item.path, {})[place] = item.after
+        else:
+            _fit_attribute(small, item)
+    for path, own in sizes.items():
+        if path not in before or not resize(small.get_submodule(path), own):
+            raise PlanError(
+                f"the plan changes sizes in the code of `{path}`, whose forward cannot be changed here.",
+                fix="build the same model that was analysed, from its source",
+            )
     for head in plan.heads:
         _fit_heads(small, before, head.path, head.heads, head.heads - len(head.removed))
     return small

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from secateur.errors import Argument, VerificationError
 from secateur.plans.plan import Plan, plan_for
@@ -51,6 +51,7 @@ _LIGHT = 1e7  # in training mode float32 is tried first above this
 _LARGE = 2**20  # numbers of a parameter that is masked where it is read
 _STEPWISE = 0.5  # probes below this share of the example are compared layer by layer in training mode
 _MOST_CHECKS, _MOST_ALIKE = 80, 40
+_ROUNDING = 1e-14  # of what a layer returns in double precision, relatively
 
 
 @dataclass(frozen=True)
@@ -219,15 +220,32 @@ def _fault(model: nn.Module, masked: Net, small: nn.Module, plan: Plan, trials: 
     if not done:
         return Fault(trials[0], f"neither the smaller model nor the original runs on {trials[0].probe.name}")
     scales = scales_of([trial.masked.outputs for trial, _ in done])
+    ties = []
     for trial, seen in done:
         what = _differs(trial, seen, scales)
         if trial.wide != torch.float64:
             limits = LIMITS[trial.wide] if _stepwise(trial.probe, trial.wide) else COARSE
             if what or not agree(seen.layers, kept(cuts, trial.masked.layers), limits):
                 trial, what = _decided(net, model, masked, trial, seen, scales)
-        if what:
+        if what and _steady(masked, trial, scales):
             return Fault(trial, what)
-    return _unproven(net, model, masked, cuts, done)
+        ties += [(trial, net.run(trial.probe, trial.wide, trial.even))] if what else []
+    return _unproven(net, model, masked, cuts, ties or done, bool(ties))
+
+
+def _steady(masked: Net, trial: Trial, scales: Sequence[float]) -> bool:
+    """Whether the masked model returns the same if its layers round otherwise. A choice among boxes of the same score
+    is not, and shows nothing."""
+    if trial.wide != torch.float64 or trial.probe.training or trial.probe.cached:
+        return True
+    noise = torch.Generator().manual_seed(0)
+
+    def rounded(t: Tensor) -> Tensor:
+        return t * (1 + _ROUNDING * torch.randn(t.shape, generator=noise, dtype=t.dtype).to(t.device))
+
+    whole = masked.run(trial.probe, trial.wide, trial.even, whole=True).layers
+    forced = {path: [rounded(t) if is_real(t) else t for t in made] for path, made in whole.items()}
+    return not _differs(trial, masked.run(trial.probe, trial.wide, trial.even, forced=forced), scales)
 
 
 def _differs(trial: Trial, seen: Seen, scales: Sequence[float], limits: Limits | None = None) -> str:
@@ -290,12 +308,15 @@ def _decided(
     return found[0], _differs(*found, scales)
 
 
-def _unproven(net: Net, model: nn.Module, masked: Net, cuts: Cuts, done: Sequence[tuple[Trial, Seen]]) -> Fault | None:
-    """Outputs that are empty, whole-numbered or constant hide what happens: then every layer is compared."""
+def _unproven(
+    net: Net, model: nn.Module, masked: Net, cuts: Cuts, done: Sequence[tuple[Trial, Seen]], ties: bool
+) -> Fault | None:
+    """Outputs that are empty, whole-numbered, constant or chosen among `ties` hide what happens: then every layer is
+    compared."""
     plain = [(trial, seen) for trial, seen in done if not trial.probe.training and not trial.probe.cached]
     counts = {len(trial.masked.outputs) for trial, _ in plain}
     columns = list(zip(*(trial.masked.outputs for trial, _ in plain), strict=False))
-    if not plain or (len(counts) == 1 and columns and all(map(informs, columns))):
+    if not plain or (not ties and len(counts) == 1 and columns and all(map(informs, columns))):
         return None
     trial, seen = plain[-1]
     limits, left = LIMITS[trial.wide] if trial.wide == torch.float64 else COARSE, kept(cuts, trial.masked.layers)
