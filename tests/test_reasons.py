@@ -55,6 +55,9 @@ def test_srg_by_definition() -> None:
     net, (x, y) = network(), pictures(4)
     heat = sc.explain(net, x, y).heat
     found = srg(net, x, heat, y)
+    assert srg(net, x.repeat(12, 1, 1, 1), heat.repeat(12, 1, 1), y.repeat(12)).tolist() == pytest.approx(
+        found.tolist() * 12
+    )
     for i in range(len(x)):
         order = blocks(heat[i].double().numpy(), 14).ravel().argsort()
         areas = []
@@ -68,6 +71,21 @@ def test_srg_by_definition() -> None:
                 curve.append(float(net(image[None]).detach().softmax(1)[0, y[i]]))
             areas.append(np.trapezoid(curve, dx=1 / 4))
         assert float(found[i]) == pytest.approx(areas[0] - areas[1], abs=1e-6)
+
+
+def test_few_samples_cost_few_calls() -> None:
+    """Small networks take longer to call than to run: one call for a heat map, one for its SRG."""
+    calls = []
+
+    class Counted(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            if not x.is_meta:
+                calls.append(len(x))
+            return super().forward(x)
+
+    net, (x, y) = Counted(*network()), pictures(4)
+    assert drift(net, net, (x, y)).srg is not None
+    assert sorted(calls) == [4, 4, 24, 24]
 
 
 def test_an_oracle_beats_its_opposite() -> None:

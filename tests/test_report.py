@@ -169,6 +169,16 @@ def test_accuracy_on_held_out_data_is_measured(run: Run, tmp_path: Path) -> None
             right = [int(model(image[None]).argmax()) == c for image in x[y == c]]
             assert float(cell) == pytest.approx(100 * sum(right) / len(right), abs=0.005001)
     assert "Accuracy on 18 held-out samples" in page.text
+    # Every accuracy has its interval: Wilson's, as the roots of (p − share)² = z² p (1 − p) / n.
+    rows = {row[0]: row[4:] for row in page.by_id("accuracy").find("div", class_="small")[0].rows}
+    tile = page.find("div", class_="tile")[0].text
+    for name, share, told in [
+        *((name, float(found[name][1]) / 100, rows[name][1]) for name in found),
+        ("overall", float(run.result.history[-1].overall), re.search(r"\(([^)]*)\)", tile)[1]),
+    ]:
+        n, z = 18 if name == "overall" else 6, 1.959964
+        ends = np.roots([1 + z * z / n, -(2 * share + z * z / n), share * share])
+        assert [float(end) for end in told.split(" to ")] == pytest.approx(sorted(100 * ends.real), abs=0.51), name
 
 
 @pytest.mark.filterwarnings("ignore:right for other reasons")  # of random weights
@@ -348,6 +358,7 @@ def test_every_step_is_a_frame(run: Run) -> None:
     for frame, row in zip(frames, run.result.history, strict=True):
         facts = dict(zip((d.text for d in frame.find("dt")), (d.text for d in frame.find("dd")), strict=True))
         assert facts["Accuracy"] == f"{100 * row.overall:.1f} %"
+        assert "Latency" not in facts  # nothing was watched
         assert f"{100 * row.macs / run.result.history[0].macs:.1f} % left" in facts["MACs"]
     assert not film.find("img")  # nothing was watched
 
@@ -376,6 +387,7 @@ def test_heat_maps_of_every_step(run: Run, tmp_path: Path) -> None:
         first = sc.explain(run.net, x, y).heat
         alike = [np.corrcoef(a.flatten(), b.flatten())[0, 1] for a, b in zip(first, heat, strict=True)]
         assert float(facts["Drift of the heat maps"]) == pytest.approx(1 - np.mean(alike), abs=0.00051)
+        assert re.fullmatch(r"[\d.]+ ms", facts["Latency"])
 
 
 def test_a_long_run_is_shown_in_twelve_frames(run: Run, tmp_path: Path) -> None:

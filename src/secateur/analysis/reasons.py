@@ -25,7 +25,7 @@ from secateur.relevance.composites import Composite, composite_named
 from secateur.relevance.engine import Start
 from secateur.relevance.explain import Explanation, explain, fitting
 from secateur.relevance.rules import Rule
-from secateur.relevance.starts import begun, seed
+from secateur.relevance.starts import How, begun, seed
 from secateur.running.batches import Batch, Data, as_data, batches, is_pair, size_of
 from secateur.running.copies import shared_copy, unwrap
 from secateur.running.devices import device_of, to_device
@@ -34,6 +34,7 @@ from secateur.running.sandbox import leaves_no_trace, run
 from secateur.running.targets import Reader, ids_in
 
 _SIDE = 14  # regions on a side
+_TOGETHER = 32  # pictures that run at once
 _LEVELS = 3  # shares of the regions that are covered, evenly between none and all
 #: Below this correlation two maps have less than a quarter of their variance in common.
 OTHER_REASONS = 0.5
@@ -80,9 +81,14 @@ class Viewer:
         if not (isinstance(x, Tensor) or self.text) or not size_of(x):
             raise DataError("there is no input to explain: give inputs=(x, y) with at least one sample.")
         self.x, self.y = x, y
-        self.composite = composite_named(composite if composite is not None else fitting(original, x))
-        start: Any = y if y is None or self.text else self._begin(original, x, y)  # of a text, a page names the class
-        self.before = explain(original, x, start, composite=self.composite, start=self.composite.start)
+        # Of a text, a page names the class. `explain` itself knows where classes start, whichever composite it chooses.
+        named = isinstance(y, Tensor) and y.dim() == 1 and not y.is_floating_point() and bool((y >= 0).all())
+        start: Any = y
+        if not (y is None or self.text or named):
+            composite = fitting(original, x) if composite is None else composite
+            start = self._begin(original, x, y, composite_named(composite).start)
+        self.before = explain(original, x, start, composite=composite)
+        self.composite = composite_named(self.before.composite if composite is None else composite)
 
     def look(self, model: nn.Module) -> Explanation:
         """What another model sees."""
@@ -90,11 +96,11 @@ class Viewer:
         x, y, known = (to_device(part, place) for part in (self.x, self.y, self.before.classes))
         start: Any = y
         if not (self.text and y is not None) and (y is not None or known is not None):
-            start = self._begin(model, x, y, known)
+            start = self._begin(model, x, y, self.composite.start, known)
         return explain(model, x, start, composite=self.composite, start=self.composite.start)
 
-    def _begin(self, model: nn.Module, x: Any, y: Tensor | None, classes: Tensor | None = None) -> Start:
-        reader, how = Reader(model), self.composite.start
+    def _begin(self, model: nn.Module, x: Any, y: Tensor | None, how: How, classes: Tensor | None = None) -> Start:
+        reader = Reader(model)
         if y is not None:
             return lambda output: begun(reader, x, y, output, how, size_of(x))
         return lambda output: seed(reader.view(x, None, output), classes, how)
@@ -187,14 +193,18 @@ def srg(model: nn.Module, x: Tensor, heat: Tensor, classes: Tensor) -> Tensor:
     rows, columns = (min(_SIDE, side) for side in x.shape[2:])
     ranks = regional(heat).argsort(1).argsort(1).view(len(x), 1, rows, columns)  # 0 is the least relevant
     model, blank = shared_copy(unwrap(model)).eval(), x.mean((2, 3), keepdim=True)
-    total = torch.zeros(len(x), dtype=torch.float64)
-    for level in range(1, _LEVELS + 1):
-        count = round(rows * columns * level / (_LEVELS + 1))
-        for sign, covered in ((1, ranks < count), (-1, ranks >= rows * columns - count)):
-            mask = F.interpolate(covered.to(x), x.shape[2:]) > 0
-            with torch.no_grad():
-                logits = logits_of(run(model, torch.where(mask, blank, x)))
-            total += sign * probability(logits, classes)
+    counts = [round(rows * columns * level / (_LEVELS + 1)) for level in range(1, _LEVELS + 1)]
+    masks = [(1, ranks < count) for count in counts] + [(-1, ranks >= rows * columns - count) for count in counts]
+    total, step = torch.zeros(len(x), dtype=torch.float64), max(1, _TOGETHER // len(x))
+    for begin in range(
+        0, len(masks), step
+    ):  # few pictures run together: a small network takes longer to call than to run
+        part = masks[begin : begin + step]
+        covered = [torch.where(F.interpolate(mask.to(x), x.shape[2:]) > 0, blank, x) for _, mask in part]
+        with torch.no_grad():
+            logits = logits_of(run(model, torch.cat(covered)))
+        found = probability(logits, classes.repeat(len(part))).view(len(part), len(x))
+        total += found.mT @ torch.tensor([sign for sign, _ in part], dtype=found.dtype)
     return total / (_LEVELS + 1)
 
 

@@ -17,7 +17,7 @@ from secateur.errors import printable
 from secateur.latency.timing import Timing
 from secateur.loop.progress import StepDone
 from secateur.results.comparison import Curve
-from secateur.running.accuracy import PERPLEXITY, interval
+from secateur.running.accuracy import PERPLEXITY, between, interval
 from secateur.running.progress import Event, Listener
 from secateur.structure.cost import Cost, human
 
@@ -72,11 +72,7 @@ def percent(share: float, count: int = 0) -> str:
     >>> percent(0.9, 20), percent(0.9, 2000), percent(0.9)
     ('90.0 % (70 to 97)', '90.0 % (88.6 to 91.2)', '90.0 %')
     """
-    if not count:
-        return f"{100 * share:.1f} %"
-    low, high = (100 * side for side in interval(share, count))
-    digits = 0 if high - low > 5 else 1
-    return f"{100 * share:.1f} % ({low:.{digits}f} to {high:.{digits}f})"
+    return f"{100 * share:.1f} %" + (f" ({between(share, count)})" if count else "")
 
 
 def intervals(metrics: Sequence[Mapping[str, float]], counts: Mapping[str, int]) -> dict[str, Any] | None:

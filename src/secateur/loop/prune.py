@@ -299,7 +299,7 @@ def _result(
     before = graph.cost
     after = state.plan.after if state.plan is not None else before
     latencies = [row.latency for row in state.history if row.held and row.latency is not None]
-    if latencies:
+    if latencies and settings.target.timed:
         before, after = replace(before, latency=latencies[0]), replace(after, latency=latencies[-1])
     composite = state.scores.composite if state.scores is not None else ""
     return Result(

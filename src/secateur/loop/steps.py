@@ -25,6 +25,7 @@ from secateur.errors import (
     VerificationError,
 )
 from secateur.files.architecture import describable, is_pretrained
+from secateur.latency.timing import time_forward
 from secateur.loop.planner import Planner
 from secateur.loop.settings import Settings
 from secateur.plans.plan import Plan, difference, plan_for
@@ -48,6 +49,7 @@ from secateur.surgery.provenance import remember
 
 # How often a plan for a latency is measured at most, and which share of the limit is close enough.
 _TRIES, _CLOSE = 6, 0.96
+_REPEATS = 5  # forward passes that tell about how long one takes
 
 
 @dataclass
@@ -104,7 +106,7 @@ class Steps:
     def _unpruned(self, state: RunState) -> None:
         begin, cost = time.perf_counter(), self.graph.cost
         metrics = self._evaluated(state.model, 0)
-        latency = self._timed(None)[0] if self.settings.target.timed else None
+        latency = self._timed(None)[0] if self.settings.target.timed else self._taken(state.model)
         drifts = self._looked(state, state.model, 0)
         self._judged(metrics, metrics, drifts)  # refuses limits for what is not measured
         drift = drifts.get("overall")
@@ -144,6 +146,7 @@ class Steps:
             model, failure = self._improved(model, plan, number)
             remember(model, self.original, plan)
             metrics = self._evaluated(model, number)
+            latency = self._taken(model) if latency is None else latency
             drifts = self._looked(state, model, number)
             accurate, held = self._judged(state.history[0].metrics, metrics, drifts)
             had, has = plan.units
@@ -304,6 +307,12 @@ class Steps:
         heat = (self.viewer.look(model) if number else self.viewer.before).heat
         state.seen[number] = heat.detach().float().cpu()
         return dict(same_everywhere(self.viewer.drift(heat)))
+
+    def _taken(self, model: nn.Module) -> float | None:
+        """About how many seconds a forward pass takes: of a run that is watched, a page tells that for each step."""
+        if self.settings.watch is None:
+            return None
+        return float(same_everywhere(time_forward(model, self.graph.example, _REPEATS)))
 
     def _to_latency(self, state: RunState, scores: Scores, plan: Plan, last: bool) -> tuple[Plan, float]:
         """Measure what the plan leaves. If that should meet the target, plan again until it just does."""

@@ -16,6 +16,7 @@ from secateur.report.changes import COARSE, Names, coloured, name_of, shown
 from secateur.report.curves import Metric
 from secateur.report.document import Page
 from secateur.results.history import Record, Row
+from secateur.running.accuracy import between
 from secateur.running.batches import counted, masks_in
 from secateur.running.targets import ids_in
 from secateur.structure.cost import human
@@ -48,7 +49,7 @@ class Film:
 
 def film(result: Record, metric: Metric, classes: Names, page: Page) -> Film | None:
     """The steps as frames. A single step needs none: the page shows it as before and after."""
-    rows = list(result.history)
+    rows, count = list(result.history), 0 if page.answers is None else len(page.answers.targets)
     if len(rows) < 3:
         return None
     last = max(i for i, row in enumerate(rows) if row.held)
@@ -58,7 +59,7 @@ def film(result: Record, metric: Metric, classes: Names, page: Page) -> Film | N
     for place, i in enumerate(chosen):
         row = rows[i]
         name = "unpruned" if not i else f"step {row.step}{'' if row.held else ', taken back'}"
-        frames.append(Frame(name, _facts(row, rows[0], metric), maps[place], words[place], i == last))
+        frames.append(Frame(name, _facts(row, rows[0], metric, count), maps[place], words[place], i == last))
     return Film(frames, pictures, coarse, len(rows) - len(chosen))
 
 
@@ -71,12 +72,13 @@ def _some(count: int, last: int) -> list[int]:
     return sorted(needed | {round((k + 1) * (count - 1) / (spare + 1)) for k in range(spare)})
 
 
-def _facts(row: Row, first: Row, metric: Metric) -> list[tuple[str, str]]:
+def _facts(row: Row, first: Row, metric: Metric, count: int) -> list[tuple[str, str]]:
     left = f"{100 * row.macs / max(first.macs, 1):.1f} % left"
     found = [("Units removed", f"{100 * row.removed:.1f} %"), ("MACs", f"{human(row.macs)}, {left}"),
              ("Parameters", human(row.params))]  # fmt: skip
     if row.overall is not None:
-        found.insert(0, (metric.word.capitalize(), metric.text(row.overall)))
+        sides = f" ({between(row.overall, count)})" if metric.percent and count else ""
+        found.insert(0, (metric.word.capitalize(), metric.text(row.overall) + sides))
     if row.latency is not None:
         found.append(("Latency", f"{1000 * row.latency:.3g} ms"))
     if row.drift is not None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from secateur.report.environment import environment
 from secateur.report.film import film
 from secateur.results.comparison import Comparison
 from secateur.results.history import Record
-from secateur.running.accuracy import PERPLEXITY, accuracy, perplexity
+from secateur.running.accuracy import PERPLEXITY, accuracy, between, perplexity
 from secateur.running.batches import Data, repeatable
 from secateur.running.copies import unwrap
 from secateur.running.targets import Reader
@@ -56,6 +57,8 @@ class Tile:
     before: str
     change: str
     share: float | None = None
+    #: Of an accuracy: its 95 % intervals, before and after.
+    intervals: tuple[str, str] | None = None
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,13 @@ class Measured:
     metric: Metric
     before: Mapping[str, float]
     after: Mapping[str, float]
+    #: How many samples each was measured on, where that is known.
+    counts: Mapping[str, int] = field(default_factory=dict)
+
+    def intervals(self, name: str) -> tuple[str, str] | None:
+        """The 95 % intervals before and after."""
+        count = self.counts.get(name, 0) if self.metric.percent else 0
+        return (between(self.before[name], count), between(self.after[name], count)) if count else None
 
 
 def write_report(
@@ -117,6 +127,9 @@ def write_report(
     metric = Metric.of(row.overall for row in result.history if row.overall is not None)
     measured, answers = _measured(result, source, test, classes, metric)
     answers = page.answers if answers is None else answers
+    if measured is not None and answers is not None:
+        numbers = Counter(name_of(number, classes) for number in answers.targets)
+        measured = replace(measured, counts={"overall": len(answers.targets), **numbers})
     criterion = str(result.settings.get("criterion") or (result.scores.criterion if result.scores else "no criterion"))
     preset = criterion.partition("lrp:")[2]
     if page.composite is None and preset in PRESETS:
@@ -213,8 +226,8 @@ def _measured(
     if source is not None and test is not None:
         old, new = (in_order(accuracy, model, test) for model in (source, result.model))
         title = f"Accuracy on {old.samples} held-out samples"
-        named = (found.named(lambda c: name_of(c, classes)) for found in (old, new))
-        return Measured(title, Metric(percent=True), *named), Answers.of(old, new, test)
+        before, after = (found.named(lambda c: name_of(c, classes)) for found in (old, new))
+        return Measured(title, Metric(percent=True), before, after), Answers.of(old, new, test)
     if result.settings.get("trained_afterwards"):
         return None, None
     rows = [row.metrics for row in result.history if row.held]
@@ -227,7 +240,9 @@ def _tiles(result: Record, measured: Measured | None) -> list[Tile]:
     if measured is not None:
         values, metric = (measured.before["overall"], measured.after["overall"]), measured.metric
         before, after = map(metric.text, values)
-        tiles.append(Tile(measured.title, after, before, metric.change(*values)))
+        tiles.append(
+            Tile(measured.title, after, before, metric.change(*values), intervals=measured.intervals("overall"))
+        )
         if PERPLEXITY in measured.before and PERPLEXITY in measured.after:
             was, now = measured.before[PERPLEXITY], measured.after[PERPLEXITY]
             change = f"{number(100 * (now / was - 1), '+.1f')} %"
@@ -285,8 +300,14 @@ def _class_table(measured: Measured | None) -> Table | None:
     metric, before, after = measured.metric, measured.before, measured.after
     names = [name for name in before if name in after and name not in ("overall", PERPLEXITY)]
     names.sort(key=lambda name: after[name] - before[name])
-    lines = [(n, metric.bare(before[n]), metric.bare(after[n]), metric.change(before[n], after[n])) for n in names]
-    return Table.of(f"{metric.name} by class", ("class",), ("before", "after", "change"), lines) if lines else None
+    known = any(measured.intervals(name) for name in names)
+    lines = []
+    for n in names:
+        values = metric.bare(before[n]), metric.bare(after[n])
+        sides = (measured.intervals(n) or ("", "")) if known else ()
+        lines.append((n, *values, metric.change(before[n], after[n]), *sides))
+    heads = ("before", "after", "change", *(("95 % interval before", "after") if known else ()))
+    return Table.of(f"{metric.name} by class", ("class",), heads, lines) if lines else None
 
 
 def _layers(result: Record) -> list[LayerRow]:

@@ -64,6 +64,19 @@ def interval(share: float, count: int) -> tuple[float, float]:
     return max(0.0, (middle - width) / (1 + z * z / count)), min(1.0, (middle + width) / (1 + z * z / count))
 
 
+def between(share: float, count: int) -> str:
+    """That interval in words, in percent; nothing if it is not known on how many samples.
+
+    >>> between(0.9, 20), between(0.9, 2000), between(0.9, 0)
+    ('70 to 97', '88.6 to 91.2', '')
+    """
+    if not count:
+        return ""
+    low, high = (100 * side for side in interval(share, count))
+    digits = 0 if high - low > 5 else 1
+    return f"{low:.{digits}f} to {high:.{digits}f}"
+
+
 @leaves_no_trace
 def accuracy(model: nn.Module, data: Data, batch_size: int = 32, *, memory: Memory = None) -> Accuracy:
     """The accuracy of a model in evaluation mode on a pair (X, y) or on batches of inputs and targets.
