@@ -172,3 +172,29 @@ def test_samples_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         with pytest.raises(DataError, match=f"quantize.*{why}"):
             sc.export(model, tmp_path / "a.onnx", x, quantize=bad)
     assert not list(tmp_path.iterdir())
+
+
+def test_layers_are_compared_by_name_where_the_quantiser_puts_branches_in_another_order(tmp_path: Path) -> None:
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.left, self.right, self.last = nn.Conv2d(1, 4, 3), nn.Conv2d(1, 6, 3), nn.Conv2d(10, 2, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(torch.cat([self.left(x), self.right(x)], 1)).mean((2, 3))
+
+    x = torch.rand(3, 1, 8, 8)
+    plain, made = tmp_path / "plain.onnx", tmp_path / "made.onnx"
+    sc.export(Branches().eval(), plain, x)
+    graph = onnx.load(plain)
+    layers = [node.name for node in graph.graph.node if node.op_type == "Conv"]
+    nodes = list(graph.graph.node)
+    here, there = (i for i, node in enumerate(nodes) if node.name in layers[:2])
+    nodes[here], nodes[there] = nodes[there], nodes[here]
+    del graph.graph.node[:]
+    graph.graph.node.extend(nodes)
+    weight = next(item for item in graph.graph.initializer if item.name == nodes[here].input[1])
+    weight.CopyFrom(onnx.numpy_helper.from_array(2 * onnx.numpy_helper.to_array(weight), weight.name))  # a large error
+    onnx.save(graph, made)
+    feeds = [{graph.graph.input[0].name: one.numpy()} for one in x.split(1)]
+    assert int8._by_added_error(onnx, plain, made, layers, feeds)[0] == layers[1]

@@ -156,23 +156,23 @@ def _error(found: Sequence[Sequence[Array]], wanted: Sequence[Sequence[Array]]) 
 
 def _by_added_error(onnx: Any, plain: Path, made: Path, layers: Sequence[str], feeds: Feeds) -> list[str]:
     """The layers, first those after which the error of int8 grows most."""
-    few = feeds[:8]
-    shown = [_with_outputs(onnx, file, layers) for file in (made, plain)]
-    (names, mine), (_, theirs) = ((names, _answers(file, few)) for names, file in shown)
-    places = range(-len(names), 0)
-    errors = [_error([[row[i]] for row in mine], [[row[i]] for row in theirs]) for i in places]
+    # The quantiser puts branches in another order.
+    mine, theirs = (_inside(onnx, file, layers, feeds[:8]) for file in (made, plain))
+    names = [name for name in theirs if name in mine]
+    errors = [_error(mine[name], theirs[name]) for name in names]
     added = dict(zip(names, np.diff(errors, prepend=0.0).tolist(), strict=True))
     return sorted(layers, key=lambda layer: -added.get(layer, 0.0))
 
 
-def _with_outputs(onnx: Any, file: Path, layers: Sequence[str]) -> tuple[list[str], Path]:
-    """A file that also returns what its layers do, and which these are, in the order of the outputs."""
+def _inside(onnx: Any, file: Path, layers: Sequence[str], feeds: Feeds) -> dict[str, list[list[Array]]]:
+    """What each layer of a file returns for each of the inputs, in the order of the file."""
     graph, target = onnx.load(file), file.with_suffix(".shown.onnx")
     known = {item.name for item in graph.graph.output}
     nodes = [node for node in graph.graph.node if node.name in layers and node.output[0] not in known]
     graph.graph.output.extend(onnx.ValueInfoProto(name=node.output[0]) for node in nodes)
     onnx.save(graph, target)
-    return [node.name for node in nodes], target
+    rows = [row[len(known) :] for row in _answers(target, feeds)]
+    return {node.name: [[row[i]] for row in rows] for i, node in enumerate(nodes)}
 
 
 class _quiet:
