@@ -122,7 +122,8 @@ def plan() -> list[Job]:
     for speed in (2.1, 4.0):
         jobs += [Job(row, speed, epochs, seed) for seed in SEEDS for epochs in (20, *short) for row in rows]
     jobs += [Job(row, speed, 100, seed) for speed in (2.1, 4.0) for row in rows for seed in SEEDS]
-    return list(dict.fromkeys(jobs))
+    # Before training, the teacher makes no difference.
+    return list(dict.fromkeys(j if j.epochs else replace(j, row=replace(j.row, teacher=False)) for j in jobs))
 
 
 # -- smaller models ----------------------------------------------------------------------------------------------------
@@ -496,7 +497,8 @@ def table(measured: list[dict[str, Any]], speeds: Sequence[float] = SPEEDS, leng
         for row in rows:
             cells = []
             for epochs in lengths:
-                values = [100 * line["accuracy"] for line in here if (line["row"], line["epochs"]) == (row, epochs)]
+                alike = (row,) if epochs else (row.removesuffix(" + teacher"), row)
+                values = [100 * r["accuracy"] for r in here if r["epochs"] == epochs and r["row"] in alike]
                 spread = f" ± {(max(values) - min(values)) / 2:.2f}" if len(values) > 1 else ""
                 seeds = f" ({len(values)})" if 0 < len(values) < len(SEEDS) else ""
                 cells.append(f"{statistics.mean(values):.2f}{spread}{seeds}" if values else "")

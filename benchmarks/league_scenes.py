@@ -161,7 +161,8 @@ def main(given: argparse.Namespace) -> None:
     known = {(line["row"], line["speed"], line["epochs"], line["seed"]) for line in lines(given.out)}
     for cell, rows in list(cells())[part::parts]:
         lengths = [n for n in LENGTHS if n <= (given.epochs or n)]
-        todo = [(r, n) for n in lengths for r in rows if (str(r), cell.speed, n, cell.seed) not in known]
+        asked = dict.fromkeys((r if n else replace(r, teacher=False), n) for n in lengths for r in rows)
+        todo = [(r, n) for r, n in asked if (str(r), cell.speed, n, cell.seed) not in known]
         if not todo or time.perf_counter() - begin > 60 * given.minutes:
             continue
         start = time.perf_counter()
