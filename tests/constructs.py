@@ -207,6 +207,17 @@ def _net(body: Callable[[Any, Tensor], Tensor], **parts: Any) -> Callable[[], tu
     return lambda: (Net(body, **parts), image())
 
 
+def rows_written(m: Any, x: Tensor) -> Tensor:
+    y = torch.zeros_like(x)
+    y[:, :, 0] = m.c(x)[:, :, 0]
+    y[:, :, 1:] = m.d(x)[:, :, 1:]
+    return m.e(y)  # type: ignore[no-any-return]
+
+
+def solved(m: Any, x: Tensor) -> Tensor:
+    return m.e(torch.linalg.solve_triangular(m.c(x), m.d(x), upper=False, unitriangular=True))  # type: ignore[no-any-return]
+
+
 CONSTRUCTS: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
     "conv chain": _sequential(conv(3, 12), nn.BatchNorm2d(12), nn.ReLU(True), conv(12, 9)),
     "conv1d": lambda: (
@@ -257,6 +268,8 @@ CONSTRUCTS: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
     "channel maximum": _net(lambda m, x: m.d(m.c(x) + x.amax(1, keepdim=True)), c=conv(), d=conv()),
     "channel sum": _net(lambda m, x: m.d(m.c(x) + x.sum(1, keepdim=True)), c=conv(), d=conv()),
     "channel softmax": _net(lambda m, x: m.d(m.c(x).softmax(1)), c=conv(), d=conv()),
+    "rows written": _net(rows_written, c=conv(), d=conv(), e=conv()),
+    "solved": _net(solved, c=conv(), d=conv(), e=conv()),
     "stack": _net(lambda m, x: m.e(torch.stack([m.c(x), m.d(x)]).sum(0)), c=conv(), d=conv(), e=conv()),
     "interpolate": _net(lambda m, x: m.d(F.interpolate(m.c(x), scale_factor=2)), c=conv(), d=conv()),
     "reflect pad": _net(lambda m, x: m.d(F.pad(m.c(x), (1, 1, 1, 1), mode="reflect")), c=conv(), d=conv()),

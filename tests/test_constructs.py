@@ -52,6 +52,8 @@ def test_removal_equals_masking(name: str, share: float) -> None:
         ("slices", 8 + 16 * 2),  # the first eight channels are pinned by the code
         ("channel maximum", 16 * 2),  # those among which the maximum is taken stay
         ("constant", 16),
+        ("rows written", 16 * 4),
+        ("solved", 16 * 3),  # a system and its right side are one unit
     ],
 )
 def test_units_that_may_leave(name: str, prunable: int) -> None:

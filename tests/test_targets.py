@@ -266,3 +266,22 @@ def test_filters_become_dearer_as_they_leave_whether_a_model_attends_or_not(atte
     goal, limits = graph.cost.macs - 9 * saved, Limits(scope="cost", only=("a", "b"))
     plan = sc.plan(graph, Scores("given", units), keep={"macs": goal}, limits=limits)
     assert {name: plan.layers[name] for name in ("a", "b")} == {"a": (16, 8), "b": (16, 15)}
+
+
+@pytest.mark.parametrize("target", [{"remove": 0.3}, {"keep": {"params": 0.7}}])
+@pytest.mark.parametrize("attention", [True, False])
+def test_wide_layers_of_models_with_attention_keep_multiples_of_eight(attention: bool, target: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, 2, 515, batch_first=True)
+    mlp = nn.Sequential(nn.Linear(16, 515), nn.ReLU(), nn.Linear(515, 16))
+    model = nn.Sequential(layer if attention else mlp, nn.Flatten(), nn.Linear(64, 3)).eval()
+    graph = sc.analyze(model, torch.randn(2, 4, 16))
+    rng = np.random.default_rng(0)
+    scores = sc.Scores("random", {p.sites[0]: rng.random(len(p.labels)) for p in graph.producers})
+    plan = sc.plan(graph, scores, **target)
+    small = sc.apply(model, plan)
+    left = small[0].linear1.out_features if attention else small[0][0].out_features
+    assert left < 515
+    assert (left % 8 == 0) == attention
+    if "keep" in target:
+        assert 0.68 < plan.after.params / plan.before.params <= 0.7

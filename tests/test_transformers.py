@@ -62,6 +62,13 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], dict[str, tuple[int, int]]]] =
     # Heads, their gates and states lie in one layer. Heads share a state, or each group of heads has its own.
     "mamba2": ("mamba2", _LM, {"chunk_size": 8}, {"width": (96, 96), "heads": (16, 16), "neurons": (0, 32)}),
     "mamba2, two groups": ("mamba2", _LM, {"chunk_size": 8, "n_groups": 2}, {"width": (96, 96), "heads": (4, 4)}),
+    # Linear attention: a triangular system, a state that begins as zeros, a norm inside each head.
+    "olmo_hybrid": (
+        "olmo_hybrid",
+        _LM,
+        {},
+        {"width": (160, 160), "heads": (6, 6), "neurons": (192, 192)},
+    ),
     "t5": ("t5", _SEQ2SEQ, {}, {"width": (352, 352), "heads": (24, 24), "neurons": (192, 192)}),
     # The forward of BART takes one channel out by position, to ask for its shape.
     "bart": ("bart", _SEQ2SEQ, {}, {"width": (403, 416), "heads": (24, 24), "neurons": (192, 192)}),
@@ -181,3 +188,22 @@ def test_a_model_without_a_head_starts_at_all_numbers_of_its_states() -> None:
         sc.explain(model, example, 5)  # a number of the states that somebody asks for
     with pytest.raises(sc.errors.DataError, match="targets"):
         sc.score(model, [(example, None)], "taylor")
+
+
+@pytest.mark.parametrize("left", [True, False])
+def test_the_unknowns_of_a_system_pass_relevance_to_its_right_side(left: bool) -> None:
+    class Solve(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("matrix", torch.randn(4, 4).tril())
+            self.head = nn.Linear(16, 3, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            found = torch.linalg.solve_triangular(self.matrix.expand(len(x), 4, 4), x, upper=False, left=left)
+            return self.head(found.flatten(1))  # type: ignore[no-any-return]
+
+    torch.manual_seed(0)
+    model, x = Solve().double(), torch.randn(2, 4, 4, dtype=torch.float64)
+    inverse, row = torch.linalg.inv(model.matrix), model.head.weight[1].detach().view(4, 4)
+    expected = x * (inverse.T @ row if left else row @ inverse.T)
+    torch.testing.assert_close(sc.explain(model, x, 1, composite="attnlrp").input, expected, rtol=1e-4, atol=1e-4)

@@ -19,7 +19,7 @@ from secateur.errors import UnsupportedModelError
 from secateur.ops.elementwise import operands_of
 from secateur.ops.layers import Labels, column, is_zero, spread, varying
 from secateur.ops.protocols import LabelVerbs, RelevanceVerbs
-from secateur.ops.table import Call, Decomposed, Operation, register, register_named
+from secateur.ops.table import Call, Decomposed, Operation, refused, register, register_named
 
 #: Rows of grouped products must have whole 16 bytes: so many numbers in half precision.
 _ALIGNED = 8
@@ -58,6 +58,8 @@ class Contraction(Operation):
         for letter, units in carried.items():
             for tensor, own in pairs:
                 if letter not in own or tensor.shape[own.index(letter)] == 1:
+                    continue
+                if labels.is_void(tensor):  # a first state, made to fit; trial removals tell
                     continue
                 if any(own[d] == letter for layer in labels.layers(tensor) for d in varying(layer)):
                     continue
@@ -141,6 +143,36 @@ class AddMatMul(MatMul):
         with relevance.again():
             product = product if call["alpha"] == 1 else product * call["alpha"]
             return product + (call["input"] if call["beta"] == 1 else call["input"] * call["beta"])
+
+
+class Solved(MatMul):
+    """The unknowns of a triangular system: its inverse times the right side. Units may not lie along the unknowns.
+
+    As the state of linear attention it is linear in the right side, to which all relevance goes."""
+
+    def _factors(self, call: Call) -> tuple[Tensor, Tensor]:
+        a, b = call["input"], call["other"]
+        return (a, b) if call["left"] else (b, a)
+
+    def channels(self, labels: LabelVerbs, call: Call, output: Any) -> None:
+        a, b = call["input"], call["other"]
+        unknowns = b.ndim - (2 if call["left"] else 1)
+        for tensor, dims in ((a, {a.ndim - 1, a.ndim - 2}), (b, {unknowns})):
+            for layer in labels.layers(tensor):
+                if dims & set(varying(layer)):
+                    for each in (a, b):
+                        labels.freeze_tensor(each, f"{call.site} computes with it")
+                    return
+        super().channels(labels, call, output)
+
+    def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
+        a, b = call["input"].detach(), call["other"]
+        if not b.requires_grad:
+            return refused(relevance, call)
+        one = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device).expand_as(a)
+        options = {name: call[name] for name in ("upper", "unitriangular")}
+        inverse = torch.linalg.solve_triangular(a, one, **options)
+        return relevance.multiplies(call, *((inverse, b) if call["left"] else (b, inverse)), torch.matmul)
 
 
 class GroupedMatMul(Contraction):
@@ -366,6 +398,7 @@ def _additive(hidden: Tensor, like: Tensor) -> Tensor:
 
 register_named("input other|mat2|vec|tensor", "matmul bmm mm mv dot __matmul__", MatMul())
 register_named("input other", "__rmatmul__", MatMul(reflected=True))
+register("input other upper left=True unitriangular=False out=None", torch.linalg.solve_triangular, operation=Solved())
 register_named("input batch1|mat1|mat batch2|mat2|vec beta=1 alpha=1", "baddbmm addmm addmv", AddMatMul())
 register(
     "input|mat_a weight|mat_b|mat2 offs=None bias=None out_dtype=None",

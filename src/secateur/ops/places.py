@@ -160,5 +160,4 @@ register_named("input *rest", "grid_sample grid_sampler grid_sampler_2d grid_sam
 _LOSSES = " ".join(name for name in vars(F) if name.endswith(("_loss", "cross_entropy", "_with_logits", "kl_div")))
 register_named("input|input1|anchor|log_probs *rest", _LOSSES, Fixed("computes a loss of it", refused))
 register_named("input *rest", "as_strided", Fixed("reads it at fixed places"))
-register("input *rest", torch.linalg.solve_triangular, operation=Fixed("computes with it", refused))
 register("abs angle out=None", torch.polar, operation=Fixed("computes with it", refused))

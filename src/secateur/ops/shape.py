@@ -12,7 +12,7 @@ from torch import Tensor
 from secateur.nest import tensors_in
 from secateur.ops.elementwise import free, operands_of
 from secateur.ops.layers import column, head, is_zero, lost, narrow, spread, varying
-from secateur.ops.protocols import LabelVerbs, RelevanceVerbs
+from secateur.ops.protocols import LabelVerbs, RelevanceVerbs, never
 from secateur.ops.table import (
     Call,
     Operation,
@@ -258,12 +258,11 @@ class Fixed(Ruled):
 
 
 class Assigned(Fixed):
-    """`base[rows] = values`: units across the rows go on, as in a sum. Others are written into fixed places."""
+    """`base[:, rows] = values`: units across the rows go on, as in a sum. Others are written into fixed places."""
 
     def channels(self, labels: LabelVerbs, call: Call, output: Any) -> None:
         base, value = call["input"], call["value"]
         addressed = _by_dimension(call, base.ndim)
-        first = 1 + max((dim for dim, _ in addressed), default=-1)
         if (
             base._base is not None
             or any(item is None for item in _items(call["index"]))
@@ -272,19 +271,29 @@ class Assigned(Fixed):
             return super().channels(labels, call, output)
         for tensor in (item for _, item in addressed if isinstance(item, Tensor)):
             labels.freeze_tensor(tensor, f"{call.site} {self.deed}")
-        tail = tuple(base.shape[first:])
+        if all(isinstance(item, int | slice) for _, item in addressed):
+            rows = [dim for dim, item in addressed if item != slice(None)]
+            gone = [dim for dim, item in addressed if isinstance(item, int)]
+        else:  # places that are computed may have any number of dimensions
+            rows = gone = list(range(1 + max(dim for dim, _ in addressed)))
+        more = value.ndim + len(gone) - base.ndim
+        shape = [1] * -more + list(value.shape[max(more, 0) :])
+        for dim in gone:
+            shape.insert(dim, 1)
         # A tensor without labels was made to fit what is written into it. Trial removals tell.
         tensors = [tensor for tensor in (base, value) if tensor is value or labels.layers(tensor)]
         operands = []
-        for tensor in tensors:
-            lead, kept = tensor.ndim - min(len(tail), tensor.ndim), []
+        for tensor, own in ((base, list(base.shape)), (value, shape))[-len(tensors) :]:
+            kept = []
             for layer in labels.layers(tensor):
-                if min(varying(layer)) < lead:
+                placed = layer if tensor is base else head(layer, range(more)).reshape(shape)
+                if set(varying(placed)) & set(rows) or (tensor is value and min(varying(layer)) < more):
                     labels.freeze(layer, f"{call.site} {self.deed}")
                 else:
-                    kept.append(head(layer, range(lead)).reshape(layer.shape[lead:]))
-            operands.append((kept, list(tensor.shape[lead:])))
-        labels.merge(base, operands, call.site)
+                    kept.append(head(placed, rows))
+            operands.append((kept, [1 if dim in rows else size for dim, size in enumerate(own)]))
+        # What is 0 before and after stays 0.
+        labels.merge(base, operands, call.site, all if len(tensors) == 2 or labels.is_void(base) else never)
         return None
 
 

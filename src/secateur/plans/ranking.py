@@ -19,6 +19,9 @@ from secateur.structure.blocks import Block
 from secateur.structure.cost import Price, human
 from secateur.structure.graph import Graph, families
 
+#: In models with attention, layers of so many channels keep a multiple of so many: 16 bytes in half precision.
+_WIDE, _ALIGNED = 512, 8
+
 
 def plan(
     graph: Graph,
@@ -100,6 +103,8 @@ class _Chooser:
             raise nothing_may_leave(graph, limits)
         #: Sets of channels of which a multiple stays.
         self.widths = [(graph.root[p.labels], limits.round_to) for p in graph.producers if limits.round_to > 1]
+        if limits.round_to == 1 and graph.heads:  # products of other widths take longer on a GPU than the whole ones
+            self.widths += [(graph.root[p.labels], _ALIGNED) for p in graph.producers if len(p.labels) >= _WIDE]
         self.widths += [(graph.root[item.labels], item.multiple) for item in graph.requirements if item.multiple > 1]
         self.value = scores.of(graph)
         if np.isnan(self.value[[*candidates, *whole]]).any():

@@ -122,7 +122,8 @@ class Limits:
     a latency; `prune` chooses by criterion. `ignore` and `only` are
     wildcards on module paths; a module's name stands for everything in it. A stream that several modules write is
     ignored if one of them is, and taken by `only` if all are. Every layer keeps at least `min_units`, and a multiple of
-    `round_to` channels. With `uniform`, layers that differ only by the number of their block keep the
+    `round_to` channels; in models with attention, layers of 512 channels and more always keep a multiple of 8, since
+    GPUs are slow with other widths. With `uniform`, layers that differ only by the number of their block keep the
     same width, as the config of a Hugging Face model needs it. With `blocks`, residual branches may leave as a whole
     too; with "only", nothing else does. Together with `uniform`, whole layers of a transformer do.
 

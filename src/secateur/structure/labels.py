@@ -298,8 +298,10 @@ class TensorLabels:
         aligned = [[layer.expand(shape) for layer in layers] for layers, _ in operands]
         present = [_present(own, shape) for _, own in operands]
         for i, j in itertools.permutations(range(len(operands)), 2):
-            for layer in aligned[i]:
-                _meet(self.found, layer, aligned[j], present[j], site, first=i < j)
+            # What stays for good across other units, as the weight of a norm inside each head, must not couple them.
+            stay = [la for la in aligned[i] if _meet(self.found, la, aligned[j], present[j], site, first=i < j)]
+            if stay and aligned[j]:
+                aligned[i] = [layer for layer in aligned[i] if not any(layer is each for each in stay)]
         kept: dict[tuple[int, ...], Tensor] = {}
         zeros: dict[tuple[int, ...], list[bool]] = {}
         for i, layer in ((i, layer) for i, layers in enumerate(aligned) for layer in layers):
@@ -360,12 +362,12 @@ class TensorLabels:
             self.grid(layer, reason, rigid=over)
 
 
-def _meet(found: Findings, layer: Tensor, rivals: Layers, present: frozenset[int], site: Site, first: bool) -> None:
-    """One layer of one operand against everything another operand carries."""
+def _meet(found: Findings, layer: Tensor, rivals: Layers, present: frozenset[int], site: Site, first: bool) -> bool:
+    """One layer of one operand against everything another operand carries. Whether that freezes a line of labels."""
     dims = set(varying(layer))
     shared = dims & present
     if not shared:
-        return
+        return False
     partners = [(over, rival) for rival in rivals if dims.intersection(over := varying(rival))]
     # A single line of labels meets each line of a grid. If the grid is cut the other way, as heads that meet a rotary
     # factor are, that asks nothing of them.
@@ -377,6 +379,7 @@ def _meet(found: Findings, layer: Tensor, rivals: Layers, present: frozenset[int
     labelled = {d for over, _ in partners for d in over} if shared == dims else {d for d, _ in lines}
     if lines or shared - labelled:
         found.grid(layer, f"combined by {site} with a tensor whose size is fixed", sorted(shared - labelled), lines)
+    return len(dims) == 1 and not labelled
 
 
 def _pair(found: Findings, a: Tensor, b: Tensor) -> None:
