@@ -205,15 +205,19 @@ def test_settings_check_themselves(make: Any, said: str) -> None:
         make()
 
 
+def _in_pairs(x: Any) -> Any:
+    return x.view(-1, 2, 5)
+
+
 class Rigid(nn.Module):
-    """A branch whose inner layer must stay, since its forward has the size of it."""
+    """A branch whose inner layer must stay, since a function that its forward calls has the size of it."""
 
     def __init__(self) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(6, 10), nn.Linear(10, 6)
 
     def forward(self, x: Any) -> Any:
-        return x + self.down(torch.relu(self.up(x)).view(-1, 2, 5).flatten(1))
+        return x + self.down(_in_pairs(torch.relu(self.up(x))).flatten(1))
 
 
 def test_units_that_only_leave_with_their_block_do_not_count() -> None:
