@@ -209,6 +209,22 @@ def test_ridge_in_single_precision_is_close(kind: type[Regression], n: int) -> N
     assert np.abs(found.weight[0].numpy() - d).max() < 1e-4 * np.abs(d).max()
 
 
+@pytest.mark.parametrize("single", [(True, False), (False, True), (True, True)])
+@pytest.mark.parametrize("constant", [True, False])
+def test_rows_of_another_precision_may_join(single: tuple[bool, bool], constant: bool) -> None:
+    x, e, y = rows(90, 300, 1, 4)
+    fit, held = (FewRows(1, 4, 300, CPU, single=one) for one in single)
+    fit.add(e[:60].float(), y[:60].float(), x[:60].float())
+    held.add(e[60:].float(), y[60:].float(), x[60:].float())
+    Ridge(1.0).fit(fit, constant)
+    fit.join(held)
+    fit.settled = True
+    found = Ridge(1e-3).fit(fit, constant)
+    d, _ = least_squares(x[:, 0], e[:, 0], 1e-3, constant)
+    assert found.weight is not None
+    assert np.abs(found.weight[0].numpy() - d).max() < 1e-4 * np.abs(d).max()
+
+
 @pytest.mark.parametrize("kind", [Regression, FewRows])
 @pytest.mark.parametrize("constant", [True, False])
 def test_the_last_strength_may_take_the_place_of_the_sums(kind: type[Regression], constant: bool) -> None:

@@ -198,11 +198,11 @@ class FewRows(Regression):
                 self._gram = shifts, _whole(gram).div_(n), torch.cat(parts, 1)
             self._factor = (strength, shifts), _factored(*self._gram[1:], strength, self.settled)
             self._gram = None if self.settled else self._gram
-        factor, (_, e, root) = self._factor[1], self._all()
+        factor, (x, e, root) = self._factor[1], self._all()
         if factor is None:
             return None
         e = e.double() - root * (self.e / n)[:, None] if shifts else e.double()
-        solved = torch.cholesky_solve(e, factor).div_(n).to(self._wide)
+        solved = torch.cholesky_solve(e, factor).div_(n).to(x.dtype)
         return torch.cat([part.mT @ solved for part in self._features(shifts)], 1).double()
 
     def _features(self, shifts: bool) -> Iterator[Tensor]:
