@@ -197,13 +197,47 @@ def test_weights_of_one_change_nothing(kind: type[Regression]) -> None:
             torch.testing.assert_close(one, other, rtol=0, atol=1e-14)
 
 
-def test_ridge_in_single_precision_is_close() -> None:
-    x, e, y = rows(4000, 300, 1, 4)
-    single = gathered(Regression, x.float(), e.float(), y.float(), blocks=2)
+@pytest.mark.parametrize(("kind", "n"), [(Regression, 4000), (FewRows, 250), (FewRows, 600)])
+def test_ridge_in_single_precision_is_close(kind: type[Regression], n: int) -> None:
+    x, e, y = rows(n, 300, 1, 4)
+    single = kind(1, 4, 300, CPU, single=True)
+    for part in zip(e.float().chunk(2), y.float().chunk(2), x.float().chunk(2), strict=True):
+        single.add(*part)
     found = Ridge(1e-3).fit(single, True)
     d, _ = least_squares(x[:, 0], e[:, 0], 1e-3, True)
     assert found.weight is not None
     assert np.abs(found.weight[0].numpy() - d).max() < 1e-4 * np.abs(d).max()
+
+
+@pytest.mark.parametrize("single", [(True, False), (False, True), (True, True)])
+@pytest.mark.parametrize("constant", [True, False])
+def test_rows_of_another_precision_may_join(single: tuple[bool, bool], constant: bool) -> None:
+    x, e, y = rows(90, 300, 1, 4)
+    fit, held = (FewRows(1, 4, 300, CPU, single=one) for one in single)
+    fit.add(e[:60].float(), y[:60].float(), x[:60].float())
+    held.add(e[60:].float(), y[60:].float(), x[60:].float())
+    Ridge(1.0).fit(fit, constant)
+    fit.join(held)
+    fit.settled = True
+    found = Ridge(1e-3).fit(fit, constant)
+    d, _ = least_squares(x[:, 0], e[:, 0], 1e-3, constant)
+    assert found.weight is not None
+    assert np.abs(found.weight[0].numpy() - d).max() < 1e-4 * np.abs(d).max()
+
+
+@pytest.mark.parametrize("kind", [Regression, FewRows])
+@pytest.mark.parametrize("constant", [True, False])
+def test_the_last_strength_may_take_the_place_of_the_sums(kind: type[Regression], constant: bool) -> None:
+    x, e, y = rows(60, 20, 2, 4)
+    moments = gathered(kind, x, e, y)
+    Ridge(1.0).fit(moments, constant)
+    moments.settled = True
+    for _ in range(2):  # the second time by the factor
+        found = Ridge(1e-2).fit(moments, constant)
+        assert found.weight is not None
+        for g in range(2):
+            d, _ = least_squares(x[:, g], e[:, g], 1e-2, constant)
+            np.testing.assert_allclose(found.weight[g].numpy(), d, rtol=1e-6, atol=1e-9)
 
 
 def corrected(change: Change, x: Tensor, e: Tensor, y: Tensor) -> Tensor:

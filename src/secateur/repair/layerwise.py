@@ -472,9 +472,9 @@ class _LayerFit:
             if self._corrector.has_trial:
                 if held.rows:  # else no such sample found room in this layer
                     fit.join(held)
-                self.changes = first.correction.fit(fit, shifts), first
                 if isinstance(fit, Regression):
-                    fit.spare()
+                    fit.settled = True
+                self.changes = first.correction.fit(fit, shifts), first
             if before is not None and isinstance(fit, Regression):
                 self._bases = fit, before
         last = self.changes[0]

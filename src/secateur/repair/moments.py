@@ -72,6 +72,8 @@ class Regression(Moments):
         self._wide = torch.float32 if single and device.type == "cpu" else torch.float64
         self._factor: tuple[tuple[float, bool], Tensor | None] | None = None
         self._centred: tuple[bool, Tensor] | None = None
+        #: Whether no other strength follows: then the matrix is not needed after its factor, which takes its place.
+        self.settled = False
         self._prepare(groups, outputs, features)
 
     def _prepare(self, groups: int, outputs: int, features: int) -> None:
@@ -87,11 +89,7 @@ class Regression(Moments):
     def _gather(self, own: Tensor, left: Tensor, right: Tensor) -> None:
         """Add the products. Only the upper triangle of the symmetric one is kept up to date."""
         self._factor = self._centred = None
-        features = left.shape[-1]
-        step = features if features < _WIDE else -(-features // 8)
-        for begin in range(0, features, step):
-            rows = slice(begin, begin + step)
-            self._xx[:, rows, begin:].baddbmm_(own[..., rows].mT, left[..., begin:])
+        _add_product(self._xx, own.mT, left)
         self._xe.baddbmm_(own.mT, right)
 
     def join(self, other: Moments) -> None:
@@ -125,7 +123,9 @@ class Regression(Moments):
                     xx.baddbmm_(mean[:, :, None], mean[:, None, :], alpha=-1)
                 self._centred = shifts, xx
             xx, self._factor = self._centred[1], None  # two factors at a time would be much
-            self._factor = (strength, shifts), _factored(xx, xx.diagonal(dim1=1, dim2=2).clone(), strength)
+            variances = xx.diagonal(dim1=1, dim2=2).clone()
+            self._factor = (strength, shifts), _factored(xx, variances, strength, self.settled)
+            self._centred = None if self.settled else self._centred
         factor = self._factor[1]
         if factor is None:
             return None
@@ -190,28 +190,29 @@ class FewRows(Regression):
         if self._factor is None or self._factor[0] != (strength, shifts):
             self._factor = None
             if self._gram is None or self._gram[0] != shifts:
-                parts = list[Tensor]()
-                gram: Tensor | None = None
+                x = self._all()[0]
+                gram, parts = x.new_zeros(len(x), x.shape[1], x.shape[1]), list[Tensor]()
                 for part in self._features(shifts):
-                    gram = part @ part.mT if gram is None else gram.baddbmm_(part, part.mT)
-                    parts.append(part.square().sum(1) / n)
-                assert gram is not None
-                self._gram = shifts, gram.div_(n), torch.cat(parts, 1)
-            self._factor = (strength, shifts), _factored(*self._gram[1:], strength)
-        factor, (_, e, root) = self._factor[1], self._all()
+                    _add_product(gram, part, part.mT)
+                    parts.append(part.square().sum(1, dtype=torch.float64) / n)
+                self._gram = shifts, _whole(gram).div_(n), torch.cat(parts, 1)
+            self._factor = (strength, shifts), _factored(*self._gram[1:], strength, self.settled)
+            self._gram = None if self.settled else self._gram
+        factor, (x, e, root) = self._factor[1], self._all()
         if factor is None:
             return None
         e = e.double() - root * (self.e / n)[:, None] if shifts else e.double()
-        solved = torch.cholesky_solve(e, factor)
-        return torch.cat([part.mT @ solved for part in self._features(shifts)], 1).div_(n)
+        solved = torch.cholesky_solve(e, factor).div_(n).to(x.dtype)
+        return torch.cat([part.mT @ solved for part in self._features(shifts)], 1).double()
 
     def _features(self, shifts: bool) -> Iterator[Tensor]:
-        """X in double precision, centred with `shifts`, some features at a time: as a whole it would be large."""
+        """X, centred with `shifts`, some features at a time: as a whole it would be large."""
         x, _, root = self._all()
         for begin in range(0, x.shape[-1], _WIDE):
-            some = slice(begin, begin + _WIDE)
-            part = x[..., some].to(torch.float64, copy=True)
-            yield part.sub_(root * (self.x[:, some] / self.rows)[:, None]) if shifts else part
+            part = x[..., begin : begin + _WIDE]
+            if shifts:
+                part = part - root * (self.x[:, None, begin : begin + _WIDE] / self.rows).to(x.dtype)
+            yield part
 
     def spare(self) -> None:
         self._gram = None
@@ -243,6 +244,15 @@ def moments_for(
     return kind(groups, outputs, features, device, not exact and rows * groups * features**2 > _CHEAP)
 
 
+def _add_product(sums: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add the product of a matrix and its transpose. Only the upper triangle, in blocks, is kept up to date."""
+    size = sums.shape[-1]
+    step = size if size < _WIDE else -(-size // 8)
+    for begin in range(0, size, step):
+        rows = slice(begin, begin + step)
+        sums[:, rows, begin:].baddbmm_(left[:, rows], right[..., begin:])
+
+
 def _whole(upper: Tensor) -> Tensor:
     """A symmetric matrix in double precision from its upper triangle of blocks, with no further copy of it."""
     made = upper.to(torch.float64, copy=True)
@@ -255,13 +265,18 @@ def _whole(upper: Tensor) -> Tensor:
     return made
 
 
-def _factored(matrix: Tensor, variances: Tensor, strength: float) -> Tensor | None:
+def _factored(matrix: Tensor, variances: Tensor, strength: float, in_place: bool) -> Tensor | None:
     """The Cholesky factor of a matrix with a ridge relative to the mean variance; None if there is none."""
     # Rounding leaves the sums of squares uncertain by about 1e-7 of their size, so the ridge is never below that.
     ridge = (strength * variances.mean(1)).clamp_min(1e-7 * variances.amax(1)).clamp_min(1e-30)
     diagonal = matrix.diagonal(dim1=1, dim2=2)
     before = diagonal.clone()
     diagonal.add_(ridge[:, None])
-    factor, failed = torch.linalg.cholesky_ex(matrix)
-    diagonal.copy_(before)  # for the next strength: the matrix is large
+    if in_place:
+        failed = torch.empty(len(matrix), dtype=torch.int32, device=matrix.device)
+        factor = matrix.mT  # columns side by side, as LAPACK wants them
+        torch.linalg.cholesky_ex(factor, out=(factor, failed))
+    else:
+        factor, failed = torch.linalg.cholesky_ex(matrix)
+        diagonal.copy_(before)  # for the next strength: the matrix is large
     return None if bool((failed > 0).any()) else factor

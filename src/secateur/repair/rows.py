@@ -169,13 +169,16 @@ def read_rows(call: Call, x: Tensor, chosen: Tensor | None) -> Tensor:
     for dim, (span, step, apart) in enumerate(zip(spans, stride, dilation, strict=True)):
         places = places.unfold(dim, span + 1, step)[..., ::apart]
     places = places.reshape(-1, math.prod(kernel))
-    flat = x.flatten(2)
-    if chosen is None:
-        found = flat.index_select(2, places.ravel())
+    samples, channels, size = len(x), x.shape[1], x[0, 0].numel()
+    used = places.expand(samples, -1, -1) if chosen is None else places[chosen]
+    if used[0].numel() >= size:  # channels side by side are copied faster, once they lie so
+        begins = size * torch.arange(samples, device=x.device)[:, None, None]
+        found = x.flatten(2).transpose(1, 2).reshape(-1, channels).index_select(0, (used + begins).ravel())
+        rows = found.view(samples, -1, places.shape[1], channels).transpose(2, 3)
     else:
-        found = flat.gather(2, places[chosen].flatten(1)[:, None].expand(-1, x.shape[1], -1))
-    rows = found.view(len(x), x.shape[1], -1, places.shape[1]).transpose(1, 2)
-    return rows.reshape(len(x), rows.shape[1], groups, -1)
+        found = x.flatten(2).gather(2, used.flatten(1)[:, None].expand(-1, channels, -1))
+        rows = found.view(samples, channels, -1, places.shape[1]).transpose(1, 2)
+    return rows.reshape(samples, rows.shape[1], groups, -1)
 
 
 def _at(values: Tensor, chosen: Tensor | None) -> Tensor:
