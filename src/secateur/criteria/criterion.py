@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar, Literal, get_args
 
 import numpy as np
@@ -29,27 +30,31 @@ _SETTINGS = {"norm": (None, 1, 2), "absolute": (None, "after", "sample", "square
 
 @dataclass(frozen=True)
 class Subject:
-    """What is scored: a copy of the model in evaluation mode, and the graph of the unpruned model.
+    """What is scored: the user's model, for criteria that only read its weights, and the graph of the unpruned model.
 
     `kept[i]` says which output channels of `graph.producers[i]` the model still has. `place` gives the index of a
     producer by any of the calls that make its units.
     """
 
-    model: nn.Module
+    original: nn.Module
     graph: Graph
     kept: Sequence[Mask]
     place: dict[Site, int]
 
     @classmethod
     def of(cls, model: nn.Module, graph: Graph, start: Plan | None = None) -> Subject:
-        """`model` is what the plan `start` left of the analysed model. It is copied, sharing the weights' memory."""
-        copy = shared_copy(unwrap(model)).eval().requires_grad_(False)
+        """`model` is what the plan `start` left of the analysed model."""
         gone = np.zeros(len(graph.root), np.bool_)
         if start is not None:
             gone[list(start.groups)] = True
         kept = [~gone[graph.root[producer.labels]] for producer in graph.producers]
         place = {site: i for i, producer in enumerate(graph.producers) for site in producer.sites}
-        return cls(copy, graph, kept, place)
+        return cls(unwrap(model), graph, kept, place)
+
+    @cached_property
+    def model(self) -> nn.Module:
+        """A copy of the model in evaluation mode, to run. It shares the weights' memory."""
+        return shared_copy(self.original).eval().requires_grad_(False)
 
     @property
     def producers(self) -> Sequence[Producer]:

@@ -25,6 +25,9 @@ from secateur.ops.table import (
     transforms,
 )
 
+_AT_ZERO: dict[Any, float] = {}
+_SETTING = frozenset({bool, int, float})
+
 
 class Unary(Ruled):
     """A function of one tensor that leaves every number in its place. What a removed channel would have turned into
@@ -37,11 +40,19 @@ class Unary(Ruled):
         return len(call.tensors()) == 1 and self._at_zero(call) == 0
 
     def _at_zero(self, call: Call) -> float:
-        """What it makes of 0: it is tried."""
+        """What it makes of 0: it is tried, once for each function with these settings."""
+        settings = (*call.args[1:], *call.kwargs.values())
+        plain = bool(call.args) and isinstance(call.args[0], Tensor) and all(type(s) in _SETTING for s in settings)
+        key = (call.function, len(call.args), tuple(call.kwargs), settings)
+        if plain and key in _AT_ZERO:
+            return _AT_ZERO[key]
         try:
-            return float(call.on(call.tensors()[0])(torch.zeros(1)))
+            made = float(call.on(call.tensors()[0])(torch.zeros(1)))
         except (LookupError, RuntimeError, TypeError, ValueError):  # it takes no such tensor
-            return 1.0
+            made = 1.0
+        if plain:
+            _AT_ZERO[key] = made
+        return made
 
     def channels(self, labels: LabelVerbs, call: Call, output: Any) -> None:
         x, zero = call.tensors()[0], self.zero(call)

@@ -26,8 +26,8 @@ def apply(
 
     **Rule zero**: removal and masking must agree, or `VerificationError` is raised, which names the layers at fault
     (`error.layers`). They are compared on the example, and on random inputs of its kind, in other numbers and sizes
-    where the model takes them. The example is the one given to `analyze`; a plan read from a file has none, so give it
-    one here if you want the check.
+    where the model takes them; on small parts of large images alone if the code asks for no sizes. The example is the
+    one given to `analyze`; a plan read from a file has none, so give it one here if you want the check.
 
     >>> import torch, secateur as sc
     >>> net = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2))
