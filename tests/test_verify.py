@@ -184,6 +184,15 @@ def test_a_wrong_cut_is_found_and_its_layer_named(name: str) -> None:
     applied(right, example)  # the same without the fault
 
 
+def _takes(x: Tensor, shape: tuple[int, ...]) -> bool:
+    """Whether a tensor has so many numbers, found out by an attempt."""
+    try:
+        x.reshape(shape)
+    except RuntimeError:
+        return False
+    return True
+
+
 LARGE = torch.rand(1, 3, 160, 128, generator=torch.Generator().manual_seed(2))
 #: What is done to a layer's output, and whether it asks for sizes or numbers, in one way or another.
 ASKING: dict[str, tuple[Callable[[Any, Tensor], Tensor], bool]] = {
@@ -196,6 +205,7 @@ ASKING: dict[str, tuple[Callable[[Any, Tensor], Tensor], bool]] = {
     "rows": (lambda net, h: rolled_if(h, sum(1 for _ in h[0, 0]) == 160), True),
     "text": (lambda net, h: rolled_if(h, "160" in repr(h)), True),
     "numbers": (lambda net, h: rolled_if(h, float(net.last.bias[0]) < 1e9), True),
+    "errors": (lambda net, h: rolled_if(h, _takes(h[:, :1], (-1, 160, 128))), True),
 }
 
 

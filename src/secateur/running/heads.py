@@ -7,6 +7,7 @@ of Whisper instead of twenty), and numbers that no forward reads stay true as we
 from __future__ import annotations
 
 import copy
+import dis
 import inspect
 from collections.abc import Callable
 from functools import cache
@@ -31,6 +32,8 @@ WINDOWED = {
     "torchvision.models.maxvit.RelativePositionalMultiHeadAttention": "maxvit",
 }
 
+_CAUGHT = dis.opmap["POP_EXCEPT"]  # ends an `except` clause, and a `with` that may swallow an error
+
 
 def is_windowed(module: nn.Module) -> bool:
     """Whether a smaller version of a module has another forward."""
@@ -50,18 +53,33 @@ def names_read(forward: Callable[..., Any]) -> frozenset[str]:
 
 
 @cache
-def names_reached(kind: type[nn.Module]) -> frozenset[str]:
-    """The names that a module's forward reads, the methods that it calls, and the functions beside them."""
-    found, waiting = set[str](), [inspect.unwrap(kind.forward)]
+def code_reached(kind: type[nn.Module], begin: Callable[..., Any] | None = None) -> tuple[CodeType, ...]:
+    """The code of a module's forward, or of another function, of the methods that it calls, and of functions beside."""
+    codes, found, waiting = list[CodeType](), set[str](), [inspect.unwrap(begin or kind.forward)]
     for function in waiting:
-        codes = [code] if isinstance(code := getattr(function, "__code__", None), CodeType) else []
-        for part in codes:
-            codes += [item for item in part.co_consts if isinstance(item, CodeType)]
+        own = [code] if isinstance(code := getattr(function, "__code__", None), CodeType) else []
+        for part in own:
+            own += [item for item in part.co_consts if isinstance(item, CodeType)]
             new = set(part.co_names) - found
             found |= new
             reached = [getattr(kind, name, None) or function.__globals__.get(name) for name in new]
             waiting += [inspect.unwrap(item) for item in reached if isinstance(item, FunctionType)]
-    return frozenset(found)
+        codes += own
+    return tuple(codes)
+
+
+def names_reached(kind: Any) -> frozenset[str]:
+    """The names that this code reads."""
+    return frozenset(name for code in code_reached(kind) for name in code.co_names)
+
+
+def catches(module: nn.Module) -> bool:
+    """Whether a module's own code goes on after an error: then it may do something else for inputs of another size."""
+    kind: Any = type(module)
+    if kind.__module__.startswith("torch.nn."):
+        return False
+    held = [value for value in vars(module).values() if isinstance(value, FunctionType)]
+    return any(_CAUGHT in code.co_code[::2] for begin in (None, *held) for code in code_reached(kind, begin))
 
 
 def fit_heads(module: Any, old: nn.Module, had: int, has: int) -> bool:

@@ -21,6 +21,7 @@ from secateur.ops.layers import column, varying
 from secateur.ops.norm import ChannelNorm, GroupNorm
 from secateur.ops.table import Call, Function, Opaque, Operation, Query, Readout, Site, SizeQuery, lookup
 from secateur.running.copies import meta_copy, named_modules, named_tensors, shared_copy
+from secateur.running.heads import catches
 from secateur.running.observer import Observer
 from secateur.running.sandbox import Example, quiet, run, run_or_explain, to_meta
 from secateur.structure.dataflow import DataFlow
@@ -89,7 +90,8 @@ class LabelPass(Observer):
     @property
     def steady(self) -> bool:
         """Whether the forward makes the same calls for inputs of all sizes, with all numbers."""
-        return self.numberless and not (self.sized or self.opaque or self.steered or self.questions.asked)
+        asks = self.sized or self.opaque or self.steered or self.questions.asked
+        return self.numberless and not asks and not any(map(catches, self._modules.values()))
 
     def passes_by(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         operation = lookup(func)
