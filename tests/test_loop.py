@@ -166,7 +166,7 @@ def half_a_millisecond_each(model: nn.Module, example: Tensor) -> Latency:
     segments = tuple(segments_of(graph))
     units = len(model[0].weight)
     kinds = {s.kind: [0.0005 * units * (s.path == "0" and len(axes) == 1) for axes in s.parts] for s in segments}
-    return Latency(Setup(), 0.0005 * units, 0.0, 0.0, kinds, graph, segments)
+    return Latency(Setup(), 0.0005 * units, 0.0, 0.0, 8, kinds, graph, segments)
 
 
 def test_keep_latency(monkeypatch: pytest.MonkeyPatch) -> None:

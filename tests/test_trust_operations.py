@@ -724,9 +724,9 @@ def test_a_function_without_a_derivative_is_named() -> None:
     "function",
     [
         lambda h: torch.fft.fft(h).abs(),
-        lambda h: torch.linalg.solve_triangular(torch.eye(8) + h.T @ h, h.T, upper=False).T,
+        lambda h: torch.logaddexp(h, -h),
     ],
-    ids=["fft", "solve_triangular"],
+    ids=["fft", "logaddexp"],
 )
 def test_relevance_through_what_no_rule_is_known_for_is_refused(function: Any) -> None:
     class Mixed(nn.Module):

@@ -398,7 +398,9 @@ def _additive(hidden: Tensor, like: Tensor) -> Tensor:
 
 register_named("input other|mat2|vec|tensor", "matmul bmm mm mv dot __matmul__", MatMul())
 register_named("input other", "__rmatmul__", MatMul(reflected=True))
-register("input other upper left=True unitriangular=False out=None", torch.linalg.solve_triangular, operation=Solved())
+register(
+    "input other|B upper left=True unitriangular=False out=None", torch.linalg.solve_triangular, operation=Solved()
+)
 register_named("input batch1|mat1|mat batch2|mat2|vec beta=1 alpha=1", "baddbmm addmm addmv", AddMatMul())
 register(
     "input|mat_a weight|mat_b|mat2 offs=None bias=None out_dtype=None",

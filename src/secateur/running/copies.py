@@ -140,7 +140,7 @@ def _tensors(modules: list[tuple[str, nn.Module]]) -> list[tuple[str, Tensor]]:
     found: list[tuple[str, Tensor]] = []
     for own in ("_parameters", "_buffers"):
         for path, module in modules:
-            held = module.__dict__[own]
+            held = module.__dict__.get(own) or getattr(module, own)  # TorchScript keeps them elsewhere
             for name, tensor in held.items() if held else ():
                 if tensor is not None and id(tensor) not in seen:
                     seen.add(id(tensor))
