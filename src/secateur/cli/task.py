@@ -40,6 +40,7 @@ from secateur.running.batches import Data
 from secateur.running.copies import shared_copy
 from secateur.running.devices import device_of
 from secateur.running.logits import logits_of
+from secateur.running.memory import release
 from secateur.running.sandbox import Example, quiet, run_or_explain
 from secateur.runtimes import Runtime, Setup
 from secateur.runtimes.clock import Clock
@@ -167,6 +168,9 @@ class Task:
         if self.exports is not None and self._fast and not isinstance(model, Session):
             asked = self.exports.module(model, self.example())
         found = accuracy(asked, self.test.batches(8 if isinstance(asked, Session) else 32, device_of(model)))
+        if asked is not model:
+            del asked
+            release()  # what an export and a session took is not there for the repair otherwise
         self.measured[size_of(model)] = found
         shares = [found.classes.get(target, 0.0) for target in self.test.targets]
         return {"overall": found.overall, **dict(zip(self.names, shares, strict=True))}
