@@ -331,8 +331,10 @@ def test_a_table_of_compiled_models(monkeypatch: pytest.MonkeyPatch) -> None:
     for width in range(31, 20, -1):
         plan = sc.plan(table.graph, random_scores(table.graph, 0), remove=1 - width / 32)
         small = cut(net, plan).eval()
+        calls.clear()  # with other threads than the table's, the comparison below compiles once more
         watch.passes([(small, plan)], 1e-3)
-        assert len(calls) == len(made) == 32 - width
+        assert len(calls) == 1
+        assert len(made) == 32 - width
         with torch.no_grad():
             torch.testing.assert_close(made[-1](x), small(x))
 
