@@ -312,7 +312,6 @@ def test_a_table_is_measured(runtime: Any) -> None:
     assert table(np.zeros(len(table.graph.root), np.bool_)) == pytest.approx(table.whole)
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
 @pytest.fixture
 def one_thread() -> Iterator[None]:
     """Dynamo compiles once more for another number of threads."""
@@ -322,6 +321,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
 @pytest.mark.usefixtures("one_thread")
 def test_a_table_of_compiled_models(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each smaller version is compiled for its own widths: dynamo alone runs the ninth uncompiled."""
