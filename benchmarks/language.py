@@ -15,7 +15,7 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ import secateur as sc
 from secateur.criteria import LRP, Custom, Taylor
 from secateur.loop import Schedule
 from secateur.plans import Limits
+from secateur.repair import Repair
 
 CONTEXT = 1024
 
@@ -158,14 +159,34 @@ def settings(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 def limits_for(scope: str, only: str) -> Limits:
     """A scope of `Limits`, "uniform" before it for the same width in all blocks; "branches" for whole residual
-    branches and nothing else, "layers" for pairs of them."""
+    branches and nothing else, "layers" for pairs of them. A number at the end: multiples of it."""
     parts = tuple(only.split(",")) if only else ("*",)
     if scope in ("branches", "layers"):
         return Limits(only=parts, blocks="only", uniform=scope == "layers")
-    uniform, kind = scope.startswith("uniform"), scope.removeprefix("uniform").strip() or None
-    return Limits(
-        scope=None if kind in (None, "default") else kind, only=parts, uniform=uniform, round_to=32 if uniform else 1
-    )  # type: ignore[arg-type]
+    words = scope.split()
+    uniform, multiple = "uniform" in words, next((int(word) for word in words if word.isdecimal()), None)
+    kind = next((word for word in words if word in ("global", "layer", "cost")), None)
+    if uniform and multiple is None:
+        multiple = 32
+    return Limits(scope=kind, only=parts, uniform=uniform, round_to=multiple)  # type: ignore[arg-type]
+
+
+def watched(method: str, look: Callable[[nn.Module], None]) -> Repair:
+    """A repair that shows the smaller model before it begins."""
+
+    class Watched(Repair):
+        def session(self, original: nn.Module, data: Any) -> Any:
+            session: Any = super().session(original, data)
+            examine = session.examine
+
+            def seen(small: nn.Module, *args: Any) -> Any:
+                look(small)
+                return examine(small, *args)
+
+            session.examine = seen
+            return session
+
+    return Watched(method)
 
 
 def main() -> None:
@@ -202,6 +223,12 @@ def main() -> None:
         if any(all(row.get(k) == v for k, v in setting.items()) for row in done):
             continue
         begin = time.perf_counter()
+        looks: list[tuple[float, float, float]] = []  # the same before the repair, which spares a run
+
+        def look(small: nn.Module, found: list[tuple[float, float, float]] = looks) -> None:
+            now = time.perf_counter()
+            found.append((now, perplexity(small, test, device), time.perf_counter() - now))
+
         keep = {"params": (whole - inner + setting["left"] * inner) / whole}
         try:
             result = sc.prune(
@@ -211,31 +238,29 @@ def main() -> None:
                 keep=keep,
                 schedule=Schedule(one_shot=True, rescore=False),
                 limits=limits_for(setting["scope"], setting["only"]),
-                repair=None if setting["repair"] == "none" else setting["repair"],
+                repair=None if setting["repair"] == "none" else watched(setting["repair"], look),
                 memory=given.memory,
                 progress=False,
             )
         except sc.SecateurError as error:
             print(setting, type(error).__name__, error, flush=True)
             continue
-        seconds, small = time.perf_counter() - begin, result.model
-        row = {
-            **setting,
-            "ppl": perplexity(small, test, device),
-            "body": body(small) / inner,
-            "seconds": seconds,
-            "device": device.type,
-        }
+        seconds, small = time.perf_counter() - begin - sum(took for _, _, took in looks), result.model
+        shape = {"body": body(small) / inner, "device": device.type}
+        row = {**setting, "ppl": perplexity(small, test, device), "seconds": seconds, **shape}
+        removed = [setting | {"repair": "none", "ppl": ppl, "seconds": at - begin} | shape for at, ppl, _ in looks]
         if given.save:
             kind = setting["criterion"] if setting["scope"] in ("branches", "layers") else ""
             parts = (f"{100 * setting['left']:.0f}", setting["scope"], kind, setting["repair"])
             folder = given.save / "-".join(part.replace(" ", "_") for part in parts if part)
             result.save_pretrained(folder)
             folder.with_suffix(".json").write_text(result.plan.to_json())
-        done.append(row)
-        with given.out.open("a") as file:
-            file.write(json.dumps(row) + "\n")
-        print({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
+        for each in (row, *removed):
+            if all(any(known.get(k) != each[k] for k in setting) for known in done):
+                done.append(each)
+                with given.out.open("a") as file:
+                    file.write(json.dumps(each) + "\n")
+                print({k: round(v, 3) if isinstance(v, float) else v for k, v in each.items()}, flush=True)
 
 
 def table(rows: list[dict[str, Any]]) -> str:

@@ -64,7 +64,7 @@ class Planner:
     def reached(self, plan: Plan, otherwise: str = "the target is met") -> str:
         """In words: how close a plan came to the target, if rounding kept it away."""
         remove, round_to = self.target.remove, self.limits.round_to
-        if round_to == 1:
+        if round_to in (None, 1):
             return otherwise
         because = f"since widths are multiples of {round_to}"
         gone = 1 - plan.units[1] / plan.units[0]
@@ -97,7 +97,7 @@ class Planner:
                 "{round_to} leaves room for: nothing leaves.",
                 fix="a larger share",
                 remove=Argument("remove", share),
-                round_to=Argument("round_to", self.limits.round_to),
+                round_to=Argument("round_to", self.limits.round_to or 1),
             )
         return Proposal(found or start, part, last)
 

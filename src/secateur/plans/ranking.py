@@ -102,8 +102,9 @@ class _Chooser:
         if not len(candidates) and not len(whole):
             raise nothing_may_leave(graph, limits)
         #: Sets of channels of which a multiple stays.
-        self.widths = [(graph.root[p.labels], limits.round_to) for p in graph.producers if limits.round_to > 1]
-        if limits.round_to == 1 and graph.heads:  # products of other widths take longer on a GPU than the whole ones
+        multiple = limits.round_to or 1
+        self.widths = [(graph.root[p.labels], multiple) for p in graph.producers if multiple > 1]
+        if limits.round_to is None and graph.heads:  # on a GPU, products of other widths are slow
             self.widths += [(graph.root[p.labels], _ALIGNED) for p in graph.producers if len(p.labels) >= _WIDE]
         self.widths += [(graph.root[item.labels], item.multiple) for item in graph.requirements if item.multiple > 1]
         self.value = scores.of(graph)
@@ -271,7 +272,7 @@ class _Chooser:
                     "channels.",
                     fix="a smaller multiple, or a larger share",
                     remove=given,
-                    round_to=Argument("round_to", self.limits.round_to),
+                    round_to=Argument("round_to", self.limits.round_to or _ALIGNED),
                 )
         return found
 

@@ -122,10 +122,10 @@ class Limits:
     a latency; `prune` chooses by criterion. `ignore` and `only` are
     wildcards on module paths; a module's name stands for everything in it. A stream that several modules write is
     ignored if one of them is, and taken by `only` if all are. Every layer keeps at least `min_units`, and a multiple of
-    `round_to` channels; in models with attention, layers of 512 channels and more always keep a multiple of 8, since
-    GPUs are slow with other widths. With `uniform`, layers that differ only by the number of their block keep the
-    same width, as the config of a Hugging Face model needs it. With `blocks`, residual branches may leave as a whole
-    too; with "only", nothing else does. Together with `uniform`, whole layers of a transformer do.
+    `round_to` channels. None: in models with attention, layers of 512 channels and more keep a multiple of 8, since
+    GPUs are slow with other widths; all others keep any number. With `uniform`, layers that differ only by the number
+    of their block keep the same width, as the config of a Hugging Face model needs it. With `blocks`, residual branches
+    may leave as a whole too; with "only", nothing else does. Together with `uniform`, whole layers of a transformer do.
 
     >>> Limits(round_to=8, ignore="head")
     Limits(ignore=('head',), round_to=8)
@@ -135,7 +135,7 @@ class Limits:
     ignore: Sequence[str] = ()
     only: Sequence[str] = ("*",)
     min_units: int = 1
-    round_to: int = 1
+    round_to: int | None = None
     uniform: bool = False
     blocks: bool | Literal["only"] = False
 
@@ -153,9 +153,10 @@ class Limits:
         arguments.check_flag("uniform", self.uniform)
         if self.blocks != "only":
             arguments.check_flag("blocks", self.blocks, error=TargetError)
-        for name in ("min_units", "round_to"):
-            why = "layers are never emptied"
-            arguments.check_count(name, getattr(self, name), why=why, error=TargetError)
+        why = "layers are never emptied"
+        arguments.check_count("min_units", self.min_units, why=why, error=TargetError)
+        if self.round_to is not None:
+            arguments.check_count("round_to", self.round_to, why=why, error=TargetError)
 
     @classmethod
     def of(cls, given: Limits | None) -> Limits:
