@@ -152,18 +152,13 @@ def speeds(models: dict[str, nn.Module], given: argparse.Namespace, device: str)
             if length <= 256:
                 ways = {name: (lambda m=model, x=x: decode(m, x, given.decoded)) for name, model in models.items()}  # type: ignore[misc]
                 keep("decode", "eager", texts, length, in_turn(ways, cuda, given.rounds, given.decoded * texts))
-        for (texts, length), x in inputs.items():
-            if cuda:
-                keep(
-                    "prompt",
-                    "graph",
-                    texts,
-                    length,
-                    in_turn(tried(graphed, [*models], x), cuda, given.rounds, x.numel()),
-                )
-        for (texts, length), x in inputs.items():
-            for name in ("dense", *given.profile) if given.profile and cuda else ():
-                print(f"{name}, {texts} x {length}\n{profiled(models[name], x)}", flush=True)
+        for (texts, length), x in inputs.items() if cuda and given.profile else ():
+            for name in models:
+                if name in ("dense", *given.profile):
+                    print(f"{name}, {texts} x {length}\n{profiled(models[name], x)}", flush=True)
+        for (texts, length), x in inputs.items() if cuda else ():
+            runs = tried(graphed, [*models], x)
+            keep("prompt", "graph", texts, length, in_turn(runs, cuda, given.rounds, x.numel()))
         if given.compile and cuda:
             (texts, length), x = list(inputs.items())[-1]
             names = [name for name in models if name == "dense" or name in given.compile]
