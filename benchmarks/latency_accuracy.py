@@ -200,7 +200,7 @@ def measure(options: argparse.Namespace) -> None:
         local = copy.deepcopy(stage.model).cpu()
         table = sc.latency(
             local, stage.reference[0][:1].cpu(), options.runtime, batch=options.batch, threads=options.threads,
-            cache=options.out / "cache",
+            cache=options.cache,
         )  # fmt: skip
         clock = table.clock(local)
         for share, name in todo:
