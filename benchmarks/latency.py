@@ -158,7 +158,7 @@ def runtimes(options: argparse.Namespace) -> None:
     graph = sc.analyze(model, example)
     plan = sc.plan(graph, sc.score(model, None, "weight", graph=graph), keep={"macs": 0.5}, limits=Limits(round_to=8))
     small = cut(model, plan).eval()
-    for runtime in get_args(Runtime):
+    for runtime in sorted(get_args(Runtime), key="compile".__eq__):  # compiling takes long
         if runtime in done or (runtime == "onnxruntime" and options.device != "cpu"):
             continue
         try:
