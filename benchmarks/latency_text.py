@@ -30,7 +30,7 @@ def measure(options: argparse.Namespace) -> None:
     example = select_samples(data[-1][0], slice(1))  # a long sentence
     length = example["input_ids"].shape[1]
     table = sc.latency(
-        model, example, options.runtime, batch=options.batch, threads=options.threads, cache=options.out / "cache"
+        model, example, options.runtime, batch=options.batch, threads=options.threads, cache=options.cache
     )
     took = time.perf_counter() - begin
     whole = judge(copy.deepcopy(model).to(options.device))

@@ -178,7 +178,7 @@ def table_of(model: nn.Module, graph: Graph, setup: Setup, cache: str | Path | b
 
 
 def _measured(clock: Clock, graph: Graph, segments: Sequence[Segment]) -> dict[str, Any]:
-    """Time the sample models whole and by segment, and fit what the segments take."""
+    """Time the sample models by segment and whole, and fit what the segments take."""
     masks, setup = sample_masks(graph), clock.setup
     plans = [plan_for(graph, mask) for mask in masks]
     models = [cut(clock.model, plan).eval() for plan in plans]  # their weights mean nothing; their shapes do
@@ -187,18 +187,29 @@ def _measured(clock: Clock, graph: Graph, segments: Sequence[Segment]) -> dict[s
         passes = [clock.runner.profile(small, plan, paths) for small, plan in zip(models, plans, strict=True)]
         seen = _rounds(passes, clock.runner.least)
     parts = [{path: min(one.get(path, 0.0) for one in own) for path in paths} for own in seen]
-    kinds, step = min((_fitted(segments, masks, parts, step) for step in STEPS), key=lambda fit: fit[2])[:2]
-    sums = np.array([sum(float(kinds[s.kind] @ s.shares(mask, step)) for s in segments) for mask in masks])
     timed = range(2 if setup.runtime == "compile" else len(models))  # compiling takes long
     # Each in turn with the whole model alone, as they will be measured: among many models, caches are cold. For slow
     # models that makes no difference, and the whole one is timed less often.
     together = 4 if sum(parts[0].values()) > _SLOW else 1
-    found: list[tuple[float, float]] = []
+    pairs: list[tuple[float, float]] = []
     for start in range(1, len(timed), together):
         chosen = [0, *timed[start : start + together]]
         first, *others = map(statistics.median, clock.passes([(models[i], plans[i]) for i in chosen], _EACH))
-        found += [(first, other) for other in others]
-    wholes = statistics.median(first for first, _ in found) * np.array([1, *(other / first for first, other in found)])
+        pairs += [(first, other) for other in others]
+    return fitted(segments, masks, parts, pairs)
+
+
+def fitted(
+    segments: Sequence[Segment],
+    masks: Sequence[Mask],
+    parts: Sequence[Mapping[str, float]],
+    pairs: Sequence[tuple[float, float]],
+) -> dict[str, Any]:
+    """The table by what was measured: seconds of each segment in each sample model, and seconds of the whole model with
+    those of a sample model beside it."""
+    kinds, step = min((_kinds(segments, masks, parts, step) for step in STEPS), key=lambda fit: fit[2])[:2]
+    sums = np.array([sum(float(kinds[s.kind] @ s.shares(mask, step)) for s in segments) for mask in masks])
+    wholes = statistics.median(first for first, _ in pairs) * np.array([1, *(other / first for first, other in pairs)])
     sums = sums[: len(wholes)]
     ratio, less = wholes * sums[0] / (wholes[0] * sums), 1 - sums / sums[0]
     # Only what most sample models agree on: without, predictions are better than with that of a few.
@@ -224,7 +235,7 @@ def _rounds(passes: Sequence[Callable[[], dict[str, float]]], least: int) -> lis
     return found
 
 
-def _fitted(
+def _kinds(
     segments: Sequence[Segment], masks: Sequence[Mask], parts: Sequence[Mapping[str, float]], step: int
 ) -> tuple[dict[str, Numbers], int, float]:
     """For each kind of segment, what its parts take: the best fit with no negative time; the step; the error."""
