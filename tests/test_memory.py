@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -148,6 +149,26 @@ def test_memory_decides_how_many_rows_there_are(monkeypatch: pytest.MonkeyPatch)
     tight = each(2**30)
     assert all(3900 < tight[name] < 19_000 for name in ("0.weight", "2.weight"))
     assert 4 * sum(rows * (10 if name == "8.weight" else 32) for name, rows in tight.items()) <= 3 * 2**20
+
+
+def test_a_wide_layer_has_fewer_rows_than_unknowns() -> None:
+    """Its equations have an unknown for each row then: with one for each of 4,608 features they take 340 MB."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(3, 512, 1), nn.ReLU(), nn.Conv2d(512, 8, 3), nn.Flatten(), nn.LazyLinear(3)).eval()
+    x = torch.rand(10, 3, 30, 30)
+    net(x)
+    samples = Samples.collect((x, None), 1024, 0, None, 0.2, 0, None)
+
+    def rows(memory: int, kept: dict[str, Any] | None = None) -> int:
+        found = Reference(net, samples, 20_000, memory=memory, kept=kept)
+        return found.joined["2.weight"] * found.targets["2.weight"].shape[1]
+
+    assert rows(2**31) == 10 * 28**2
+    assert rows(2**31, {"2.weight": {1: np.arange(64)}}) == 10 * 28**2
+    few = rows(2**28)
+    assert 500 < few < 4608
+    assert 24 * few**2 + 8 * few * 4608 <= 2**28 / 3
+    assert rows(2**28, {"2.weight": {1: np.arange(64)}}) > 4608  # of which few are left
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="other systems decide for themselves")

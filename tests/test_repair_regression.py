@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from secateur.ops.table import Call, Site, lookup
 from secateur.repair.corrections import NOTHING, STRENGTHS, Change, Correction, Mean, Norm, Ridge, best_change
@@ -218,7 +220,6 @@ def test_rows_of_another_precision_may_join(single: tuple[bool, bool], constant:
     held.add(e[60:].float(), y[60:].float(), x[60:].float())
     Ridge(1.0).fit(fit, constant)
     fit.join(held)
-    fit.settled = True
     found = Ridge(1e-3).fit(fit, constant)
     d, _ = least_squares(x[:, 0], e[:, 0], 1e-3, constant)
     assert found.weight is not None
@@ -227,17 +228,55 @@ def test_rows_of_another_precision_may_join(single: tuple[bool, bool], constant:
 
 @pytest.mark.parametrize("kind", [Regression, FewRows])
 @pytest.mark.parametrize("constant", [True, False])
-def test_the_last_strength_may_take_the_place_of_the_sums(kind: type[Regression], constant: bool) -> None:
+def test_a_second_strength_and_a_second_look_give_the_same(kind: type[Regression], constant: bool) -> None:
     x, e, y = rows(60, 20, 2, 4)
     moments = gathered(kind, x, e, y)
     Ridge(1.0).fit(moments, constant)
-    moments.settled = True
     for _ in range(2):  # the second time by the factor
         found = Ridge(1e-2).fit(moments, constant)
         assert found.weight is not None
         for g in range(2):
             d, _ = least_squares(x[:, g], e[:, g], 1e-2, constant)
             np.testing.assert_allclose(found.weight[g].numpy(), d, rtol=1e-6, atol=1e-9)
+
+
+class Live(TorchDispatchMode):
+    """How many bytes of new storages live at a time, at most."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {t.untyped_storage()._cdata for t in args if isinstance(t, Tensor)}  # of which it may be a view
+        made = function(*args, **(kwargs or {}))
+        for tensor in made if isinstance(made, tuple | list) else [made]:
+            if isinstance(tensor, Tensor) and (key := tensor.untyped_storage()._cdata) not in self._known | given:
+                self._known.add(key)
+                self.now += (size := tensor.untyped_storage().nbytes())
+                self.most = max(self.most, self.now)
+                weakref.finalize(tensor.untyped_storage(), self._gone, key, size)
+        return made
+
+    def _gone(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.now -= size
+
+
+@pytest.mark.parametrize(("kind", "n"), [(Regression, 1500), (FewRows, 1200)])
+def test_a_search_holds_one_matrix_of_double_precision(kind: type[Regression], n: int) -> None:
+    size = 1200  # unknowns, or rows
+    generator = torch.Generator().manual_seed(0)
+    x, e, more, rest = (torch.randn(rows, 1, width, generator=generator) for rows, width in ((n, size), (n, 4)) * 2)
+    fit, held = kind(1, 4, size, CPU, single=True), FewRows(1, 4, size, CPU, single=True)
+    fit.add(e, e, x)
+    held.add(rest[:50], rest[:50], more[:50])
+    if kind is FewRows:
+        fit.solve(1.0, True)  # products of rows are computed once
+    with Live() as live:
+        best_change(Ridge(), fit, held, True)
+    assert 8 * size**2 <= live.most < 14 * size**2  # a second one would be 16; blocks of it are copied
 
 
 def corrected(change: Change, x: Tensor, e: Tensor, y: Tensor) -> Tensor:

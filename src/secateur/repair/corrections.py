@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, TypeVar
@@ -193,16 +194,19 @@ def best_change(
     Outputs count by `weight`. The search over the method's candidates starts at `near`, or at the method itself.
     """
     seen = held if held.rows else fit
-    tried: list[tuple[float, Change]] = []
+    least, best = math.inf, Change(NOTHING)
 
     def cost(option: Correction) -> float:
+        nonlocal least, best
         change = option.fit(fit, shifts)
-        tried.append((float((weight * change.error(seen)).sum()), change))
-        return tried[-1][0]
+        found = float((weight * change.error(seen)).sum())
+        if found < least:  # others are not kept: weights are large
+            least, best = found, change
+        return found
 
     first = cost(NOTHING)
     if not fit.rows:  # only held-out samples found room in this layer
-        return tried[0][1], first, first
+        return best, first, first
     for option in method.simpler:
         cost(option)
     ladder = method.candidates(fit, cautious=not held.rows)
@@ -214,5 +218,4 @@ def best_change(
             last, place = now, place + way
         if last < middle:
             break  # better on this side, so not on the other
-    least, best = min(tried, key=lambda pair: pair[0] if pair[0] == pair[0] else float("inf"))
-    return best, least, first
+    return best, least if least < math.inf else first, first

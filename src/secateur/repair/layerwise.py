@@ -309,15 +309,15 @@ class _Copy:
         self._changed |= {layer.weight, layer.bias or "", layer.norm.mean if layer.norm is not None else ""}
         weight = self.tensors[layer.weight]
         bias = self.tensors[layer.bias] if layer.bias is not None else None
-        new = weight.detach().double()
+        new = weight.detach().to(torch.float64, copy=True)
         constant = torch.zeros(1) if bias is None else bias.detach().double()
         if change.scale is not None:
             scale = change.scale.reshape(-1)
             shape = [1, -1] if layer.outputs else [-1, 1]
-            new = new * scale.view(*shape, *[1] * (weight.ndim - 2))
+            new *= scale.view(*shape, *[1] * (weight.ndim - 2))
             constant = constant.to(scale) * scale
         if change.weight is not None:
-            new = new + (change.weight if layer.columns else change.weight.mT).reshape(weight.shape)
+            new += (change.weight if layer.columns else change.weight.mT).reshape(weight.shape)
         with torch.no_grad():
             if change.scale is not None or change.weight is not None:
                 weight.copy_(new)
@@ -450,34 +450,38 @@ class _LayerFit:
     def solve(self) -> None:
         """Find the changes from the rows."""
         self.solved = True
-        if self._sums is None:
-            return
-        fit, held, trial, own = self._sums
-        own = own if self._corrector.has_trial else fit
-        shifts = self.layer.shifts
         if self._moved is not None:
-            both = [
-                change.correction.fit(moved, shifts) if change is not None and change.weight is not None else change
-                for moved, change in zip(self._moved, self.changes, strict=True)
-            ]
-            self.changes = both[0], both[1]
-            self._rounds -= 1
-        else:
-            first = self._corrector.choose(self.layer, own, trial)
-            again = self._rounds and self.layer.span is not None and first.weight is not None
-            before = own.snapshot() if again and isinstance(own, Regression) else None
-            if isinstance(own, Regression):
-                own.spare()
-            self.changes = first, None
-            if self._corrector.has_trial:
-                if held.rows:  # else no such sample found room in this layer
-                    fit.join(held)
-                if isinstance(fit, Regression):
-                    fit.settled = True
-                self.changes = first.correction.fit(fit, shifts), first
-            if before is not None and isinstance(fit, Regression):
-                self._bases = fit, before
+            self._solve_moved(list(self._moved))
+        elif self._sums is not None:
+            self._solve_first(*self._sums)
         last = self.changes[0]
         if self._bases is not None and self._rounds and last is not None and last.weight is not None:
             self._moved = self._bases[0].snapshot(), self._bases[1].snapshot()
             self.solved = False
+
+    def _solve_first(self, fit: Moments, held: Moments, trial: Moments, own: Moments) -> None:
+        own = own if self._corrector.has_trial else fit
+        first = self._corrector.choose(self.layer, own, trial)
+        again = self._rounds and self.layer.span is not None and first.weight is not None
+        if isinstance(own, Regression):
+            own.spare()  # the search has gone beyond the best strength
+        before = own.snapshot() if again and isinstance(own, Regression) else None
+        self.changes = first, None
+        if self._corrector.has_trial:
+            if held.rows:  # else no such sample found room in this layer
+                fit.join(held)
+            self.changes = first.correction.fit(fit, self.layer.shifts), first
+        if before is not None and isinstance(fit, Regression):
+            self._bases = fit, before
+
+    def _solve_moved(self, moved: list[Regression]) -> None:
+        self._rounds -= 1
+        self._moved = None
+        if not self._rounds:  # what is solved goes before the next is
+            self._sums = self._bases = None
+        changes = list[Change | None]()
+        for old in self.changes:
+            sums = moved.pop(0)
+            same = old is None or old.weight is None
+            changes.append(old if same else cast("Change", old).correction.fit(sums, self.layer.shifts))
+        self.changes = changes[0], changes[1]

@@ -71,9 +71,6 @@ class Regression(Moments):
         self.x = self.e.new_zeros(groups, features)
         self._wide = torch.float32 if single and device.type == "cpu" else torch.float64
         self._factor: tuple[tuple[float, bool], Tensor | None] | None = None
-        self._centred: tuple[bool, Tensor] | None = None
-        #: Whether no other strength follows: then the matrix is not needed after its factor, which takes its place.
-        self.settled = False
         self._prepare(groups, outputs, features)
 
     def _prepare(self, groups: int, outputs: int, features: int) -> None:
@@ -88,7 +85,7 @@ class Regression(Moments):
 
     def _gather(self, own: Tensor, left: Tensor, right: Tensor) -> None:
         """Add the products. Only the upper triangle of the symmetric one is kept up to date."""
-        self._factor = self._centred = None
+        self._factor = None
         _add_product(self._xx, own.mT, left)
         self._xe.baddbmm_(own.mT, right)
 
@@ -117,32 +114,26 @@ class Regression(Moments):
         """
         n, mean = self.rows, self.x / self.rows
         if self._factor is None or self._factor[0] != (strength, shifts):
-            if self._centred is None or self._centred[0] != shifts:
-                xx = _whole(self._xx).div_(n)
-                if shifts:
-                    xx.baddbmm_(mean[:, :, None], mean[:, None, :], alpha=-1)
-                self._centred = shifts, xx
-            xx, self._factor = self._centred[1], None  # two factors at a time would be much
-            variances = xx.diagonal(dim1=1, dim2=2).clone()
-            self._factor = (strength, shifts), _factored(xx, variances, strength, self.settled)
-            self._centred = None if self.settled else self._centred
+            self._factor = None  # two at a time would be much
+            xx = _whole(self._xx).div_(n)
+            if shifts:
+                xx.baddbmm_(mean[:, :, None], mean[:, None, :], alpha=-1)
+            self._factor = (strength, shifts), _factored(xx, xx.diagonal(dim1=1, dim2=2).clone(), strength)
         factor = self._factor[1]
         if factor is None:
             return None
         xe = self._xe.double() / n
         if shifts:
             xe.baddbmm_(mean[:, :, None], (self.e / n)[:, None, :], alpha=-1)
-        return torch.cholesky_solve(xe, factor)
+        return _solved(factor, xe)
 
     def snapshot(self) -> Self:
         """A copy that can be moved alone, and that later joins leave as it is."""
-        made = copy(self)
-        made.spare()
-        return made
+        return copy(self)
 
     def spare(self) -> None:
-        """Free what only a solution of another strength would need: it is large."""
-        self._centred = None
+        """Free what another solution computes again: it is large."""
+        self._factor = None
 
     def gain(self, weight: Tensor) -> Tensor:
         """Sum over rows of e² - (e - xD)², per output."""
@@ -195,14 +186,14 @@ class FewRows(Regression):
                 for part in self._features(shifts):
                     _add_product(gram, part, part.mT)
                     parts.append(part.square().sum(1, dtype=torch.float64) / n)
-                self._gram = shifts, _whole(gram).div_(n), torch.cat(parts, 1)
-            self._factor = (strength, shifts), _factored(*self._gram[1:], strength, self.settled)
-            self._gram = None if self.settled else self._gram
+                self._gram = shifts, gram, torch.cat(parts, 1)
+            _, gram, variances = self._gram
+            self._factor = (strength, shifts), _factored(_whole(gram).div_(n), variances, strength)
         factor, (x, e, root) = self._factor[1], self._all()
         if factor is None:
             return None
         e = e.double() - root * (self.e / n)[:, None] if shifts else e.double()
-        solved = torch.cholesky_solve(e, factor).div_(n).to(x.dtype)
+        solved = _solved(factor, e).div_(n).to(x.dtype)
         return torch.cat([part.mT @ solved for part in self._features(shifts)], 1).double()
 
     def _features(self, shifts: bool) -> Iterator[Tensor]:
@@ -213,9 +204,6 @@ class FewRows(Regression):
             if shifts:
                 part = part - root * (self.x[:, None, begin : begin + _WIDE] / self.rows).to(x.dtype)
             yield part
-
-    def spare(self) -> None:
-        self._gram = None
 
     def gain(self, weight: Tensor) -> Tensor:
         x, e, _ = self._all()
@@ -265,18 +253,20 @@ def _whole(upper: Tensor) -> Tensor:
     return made
 
 
-def _factored(matrix: Tensor, variances: Tensor, strength: float, in_place: bool) -> Tensor | None:
-    """The Cholesky factor of a matrix with a ridge relative to the mean variance; None if there is none."""
+def _factored(matrix: Tensor, variances: Tensor, strength: float) -> Tensor | None:
+    """The Cholesky factor of a matrix with a ridge relative to the mean variance; None if there is none.
+
+    It takes the matrix's place: both at a time would be much."""
     # Rounding leaves the sums of squares uncertain by about 1e-7 of their size, so the ridge is never below that.
     ridge = (strength * variances.mean(1)).clamp_min(1e-7 * variances.amax(1)).clamp_min(1e-30)
-    diagonal = matrix.diagonal(dim1=1, dim2=2)
-    before = diagonal.clone()
-    diagonal.add_(ridge[:, None])
-    if in_place:
-        failed = torch.empty(len(matrix), dtype=torch.int32, device=matrix.device)
-        factor = matrix.mT  # columns side by side, as LAPACK wants them
-        torch.linalg.cholesky_ex(factor, out=(factor, failed))
-    else:
-        factor, failed = torch.linalg.cholesky_ex(matrix)
-        diagonal.copy_(before)  # for the next strength: the matrix is large
+    matrix.diagonal(dim1=1, dim2=2).add_(ridge[:, None])
+    failed = torch.empty(len(matrix), dtype=torch.int32, device=matrix.device)
+    factor = matrix.mT  # columns side by side, as LAPACK wants them
+    torch.linalg.cholesky_ex(factor, out=(factor, failed))
     return None if bool((failed > 0).any()) else factor
+
+
+def _solved(factor: Tensor, right: Tensor) -> Tensor:
+    """The solution by a Cholesky factor. (`torch.cholesky_solve` copies the factor.)"""
+    half = torch.linalg.solve_triangular(factor, right, upper=False)
+    return torch.linalg.solve_triangular(factor.mT, half, upper=True)

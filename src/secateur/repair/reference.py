@@ -37,6 +37,8 @@ Kept = Mapping[str, Mapping[int, np.ndarray[Any, Any]]]
 Answers = list[Tensor]
 # Of the memory: what models in lockstep may hold, and what the rows of all layers may take together.
 _IN_FLIGHT, _KEPT = 0.4, 0.4
+# A part of the memory, weights and all: what the equations of a layer may take.
+_SOLVING = 3
 # What the modules of a pass take, and what watches them.
 _MODULES = 4 * 2**20
 # So many samples run together on a CPU even if their largest activation does not fit into its cache.
@@ -97,8 +99,14 @@ class Reference:
         self.joined = joining(_IN_FLIGHT / models)
         widths = {layer.weight: len(self.kept.get(layer.weight, range(layer.channels))) for layer in order}
 
+        most = allowed(device, memory=memory) // _SOLVING
+
         def enough(layer: RepairableLayer, least: int = _LEAST_ROWS) -> int:
-            return min(rows, max(least, _ROWS_PER_FEATURE * features[layer.weight]))
+            wanted = min(rows, max(least, _ROWS_PER_FEATURE * features[layer.weight]))
+            inputs = 1 - layer.outputs
+            left = (kept or {}).get(layer.weight, {}).get(inputs)
+            share = 1 if left is None else len(left) / tensors[layer.weight].shape[inputs]
+            return min(wanted, _solvable(int(share * features[layer.weight]), most))
 
         def needed(per_sample: dict[str, int]) -> int:
             return sum(4 * widths[name] * self.joined[name] * per_sample[name] for name in widths)
@@ -116,7 +124,7 @@ class Reference:
             def one_layer(layer: RepairableLayer) -> int:
                 if tensors[layer.weight].ndim == 2:
                     return _alone(layer, features[layer.weight], rows, room)
-                return max(enough(layer), _alone(layer, 0, rows, room))
+                return max(enough(layer), min(enough(layer, rows), _alone(layer, 0, rows, room)))
 
             per_sample = drawn(self.joined, one_layer)
         elif (much := needed(per_sample)) > room * _KEPT:
@@ -318,6 +326,15 @@ def _joining(
         fitting = int(room / (worst + (stack() + _MODULES) / together)) // together * together
         joined[layer.weight] = min(samples, max(together, fitting))
     return joined
+
+
+def _solvable(features: int, room: int) -> int:
+    """How many rows a regression may have: any number, unless equations with an unknown for each feature would be too
+    large. Then it has few rows, and equations with an unknown for each of them."""
+    if 16 * features**2 <= room:  # two sums in single precision, and a factor
+        return 2**40
+    rows = (math.sqrt((8 * features) ** 2 + 96 * room) - 8 * features) / 48  # 24 rows² + 8 rows · features
+    return max(1, int(rows))
 
 
 def _alone(layer: RepairableLayer, features: int, rows: int, room: int) -> int:
