@@ -131,7 +131,7 @@ def train(
     saved, begin, noted, lost = spent, time.perf_counter(), steps, torch.zeros((), device=options.device)
     while True:
         _training(student), _training(teacher)
-        rate = options.rate * min(1, (steps + 1) / 100) * 0.5 * (1 + math.cos(math.pi * min(spent / seconds, 1)))
+        rate = options.rate * min(1, (steps + 1) / 200) * 0.5 * (1 + math.cos(math.pi * min(spent / seconds, 1)))
         for group in optimizer.param_groups:
             group["lr"] = rate
         x = views(images, options.batch).contiguous(memory_format=torch.channels_last)
@@ -209,7 +209,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=600)
     parser.add_argument("--minutes", type=float, nargs="*", default=[1, 2, 5, 10])
     parser.add_argument("--batch", type=int, default=32)
-    parser.add_argument("--rate", type=float, default=5e-4)
+    parser.add_argument("--rate", type=float, default=2e-4)
     parser.add_argument("--every", type=int, default=20, help="steps between looks at the clock")
     parser.add_argument("--limit", type=int, help="only so many images to test on")
     parser.add_argument("--name", default="recovered")
