@@ -1,12 +1,12 @@
-"""YOLO11n on COCO128: mAP before, at 70 % of the MACs without training, and after a recovery; latency in ONNX Runtime.
+"""YOLO11n on COCO128: mAP before and at 70 % of the MACs without training; latency in ONNX Runtime.
 
     python -m benchmarks.yolo_coco --weights yolo11n.onnx --coco coco128_yolo
-    python -m benchmarks.yolo_coco … --recover 600 --device cuda
+    python -m benchmarks.yolo_coco … --criteria lrp --save folder; then `benchmarks.yolo_recovery`
 
 The weights are those of an ONNX file that Ultralytics exported. They are read as tensors: nothing is unpickled. Its
 batch norms are folded into the convolutions, so those of the model get the bias, and no statistics. 32 images score the
-units and repair, of those that the model was trained on; a recovery uses all 128 of these. mAP is measured on the 128
-of the validation set, which it has not seen. Needs ultralytics, whose licence is AGPL-3.0.
+units and repair, of those that the model was trained on. mAP is measured on the 128 of the validation set, which it has
+not seen. Needs ultralytics, whose licence is AGPL-3.0.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import copy
 import tempfile
 import time
 from functools import partial
-from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from PIL import Image
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import secateur as sc
@@ -56,21 +56,24 @@ def load(path: Path) -> nn.Module:
     return model
 
 
+def letterbox(picture: Image.Image) -> tuple[Tensor, tuple[int, int], tuple[int, int]]:
+    """An image in the middle of a grey square, its width and height there, and its left and upper edge."""
+    scale = SIDE / max(picture.size)
+    wide, high = (round(side * scale) for side in picture.size)
+    pixels = torch.from_numpy(np.asarray(picture.resize((wide, high), Image.Resampling.BILINEAR)).copy())
+    left, top = (SIDE - wide) // 2, (SIDE - high) // 2
+    edges = (left, SIDE - wide - left, top, SIDE - high - top)
+    return F.pad(pixels.permute(2, 0, 1).float() / 255, edges, value=114 / 255), (wide, high), (left, top)
+
+
 def read(images: Path, labels: Path) -> list[Picture]:
     """Images on a grey square, and boxes by their corners in its pixels."""
     found = []
     for file in sorted(images.glob("*.jpg")):
         text = labels / f"{file.stem}.txt"
         rows = np.loadtxt(text, ndmin=2) if text.exists() and text.stat().st_size else np.zeros((0, 5))
-        picture = Image.open(file).convert("RGB")
-        scale = SIDE / max(picture.size)
-        wide, high = (round(side * scale) for side in picture.size)
-        pixels = torch.from_numpy(np.asarray(picture.resize((wide, high), Image.Resampling.BILINEAR)).copy())
-        left, top = (SIDE - wide) // 2, (SIDE - high) // 2
-        square = F.pad(
-            pixels.permute(2, 0, 1).float() / 255, (left, SIDE - wide - left, top, SIDE - high - top), value=114 / 255
-        )
-        centre, size = rows[:, 1:3] * (wide, high) + (left, top), rows[:, 3:5] * (wide, high)
+        square, size, corner = letterbox(Image.open(file).convert("RGB"))
+        centre, size = rows[:, 1:3] * size + corner, rows[:, 3:5] * size
         boxes = torch.from_numpy(np.concatenate([centre - size / 2, centre + size / 2], 1)).float()
         found.append((square, {"boxes": boxes, "labels": torch.from_numpy(rows[:, 0]).long()}))
     return found
@@ -115,13 +118,13 @@ def mean_precision(model: nn.Module, data: list[Any]) -> tuple[float, float]:
                     mine, own = classes == c, labels == c
                     wanted[c] = wanted.get(c, 0) + int(own.sum())
                     shared = overlaps(boxes[mine], true[own])
-                    taken = torch.zeros(len(levels), int(own.sum()), dtype=torch.bool)
+                    taken, at = torch.zeros(len(levels), int(own.sum()), dtype=torch.bool), torch.arange(len(levels))
                     for score, row in zip(scores[mine].tolist(), shared, strict=True):  # the surest comes first
                         hits = torch.zeros(len(levels), dtype=torch.bool)
-                        for i, level in enumerate(levels.tolist()):
-                            free = torch.where(taken[i], -1.0, row)
-                            if len(free) and float(free.max()) >= level:
-                                taken[i, int(free.argmax())] = hits[i] = True
+                        if len(row) and float(row.max()) >= 0.5:
+                            best, place = torch.where(taken, -1.0, row).max(1)
+                            hits = best >= levels
+                            taken[at[hits], place[hits]] = True
                         rows.setdefault(c, []).append((score, hits))
     found = []
     for c, count in wanted.items():
@@ -142,46 +145,7 @@ def mean_precision(model: nn.Module, data: list[Any]) -> tuple[float, float]:
     return float(table.mean()), float(table[:, 0].mean())
 
 
-# -- recovery and latency ----------------------------------------------------------------------------------------------
-def recover(small: nn.Module, original: nn.Module, data: list[Any], seconds: float, rate: float = 2e-4) -> nn.Module:
-    """Train towards the original's answers before they become boxes, for some time; labels are not used."""
-    teacher, student = copy.deepcopy(original).eval(), copy.deepcopy(small).train()
-    for module in student.modules():
-        if isinstance(module, nn.BatchNorm2d):
-            module.eval()  # its statistics are none: see `load`
-    optimizer, begin, generator = (
-        torch.optim.AdamW(student.parameters(), rate),
-        time.time(),
-        torch.Generator().manual_seed(0),
-    )
-    for images, _ in cycle(data):
-        if (spent := time.time() - begin) >= seconds:
-            break
-        for group in optimizer.param_groups:
-            group["lr"] = rate * (1 - spent / seconds)
-        side = 32 * int(torch.randint(10, 21, (), generator=generator))
-        x = F.interpolate(images, (side, side), mode="bilinear", align_corners=False)
-        x = x.flip(-1) if float(torch.rand((), generator=generator)) < 0.5 else x
-        with torch.no_grad():
-            wanted = _levels(teacher(x))
-        loss = sum(
-            (a - b).square().mean() / b.square().mean() for a, b in zip(_levels(student(x)), wanted, strict=True)
-        )
-        optimizer.zero_grad()
-        loss.backward()  # type: ignore[union-attr]
-        nn.utils.clip_grad_norm_(student.parameters(), 1.0)
-        optimizer.step()
-    return student.eval()
-
-
-def _levels(output: Any) -> list[Tensor]:
-    """What the heads return, in either mode and in any version: tensors of real numbers but the decoded boxes."""
-    found = output[1] if isinstance(output, tuple) else output
-    found = found.get("one2many", found) if isinstance(found, dict) else found
-    values = list(found.values()) if isinstance(found, dict) else list(found)
-    return [t for part in values for t in (part if isinstance(part, list) else [part]) if t.is_floating_point()]
-
-
+# -- latency -----------------------------------------------------------------------------------------------------------
 def latencies(models: dict[str, nn.Module], threads: int = 1, rounds: int = 40) -> dict[str, float]:
     """Milliseconds of ONNX Runtime for one image: the median of rounds in which the models take turns."""
     import onnxruntime
@@ -214,7 +178,7 @@ def main() -> None:
     parser.add_argument("--scope", choices=["cost", "layer", "global"], help="default: as `prune` chooses")
     parser.add_argument("--round-to", type=int, default=8)
     parser.add_argument("--criteria", nargs="*", default=["lrp", "taylor", "weight"])
-    parser.add_argument("--recover", type=float, default=0.0, help="seconds of training for the first criterion")
+    parser.add_argument("--save", type=Path, help="a folder for the plan, the repaired weights and both ONNX files")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--no-latency", action="store_true")
     options = parser.parse_args()
@@ -254,9 +218,12 @@ def main() -> None:
         begin, repaired = time.time(), sc.repair(small, net, data, progress=False)
         say(f"{name}, repaired in {time.time() - begin:.0f} s", repaired)
         timed[name] = repaired
-        if options.recover and not number:
-            trained = recover(repaired, net, batches(seen, 16, options.device), options.recover)
-            say(f"{criterion}, recovered for {options.recover:.0f} s on {len(seen)} images", trained)
+        if options.save and not number:
+            options.save.mkdir(parents=True, exist_ok=True)
+            (options.save / "plan.json").write_text(plan.to_json())
+            save_file(
+                {k: v.contiguous() for k, v in repaired.state_dict().items()}, options.save / "repaired.safetensors"
+            )
     for name, value in ({} if options.no_latency else latencies(timed)).items():
         print(f"{name}: {value:.1f} ms in ONNX Runtime, one thread, one image of {SIDE}²", flush=True)
 

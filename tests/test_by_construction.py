@@ -133,6 +133,19 @@ def test_sizes_that_are_computed_with_stay(name: str) -> None:
         assert "its size is used as a number in torch" in reasons(graph)["stem"]
 
 
+class Checked(Image):
+    """Returns the mean of a distribution, which looks at its arguments: this forward runs only with numbers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.distributions.Normal(super().forward(x), 1.0, validate_args=True).mean
+
+
+@pytest.mark.parametrize("name", [name for name in AS_NUMBERS if "size" not in name or "/" in name])
+def test_they_stay_where_numbers_steer_the_forward_afterwards(name: str) -> None:
+    graph = exact(Checked(AS_NUMBERS[name]), picture())
+    assert "its size is used as a number in torch" in reasons(graph)["stem"]
+
+
 SIZES: dict[str, Body] = {
     "view": lambda m, y: y.view(y.shape[0], y.shape[1], -1).view(y.shape),
     "half": lambda m, y: y.view(y.shape[0], 2, y.shape[1] // 2, *y.shape[2:]).flip(0).reshape(y.shape),

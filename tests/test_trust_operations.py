@@ -620,6 +620,33 @@ def test_compiled_parts_are_followed_as_they_were_written() -> None:
     assert type(net.body).__name__ == "OptimizedModule"
 
 
+class Calls(Parts):
+    """Calls a function between its layers."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = [function]
+
+    def forward(self, x: Tensor) -> Any:
+        return self.head(self.function[0](self.body(x)))
+
+
+def test_compiled_functions_are_followed_as_they_were_written() -> None:
+    def bent(x: Tensor) -> Tensor:
+        return x.tanh() + 1
+
+    compiled, x, y = torch.compile(bent, backend="eager"), torch.rand(9, 4), torch.arange(9) % 3
+    plain, net = Calls(bent), Calls(compiled)
+    for criterion in ("lrp", "taylor", "weight"):
+        with warnings.catch_warnings(action="error"):
+            found, wanted = (sc.prune(each, (x, y), criterion, remove=0.5, progress=False) for each in (net, plain))
+        assert found.plan == wanted.plan
+        torch.testing.assert_close(found.model(x), wanted.model(x))
+    seen: list[Any] = []
+    torch.compile(bent, backend=lambda graph, _: seen.append(graph) or graph.forward)(x)
+    assert seen, "functions are compiled again afterwards"
+
+
 def test_an_optimizer_follows_a_model_with_compiled_parts() -> None:
     x, y = torch.rand(9, 4), torch.arange(9) % 3
     net = Parts()

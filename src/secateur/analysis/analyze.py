@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 from torch import nn
@@ -93,9 +94,12 @@ def _found(
     blocks = find_blocks(watched.flow, watched.found, model)
     known = len(passes) == 1 and shows_no_sizes(copy, watched)
     fresh = copy if known and not len(blocks) else _fresh(model, watched)
-    # A router that has fewer experts sends tokens elsewhere.
-    steered = watched.steered or (not watched.numberless and any(choice.used for choice in watched.found.choices))
-    trial = Trial(fresh, inputs, {} if steered else watched.found.steps, watched.unsure, watched.counted)
+    steps, loose = watched.found.steps, watched.counted or watched.steered
+    if not watched.numberless and any(choice.used for choice in watched.found.choices):
+        steps = {}  # a router that has fewer experts sends tokens elsewhere
+    elif watched.steered:  # what came before is the same for all numbers
+        steps = dict(islice(steps.items(), watched.certain))
+    trial = Trial(fresh, inputs, steps, watched.unsure, loose)
     trial.repeated |= {key: RepeatedSize(*key, labels) for p in passes for key, labels in p.counted.items()}
     while True:
         graph = build(

@@ -39,7 +39,7 @@ class Trial:
     def __init__(
         self, copy: nn.Module, inputs: Example, steps: dict[Site, Step], thorough: bool = False, loose: bool = False
     ) -> None:
-        """`steps`: what the forward of the whole copy did; empty if numbers steer it. `thorough`: sizes steer it.
+        """`steps`: what the forward of the whole copy did, until numbers steer it. `thorough`: sizes steer it.
         `loose`: numbers decide shapes."""
         self.copy, self.inputs, self.steps, self.thorough, self.loose = copy, inputs, steps, thorough, loose
         self.blocked: dict[str, str] = {}

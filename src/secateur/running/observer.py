@@ -35,6 +35,7 @@ from secateur.ops.table import (
     lookup,
 )
 from secateur.running.copies import named_modules
+from secateur.running.sandbox import as_written
 
 
 class Observer(TorchFunctionMode):
@@ -136,6 +137,8 @@ class Observer(TorchFunctionMode):
         )
 
     def __enter__(self) -> Self:
+        self._written = as_written()
+        self._written.__enter__()
         _watch(self)
         super().__enter__()  # type: ignore[no-untyped-call]
         self._height = torch._C._len_torch_function_stack()
@@ -144,6 +147,7 @@ class Observer(TorchFunctionMode):
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         _forget(self)
+        self._written.__exit__(*error)  # type: ignore[arg-type]
         self._stack.clear()
 
     def enter(self, module: nn.Module) -> None:

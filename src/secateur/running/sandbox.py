@@ -6,9 +6,10 @@ import gc
 import inspect
 import random
 import re
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache, wraps
 from itertools import islice
 from typing import Any, ParamSpec, TypeVar
@@ -113,6 +114,11 @@ def drawing_again() -> Iterator[None]:
 #: Random numbers that are drawn in public functions are given back, and compiled parts run there as they are written.
 _outermost = _Shared(drawing_again)
 _as_written = _Shared(lambda: set_stance("force_eager"))
+
+
+def as_written() -> AbstractContextManager[Any]:
+    """Compiled functions run as they are written. There are none before torch's compiler is loaded, which is slow."""
+    return _as_written if "torch._dynamo" in sys.modules else nullcontext()
 
 
 @contextmanager

@@ -72,6 +72,8 @@ class LabelPass(Observer):
         self.flow = DataFlow()
         #: Whether numbers that tensors hold steer the forward. Then a smaller model may well do other things.
         self.steered = False
+        #: How many steps came before that.
+        self.certain = 0
         #: Whether they decide shapes.
         self.counted = False
         #: Whether code reads sizes, so that it may do other things for another input.
@@ -99,7 +101,8 @@ class LabelPass(Observer):
         if isinstance(operation, SizeQuery):
             self.sized = True
         elif isinstance(operation, Readout):
-            self.steered |= not self.numberless
+            if not (self.steered or self.numberless):
+                self.steered, self.certain = True, len(self.found.steps)
         elif func is Tensor.data_ptr:  # a kernel of somebody's own reads or writes its memory
             if args[0].is_meta:
                 raise NeedsNumbers(str(self.site(func)))

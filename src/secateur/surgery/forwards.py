@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from secateur.nest import map_tensors, tensors_in, tensors_of_output
 from secateur.running.copies import named_modules, named_tensors
-from secateur.running.sandbox import quiet, run
+from secateur.running.sandbox import as_written, quiet, run
 from secateur.surgery.cut import places
 from secateur.surgery.precision import Precise, Pristine, seed, widen
 from secateur.surgery.probes import Probe
@@ -81,7 +81,7 @@ class Net:
         hooks = [layer.register_forward_hook(_note(path, layers, whole, forced)) for path, layer in self.layers.items()]
         mode = Precise(wide, frozenset(even), self._masks)
         try:
-            with quiet(), self._pristine.kept(probe.training):
+            with quiet(), as_written(), self._pristine.kept(probe.training):
                 seed(0)
                 with mode:
                     outputs = run(self._net, inputs, probe.cached)
