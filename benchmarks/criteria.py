@@ -281,6 +281,10 @@ def measured(scene: Scene, wanted: list[str], draw: int, share: float, memory: s
             row |= {"repair": outcome.method, "seconds": round(time.perf_counter() - begin, 2)}
         except SecateurError as error:
             row["failed"] = f"{type(error).__name__}: {str(error)[:200]}"
+        except torch.OutOfMemoryError as error:  # others use the device too: the next start tries again
+            print(method, str(error)[:80], flush=True)
+            torch.cuda.empty_cache()
+            continue
         yield row
 
 
