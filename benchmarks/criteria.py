@@ -1,17 +1,17 @@
 """Which criterion for which network? Seven real networks, ten criteria, ten draws, with and without repair.
 
     python -m benchmarks.criteria --data DIR --device cuda --out criteria.jsonl --minutes 8    # again until it is done
-    python -m benchmarks.criteria --out criteria.jsonl --table
+    python -m benchmarks.criteria --out criteria.jsonl [more.jsonl …] --table
 
 A draw chooses three classes and ten samples of each, to score and to repair with; others test. Units are scored once
-and removed at once, at half and at 35 % of the MACs; accuracy is measured before and after the repair. What is in the
-results already is not measured again.
+and removed at once, down to 35 % of the MACs and then down to half; accuracy is measured before and after the repair.
+Every criterion gets its turn before the next draw. What is in the results already is not measured again.
 
 DIR holds imagenette/{reference,test}, resnet50.safetensors, efficientnet_lite0.safetensors, vgg16_features.safetensors,
 alexnet_features.safetensors, resnet56_cifar10.safetensors with cifar10-small.npz (some images and labels, test images
 first, as many training images behind them), minilm/ and sst/{train,test}.tsv. Networks whose files are missing are left
 out. Classifiers that the weights lack are fitted on reference samples that no draw uses; "vit" is the transformer of
-`benchmarks.faithfulness`.
+`benchmarks.faithfulness`. Removals are not verified here: that takes time, and the tests do it.
 """
 
 from __future__ import annotations
@@ -23,12 +23,14 @@ import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -43,18 +45,19 @@ from secateur.nest import map_tensors, select_samples
 from secateur.plans import Limits
 from secateur.repair import Repair
 
-SHARES = (0.5, 0.35)
+SHARES = (0.35, 0.5)
 CLASSES, HELD = 3, 40  # classes of a draw; reference pictures per class that fit classifiers
 STEPS = 16  # of integrated gradients
 #: Criterion and where units compete, by name.
 METHODS = {
-    "lrp": ("lrp", "cost"), "lrp, by layer": ("lrp", "layer"), "lrp:epsilon_plus": ("lrp:epsilon_plus", "cost"),
-    "lrp:epsilon_gamma_box": ("lrp:epsilon_gamma_box", "cost"), "lrp:attnlrp": ("lrp:attnlrp", "cost"),
-    "taylor": ("taylor", "layer"), "gradient": ("gradient", "layer"), "activation": ("activation", "layer"),
-    "weight": ("weight", "layer"), "integrated gradients": ("integrated", "layer"), "random": ("random", "layer"),
+    "lrp": ("lrp", "cost"), "taylor": ("taylor", "layer"), "weight": ("weight", "layer"),
+    "activation": ("activation", "layer"), "gradient": ("gradient", "layer"),
+    "integrated gradients": ("integrated", "layer"), "random": ("random", "layer"), "lrp, by layer": ("lrp", "layer"),
+    "lrp:epsilon_plus": ("lrp:epsilon_plus", "cost"), "lrp:epsilon_gamma_box": ("lrp:epsilon_gamma_box", "cost"),
+    "lrp:attnlrp_gamma": ("lrp:attnlrp_gamma", "cost"),
 }  # fmt: skip
 NETWORKS = ("efficientnet_lite0", "resnet50", "vgg16", "alexnet", "resnet56", "vit", "minilm")
-TEXTS = ("vit", "minilm")  # have attention: attnlrp instead of the presets for pictures
+TEXTS = ("vit", "minilm")  # have attention: attnlrp and attnlrp_gamma instead of the presets for pictures
 
 
 @dataclass(frozen=True)
@@ -159,6 +162,8 @@ class Networks:
             stem = nn.Sequential(full.conv1, full.bn1, full.relu, full.maxpool, full.layer1, full.layer2).eval()
             seen = torch.cat([_through(stem, more[0]), _through(stem, more[0].flip(3))])
             _train(body, seen, torch.cat([more[1]] * 2), 40)
+            for block in body.blocks:
+                block.mix = Attention(block.mix)
             return nn.Sequential(stem, body).eval(), range(10), few, test
         from torchvision import models
 
@@ -193,6 +198,27 @@ class Networks:
 
     def _state(self, name: str) -> dict[str, Tensor]:
         return load_file(self._file(name))
+
+
+class Attention(nn.Module):
+    """What an `nn.MultiheadAttention` computes, written as linear layers, so that hooks see what each of them makes."""
+
+    def __init__(self, like: Any) -> None:
+        super().__init__()
+        self.heads, parts = like.num_heads, zip(like.in_proj_weight.chunk(3), like.in_proj_bias.chunk(3), strict=True)
+        self.q, self.k, self.v, self.out = (
+            _linear(w, b) for w, b in (*parts, (like.out_proj.weight, like.out_proj.bias))
+        )
+
+    def forward(self, x: Tensor, *_: Any, **__: Any) -> tuple[Tensor]:
+        q, k, v = (part(x).unflatten(2, (self.heads, -1)).transpose(1, 2) for part in (self.q, self.k, self.v))
+        return (self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)),)
+
+
+def _linear(weight: Tensor, bias: Tensor) -> nn.Linear:
+    layer = nn.Linear(weight.shape[1], weight.shape[0]).to(weight)
+    layer.weight.data, layer.bias.data = weight.detach().clone(), bias.detach().clone()
+    return layer
 
 
 class Sentiment(nn.Module):
@@ -233,44 +259,45 @@ def accuracy(model: nn.Module, test: tuple[Any, Tensor]) -> float:
     return hits / len(y)
 
 
-def measured(scene: Scene, wanted: list[str], draw: int, shares: list[float]) -> Iterator[list[dict[str, Any]]]:
-    """Each method on one draw: scored once, then removed and repaired for each share. A row for each share."""
+def measured(scene: Scene, wanted: list[str], draw: int, share: float, memory: str | None) -> Iterator[dict[str, Any]]:
+    """A row for each method on one draw: scored, removed, repaired."""
     model, data = scene.model, scene.data
     inputs = data[0][0] if isinstance(data, list) else data[0]
     graph = sc.analyze(model, select_samples(inputs, slice(1)))
-    session, whole = Repair().session(model, data), accuracy(model, scene.test)
+    session, whole = Repair("ridge", memory=memory).session(model, data), accuracy(model, scene.test)
     for method in wanted:
         begin = time.perf_counter()
         name, scope = METHODS[method]
         criterion: Any = Custom(function=conductance, name="integrated") if name == "integrated" else name
         torch.manual_seed(draw)
-        rows = []
+        row: dict[str, Any] = {"method": method, "share": share}
         try:
             scores = sc.score(model, data, criterion, graph=graph)
-            for share in shares:
-                limits = Limits("layer" if scope == "layer" else "cost", round_to=8)
-                plan = sc.plan(graph, scores, keep={"macs": share}, limits=limits)
-                small = sc.apply(model, plan)
-                row = {"method": method, "share": share, "macs": plan.after.macs / plan.before.macs, "before": whole}
-                outcome = session.examine(small, False)
-                row |= {"removed": accuracy(small, scene.test), "repaired": accuracy(outcome.model, scene.test)}
-                rows.append({**row, "repair": outcome.method, "seconds": round(time.perf_counter() - begin, 2)})
-                begin = time.perf_counter()
+            plan = sc.plan(graph, scores, keep={"macs": share}, limits=Limits("layer" if scope == "layer" else "cost"))
+            small = sc.apply(model, replace(plan, example=None))
+            outcome = session.examine(small, False)
+            row |= {"macs": plan.after.macs / plan.before.macs, "before": whole}
+            row |= {"removed": accuracy(small, scene.test), "repaired": accuracy(outcome.model, scene.test)}
+            row |= {"repair": outcome.method, "seconds": round(time.perf_counter() - begin, 2)}
         except SecateurError as error:
-            rows = [{"method": method, "failed": f"{type(error).__name__}: {str(error)[:200]}"}]
-        yield rows
+            row["failed"] = f"{type(error).__name__}: {str(error)[:200]}"
+        except torch.OutOfMemoryError as error:  # others use the device too: the next start tries again
+            print(method, str(error)[:80], flush=True)
+            torch.cuda.empty_cache()
+            continue
+        yield row
 
 
 def methods(network: str) -> list[str]:
     """What is measured of a network."""
     pictures = ("lrp:epsilon_plus", "lrp:epsilon_gamma_box")
-    return [m for m in METHODS if (m not in pictures if network in TEXTS else m != "lrp:attnlrp")]
+    return [m for m in METHODS if (m not in pictures if network in TEXTS else m != "lrp:attnlrp_gamma")]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path)
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True, nargs="+", help="several for a table")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--networks", nargs="*", choices=NETWORKS)
     parser.add_argument("--methods", nargs="*", choices=list(METHODS))
@@ -279,50 +306,52 @@ def main() -> None:
     parser.add_argument("--per-class", type=int, default=10, help="samples that are scored")
     parser.add_argument("--tested", type=int, default=50, help="test samples per class")
     parser.add_argument("--minutes", type=float, default=1e9, help="begin no criterion after this")
+    parser.add_argument("--memory", help="of a repair, such as '8 GiB'")
     parser.add_argument("--table", action="store_true")
     args = parser.parse_args()
     if args.table:
-        print(table(_rows(args.out)))
+        print(table(_rows(*args.out)))
         return
     warnings.simplefilter("ignore")
     begin, networks = time.monotonic(), Networks(args.data, args.device, args.per_class, args.tested)
-    done = {(row["network"], row["draw"], row["method"]) for row in _rows(args.out)}
-    for name in args.networks or networks.known():
-        for draw in args.draws:
-            wanted = [m for m in args.methods or methods(name) if (name, draw, m) not in done]
-            if not wanted:
-                continue
-            for rows in measured(networks.scene(name, draw), wanted, draw, args.shares):
-                with args.out.open("a", encoding="utf-8") as file:
-                    file.writelines(json.dumps({"network": name, "draw": draw, **row}) + "\n" for row in rows)
-                print(name, draw, *(list(row.values()) for row in rows), flush=True)
-                if time.monotonic() - begin > 60 * args.minutes:
-                    print("the minutes are over; the same command goes on")
-                    return
+    names = args.networks or networks.known()
+    done = {(row["network"], row["draw"], row["method"], row["share"]) for row in _rows(*args.out)}
+    for share, draw, name in product(args.shares, args.draws, names):
+        wanted = [m for m in args.methods or methods(name) if (name, draw, m, share) not in done]
+        if not wanted:
+            continue
+        for row in measured(networks.scene(name, draw), wanted, draw, share, args.memory):
+            with args.out[0].open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"network": name, "draw": draw, **row}) + "\n")
+            print(name, draw, *row.values(), flush=True)
+            if time.monotonic() - begin > 60 * args.minutes:
+                print("the minutes are over; the same command goes on")
+                return
     print("done")
 
 
-def _rows(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text("utf-8").splitlines()] if path.exists() else []
+def _rows(*paths: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for path in paths if path.exists() for line in path.read_text("utf-8").splitlines()]
 
 
 def table(rows: list[dict[str, Any]]) -> str:
     """For each network and share: mean and standard error over draws, removed alone and repaired."""
     cells: dict[Any, list[dict[str, Any]]] = defaultdict(list)
     for row in rows:
-        if "share" in row:
+        if "failed" not in row:
             cells[row["network"], row["share"], row["method"]].append(row)
     lines = []
     for network in dict.fromkeys(key[0] for key in cells):
         whole = np.mean([row["before"] for key, found in cells.items() if key[0] == network for row in found])
-        shares = sorted({key[1] for key in cells if key[0] == network}, reverse=True)
-        heads = [f"{100 * share:.0f} %, {what}" for share in shares for what in ("removed", "repaired")]
+        shares = sorted({key[1] for key in cells if key[0] == network})
+        heads = [f"{100 * share:.0f} %, {what}" for share in shares for what in ("removed", "repaired", "draws")]
         lines += [f"\n### {network}\n", f"Before: {100 * whole:.1f} %.\n"]
-        lines.append(f"| criterion | {' | '.join(heads)} | draws |")
-        lines.append("|---|" + "---:|" * (len(heads) + 1))
-        for method in [m for m in METHODS if (network, shares[0], m) in cells]:
-            texts = [_mean(cells[network, share, method], what) for share in shares for what in ("removed", "repaired")]
-            lines.append(f"| {method} | {' | '.join(texts)} | {len(cells[network, shares[0], method])} |")
+        lines.append(f"| criterion | {' | '.join(heads)} |")
+        lines.append("|---|" + "---:|" * len(heads))
+        for method in [m for m in METHODS if any((network, share, m) in cells for share in shares)]:
+            mine = [cells.get((network, share, method), []) for share in shares]
+            texts = [t for own in mine for t in (_mean(own, "removed"), _mean(own, "repaired"), str(len(own)))]
+            lines.append(f"| {method} | {' | '.join(texts)} |")
         failed = {row["method"]: row["failed"] for row in rows if row["network"] == network and "failed" in row}
         lines += [f"\n{method}: {why}" for method, why in failed.items()]
     return "\n".join(lines)

@@ -267,7 +267,7 @@ def told(model: nn.Module, whole: Tensor, test: tuple[Tensor, Tensor]) -> dict[s
 
 def measure(args: argparse.Namespace) -> None:
     begin = time.monotonic()
-    done = {(row["task"], row["draw"], row["variant"]) for row in _rows(args.out)}
+    done = {(row["task"], row["draw"], row["variant"]) for row in _rows(*args.out)}
     known: dict[str, Data] = {}
     for number in args.draws:
         for task in args.tasks:
@@ -293,15 +293,14 @@ def measure(args: argparse.Namespace) -> None:
                 small, key = sc.apply(model, plan), (rounds, copies)
                 scored = time.perf_counter() - start
                 if key not in sessions:
-                    at_once = 1024 if args.device == "cuda" else None
-                    sessions = {key: Repair("ridge", copies, rounds=rounds, at_once=at_once).session(model, data)}
+                    sessions = {key: Repair("ridge", copies, rounds=rounds, memory=args.memory).session(model, data)}
                 repaired = sessions[key].examine(small, False).model
                 row = {
                     "task": task, "draw": number, "variant": variant, "macs": plan.after.macs / plan.before.macs,
                     "whole": float((whole.argmax(1) == test[1]).double().mean()), **told(repaired, whole, test),
                     "planned": round(scored, 2), "seconds": round(time.perf_counter() - start, 2),
                 }  # fmt: skip
-                with args.out.open("a", encoding="utf-8") as file:
+                with args.out[0].open("a", encoding="utf-8") as file:
                     file.write(json.dumps(row) + "\n")
                 print(*row.values(), flush=True)
                 if time.monotonic() - begin > 60 * args.minutes:
@@ -342,7 +341,7 @@ def _mean(values: list[float]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path)
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True, nargs="+", help="several for a table")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--tasks", nargs="*", choices=list(TASKS), default=list(TASKS))
     parser.add_argument("--variants", nargs="*", choices=list(VARIANTS), default=list(VARIANTS))
@@ -352,11 +351,12 @@ def main() -> None:
     parser.add_argument("--altered", type=int, default=4, help="altered copies that covariances are estimated from")
     parser.add_argument("--size", type=int, default=224)
     parser.add_argument("--minutes", type=float, default=1e9, help="begin nothing after this")
+    parser.add_argument("--memory", help="of a repair, such as '8 GiB'")
     parser.add_argument("--table", action="store_true")
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     if args.table:
-        print(table(_rows(args.out)))
+        print(table(_rows(*args.out)))
     else:
         measure(args)
 
