@@ -56,6 +56,7 @@ from secateur.running.targets import Reader
 from secateur.running.tensor_files import decode, encode, read_checkpoint, write_checkpoint
 
 FORMAT, WARM_UP, MOMENTUM, SAVED = "league-together-1", 3, 0.9, 15.0  # seconds between two checkpoints
+NEAR = 12  # runs further down in the plan do not slow down those that matter more
 
 
 class Student:
@@ -234,17 +235,18 @@ def run(worker: Worker, jobs: Sequence[Job], deadline: float) -> Iterable[dict[s
 def groups(out: Path, jobs: Iterable[Job], most: int) -> list[list[Job]]:
     """Runs of one seed and length that stand at the same epoch, in the order of their first one."""
     known = {(r["row"], r["speed"], r["epochs"], r["seed"]) for r in lines(out / "results.jsonl")}
-    found: list[tuple[tuple[int, int, int], list[Job]]] = []
-    for job in jobs:
+    found: list[tuple[tuple[int, int, int], int, list[Job]]] = []
+    for number, job in enumerate(jobs):
         if job.epochs and (str(job.row), job.speed, job.epochs, job.seed) not in known:
             key = job.seed, job.epochs, done(out, job)
-            fitting = next((members for other, members in found if other == key and len(members) < most), None)
-            if fitting is None:
-                found.append((key, [job]))
+            fitting = (g for other, first, g in found if other == key and len(g) < most and number - first < NEAR)
+            members = next(fitting, None)
+            if members is None:
+                found.append((key, number, [job]))
             else:
-                fitting.append(job)
-    found.sort(key=lambda pair: -pair[0][2])  # what is nearly done first
-    return [members for _, members in found]
+                members.append(job)
+    found.sort(key=lambda entry: -entry[0][2])  # what is nearly done first
+    return [members for *_, members in found]
 
 
 def work(options: argparse.Namespace, given: Any, deadline: float) -> None:
@@ -254,11 +256,15 @@ def work(options: argparse.Namespace, given: Any, deadline: float) -> None:
             jobs = given.get(timeout=1)
         except queue.Empty:
             return
+        line = None
         try:
             for line in run(worker, jobs, deadline):
                 with (worker.out / "results.jsonl").open("a") as file:
                     file.write(json.dumps(line) + "\n")
                 print(json.dumps(line), flush=True)
+            if line is not None:
+                for job in jobs:
+                    place(worker.out, job).unlink(missing_ok=True)
         except Exception:
             print(f"failed: {[job.name for job in jobs]}\n{traceback.format_exc()}", flush=True)
 
