@@ -24,7 +24,7 @@ import sys
 import tarfile
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from tempfile import mkdtemp
@@ -46,11 +46,7 @@ from secateur.running.accuracy import accuracy
 
 SPEEDS, LENGTHS, SEEDS = (2.1, 2.55, 4.0), (0, 1, 5, 20, 100), (0, 1, 2)
 RATES = {1: 0.01, 5: 0.03, 20: 0.05, 100: 0.1}
-TEACHER, ERASED, MULTIPLE = (
-    0.5,
-    8,
-    8,
-)  # the teacher's share, the side of an erased square, and what widths are padded to
+TEACHER, ERASED, MULTIPLE = 0.5, 8, 8  # the teacher's share, the side of an erased square, what widths are padded to
 TUNED: list[dict[str, Any]] = [
     {}, {"teacher": 0.9}, {"temperature": 2.0}, {"augment": "crop-flip"}, {"lr": 0.05}, {"lr": 0.2}, {"ema": 0.998},
     {"weight_decay": 1e-3}, {"blocks": 0.5},
@@ -182,7 +178,8 @@ def chosen(net: nn.Module, data: tuple[Tensor, Tensor], job: Job) -> nn.Module:
     index = torch.randperm(len(x), generator=torch.Generator().manual_seed(1000 + job.seed))[:SCORED].to(x.device)
     samples = x[index], y[index]
     if job.row.choice.startswith("Torch-Pruning"):
-        return by_torch_pruning(net, samples, job)
+        # It cannot follow shortcuts that pad channels, so the layers that meet there are left alone.
+        return by_torch_pruning(net, samples, job, macs, lambda p: p in ("conv1", "linear") or p.endswith("conv2"))
     criterion: Any = sc.criteria.Random(seed=job.seed) if job.row.choice == "random" else job.row.choice
     repair = Repair("ridge", copies=2, samples=SCORED) if job.row.repair else None
     schedule = Schedule(one_shot=True, rescore=False, seed=job.seed, batch_size=100)
@@ -191,27 +188,25 @@ def chosen(net: nn.Module, data: tuple[Tensor, Tensor], job: Job) -> nn.Module:
     return result.model
 
 
-def by_torch_pruning(net: nn.Module, samples: tuple[Tensor, Tensor], job: Job) -> nn.Module:
-    """The same MACs by a rival: all layers compete, as in its own experiments on CIFAR-10.
-
-    It cannot follow shortcuts that pad channels, so the layers that meet there are left alone.
-    """
+def by_torch_pruning(
+    net: nn.Module, samples: tuple[Tensor, Tensor], job: Any, count: Callable[[nn.Module], int],
+    stays: Callable[[str], bool],
+) -> nn.Module:  # fmt: skip
+    """The same MACs (`count`) by a rival: all layers compete, as in its own experiments, but those that must stay."""
     import copy
 
     import torch_pruning as tp
 
-    whole, x = macs(net), samples[0][:1]
+    whole, choice, known = count(net), getattr(job, "row", job).choice, copy.deepcopy(net)
     kinds = {"magnitude": tp.importance.GroupMagnitudeImportance, "taylor": tp.importance.GroupTaylorImportance}
-    importance, known = kinds[job.row.choice.split()[-1]], copy.deepcopy(net)
-    if job.row.choice == TAYLOR.choice:
+    if choice == TAYLOR.choice:
         nn.functional.cross_entropy(known(samples[0]), samples[1]).backward()
 
     def pruned(share: float) -> nn.Module:
         model = copy.deepcopy(known)
-        ignored = [m for path, m in model.named_modules() if path in ("conv1", "linear") or path.endswith("conv2")]
         pruner = tp.pruner.BasePruner(
-            model, x, importance(), global_pruning=True, pruning_ratio=share, max_pruning_ratio=1.0,
-            ignored_layers=ignored,
+            model, samples[0][:1], kinds[choice.split()[-1]](), global_pruning=True, pruning_ratio=share,
+            max_pruning_ratio=1.0, ignored_layers=[m for path, m in model.named_modules() if stays(path)],
         )  # fmt: skip
         for mine, theirs in zip(model.parameters(), known.parameters(), strict=True):
             mine.grad = None if theirs.grad is None else theirs.grad.clone()
@@ -222,7 +217,7 @@ def by_torch_pruning(net: nn.Module, samples: tuple[Tensor, Tensor], job: Job) -
     low, high = 0.0, 0.99
     for _ in range(8):
         middle = (low + high) / 2
-        low, high = (middle, high) if macs(pruned(middle)) > whole / job.speed else (low, middle)
+        low, high = (middle, high) if count(pruned(middle)) > whole / job.speed else (low, middle)
     return pruned(high)
 
 

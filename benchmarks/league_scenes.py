@@ -12,7 +12,6 @@ epoch. `--part 0/4` takes every fourth cell, so that several processes share the
 from __future__ import annotations
 
 import argparse
-import copy
 import json
 import time
 from collections.abc import Iterator
@@ -26,7 +25,7 @@ from torch import Tensor, nn
 
 import secateur as sc
 from benchmarks.latency_accuracy import network
-from benchmarks.league import FAIR, MAGNITUDE, OTHERS, OURS, PARTS, TAYLOR, Row, table
+from benchmarks.league import FAIR, MAGNITUDE, OTHERS, OURS, PARTS, TAYLOR, Row, by_torch_pruning, table
 from reproduction.networks import with_classes
 from reproduction.published import published
 from secateur.data.views import View
@@ -93,7 +92,9 @@ class Scenes:
         """The smaller model of a cell, before training."""
         samples = self.scored(cell.seed)
         if cell.choice.startswith("Torch-Pruning"):
-            return by_torch_pruning(self.net, samples, cell)
+            return by_torch_pruning(
+                self.net, samples, cell, lambda model: macs(model, samples[0]), lambda path: path == "fc"
+            )
         criterion: Any = sc.criteria.Random(seed=cell.seed) if cell.choice == "random" else cell.choice
         schedule = Schedule(one_shot=True, rescore=False, seed=cell.seed, batch_size=50)
         more = {} if cell.repair else {"repair": None}
@@ -116,34 +117,6 @@ def macs(model: nn.Module, x: Tensor) -> int:
     for hook in hooks:
         hook.remove()
     return sum(found)
-
-
-def by_torch_pruning(net: nn.Module, samples: tuple[Tensor, Tensor], cell: Cell) -> nn.Module:
-    """The same MACs by a rival, where all layers compete."""
-    import torch_pruning as tp
-
-    whole, (x, y), known = macs(net, samples[0]), samples, copy.deepcopy(net)
-    kinds = {"magnitude": tp.importance.GroupMagnitudeImportance, "taylor": tp.importance.GroupTaylorImportance}
-    if cell.choice == TAYLOR.choice:
-        nn.functional.cross_entropy(known(x), y).backward()
-
-    def pruned(share: float) -> nn.Module:
-        model = copy.deepcopy(known)
-        for mine, theirs in zip(model.parameters(), known.parameters(), strict=True):
-            mine.grad = None if theirs.grad is None else theirs.grad.clone()
-        pruner = tp.pruner.BasePruner(
-            model, x[:1], kinds[cell.choice.split()[-1]](), global_pruning=True, pruning_ratio=share,
-            max_pruning_ratio=1.0, ignored_layers=[model.fc],
-        )  # fmt: skip
-        pruner.step()
-        model.zero_grad(set_to_none=True)
-        return model
-
-    low, high = 0.0, 0.99
-    for _ in range(8):
-        middle = (low + high) / 2
-        low, high = (middle, high) if macs(pruned(middle), x) > whole / cell.speed else (low, middle)
-    return pruned(high)
 
 
 def main(given: argparse.Namespace) -> None:

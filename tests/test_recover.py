@@ -230,6 +230,37 @@ def test_transforms_of_torchvision(result: sc.Result) -> None:
         sc.recover(result, None, (x, y), epochs=1, augment=lambda images: images[:3], progress=False)
 
 
+def test_usual_transforms_are_computed_at_once_and_each_image_draws_for_itself() -> None:
+    v2 = pytest.importorskip("torchvision.transforms.v2")
+    calls = []
+
+    class Counted(v2.Normalize):
+        def forward(self, *inputs: Tensor) -> Tensor:
+            calls.append(inputs[0].shape)
+            return super().forward(*inputs)
+
+    Counted.__module__, Counted.__name__ = v2.Normalize.__module__, "Normalize"
+    images, targets = torch.rand(64, 3, 6, 8, generator=torch.Generator().manual_seed(0)), torch.zeros(64)
+    plain = v2.Compose([Counted([0.1] * 3, [0.2] * 3), v2.Resize(12), v2.CenterCrop(10), v2.ToDtype(torch.float64)])
+    made, _ = altered(plain, images, targets)
+    assert calls == [images.shape]
+    torch.testing.assert_close(made, torch.stack([plain(image) for image in images]))
+    for transform, dimension in ((v2.RandomHorizontalFlip(0.3), -1), (v2.RandomVerticalFlip(0.3), -2)):
+        made, _ = altered(transform, images, targets)
+        turned = (made == images.flip(dimension)).flatten(1).all(1)
+        assert torch.equal(made[~turned], images[~turned])
+        assert 5 < turned.sum() < 35
+    made, _ = altered(v2.RandomCrop((5, 7), padding=2, fill=9.0), images, targets)
+    padded = F.pad(images, [2] * 4, value=9.0)
+    windows = padded.unfold(2, 5, 1).unfold(3, 7, 1)  # (N, C, tops, lefts, 5, 7)
+    found = (windows == made[:, :, None, None]).all(-1).all(-1).all(1).nonzero()
+    assert set(found[:, 0].tolist()) == set(range(64))
+    assert set(found[:, 1].tolist()) == set(found[:, 2].tolist()) == set(range(6))
+    brighter, _ = altered(v2.Compose([v2.ColorJitter(0.5), lambda image: image[:, :4]]), images, targets)
+    assert brighter.shape == (64, 3, 4, 8)
+    assert len((brighter / images[:, :, :4]).flatten(1).mean(1).unique()) > 32
+
+
 # -- held-out samples --------------------------------------------------------------------------------------------------
 def test_early_stop_returns_the_best_epoch(result: sc.Result) -> None:
     x, y = data(40)

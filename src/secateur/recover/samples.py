@@ -19,6 +19,11 @@ from secateur.running.processes import share
 
 _MARGIN = 8  # images are shifted by up to their side over this
 _MIXING = ("MixUp", "CutMix")
+# Transforms of torchvision that draw nothing, and the dimensions that mirroring ones turn round.
+_PLAIN, _MIRRORS = (
+    ("Normalize", "Resize", "CenterCrop", "ToDtype"),
+    {"RandomHorizontalFlip": -1, "RandomVerticalFlip": -2},
+)
 
 
 @dataclass(frozen=True)
@@ -131,12 +136,35 @@ def altered(augment: Augment, inputs: Any, targets: Any) -> Batch:
         made, known = augment(inputs), targets
     elif type(augment).__name__ in _MIXING:
         made, known = augment(inputs, targets)
-    else:  # a transform draws once for all that it is given
-        made, known = torch.stack([augment(image) for image in inputs]), targets
+    else:
+        made, known = _transformed(augment, inputs), targets
     if not isinstance(made, Tensor) or made.ndim != inputs.ndim or len(made) != len(inputs):
         shape = tuple(made.shape) if isinstance(made, Tensor) else type(made).__name__
         raise DataError(f"augment made {shape} of images of shape {tuple(inputs.shape)}.")
     return made, known
+
+
+def _transformed(transform: Any, images: Tensor) -> Tensor:
+    """What a transform of torchvision makes of images. Each draws for itself; the usual ones are computed at once."""
+    kind = type(transform).__name__ if type(transform).__module__.startswith("torchvision.transforms") else ""
+    if kind == "Compose":
+        for part in transform.transforms:
+            images = _transformed(part, images)
+        return images
+    if kind in _PLAIN:
+        return torch.as_tensor(transform(images))
+    if kind in _MIRRORS:
+        chosen = (torch.rand(len(images)) < transform.p).to(images.device)
+        return torch.where(chosen.view(-1, *[1] * (images.ndim - 1)), images.flip(_MIRRORS[kind]), images)
+    if kind == "RandomCrop" and hasattr(transform, "make_params") and images.ndim == 4:
+        drawn = [transform.make_params([image]) for image in images]
+        padded = transform.transform(images, {**drawn[0], "needs_crop": False})
+        rows, columns = (
+            torch.tensor([[own[begin]] for own in drawn]) + torch.arange(drawn[0][size])
+            for begin, size in (("top", "height"), ("left", "width"))
+        )
+        return _cut(padded, rows.to(images.device), columns.to(images.device))
+    return torch.stack([transform(image) for image in images])  # which draws once for all that it is given
 
 
 def shifted(images: Tensor, most: int) -> Tensor:
@@ -144,7 +172,7 @@ def shifted(images: Tensor, most: int) -> Tensor:
 
     All on the images' device, so that nothing waits.
     """
-    count, channels, height, width = images.shape
+    count, _, height, width = images.shape
     device = images.device
     padded = F.pad(images, [most] * 4)
     top, left = torch.randint(2 * most + 1, (2, count, 1), device=device)
@@ -152,6 +180,11 @@ def shifted(images: Tensor, most: int) -> Tensor:
     mirrored = torch.rand(count, 1, device=device) < 0.5
     rows = top + torch.arange(height, device=device)
     columns = left + torch.where(mirrored, along.flip(0), along)
-    sample = torch.arange(count, device=device).view(-1, 1, 1, 1)
-    channel = torch.arange(channels, device=device).view(1, -1, 1, 1)
-    return padded[sample, channel, rows[:, None, :, None], columns[:, None, None, :]]
+    return _cut(padded, rows, columns)
+
+
+def _cut(images: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+    """Of each image its own rows and columns, in this order."""
+    sample = torch.arange(len(images), device=images.device).view(-1, 1, 1, 1)
+    channel = torch.arange(images.shape[1], device=images.device).view(1, -1, 1, 1)
+    return images[sample, channel, rows[:, None, :, None], columns[:, None, None, :]]

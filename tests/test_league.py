@@ -1,0 +1,89 @@
+"""Several students trained at once end where `recover` takes each of them alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import secateur as sc
+from benchmarks.league import MAGNITUDE, OURS, Job, augment, padded, unpadded
+from benchmarks.league_together import Student, Together, done, groups, restore, save
+from benchmarks.resnet56 import ResNet
+from secateur.recover.samples import Samples
+from secateur.running.sandbox import seeded
+
+JOBS = [Job(OURS, 2.55, 5, 3), Job(MAGNITUDE, 2.55, 5, 3)]
+SHARES = (0.5, 0.0)
+
+
+@pytest.fixture
+def data() -> tuple[Tensor, Tensor]:
+    drawn = torch.Generator().manual_seed(0)
+    return torch.randn(50, 3, 8, 8, generator=drawn), torch.randint(10, (50,), generator=drawn)
+
+
+def nets() -> tuple[nn.Module, list[nn.Module]]:
+    torch.manual_seed(1)
+    return ResNet(1).eval(), [ResNet(1) for _ in SHARES]
+
+
+def taught(students: list[Student], teacher: nn.Module, data: tuple[Tensor, Tensor], epochs: range) -> list[float]:
+    group, samples = Together(students, teacher), Samples(data, 16, augment, None, torch.device("cpu"))
+    return [group.epoch(samples, number, 5, 0.05) for number in epochs][-1]
+
+
+def copies(models: list[nn.Module]) -> list[Student]:
+    made = [ResNet(1) for _ in models]
+    for own, given in zip(made, models, strict=True):
+        own.load_state_dict(given.state_dict())
+    return [Student(net, share, 5e-4) for net, share in zip(made, SHARES, strict=True)]
+
+
+def close(first: nn.Module, second: nn.Module) -> None:
+    for (name, a), b in zip(first.state_dict().items(), second.state_dict().values(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5, msg=name)
+
+
+def test_together_is_what_recover_does_alone(data: tuple[Tensor, Tensor]) -> None:
+    teacher, models = nets()
+    students = copies(models)
+    with seeded(3, 0):
+        losses = taught(students, teacher, data, range(5))
+    for student, model, share, loss in zip(students, models, SHARES, losses, strict=True):
+        alone = sc.recover(
+            model, teacher if share else None, data, epochs=5, lr=0.05, batch_size=16, weight_decay=5e-4, seed=3,
+            temperature=4.0, teacher=share, augment=augment, progress=False,
+        )  # fmt: skip
+        assert alone.history[-1].loss == pytest.approx(loss, rel=1e-4)
+        close(student.net, alone.model)
+
+
+def test_stopped_runs_go_on(data: tuple[Tensor, Tensor], tmp_path: Path) -> None:
+    teacher, models = nets()
+    whole, first, second = copies(models), copies(models), copies(models)
+    with seeded(3, 0):
+        taught(whole, teacher, data, range(5))
+    with seeded(3, 0):
+        taught(first, teacher, data, range(2))
+        save(tmp_path, JOBS, first, [[1.0, 2.0]] * 2)
+    assert [done(tmp_path, job) for job in JOBS] == [2, 2]
+    with seeded(3, 0):
+        assert restore(tmp_path, JOBS, second) == [[1.0, 2.0]] * 2
+        taught(second, teacher, data, range(2, 5))
+    for a, b in zip(whole, second, strict=True):
+        close(a.net, b.net)
+    other = Job(OURS, 4.0, 5, 3)
+    assert groups(tmp_path, [other, *JOBS], 3) == [JOBS, [other]]
+
+
+def test_padded_channels_stay_zero(data: tuple[Tensor, Tensor]) -> None:
+    (teacher, _), model = nets(), ResNet()
+    wide = padded(model, 24)
+    assert wide.layer1[0].conv1.out_channels == 24
+    close(unpadded(wide, model), model)
+    with seeded(3, 0):
+        taught([Student(wide, 0.5, 5e-4)], teacher, data, range(2))
+    unpadded(wide, model)  # which looks at the others
