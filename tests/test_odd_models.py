@@ -314,6 +314,12 @@ def _kept(plan: sc.Plan, name: str, size: int) -> list[int]:
     return sorted(set(range(size)) - set(plan.cuts[name][1]))
 
 
+@pytest.mark.parametrize("name", ["a set", "a queue", "the values of a dict", "a function"])
+def test_classes_stay_wherever_they_are_returned(name: str) -> None:
+    graph = sc.analyze(*build(name))
+    assert [layer.prunable for layer in graph.layers] == [True, True, False]
+
+
 @pytest.mark.parametrize("wrap", [iter, lambda parts: (t for t in parts), lambda parts: map(torch.neg, parts)])
 def test_outputs_that_can_be_read_once_are_refused(wrap: Callable[[Any], Any]) -> None:
     net = returning(lambda y, s: wrap([y, s]))()
