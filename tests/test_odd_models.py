@@ -357,6 +357,22 @@ def test_layers_with_computed_weights_stay(norm: Callable[..., nn.Module]) -> No
         sc.prune(net, (x, torch.arange(4) % 3), remove=0.4, progress=False)
 
 
+def test_statistics_of_a_batch_need_two_samples() -> None:
+    net = Net(lambda m, x: m.c(m.b(m.norm(m.a(x)).relu())), norm=nn.BatchNorm1d(12, track_running_stats=False))
+    result = sc.prune(net.eval(), (torch.randn(4, 6), torch.arange(4) % 3), remove=0.4, repair=False, progress=False)
+    assert result.model.norm.num_features < 12
+
+
+def test_an_expanded_buffer_is_cut_like_any_other() -> None:
+    plain, expanded = (with_buffer("gate", torch.full((12,), 0.5))().eval() for _ in range(2))
+    expanded.load_state_dict(plain.state_dict())
+    expanded.gate = torch.tensor([0.5]).expand(12)
+    x = torch.randn(4, 6)
+    graph = sc.analyze(expanded, x)
+    plan = sc.plan(graph, random_scores(graph, 1), remove=0.5)
+    assert torch.allclose(answers(sc.apply(expanded, plan), x)[0], answers(zeroed(plain, graph, plan), x)[0], atol=1e-6)
+
+
 def test_complex_numbers_are_not_explained() -> None:
     with pytest.raises(UnsupportedModelError, match="complex"):
         sc.explain(build("complex numbers")[0], torch.randn(4, 6), target=0)

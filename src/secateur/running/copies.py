@@ -253,6 +253,8 @@ def meta_copy(model: nn.Module) -> nn.Module:
     def empty(name: str, old: Tensor) -> Tensor:
         if not old.is_floating_point() and not old.is_complex():
             return old.detach().clone()
+        if 0 in old.stride():  # an expanded buffer: each place is one of its own to us
+            return torch.empty(old.shape, dtype=old.dtype, device="meta")
         return torch.empty_strided(old.shape, old.stride(), dtype=old.dtype, device="meta")
 
     return copy_with(model, empty)
