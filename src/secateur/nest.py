@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Set, ValuesView
 from dataclasses import fields
+from io import IOBase
 from types import BuiltinFunctionType, EllipsisType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from secateur.errors import UnsupportedModelError
+
 #: Types of arguments in which no tensor can be.
 SCALARS = frozenset({int, float, bool, str, torch.dtype, torch.device, slice, EllipsisType})
 _PLAIN = frozenset({tuple, list, dict})
 #: Objects that are no part of an output, whatever they refer to.
-_CLOSED = (str, bytes, type, ModuleType, FunctionType, MethodType, BuiltinFunctionType, nn.Module, torch.Generator)
+_CLOSED = (
+    str, bytes, type, ModuleType, FunctionType, MethodType, BuiltinFunctionType, nn.Module, torch.Generator, IOBase,
+)  # fmt: skip
+_UNORDERED = (Set, ValuesView, deque)
 _HIDDEN = frozenset({"__dict__", "__weakref__"})
 #: Names of what a model returns from its inside.
 _INNER = re.compile(r"hidden_states?$|attentions$|past_key_values|cache_params|mems$|router_logits|^state$")
@@ -54,7 +61,8 @@ def tensors_of_output(output: Any, names: Iterable[str] = ()) -> list[Tensor]:
     elif inside is not None and isinstance(inside.get("logits"), Tensor):
         output = [part for name, part in inside.items() if not _INNER.search(str(name))]
     found: list[Tensor] = []
-    _explore(output, found, set())
+    closed = getattr(output, "__closure__", None)  # of a function that the model returns
+    _explore([cell.cell_contents for cell in closed] if closed else output, found, set())
     return found
 
 
@@ -65,7 +73,12 @@ def _explore(value: Any, found: list[Tensor], seen: set[int]) -> None:
     if value is None or isinstance(value, _CLOSED) or type(value) in SCALARS or id(value) in seen or _is_cache(value):
         return
     seen.add(id(value))
-    inside = entries(value)
+    if isinstance(value, Iterator):
+        raise UnsupportedModelError(
+            f"the model returns a {type(value).__name__}, which can be read only once: its tensors cannot be seen.",
+            fix="let the forward return a tuple or a list",
+        )
+    inside = list(enumerate(value)) if isinstance(value, _UNORDERED) else entries(value)
     for _, item in inside or ():
         _explore(item, found, seen)
     if type(value) not in _PLAIN:

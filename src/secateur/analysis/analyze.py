@@ -21,7 +21,7 @@ from secateur.analysis.variants import (
 )
 from secateur.errors import Argument, SecateurError, UnsupportedModelError
 from secateur.nest import entries, tensors_of_output
-from secateur.running.copies import check_followed, meta_copy, named_tensors, shared_copy, unwrap
+from secateur.running.copies import check_followed, meta_copy, named_tensors, never_share, shared_copy, unwrap
 from secateur.running.sandbox import Example, leaves_no_trace, uncollected
 from secateur.structure.blocks import find_blocks
 from secateur.structure.choices import settle_choices
@@ -89,6 +89,7 @@ def _found(
     if watched.sized and watched.numberless:
         # Code that reads sizes may couple other units for another input.
         passes += next((found for x in other_sizes(inputs) if (found := _another_pass(copy, x, watched, names))), [])
+    never_share(model, {name for found in passes for name in found.overwritten})
     freeze_never_run(model, passes)
     settle_choices(passes)
     blocks = find_blocks(watched.flow, watched.found, model)

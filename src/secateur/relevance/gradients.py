@@ -27,10 +27,10 @@ from secateur.ops.protocols import Axes
 from secateur.ops.table import Call, Site
 from secateur.relevance._kernels import one_kernel
 from secateur.relevance.backward import Backward, fitted
-from secateur.relevance.layers import Layers, refuse_learning
+from secateur.relevance.layers import Layers, refuse_complex, refuse_learning
 from secateur.relevance.ledger import HALF, total, wide
 from secateur.relevance.linear_maps import Bilinear, DenseMap, LinearMap
-from secateur.relevance.propagation import Propagation, refuse_complex
+from secateur.relevance.propagation import Propagation
 from secateur.relevance.weights import LinearCall
 from secateur.running.tensor_facts import TensorFacts
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from secateur.errors import UnsupportedModelError
-from secateur.ops.table import Call
+from secateur.ops.table import Call, Site
 from secateur.relevance._fusion import Fusion
 from secateur.relevance.accelerators import Attempt
 from secateur.relevance.activations import Activations
@@ -148,6 +148,8 @@ class Layers:
         `build` must not hold what holds its output: torch would never free the two.
         """
         backward, journal, use, index = self.backward, self.backward.journal, record.use, record.index
+        if record.weight.is_complex():
+            refuse_complex(use.path, backward.composite.name)
         leaf = backward.leaves.get(id(record.x))
         first = leaf is not None and not leaf[2]  # a constant is no input
         place = backward.place(use.kind, use.path, index, first or index == 0)
@@ -179,6 +181,15 @@ class Layers:
         output = self.backward.step(call.run, lambda r: (r,), x, saves=False)
         self.activations.note_fresh(output)
         return output
+
+
+def refuse_complex(site: Site | str, composite: str) -> NoReturn:
+    """No rule is known for what happens to complex numbers here."""
+    raise UnsupportedModelError(
+        f"no relevance rule is known for the complex numbers in {site} under the composite {composite!r}.",
+        fix="composite='attnlrp', or the criterion 'lrp:attnlrp', which have one for linear functions; or another "
+        "criterion, such as 'taylor'",
+    )
 
 
 def refuse_learning(call: Call) -> None:

@@ -87,7 +87,7 @@ class Journal:
         sums = [*more, *(s for _, _, arrived, passed, _ in self._flows for s in (arrived, passed))]
         seen = {id(t) for t in self._vectors}  # the same vector may belong to several layers, so all are kept
         others = {id(s): s for s in sums if s is not None and id(s) not in seen}
-        tensors = [*self._vectors, *others.values()]
+        tensors = [t for t in (*self._vectors, *others.values()) if t.numel()]  # (`reduceat` takes no empty part)
         places = {id(t): place for place, t in enumerate(tensors)}
         device = tensors[0].device
         return Page(
@@ -95,7 +95,7 @@ class Journal:
             [(str(name), kind, absorbs) for name, kind, _, _, absorbs in self._flows],
             torch.cat([t.reshape(-1).to(device) for t in tensors]).to(precise(device)),
             np.cumsum([0, *(t.numel() for t in tensors[:-1])]),
-            np.array([-1 if s is None else places[id(s)] for s in sums]),
+            np.array([places.get(id(s), -1) for s in sums]),
         )
 
     def _units(self, name: str, first: int, sums: Tensor) -> None:

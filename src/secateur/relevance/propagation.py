@@ -10,20 +10,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from secateur.errors import UnsupportedModelError
 from secateur.nest import map_tensors, tensors_in
 from secateur.ops.protocols import Axes
 from secateur.ops.table import Call, Site
 from secateur.relevance.attention import attend, gate_scores, product, regroup
 from secateur.relevance.backward import Back, Backward, edge_of, fitted
 from secateur.relevance.composites import Place
-from secateur.relevance.layers import Layers
+from secateur.relevance.layers import Layers, refuse_complex
 from secateur.relevance.ledger import HALF, total
 from secateur.relevance.linear_maps import AveragingMap, Bilinear, FunctionMap, MatmulMap
 
@@ -228,6 +227,8 @@ class Propagation:
         layer = self._layer(call, a, b, function, axes)
         if layer is not None:
             return layer
+        if a.is_complex() or b.is_complex():
+            refuse_complex(name, backward.composite.name)
         place, attention = (backward.place(kind, name.path) for kind in ("matmul", "attention"))
         inputs: tuple[Tensor, ...] = (a, b)
         weights, values = (a, b) if a in known.logits else (b, a)
@@ -336,15 +337,6 @@ class Propagation:
         output = self.backward.step(run or (lambda: self.activations.run_on_copy(call)), back, *inputs, saves=saves)
         self.activations.replace(call, output)
         return output
-
-
-def refuse_complex(site: Site, composite: str) -> NoReturn:
-    """No rule is known for what happens to complex numbers here."""
-    raise UnsupportedModelError(
-        f"no relevance rule is known for the complex numbers in {site} under the composite {composite!r}.",
-        fix="composite='attnlrp', or the criterion 'lrp:attnlrp', which have one for linear functions; or another "
-        "criterion, such as 'taylor'",
-    )
 
 
 def _carries(value: Any) -> bool:

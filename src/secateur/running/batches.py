@@ -210,16 +210,18 @@ def repeatable(data: Data) -> Data:
 
 
 def example_of(model: nn.Module, data: Data) -> Any:
-    """One sample of the data on the model's device, to analyse the model with."""
+    """One sample of the data on the model's device, to analyse the model with; two for statistics of a batch."""
     if data is None:
         raise DataError(
             "without data there is no input to analyse the model with.",
             fix="data=[(example, None)], where the model runs on example; `score` also takes graph=analyze(…)",
         )
-    for inputs, _ in batches(data, 1):
+    norms = (m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm))
+    count = 2 if any(norm.running_mean is None for norm in norms) else 1
+    for inputs, _ in batches(data, count):
         if size_of(inputs) < 1:
             raise DataError("the first batch is empty.")
-        return to_device(select_samples(inputs, slice(1)), device_of(unwrap(model)))
+        return to_device(select_samples(inputs, slice(count)), device_of(unwrap(model)))
     raise DataError("the data are empty: there is no batch in them.")
 
 

@@ -6,13 +6,31 @@ import copy
 import pickle
 import sys
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.prune import BasePruningMethod
+from torch.nn.utils.weight_norm import WeightNorm
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from secateur.errors import UnsupportedModelError
+
+# Parameters that a forward was seen to write to, as an embedding with `max_norm` does. Copies have their own of these.
+_WRITTEN: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def never_share(model: nn.Module, names: Collection[str]) -> None:
+    """Remember that the forward writes to these parameters."""
+    for name, tensor in named_tensors(model) if names else ():
+        if name in names:
+            _WRITTEN[tensor] = True
+
+
+def with_same_memory(tensor: Tensor) -> Tensor:
+    """The tensor for a copy of a model, which shares its memory unless the forward writes to it."""
+    return tensor.detach().clone() if tensor in _WRITTEN else tensor.detach()
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -49,7 +67,8 @@ def check_followed(model: nn.Module, strict: bool = False) -> None:
     if any(kind.__module__ == "ultralytics.engine.model" for kind in type(model).__mro__):
         what = f"{type(model).__name__} is no network but what trains, runs and exports one."
         raise UnsupportedModelError(what, fix="its `.model`, as in prune(yolo.model, …)")
-    for path, module in named_modules(model):
+    modules = named_modules(model)
+    for path, module in modules:
         name = f"`{path}`" if path else type(model).__name__
         parts = _parts(module) if strict else [] if path else [module]
         if any(isinstance(part, torch.jit.ScriptModule | torch.jit.ScriptFunction) for part in parts):
@@ -69,6 +88,11 @@ def check_followed(model: nn.Module, strict: bool = False) -> None:
         if _FRAMES * (path.count(".") + 1) > sys.getrecursionlimit() - 200:
             raise UnsupportedModelError(
                 f"{name} is nested too deeply for Python's stack.", fix="sys.setrecursionlimit(10_000)"
+            )
+    for name, tensor in _tensors(modules):
+        if tensor.layout != torch.strided:
+            raise UnsupportedModelError(
+                f"`{name}` is stored as {tensor.layout}, of which no unit can be cut.", fix="tensor.to_dense()"
             )
 
 
@@ -90,6 +114,9 @@ def copy_with(model: nn.Module, tensor: Callable[[str, Tensor], Tensor]) -> nn.M
             new = new.clone()  # what was made in inference mode can take no part in a gradient
         if type(old) is nn.Parameter or isinstance(old, nn.Parameter):  # (torch's own check takes a microsecond)
             new = nn.Parameter(new, requires_grad=old.requires_grad)
+            vars(new).update(vars(old))  # marks that training reads, such as `_no_weight_decay`
+            if _WRITTEN and old in _WRITTEN:
+                _WRITTEN[new] = True
         memo[id(old)] = new
     return _copied_plain(model, memo, modules)
 
@@ -99,10 +126,14 @@ def _copied_plain(model: nn.Module, memo: dict[int, Any], modules: list[tuple[st
     try:
         made = _copied(model, memo, [module for _, module in modules])
     except (RuntimeError, TypeError, ValueError, pickle.PickleError) as error:
+        fix = "keep non-leaf tensors and open resources out of its attributes, or detach() them"
+        hooks = [hook for _, module in modules for hook in module._forward_pre_hooks.values()]
+        if any(isinstance(hook, BasePruningMethod | WeightNorm) for hook in hooks):
+            fix = "make its weights plain parameters first: torch.nn.utils.prune.remove, or remove_weight_norm"
         raise UnsupportedModelError(
             f"{type(model).__name__} cannot be copied ({error}). secateur never changes your model, so it "
             "works on copies.",
-            fix="keep non-leaf tensors and open resources out of its attributes, or detach() them",
+            fix=fix,
         ) from error
     compiled = any("_orig_mod" in module._modules for _, module in modules)
     for _, module in named_modules(made) if compiled else ():
@@ -222,6 +253,8 @@ def meta_copy(model: nn.Module) -> nn.Module:
     def empty(name: str, old: Tensor) -> Tensor:
         if not old.is_floating_point() and not old.is_complex():
             return old.detach().clone()
+        if 0 in old.stride():  # an expanded buffer: each place is one of its own to us
+            return torch.empty(old.shape, dtype=old.dtype, device="meta")
         return torch.empty_strided(old.shape, old.stride(), dtype=old.dtype, device="meta")
 
     return copy_with(model, empty)
@@ -229,4 +262,6 @@ def meta_copy(model: nn.Module) -> nn.Module:
 
 def shared_copy(model: nn.Module) -> nn.Module:
     """A copy that shares the parameters' memory but owns its buffers, flags and structure."""
-    return copy_with(model, lambda name, old: old.detach() if isinstance(old, nn.Parameter) else old.detach().clone())
+    return copy_with(
+        model, lambda name, old: with_same_memory(old) if isinstance(old, nn.Parameter) else old.detach().clone()
+    )

@@ -11,7 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from types import FrameType
 from typing import Any, Self
 
@@ -49,6 +49,7 @@ class Observer(TorchFunctionMode):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
+        self._model, self._memories = model, dict[int, list[tuple[str, Tensor]]]()
         self._paths = {id(module): path for path, module in named_modules(model)}
         self._stack: list[str] = []
         self._visits: dict[tuple[str, str], int] = {}
@@ -91,6 +92,8 @@ class Observer(TorchFunctionMode):
         args, kwargs, tensors = self.present(operation, args, kwargs or {})
         if torch._C._functorch.maybe_current_level() is not None and self._is_transformed(func, args, kwargs):
             return func(*args, **kwargs)
+        if _is_in_place(func) or (func in _TABLES and kwargs.get("max_norm") is not None):
+            self._spare(args[func in _TABLES] if len(args) > 1 or func not in _TABLES else None)
         if operation is None:
             self.passes_by(func, args, kwargs)
             return self.unknown(func, args, kwargs)
@@ -101,6 +104,24 @@ class Observer(TorchFunctionMode):
             with self.again():
                 return operation.body(*args, **kwargs)
         return self.observe(Call(operation, func, args, kwargs, self.site(func), None, tensors))
+
+    def _spare(self, tensor: Any) -> None:
+        """If a call writes to a parameter, the copy that is watched gets its own before: it may share the user's."""
+        if not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
+            return
+        if not self._memories:
+            for name, parameter in self._model.named_parameters():
+                if parameter.layout == torch.strided:
+                    self._memories.setdefault(parameter.untyped_storage()._cdata, []).append((name, parameter))
+        met = self._memories.pop(tensor.untyped_storage()._cdata, [])
+        self.overwrites([name for name, _ in met])
+        if met and not tensor.is_meta:
+            own = tensor.untyped_storage().clone()  # type: ignore[no-untyped-call]
+            for item in {id(item): item for item in (tensor, *(parameter for _, parameter in met))}.values():
+                item.data = item.detach().new_empty(0).set_(own, item.storage_offset(), item.shape, item.stride())
+
+    def overwrites(self, names: Sequence[str]) -> None:
+        """A call is about to write to these parameters."""
 
     @contextmanager
     def again(self) -> Iterator[None]:
@@ -179,6 +200,21 @@ class Observer(TorchFunctionMode):
     def applies(self, function: type[Any], plain: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
         """Run a `torch.autograd.Function` under observation. What its forward calls is observed in any case."""
         return plain(*args, **kwargs)
+
+
+#: Write to their table if they have a `max_norm`.
+_TABLES = frozenset((F.embedding, F.embedding_bag))
+_ASSIGNMENTS = frozenset(
+    ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__idiv__", "__ifloordiv__", "__imod__",
+     "__ipow__", "__iand__", "__ior__", "__ixor__")
+)  # fmt: skip
+
+
+@cache
+def _is_in_place(func: Function) -> bool:
+    """Whether a function writes to its first argument, by torch's rule for names."""
+    name = getattr(func, "__name__", "")
+    return name in _ASSIGNMENTS or (name.endswith("_") and not name.endswith("__") and name != "requires_grad_")
 
 
 def torchscript(code: Function, *args: Any, **kwargs: Any) -> Any:

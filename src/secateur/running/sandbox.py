@@ -21,7 +21,7 @@ from torch.compiler import set_stance
 
 from secateur.errors import ForwardError, NotFiniteError, UnsupportedModelError
 from secateur.nest import Images, describe, map_tensors, tensors_in
-from secateur.running.copies import named_tensors, unwrap
+from secateur.running.copies import check_followed, named_tensors, unwrap
 from secateur.running.devices import dtype_of
 
 #: What a model is called on: a tensor, a tuple of positional inputs, or a mapping of named inputs.
@@ -253,7 +253,9 @@ def to_meta(example: Example) -> Example:
 
 def check_weights(model: nn.Module) -> None:
     """Refuse weights that are NaN or infinite by name."""
-    floats = [(name, tensor.detach()) for name, tensor in named_tensors(unwrap(model)) if tensor.is_floating_point()]
+    model = unwrap(model)
+    check_followed(model)
+    floats = [(name, tensor.detach()) for name, tensor in named_tensors(model) if tensor.is_floating_point()]
     empty = next((name for name, tensor in floats if tensor.is_meta), None)
     if empty is not None:
         raise UnsupportedModelError(

@@ -165,6 +165,8 @@ class Findings:
         #: Names of parameters and buffers that took part, and paths of modules that ran.
         self.seen: set[str] = set()
         self.ran: set[str] = {""}
+        #: Names of parameters that the forward writes to.
+        self.overwritten: set[str] = set()
 
     def join(self, a: Labels, b: Labels) -> None:
         """These labels, pair by pair, leave together. A label paired with 0 cannot leave."""

@@ -22,7 +22,7 @@ from secateur.ops.norm import ChannelNorm, GroupNorm
 from secateur.ops.table import Call, Function, Opaque, Operation, Query, Readout, Site, SizeQuery, lookup
 from secateur.running.copies import meta_copy, named_modules, named_tensors, shared_copy
 from secateur.running.heads import catches
-from secateur.running.observer import Observer
+from secateur.running.observer import Observer, Rehearsal
 from secateur.running.sandbox import Example, quiet, run, run_or_explain, to_meta
 from secateur.structure.dataflow import DataFlow
 from secateur.structure.findings import AxisTable, CostTerm, Findings
@@ -110,6 +110,9 @@ class LabelPass(Observer):
             self.labels.overwritten(args)
         elif func in MAKERS:
             self.found.steps[self.site(func)] = Step(numbers_made(func, args, kwargs))
+
+    def overwrites(self, names: Sequence[str]) -> None:
+        self.found.overwritten.update(names)
 
     def enter(self, module: nn.Module) -> None:
         super().enter(module)
@@ -364,6 +367,8 @@ def watch_copy(model: nn.Module, example: Example, strict: bool = False) -> tupl
     except Exception as error:  # numbers steer the forward, or tensors are made on a device of their own
         log.debug("no forward without numbers for %s: %s", type(model).__name__, error)
     with quiet():
-        run_or_explain(shared_copy(model).eval(), example)
+        copy = shared_copy(model).eval()
+        with Rehearsal(copy):
+            run_or_explain(copy, example)
     copy = shared_copy(model).eval()  # the one that ran may keep what it computed, and would do other things
     return copy, example, *watch(copy, example, strict=strict)

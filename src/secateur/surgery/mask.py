@@ -15,7 +15,7 @@ from secateur.ops.norm import GroupNorm, LayerNorm, RMSNorm
 from secateur.ops.reduce import TopK
 from secateur.ops.table import Call, Site
 from secateur.plans.plan import BlockCut, NormCut, Plan
-from secateur.running.copies import copy_with, unwrap
+from secateur.running.copies import copy_with, unwrap, with_same_memory
 from secateur.running.observer import Observer
 from secateur.surgery.cut import check_fits, kept_places, places
 
@@ -43,7 +43,7 @@ def reference(model: nn.Module, plan: Plan, unmasked: Set[str] = frozenset()) ->
 def _masked(model: nn.Module, plan: Plan, shared: Set[str]) -> nn.Module:
     def made(name: str, old: Tensor) -> Tensor:
         if name in shared:
-            return old.detach()
+            return with_same_memory(old)
         new = old.detach().clone()
         for dim, indices in plan.cuts.get(name, {}).items():
             new.index_fill_(dim, places(indices).to(new.device), 0)

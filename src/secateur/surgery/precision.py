@@ -51,7 +51,9 @@ class Precise(TorchFunctionMode):
         self.wide, self.even, self.masks = wide, even, masks
         self.drawn: list[tuple[int, ...]] = []
         self.rows: dict[int, int] = {}
-        self._narrow = {torch.float16, torch.bfloat16, torch.float32} - {wide}
+        self._wider = dict.fromkeys({torch.float16, torch.bfloat16, torch.float32} - {wide}, wide)
+        if wide == torch.float64:
+            self._wider[torch.complex64] = torch.complex128
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -77,14 +79,14 @@ class Precise(TorchFunctionMode):
             kwargs = {key: item for key, item in kwargs.items() if key != "dropout_p" or len(args) <= 4}
         noise = role == "noise" or (in_place and func.__name__ in _NOISE)
         made = self._noise(func, func.__name__, args, kwargs) if noise else func(*args, **kwargs)
-        if isinstance(made, Tensor) and made.dtype in self._narrow and not in_place and "out" not in kwargs:
-            made = made.to(self.wide)
+        if isinstance(made, Tensor) and made.dtype in self._wider and not in_place and "out" not in kwargs:
+            made = made.to(self._wider[made.dtype])
         return made
 
     def _widened(self, item: Any) -> Any:
         kind = type(item)
         if kind is torch.dtype:
-            return self.wide if item in self._narrow else item
+            return self._wider.get(item, item)
         if item is None or kind in SCALARS or kind is torch.Size:
             return item
         if isinstance(item, Tensor):
@@ -93,7 +95,7 @@ class Precise(TorchFunctionMode):
                 for dim, places in self.masks[id(item)].items():
                     made.index_fill_(dim, places, 0)
                 return made
-            return item.to(self.wide) if item.dtype in self._narrow else item
+            return item.to(self._wider[item.dtype]) if item.dtype in self._wider else item
         if _is_plain(item):
             return item
         return map_leaves(self._widened, item) if kind in (tuple, list, dict) else item
