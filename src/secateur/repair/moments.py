@@ -269,4 +269,5 @@ def _factored(matrix: Tensor, variances: Tensor, strength: float) -> Tensor | No
 def _solved(factor: Tensor, right: Tensor) -> Tensor:
     """The solution by a Cholesky factor. (`torch.cholesky_solve` copies the factor.)"""
     half = torch.linalg.solve_triangular(factor, right, upper=False)
-    return torch.linalg.solve_triangular(factor.mT, half, upper=True)
+    solved: Tensor = torch.linalg.solve_triangular(factor.mT, half, upper=True)
+    return solved
