@@ -343,6 +343,7 @@ def time_files(
     exports = exports or Exports()
     if "onnx" not in files or any(tensor.device.type != "cpu" for tensor in tensors_in(example)):
         return found
+    release()  # what PyTorch took to be timed is not there for others otherwise
     with printer.stage("timing both models in ONNX Runtime"):
         try:
             whole = exports.of(model, example)

@@ -24,7 +24,7 @@ from secateur.ops.table import Call, Site
 from secateur.repair.rows import ALL, Places, Positions, Rows, channel_last, is_convolution, operands, shape_of, wide
 from secateur.running.copies import named_tensors, shared_copy
 from secateur.running.observer import Observer
-from secateur.running.sandbox import Example, quiet, run_or_explain
+from secateur.running.sandbox import Example, quiet, run_or_explain, uncollected
 from secateur.running.tensor_facts import TensorFacts
 
 # Functions that pick positions by numbers or marks, and functions that write such positions back.
@@ -163,9 +163,10 @@ def survey(model: nn.Module, samples: Example) -> Surveyed:
     """
 
     def watched(inputs: Example, alone: _Survey | None = None) -> _Survey:
-        copy = shared_copy(model).eval()
-        with quiet(), _Survey(copy, inputs, alone) as seen:
-            run_or_explain(copy, inputs)
+        with uncollected:
+            copy = shared_copy(model).eval()
+            with quiet(), _Survey(copy, inputs, alone) as seen:
+                run_or_explain(copy, inputs)
         return seen
 
     found = watched(_two(samples), watched(select_samples(samples, slice(1))))

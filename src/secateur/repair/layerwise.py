@@ -25,7 +25,7 @@ from secateur.running.batches import size_of
 from secateur.running.copies import copy_with, named_tensors
 from secateur.running.memory import trim
 from secateur.running.progress import Listener, Repairing
-from secateur.running.sandbox import evaluating, quiet, run
+from secateur.running.sandbox import evaluating, quiet, run, uncollected
 from secateur.surgery.provenance import plans_of
 
 # After so many seconds it is known how long the rest will take.
@@ -296,7 +296,8 @@ class _Copy:
     """A copy of the smaller model whose layers are changed one by one."""
 
     def __init__(self, small: nn.Module) -> None:
-        self._small, self.model = small, copy_with(small, lambda name, old: old.detach().clone())
+        with uncollected:
+            self._small, self.model = small, copy_with(small, lambda name, old: old.detach().clone())
         self.tensors = dict(named_tensors(self.model))
         self.changes: dict[str, Change] = {}
         self._changed: set[str] = set()
@@ -330,9 +331,10 @@ class _Copy:
 
     def made(self) -> nn.Module:
         """The corrected model. What the forward wrote to the copy (counters, averages) stays there."""
-        return copy_with(
-            self._small, lambda name, old: (self.tensors[name] if name in self._changed else old).detach().clone()
-        )
+        with uncollected:
+            return copy_with(
+                self._small, lambda name, old: (self.tensors[name] if name in self._changed else old).detach().clone()
+            )
 
 
 def _end(places: Places) -> int:

@@ -19,7 +19,7 @@ from secateur.repair.layers import LayerObserver, Layers, RepairableLayer
 from secateur.repair.rows import Places, Rows
 from secateur.running.batches import size_of
 from secateur.running.copies import copy_with
-from secateur.running.sandbox import run
+from secateur.running.sandbox import run, uncollected
 
 Made = TypeVar("Made")
 #: What the model gets to see as the output of a layer at which it waited.
@@ -50,7 +50,8 @@ class Runner:
         self, model: nn.Module, layers: Layers, places: Places, inputs: Any, first: Callable[[RepairableLayer], bool]
     ) -> None:
         # A forward may keep things in its modules, so that each pass has modules of its own. Tensors are shared.
-        self._model = copy_with(model, lambda name, old: old.detach())
+        with uncollected:
+            self._model = copy_with(model, lambda name, old: old.detach())
         self._layers, self._inputs, self._first = layers, inputs, first
         self.places, self.count = places, size_of(inputs)
         self.layer: RepairableLayer | None = None

@@ -228,14 +228,15 @@ def moments_for(
     """
     if not features:
         return Moments(groups, outputs, device)
-    kind = FewRows if keep or rows <= features else Regression
+    # With two rows for three features both take the same memory.
+    kind = FewRows if keep or 3 * rows <= 2 * features else Regression
     return kind(groups, outputs, features, device, not exact and rows * groups * features**2 > _CHEAP)
 
 
 def _add_product(sums: Tensor, left: Tensor, right: Tensor) -> None:
     """Add the product of a matrix and its transpose. Only the upper triangle, in blocks, is kept up to date."""
     size = sums.shape[-1]
-    step = size if size < _WIDE else -(-size // 8)
+    step = size if size < _WIDE or sums.is_cuda else -(-size // 8)  # a GPU waits for many small products
     for begin in range(0, size, step):
         rows = slice(begin, begin + step)
         sums[:, rows, begin:].baddbmm_(left[:, rows], right[..., begin:])
@@ -244,6 +245,8 @@ def _add_product(sums: Tensor, left: Tensor, right: Tensor) -> None:
 def _whole(upper: Tensor) -> Tensor:
     """A symmetric matrix in double precision from its upper triangle of blocks, with no further copy of it."""
     made = upper.to(torch.float64, copy=True)
+    if made.is_cuda:  # it is whole
+        return made
     size = made.shape[-1]
     for begin in range(0, size, _WIDE):
         rows, rest = slice(begin, begin + _WIDE), slice(begin + _WIDE, None)

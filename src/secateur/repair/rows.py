@@ -72,7 +72,7 @@ class Positions:
         lots = torch.rand(samples, positions, generator=generator)
         if counts is not None:
             lots += counts.cpu()
-        return cls(lots.topk(most, dim=1).indices.sort(1).values)
+        return cls(lots.topk(most, dim=1, sorted=False).indices.sort(1).values)
 
     def of(self, samples: Places, device: torch.device) -> Tensor | None:
         """The positions of some samples."""
