@@ -75,3 +75,12 @@ def test_a_smaller_model_is_pruned_again_and_explained() -> None:
         model = sc.apply(model, sc.plan(graph, random_scores(graph), remove=0.3))
     seen = sc.explain(model.float(), pictures().float(), 1)
     assert torch.isfinite(seen.input).all()
+
+
+def test_a_smaller_model_is_traced_for_batches_of_any_size() -> None:
+    model, x = build("swin 3d"), pictures(2, 16, 16)
+    graph = sc.analyze(model, x)
+    small = sc.apply(model, sc.plan(graph, random_scores(graph), remove=0.3))
+    program = torch.export.export(small, (x,), dynamic_shapes=({0: torch.export.Dim("samples", min=2)},))
+    more = torch.cat([x, x.flip(0)])
+    torch.testing.assert_close(program.module()(more), small(more))

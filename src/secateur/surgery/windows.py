@@ -43,7 +43,7 @@ def _swin(self: Any, x: Tensor) -> Tensor:
     scale, bias = getattr(self, "logit_scale", None), self.qkv.bias
     if scale is not None and bias is not None:
         bias = torch.cat([part * (i != 1) for i, part in enumerate(bias.chunk(3))])
-    made = F.linear(y, self.qkv.weight, bias).reshape(len(y), area, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)
+    made = F.linear(y, self.qkv.weight, bias).reshape(y.shape[0], area, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)
     q, k, v = made[0], made[1], made[2]
     if scale is not None:
         q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
