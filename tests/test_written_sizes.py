@@ -206,3 +206,101 @@ def test_plans_name_a_forward_that_is_not_there() -> None:
     net.blocks[0].forward = lambda x: x  # type: ignore[method-assign, assignment]
     with pytest.raises(sc.errors.PlanError, match=r"sizes in the code of `blocks\.0`"):
         sc.apply(net, plan)
+
+
+# -- parts of a width --------------------------------------------------------------------------------------------------
+class Places(nn.Module):
+    """Attention over the places of an image, as YOLO has it: the stream's width is used for that of all heads."""
+
+    def __init__(self, width: int = 8, heads: int = 2) -> None:
+        super().__init__()
+        self.num_heads, self.head_dim = heads, width // heads
+        self.qkv, self.proj = nn.Conv2d(width, 3 * width, 1), nn.Conv2d(width, width, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        B, C, H, W = x.shape
+        q, k, v = self.qkv(x).view(B, self.num_heads, 3 * self.head_dim, H * W).split([self.head_dim] * 3, dim=2)
+        return self.proj((v @ (q.transpose(-2, -1) @ k).softmax(-1).transpose(-2, -1)).view(B, C, H, W))
+
+
+class Halves(nn.Module):
+    """One half of the channels passes by, the other meets attention: the size of a half is an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.c, self.attention = 8, Places()
+        self.a, self.b, self.last = nn.Conv2d(3, 16, 1), nn.Conv2d(16, 6, 1), nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b = self.a(x).split((self.c, self.c), dim=1)
+        return self.last(self.b(torch.cat((a, b + self.attention(b)), 1)).relu().mean((2, 3)))
+
+
+def test_halves_of_a_width_shrink_together() -> None:
+    x = torch.randn(2, 3, 6, 6, dtype=torch.float64)
+    graph = exact(Halves(), x, torch.randn(3, 3, 4, 7, dtype=torch.float64))
+    assert reasons(graph) == {}
+
+
+class Recurrent(nn.Module):
+    """A part of a context that is kept and updated, as in RAFT."""
+
+    def __init__(self, hidden: int, context: int) -> None:
+        super().__init__()
+        self.hidden_size = hidden
+        self.gate = nn.Conv2d(hidden + context, hidden, 1)
+
+    def forward(self, h: Tensor, x: Tensor) -> Tensor:
+        return h + self.gate(torch.cat([h, x], 1)).tanh()
+
+
+class Context(nn.Module):
+    """The rest of a width is what another module does not take."""
+
+    def __init__(self, hidden: int, context: int, least: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.update, self.least = nn.Conv2d(3, hidden + context, 1), Recurrent(hidden, context), least
+        self.last = nn.Linear(hidden, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.a(x)
+        hidden = self.update.hidden_size
+        rest = y.shape[1] - hidden
+        if rest <= self.least:
+            raise ValueError("too few")
+        h, c = torch.split(y, [hidden, rest], dim=1)
+        for _ in range(2):
+            h = self.update(h.tanh(), c.relu())
+        return self.last(h.mean((2, 3)))
+
+
+@pytest.mark.parametrize("parts", [(6, 10), (8, 8), (10, 6)])
+def test_parts_whose_size_another_module_keeps_may_shrink(parts: tuple[int, int]) -> None:
+    x = torch.randn(2, 3, 5, 5, dtype=torch.float64)
+    assert reasons(exact(Context(*parts), x)) == {}
+
+
+def test_a_rest_that_must_have_some_channels_stays() -> None:
+    x = torch.randn(2, 3, 5, 5, dtype=torch.float64)
+    assert "size" in reasons(exact(Context(6, 10, least=4), x))["a"]
+
+
+class Limit(nn.Module):
+    """Does something else once less than so many channels are left."""
+
+    def __init__(self, taken: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.last, self.taken = nn.Conv2d(3, 12, 1), nn.Conv2d(12, 4, 1), taken
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.a(x)
+        return self.last(y.relu() if y.shape[1] - self.taken > 0 else y.tanh())
+
+
+@pytest.mark.parametrize("taken", [1, 5, 11])
+def test_a_difference_that_steers_the_forward_stays(taken: int) -> None:
+    graph = exact(Limit(taken), torch.randn(2, 3, 5, 5, dtype=torch.float64))
+    assert "a" in reasons(graph)

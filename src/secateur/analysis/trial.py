@@ -143,13 +143,17 @@ class Trial:
         return len(runs) == 1
 
     def _resizes(self, graph: Graph, layers: list[Layer]) -> bool:
-        """Whether the forward runs once reshapes take the sizes that are left, those whose own would be wrong."""
+        """Whether the forward runs once reshapes take the sizes that are left, those whose own would be wrong; if need
+        be, with attributes that repeat sizes."""
         if self._sized is None:
             self._sized = sized_calls(self.copy, self.inputs, self.steps) if self.steps else {}
         before, changed = self.repeated, set[tuple[str, str]]()
         self.repeated = {**self._sized, **before}
-        if all(self._differs(graph, removed, changed) is None for removed in _removals(graph, layers, self.thorough)):
-            self.repeated = before | {key: self._sized[key] for key in changed if key in self._sized}
+        if self._sized and (self._breaks(graph, layers) is None or self._repeats(graph, layers)):
+            for removed in _removals(graph, layers, self.thorough):
+                self._differs(graph, removed, changed)
+            needed = before.keys() | changed
+            self.repeated = {k: v for k, v in self.repeated.items() if k in needed or k not in self._sized}
             if len(self.repeated) > len(before) and self._breaks(graph, layers) is None:
                 return True
         self.repeated = before
@@ -170,7 +174,11 @@ def _attributes(graph: Graph, model: nn.Module, layers: list[Layer]) -> Iterator
         for position in np.unique(graph.axis_of[graph.labels_of(int(layer.groups[0]))]).tolist():
             axis = graph.axes.axes[position]
             if axis.parameter:
-                yield from _equal(model, axis.parameter.rpartition(".")[0], axis.labels.numpy())
+                path, labels = axis.parameter.rpartition(".")[0], axis.labels.numpy()
+                yield from _equal(model, path, labels)
+                tied = np.unique(graph.root[labels])  # of parts that a split ties to each other, the size of one
+                if 1 < len(tied) < len(labels):
+                    yield from _equal(model, path, tied)
         for head in graph.heads:
             if np.isin(layer.groups, head.groups).any():
                 yield from _equal(model, head.path, head.groups)

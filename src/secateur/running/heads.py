@@ -29,6 +29,7 @@ WIDTHS = ("attn_dim", "all_head_size", "inner_dim", "embed_dim_inner", "attentio
 WINDOWED = {
     "torchvision.models.swin_transformer.ShiftedWindowAttention": "swin",
     "torchvision.models.swin_transformer.ShiftedWindowAttentionV2": "swin",
+    "torchvision.models.video.swin_transformer.ShiftedWindowAttention3d": "swin",
     "torchvision.models.maxvit.RelativePositionalMultiHeadAttention": "maxvit",
 }
 

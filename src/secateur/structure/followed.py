@@ -41,12 +41,14 @@ class Size:
     fixed: Callable[[], None]
     unsure: Callable[[], None]
     asked: Callable[[bool], bool]
-    #: "size", "product" of one and of other sizes, "rest" of a division, or "other".
+    #: "size", "product" of one and of other sizes, "difference" of one and a number, "rest" of a division, or "other".
     form: str = "size"
 
     def after(self, operation: str) -> Size:
         if operation == "mod" or self.form == "rest":
             return replace(self, form="rest")
+        if operation == "sub" and self.form == "size":
+            return replace(self, form="difference")
         return replace(self, form="product" if operation == "mul" and self.form != "other" else "other")
 
     def answer(self, compare: Comparison, value: Any, other: Any) -> bool:
@@ -58,6 +60,8 @@ class Size:
             # The answer is the same for all sizes, or not.
             if 1 <= other <= value if equality else compare(1, other) != compare(value, other):
                 self.fixed()
+        elif self.form == "difference" and not equality and other == 0:  # is it larger than another part?
+            self.unsure()
         elif self.form != "product":
             self.fixed()
         elif other > 0:
@@ -160,7 +164,9 @@ def _computing(name: str, reflected: bool) -> Callable[[Any, Any], Any]:
         if not isinstance(other, int | float):
             return NotImplemented
         terms = (plain(other), plain(self)) if reflected else (plain(self), plain(other))
-        return follow(compute(*terms), *(o.after(name) for o in (*self.origins, *getattr(other, "origins", ()))))
+        known = getattr(other, "origins", ())
+        form = "other" if known and name == "sub" else name  # the difference of two sizes
+        return follow(compute(*terms), *(o.after(form) for o in (*self.origins, *known)))
 
     return method
 

@@ -156,11 +156,13 @@ class TensorLabels:
 
     def follows(self, sizes: Collection[int] = ()) -> bool:
         """Whether the module that runs computes places from its number of heads, which shrinks with them, or has some
-        of these sizes as attributes. Then trial removals tell whether those can shrink."""
+        of these sizes as attributes, or modules in it do. Then trial removals tell whether those can shrink."""
         here = self.found.where()
         if here in self._following or not sizes:
             return here in self._following
-        return any(type(value) is int and value in sizes for value in vars(self._modules[here]).values() if value)
+        inner = (m for m in self._modules[here].children() if not type(m).__module__.startswith("torch.nn."))
+        held = (value for module in (self._modules[here], *inner) for value in vars(module).values())
+        return any(type(value) is int and value in sizes for value in held if value)
 
     def along(self, tensor: Tensor, dim: int) -> Labels | None:
         """The labels along one dimension; None if there are none. Layers that also vary elsewhere are tied first."""

@@ -7,6 +7,7 @@ true once heads, or channels of the stream, are gone.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -25,53 +26,66 @@ def fit_windows(module: nn.Module, old: nn.Module) -> None:
 
 
 def _swin(self: Any, x: Tensor) -> Tensor:
-    """As `torchvision.models.swin_transformer.shifted_window_attention`."""
-    batch, height, width, _ = x.shape
-    tall, wide = self.window_size
-    y = F.pad(x, (0, 0, 0, (wide - width % wide) % wide, 0, (tall - height % tall) % tall))
-    rows, columns, area = y.shape[1] // tall, y.shape[2] // wide, tall * wide
-    sizes = zip(self.shift_size, (tall, wide), y.shape[1:3], strict=True)
-    shift = [0 if size >= whole else by for by, size, whole in sizes]  # a single window is not shifted
+    """As torchvision's `shifted_window_attention`, and `shifted_window_attention_3d`: windows of videos are no larger
+    than these."""
+    batch, *whole, _ = x.shape
+    dims, window = range(1, len(whole) + 1), list(self.window_size)
+    if len(whole) == 3:
+        window = [min(size, own) for size, own in zip(whole, window, strict=True)]
+    counts = [-(-size // own) for size, own in zip(whole, window, strict=True)]
+    padded, area = [count * own for count, own in zip(counts, window, strict=True)], math.prod(window)
+    missing = [count - size for count, size in zip(padded, whole, strict=True)]
+    y = F.pad(x, [0, 0, *(side for more in reversed(missing) for side in (0, more))])
+    shift = [by * (count > 1) for by, count in zip(self.shift_size, counts, strict=True)]  # a single one is not shifted
     if any(shift):
-        y = torch.roll(y, shifts=(-shift[0], -shift[1]), dims=(1, 2))
-    y = y.view(batch, rows, tall, columns, wide, -1).permute(0, 1, 3, 2, 4, 5).reshape(batch * rows * columns, area, -1)
+        y = torch.roll(y, shifts=[-by for by in shift], dims=list(dims))
+    y = _parted(y.view(batch, *_pairs(counts, window), -1)).reshape(batch * math.prod(counts), area, -1)
     scale, bias = getattr(self, "logit_scale", None), self.qkv.bias
     if scale is not None and bias is not None:
         bias = torch.cat([part * (i != 1) for i, part in enumerate(bias.chunk(3))])
-    made = F.linear(y, self.qkv.weight, bias).reshape(len(y), area, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)
+    made = F.linear(y, self.qkv.weight, bias).reshape(y.shape[0], area, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)
     q, k, v = made[0], made[1], made[2]
     if scale is not None:
         q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
         weights = (q @ k.mT) * torch.clamp(scale, max=math.log(100.0)).exp()
     else:
         weights = (q * q.shape[-1] ** -0.5).matmul(k.mT)
-    weights = weights + self.get_relative_position_bias()
+    weights = weights + self.get_relative_position_bias(*[window] if len(whole) == 3 else [])
     if any(shift):
-        mask = _other_regions(y, (rows, tall, columns, wide), shift)
-        weights = weights.view(batch, rows * columns, self.num_heads, area, area) + mask.unsqueeze(1).unsqueeze(0)
+        mask = _other_regions(y, counts, window, shift)
+        weights = weights.view(batch, len(mask), self.num_heads, area, area) + mask.unsqueeze(1).unsqueeze(0)
         weights = weights.view(-1, self.num_heads, area, area)
     weights = F.dropout(F.softmax(weights, dim=-1), p=self.attention_dropout, training=self.training)
     y = F.linear(weights.matmul(v).transpose(1, 2).flatten(2), self.proj.weight, self.proj.bias)
     y = F.dropout(y, p=self.dropout, training=self.training)
-    y = y.view(batch, rows, columns, tall, wide, -1).permute(0, 1, 3, 2, 4, 5)
-    y = y.reshape(batch, rows * tall, columns * wide, -1)
+    order = [0, *_pairs(dims, [d + len(dims) for d in dims]), 2 * len(dims) + 1]
+    y = y.view(batch, *counts, *window, -1).permute(order).reshape(batch, *padded, -1)
     if any(shift):
-        y = torch.roll(y, shifts=(shift[0], shift[1]), dims=(1, 2))
-    return y[:, :height, :width, :].contiguous()
+        y = torch.roll(y, shifts=shift, dims=list(dims))
+    for dim, size in zip(dims, whole, strict=True):
+        y = y.narrow(dim, 0, size)
+    return y.contiguous()
 
 
-def _other_regions(x: Tensor, grid: tuple[int, int, int, int], shift: list[int]) -> Tensor:
-    """-100 where two pixels of a window were no neighbours before the shift: one matrix for each window."""
-    rows, tall, columns, wide = grid
-    down, right = (
-        torch.arange(count * size, device=x.device).ge(count * size - size).long()
-        + torch.arange(count * size, device=x.device).ge(count * size - by).long()
-        for count, size, by in ((rows, tall, shift[0]), (columns, wide, shift[1]))
-    )
-    regions = (
-        (3 * down[:, None] + right).view(rows, tall, columns, wide).permute(0, 2, 1, 3).reshape(rows * columns, -1)
-    )
-    differ = regions.unsqueeze(1) != regions.unsqueeze(2)
+def _pairs(first: Iterable[int], second: Iterable[int]) -> list[int]:
+    return [item for pair in zip(first, second, strict=True) for item in pair]
+
+
+def _parted(x: Tensor) -> Tensor:
+    """(…, windows, places, windows, places, …) with all dimensions of windows before those of places."""
+    return x.permute(0, *range(1, x.ndim - 1, 2), *range(2, x.ndim - 1, 2), x.ndim - 1)
+
+
+def _other_regions(x: Tensor, counts: list[int], window: list[int], shift: list[int]) -> Tensor:
+    """-100 where two places of a window were no neighbours before the shift: one matrix for each window."""
+    regions = torch.zeros((), dtype=torch.long, device=x.device)
+    for count, size, by in zip(counts, window, shift, strict=True):
+        places = torch.arange(count * size, device=x.device)
+        regions = (
+            3 * regions.unsqueeze(-1) + (places >= count * size - size).long() + (places >= count * size - by).long()
+        )
+    parted = _parted(regions.view(1, *_pairs(counts, window), 1)).reshape(math.prod(counts), -1)
+    differ = parted.unsqueeze(1) != parted.unsqueeze(2)
     return x.new_zeros(differ.shape).masked_fill(differ, -100.0)
 
 
