@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+import secateur as sc
 from secateur.errors import (
     ConservationWarning,
     CriterionError,
@@ -934,3 +935,29 @@ def test_half_precision_has_its_own_way_out(composite):
 def test_the_way_out_is_another_composite_than_the_one_that_failed():
     with pytest.raises(RelevanceError, match=r"pool2d in `2`\. Fix: .*'alpha1beta0'"):
         explain(dying(), torch.rand(2, 1, 8, 8), composite=Epsilon(0.0))
+
+
+@pytest.mark.parametrize(("convolutions", "composite"), [(2, "epsilon_gamma_box"), (0, "attnlrp")])
+def test_a_network_that_convolves_and_then_attends_is_explained_as_one_that_convolves(
+    convolutions, composite, monkeypatch
+):
+    """On such a network "attnlrp" had an SRG of 0.12, "epsilon_gamma_box" one of 0.43. Scoring has its own default."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            stem = [nn.Conv2d(3 if not i else 16, 16, 3, padding=1) for i in range(convolutions)]
+            self.stem, self.cut = nn.Sequential(*stem), nn.Conv2d(16 if stem else 3, 16, 4, 4)
+            self.mix, self.head = nn.MultiheadAttention(16, 2, batch_first=True), nn.Linear(16, 3)
+            self.wide = nn.Linear(16, 32)
+
+        def forward(self, x):
+            x = self.cut(self.stem(x)).flatten(2).mT
+            x = x + self.mix(x, x, x, need_weights=False)[0]
+            return self.head(x.mean(1)) + self.wide(x).mean((1, 2))[:, None]
+
+    torch.manual_seed(0)
+    net, x = Net().eval(), torch.rand(2, 3, 16, 16)
+    monkeypatch.undo()  # the default of the package
+    assert sc.explain(net, x, 1).composite == composite
+    assert sc.score(net, (x, torch.tensor([0, 1])), "lrp").composite == "attnlrp"

@@ -750,6 +750,10 @@ def test_the_demonstration_writes_its_page_and_says_where(tmp_path: Path, monkey
     labels = {label.text for label in page.by_id("criteria").find("text", class_="name")}
     assert labels == {"lrp", "taylor", "gradient", "weight"}
     assert len(page.by_id("seen").find("figure", class_="sample")) == 4
+    assert "95 % intervals" in page.find("div", class_="tile")[0].text
+    assert "95 % interval before" in page.text
+    row = next(line for line in done.output.splitlines() if "accuracy  " in line)
+    assert len(re.findall(r"\d+\.\d % \(\d+(?:\.\d)? to \d+(?:\.\d)?\)", row)) == 2
 
 
 def test_a_metric_that_is_no_share_is_written_as_it_is(run: Run, tmp_path: Path) -> None:

@@ -8,12 +8,14 @@ from typing import Annotated
 import typer
 from torch import nn
 
+from secateur.analysis.reasons import some_of
 from secateur.cli.output import Printer, curves_table, headline
 from secateur.demo import REFERENCE, Digits, demonstrate, train
 from secateur.files.saved import save
 from secateur.latency.timing import time_batches
 from secateur.loop.prune import prune
 from secateur.report import Page
+from secateur.report.answers import Answers
 from secateur.results.comparison import curve
 from secateur.running.accuracy import accuracy
 
@@ -44,7 +46,8 @@ def demo(
                 f"among {', '.join(map(str, classes))} after cutting off the other outputs\n")  # fmt: skip
     printer.note("removing 5 % at a time by lrp, repaired after each step, until more than 2 points are lost")
     result = prune(
-        shown.network, reference, "lrp", max_drop=0.02, evaluate=held_out_accuracy, progress=printer.progress(),
+        shown.network, reference, "lrp", max_drop=0.02, evaluate=held_out_accuracy, watch=some_of(test, 4),
+        progress=printer.progress(),
     )  # fmt: skip
     repaired = curve("lrp", result.history, every=True)
     printer.result(curves_table({"lrp, repaired": repaired, **shown.comparison.curves}, _BUDGETS, "macs"))
@@ -57,14 +60,16 @@ def demo(
         save(result, out / "model")
         shown.comparison.to_json(out / "comparison.json")
         result.history.to_csv(out / "history.csv")
+        old, new = (accuracy(model, test) for model in (shown.network, result.model))
         page = result.report(
             out / "report.html", data=test, comparison=shown.comparison, classes=names,
             page=Page(f"A digits network, specialised to {', '.join(map(str, classes))} and pruned by explaining",
-                      latency=timings),
+                      latency=timings, answers=Answers.of(old, new, test)),
         )  # fmt: skip
     metrics = [row.metrics for row in result.history if row.held]
     printer.result("the last network that lost at most 2 points, by lrp, repaired:")
-    printer.result(headline(result.cost_before, result.cost_after, timings, metrics))
+    counts = {"overall": len(test[1]), **{name: int((test[1] == number).sum()) for number, name in enumerate(names)}}
+    printer.result(headline(result.cost_before, result.cost_after, timings, metrics, counts=counts))
     printer.result(f"written: {out / 'model'} (safetensors and plan), {out / 'history.csv'}, {out / 'comparison.json'}")
     printer.result(f"report page: {page.resolve().as_uri()}")
     printer.result(f"{printer.seconds:.0f} s")

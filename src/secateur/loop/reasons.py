@@ -27,7 +27,7 @@ Made = TypeVar("Made", bound=Record)
 _SHARE = 0.05
 # Forward passes: of analysis and verification; of each sample that units are scored on (the least that a criterion
 # with a backward pass takes), and that joins a repair.
-_ANALYSIS, _SCORING, _REPAIR = 60, 3, 6
+_ANALYSIS, _SCORING, _REPAIR = 60, 3, 5
 # Forward passes of each sample that is looked at: two heat maps; and the SRG of both.
 _MAPS, _FAITHFUL = 9, 12
 _FEWEST, _MOST = 2, 32

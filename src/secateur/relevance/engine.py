@@ -45,7 +45,8 @@ class _Deeper(Deviation):
 class RelevancePass:
     """Propagates relevance through a model, batch after batch. Unit sums and conservation add up until `reset`.
 
-    Without a `composite`, it is "attnlrp" if the model has attention and does not mainly convolve, else `otherwise`.
+    Without a `composite`, it is "attnlrp" if the model has attention and at most the share `least` of its weights
+    belongs to convolutions, else `otherwise`.
     `units` maps the name of each weight to one number per output channel or neuron. `absolute` takes absolute values
     per "sample" (after summing over space) or per "element", or the "square" of each element, before they are summed;
     None leaves it to the composite. Without `heat_map`, relevance stops
@@ -62,13 +63,14 @@ class RelevancePass:
         heat_map: bool = True,
         watch: Watch | None = None,
         otherwise: str = _SAFE,
+        least: float = 0.5,
         accelerators: Accelerators = Accelerators(),  # noqa: B008 (frozen)
     ) -> None:
         self.model = unwrap(model)
         check_followed(self.model)
         self.composite = composite_named(otherwise if composite is None else composite)
         self._undecided = composite is None
-        self._convolutional = self._undecided and _mainly_convolves(self.model)
+        self._convolutional = self._undecided and _convolves(self.model, least)
         self.absolute, self.heat_map, self.watch, self.accelerators = absolute, heat_map, watch, accelerators
         #: Layers that once could not pass on all relevance.
         self.attentive: set[str] = set()
@@ -226,11 +228,11 @@ class RelevancePass:
         return bool(new) and batch.output.is_cuda
 
 
-def _mainly_convolves(model: nn.Module) -> bool:
-    """Whether most weights belong to convolutions. Those that cut an input into patches do not count."""
+def _convolves(model: nn.Module, least: float) -> bool:
+    """Whether convolutions have more than this share of the weights. Those that cut an input into patches have none."""
     convolutions = (m for m in model.modules() if isinstance(m, nn.modules.conv._ConvNd) and m.weight is not None)
     counted = sum(m.weight.numel() for m in convolutions if m.stride != m.kernel_size or max(m.kernel_size) == 1)
-    return 2 * counted > sum(p.numel() for p in model.parameters() if p.dim() > 1)
+    return counted > least * sum(p.numel() for p in model.parameters() if p.dim() > 1)
 
 
 def _check_finite(batch: Batch, model: nn.Module, composite: Composite) -> None:

@@ -35,6 +35,8 @@ from secateur.running.targets import Reader, ids_in
 
 #: What has the most faithful heat maps of pictures (`docs/results/faithfulness.md`). Scoring has its own default.
 PICTURES = "epsilon_gamma_box"
+# A network of pictures that convolves and then attends is explained as one that convolves, from this share of weights.
+_CONVOLVES = 0.25
 
 
 @dataclass(frozen=True, repr=False)
@@ -152,8 +154,8 @@ def explain(
     of a language model are its tokens. A model without a head returns states: without a target, each number of a state
     starts with its square, which explains the length of the state.
 
-    Without a `composite`, it is "attnlrp" for models with attention that do not mainly convolve; it starts with the
-    logit. For others it is "epsilon_gamma_box" if the inputs are pictures, and else "alpha1beta0"; both start with 1.
+    Without a `composite`, it is "attnlrp" for models with attention that hardly convolve; it starts with the logit.
+    For others it is "epsilon_gamma_box" if the inputs are pictures, and else "alpha1beta0"; both start with 1.
     `.composite` says which was used. Units are scored by other composites than pictures are explained by: see
     `secateur.criteria`. Many samples are taken in parts that need no more than `memory` (bytes, or a text such as
     "2 GiB"; default: what is free).
@@ -179,8 +181,8 @@ def explain(
     original = unwrap(model)
     check_followed(original)  # before it is copied: what cannot be followed often cannot be copied
     pictures = all(tensor.dim() == 4 for tensor in tensors_in(inputs))
-    otherwise = PICTURES if pictures else "alpha1beta0"
-    engine = RelevancePass(shared_copy(original), composite, absolute=absolute, otherwise=otherwise)
+    otherwise, least = (PICTURES, _CONVOLVES) if pictures else ("alpha1beta0", 0.5)
+    engine = RelevancePass(shared_copy(original), composite, absolute=absolute, otherwise=otherwise, least=least)
     reader = Reader(engine.model)
     how = lambda: start or engine.composite.start  # noqa: E731 (only the forward tells which composite is used)
     begin: Starter | AtGoal = Starter(target, how, samples_in(inputs), reader, inputs, against, position)
