@@ -354,6 +354,8 @@ def test_recover_trains_what_prune_wrote(place: Place, tmp_path: Path) -> None:
     assert not (small / "model.onnx").exists()  # it is no longer that model
     without = succeed("recover", *given[:-1], tmp_path / "labels", "--minutes", 0.01)
     assert without["stopped"] == "the minutes are over"
+    whole = fail("recover", *place.model, "--images", place.train, "--epochs", 1, "--out", tmp_path / "whole")
+    assert "was not pruned by secateur" in whole  # and nothing is trained for that
     wide = fail("recover", *given[:-1], tmp_path / "wide", "--teacher", f"{place.net}?classes=7")
     assert "has 7 outputs, the smaller model 3" in wide
 

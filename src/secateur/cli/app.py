@@ -78,6 +78,13 @@ class Commands(TyperGroup):
         raise typer.Exit(1)
 
 
+class _Imported(dict[str, Any]):
+    """Commands by name. Each is imported when it is looked up."""
+
+    def __getitem__(self, name: str) -> Any:
+        return _command(name)
+
+
 class Program(Commands):
     """The commands of `secateur`. Their modules, and torch with them, are imported when a command is called."""
 
@@ -85,8 +92,8 @@ class Program(Commands):
 
     @property  # type: ignore[override]
     def commands(self) -> dict[str, Any]:
-        """All commands, imported."""
-        return {name: _command(name) for name in COMMANDS}
+        """All commands. Their names are known at once, for "Did you mean …?"."""
+        return _Imported.fromkeys(COMMANDS)
 
     @commands.setter
     def commands(self, none: Any) -> None:

@@ -67,6 +67,9 @@ def recover(
     printer = Printer(as_json)
     with printer.stage("building the models and reading samples"):
         opened = read_model(source, seen)
+        if not plans_of(opened.model):  # before hours of training
+            what = f"{source.model} was not pruned by secateur, which is what recover trains."
+            raise SecateurError(what, fix="the folder that `secateur prune` wrote")
         task = task_of(opened, images, texts, seed, narrow=False)
         whole = _teacher(teacher, teacher_weights, opened) if teacher is not None else None
     settings = Recover(epochs, minutes, learning_rate, teacher=0.0 if whole is None else Recover.teacher, seed=seed)
