@@ -13,10 +13,10 @@ from torch import nn
 
 from secateur.analysis.specialize import MergedOutputs, specialize
 from secateur.cli import options as o
+from secateur.cli.given_model import count_outputs, noise, read_model
 from secateur.cli.output import Printer
 from secateur.cli.prune import task_of
 from secateur.cli.run_folder import Run, check_folder, check_model, request
-from secateur.cli.task import count_outputs, noise, read_model
 from secateur.cli.text_task import TextTask
 from secateur.errors import SecateurError
 from secateur.files.pretrained import save_pretrained
