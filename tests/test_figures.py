@@ -61,9 +61,7 @@ def test_the_trial() -> None:
     table = rows("docs/results/product.md", "| | before | after | |")
     before, after = said(r"Accuracy went from ([\d.]+) to ([\d.]+) %")
     assert [f"{before} %", f"{after} %"] == table["accuracy, 800 photographs"][:2]
-    own = said(
-        r"the model is ([\d.]+)x as fast on one image and ([\d.]+)x on 32; in ONNX Runtime ([\d.]+)x and ([\d.]+)x"
-    )
+    own = said(r"([\d.]+)x as fast on one image and ([\d.]+)x on 32; in ONNX Runtime ([\d.]+)x and ([\d.]+)x")
     names = ("PyTorch, batch 1", "PyTorch, batch 32", "ONNX Runtime, batch 1", "ONNX Runtime, batch 32")
     assert own == [f"{float(table[name][-1].rstrip('x')):.1f}" for name in names]
 
