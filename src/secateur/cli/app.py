@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib import import_module
 from typing import Annotated, Any
@@ -78,11 +79,19 @@ class Commands(TyperGroup):
         raise typer.Exit(1)
 
 
-class _Imported(dict[str, Any]):
+class _Imported(Mapping[str, Any]):
     """Commands by name. Each is imported when it is looked up."""
 
     def __getitem__(self, name: str) -> Any:
+        if name not in COMMANDS:
+            raise KeyError(name)
         return _command(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(COMMANDS)
+
+    def __len__(self) -> int:
+        return len(COMMANDS)
 
 
 class Program(Commands):
@@ -91,9 +100,9 @@ class Program(Commands):
     _listing = False
 
     @property  # type: ignore[override]
-    def commands(self) -> dict[str, Any]:
+    def commands(self) -> Mapping[str, Any]:
         """All commands. Their names are known at once, for "Did you mean …?"."""
-        return _Imported.fromkeys(COMMANDS)
+        return _Imported()
 
     @commands.setter
     def commands(self, none: Any) -> None:
