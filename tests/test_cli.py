@@ -20,8 +20,8 @@ import secateur as sc
 from command import Place, fail, furnished, invoke, step_done, succeed
 from html_page import parse
 from photos import write_photos
+from secateur.cli import image_task
 from secateur.cli import recover as recover_command
-from secateur.cli import task
 from secateur.cli.output import Printer, ProgressLines
 from secateur.data.images import read
 from secateur.files import onnx, session
@@ -106,7 +106,7 @@ def test_onnx_files_are_written_once_and_measure_accuracy(
     place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written, asked, usual = list[str](), list[int](), onnx.export
-    monkeypatch.setattr(task, "_MANY", 15)
+    monkeypatch.setattr(image_task, "_MANY", 15)
     monkeypatch.setattr(onnx, "export", lambda *args, **kwargs: written.append(args[1].name) or usual(*args, **kwargs))
     forward = session.Session.forward
     monkeypatch.setattr(session.Session, "forward", lambda self, x: asked.append(len(x)) or forward(self, x))
@@ -195,7 +195,7 @@ def test_images_are_held_out_where_there_is_no_test_folder(place: Place, tmp_pat
 def test_many_images_are_read_in_batches_to_the_same_effect(place: Place, tmp_path: Path, monkeypatch) -> None:
     states = []
     for name, few in (("pair", 1024), ("batches", 2)):
-        monkeypatch.setattr(task, "_FEW", few)
+        monkeypatch.setattr(image_task, "_FEW", few)
         succeed("prune", *place.job, "--out", tmp_path / name, "--remove", 0.4, "--step", 0.2, "--repair", "none")
         states.append(safetensors.torch.load_file(tmp_path / name / "model" / "model.safetensors"))
     assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
@@ -312,7 +312,7 @@ def test_an_interrupted_run_goes_on_and_ends_the_same(place: Place, tmp_path: Pa
     args = ["prune", *place.job, "--remove", 0.5, "--step", 0.1, "--epochs", 1]
     succeed(*args, "--out", tmp_path / "whole")
     calls = []
-    usual = task.Task.accuracy
+    usual = image_task.Task.accuracy
 
     def impatient(self, model):
         calls.append(1)
@@ -320,12 +320,12 @@ def test_an_interrupted_run_goes_on_and_ends_the_same(place: Place, tmp_path: Pa
             raise KeyboardInterrupt
         return usual(self, model)
 
-    monkeypatch.setattr(task.Task, "accuracy", impatient)
+    monkeypatch.setattr(image_task.Task, "accuracy", impatient)
     stopped = invoke(*args, "--out", tmp_path / "parts")
     assert stopped.exit_code == 130
     assert "the same command goes on" in stopped.stderr
     assert not (tmp_path / "parts" / "model").exists()
-    monkeypatch.setattr(task.Task, "accuracy", usual)
+    monkeypatch.setattr(image_task.Task, "accuracy", usual)
     said = fail(*args, "--out", tmp_path / "parts", "--per-class", 3)
     assert "unfinished run that differs: reference was 18 images" in said
     resumed = invoke(*args, "--out", tmp_path / "parts")
@@ -354,6 +354,8 @@ def test_recover_trains_what_prune_wrote(place: Place, tmp_path: Path) -> None:
     assert not (small / "model.onnx").exists()  # it is no longer that model
     without = succeed("recover", *given[:-1], tmp_path / "labels", "--minutes", 0.01)
     assert without["stopped"] == "the minutes are over"
+    whole = fail("recover", *place.model, "--images", place.train, "--epochs", 1, "--out", tmp_path / "whole")
+    assert "was not pruned by secateur" in whole  # and nothing is trained for that
     wide = fail("recover", *given[:-1], tmp_path / "wide", "--teacher", f"{place.net}?classes=7")
     assert "has 7 outputs, the smaller model 3" in wide
 

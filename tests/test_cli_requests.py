@@ -15,7 +15,7 @@ import torch
 
 from command import Place, fail, furnished, invoke, step_done, succeed
 from photos import write_photos
-from secateur.cli import task
+from secateur.cli import image_task
 from secateur.cli.messages import message_of, warnings_as_lines
 from secateur.cli.output import Printer, ProgressLines
 from secateur.cli.run_folder import Run
@@ -78,7 +78,7 @@ def test_an_unwritable_place_is_named_before_the_work(place: Place, tmp_path: Pa
 def stop_at(call: int, monkeypatch) -> None:
     """Interrupt a run when accuracy is measured for the n-th time."""
     calls: list[int] = []
-    usual = task.Task.accuracy
+    usual = image_task.Task.accuracy
 
     def impatient(self, model):
         calls.append(1)
@@ -86,7 +86,7 @@ def stop_at(call: int, monkeypatch) -> None:
             raise KeyboardInterrupt
         return usual(self, model)
 
-    monkeypatch.setattr(task.Task, "accuracy", impatient)
+    monkeypatch.setattr(image_task.Task, "accuracy", impatient)
 
 
 def test_an_unfinished_run_of_another_request_says_what_differs(place: Place, tmp_path: Path, monkeypatch) -> None:

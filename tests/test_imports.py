@@ -29,7 +29,7 @@ def test_importing_the_package_imports_nothing_heavy_before_a_name_is_used() -> 
     assert "torch" in loaded("import secateur; secateur.analyze")
 
 
-@pytest.mark.parametrize("words", [["--help"], ["--version"], []])
+@pytest.mark.parametrize("words", [["--help"], ["--version"], [], ["prun"]])
 def test_help_needs_no_torch(words: list[str]) -> None:
     code = f"""
 from secateur.cli import app

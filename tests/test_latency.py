@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import secateur as sc
-from secateur.cli.task import time_elsewhere
+from secateur.cli.outcome import time_elsewhere
 from secateur.files.session import time_onnx
 from secateur.latency import timing
 from secateur.latency.timing import Timing, medians, time_batches, time_in_turn, turns

@@ -81,7 +81,7 @@ def test_unknown_models(spec: str, says: str) -> None:
     [
         (":maek", "has no function or class 'maek'. Fix: .*net.py:make"),
         ("", "needs the name of a function or class"),
-        (":number", "returned a int, not a torch.nn.Module"),
+        (":number", "returned int, not a torch.nn.Module"),
         (":fails", "raised KeyError: 'oops'"),
         (":make?depth=3", "cannot be called with these options: .*'depth'"),
     ],

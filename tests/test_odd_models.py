@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -282,6 +283,37 @@ def test_a_run_leaves_the_model_and_is_saved(name: str, tmp_path: Path) -> None:
     for a, b in zip(answers(again, x), answers(result.model, x), strict=True):
         assert torch.equal(a, b)
     assert same(before, fingerprint(net))
+
+
+WRITERS: dict[str, Callable[..., Tensor]] = {
+    "hstack": lambda m, h, **to: torch.hstack([h[:, :6], h[:, 6:]], **to),
+    "index_select": lambda m, h, **to: torch.index_select(h, 1, torch.arange(12), **to),
+    "cumsum": lambda m, h, **to: torch.cumsum(h, 1, **to),
+    "tensordot": lambda m, h, **to: torch.tensordot(h, m.d, ([1], [1]), **to),
+    "tanh": lambda m, h, **to: torch.tanh(h, **to),
+}
+
+
+@pytest.mark.parametrize("size", [0, 12])
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_result_in_a_given_tensor_is_one_that_is_returned(name: str, size: int) -> None:
+    """`out=` beside a second way to the output, which alone would carry relevance and gradients."""
+
+    def into(m: Any, h: Tensor) -> Tensor:
+        made = h.new_zeros(len(h), size)
+        WRITERS[name](m, h, out=made)
+        return made + h
+
+    scale, x, labels = torch.linspace(-1, 1, 144).view(12, 12), torch.randn(4, 6), torch.arange(4) % 3
+    nets = [through(change, d=scale)().eval() for change in (into, lambda m, h: WRITERS[name](m, h) + h)]
+    nets[0].load_state_dict(nets[1].state_dict())
+    found, expected = (sc.explain(net, x, target=0).heat for net in nets)
+    assert torch.allclose(found, expected, atol=1e-6)
+    graphs = [sc.analyze(net, x) for net in nets]
+    pairs = zip(nets, graphs, strict=True)
+    numbers = [sc.score(net, (x, labels), "taylor", graph=graph).of(graph) for net, graph in pairs]
+    assert np.allclose(*numbers, atol=1e-6, equal_nan=True)
+    assert [len(layer.groups) for layer in graphs[0].layers] == [len(layer.groups) for layer in graphs[1].layers]
 
 
 class Looked(nn.Module):

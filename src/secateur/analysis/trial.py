@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 from torch import nn
 
-from secateur.analysis.sizes import sized_calls
+from secateur.analysis.reshapes import sized_calls
 from secateur.ops.layers import Labels, Mask
 from secateur.ops.table import Site
 from secateur.plans.plan import plan_for
@@ -19,7 +19,7 @@ from secateur.structure.blocks import pattern
 from secateur.structure.graph import Graph, Layer, RepeatedSize, families
 from secateur.structure.trace import Comparison, Step, remade
 from secateur.surgery.cut import cut_copy, is_conv1d
-from secateur.surgery.sizes import name_of, resized_forward
+from secateur.surgery.written_sizes import name_of, resized_forward
 
 Attributes = dict[tuple[str, str], RepeatedSize]
 #: So many choices of attributes are tried at most, to find those that repeat the sizes of a layer.

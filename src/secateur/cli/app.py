@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib import import_module
 from typing import Annotated, Any
@@ -78,15 +79,30 @@ class Commands(TyperGroup):
         raise typer.Exit(1)
 
 
+class _Imported(Mapping[str, Any]):
+    """Commands by name. Each is imported when it is looked up."""
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in COMMANDS:
+            raise KeyError(name)
+        return _command(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(COMMANDS)
+
+    def __len__(self) -> int:
+        return len(COMMANDS)
+
+
 class Program(Commands):
     """The commands of `secateur`. Their modules, and torch with them, are imported when a command is called."""
 
     _listing = False
 
     @property  # type: ignore[override]
-    def commands(self) -> dict[str, Any]:
-        """All commands, imported."""
-        return {name: _command(name) for name in COMMANDS}
+    def commands(self) -> Mapping[str, Any]:
+        """All commands. Their names are known at once, for "Did you mean …?"."""
+        return _Imported()
 
     @commands.setter
     def commands(self, none: Any) -> None:

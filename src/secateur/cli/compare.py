@@ -10,9 +10,10 @@ from typing import Annotated
 import typer
 
 from secateur.cli import options as o
+from secateur.cli.given_model import read_model
+from secateur.cli.image_task import read_task
 from secateur.cli.output import Printer, curves_table
 from secateur.cli.run_folder import Run, check_folder, request
-from secateur.cli.task import read_model, read_task
 from secateur.errors import SecateurError
 from secateur.loop.compare import compare as run_compare
 from secateur.loop.settings import Schedule

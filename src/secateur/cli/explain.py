@@ -14,9 +14,9 @@ from torch import Tensor
 
 from secateur.cli import options as o
 from secateur.cli.explain_text import explain_texts
+from secateur.cli.given_model import output_names, outputs_in, read_model
 from secateur.cli.output import Printer, table
 from secateur.cli.run_folder import check_folder, keep_apart
-from secateur.cli.task import output_names, outputs_in, read_model
 from secateur.data.images import images_in, load
 from secateur.errors import DataError, SecateurError
 from secateur.models.hub import reads_text

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from secateur import atomic
+from secateur.cli.given_model import output_names, outputs_in
 from secateur.cli.output import Printer, table
-from secateur.cli.task import output_names, outputs_in
 from secateur.data.text import read_text
 from secateur.errors import DataError
 from secateur.models import Opened

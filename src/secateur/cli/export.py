@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from secateur.cli import options as o
+from secateur.cli.given_model import noise, read_model
 from secateur.cli.output import Printer, expects
-from secateur.cli.task import noise, read_model
 from secateur.data.imagenet import title
 from secateur.files.onnx import export as run_export
 from secateur.models.hub import reads_text

@@ -9,8 +9,8 @@ import typer
 
 from secateur.analysis.analyze import analyze
 from secateur.cli import options as o
+from secateur.cli.given_model import noise, read_model, sample_of
 from secateur.cli.output import Printer, table
-from secateur.cli.task import noise, read_model, sample_of
 from secateur.latency.measure import measure
 from secateur.latency.timing import time_forward
 from secateur.nest import tensors_in

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from secateur.cli.image_task import Task
 from secateur.cli.options import Images, Source, Texts
-from secateur.cli.task import Task
 from secateur.cli.text_task import TextTask, how_to_open
 from secateur.loop.prune import Result
 from secateur.models.zoo import runs_code

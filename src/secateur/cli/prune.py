@@ -10,10 +10,11 @@ from typing import Annotated, Literal
 import typer
 
 from secateur.cli import options as o
+from secateur.cli.given_model import read_model
+from secateur.cli.image_task import Task, read_task
 from secateur.cli.outlook import doubt, next_steps, outlook
 from secateur.cli.output import Printer, headline, intervals, sides
 from secateur.cli.run_folder import Run, check_folder, check_model, need_packages, request, write_model
-from secateur.cli.task import Task, read_model, read_task
 from secateur.cli.text_task import TextTask, read_text_task
 from secateur.errors import SecateurError
 from secateur.files.onnx import Exports, export

@@ -13,10 +13,10 @@ from torch import nn
 
 from secateur.analysis.specialize import MergedOutputs, specialize
 from secateur.cli import options as o
+from secateur.cli.given_model import count_outputs, noise, read_model
 from secateur.cli.output import Printer
 from secateur.cli.prune import task_of
 from secateur.cli.run_folder import Run, check_folder, check_model, request
-from secateur.cli.task import count_outputs, noise, read_model
 from secateur.cli.text_task import TextTask
 from secateur.errors import SecateurError
 from secateur.files.pretrained import save_pretrained
@@ -67,6 +67,9 @@ def recover(
     printer = Printer(as_json)
     with printer.stage("building the models and reading samples"):
         opened = read_model(source, seen)
+        if not plans_of(opened.model):  # before hours of training
+            what = f"{source.model} was not pruned by secateur, which is what recover trains."
+            raise SecateurError(what, fix="the folder that `secateur prune` wrote")
         task = task_of(opened, images, texts, seed, narrow=False)
         whole = _teacher(teacher, teacher_weights, opened) if teacher is not None else None
     settings = Recover(epochs, minutes, learning_rate, teacher=0.0 if whole is None else Recover.teacher, seed=seed)

@@ -15,8 +15,8 @@ import typer
 from torch import nn
 
 from secateur import atomic
+from secateur.cli.image_task import Task
 from secateur.cli.output import Printer
-from secateur.cli.task import Task
 from secateur.cli.text_task import TextTask
 from secateur.errors import FileFormatError, NothingToPruneError, SecateurError, TargetError
 from secateur.files.onnx import export

@@ -8,9 +8,9 @@ from typing import Annotated
 import typer
 
 from secateur.cli import options as o
+from secateur.cli.given_model import keep_outputs, noise, output_names, outputs_in, read_model
 from secateur.cli.output import Printer, headline, sides
 from secateur.cli.run_folder import check_folder, check_model, write_model
-from secateur.cli.task import keep_outputs, noise, output_names, outputs_in, read_model
 from secateur.data.outputs import Outputs, assignments, parse
 from secateur.errors import DataError
 from secateur.files.saved import save

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from secateur.cli.given_model import count_outputs
 from secateur.cli.options import Texts
+from secateur.cli.outcome import answered, time_files, write_page
 from secateur.cli.output import Printer
-from secateur.cli.task import answered, count_outputs, time_files, write_page
 from secateur.data.text import Batch, Sentences, Tokens, in_batches, read_sentences, read_text
 from secateur.errors import Argument, DataError
 from secateur.files.architecture import note_of
@@ -215,7 +216,7 @@ def read_text_task(opened: Opened, given: Texts) -> TextTask:
     if given.tokens > most:
         tokens = Argument("tokens", given.tokens)
         raise DataError("{tokens}: this model takes at most {most} tokens.", tokens=tokens, most=most)
-    return (_labelled if given.labels else _running)(opened, tokenizer, given, most)
+    return _labelled(opened, tokenizer, given) if given.labels else _running(opened, tokenizer, given, most)
 
 
 def _running(opened: Opened, tokenizer: Any, given: Texts, most: int) -> TextTask:
@@ -242,7 +243,7 @@ def _running(opened: Opened, tokenizer: Any, given: Texts, most: int) -> TextTas
     return TextTask(opened, tokenizer, given.tokens, reference, test, (about, tested))
 
 
-def _labelled(opened: Opened, tokenizer: Any, given: Texts, most: int) -> TextTask:
+def _labelled(opened: Opened, tokenizer: Any, given: Texts) -> TextTask:
     """A classifier and texts with labels."""
     assert given.text is not None
     outputs, names = count_outputs(opened), label_names(opened.model)

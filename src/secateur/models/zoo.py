@@ -133,7 +133,7 @@ def _made(spec: str, make: Callable[[], Any]) -> nn.Module:
     except Exception as error:
         raise ModelError(f"{spec} could not be built: it raised {type(error).__name__}: {error}") from error
     if not isinstance(model, nn.Module):
-        raise ModelError(f"{spec} returned a {type(model).__name__}, not a torch.nn.Module.")
+        raise ModelError(f"{spec} returned {type(model).__name__}, not a torch.nn.Module.")
     return model.eval()
 
 

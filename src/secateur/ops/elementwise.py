@@ -107,7 +107,7 @@ class _Arithmetic(Elementwise):
         """The shape, by arithmetic: torch takes a millisecond over it. What does not fit is left to torch."""
         tensors = call.tensors()
         x = tensors[0]
-        if not x.is_meta or not x.is_floating_point() or "out" in call.kwargs or len(tensors) > 2:
+        if not x.is_meta or not x.is_floating_point() or len(tensors) > 2:
             return call.run()
         shape = tuple(x.shape)
         for y in tensors[1:]:

@@ -309,10 +309,13 @@ class _Chooser:
         everything = self.mask(len(self.order))
         if not fits(everything):
             whole, least = self.graph.cost, self.graph.cost_of(everything)
-            wanted = ", ".join(f"{amount(limit, name)} {name}" for name, limit in bounds.items())
+            wanted = ", ".join(f"{amount(limit, name)} {_SPELT.get(name, name)}" for name, limit in bounds.items())
             soon = f", {amount(self.prices['seconds'](everything), 'seconds')} s" if "seconds" in bounds else ""
+            most = (
+                "with everything removed that may leave" if everything.any() else "no unit can leave under these limits"
+            )
             raise TargetError(
-                f"cannot reach {wanted}: with everything removed that may leave, {least} remain "
+                f"cannot reach {wanted}: {most}, {least} remain "
                 f"({100 * least.params / whole.params:.1f} % of the parameters, "
                 f"{100 * least.macs / max(whole.macs, 1):.1f} % of the MACs{soon}).",
                 fix="a larger target, "
@@ -323,6 +326,9 @@ class _Chooser:
             )
         counts = range(len(self.order))
         return self.mask(bisect_left(counts, True, key=lambda count: fits(self.mask(count))))
+
+
+_SPELT = {"macs": "MACs", "params": "parameters"}
 
 
 def amount(value: float, name: str) -> str:

@@ -94,6 +94,8 @@ class Observer(TorchFunctionMode):
             return func(*args, **kwargs)
         if _is_in_place(func) or (func in _TABLES and kwargs.get("max_norm") is not None):
             self._spare(args[func in _TABLES] if len(args) > 1 or func not in _TABLES else None)
+        if kwargs and isinstance(kwargs.get("out"), Tensor):
+            return self._written_out(func, args, kwargs)
         if operation is None:
             self.passes_by(func, args, kwargs)
             return self.unknown(func, args, kwargs)
@@ -119,6 +121,16 @@ class Observer(TorchFunctionMode):
             own = tensor.untyped_storage().clone()  # type: ignore[no-untyped-call]
             for item in {id(item): item for item in (tensor, *(parameter for _, parameter in met))}.values():
                 item.data = item.detach().new_empty(0).set_(own, item.storage_offset(), item.shape, item.stride())
+
+    def _written_out(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call that writes its result into `out` is one that returns it, and a copy."""
+        out = kwargs["out"]
+        with self.again():
+            made = func(*args, **{key: value for key, value in kwargs.items() if key != "out"})
+            if out.shape != made.shape:  # torch resizes it
+                with torch._C.DisableTorchFunction(), torch.no_grad():
+                    out.resize_(made.shape)
+            return out.copy_(made)
 
     def overwrites(self, names: Sequence[str]) -> None:
         """A call is about to write to these parameters."""

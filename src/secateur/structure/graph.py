@@ -94,7 +94,7 @@ class Heads:
 class RepeatedSize:
     """An attribute of the user's own module that is the number of these labels and must shrink with them.
 
-    Or a size in the code of its forward (`surgery.sizes`). Then a row of `labels` has all labels at an index.
+    Or a size in the code of its forward (`surgery.written_sizes`). Then a row of `labels` has all labels at an index.
     """
 
     path: str

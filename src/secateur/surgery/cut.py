@@ -17,8 +17,8 @@ from secateur.running.heads import fit_heads
 from secateur.structure.blocks import within
 from secateur.surgery.attention import narrow_attention
 from secateur.surgery.bypass import Bypass, bypass
-from secateur.surgery.sizes import Place, place_of, resize
 from secateur.surgery.windows import fit_windows
+from secateur.surgery.written_sizes import Place, place_of, resize
 
 
 def check_fits(model: nn.Module, plan: Plan) -> None:

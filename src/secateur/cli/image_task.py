@@ -1,4 +1,4 @@
-"""The task of a command: a model, the photographs, and which outputs mean them."""
+"""The task of a command on photographs: a model, the images, and which outputs mean them."""
 
 from __future__ import annotations
 
@@ -13,112 +13,39 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from secateur.analysis.specialize import Merge, specialize
-from secateur.cli.messages import message_of
-from secateur.cli.options import Images, Seen, Source, device_named
+from secateur.analysis.specialize import Merge
+from secateur.cli.given_model import count_outputs, keep_outputs
+from secateur.cli.options import Images
+from secateur.cli.outcome import answered, time_elsewhere, time_files, write_page
 from secateur.cli.output import Printer, expects
-from secateur.data import imagenet
 from secateur.data.imagenet import title
 from secateur.data.images import Photographs, read
-from secateur.data.outputs import Outputs, match, parse
-from secateur.errors import DataError, SecateurError, SecateurWarning
+from secateur.data.outputs import Outputs, match
+from secateur.errors import DataError, SecateurWarning
 from secateur.files.architecture import is_pretrained
 from secateur.files.onnx import Exports
 from secateur.files.saved import save
-from secateur.files.session import Session, fixed_batch, time_onnx
+from secateur.files.session import Session, fixed_batch
 from secateur.latency.timing import Timing, time_batches
 from secateur.loop.prune import Result
-from secateur.models import Opened, open_model
-from secateur.models.hub import HUB, hub_view, label_names, longest_text, quiet_hub, reads_text
-from secateur.models.zoo import runs_code
-from secateur.nest import tensors_in
+from secateur.models import Opened
+from secateur.models.hub import hub_view, label_names, quiet_hub
 from secateur.report import Page
 from secateur.report.answers import Answers
-from secateur.report.page import UNEXPLAINED
 from secateur.running.accuracy import Accuracy, accuracy
 from secateur.running.batches import Data
-from secateur.running.copies import shared_copy
 from secateur.running.devices import device_of
 from secateur.running.logits import logits_of
 from secateur.running.memory import release
-from secateur.running.sandbox import Example, quiet, run_or_explain
-from secateur.runtimes import Runtime, Setup
-from secateur.runtimes.clock import Clock
+from secateur.runtimes import Setup
 from secateur.structure.cost import human, size_of
-from secateur.surgery.provenance import plans_of
 
 # How many images per class are used if the user does not say.
 _REFERENCE, _TEST = 10, 50
 _SHOWN = 6  # images with heat maps in the report
-_LENGTH = 64  # tokens of random text
 # Up to this many images are held in memory as numbers: about 600 MB at the usual size.
 _FEW = 1024
 _MANY = 256  # test images for which ONNX Runtime pays
-
-
-def read_model(source: Source, seen: Seen, *, trained: bool = True) -> Opened:
-    """The model on its device, with the view that applies. `trained`: warn if no weights are given."""
-    model = source.model
-    found = open_model(model, source.weights, device_named(source.device), source.original)
-    if trained and source.weights is None and found.origin.model == model and not model.startswith(HUB):
-        file, _, factory = model.partition("?")[0].rpartition(":")
-        maker = f"{factory}()" if file else Path(factory).name
-        if runs_code(model):
-            what, fix = f": the network is as {maker} built it", f"unless {maker} loads them itself"
-        else:
-            what = f", and {model} has random weights, so the result means nothing"
-            fix = "or --weights default to download the zoo's own"
-        warnings.warn(SecateurWarning(f"no --weights were given{what}.", fix=f"--weights FILE, {fix}"), stacklevel=2)
-    return replace(found, origin=replace(found.origin, view=seen.over(found.origin.view)))
-
-
-def noise(opened: Opened, batch: int = 1) -> Any:
-    """Random inputs of the right shape, always the same: images, or named token numbers."""
-    device, generator = device_of(opened.model), torch.Generator().manual_seed(0)
-    if reads_text(opened.model):
-        model: Any = opened.model
-        shape = batch, min(_LENGTH, longest_text(model))
-        ids = torch.randint(len(model.get_input_embeddings().weight), shape, generator=generator).to(device)
-        second = {"decoder_input_ids": ids} if getattr(model.config, "is_encoder_decoder", False) else {}
-        return {"input_ids": ids, **second}
-    view = opened.origin.view
-    pixels = torch.rand(batch, view.channels, view.size, view.size, generator=generator)
-    return view.normalise(pixels * 255).to(device)
-
-
-def sample_of(opened: Opened) -> str:
-    """What one sample of such inputs is, in words."""
-    if reads_text(opened.model):
-        return f"text of {noise(opened)['input_ids'].shape[1]} tokens"
-    side = opened.origin.view.size
-    return f"image of {side} x {side}"
-
-
-def count_outputs(opened: Opened) -> int:
-    """How many outputs a model has."""
-    with quiet():
-        output = logits_of(run_or_explain(shared_copy(opened.model).eval(), noise(opened)))
-    if output.ndim != 2:
-        raise DataError(
-            f"the model returns a tensor of shape {tuple(output.shape)}; a classifier returns (samples, classes).",
-            fix="use the Python functions, which take any loss",
-        )
-    return int(output.shape[1])
-
-
-def output_names(opened: Opened) -> list[str]:
-    """What the outputs mean, as far as is known."""
-    count = count_outputs(opened)
-    if len(opened.origin.classes) == count:
-        return [title(name) for name in opened.origin.classes]
-    if count == imagenet.COUNT:
-        return [entry.name for entry in imagenet.entries()]
-    return [f"output {i}" for i in range(count)]
-
-
-def outputs_in(text: str, names: list[str]) -> tuple[int, ...]:
-    """The outputs that a text means: one by the name it has, or what `parse` reads."""
-    return (names.index(text),) if text in names else parse(text, len(names))
 
 
 @dataclass(frozen=True)
@@ -322,64 +249,6 @@ class Task:
         return expects(self.reference.view, fixed_batch(onnx)) + (f"; outputs: {classes}" if classes else "")
 
 
-def write_page(result: Result, path: Path, shown: tuple[Any, Tensor | None], **options: Any) -> Path:
-    """The report with heat maps of some samples. The page of a model that cannot be explained says why."""
-    try:
-        return result.report(path, inputs=shown, **options)
-    except UNEXPLAINED:
-        return result.report(path, data=shown, **options)
-
-
-def time_files(
-    model: nn.Module,
-    files: Mapping[str, Path],
-    example: Example,
-    batches: Sequence[int],
-    printer: Printer,
-    exports: Exports | None = None,
-) -> list[Timing]:
-    """The unpruned model and the files of the smaller one in turn in ONNX Runtime, if there are files for it."""
-    found: list[Timing] = []
-    exports = exports or Exports()
-    if "onnx" not in files or any(tensor.device.type != "cpu" for tensor in tensors_in(example)):
-        return found
-    release()  # what PyTorch took to be timed is not there for others otherwise
-    with printer.stage("timing both models in ONNX Runtime"):
-        try:
-            whole = exports.of(model, example)
-            for name, runtime in (("onnx", "ONNX Runtime"), ("int8", "ONNX Runtime, int8")):
-                if name in files:
-                    timed = time_onnx(whole, files[name], example, batches)
-                    found += [replace(timing, runtime=runtime) for timing in timed]
-        except (SecateurError, RuntimeError) as error:
-            printer.note(f"ONNX timings are left out: the unpruned model cannot be exported ({message_of(error)})")
-    return found
-
-
-def answered(
-    measured: Mapping[int, Accuracy], measure: Callable[[nn.Module], Any], models: Sequence[nn.Module], data: Data
-) -> Answers | None:
-    """What two models say to the test data. `measured`, by size, is what `measure` found and finds."""
-    for model in models:
-        if size_of(model) not in measured:
-            measure(model)
-    old, new = (measured[size_of(model)] for model in models)
-    return Answers.of(old, new, data)
-
-
-def time_elsewhere(
-    before: nn.Module, after: nn.Module, example: Tensor, plain: Sequence[Timing], runtime: Runtime, setup: Setup
-) -> list[Timing]:
-    """Two models in turn in another form of PyTorch. Channels last are left out where they do not help."""
-    found = []
-    for timing in plain:
-        other = replace(setup, runtime=runtime, batch=timing.batch)
-        first, second = Clock(other, example, before).in_turn([(before, None), (after, None)])
-        if runtime != "channels-last" or second < timing.after:
-            found.append(Timing(timing.batch, first, second, other.name))
-    return found
-
-
 def digest(photos: Photographs | None) -> str | None:
     """A fingerprint of images and their order, by names and sizes."""
     if photos is None:
@@ -455,19 +324,3 @@ def _fairest(model: nn.Module, outputs: Outputs, reference: Photographs) -> Merg
                 logs = merged.clamp_min(torch.finfo(torch.float32).tiny).log()
                 losses[name] += float(nn.functional.cross_entropy(logs, labels.cpu(), reduction="sum"))
     return "mean" if losses["mean"] < losses["sum"] else "sum"
-
-
-def keep_outputs(opened: Opened, outputs: Mapping[str, tuple[int, ...]], count: int, merge: Merge = "sum") -> Opened:
-    """The model with only these outputs, in this order, merged where several mean the same."""
-    members = [index for group in outputs.values() for index in group]
-    merged = any(len(group) > 1 for group in outputs.values())
-    if not merged and members == list(range(count)):
-        return replace(opened, origin=replace(opened.origin, classes=tuple(outputs)))
-    if merged and plans_of(opened.model):
-        raise DataError(
-            "this model was cut before, and its outputs can no longer be merged.",
-            fix="merge them in the first command, starting from the unpruned model",
-        )
-    wanted = {name: list(group) for name, group in outputs.items()} if merged else members
-    model = specialize(opened.model, wanted, noise(opened, 2), merge=merge)
-    return Opened(model.eval(), opened.origin.specialized(dict(outputs), count))

@@ -18,7 +18,7 @@ from secateur.running.observer import Rehearsal
 from secateur.running.sandbox import Example, quiet, run
 from secateur.structure.graph import RepeatedSize
 from secateur.structure.trace import Step
-from secateur.surgery.sizes import name_of, resize, resized_forward
+from secateur.surgery.written_sizes import name_of, resize, resized_forward
 
 log = logging.getLogger("secateur")
 
