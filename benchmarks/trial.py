@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import resource
 import statistics
 import subprocess
@@ -32,7 +33,7 @@ def early_strides():
 PARTS = {
     "building the model": "model, photographs",
     "pruning by": "analysis",
-    "measuring accuracy": "accuracy",
+    "measuring accuracy": "accuracy and reasons",
     "scoring units": "scores, plan, removal",
     "repair: recording": "repair",
     "writing": "model and ONNX",
@@ -82,6 +83,9 @@ def parts(lines: Sequence[tuple[Moment, str]], end: Moment) -> dict[str, Moment]
     """What each part took, from the lines that begin them."""
     begins = [((0.0, 0.0), "start of Python")]
     begins += [(at, name) for at, line in lines for mark, name in PARTS.items() if line.startswith(mark)]
+    # Accuracy is measured after the last layer, and says so only when it has gone on for a while.
+    ends = [(at, PARTS["measuring accuracy"]) for at, line in lines if re.search(r"^repair: .* layer (\d+)/\1\b", line)]
+    begins = sorted(begins + ends)
     found: dict[str, Moment] = {}
     for (at, name), (until, _) in zip(begins, [*begins[1:], (end, "")], strict=True):
         wall, cpu = found.get(name, (0.0, 0.0))

@@ -181,6 +181,19 @@ def test_what_nothing_uses_is_given_back() -> None:
     assert bool(last.all())
 
 
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="other systems decide for themselves")
+def test_a_report_begins_with_what_nothing_uses(tmp_path: Path) -> None:
+    net, x = network(), torch.rand(4, 3, 48, 48)
+    result = sc.prune(net, (x, torch.arange(4)), remove=0.3, repair=None, schedule=0.3, progress=False)
+    parts = [torch.ones(2**16) for _ in range(800)]  # 200 MiB in pieces that malloc keeps
+    held = parts[::50]
+    del parts
+    before = memory.resident()
+    result.report(tmp_path / "page.html", data=(x, torch.arange(4)))
+    assert memory.resident() < before - 100 * 2**20
+    assert len(held) == 16
+
+
 def test_copies_are_made_once() -> None:
     x, calls = torch.rand(40, 3, 16, 16), list[int]()
 

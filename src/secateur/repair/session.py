@@ -128,6 +128,7 @@ class Session:
         with torch.inference_mode(False), telling(progress):
             outcome = in_smaller_parts(attempt, self._memory, 2**28)
             synchronise(outcome.model)
+        trim()  # others do not share what the sums took
         return outcome
 
     def reference(self, tell: Listener = lambda event: None, kept: Kept | None = None) -> Reference:

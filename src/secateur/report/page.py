@@ -38,6 +38,7 @@ from secateur.results.history import Record
 from secateur.running.accuracy import PERPLEXITY, accuracy, between, perplexity
 from secateur.running.batches import Data, repeatable
 from secateur.running.copies import unwrap
+from secateur.running.memory import trim
 from secateur.running.targets import Reader
 from secateur.structure.cost import human
 
@@ -118,6 +119,7 @@ def write_report(
         if given is not None and not isinstance(given, kinds):
             raise SecateurError(f"{name} is a {type(given).__name__}.", fix=fix)
     page = page if page is not None else Page()
+    trim()  # of what the run took
     data, test = repeatable(data), repeatable(test)  # both models run on them
     source = original if original is not None else result.original
     if source is not None:
@@ -147,6 +149,7 @@ def write_report(
             different = differences(source, result.model, replace(answers, pick=None), classes, page)
     if seen is not None and result.reasons is None:  # else the run has warned
         warn_of_other_reasons(seen.reasons, lambda number: name_of(number, classes))
+    trim()  # of what heat maps took: large batches follow
     speeds, latency_note = _speeds(result, source, page.latency)
     layers = _layers(result)
     html = fill(
