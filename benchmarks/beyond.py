@@ -636,6 +636,7 @@ _RT_DETR: dict[str, Any] = {
     "hidden_expansion": 0.5,
     "num_denoising": 0,
 }
+_SAM = {"image_size": 64, "patch_size": 8}
 _HF: dict[str, tuple[str, dict[str, Any], tuple[int, ...], tuple[int, ...]]] = {
     "detr": ("DetrForObjectDetection", _QUERIES, (1, 3, 64, 64), (2, 3, 96, 64)),
     "detr-seg": (
@@ -772,7 +773,20 @@ _HF: dict[str, tuple[str, dict[str, Any], tuple[int, ...], tuple[int, ...]]] = {
         (2, 3, 96, 64),
     ),
     "vitpose": ("VitPoseForPoseEstimation", {}, (1, 3, 256, 192), (2, 3, 256, 192)),
-}
+    "sam": (
+        "SamModel",
+        {
+            "vision_config": {**_SAM, "hidden_size": 32, "output_channels": 16, "num_hidden_layers": 2, "mlp_dim": 48,
+                              "num_attention_heads": 4, "window_size": 4, "global_attn_indexes": [1],
+                              "num_pos_feats": 8},
+            "prompt_encoder_config": {**_SAM, "hidden_size": 16, "mask_input_channels": 12},
+            "mask_decoder_config": {"hidden_size": 16, "mlp_dim": 24, "num_attention_heads": 2, "iou_head_depth": 2,
+                                    "iou_head_hidden_dim": 20},
+        },
+        (1, 3, 64, 64),
+        (2, 3, 64, 64),
+    ),
+}  # fmt: skip
 
 
 def _transformers() -> Iterator[tuple[str, Callable[[], Built]]]:
@@ -804,7 +818,13 @@ def _of_transformers(kind: str, given: dict[str, Any], shape: tuple[int, ...], o
         )
     config = model.config_class(**given)
     config.num_labels = 4
-    return model(config), {"pixel_values": _images(*shape)}, {"pixel_values": _images(*other)}
+    inputs = [{"pixel_values": _images(*sizes)} for sizes in (shape, other)]
+    if kind == "SamModel":  # two points of an image, and a first mask
+        prompts = [
+            {"input_points": 64 * torch.rand(n, 1, 2, 2), "input_masks": torch.rand(n, 1, 32, 32)} for n in (1, 2)
+        ]
+        inputs = [given | prompt for given, prompt in zip(inputs, prompts, strict=True)]
+    return model(config), inputs[0], inputs[1]
 
 
 # -- our own -----------------------------------------------------------------------------------------------------------
