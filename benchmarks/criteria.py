@@ -108,8 +108,8 @@ def conductance(model: nn.Module, batches: list[Any]) -> dict[str, Tensor]:
 class Networks:
     """Builds each network once, and its draws."""
 
-    def __init__(self, data: Path, device: str, per_class: int, tested: int) -> None:
-        self.data, self.device, self.per_class, self.tested = data, device, per_class, tested
+    def __init__(self, data: Path, device: str, per_class: int, tested: int, side: int = 224) -> None:
+        self.data, self.device, self.per_class, self.tested, self.side = data, device, per_class, tested, side
         self._made: dict[str, Any] = {}
 
     def known(self) -> list[str]:
@@ -145,7 +145,7 @@ class Networks:
             net, half = resnet56(self._file("resnet56_cifar10")).to(self.device), len(x) // 2
             return net, range(10), (x[half:], y[half:]), (x[:half], y[:half])
         parts = [read(self.data / "imagenette" / part, view=view_of(name)) for part in ("reference", "test")]
-        (x, y), test = (photos.tensors(self.device) for photos in parts)
+        (x, y), test = ((self._sized(x), y) for x, y in (photos.tensors(self.device) for photos in parts))
         place = torch.cat([torch.nonzero(y == c).ravel()[HELD:] for c in range(10)])
         fitted = torch.cat([torch.nonzero(y == c).ravel()[:HELD] for c in range(10)])
         few, more = (x[place], y[place]), (x[fitted], y[fitted])
@@ -192,6 +192,10 @@ class Networks:
         layer = _fitted(pooled, y[:500])  # has ten outputs
         net.head.weight.data, net.head.bias.data = layer.weight.data[:2].clone(), layer.bias.data[:2].clone()
         return net, range(2), (select_samples(x, slice(500, None)), y[500:]), test
+
+    def _sized(self, x: Tensor) -> Tensor:
+        size = (self.side, self.side)
+        return x if x.shape[2:] == size else F.interpolate(x, size, mode="bilinear", antialias=True)
 
     def _file(self, name: str) -> Path:
         return self.data / f"{name}.safetensors"
@@ -305,6 +309,7 @@ def main() -> None:
     parser.add_argument("--shares", type=float, nargs="*", default=list(SHARES))
     parser.add_argument("--per-class", type=int, default=10, help="samples that are scored")
     parser.add_argument("--tested", type=int, default=50, help="test samples per class")
+    parser.add_argument("--side", type=int, default=224, help="of photographs, in pixels")
     parser.add_argument("--minutes", type=float, default=1e9, help="begin no criterion after this")
     parser.add_argument("--memory", help="of a repair, such as '8 GiB'")
     parser.add_argument("--table", action="store_true")
@@ -313,7 +318,7 @@ def main() -> None:
         print(table(_rows(*args.out)))
         return
     warnings.simplefilter("ignore")
-    begin, networks = time.monotonic(), Networks(args.data, args.device, args.per_class, args.tested)
+    begin, networks = time.monotonic(), Networks(args.data, args.device, args.per_class, args.tested, args.side)
     names = args.networks or networks.known()
     done = {(row["network"], row["draw"], row["method"], row["share"]) for row in _rows(*args.out)}
     for share, draw, name in product(args.shares, args.draws, names):
