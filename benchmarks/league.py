@@ -280,15 +280,21 @@ def main(options: argparse.Namespace) -> None:
 # -- how fast ---------------------------------------------------------------------------------------------------------
 def probe(options: argparse.Namespace) -> None:
     """Seconds of a step, for each way the median of some, taken in turn so that what else runs disturbs all alike."""
-    worker, ways = Worker(options), dict[str, Together]()
+    worker = Worker(options)
     teacher = worker.teacher.to(memory_format=torch.channels_last)
     x, y = (t[:256] for t in worker.train)
     rows = [OURS, *OTHERS, PARTS[0], FAIR[0]]
-    for name, count, compiled in (("1", 1, False), ("3", 3, False), ("6", 6, False), ("1 compiled", 1, True)):
+    ways: dict[str, Together] = {}
+    kinds = [
+        ("1, not recorded", 1, False, MULTIPLE, False), ("1, not padded", 1, True, 1, False),
+        *((str(count), count, True, MULTIPLE, False) for count in (1, 3, 6)), ("1, compiled", 1, True, MULTIPLE, True),
+    ]  # fmt: skip
+    for name, count, recorded, multiple, compiled in kinds:
         begin = time.time()
-        nets = [padded(worker.prepared(Job(row, 2.55, 1, 0)), MULTIPLE) for row in rows[:count]]
+        nets = [padded(worker.prepared(Job(row, 2.55, 1, 0)), multiple) for row in rows[:count]]
         made = [net.to(worker.device, memory_format=torch.channels_last) for net in nets]
-        group = Together([Student(net, TEACHER, RECIPE["weight_decay"], compiled=compiled) for net in made], teacher)
+        students = [Student(net, TEACHER, RECIPE["weight_decay"], compiled=compiled) for net in made]
+        group = Together(students, teacher, recorded)
         try:
             for _ in range(WARM_UP + 1):
                 group.step(x, y, 1e-4)

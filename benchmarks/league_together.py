@@ -64,24 +64,25 @@ def half_precision(device: torch.device) -> Any:
 class Together:
     """Students that are trained on the same batches. `teacher`, in evaluation mode, may be None."""
 
-    def __init__(self, students: Sequence[Student], teacher: nn.Module | None) -> None:
+    def __init__(self, students: Sequence[Student], teacher: nn.Module | None, recorded: bool = True) -> None:
         self.students, self.teacher, self.device = students, teacher, students[0].device
         self.rate = torch.zeros((), device=self.device)
+        self._recorded = recorded and self.device.type == "cuda"
         self._graphs: dict[int, tuple[Any, Tensor, Tensor]] = {}
         self._seen: dict[int, int] = {}
 
     def step(self, x: Tensor, y: Tensor, rate: float) -> None:
         self.rate.fill_(rate)
-        size, cuda = len(x), self.device.type == "cuda"
+        size = len(x)
         if size in self._graphs:
             graph, images, labels = self._graphs[size]
             images.copy_(x)
             labels.copy_(y)
             graph.replay()
             return
-        self._compute(x, y, in_turn=cuda)  # libraries choose their algorithms in the first steps
+        self._compute(x, y, in_turn=self._recorded)  # libraries choose their algorithms in the first steps
         self._seen[size] = self._seen.get(size, 0) + 1
-        if cuda and self._seen[size] == WARM_UP:
+        if self._recorded and self._seen[size] == WARM_UP:
             images, labels, graph = x.clone(), y.clone(), torch.cuda.CUDAGraph()
             try:
                 with torch.cuda.graph(graph):
