@@ -25,7 +25,8 @@ from torch import Tensor, nn
 
 import secateur as sc
 from benchmarks.latency_accuracy import network
-from benchmarks.league import FAIR, MAGNITUDE, OTHERS, OURS, PARTS, TAYLOR, Row, by_torch_pruning, table
+from benchmarks.league import table
+from benchmarks.league_models import FAIR, MAGNITUDE, OTHERS, OURS, PARTS, TAYLOR, Row, by_torch_pruning
 from reproduction.networks import with_classes
 from reproduction.published import published
 from secateur.data.views import View
@@ -149,7 +150,7 @@ def main(given: argparse.Namespace) -> None:
                 settings = Recover(epochs=epochs, lr=RATES[epochs], seed=cell.seed)
                 model = scenes.trained(small, scenes.net if row.teacher else None, settings)
             line = asdict(cell) | {"row": str(row), "epochs": epochs, "accuracy": scenes.accuracy(model)}
-            line |= {"macs": macs(small, scenes.test[0][:1, :, :224, :224].float()), "changes": None}
+            line |= {"macs": macs(small, scenes.test[0][:1, :, :224, :224].float())}
             line |= {"prepared": round(ready, 1), "seconds": round(time.perf_counter() - start, 1)}
             with (given.out / f"scenes-{part}.jsonl").open("a") as file:
                 file.write(json.dumps(line) + "\n")

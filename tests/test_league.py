@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import secateur as sc
-from benchmarks.league import MAGNITUDE, OURS, Job, augment, padded, unpadded
-from benchmarks.league_together import Student, Together, done, groups, restore, save
+from benchmarks.league import done, groups, restore, save
+from benchmarks.league_models import MAGNITUDE, OURS, Job, augment, padded, unpadded
+from benchmarks.league_together import Student, Together
 from benchmarks.resnet56 import ResNet
 from secateur.recover.samples import Samples
 from secateur.running.sandbox import seeded

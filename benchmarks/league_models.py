@@ -1,0 +1,181 @@
+"""The smaller ResNet-56s of the league: whose units were chosen how, and what their training shares."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import secateur as sc
+from benchmarks.resnet56 import ResNet
+from secateur.loop import Schedule
+from secateur.recover.samples import shifted
+from secateur.repair import Repair
+
+SPEEDS, LENGTHS, SEEDS = (2.1, 2.55, 4.0), (0, 1, 5, 20, 100), (0, 1, 2)
+RATES = {1: 0.01, 5: 0.03, 20: 0.05, 100: 0.1}
+TEACHER, ERASED, MULTIPLE = 0.5, 8, 8  # the teacher's share, the side of an erased square, what widths are padded to
+SCORED = 500  # images that units are scored on, and that repair uses
+
+
+def augment(images: Tensor) -> Tensor:
+    """Shifted, mirrored, and a square of each image erased. The teacher sees the same."""
+    images = shifted(images, 4)
+    size, half = images.shape[-1], ERASED // 2
+    middle = torch.randint(size, (2, len(images), 1), device=images.device)
+    rows, columns = (torch.arange(size, device=images.device) - middle + half).unbind()
+    inside = [(along >= 0) & (along < ERASED) for along in (rows, columns)]
+    return images.masked_fill((inside[0][:, :, None] & inside[1][:, None])[:, None], 0.0)
+
+
+RECIPE: dict[str, Any] = {"batch_size": 256, "weight_decay": 5e-4, "augment": augment, "temperature": 4.0}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the table: how units are chosen, whether they are repaired, and whether there is a teacher."""
+
+    choice: str
+    repair: bool = False
+    teacher: bool = False
+
+    def __str__(self) -> str:
+        more = [word for word, is_there in (("repair", self.repair), ("teacher", self.teacher)) if is_there]
+        return " + ".join([self.choice, *more])
+
+
+@dataclass(frozen=True)
+class Job:
+    row: Row
+    speed: float
+    epochs: int
+    seed: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.row} /{self.speed:g} {self.epochs} epochs seed {self.seed}".replace(" ", "-").replace("/", "by")
+
+    @property
+    def prepared(self) -> str:
+        repair = "-repair" if self.row.repair else ""
+        seed = "" if self.row.choice == MAGNITUDE.choice else f"-{self.seed}"  # which looks at no data
+        return f"{self.row.choice.replace(' ', '-')}{repair}-{self.speed:g}{seed}.safetensors"
+
+
+OURS = Row("lrp", True, True)
+MAGNITUDE, TAYLOR = Row("Torch-Pruning magnitude"), Row("Torch-Pruning taylor")
+PARTS = [Row("lrp", True), Row("lrp", False, True), Row("lrp")]
+OTHERS = [Row(name, True, True) for name in ("taylor", "weight", "random")]
+FAIR = [replace(MAGNITUDE, teacher=True), replace(TAYLOR, teacher=True)]
+
+
+# -- smaller models ----------------------------------------------------------------------------------------------------
+def shaped(state: dict[str, Tensor]) -> nn.Module:
+    """A ResNet-56 with the widths of these tensors."""
+    net = ResNet()
+    for path, module in net.named_modules():
+        weight = state.get(f"{path}.weight")
+        if isinstance(module, nn.Conv2d) and weight is not None:
+            module.out_channels, module.in_channels = weight.shape[:2]
+            module.weight = nn.Parameter(torch.empty_like(weight))
+        elif isinstance(module, nn.BatchNorm2d) and weight is not None:
+            module.__init__(len(weight))  # type: ignore[misc]
+    net.linear = nn.Linear(state["linear.weight"].shape[1], 10)
+    net.load_state_dict(state)
+    return net
+
+
+def padded(model: nn.Module, multiple: int) -> nn.Module:
+    """The same function with blocks as wide as a multiple, which is what the GPU's matrix units like.
+
+    The further channels are 0, and so are all their gradients: the zeros before and behind them keep each other.
+    """
+    state = dict(model.state_dict())
+    for name in [name for name in state if name.endswith(".bn1.weight") and name.startswith("layer")]:
+        block, more = name.removesuffix("bn1.weight"), -len(state[name]) % multiple
+        for part in ("conv1.weight", "bn1.weight", "bn1.bias", "bn1.running_mean", "bn1.running_var"):
+            old = state[block + part]
+            state[block + part] = torch.cat([old, old.new_zeros(more, *old.shape[1:])])
+        old = state[block + "conv2.weight"]
+        state[block + "conv2.weight"] = torch.cat([old, old.new_zeros(len(old), more, *old.shape[2:])], 1)
+    return shaped(state)
+
+
+def unpadded(model: nn.Module, like: nn.Module) -> nn.Module:
+    """The first channels of a padded model, after a look at the others."""
+    sizes, state = {name: t.shape for name, t in like.state_dict().items()}, {}
+    for name, tensor in model.state_dict().items():
+        first = tuple(slice(size) for size in sizes[name])
+        state[name], rest = tensor[first].clone(), tensor.clone()
+        rest[first] = 0
+        assert not rest.any(), f"{name}: channels that were 0 are not any more"
+    return shaped(state).to(tensor.device)
+
+
+def macs(model: nn.Module) -> int:
+    """Multiplications of convolutions and the linear layer, from the sizes of their weights."""
+    positions = {"layer1": 32**2, "layer2": 16**2, "layer3": 8**2, "conv1": 32**2, "linear": 1}
+    layers = [(path, m) for path, m in model.named_modules() if isinstance(m, nn.Conv2d | nn.Linear)]
+    return sum(m.weight.numel() * positions[path.split(".")[0]] for path, m in layers)
+
+
+def chosen(net: nn.Module, data: tuple[Tensor, Tensor], job: Job) -> nn.Module:
+    """The smaller model of a job, before training."""
+    x, y = data
+    index = torch.randperm(len(x), generator=torch.Generator().manual_seed(1000 + job.seed))[:SCORED].to(x.device)
+    samples = x[index], y[index]
+    if job.row.choice.startswith("Torch-Pruning"):
+        # It cannot follow shortcuts that pad channels, so the layers that meet there are left alone.
+        return by_torch_pruning(net, samples, job, macs, lambda p: p in ("conv1", "linear") or p.endswith("conv2"))
+    criterion: Any = sc.criteria.Random(seed=job.seed) if job.row.choice == "random" else job.row.choice
+    repair = Repair("ridge", copies=2, samples=SCORED) if job.row.repair else None
+    schedule = Schedule(one_shot=True, rescore=False, seed=job.seed, batch_size=100)
+    result = sc.prune(net, samples, criterion, keep={"macs": 1 / job.speed}, schedule=schedule, repair=repair,
+                      progress=False)  # fmt: skip
+    return result.model
+
+
+def by_torch_pruning(
+    net: nn.Module, samples: tuple[Tensor, Tensor], job: Any, count: Callable[[nn.Module], int],
+    stays: Callable[[str], bool],
+) -> nn.Module:  # fmt: skip
+    """The same MACs (`count`) by a rival: all layers compete, as in its own experiments, but those that must stay."""
+    import torch_pruning as tp
+
+    whole, choice, known = count(net), getattr(job, "row", job).choice, copy.deepcopy(net)
+    kinds = {"magnitude": tp.importance.GroupMagnitudeImportance, "taylor": tp.importance.GroupTaylorImportance}
+    if choice == TAYLOR.choice:
+        nn.functional.cross_entropy(known(samples[0]), samples[1]).backward()
+
+    def pruned(share: float) -> nn.Module:
+        model = copy.deepcopy(known)
+        pruner = tp.pruner.BasePruner(
+            model, samples[0][:1], kinds[choice.split()[-1]](), global_pruning=True, pruning_ratio=share,
+            max_pruning_ratio=1.0, ignored_layers=[m for path, m in model.named_modules() if stays(path)],
+        )  # fmt: skip
+        for mine, theirs in zip(model.parameters(), known.parameters(), strict=True):
+            mine.grad = None if theirs.grad is None else theirs.grad.clone()
+        pruner.step()
+        model.zero_grad(set_to_none=True)
+        return model
+
+    low, high = 0.0, 0.99
+    for _ in range(8):
+        middle = (low + high) / 2
+        low, high = (middle, high) if count(pruned(middle)) > whole / job.speed else (low, middle)
+    return pruned(high)
+
+
+def folded(net: nn.Module) -> nn.Module:
+    """The teacher with its batch norms inside its convolutions: the same answers, in half of the time."""
+    made = copy.deepcopy(net).eval()
+    for owner in [m for m in made.modules() if hasattr(m, "bn1")]:
+        for conv, bn in (("conv1", "bn1"), ("conv2", "bn2")):
+            if hasattr(owner, conv):
+                setattr(owner, conv, nn.utils.fuse_conv_bn_eval(getattr(owner, conv), getattr(owner, bn)))
+                setattr(owner, bn, nn.Identity())
+    return made
