@@ -34,7 +34,7 @@ from secateur.ops.table import (
     in_order,
     lookup,
 )
-from secateur.running.copies import named_modules
+from secateur.running.copies import named_modules, named_tensors
 from secateur.running.sandbox import as_written
 
 
@@ -112,8 +112,8 @@ class Observer(TorchFunctionMode):
         if not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
             return
         if not self._memories:
-            for name, parameter in self._model.named_parameters():
-                if parameter.layout == torch.strided:
+            for name, parameter in named_tensors(self._model):
+                if isinstance(parameter, nn.Parameter) and parameter.layout == torch.strided:
                     self._memories.setdefault(parameter.untyped_storage()._cdata, []).append((name, parameter))
         met = self._memories.pop(tensor.untyped_storage()._cdata, [])
         self.overwrites([name for name, _ in met])
