@@ -11,11 +11,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import TensorDataset
 
 import secateur as sc
 from secateur.criteria import LRP, Random, Taylor
 from secateur.errors import (
     CriterionError,
+    DataError,
+    ForwardError,
     NothingToPruneError,
     PlanError,
     RepairError,
@@ -40,6 +43,7 @@ def _net() -> nn.Sequential:
 
 NET, X, Y = _net(), torch.rand(24, 4, generator=torch.Generator().manual_seed(1)), torch.arange(24) % 3
 DATA = (X, Y)
+CONV = nn.Sequential(nn.Conv2d(3, 8, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 3))
 GRAPH = sc.analyze(NET, X[:1])
 SCORES = sc.score(NET, DATA, graph=GRAPH)
 PLAN = sc.plan(GRAPH, SCORES, remove=0.5)
@@ -167,6 +171,16 @@ WRONG: list[tuple[Call, type[SecateurError], str]] = [
     (lambda: sc.compare(NET, DATA, evaluate=right, remove=0.5, keep={"macs": 0.5}), TargetError, "different targets"),
     (lambda: sc.compare(NET, DATA, evaluate=right, fractions=(0.0,)), TargetError, "fractions"),
     (lambda: sc.compare(NET, DATA, evaluate=right, fractions=0.5), TargetError, "fractions"),
+    # inputs and targets as they often come
+    (lambda: sc.analyze(NET, "photo.jpg"), DataError, "no input of a model"),
+    (lambda: sc.analyze(NET, None), DataError, "no input of a model"),
+    (lambda: sc.analyze(CONV, torch.rand(3, 9, 9)), ForwardError, "x[None]"),
+    (lambda: sc.analyze(CONV, torch.rand(2, 9, 9, 3)), ForwardError, "x.permute(0, 3, 1, 2)"),
+    (lambda: sc.prune(NET, [{"image": X, "label": Y}], remove=0.5), ForwardError, "pairs (inputs, targets)"),
+    (lambda: sc.prune(NET, X, remove=0.5), DataError, "(X, None)"),
+    (lambda: ANY.prune(NET, TensorDataset(X, Y), remove=0.5), DataError, "DataLoader(dataset"),
+    (lambda: sc.prune(NET, (X, nn.functional.one_hot(Y)), remove=0.5), DataError, "targets.argmax(1)"),
+    (lambda: sc.prune(NET, (X, Y[:, None]), remove=0.5), DataError, "one class number for each"),
     # files
     (lambda: ANY.save("folder", RESULT), SecateurError, "sc.save(result, path)"),
     (lambda: ANY.save(RESULT, 3), SecateurError, "path is a int"),

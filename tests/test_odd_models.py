@@ -156,6 +156,12 @@ def momentum(m: Any, h: Tensor) -> Tensor:
     return h
 
 
+def clamped_together(m: Any, h: Tensor) -> Tensor:
+    with torch.no_grad():
+        torch._foreach_clamp_min_([m.c.bias], 0.0)
+    return h
+
+
 def same_width(m: Any, x: Tensor) -> Tensor:
     h = m.a(x).relu()
     g = m.b(h)
@@ -211,6 +217,8 @@ ODD: dict[str, Callable[[], nn.Module]] = {
     "cosines": lambda: Net(lambda m, x: F.linear(F.normalize(m.b(m.a(x).relu())), F.normalize(m.c.weight))),
     "a weight that the forward clamps": through(clamped),
     "a weight whose data it clamps": through(clamped_data),
+    "biases that it clamps together": through(clamped_together),
+    "named arguments in place": through(lambda m, h: torch.relu_(input=h)),
     "a weight that follows in training": through(momentum, slow=nn.Parameter(torch.randn(3, 12), requires_grad=False)),
     "a list of outputs": returning(lambda y, s: [y, s]),
     "nested outputs": returning(lambda y, s: {"logits": y, "more": {"sum": (s,)}}),
@@ -393,6 +401,15 @@ def test_statistics_of_a_batch_need_two_samples() -> None:
     net = Net(lambda m, x: m.c(m.b(m.norm(m.a(x)).relu())), norm=nn.BatchNorm1d(12, track_running_stats=False))
     result = sc.prune(net.eval(), (torch.randn(4, 6), torch.arange(4) % 3), remove=0.4, repair=False, progress=False)
     assert result.model.norm.num_features < 12
+
+
+def test_weights_that_are_buffers_are_scored_by_their_size() -> None:
+    net = Net(lambda m, x: m.c(F.linear(m.a(x).relu(), m.w).relu()), b=nn.Identity())
+    net.register_buffer("w", torch.randn(12, 12))
+    graph = sc.analyze(net.eval(), torch.randn(4, 6))
+    found = {site.path: numbers for site, numbers in sc.score(net, None, "weight", graph=graph).units.items()}
+    size = net.w.abs().sum(1)
+    assert np.allclose(found[""], size / size.norm(), rtol=1e-5)
 
 
 def test_an_expanded_buffer_is_cut_like_any_other() -> None:

@@ -19,7 +19,7 @@ from secateur.analysis.variants import (
     shows_no_sizes,
     trains_otherwise,
 )
-from secateur.errors import Argument, SecateurError, UnsupportedModelError
+from secateur.errors import Argument, DataError, SecateurError, UnsupportedModelError
 from secateur.nest import entries, tensors_of_output
 from secateur.running.copies import check_followed, meta_copy, named_tensors, never_share, shared_copy, unwrap
 from secateur.running.sandbox import Example, leaves_no_trace, uncollected
@@ -54,6 +54,11 @@ def analyze(model: nn.Module, example: Example, output: str | Sequence[str] = ()
     """
     model = unwrap(model)
     check_followed(model, strict)
+    if example is None or isinstance(example, str):
+        raise DataError(
+            f"the example is {example!r}, which is no input of a model.",
+            fix="a tensor, a tuple of positional inputs, or a dict of named ones",
+        )
     computed = computed_weights(model, strict)
     names = (output,) if isinstance(output, str) else tuple(output)
     with uncollected:

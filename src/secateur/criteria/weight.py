@@ -28,7 +28,9 @@ class Weight(Criterion):
     def accumulate(self, subject: Subject) -> Accumulator:
         """Units without a dimension of a parameter get no score."""
         graph, sizes = subject.graph, np.full(len(subject.graph.root), np.nan)
-        parameters = dict(subject.original.named_parameters(remove_duplicate=False))
+        original = subject.original  # frozen weights may be buffers
+        named = [*original.named_parameters(remove_duplicate=False), *original.named_buffers(remove_duplicate=False)]
+        parameters = dict(named)
         left = np.ones(len(sizes), np.bool_)
         for producer, kept in zip(subject.producers, subject.kept, strict=True):
             left[producer.rows] &= kept

@@ -166,8 +166,10 @@ def _plain(data: Data, batch_size: int, share: tuple[int, int]) -> Iterator[Batc
             yield select_samples(inputs, chunk), select_samples(targets, chunk)
         return
     if isinstance(data, Tensor) or not isinstance(data, Iterable):
+        loader = "DataLoader(dataset, batch_size=32)" if hasattr(data, "__getitem__") else ""
         raise DataError(
-            f"data is a {type(data).__name__}; give an iterable of (inputs, targets), or a pair (X, y) of tensors."
+            f"data is a {type(data).__name__}; give an iterable of (inputs, targets), or a pair (X, y) of tensors.",
+            fix="(X, None) if there are no targets" if isinstance(data, Tensor) else loader,
         )
     for batch in data:
         if not isinstance(batch, Mapping) and (not isinstance(batch, tuple | list) or len(batch) != 2):

@@ -30,7 +30,7 @@ def never_share(model: nn.Module, names: Collection[str]) -> None:
 
 def with_same_memory(tensor: Tensor) -> Tensor:
     """The tensor for a copy of a model, which shares its memory unless the forward writes to it."""
-    return tensor.detach().clone() if tensor in _WRITTEN else tensor.detach()
+    return tensor.detach().clone() if _WRITTEN and tensor in _WRITTEN else tensor.detach()
 
 
 def unwrap(model: nn.Module) -> nn.Module:

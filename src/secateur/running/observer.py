@@ -34,7 +34,7 @@ from secateur.ops.table import (
     in_order,
     lookup,
 )
-from secateur.running.copies import named_modules
+from secateur.running.copies import named_modules, named_tensors
 from secateur.running.sandbox import as_written
 
 
@@ -92,8 +92,10 @@ class Observer(TorchFunctionMode):
         args, kwargs, tensors = self.present(operation, args, kwargs or {})
         if torch._C._functorch.maybe_current_level() is not None and self._is_transformed(func, args, kwargs):
             return func(*args, **kwargs)
-        if _is_in_place(func) or (func in _TABLES and kwargs.get("max_norm") is not None):
-            self._spare(args[func in _TABLES] if len(args) > 1 or func not in _TABLES else None)
+        if _is_in_place(func):
+            self._spare((args or tuple(kwargs.values()))[:1])
+        elif func in _TABLES and kwargs.get("max_norm") is not None:
+            self._spare((args, kwargs))
         if kwargs and isinstance(kwargs.get("out"), Tensor):
             return self._written_out(func, args, kwargs)
         if operation is None:
@@ -107,20 +109,18 @@ class Observer(TorchFunctionMode):
                 return operation.body(*args, **kwargs)
         return self.observe(Call(operation, func, args, kwargs, self.site(func), None, tensors))
 
-    def _spare(self, tensor: Any) -> None:
+    def _spare(self, written: Any) -> None:
         """If a call writes to a parameter, the copy that is watched gets its own before: it may share the user's."""
-        if not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
-            return
         if not self._memories:
-            for name, parameter in self._model.named_parameters():
-                if parameter.layout == torch.strided:
+            for name, parameter in named_tensors(self._model):
+                if isinstance(parameter, nn.Parameter) and parameter.layout == torch.strided:
                     self._memories.setdefault(parameter.untyped_storage()._cdata, []).append((name, parameter))
-        met = self._memories.pop(tensor.untyped_storage()._cdata, [])
-        self.overwrites([name for name, _ in met])
-        if met and not tensor.is_meta:
-            own = tensor.untyped_storage().clone()  # type: ignore[no-untyped-call]
-            for item in {id(item): item for item in (tensor, *(parameter for _, parameter in met))}.values():
-                item.data = item.detach().new_empty(0).set_(own, item.storage_offset(), item.shape, item.stride())
+        for tensor in tensors_in(written):
+            if tensor.layout == torch.strided:
+                met = self._memories.pop(tensor.untyped_storage()._cdata, [])
+                self.overwrites([name for name, _ in met])
+                if met and not tensor.is_meta:
+                    _move([tensor, *(parameter for _, parameter in met)])
 
     def _written_out(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call that writes its result into `out` is one that returns it, and a copy."""
@@ -227,6 +227,13 @@ def _is_in_place(func: Function) -> bool:
     """Whether a function writes to its first argument, by torch's rule for names."""
     name = getattr(func, "__name__", "")
     return name in _ASSIGNMENTS or (name.endswith("_") and not name.endswith("__") and name != "requires_grad_")
+
+
+def _move(tensors: Sequence[Tensor]) -> None:
+    """Give tensors that share their memory a copy of it."""
+    own = tensors[0].untyped_storage().clone()  # type: ignore[no-untyped-call]
+    for item in {id(item): item for item in tensors}.values():
+        item.data = item.detach().new_empty(0).set_(own, item.storage_offset(), item.shape, item.stride())
 
 
 def torchscript(code: Function, *args: Any, **kwargs: Any) -> Any:

@@ -213,6 +213,13 @@ def refusal(model: nn.Module, what: str, inputs: Example, error: Exception) -> F
 def _conversion(model: nn.Module, inputs: Example, error: str) -> str:
     if "positional argument" in error:
         return "give what the model's forward takes, without targets"
+    if "unexpected keyword argument" in error:
+        return "name inputs as the model's forward does; or give pairs (inputs, targets)"
+    planes = next((m.in_channels for m in model.modules() if isinstance(m, nn.Conv2d)), None)
+    if planes is not None and isinstance(inputs, Tensor) and inputs.ndim == 3:
+        return "a batch of images, (samples, channels, height, width): x[None]"
+    if planes is not None and isinstance(inputs, Tensor) and inputs.ndim == 4 and inputs.shape[-1] == planes:
+        return "channels come before height and width: x.permute(0, 3, 1, 2)"
     two_texts = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
     if two_texts and isinstance(inputs, Mapping) and not any(name.startswith("decoder_") for name in inputs):
         return "DataCollatorForSeq2Seq(tokenizer, model=model) adds what the decoder reads"

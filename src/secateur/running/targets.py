@@ -258,7 +258,8 @@ def check_targets(targets: Any, output: Tensor, entry: str = "") -> Tensor:
             f"targets have shape {tuple(known.shape)}, but the output {shape} asks for {expected}."
             if output.ndim < 3
             else f"targets have shape {tuple(known.shape)}, but the output asks for {expected}: it has "
-            f"{output.shape[1]} classes at each position."
+            f"{output.shape[1]} classes at each position.",
+            fix="targets.argmax(1)" if known.shape == output.shape else "one class number for each of these",
         )
     counting, classes = known[known != IGNORED], output.shape[1]
     low, high = (int(counting.min()), int(counting.max())) if counting.numel() else (0, 0)
