@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,8 @@ from torch.nn.utils import parametrizations, parametrize, prune, spectral_norm, 
 import secateur as sc
 from oracle import fingerprint, random_scores, same, zeroed
 from secateur.errors import NothingToPruneError, UnsupportedModelError
+from secateur.running.observer import Observer
+from secateur.surgery.precision import Precise
 
 Body = Callable[[Any, Tensor], Any]
 
@@ -435,3 +437,29 @@ def test_a_layer_without_inputs_is_scored() -> None:
     plain.load_state_dict(net.state_dict(), strict=False)
     found, expected = (sc.explain(m.eval(), x, target=0) for m in (net, plain))
     assert torch.allclose(found.heat, expected.heat)
+
+
+class Written(Observer):
+    """Which parameters are said to be written to."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.names: list[str] = []
+
+    def overwrites(self, names: Sequence[str]) -> None:
+        self.names += names
+
+
+def test_parameters_that_another_mode_widens_are_not_taken_for_what_is_written() -> None:
+    """Copies that `Precise` makes live for one call. What is computed later may lie at the same place."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(20)))
+    before = [parameter.clone() for parameter in model.parameters()]
+    with Precise(torch.float64), Written(model) as seen:
+        sums = [torch.zeros(4).add_(1) for _ in range(40)]
+    assert seen.names == []
+    assert all(torch.equal(item, torch.ones(4)) for item in sums)
+    assert all(map(torch.equal, before, model.parameters()))
+    with Precise(torch.float64), torch.no_grad(), Written(model) as seen:
+        model[3].bias.add_(1)
+    assert seen.names == ["3.bias"]

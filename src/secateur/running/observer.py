@@ -111,16 +111,17 @@ class Observer(TorchFunctionMode):
 
     def _spare(self, written: Any) -> None:
         """If a call writes to a parameter, the copy that is watched gets its own before: it may share the user's."""
-        if not self._memories:
-            for name, parameter in named_tensors(self._model):
-                if isinstance(parameter, nn.Parameter) and parameter.layout == torch.strided:
-                    self._memories.setdefault(parameter.untyped_storage()._cdata, []).append((name, parameter))
-        for tensor in tensors_in(written):
-            if tensor.layout == torch.strided:
-                met = self._memories.pop(tensor.untyped_storage()._cdata, [])
-                self.overwrites([name for name, _ in met])
-                if met and not tensor.is_meta:
-                    _move([tensor, *(parameter for _, parameter in met)])
+        with torch._C.DisableTorchFunction():  # another mode would show copies, whose memory is soon somebody else's
+            if not self._memories:
+                for name, parameter in named_tensors(self._model):
+                    if isinstance(parameter, nn.Parameter) and parameter.layout == torch.strided:
+                        self._memories.setdefault(parameter.untyped_storage()._cdata, []).append((name, parameter))
+            for tensor in tensors_in(written):
+                if tensor.layout == torch.strided:
+                    met = self._memories.pop(tensor.untyped_storage()._cdata, [])
+                    self.overwrites([name for name, _ in met])
+                    if met and not tensor.is_meta:
+                        _move([tensor, *(parameter for _, parameter in met)])
 
     def _written_out(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call that writes its result into `out` is one that returns it, and a copy."""
