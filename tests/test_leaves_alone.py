@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from secateur.report import Page
 from secateur.running.accuracy import accuracy
 from secateur.running.observer import Observer
 from secateur.running.sandbox import isolated
+from secateur.surgery.precision import Precise
 
 
 class Writing(nn.Module):
@@ -320,3 +321,32 @@ def test_the_search_for_garbage_goes_on_afterwards(enabled: bool) -> None:
         assert set(seen) == {False}
     finally:
         gc.enable()
+
+
+class _Adds(nn.Module):
+    """Writes to what it computes, never to its parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ParameterList(torch.zeros(4) for _ in range(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = [x * 2]
+        for part in self.parts:
+            kept.append((kept[-1] + part).add_(1))
+        return kept[-1]
+
+
+def test_parameters_are_known_by_their_own_memory_while_numbers_are_widened() -> None:
+    """A verification answers with wider copies. Addresses of such copies belong to other tensors a moment later."""
+    net, found = _Adds(), list[str]()
+
+    class Watch(Observer):
+        def overwrites(self, names: Sequence[str]) -> None:
+            found.extend(names)
+
+    watch = Watch(net)
+    with torch.no_grad(), Precise(torch.float64), watch:
+        net(torch.ones(2, 4))
+    assert not found
+    assert {*watch._memories} == {part.untyped_storage()._cdata for part in net.parts}

@@ -240,7 +240,13 @@ class TensorLabels:
 
         def moved(layer: Tensor) -> Any:
             layer = layer.clone() if call.writes else layer
-            args, kwargs = map_leaves(lambda leaf: layer if leaf is source else leaf, (call.args, call.kwargs))
+
+            def beside(leaf: Any) -> Any:  # indices lie where the model is, labels do not
+                if isinstance(leaf, Tensor) and leaf.device != layer.device and not leaf.is_meta:
+                    return leaf.to(layer.device)
+                return leaf
+
+            args, kwargs = map_leaves(lambda leaf: layer if leaf is source else beside(leaf), (call.args, call.kwargs))
             return call.function(*args, **kwargs)
 
         results = [moved(layer) for layer in self.layers(source) if not {*varying(layer)} & {*dropped}]
