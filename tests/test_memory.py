@@ -126,6 +126,31 @@ def test_samples_without_room_join_in_later_layers() -> None:
     assert found.divergence["ridge"] < 2 * roomy.divergence["ridge"] + 1e-4
 
 
+@pytest.mark.parametrize("loaded", [True, False])
+def test_many_samples_are_not_all_held(loaded: bool) -> None:
+    """Copies are made when they are asked for. Samples are held, and there may be any number of them."""
+    x, y = torch.rand(300, 3, 16, 16), torch.arange(300) % 3
+    data: Any = [(x[i : i + 50], y[i : i + 50]) for i in range(0, 300, 50)] if loaded else (x, y)
+    size = x[0].numel() * 4
+
+    def collected(room: float) -> Samples:
+        return Samples.collect(data, 1024, 8, None, 0.2, 0, None, room)
+
+    assert collected(1e12).count == 300
+    few = collected(100 * size)
+    assert (few.count, few.copies, few.inputs.numel() * 4) == (100, 8, 100 * size)
+    assert set(y[[int((x == sample).flatten(1).all(1).nonzero()[0]) for sample in few.inputs]].tolist()) == {0, 1, 2}
+    assert collected(0).count == 64  # fewer say little
+
+
+def test_a_session_holds_a_share_of_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    rooms: list[float] = []
+    usual = Samples.collect.__func__  # type: ignore[attr-defined]
+    monkeypatch.setattr(Samples, "collect", lambda *args: rooms.append(args[-1]) or usual(Samples, *args))
+    Repair("ridge", memory="600 MiB").session(network(), (torch.rand(4, 3, 48, 48), None)).reference()
+    assert rooms == [100 * 2**20]
+
+
 def test_memory_decides_how_many_rows_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """With room and time for them, each layer has 20,000. Else layers have fewer, but never fewer than 4,096."""
     net, x = network(), torch.rand(60, 3, 48, 48)

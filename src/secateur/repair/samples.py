@@ -3,6 +3,7 @@ that exchange words."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -23,6 +24,8 @@ from secateur.running.targets import are_shares
 Alter = Callable[[Any, torch.Generator], Any]
 # Copies are drawn for this many samples together, whatever the batch size is.
 _PART = 32
+# So many samples are held whatever they take.
+_FEW = 64
 #: Texts with more tokens than that get no copies: with 700 tokens copies helped, with 2,900 they did harm.
 FEW_TOKENS = 2048
 
@@ -75,10 +78,11 @@ class Samples:
     @classmethod
     def collect(
         cls, data: Data, most: int, copies: int, alter: Alter | None, held_out: float, seed: int,
-        device: torch.device | None,
+        device: torch.device | None, room: float = math.inf,
     ) -> Samples:  # fmt: skip
         """Take at most `most` samples, and as many copies of each as that leaves room for. Hold out a share of the
-        samples: the same share of each class if targets are known.
+        samples: the same share of each class if targets are known. Samples are held, so that many take at most about
+        `room` bytes. Copies are not.
 
         Of a pair (X, y) samples are taken evenly, since classes may lie together there; of batches, the first are. In
         several processes, each of which has batches of its own, those of all are taken.
@@ -86,18 +90,20 @@ class Samples:
         """
         inputs, targets, count, quantities = [], [], 0, False
         shared = not is_pair(data) and active()
-        if is_pair(data) and size_of(data[0]) > most:
-            index = torch.linspace(0, size_of(data[0]) - 1, most, dtype=torch.float64).round().long()
+        limit, room = most, math.inf if active() else room  # processes have to agree
+        if is_pair(data) and size_of(data[0]) > (limit := _fitting(data[0], most, room)):
+            index = torch.linspace(0, size_of(data[0]) - 1, limit, dtype=torch.float64).round().long()
             data = select_samples(tuple(data), index)
         # All at once are not copied, only looked at.
         for x, y in [to_device(tuple(data), device)] if is_pair(data) else batches(data, 64, device):
             check_inputs(x)
-            take = min(size_of(x), most - count)
+            limit = limit if count else _fitting(x, most, room)
+            take = min(size_of(x), limit - count)
             inputs.append(select_samples(x, slice(take)))
             targets.append(y[:take] if isinstance(y, Tensor) and y.ndim == 1 else None)
             quantities |= isinstance(y, Tensor) and y.ndim > 0 and y.is_floating_point() and not are_shares(y)
             count += take
-            if count >= most:
+            if count >= limit:
                 break
         if shared:
             inputs, targets = _of_all(inputs, targets, most, device)
@@ -190,6 +196,12 @@ class Samples:
                 del self._made[old]
             self._made[copy, begin] = made
         return self._made[copy, begin]
+
+
+def _fitting(x: Any, most: int, room: float) -> int:
+    """How many samples like these are held."""
+    size = sum(t.numel() * t.element_size() for t in tensors_in(x)) / max(size_of(x), 1)
+    return int(min(most, max(_FEW, room // max(size, 1))))
 
 
 def _lists_images(inputs: Any) -> bool:

@@ -29,6 +29,8 @@ from secateur.running.sandbox import check_weights, leaves_no_trace, quiet
 
 # A correction that leaves less than this share of the divergence is good: simpler ones do not come close to it.
 _CLOSE = 0.25
+# A part of the memory: what samples may take.
+_HELD = 6
 
 
 @dataclass(frozen=True)
@@ -146,7 +148,14 @@ class Session:
         with quiet():
             torch.manual_seed(asked.seed)  # a loader that shuffles gives the same samples whenever it is asked
             samples = Samples.collect(
-                self.data, asked.samples, asked.copies, asked.alter, asked.held_out, asked.seed, device_of(original)
+                self.data,
+                asked.samples,
+                asked.copies,
+                asked.alter,
+                asked.held_out,
+                asked.seed,
+                device_of(original),
+                self._memory // _HELD,
             )
         self._reference = Reference(original, samples, asked.rows, asked.at_once, asked.relevance, self._memory, kept)
         self._versions, self._tensors = versions, tensors
