@@ -27,8 +27,9 @@ from secateur.runtimes.setup import Setup
 
 _GAP = 1e-3  # between a smaller version and PyTorch, relative: enough to see that the right things were cut
 _RUNS, _SECONDS, _KEPT = 4, 2.0, 8  # runs of a profile after a cold one, how long they may take, files that are kept
+_SIZES = 64  # numbers: no shape is longer
 Cuts = dict[str, tuple[str, dict[int, int]]]
-File = tuple[bytes, Any]  # what ONNX Runtime opens, and its nodes
+File = tuple[bytes, Any, Cuts]  # what ONNX Runtime opens, its nodes, and of which parameters its tensors are made
 
 
 class Onnx:
@@ -58,8 +59,8 @@ class Onnx:
 
     def profile(self, model: nn.Module, plan: Plan | None, paths: Collection[str]) -> Callable[[], dict[str, float]]:
         """Forward passes that say how many seconds the operations took that belong to each of these modules."""
-        data, nodes = self._file(model, plan)
-        homes = _Homes(nodes, self.origin, paths)
+        data, nodes, origin = self._file(model, plan)
+        homes = _Homes(nodes, origin, paths)
 
         def forward() -> dict[str, float]:
             with TemporaryDirectory() as folder:
@@ -84,36 +85,40 @@ class Onnx:
 
     def _file(self, model: nn.Module, plan: Plan | None) -> File:
         if plan is None or not plan.groups:
-            return self.file.SerializeToString(), self.file.graph.node
+            return self.file.SerializeToString(), self.file.graph.node, self.origin
         if plan.groups not in self._made:
             if len(self._made) >= _KEPT:
                 self._made.pop(next(iter(self._made)))
-            self._made[plan.groups] = self._narrow(model, plan) or _apart(_exported(model, self.inputs))
+            self._made[plan.groups] = self._narrow(model, plan) or self._anew(model)
         return self._made[plan.groups]
+
+    def _anew(self, model: nn.Module) -> File:
+        content = _exported(model, self.inputs)
+        return _apart(content, _origins(content, model))
 
     def _narrow(self, model: nn.Module, plan: Plan) -> File | None:
         """The file of the whole model without what the plan removes; None if that is not the smaller model."""
         from onnxruntime.capi import onnxruntime_pybind11_state as raised
 
-        data, nodes = _apart(_narrowed(self.file, self.origin, self.shapes, plan))
+        file = _apart(_narrowed(self.file, self.origin, self.shapes, plan, self.setup.batch), self.origin)
         with quiet(), evaluating(model):
             expected = tensors_in(run(model, self.few))
         try:
-            session = session_of(data, self.setup.threads)
+            session = session_of(file[0], self.setup.threads)
             found = answers(session, self.few)
         except (raised.Fail, raised.InvalidArgument, raised.InvalidGraph, raised.RuntimeException):
             return None  # a size that is written into the file in another way
         if not all(_close(a, b) for a, b in zip(found, expected, strict=True)):
             return None
         self._open = {key: other for key, other in self._open.items() if not key} | {plan.groups: session}
-        return data, nodes
+        return file
 
 
-def _apart(content: Any) -> File:
+def _apart(content: Any, origin: Cuts) -> File:
     """A file, and its nodes without the weights."""
     data = content.SerializeToString()
     content.graph.ClearField("initializer")
-    return data, content.graph.node
+    return data, content.graph.node, origin
 
 
 def _close(found: Tensor, expected: Tensor) -> bool:
@@ -171,20 +176,7 @@ def _open_batch(item: Any) -> bool:
 
 def _written_shapes(file: Any, batch: int) -> dict[str, list[int]]:
     """The shapes that are written into the file for Reshape with one size left open, as they are for this batch."""
-    import onnx
-
-    fixed = onnx.ModelProto()
-    fixed.CopyFrom(file)
-    for item in fixed.graph.input:
-        if _open_batch(item):
-            item.type.tensor_type.shape.dim[0].dim_value = batch
-    del fixed.graph.value_info[:]
-    known = onnx.shape_inference.infer_shapes(fixed, data_prop=True).graph
-    sizes = {
-        item.name: [dim.dim_value for dim in item.type.tensor_type.shape.dim]
-        for item in (*known.value_info, *known.output)
-    }
-    held = {item.name for item in file.graph.initializer}
+    sizes, held = _sizes(file, batch), {item.name for item in file.graph.initializer}
     found = {
         node.input[1]: sizes.get(node.output[0], [])
         for node in file.graph.node
@@ -193,7 +185,36 @@ def _written_shapes(file: Any, batch: int) -> dict[str, list[int]]:
     return {name: shape for name, shape in found.items() if shape and all(shape)}
 
 
-def _narrowed(file: Any, origin: Cuts, shapes: Mapping[str, Sequence[int]], plan: Plan) -> Any:
+def _sizes(file: Any, batch: int) -> dict[str, list[int]]:
+    """The shape of each tensor inside, for this batch; 0 where a size is not known."""
+    import onnx
+
+    fixed = onnx.ModelProto()
+    fixed.CopyFrom(file)
+    _without_numbers(fixed)
+    for item in fixed.graph.input:
+        if _open_batch(item):
+            item.type.tensor_type.shape.dim[0].dim_value = batch
+    del fixed.graph.value_info[:]
+    known = onnx.shape_inference.infer_shapes(fixed, data_prop=True).graph
+    return {
+        item.name: [dim.dim_value for dim in item.type.tensor_type.shape.dim]
+        for item in (*known.value_info, *known.output)
+    }
+
+
+def _without_numbers(file: Any) -> None:
+    """Weights become inputs of their shapes: which shapes follow depends on no large tensor, and copies take long."""
+    from onnx import helper
+
+    large = [item for item in file.graph.initializer if np.prod(item.dims) > _SIZES]
+    file.graph.input.extend(helper.make_tensor_value_info(i.name, i.data_type, list(i.dims)) for i in large)
+    small = [item for item in file.graph.initializer if np.prod(item.dims) <= _SIZES]
+    del file.graph.initializer[:]
+    file.graph.initializer.extend(small)
+
+
+def _narrowed(file: Any, origin: Cuts, shapes: Mapping[str, Sequence[int]], plan: Plan, batch: int) -> Any:
     """The file without what the plan removes."""
     import onnx
     from onnx import numpy_helper
@@ -208,8 +229,10 @@ def _narrowed(file: Any, origin: Cuts, shapes: Mapping[str, Sequence[int]], plan
             for own, theirs in dims.items():
                 numbers = np.delete(numbers, list(cuts.get(theirs, ())), own)
             item.CopyFrom(numpy_helper.from_array(np.ascontiguousarray(numbers), item.name))
-    # A written shape leaves the batch open. Here the batch is known: what is open instead is a size that is cut.
+    # A written shape leaves the batch open. What a cut makes of its sizes is found with the batch as it is. Then the
+    # batch is left open again: ONNX Runtime fuses more where it is known, and the whole model has it open.
     cut = {plan.shapes[name][dim] for name, dims in plan.cuts.items() for dim in dims} | {h.heads for h in plan.heads}
+    opened: dict[str, tuple[Any, int]] = {}
     for item in made.graph.initializer:
         if item.name in shapes:
             before = numpy_helper.to_array(item)
@@ -217,6 +240,7 @@ def _narrowed(file: Any, origin: Cuts, shapes: Mapping[str, Sequence[int]], plan
             if places:
                 after = np.array(shapes[item.name], before.dtype)
                 after[places[-1]] = -1
+                opened[item.name] = before, places[-1]
                 item.CopyFrom(numpy_helper.from_array(after, item.name))
     whole, sizes = ({item.name: item.dims[0] for item in f.graph.initializer if item.dims} for f in (file, made))
     for node in made.graph.node:
@@ -227,6 +251,15 @@ def _narrowed(file: Any, origin: Cuts, shapes: Mapping[str, Sequence[int]], plan
                 if attribute.name == "group" and attribute.i > 1:
                     attribute.i = attribute.i * sizes[weight] // before
     del made.graph.value_info[:]
+    found = _sizes(made, batch) if opened else {}
+    for number, node in enumerate(made.graph.node):  # layers that shared a shape may have lost different heads
+        name = node.input[1] if node.op_type == "Reshape" else ""
+        before, place = opened.get(name, (np.zeros(1), 0))
+        size = dict(enumerate(found.get(node.output[0], []))).get(place, 0)
+        if name in opened and size:
+            node.input[1] = f"{name}_{number}"
+            after = np.array([size if i == place else one for i, one in enumerate(before)], before.dtype)
+            made.graph.initializer.append(numpy_helper.from_array(after, node.input[1]))
     return made
 
 
@@ -240,7 +273,7 @@ class _Homes:
 
     def of(self, name: str) -> str:
         """ONNX Runtime calls an operation by its name, or by what it makes."""
-        name = name.removesuffix("_nchwc")
+        name = name.partition("/")[0].removesuffix("_nchwc")  # "node/Fusion" is what "node" became part of
         node = self._nodes.get(name) or self._makers.get(name)
         return self._home(node) if node is not None else ""
 
