@@ -153,6 +153,8 @@ class Checkpoint:
             older = wanted["criterion"].replace("composite=None", "composite='alpha1beta0'")
             if found.get("criterion") == older.replace("start=None", "start='one'"):
                 wanted["criterion"] = found["criterion"]
+            if wanted["round_to"] is None and found.get("round_to") == 1:  # no difference there
+                wanted["round_to"] = 1
         other = [key for key in wanted if found.get(key) != wanted[key] and (key in found or key not in _ADDED)]
         if other:
             raise other_run(self.path, {key: (found.get(key), wanted[key]) for key in other}, _DIGESTS)
