@@ -664,6 +664,7 @@ def work(rank: int, folder: str) -> None:
         {"both": both.state_dict(), "again": digest(again), "same": digest(both), "failed": failed, "unlike": unlike},
         f"{folder}/{rank}.pt",
     )
+    dist.barrier()  # a process that leaves early may take the other's connections with it
     dist.destroy_process_group()
 
 
