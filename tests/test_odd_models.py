@@ -352,6 +352,30 @@ def test_tables_that_shorten_their_rows_stay_as_they_are() -> None:
     assert torch.allclose(answers(small, x)[0], answers(zeroed(net, graph, plan), x)[0], atol=1e-6)
 
 
+class Rectified(nn.Module):
+    """Rectifies its own weight in place."""
+
+    def __init__(self, positional: bool) -> None:
+        super().__init__()
+        self.a, self.c, self.positional = nn.Linear(6, 12), nn.Linear(12, 3), positional
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.a.weight.detach()
+        weight = F.relu(weight, True) if self.positional else F.relu(weight, inplace=True)
+        return self.c(F.linear(x, weight, self.a.bias))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("positional", [True, False])
+def test_a_weight_that_is_rectified_in_place_stays_as_it_is(positional: bool) -> None:
+    torch.manual_seed(0)
+    net, x = Rectified(positional).eval(), torch.randn(2, 6)
+    before = fingerprint(net)
+    graph = sc.analyze(net, x)
+    sc.apply(net, sc.plan(graph, random_scores(graph, 1), remove=0.4))
+    sc.score(net, (x, torch.tensor([0, 1])), "taylor")
+    assert same(before, fingerprint(net))
+
+
 def _kept(plan: sc.Plan, name: str, size: int) -> list[int]:
     return sorted(set(range(size)) - set(plan.cuts[name][1]))
 

@@ -107,12 +107,7 @@ class Call:
     @property
     def writes(self) -> bool:
         """Whether the call overwrites its first tensor."""
-        if self.function in _WRITERS:
-            return True
-        position = _inplace_position(self.function)
-        if position is None:
-            return False
-        return bool(self.kwargs.get("inplace", self.args[position] if len(self.args) > position else False))
+        return overwrites(self.function, self.args, self.kwargs)
 
     @property
     def rectifies(self) -> bool:
@@ -203,6 +198,14 @@ Rule = Callable[[RelevanceVerbs, Call], Any]
 def moves(relevance: RelevanceVerbs, call: Call) -> Any:
     """The way the data did."""
     return relevance.moves(call)
+
+
+def overwrites(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call of a function that the table knows overwrites its first tensor."""
+    if function in _WRITERS:
+        return True
+    position = _inplace_position(function)
+    return position is not None and bool(kwargs.get("inplace", args[position] if len(args) > position else False))
 
 
 def writes(relevance: RelevanceVerbs, call: Call) -> Any:

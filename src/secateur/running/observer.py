@@ -33,6 +33,7 @@ from secateur.ops.table import (
     function_name,
     in_order,
     lookup,
+    overwrites,
 )
 from secateur.running.copies import named_modules, named_tensors
 from secateur.running.sandbox import as_written
@@ -92,7 +93,7 @@ class Observer(TorchFunctionMode):
         args, kwargs, tensors = self.present(operation, args, kwargs or {})
         if torch._C._functorch.maybe_current_level() is not None and self._is_transformed(func, args, kwargs):
             return func(*args, **kwargs)
-        if _is_in_place(func):
+        if _is_in_place(func) or overwrites(func, args, kwargs):
             self._spare((args or tuple(kwargs.values()))[:1])
         elif func in _TABLES and kwargs.get("max_norm") is not None:
             self._spare((args, kwargs))
@@ -225,7 +226,7 @@ _ASSIGNMENTS = frozenset(
 
 @cache
 def _is_in_place(func: Function) -> bool:
-    """Whether a function writes to its first argument, by torch's rule for names."""
+    """Whether a function, which the table may not know, writes to its first argument, by torch's rule for names."""
     name = getattr(func, "__name__", "")
     return name in _ASSIGNMENTS or (name.endswith("_") and not name.endswith("__") and name != "requires_grad_")
 
