@@ -7,6 +7,7 @@ channels that are kept. Routers choose among the experts that are kept.
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -68,6 +69,9 @@ def _over_kept(removed: list[int], module: nn.Module, args: tuple[Tensor, ...], 
         small._parameters = {
             name: None if p is None else nn.Parameter(p[kept]) for name, p in module._parameters.items()
         }
+        if hasattr(module, "group_size"):  # a norm over each of some groups: those that are left are equally wide
+            groups = Counter(channel // module.group_size for channel in kept)
+            (small.group_size,) = set(groups.values())
         made[..., kept] = small(last[..., kept], *(gate[..., kept] for gate in args[1:]))
     return made.movedim(-1, 1) if first else made
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import inspect
 import re
+import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -559,12 +560,23 @@ def test_gradient_checkpointing_is_refused_by_name(reentrant: bool) -> None:
         sc.score(Checkpointed(reentrant), (torch.rand(6, 4), torch.arange(6) % 3), "taylor")
 
 
+@pytest.fixture
+def usual_stack() -> Iterator[None]:
+    """Python's own limit: libraries that a test before this one imported may have raised it."""
+    known = sys.getrecursionlimit()
+    sys.setrecursionlimit(1000)
+    yield
+    sys.setrecursionlimit(known)
+
+
 @pytest.mark.parametrize(
     ("make", "word"),
     [(lambda: torch.jit.script(nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3))), "TorchScript"),
      (lambda: nn.Sequential(nn.LazyLinear(6), nn.Linear(6, 3)), "lazy"), (lambda: nested(200), "nested")],
 )  # fmt: skip
-def test_parts_that_cannot_be_followed_are_refused_by_name(make: Callable[[], nn.Module], word: str) -> None:
+def test_parts_that_cannot_be_followed_are_refused_by_name(
+    make: Callable[[], nn.Module], word: str, usual_stack: None
+) -> None:
     net, x, y = make(), torch.rand(6, 4), torch.arange(6) % 3
     acts: list[Callable[[], object]] = [
         lambda: sc.analyze(net, x), lambda: sc.explain(net, x), lambda: sc.score(net, (x, y), "taylor"),
