@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import onnx
@@ -22,6 +22,7 @@ from secateur.files.int8 import quantize
 from secateur.files.session import Session
 
 IMAGES = torch.rand(24, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+COLOURS = nn.functional.interpolate(IMAGES[:, :, :2, :2], scale_factor=8)  # pictures that differ in the mean
 
 
 def convolutional() -> nn.Module:
@@ -108,6 +109,65 @@ def test_layers_stay_in_float32_if_the_drop_demands_it(tmp_path: Path, monkeypat
     with pytest.raises(VerificationError, match=r"of its 3 layers stay in float32; no file is written.*more varied"):
         sc.export(net, tmp_path / "none.onnx", IMAGES[:2], quantize=IMAGES)
     assert not (tmp_path / "none.onnx").exists()
+
+
+def merged(merge: Literal["sum", "mean"] = "mean") -> nn.Module:
+    """Two convolutions and 130 outputs, of which 120 become two: most of their probabilities are far below 1/255."""
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 16, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten(),
+        nn.Linear(64, 130),
+    ).eval()  # fmt: skip
+    with torch.no_grad():
+        seen = net[:6](COLOURS)
+        net[6].weight.mul_(4 / net[6](seen).std(0).mean())
+        net[6].bias.copy_(-(net[6].weight @ seen.mean(0)))
+    return sc.specialize(net, {"few": range(5), "many": range(5, 120)}, COLOURS[:2], merge=merge).eval()
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    return ((found - expected).square().mean().sqrt() / expected.std()).item()
+
+
+@pytest.mark.parametrize("merge", ["sum", "mean"])
+def test_outputs_that_were_merged_keep_their_small_probabilities(merge: Literal["sum", "mean"], tmp_path: Path) -> None:
+    net = merged(merge)
+    with torch.no_grad():
+        expected = net(COLOURS)
+        assert net.body(COLOURS).softmax(1).median() < 1 / 255
+    file = sc.export(net, tmp_path / "m.onnx", IMAGES[:2], quantize=COLOURS)
+    assert relative_error(Session(file)(COLOURS), expected) < 0.1
+    graph = onnx.load(file).graph
+    kinds = {output: node.op_type for node in graph.node for output in node.output}
+    read = {node.op_type: kinds.get(node.input[0]) for node in graph.node}
+    # The layers are in int8, and nothing from the softmax on is.
+    assert read["Conv"] == read["Gemm"] == "DequantizeLinear"
+    assert [read["MatMul"], read["Clip"], read["Log"]] == ["Softmax", "MatMul", "Clip"]
+    assert kinds[graph.output[0].name] == "Log"
+    note = quantize(sc.export(net, tmp_path / "f.onnx", IMAGES[:2]), COLOURS, "Net")
+    assert (note.layers, note.left_out) == (3, ())
+
+
+def test_a_softmax_inside_a_network_is_quantised_and_one_at_its_end_is_not(tmp_path: Path) -> None:
+    class Gated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.first, self.gate, self.last = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 1), nn.Conv2d(8, 4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.first(x).relu()
+            h = h * self.gate(h).softmax(1)
+            return self.last(h).mean((2, 3)).log_softmax(1)
+
+    net = Gated().eval()
+    file = sc.export(net, tmp_path / "m.onnx", IMAGES[:2], quantize=COLOURS)
+    graph = onnx.load(file).graph
+    readers = {tensor: node.op_type for node in graph.node for tensor in node.input}
+    made = {node.op_type: readers.get(node.output[0]) for node in graph.node}
+    assert (made["Softmax"], made["LogSoftmax"]) == ("QuantizeLinear", None)
+    with torch.no_grad():
+        assert relative_error(Session(file)(COLOURS), net(COLOURS)) < 0.1
 
 
 def test_what_int8_does_not_suit_is_refused(tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 """Static int8 quantisation of an ONNX file, by ONNX Runtime: convolutional networks, with the user's own inputs.
 
 Weights get one scale per output channel. Activations get the range that the given inputs show. What int8 changes in the
-outputs is measured on these inputs; if that is too much, the layers that add most of the error stay in float32.
+outputs is measured on these inputs; if that is too much, the layers that add most of the error stay in float32. A
+softmax at the end stays in float32 with all that follows: probabilities below 1/255 would become 0.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ Feeds = list[dict[str, Array]]
 
 #: Layers with weights, which are worth quantising.
 _LAYERS = ("Conv", "ConvTranspose", "Gemm", "MatMul")
+#: Those after which a softmax is a gate inside the network. (A product alone may merge its probabilities.)
+_INNER = ("Conv", "ConvTranspose", "Gemm")
 #: The error of the outputs that is allowed: root of the mean square, relative to their standard deviation.
 _ERROR = 0.1
 _SAMPLES = 256  # more inputs change the ranges little
@@ -54,7 +57,8 @@ def quantize(file: Path, data: Data, name: str) -> Int8:
         graph = onnx.load(plain)
         for number, node in enumerate(graph.graph.node):
             node.name = node.name or f"{node.op_type}_{number}"  # nodes are left out by name
-        layers = _layers(graph, name)
+        tail = _tail(graph)
+        layers = _layers(graph, name, tail)
         onnx.save(graph, plain)
         feeds = _feeds(graph, data)
         try:
@@ -64,7 +68,7 @@ def quantize(file: Path, data: Data, name: str) -> Int8:
             fix = "samples of the shape and number format of the example"
             raise DataError(what, fix=fix, quantize=Argument("quantize")) from unfit
         while True:
-            _quantized(plain, made, feeds, left_out)
+            _quantized(plain, made, feeds, [*left_out, *tail])
             error = _error(_answers(made, feeds), wanted)
             if error <= _ERROR:
                 break
@@ -81,10 +85,25 @@ def quantize(file: Path, data: Data, name: str) -> Int8:
     return Int8(len(layers), tuple(left_out), error)
 
 
-def _layers(graph: Any, name: str) -> list[str]:
-    """The names of the layers with weights. Refuse what static int8 does not suit."""
+def _tail(graph: Any) -> list[str]:
+    """The names of each softmax that no layer comes after, and of everything that depends on one."""
+    before: set[str] = set()  # tensors that a layer depends on
+    for node in reversed(graph.graph.node):
+        if node.op_type in _INNER or before.intersection(node.output):
+            before.update(filter(None, node.input))
+    names, made = list[str](), set[str]()
+    for node in graph.graph.node:
+        last = node.op_type in ("Softmax", "LogSoftmax") and not before.intersection(node.output)
+        if last or made.intersection(node.input):
+            names.append(node.name)
+            made.update(filter(None, node.output))
+    return names
+
+
+def _layers(graph: Any, name: str, tail: Sequence[str]) -> list[str]:
+    """The names of the layers with weights, without those of the tail. Refuse what static int8 does not suit."""
     weights = {item.name for item in graph.graph.initializer}
-    nodes = [node for node in graph.graph.node if node.op_type in _LAYERS]
+    nodes = [node for node in graph.graph.node if node.op_type in _LAYERS and node.name not in tail]
     fix = "onnxruntime.quantization.quantize_dynamic on the float32 file, or keep float32"
     products = [node.name for node in nodes if not weights.intersection(node.input)]
     if products or any(node.op_type in ("Attention", "MultiHeadAttention") for node in graph.graph.node):
