@@ -29,6 +29,7 @@ from torch import Tensor, nn
 import secateur as sc
 from secateur.criteria import LRP, Detection, Taylor, Weight
 from secateur.plans import Limits
+from secateur.plans.plan import Plan
 from secateur.running.goals import overlaps
 
 SIDE = 640
@@ -146,25 +147,39 @@ def mean_precision(model: nn.Module, data: list[Any]) -> tuple[float, float]:
 
 
 # -- latency -----------------------------------------------------------------------------------------------------------
-def latencies(models: dict[str, nn.Module], threads: int = 1, rounds: int = 40) -> dict[str, float]:
-    """Milliseconds of ONNX Runtime for one image: the median of rounds in which the models take turns."""
+def latencies(files: dict[str, Path], threads: int = 1, rounds: int = 40) -> dict[str, tuple[float, float, float]]:
+    """Milliseconds of ONNX Runtime for one image (10th percentile, median, 90th). The models take turns."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
-    x, sessions = torch.rand(1, 3, SIDE, SIDE), {}
-    with tempfile.TemporaryDirectory() as folder:
-        for name, model in models.items():
-            file = Path(folder, f"{len(sessions)}.onnx")
-            sc.export(copy.deepcopy(model).cpu(), file, x)
-            sessions[name] = onnxruntime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
+    x = np.random.default_rng(0).random((1, 3, SIDE, SIDE), dtype=np.float32)
+    sessions = {
+        name: onnxruntime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
+        for name, file in files.items()
+    }
     times: dict[str, list[float]] = {name: [] for name in sessions}
     for _ in range(rounds):
         for name, session in sessions.items():
             begin = time.perf_counter()
-            session.run(None, {session.get_inputs()[0].name: x.numpy()})
+            session.run(None, {session.get_inputs()[0].name: x})
             times[name].append(1000 * (time.perf_counter() - begin))
-    return {name: float(np.median(found[3:])) for name, found in times.items()}
+    return {name: tuple(np.percentile(found[3:], [10, 50, 90]).tolist()) for name, found in times.items()}
+
+
+def export(model: nn.Module, file: Path) -> Path:
+    """The ONNX file of a model, for images of `SIDE`²."""
+    sc.export(copy.deepcopy(model).cpu(), file, torch.rand(1, 3, SIDE, SIDE))
+    return file
+
+
+def save(folder: Path, plan: Plan, whole: nn.Module, repaired: nn.Module) -> None:
+    """What `yolo_recovery` reads: the plan, the repaired weights, and the ONNX files of both models."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "plan.json").write_text(plan.to_json())
+    save_file({k: v.cpu().contiguous() for k, v in repaired.state_dict().items()}, folder / "repaired.safetensors")
+    for name, model in (("whole", whole), ("small", repaired)):
+        export(model, folder / f"{name}.onnx")
 
 
 def main() -> None:
@@ -219,13 +234,13 @@ def main() -> None:
         say(f"{name}, repaired in {time.time() - begin:.0f} s", repaired)
         timed[name] = repaired
         if options.save and not number:
-            options.save.mkdir(parents=True, exist_ok=True)
-            (options.save / "plan.json").write_text(plan.to_json())
-            save_file(
-                {k: v.contiguous() for k, v in repaired.state_dict().items()}, options.save / "repaired.safetensors"
-            )
-    for name, value in ({} if options.no_latency else latencies(timed)).items():
-        print(f"{name}: {value:.1f} ms in ONNX Runtime, one thread, one image of {SIDE}²", flush=True)
+            save(options.save, plan, net, repaired)
+    if options.no_latency:
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        files = {name: export(model, Path(folder, f"{n}.onnx")) for n, (name, model) in enumerate(timed.items())}
+        for name, (_, middle, _) in latencies(files).items():
+            print(f"{name}: {middle:.1f} ms in ONNX Runtime, one thread, one image of {SIDE}²", flush=True)
 
 
 if __name__ == "__main__":

@@ -2,13 +2,16 @@
 
     python -m benchmarks.yolo_coco … --criteria lrp --save folder
     python -m benchmarks.yolo_recovery --weights yolo11n.onnx --coco coco128_yolo --pruned folder --log rows.jsonl
-    python -m benchmarks.yolo_recovery … --onnx    (only latency in ONNX Runtime, of the files in `folder`)
+    python -m benchmarks.yolo_recovery --pruned folder other … --onnx    (only latency in ONNX Runtime)
 
 The student learns from the original: classes, bins of the boxes, and what the layers of the body return in the channels
 that it kept. No label is used. It sees the 128 training images of COCO128 alone, flipped, cropped, scaled, in other
 colours, and four at a time (mosaics); `--more` adds photographs of other folders. mAP is measured on the 128 validation
 images, which are used for nothing else: the time and all settings were fixed before. Every row is the state at that
-time, never the best. Only training counts as time. A run that was interrupted goes on where its state was saved.
+time, never the best. Only training counts as time. A run that was interrupted goes on where its state was saved. The
+weights at the end are `recovered.safetensors`, for the smaller model that `sc.apply` makes of the plan.
+
+On a GPU the models compute in bfloat16 and the losses in float32, and a step is one CUDA graph.
 """
 
 from __future__ import annotations
@@ -16,19 +19,22 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from PIL import Image
-from safetensors.torch import load_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 import secateur as sc
-from benchmarks.yolo_coco import SIDE, batches, letterbox, load, mean_precision, read
+from benchmarks.yolo_coco import SIDE, batches, latencies, letterbox, load, mean_precision, read
 from secateur.plans.plan import Plan
 from secateur.repair.layerwise import kept_indices
 
@@ -61,7 +67,7 @@ def _window(source: Tensor, least: float, most: float) -> Tensor:
     stretch = 1.25 ** (2 * torch.rand(n, device=device) - 1)
     wide, high = zoom * stretch, zoom / stretch
     place = (2 * torch.rand(n, 2, device=device) - 1) * (torch.stack([wide, high], 1) - 1).abs()
-    mirror = torch.where(torch.rand(n, device=device) < 0.5, -1.0, 1.0)
+    mirror = 1.0 - 2.0 * (torch.rand(n, device=device) < 0.5).float()
     zero = torch.zeros_like(wide)
     matrix = torch.stack([wide * mirror, zero, place[:, 0], zero, high, place[:, 1]], 1).view(n, 2, 3)
     grid = F.affine_grid(matrix, [n, 3, SIDE, SIDE], align_corners=False)
@@ -104,67 +110,162 @@ def kept_channels(small: nn.Module, original: nn.Module, device: str) -> dict[in
 
 def distance(mine: dict[str, Tensor], theirs: dict[str, Tensor]) -> Tensor:
     """Cross-entropy of the classes, and KL divergence of the bins of box sides where the teacher sees something."""
-    wanted = theirs["scores"].sigmoid()
+    wanted = theirs["scores"].float().sigmoid()
     weight = wanted.amax(1)
-    classes = F.binary_cross_entropy_with_logits(mine["scores"], wanted, reduction="sum")
-    own, known = (F.log_softmax(x["boxes"].unflatten(1, (4, -1)), 2) for x in (mine, theirs))
+    classes = F.binary_cross_entropy_with_logits(mine["scores"].float(), wanted, reduction="sum")
+    own, known = (F.log_softmax(x["boxes"].float().unflatten(1, (4, -1)), 2) for x in (mine, theirs))
     sides = F.kl_div(own, known, reduction="none", log_target=True).sum(2).mean(1)
     return (classes + (weight * sides).sum()) / weight.sum()
 
 
-def train(
-    student: nn.Module, teacher: nn.Module, kept: dict[int, Tensor | None], images: Tensor, options: Any, say: Any
-) -> None:
-    """Train for some time, and tell about the state at given minutes."""
-    for module in (student, teacher):
-        module.to(memory_format=torch.channels_last)
-    optimizer = torch.optim.AdamW(student.parameters(), options.rate, fused=options.device == "cuda")
-    heard, known = Heard(student, dict.fromkeys(kept)), Heard(teacher, kept)
-    spent, steps, total, due = 0.0, 0, 0.0, [60 * m for m in options.minutes]
-    if options.state.exists():
-        state = torch.load(options.state, map_location=options.device, weights_only=True)
-        student.load_state_dict(state["student"])
-        optimizer.load_state_dict(state["optimizer"])
-        spent, steps = state["spent"], state["steps"]
-    torch.manual_seed(steps)
-    due, seconds = [s for s in due if s > spent], options.seconds
-    saved, begin, noted, lost = spent, time.perf_counter(), steps, torch.zeros((), device=options.device)
-    while True:
-        _training(student), _training(teacher)
-        rate = options.rate * min(1, (steps + 1) / 200) * 0.5 * (1 + math.cos(math.pi * min(spent / seconds, 1)))
-        for group in optimizer.param_groups:
-            group["lr"] = rate
-        x = views(images, options.batch).contiguous(memory_format=torch.channels_last)
+def folded(model: nn.Module) -> nn.Module:
+    """The model itself, without its batch norms: they became part of the convolutions before them."""
+    for module in model.eval().modules():
+        if isinstance(getattr(module, "bn", None), nn.BatchNorm2d):
+            module.conv = fuse_conv_bn_eval(module.conv, module.bn)
+            module.bn = nn.Identity()
+    return model
+
+
+class Lesson:
+    """One step of training after the other. On a GPU it is recorded once as a CUDA graph, and then replayed."""
+
+    warm = 5  # plain steps before the recording: cuDNN chooses its ways, and the optimizer makes its tensors
+
+    def __init__(
+        self, student: nn.Module, teacher: nn.Module, kept: dict[int, Tensor | None], images: Tensor, options: Any
+    ) -> None:
+        self.student, self.teacher, self.images, self.options = student, folded(teacher), images, options
+        for module in (student, teacher):
+            module.to(memory_format=torch.channels_last)
+        gpu = options.device == "cuda"
+        self.rate = torch.tensor(options.rate, device=options.device)  # a graph reads it anew in each step
+        parameters = list(student.parameters())
+        self.optimizer = (
+            torch.optim.AdamW(parameters, self.rate, fused=True, capturable=True)
+            if gpu
+            else torch.optim.AdamW(parameters, options.rate)
+        )
+        self.heard, self.known = Heard(student, dict.fromkeys(kept)), Heard(teacher, kept)
+        self.lost = torch.zeros((), device=options.device)
+        self.left, self.graph = (self.warm if gpu and not options.plain else -1), None
+
+    def __call__(self, rate: float) -> None:
+        """The next step."""
+        if self.rate.is_cuda:
+            self.rate.fill_(rate)
+        else:
+            self.optimizer.param_groups[0]["lr"] = rate
+        if self.graph is not None:
+            self.graph.replay()
+            return
+        if self.left < 0:
+            self._step()
+            return
+        _training(self.student), _training(self.teacher)
+        side = torch.cuda.Stream()  # as torch wants it for steps before a recording
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            self._step()
+        torch.cuda.current_stream().wait_stream(side)
+        self.left -= 1
+        if self.left < 0:
+            self._record()
+
+    def _record(self) -> None:
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        self.optimizer.zero_grad()  # the gradients of the graph are its own
+        try:
+            with torch.cuda.graph(graph):
+                self._step()
+        except RuntimeError as error:
+            torch.cuda.synchronize()
+            print(f"no CUDA graph, plain steps: {str(error).splitlines()[0]}", flush=True)
+            self.optimizer.zero_grad()
+            return
+        self.graph = graph
+
+    def _step(self) -> None:
+        _training(self.student), _training(self.teacher)
+        device = self.options.device
         with torch.no_grad():
-            wanted = teacher(x)
-        made = student(x)
-        loss = distance(made, wanted) + torch.stack([
-            (mine - known.seen[n]).square().sum() / known.seen[n].square().sum() for n, mine in heard.seen.items()
-        ]).mean()  # fmt: skip
-        optimizer.zero_grad()
+            x = views(self.images, self.options.batch).contiguous(memory_format=torch.channels_last)
+        with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
+            with torch.no_grad():
+                wanted = self.teacher(x)
+            made = self.student(x)
+        seen = {n: (mine.float(), self.known.seen[n].float()) for n, mine in self.heard.seen.items()}
+        parts = [(mine - theirs).square().sum() / theirs.square().sum() for mine, theirs in seen.values()]
+        loss = distance(made, wanted) + torch.stack(parts).mean()
+        self.optimizer.zero_grad()
         loss.backward()
-        nn.utils.clip_grad_norm_(student.parameters(), 10.0)
-        optimizer.step()
+        nn.utils.clip_grad_norm_(self.student.parameters(), 10.0)
+        self.optimizer.step()
+        self.lost += loss.detach()
+
+    def _learning(self) -> list[tuple[str, nn.Parameter]]:
+        return [(name, parameter) for name, parameter in self.student.named_parameters() if parameter.requires_grad]
+
+    def save(self, file: Path, **numbers: float) -> None:
+        """The state, under its name only once all of it is written."""
+        found = {f"student.{k}": v for k, v in self.student.state_dict().items()}
+        for name, parameter in self._learning():
+            found |= {f"{kind}.{name}": v for kind, v in self.optimizer.state[parameter].items()}
+        write(found, file, {k: repr(v) for k, v in numbers.items()})
+
+    def load(self, file: Path) -> dict[str, float]:
+        """Go on where a run was saved; the numbers that were saved with it."""
+        found = load_file(file, self.options.device)
+        start = "student."
+        self.student.load_state_dict({k.removeprefix(start): v for k, v in found.items() if k.startswith(start)})
+        for name, parameter in self._learning():
+            self.optimizer.state[parameter] = {
+                "step": found[f"step.{name}"],
+                # laid out in memory as the parameter is: a fused optimizer walks through both at once
+                **{k: torch.empty_like(parameter).copy_(found[f"{k}.{name}"]) for k in ("exp_avg", "exp_avg_sq")},
+            }
+        with safe_open(file, "pt") as opened:
+            return {k: float(v) for k, v in opened.metadata().items()}
+
+
+def write(tensors: dict[str, Tensor], file: Path, numbers: dict[str, str] | None = None) -> None:
+    """A safetensors file that is there as a whole or not at all."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    part = file.with_name(f"{file.name}.part")
+    save_file({k: v.detach().cpu().contiguous() for k, v in tensors.items()}, part, numbers)
+    os.replace(part, file)
+
+
+def train(lesson: Lesson, options: Any, say: Callable[..., None]) -> None:
+    """Train for some time, and tell about the state at given minutes."""
+    spent, steps, seconds = 0.0, 0, options.seconds
+    if options.state.exists():
+        numbers = lesson.load(options.state)
+        spent, steps = numbers["spent"], int(numbers["steps"])
+        print(time.strftime("%H:%M:%S"), f"goes on after {spent:.0f} s and {steps} steps", flush=True)
+    torch.manual_seed(steps)
+    due = [60 * m for m in options.minutes if 60 * m > spent]
+    saved, noted, begin = spent, steps, time.perf_counter()
+    while spent < seconds:
+        lesson(options.rate * min(1, (steps + 1) / 200) * 0.5 * (1 + math.cos(math.pi * min(spent / seconds, 1))))
         steps += 1
-        lost += loss.detach()
         if steps % options.every:
             continue
-        total = float(lost) / (steps - noted)  # waits for the device
-        if not math.isfinite(total):
-            raise SystemExit(f"the loss is {total} after {steps} steps")
+        mean = float(lesson.lost) / (steps - noted)  # waits for the device
+        if not math.isfinite(mean):
+            raise SystemExit(f"the loss is {mean} after {steps} steps")
         spent += time.perf_counter() - begin
-        noted, lost = steps, torch.zeros_like(lost)
-        over = spent >= seconds
-        if (due and spent >= due[0]) or over:
-            say(seconds=round(spent), steps=steps, loss=round(total, 4))
+        lesson.lost.zero_()
+        noted = steps
+        if (due and spent >= due[0]) or spent >= seconds:
+            say(seconds=round(spent), steps=steps, loss=round(mean, 4))
             due = [s for s in due if s > spent]
-        if over:
-            return
-        if spent - saved > 60:
+        if spent >= seconds or spent - saved >= options.save_every:
             saved = spent
-            state = {"student": student.state_dict(), "optimizer": optimizer.state_dict()}
-            torch.save({**state, "spent": spent, "steps": steps}, options.state)
+            lesson.save(options.state, spent=spent, steps=steps)
         begin = time.perf_counter()
+    write(lesson.student.state_dict(), options.recovered or options.pruned[0] / "recovered.safetensors")
 
 
 def _training(model: nn.Module) -> None:
@@ -175,37 +276,29 @@ def _training(model: nn.Module) -> None:
             module.eval()
 
 
-def latencies(folder: Path, threads: list[int], rounds: int) -> None:
-    """Milliseconds of ONNX Runtime for one image: the median of rounds in which the models take turns."""
-    import onnxruntime
-
-    x = np.random.default_rng(0).random((1, 3, SIDE, SIDE), dtype=np.float32)
-    for count in threads:
-        options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads = count
-        sessions = {
-            file.stem: onnxruntime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
-            for file in sorted(folder.glob("*.onnx"))
-        }
-        times: dict[str, list[float]] = {name: [] for name in sessions}
-        for _ in range(rounds):
-            for name, session in sessions.items():
-                begin = time.perf_counter()
-                session.run(None, {session.get_inputs()[0].name: x})
-                times[name].append(1000 * (time.perf_counter() - begin))
-        for name, found in times.items():
-            low, middle, high = np.percentile(found[3:], [10, 50, 90])
-            print(f"{name}: {middle:.1f} ms ({low:.1f} to {high:.1f}) in ONNX Runtime, {count} threads", flush=True)
+def onnx_files(folders: list[Path]) -> dict[str, Path]:
+    """The whole model of the first folder, and the smaller one of each."""
+    found = {"whole": folders[0] / "whole.onnx"}
+    found |= {str(folder / "small"): folder / "small.onnx" for folder in folders}
+    missing = [str(file) for file in found.values() if not file.exists()]
+    if missing:
+        raise SystemExit(f"no {', '.join(missing)}: `benchmarks.yolo_coco --save` writes them")
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--weights", type=Path, help="yolo11n.onnx")
     parser.add_argument("--coco", type=Path, help="the folder of lightly-ai/coco128_yolo")
-    parser.add_argument("--pruned", type=Path, required=True, help="plan.json and repaired.safetensors")
+    parser.add_argument("--pruned", type=Path, nargs="+", required=True, help="what `yolo_coco --save` wrote")
     parser.add_argument("--more", type=Path, nargs="*", default=[], help="folders of further photographs to learn from")
     parser.add_argument("--log", type=Path, default=Path("yolo_recovery.jsonl"))
-    parser.add_argument("--state", type=Path, default=Path("yolo_recovery.pt"), help="where an interrupted run goes on")
+    parser.add_argument(
+        "--state", type=Path, default=Path("yolo_recovery.safetensors"), help="where an interrupted run goes on"
+    )
+    parser.add_argument("--save-every", type=float, default=30, help="seconds between two states")
+    parser.add_argument("--recovered", type=Path, help="default: recovered.safetensors in the folder of --pruned")
+    parser.add_argument("--plain", action="store_true", help="no CUDA graph")
     parser.add_argument("--seconds", type=float, default=600)
     parser.add_argument("--minutes", type=float, nargs="*", default=[1, 2, 5, 10])
     parser.add_argument("--batch", type=int, default=32)
@@ -218,8 +311,12 @@ def main() -> None:
     parser.add_argument("--threads", type=int, nargs="*", default=[1])
     options = parser.parse_args()
     if options.onnx:
-        latencies(options.pruned, options.threads, 60)
+        for count in options.threads:
+            for name, (low, middle, high) in latencies(onnx_files(options.pruned), count, 60).items():
+                print(f"{name}: {middle:.1f} ms ({low:.1f} to {high:.1f}) in ONNX Runtime, {count} threads", flush=True)
         return
+    if len(options.pruned) > 1:
+        parser.error("only one folder of --pruned can be trained")
     torch.backends.cudnn.benchmark = True
     tested = batches(
         read(options.coco / "images" / "val2017", options.coco / "object_detection" / "labels" / "val2017")[
@@ -229,9 +326,9 @@ def main() -> None:
         options.device,
     )
     net = load(options.weights)
-    plan = Plan.from_json((options.pruned / "plan.json").read_text())
+    plan = Plan.from_json((options.pruned[0] / "plan.json").read_text())
     small = sc.apply(net, plan)
-    small.load_state_dict(load_file(options.pruned / "repaired.safetensors"))
+    small.load_state_dict(load_file(options.pruned[0] / "repaired.safetensors"))
     kept = kept_channels(small, net, options.device)
     net, small = net.to(options.device), small.to(options.device)
 
@@ -250,7 +347,7 @@ def main() -> None:
     if not options.state.exists():
         say(net, state="whole")
         say(state="repaired", seconds=0, share=round(plan.after.macs / plan.before.macs, 4))
-    train(small, net, kept, images, options, say)
+    train(Lesson(small, net, kept, images, options), options, say)
 
 
 if __name__ == "__main__":
