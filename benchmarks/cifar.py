@@ -2,6 +2,7 @@
 
     python -m benchmarks.cifar FOLDER OUT     # cifar-10-batches-bin/ → OUT/cifar10-0.webps and -1.webps, checked
     python -m benchmarks.cifar OUT FOLDER     # and back again
+    python -m benchmarks.cifar FOLDER cifar10-small.npz     # the first 1000 test and the first 1000 training images
 
 Each piece is a tar file. `read(OUT)` gives the images and labels back, bit for bit. The test images come first.
 """
@@ -73,6 +74,13 @@ def unpack(folder: Path, out: Path) -> None:
         part.tofile(out / f"{name}.bin")
 
 
+def small(folder: Path, out: Path, count: int = 1000) -> None:
+    """Write the first test images of the official binary files, and as many training images behind them."""
+    images, labels = raw(folder)
+    chosen = np.r_[:count, 10_000 : 10_000 + count]
+    np.savez_compressed(out, images=images[chosen], labels=labels[chosen])
+
+
 def read_bytes(folder: Path) -> tuple[np.ndarray, np.ndarray]:
     """All images and labels of the pieces, the test first."""
     images, labels = {}, {}
@@ -108,4 +116,7 @@ def read(folder: Path, device: str = "cpu") -> tuple[tuple[Tensor, Tensor], tupl
 
 if __name__ == "__main__":
     source, goal = map(Path, sys.argv[1:3])
-    (pack if (source / "test_batch.bin").exists() else unpack)(source, goal)
+    if goal.suffix == ".npz":
+        small(source, goal)
+    else:
+        (pack if (source / "test_batch.bin").exists() else unpack)(source, goal)

@@ -1,17 +1,23 @@
 """Which criterion for which network? Seven real networks, ten criteria, ten draws, with and without repair.
 
     python -m benchmarks.criteria --data DIR --device cuda --out criteria.jsonl --minutes 8    # again until it is done
+    python -m benchmarks.criteria --data DIR --networks resnet50 --draws 0:10 --out resnet50.jsonl     # one of them
     python -m benchmarks.criteria --out criteria.jsonl [more.jsonl …] --table
 
 A draw chooses three classes and ten samples of each, to score and to repair with; others test. Units are scored once
 and removed at once, down to 35 % of the MACs and then down to half; accuracy is measured before and after the repair.
-Every criterion gets its turn before the next draw. What is in the results already is not measured again.
+A network is built once, and has all its draws before the next one; every criterion gets its turn before the next draw.
+What is in the results already is not measured again. What failed is noted, and tried again at the end and by the next
+start: another program may have had the memory. `--table` prints accuracies, the mean over the networks of pictures, and
+what each criterion loses against LRP on the same draws.
 
 DIR holds imagenette/{reference,test}, resnet50.safetensors, efficientnet_lite0.safetensors, vgg16_features.safetensors,
-alexnet_features.safetensors, resnet56_cifar10.safetensors with cifar10-small.npz (some images and labels, test images
-first, as many training images behind them), minilm/ and sst/{train,test}.tsv. Networks whose files are missing are left
-out. Classifiers that the weights lack are fitted on reference samples that no draw uses; "vit" is the transformer of
-`benchmarks.faithfulness`. Removals are not verified here: that takes time, and the tests do it.
+alexnet_features.safetensors, resnet56_cifar10.safetensors with cifar10-small.npz (`python -m benchmarks.cifar
+cifar-10-batches-bin cifar10-small.npz` makes it of the official binary files), minilm/ (in float16 too) and
+sst/{train,test}.tsv (sentence, tab, 0 or 1). Networks whose files are missing are left out. Classifiers that the
+weights lack are fitted on reference samples that no draw uses. "vit" is like the transformer of
+`benchmarks.faithfulness`: 40 pictures of a class train it, and its attention is written as separate linear layers.
+Removals are not verified here: that takes time, and the tests do it.
 """
 
 from __future__ import annotations
@@ -24,7 +30,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -40,13 +46,12 @@ from benchmarks.faithfulness import TARGETS, Body, _fitted, _through, _train, re
 from benchmarks.resnet56 import resnet56
 from secateur.criteria import Custom
 from secateur.data.images import read
-from secateur.errors import SecateurError
 from secateur.nest import map_tensors, select_samples
 from secateur.plans import Limits
 from secateur.repair import Repair
 
 SHARES = (0.35, 0.5)
-CLASSES, HELD = 3, 40  # classes of a draw; reference pictures per class that fit classifiers
+HELD = 40  # reference pictures per class that fit classifiers
 STEPS = 16  # of integrated gradients
 #: Criterion and where units compete, by name.
 METHODS = {
@@ -108,8 +113,9 @@ def conductance(model: nn.Module, batches: list[Any]) -> dict[str, Tensor]:
 class Networks:
     """Builds each network once, and its draws."""
 
-    def __init__(self, data: Path, device: str, per_class: int, tested: int, side: int = 224) -> None:
+    def __init__(self, data: Path, device: str, per_class: int, tested: int, side: int = 224, classes: int = 3) -> None:
         self.data, self.device, self.per_class, self.tested, self.side = data, device, per_class, tested, side
+        self.classes = classes
         self._made: dict[str, Any] = {}
 
     def known(self) -> list[str]:
@@ -126,11 +132,14 @@ class Networks:
         net, outputs, train, test = self._made[name]
         numbers = sorted(set(train[1].tolist()))
         choose = np.random.default_rng(draw)
-        classes = sorted(choose.choice(numbers, min(CLASSES, len(numbers)), replace=False).tolist())
+        classes = sorted(choose.choice(numbers, min(self.classes, len(numbers)), replace=False).tolist())
         x, y = _some(train, classes, self.per_class, choose)
         held = _some(test, classes, self.tested, np.random.default_rng(0))
-        if len(classes) < len(numbers):
-            net = sc.specialize(net, [outputs[c] for c in classes], select_samples(x, slice(2))).eval()
+        wanted, few = [outputs[c] for c in classes], select_samples(x, slice(2))
+        with torch.no_grad():
+            whole = (net(**few) if isinstance(few, Mapping) else net(few)).shape[1]
+        if wanted != list(range(whole)):  # ten classes of ten are still ten of a thousand outputs
+            net = sc.specialize(net, wanted, few).eval()
         return Scene(net, [(x, y)] if isinstance(x, Mapping) else (x, y), held)
 
     def _built(self, name: str) -> tuple[nn.Module, Any, Any, Any]:
@@ -283,19 +292,37 @@ def measured(scene: Scene, wanted: list[str], draw: int, share: float, memory: s
             row |= {"macs": plan.after.macs / plan.before.macs, "before": whole}
             row |= {"removed": accuracy(small, scene.test), "repaired": accuracy(outcome.model, scene.test)}
             row |= {"repair": outcome.method, "seconds": round(time.perf_counter() - begin, 2)}
-        except SecateurError as error:
-            row["failed"] = f"{type(error).__name__}: {str(error)[:200]}"
-        except torch.OutOfMemoryError as error:  # others use the device too: the next start tries again
-            print(method, str(error)[:80], flush=True)
-            torch.cuda.empty_cache()
-            continue
+        except Exception as error:  # noted, and tried again: others use the device too
+            row["failed"] = _why(error)
         yield row
+
+
+def attempted(
+    networks: Networks, name: str, wanted: list[str], draw: int, share: float, memory: str | None
+) -> Iterator[dict[str, Any]]:
+    """The rows of a draw. One that cannot even begin is one row, of no method."""
+    try:
+        yield from measured(networks.scene(name, draw), wanted, draw, share, memory)
+    except Exception as error:
+        yield {"method": "", "share": share, "failed": _why(error)}
+
+
+def _why(error: Exception) -> str:
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    return f"{type(error).__name__}: {str(error)[:200]}"
 
 
 def methods(network: str) -> list[str]:
     """What is measured of a network."""
     pictures = ("lrp:epsilon_plus", "lrp:epsilon_gamma_box")
     return [m for m in METHODS if (m not in pictures if network in TEXTS else m != "lrp:attnlrp_gamma")]
+
+
+def numbers(text: str) -> list[int]:
+    """`3`, or `0:10` for ten of them."""
+    first, _, last = text.partition(":")
+    return list(range(int(first), int(last))) if last else [int(first)]
 
 
 def main() -> None:
@@ -305,8 +332,9 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--networks", nargs="*", choices=NETWORKS)
     parser.add_argument("--methods", nargs="*", choices=list(METHODS))
-    parser.add_argument("--draws", type=int, nargs="*", default=list(range(10)))
+    parser.add_argument("--draws", type=numbers, nargs="*", default=[list(range(10))], help="such as 0:10, or 3 7")
     parser.add_argument("--shares", type=float, nargs="*", default=list(SHARES))
+    parser.add_argument("--classes", type=int, default=3, help="of a draw")
     parser.add_argument("--per-class", type=int, default=10, help="samples that are scored")
     parser.add_argument("--tested", type=int, default=50, help="test samples per class")
     parser.add_argument("--side", type=int, default=224, help="of photographs, in pixels")
@@ -318,16 +346,17 @@ def main() -> None:
         print(table(_rows(*args.out)))
         return
     warnings.simplefilter("ignore")
-    begin, networks = time.monotonic(), Networks(args.data, args.device, args.per_class, args.tested, args.side)
-    names = args.networks or networks.known()
-    done = {(row["network"], row["draw"], row["method"], row["share"]) for row in _rows(*args.out)}
-    for share, draw, name in product(args.shares, args.draws, names):
-        wanted = [m for m in args.methods or methods(name) if (name, draw, m, share) not in done]
+    begin = time.monotonic()
+    networks = Networks(args.data, args.device, args.per_class, args.tested, args.side, args.classes)
+    cells = list(product(args.networks or networks.known(), args.shares, chain(*args.draws)))
+    for name, share, draw in cells * 2:  # the second time, what failed
+        done = {_cell(row) for row in _rows(*args.out) if "failed" not in row}
+        wanted = [m for m in args.methods or methods(name) if (name, args.classes, share, draw, m) not in done]
         if not wanted:
             continue
-        for row in measured(networks.scene(name, draw), wanted, draw, share, args.memory):
+        for row in attempted(networks, name, wanted, draw, share, args.memory):
             with args.out[0].open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"network": name, "draw": draw, **row}) + "\n")
+                file.write(json.dumps({"network": name, "classes": args.classes, "draw": draw, **row}) + "\n")
             print(name, draw, *row.values(), flush=True)
             if time.monotonic() - begin > 60 * args.minutes:
                 print("the minutes are over; the same command goes on")
@@ -335,37 +364,100 @@ def main() -> None:
     print("done")
 
 
+# -- tables ------------------------------------------------------------------------------------------------------------
+#: What a standard error is multiplied by for a 95 % interval of so many draws (Student's t).
+T95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31, 10: 2.26, 15: 2.14, 20: 2.09, 30: 2.05}
+#: Accuracies in %, by network, method and draw.
+Cells = dict[tuple[str, str], dict[int, float]]
+
+
 def _rows(*paths: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for path in paths if path.exists() for line in path.read_text("utf-8").splitlines()]
 
 
+def _cell(row: dict[str, Any]) -> tuple[Any, ...]:
+    return row["network"], row.get("classes", 3), row["share"], row["draw"], row["method"]
+
+
 def table(rows: list[dict[str, Any]]) -> str:
-    """For each network and share: mean and standard error over draws, removed alone and repaired."""
-    cells: dict[Any, list[dict[str, Any]]] = defaultdict(list)
-    for row in rows:
-        if "failed" not in row:
-            cells[row["network"], row["share"], row["method"]].append(row)
+    """For each share and number of classes: accuracies, repaired and not, and differences to LRP on the same draws."""
+    good = {_cell(row): row for row in rows if "failed" not in row}
     lines = []
-    for network in dict.fromkeys(key[0] for key in cells):
-        whole = np.mean([row["before"] for key, found in cells.items() if key[0] == network for row in found])
-        shares = sorted({key[1] for key in cells if key[0] == network})
-        heads = [f"{100 * share:.0f} %, {what}" for share in shares for what in ("removed", "repaired", "draws")]
-        lines += [f"\n### {network}\n", f"Before: {100 * whole:.1f} %.\n"]
-        lines.append(f"| criterion | {' | '.join(heads)} |")
-        lines.append("|---|" + "---:|" * len(heads))
-        for method in [m for m in METHODS if any((network, share, m) in cells for share in shares)]:
-            mine = [cells.get((network, share, method), []) for share in shares]
-            texts = [t for own in mine for t in (_mean(own, "removed"), _mean(own, "repaired"), str(len(own)))]
-            lines.append(f"| {method} | {' | '.join(texts)} |")
-        failed = {row["method"]: row["failed"] for row in rows if row["network"] == network and "failed" in row}
-        lines += [f"\n{method}: {why}" for method, why in failed.items()]
-    return "\n".join(lines)
+    for share, classes in sorted({(key[2], key[1]) for key in good}):
+        mine = [row for key, row in good.items() if (key[2], key[1]) == (share, classes)]
+        for what in ("repaired", "removed"):
+            lines.append(f"\n### {100 * share:g} % of the MACs, {classes} classes, {what}\n")
+            lines += _accuracies(*_told(mine, what))
+            lines.append("\nAgainst LRP on the same draws, in points, with 95 % intervals:\n")
+            lines += _differences(_told(mine, what)[0])
+    failed = {_cell(row): row["failed"] for row in rows if "failed" in row and _cell(row) not in good}
+    return "\n".join([*lines, *(f"\n{cell}: {why}" for cell, why in failed.items())])
 
 
-def _mean(rows: list[dict[str, Any]], what: str) -> str:
-    values = [100 * row[what] for row in rows]
-    error = np.std(values, ddof=1) / len(values) ** 0.5 if len(values) > 1 else 0.0
-    return f"{np.mean(values):.1f} ± {error:.1f}" if values else ""
+def _told(rows: list[dict[str, Any]], what: str) -> tuple[Cells, Cells]:
+    """Accuracies by method, and of the whole model. "pictures" is the mean of their networks where all have a draw."""
+    cells: Cells = defaultdict(dict)
+    whole: Cells = defaultdict(dict)
+    for row in rows:
+        cells[row["network"], row["method"]][row["draw"]] = 100 * row[what]
+        whole[row["network"], ""][row["draw"]] = 100 * row["before"]
+    names = [name for name in NETWORKS if name != "minilm" and (name, "lrp") in cells]
+    for found in (cells, whole):
+        for method in {key[1] for key in found}:
+            columns = [found.get((name, method), {}) for name in names]
+            draws = set.intersection(*map(set, columns)) if len(columns) > 1 else set()
+            if draws:
+                found["pictures", method] = {d: float(np.mean([c[d] for c in columns])) for d in sorted(draws)}
+    return cells, whole
+
+
+def _columns(cells: Cells) -> list[str]:
+    return [name for name in (*NETWORKS, "pictures") if any(key[0] == name for key in cells)]
+
+
+def _accuracies(cells: Cells, whole: Cells) -> list[str]:
+    """Mean and standard error over draws. A method that lacks some of LRP's draws tells how many it has."""
+    columns = _columns(cells)
+    draws = {name: cells.get((name, "lrp"), {}).keys() for name in columns}
+    lines = [f"| | {' | '.join(columns)} |", "|---|" + "---:|" * len(columns)]
+    lines.append(f"| draws | {' | '.join(str(len(draws[name])) for name in columns)} |")
+    means = [list(whole.get((name, ""), {}).values()) for name in columns]
+    lines.append(f"| whole model | {' | '.join(f'{np.mean(m):.1f}' if m else '' for m in means)} |")
+    for method in [m for m in METHODS if any(key[1] == m for key in cells)]:
+        texts = []
+        for name in columns:
+            found = cells.get((name, method), {})
+            few = found and not draws[name] <= found.keys()
+            texts.append(_mean(list(found.values())) + (f" ({len(found)})" if few else ""))
+        lines.append(f"| {method} | {' | '.join(texts)} |")
+    return lines
+
+
+def _differences(cells: Cells) -> list[str]:
+    """Paired: a draw that is hard is hard for both. The range is that of the networks of pictures."""
+    columns = _columns(cells)
+    lines = [f"| | {' | '.join(columns)} | networks of pictures |", "|---|" + "---:|" * (len(columns) + 1)]
+    for method in [m for m in METHODS if m != "lrp" and any(key[1] == m for key in cells)]:
+        texts, means = [], []
+        for name in columns:
+            base, found = cells.get((name, "lrp"), {}), cells.get((name, method), {})
+            apart = [found[d] - base[d] for d in sorted(found.keys() & base.keys())]
+            texts.append(_mean(apart, interval=True, sign="+"))
+            means += [float(np.mean(apart))] if apart and name not in ("minilm", "pictures") else []
+        spread = f"{min(means):+.1f} to {max(means):+.1f}" if means else ""
+        lines.append(f"| {method} | {' | '.join(texts)} | {spread} |")
+    return lines
+
+
+def _mean(values: list[float], interval: bool = False, sign: str = "") -> str:
+    """With its standard error, or half of the 95 % interval."""
+    if not values:
+        return ""
+    if len(values) == 1:
+        return f"{values[0]:{sign}.1f}"
+    error = np.std(values, ddof=1) / len(values) ** 0.5
+    factor = T95[max(count for count in T95 if count <= len(values))] if interval else 1.0
+    return f"{np.mean(values):{sign}.1f} ± {factor * error:.1f}"
 
 
 if __name__ == "__main__":

@@ -136,7 +136,9 @@ def zennit(name: str) -> Explainer:
         net = merged(model)
         canonizers = [ResNetBottleneckCanonizer()] if any("layer1" in n for n, _ in net.named_children()) else []
         if name == "EpsilonGammaBox":
-            low, high = (torch.full_like(x[:1], value) for value in (-2.2, 2.7))
+            # black and white after normalisation, as far as the channels differ; [-1, 1] for EfficientNet-Lite0
+            ends = (-1.0, 1.0) if float(x.abs().amax()) <= 1 else (-2.2, 2.7)
+            low, high = (torch.full_like(x[:1], value) for value in ends)
             composite = composites.EpsilonGammaBox(low=low, high=high, canonizers=canonizers)
         else:
             composite = getattr(composites, name)(canonizers=canonizers)

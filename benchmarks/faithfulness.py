@@ -4,10 +4,11 @@
     python -m benchmarks.faithfulness --out results.jsonl --table
     PYTHONPATH=peers python -m benchmarks.faithfulness … --referee 8      # SRG by quantus, and how far both agree
 
-What is in the results already is not measured again. DIR holds resnet50.safetensors, vgg16_features.safetensors and
-efficientnet_lite0.safetensors; `imagenette` has the folders reference/ and test/; `coco128` is lightly-ai/coco128_yolo.
-Classifiers that the weights lack are fitted on the reference pictures, as is the transformer: the first half of
-ResNet-50, then four blocks of attention on 14 × 14 tokens. `benchmarks.faithfulness_text` is about text.
+What is in the results already is not measured again; what failed is tried again by the next start. DIR holds
+resnet50.safetensors, vgg16_features.safetensors and efficientnet_lite0.safetensors; `imagenette` has the folders
+reference/ and test/; `coco128` is lightly-ai/coco128_yolo. Classifiers that the weights lack are fitted on the
+reference pictures, as is the transformer: the first half of ResNet-50, then four blocks of attention on 14 × 14 tokens.
+`benchmarks.faithfulness_text` is about text.
 
 SRG: the mean probability of the predicted class while the least relevant of 14 × 14 regions are covered first, minus
 that while the most relevant are (chance 0, larger is better). Covered regions have the mean colour, or are blurred.
@@ -337,6 +338,8 @@ def keep(path: Path, row: dict[str, Any], measure: Callable[[], dict[str, float]
         row |= measure()
     except Exception as error:  # a peer that cannot do this network is a result too
         row["error"] = f"{type(error).__name__}: {error}"
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
     shown = {key: round(value, 3) if isinstance(value, float) else value for key, value in row.items()}
     print(f"{time.perf_counter() - begin:6.1f} s  {shown}", flush=True)
     with path.open("a", encoding="utf-8") as file:
@@ -371,7 +374,7 @@ def main() -> None:
     if args.table:
         return table(args.out)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    done = {(row["model"], row["method"]) for row in lines_of(args.out)}
+    done = {(row["model"], row["method"]) for row in lines_of(args.out) if "error" not in row}
     for name in args.models:
         left = [method for method in args.methods if (name, method) not in done]
         left = [method for method in left if (method == "attention rollout") <= (name == "vit")]

@@ -3,9 +3,10 @@
     python -m benchmarks.faithfulness_text --weights DIR --sentiment SST2 --text wikitext-2 --out text.jsonl
     python -m benchmarks.faithfulness_text --out text.jsonl --table
 
-DIR holds the folders minilm and smollm2; SST2 has train.tsv and test.tsv; wikitext-2 has test.txt. The measures are
-those of `benchmarks.faithfulness`, with tokens instead of regions: covered tokens become the unknown (or last) token of
-the tokenizer, or a token of another text. Explained is the predicted class, or the predicted next token.
+`--device cuda` where there is one. DIR holds the folders minilm and smollm2; SST2 has train.tsv and test.tsv;
+wikitext-2 has test.txt. The measures are those of `benchmarks.faithfulness`, with tokens instead of regions: covered
+tokens become the unknown (or last) token of the tokenizer, or a token of another text. Explained is the predicted
+class, or the predicted next token.
 """
 
 from __future__ import annotations
@@ -54,7 +55,9 @@ class Task:
     """A model, its texts as token numbers, and the token that covers others."""
 
     def __init__(self, model: nn.Module, texts: list[Tensor], blank: int) -> None:
-        self.model, self.texts, self.blank = model.eval().requires_grad_(False), texts, blank
+        self.model, self.blank = model.eval().requires_grad_(False), blank
+        place = next(model.parameters()).device
+        self.texts = [ids.to(place) for ids in texts]
 
     def logits(self, model: Any, **inputs: Tensor) -> Tensor:
         """Of a whole text, or of its next token."""
@@ -63,7 +66,7 @@ class Task:
 
     @torch.no_grad()
     def sure(self, ids: Tensor, number: int) -> Tensor:
-        return self.logits(self.model, input_ids=ids).double().softmax(1)[:, number]
+        return self.logits(self.model, input_ids=ids).double().softmax(1)[:, number].cpu()
 
 
 def minilm(args: argparse.Namespace) -> Task:
@@ -72,16 +75,17 @@ def minilm(args: argparse.Namespace) -> Task:
     folder = args.weights / "minilm"
     encoder = AutoModel.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    net = Sentiment(encoder).eval()
+    torch.manual_seed(0)  # the classifier's first weights
+    net = Sentiment(encoder).eval().to(args.device)
     rows = {}
     for part in ("train", "test"):
         lines = (args.sentiment / f"{part}.tsv").read_text(encoding="utf-8").splitlines()
         rows[part] = [line.split("\t") for line in lines]
-    read = lambda row: torch.tensor([tokenizer(row[0])["input_ids"]])  # noqa: E731
+    read = lambda row: torch.tensor([tokenizer(row[0])["input_ids"]], device=args.device)  # noqa: E731
     few = rows["train"][: args.reference]
     with torch.no_grad():
         x = torch.cat([net.pooled(input_ids=read(row)) for row in few])
-    y = torch.tensor([int(row[1]) for row in few])
+    y = torch.tensor([int(row[1]) for row in few], device=args.device)
     optimizer = torch.optim.LBFGS(net.head.parameters(), max_iter=100)
 
     def closure() -> Tensor:
@@ -111,7 +115,7 @@ def smollm2(args: argparse.Namespace, patched: bool = False) -> Task:
     net = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     lines = [line for line in (args.text / "test.txt").read_text(encoding="utf-8").splitlines() if len(line) > 300]
     texts = [torch.tensor([tokenizer(line)["input_ids"][: args.tokens]]) for line in lines[: args.samples]]
-    return Task(net, texts, tokenizer.unk_token_id or tokenizer.eos_token_id)
+    return Task(net.to(args.device), texts, tokenizer.unk_token_id or tokenizer.eos_token_id)
 
 
 # -- explainers --------------------------------------------------------------------------------------------------------
@@ -147,7 +151,7 @@ def rollout(task: Task, model: Any, ids: Tensor, number: int) -> Tensor:
         grids = inner(input_ids=ids, output_attentions=True).attentions
     whole = torch.eye(ids.shape[1])
     for grid in grids:
-        mixed = grid[0].mean(0) + torch.eye(ids.shape[1])
+        mixed = grid[0].mean(0).cpu() + torch.eye(ids.shape[1])
         whole = mixed / mixed.sum(-1, keepdim=True) @ whole
     return whole.mean(0) if inner is not model else whole[-1]
 
@@ -165,7 +169,7 @@ METHODS: dict[str, Explainer] = {
 
 # -- measures ----------------------------------------------------------------------------------------------------------
 def srg(task: Task, ids: Tensor, heat: Tensor, number: int, cover: Tensor) -> float:
-    count, order, rows = ids.shape[1], heat.argsort(), []
+    count, order, rows = ids.shape[1], heat.argsort().to(ids.device), []
     for ranked in (order, order.flip(0)):
         for level in range(1, LEVELS + 1):
             rows.append(ids[0].clone())
@@ -184,17 +188,17 @@ def judge(task: Task, explain: Explainer, plain: Task) -> dict[str, float]:
             logits = plain.logits(plain.model, input_ids=ids)[0]
         number, other = int(logits.argmax()), int(logits.argsort()[-2])
         begin = time.perf_counter()
-        heat = explain(task, task.model, ids, number).double()
+        heat = explain(task, task.model, ids, number).double().cpu()
         found.setdefault("seconds", []).append(time.perf_counter() - begin)
         further = plain.texts[(place + 1) % len(plain.texts)][0]
         covers = {"srg": torch.full_like(ids[0], plain.blank), "srg random": further.repeat(9)[: ids.shape[1]]}
         for key, cover in covers.items():
             found.setdefault(key, []).append(srg(plain, ids, heat, number, cover))
         found.setdefault("sparseness", []).append(float(gini(heat[None])))
-        against = explain(task, task.model, ids, other).double()
+        against = explain(task, task.model, ids, other).double().cpu()
         found.setdefault("class random", []).append(float(correlation(heat[None], against[None])))
         for network in networks:
-            wrong = explain(task, network, ids, number).double()
+            wrong = explain(task, network, ids, number).double().cpu()
             found.setdefault("weights random", []).append(float(correlation(heat[None], wrong[None])))
     return {key: sum(values) / len(values) for key, values in found.items()}
 
@@ -205,6 +209,7 @@ def main() -> None:
     parser.add_argument("--sentiment", type=Path)
     parser.add_argument("--text", type=Path)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--models", nargs="+", default=("minilm", "smollm2"))
     parser.add_argument("--methods", nargs="+", default=list(METHODS))
     parser.add_argument("--samples", type=int, default=16)
@@ -214,7 +219,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.table:
         return table(args.out)
-    done = {(row["model"], row["method"]) for row in lines_of(args.out)}
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    done = {(row["model"], row["method"]) for row in lines_of(args.out) if "error" not in row}
     for name in args.models:
         left = [method for method in args.methods if (name, method) not in done]
         left = [method for method in left if (method == "lxt") <= (name == "smollm2")]

@@ -3,8 +3,9 @@
     python -m benchmarks.redundancy --data DIR --device cuda --out redundancy.jsonl    # goes on where it stopped
     python -m benchmarks.redundancy --out redundancy.jsonl --table
 
-DIR as for `benchmarks.criteria`. A draw has ten samples of each class; others test. Every variant is removed at once
-and repaired; told are accuracy, and the mean Kullback-Leibler divergence from the whole model on test samples.
+DIR as for `benchmarks.criteria`; what failed is noted and tried again as there. A draw has ten samples of each class;
+others test. Every variant is removed at once and repaired; told are accuracy, and the mean Kullback-Leibler divergence
+from the whole model on test samples.
 
 "lost" scores a channel by what the layers that read it lose of their outputs if the channels that stay make up for it
 as well as a linear regression can (backward elimination, as in Optimal Brain Surgeon). Outputs count by their
@@ -18,8 +19,10 @@ import json
 import time
 import warnings
 from collections import defaultdict
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import secateur as sc
-from benchmarks.criteria import HELD, _rows, _some
+from benchmarks.criteria import HELD, _mean, _rows, _some, _why, numbers
 from benchmarks.faithfulness import TARGETS, resnet50, view_of
 from secateur.data.images import read
 from secateur.plans import Limits, allocation
@@ -265,55 +268,77 @@ def told(model: nn.Module, whole: Tensor, test: tuple[Tensor, Tensor]) -> dict[s
     }
 
 
+def measured(
+    source: Data, task: str, number: int, wanted: list[str], args: argparse.Namespace
+) -> Iterator[dict[str, Any]]:
+    """A row for each variant on one draw."""
+    _, classes, share = TASKS[task]
+    model, data, test = source.draw(number, classes, args.per_class, args.tested)
+    graph, whole = sc.analyze(model, data[0][:1]), answers(model, test[0])
+    lrp = sc.score(model, data, "lrp", graph=graph)
+    found: dict[str, tuple[Scores, dict[int, list[int]]]] = {"lrp": (lrp, {})}
+    sessions: dict[tuple[int, int], Any] = {}
+    readers = readers_of(model, graph)
+    if any(VARIANTS[v][0] != "lrp" for v in wanted):
+        gather(model, readers, data[0], args.altered, 50)
+    for variant in wanted:
+        start = time.perf_counter()
+        how, balance, rounds, copies = VARIANTS[variant]
+        row: dict[str, Any] = {"variant": variant}
+        try:
+            if how not in found:
+                found[how] = lost(model, graph, readers, lrp, how)
+            plan = planned(graph, lrp, *found[how], balance, share)
+            small, key = sc.apply(model, plan), (rounds, copies)
+            scored = time.perf_counter() - start
+            if key not in sessions:
+                sessions = {key: Repair("ridge", copies, rounds=rounds, memory=args.memory).session(model, data)}
+            repaired = sessions[key].examine(small, False).model
+            row |= {
+                "macs": plan.after.macs / plan.before.macs,
+                "whole": float((whole.argmax(1) == test[1]).double().mean()), **told(repaired, whole, test),
+                "planned": round(scored, 2), "seconds": round(time.perf_counter() - start, 2),
+            }  # fmt: skip
+        except Exception as error:
+            row["failed"], sessions = _why(error), {}
+        yield row
+
+
 def measure(args: argparse.Namespace) -> None:
     begin = time.monotonic()
-    done = {(row["task"], row["draw"], row["variant"]) for row in _rows(*args.out)}
     known: dict[str, Data] = {}
-    for number in args.draws:
-        for task in args.tasks:
-            name, classes, share = TASKS[task]
-            wanted = [v for v in args.variants if (task, number, v) not in done]
-            if not wanted:
-                continue
+
+    def attempted(task: str, number: int, wanted: list[str]) -> Iterator[dict[str, Any]]:
+        """The rows of a draw. One that cannot even begin is one row, of no variant."""
+        nonlocal known
+        name = TASKS[task][0]
+        try:
             if name not in known:
                 known = {name: Data(args.data, name, args.device, args.size)}
-            model, data, test = known[name].draw(number, classes, args.per_class, args.tested)
-            graph, whole = sc.analyze(model, data[0][:1]), answers(model, test[0])
-            lrp, found, sessions = sc.score(model, data, "lrp", graph=graph), {"lrp": (None, {})}, {}
-            readers = readers_of(model, graph)
-            if any(VARIANTS[v][0] != "lrp" for v in wanted):
-                gather(model, readers, data[0], args.altered, 50)
-            for variant in wanted:
-                start = time.perf_counter()
-                how, balance, rounds, copies = VARIANTS[variant]
-                if how not in found:
-                    found[how] = lost(model, graph, readers, lrp, how)
-                scores, orders = found[how]
-                plan = planned(graph, lrp, lrp if scores is None else scores, orders, balance, share)
-                small, key = sc.apply(model, plan), (rounds, copies)
-                scored = time.perf_counter() - start
-                if key not in sessions:
-                    sessions = {key: Repair("ridge", copies, rounds=rounds, memory=args.memory).session(model, data)}
-                repaired = sessions[key].examine(small, False).model
-                row = {
-                    "task": task, "draw": number, "variant": variant, "macs": plan.after.macs / plan.before.macs,
-                    "whole": float((whole.argmax(1) == test[1]).double().mean()), **told(repaired, whole, test),
-                    "planned": round(scored, 2), "seconds": round(time.perf_counter() - start, 2),
-                }  # fmt: skip
-                with args.out[0].open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(row) + "\n")
-                print(*row.values(), flush=True)
-                if time.monotonic() - begin > 60 * args.minutes:
-                    print("the minutes are over; the same command goes on")
-                    return
+            yield from measured(known[name], task, number, wanted, args)
+        except Exception as error:
+            yield {"variant": "", "failed": _why(error)}
+
+    for task, number in list(product(args.tasks, chain(*args.draws))) * 2:  # the second time, what failed
+        done = {(row["task"], row["draw"], row["variant"]) for row in _rows(*args.out) if "failed" not in row}
+        wanted = [v for v in args.variants if (task, number, v) not in done]
+        for row in attempted(task, number, wanted) if wanted else ():
+            row = {"task": task, "draw": number, **row}
+            with args.out[0].open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
+            print(*row.values(), flush=True)
+            if time.monotonic() - begin > 60 * args.minutes:
+                print("the minutes are over; the same command goes on")
+                return
     print("done")
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """For each task: accuracy and divergence, mean and half-width of the 95 % interval, and the same draws by LRP."""
+    """For each task: accuracy with its 95 % interval, the difference to LRP on the same draws, and divergence."""
     cells: dict[Any, dict[int, dict[str, Any]]] = defaultdict(dict)
     for row in rows:
-        cells[row["task"], row["variant"]][row["draw"]] = row
+        if "failed" not in row:
+            cells[row["task"], row["variant"]][row["draw"]] = row
     lines = []
     for task in dict.fromkeys(key[0] for key in cells):
         lines += [
@@ -326,16 +351,12 @@ def table(rows: list[dict[str, Any]]) -> str:
             mine = cells[task, variant]
             both = [100 * (row["accuracy"] - base[d]["accuracy"]) for d, row in mine.items() if d in base]
             lines.append(
-                f"| {variant} | {len(mine)} | {_mean([100 * r['accuracy'] for r in mine.values()])} | {_mean(both)} "
+                f"| {variant} | {len(mine)} | {_mean([100 * r['accuracy'] for r in mine.values()], True)} "
+                f"| {_mean(both, True, '+')} "
                 f"| {np.mean([r['kl'] for r in mine.values()]):.3f} "
                 f"| {np.median([r['seconds'] for r in mine.values()]):.1f} |"
             )
     return "\n".join(lines)
-
-
-def _mean(values: list[float]) -> str:
-    error = 1.96 * np.std(values, ddof=1) / len(values) ** 0.5 if len(values) > 1 else 0.0
-    return f"{np.mean(values):.1f} ± {error:.1f}" if values else ""
 
 
 def main() -> None:
@@ -345,7 +366,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--tasks", nargs="*", choices=list(TASKS), default=list(TASKS))
     parser.add_argument("--variants", nargs="*", choices=list(VARIANTS), default=list(VARIANTS))
-    parser.add_argument("--draws", type=int, nargs="*", default=list(range(10)))
+    parser.add_argument("--draws", type=numbers, nargs="*", default=[list(range(10))], help="such as 0:10, or 3 7")
     parser.add_argument("--per-class", type=int, default=10)
     parser.add_argument("--tested", type=int, default=50)
     parser.add_argument("--altered", type=int, default=4, help="altered copies that covariances are estimated from")
