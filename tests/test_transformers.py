@@ -7,6 +7,7 @@ channels. It is compared in double precision, on other lengths and with padding.
 from __future__ import annotations
 
 import warnings
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,8 +16,9 @@ import torch
 from torch import Tensor, nn
 
 import secateur as sc
-from benchmarks.tiny_transformers import build, inputs, parts
+from benchmarks.tiny_transformers import build, inputs, parts, randomise
 from oracle import random_scores, zeroed
+from secateur.plans.plan import plan_for
 
 # Forwards cast to single precision in places.
 _ROUNDING = 1e-6
@@ -131,6 +133,46 @@ def logits(model: nn.Module, example: dict[str, Tensor]) -> Tensor:
 
 
 # -- relevance -----------------------------------------------------------------------------------------------------
+def _dpt() -> tuple[nn.Module, dict[str, Tensor]]:
+    from transformers import DPTConfig, DPTForDepthEstimation
+
+    config = DPTConfig(
+        hidden_size=32, num_hidden_layers=4, num_attention_heads=4, intermediate_size=48, image_size=32, patch_size=8,
+        backbone_out_indices=[0, 1, 2, 3], neck_hidden_sizes=[8, 12, 16, 20], fusion_hidden_size=16,
+    )  # fmt: skip
+    x = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    return randomise(DPTForDepthEstimation(config)).float(), {"pixel_values": x}
+
+
+def _convbert(**given: Any) -> tuple[nn.Module, dict[str, Tensor]]:
+    model = build("convbert", _MASKED, **given).float()
+    return model, inputs(model)
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        _convbert,
+        partial(_convbert, num_attention_heads=8, hidden_size=64),
+        partial(_convbert, num_hidden_layers=3, num_attention_heads=12, hidden_size=96, embedding_size=96),
+        _dpt,
+    ],
+    ids=["convbert", "convbert, four heads", "convbert, six heads", "dpt"],
+)
+def test_layers_whose_sizes_must_be_equal_are_found_by_analysis(made: Any) -> None:
+    # ConvBERT joins heads of attention with heads of a convolution, and DPT a token with the others: the code reads one
+    # size and takes it for both. What analysis calls free must be free for every plan.
+    model, example = made()
+    graph = sc.analyze(model, example)
+    for seed in range(8):
+        sc.apply(model, sc.plan(graph, random_scores(graph, seed), remove=0.3))  # or VerificationError
+    for layer in graph.layers:
+        if layer.prunable:  # alone
+            removed = np.zeros(len(graph.root), np.bool_)
+            removed[layer.groups[0]] = True
+            sc.apply(model, plan_for(graph, removed))
+
+
 @pytest.mark.parametrize(
     ("family", "mapping", "given"),
     [

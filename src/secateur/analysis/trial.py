@@ -202,7 +202,8 @@ def _equal(model: nn.Module, path: str, labels: Labels) -> Iterator[RepeatedSize
 def _removals(graph: Graph, layers: list[Layer], thorough: bool) -> Iterator[Mask]:
     """Units of every layer to remove, never all. Each layer loses another share of them, so that sizes which must equal
     each other, or be multiples, are found. If layers are too small for that, they lose other numbers in a second trial.
-    Thorough trials also remove one more, so that any remainder changes, and all but one, so that any limit is crossed.
+    Those that still lose the same share lose it without each other. Thorough trials also remove one more, so that any
+    remainder changes, and all but one, so that any limit is crossed.
     """
     ordered = sorted(layers, key=lambda layer: len(layer.groups))
     counts: list[int] = []
@@ -217,18 +218,50 @@ def _removals(graph: Graph, layers: list[Layer], thorough: bool) -> Iterator[Mas
             count += 1
         counts.append(count)
         shares.add((size - count) / size)
-    yield _removal(graph, ordered, counts)
+    trials = [counts]
     if any(count >= max(2, len(layer.groups)) for count, layer in zip(counts, ordered, strict=True)):
-        yield _removal(graph, ordered, [1 + rank % 3 for rank in range(len(ordered))])
+        trials.append([1 + rank % 3 for rank in range(len(ordered))])
+    for wanted in trials:
+        yield _removal(graph, ordered, wanted)
+    for staying in _apart(ordered, trials):
+        yield _removal(graph, ordered, [0 if rank in staying else count for rank, count in enumerate(counts)])
     if thorough:
         yield _removal(graph, ordered, [count + 1 for count in counts])
         yield _removal(graph, ordered, [len(layer.groups) for layer in ordered])
 
 
+def _apart(layers: list[Layer], trials: list[list[int]]) -> Iterator[set[int]]:
+    """Which layers keep all units in further trials, by their place.
+
+    Any two kinds of layers that lost the same share in all trials are seen without each other, and neighbours of one
+    kind too. Kinds are numbered; each trial is a digit of these numbers in the binary system.
+    """
+    same: dict[tuple[float, ...], list[int]] = {}
+    for rank, layer in enumerate(layers):
+        size = len(layer.groups)
+        same.setdefault(tuple(_possible(counts[rank], size) / size for counts in trials), []).append(rank)
+    codes: dict[int, int] = {}
+    for ranks in same.values():
+        kinds: dict[str, list[int]] = {}
+        for rank in ranks if len(ranks) > 1 else ():
+            kinds.setdefault(layers[rank].family, []).append(rank)
+        for number, kind in enumerate(kinds.values()):
+            codes |= {rank: 2 * number + place % 2 for place, rank in enumerate(kind)}
+    for digit in range(max(codes.values(), default=0).bit_length()):
+        staying = {rank for rank, code in codes.items() if not code >> digit & 1}
+        if len(staying) < len(codes):
+            yield staying
+
+
+def _possible(wanted: int, size: int) -> int:
+    """How many units of a layer leave, if so many are wanted: never all."""
+    return max(1, min(wanted, size - 1))
+
+
 def _removal(graph: Graph, layers: list[Layer], counts: list[int]) -> Mask:
     removed = np.zeros(len(graph.root), np.bool_)
     for layer, wanted in zip(layers, counts, strict=True):
-        count = max(1, min(wanted, len(layer.groups) - 1))
+        count = _possible(wanted, len(layer.groups)) if wanted else 0
         begin = (len(layer.groups) - count + 1) // 2
         removed[layer.groups[begin : begin + count]] = True
     for axis in graph.axes.axes:  # small layers may be split among several; none may be emptied
