@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+from argparse import Namespace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import numpy as np
@@ -14,12 +16,15 @@ import torch
 from torch import Tensor, nn
 
 import secateur as sc
-from command import fail, furnished, invoke
+from benchmarks import latency_accuracy
+from benchmarks.latency_rows import known
+from command import fail, furnished, invoke, succeed
 from secateur.data.images import read
 from secateur.errors import DataError, SecateurError, VerificationError
 from secateur.files import int8
 from secateur.files.int8 import Int8, quantize
 from secateur.files.session import Session
+from secateur.models import build
 
 IMAGES = torch.rand(24, 3, 16, 16, generator=torch.Generator().manual_seed(0))
 COLOURS = nn.functional.interpolate(IMAGES[:, :, :2, :2], scale_factor=8)  # pictures that differ in the mean
@@ -257,6 +262,63 @@ def test_a_refusal_of_int8_loses_nothing_else(tmp_path: Path, monkeypatch: pytes
     printed = invoke(*command, "--json")
     assert printed.exit_code == 1
     assert re.match(why, json.loads(printed.stdout)["int8"]["refused"])
+
+
+def test_export_takes_ranges_from_a_folder_of_photographs(tmp_path: Path) -> None:
+    place, file = furnished(tmp_path), tmp_path / "m.onnx"
+    found = succeed("export", *place.model, "--out", file, "--int8", place.train)
+    assert found["int8"]["layers"] == 3
+    assert found["int8"]["in_float32"] == list(Int8.of(file).left_out)
+    x, _ = read(place.train, size=16).tensors()
+    with torch.no_grad():
+        error = relative_error(Session(file)(x), build(place.net, place.weights).eval()(x))
+    assert found["int8"]["error"] == pytest.approx(error, rel=0.3)  # one sample at a time rounds as many do
+    assert found["int8"]["error"] > 0
+    said = invoke("export", *place.model, "--out", file, "--int8", place.train).stdout
+    assert f"outputs change by {100 * found['int8']['error']:.1f} % of their spread" in said
+    (tmp_path / "empty").mkdir()
+    said = fail("export", *place.model, "--out", tmp_path / "n.onnx", "--int8", tmp_path / "empty")
+    assert "there are no images in" in said
+    said = fail("export", *place.model, "--out", tmp_path / "n.pt2", "--int8", place.train)
+    assert "a .pt2 file cannot compute in int8" in said
+
+
+def test_the_benchmark_keeps_what_was_measured_before_int8_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    net, data = convolutional(), (IMAGES, torch.arange(24) % 5)
+    graph = sc.analyze(net, IMAGES[:1])
+    scores = sc.score(net, None, "weight", graph=graph)
+    plan = sc.plan(graph, scores, remove=0.25)
+
+    class Still:
+        """A repair that changes nothing."""
+
+        def examine(self, model: nn.Module) -> Any:
+            return SimpleNamespace(model=model)
+
+    todo = [(0.5, "latency"), (0.4, "cost")]
+    draw = latency_accuracy.Round(0, todo, latency_accuracy.Scene(net, data, data), graph, scores, 0.9, Still())
+    monkeypatch.setattr(latency_accuracy, "rounds", lambda *given: [draw])
+    monkeypatch.setattr(latency_accuracy, "reach", lambda *given: (plan, 0.5, 0.01, 0.5))
+    monkeypatch.setattr(
+        latency_accuracy.sc, "latency", lambda *given, **more: SimpleNamespace(clock=lambda model: None)
+    )
+
+    def refuse(*given: Any) -> None:
+        raise VerificationError("int8 changes too much.")
+
+    monkeypatch.setattr(latency_accuracy, "in_int8", refuse)
+    where = {"model": "resnet50", "data": "cats_dogs", "runtime": "onnxruntime", "batch": 1, "threads": 1}
+    options = Namespace(**where, draws=(0, 1), allocations=(), int8=True, out=tmp_path, cache=None, seconds=1e9)
+    latency_accuracy.measure(options)
+    rows = [known(tmp_path, what=what) for what in ("accuracy", "int8")]
+    assert [[row["allocation"] for row in side] for side in rows] == [["latency", "cost"]] * 2
+    assert all("repaired" in row for row in rows[0])
+    assert all(row["refused"] == "int8 changes too much." for row in rows[1])
+    capsys.readouterr()
+    latency_accuracy.tables(*rows)
+    assert capsys.readouterr().out.count("| refused (1 draws) |") == 2
 
 
 ATTENTION = """

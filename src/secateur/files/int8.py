@@ -34,7 +34,8 @@ _LAYERS = ("Conv", "ConvTranspose", "Gemm", "MatMul")
 _INNER = ("Conv", "ConvTranspose", "Gemm")
 #: The error of the outputs that is allowed: root of the mean square, relative to their standard deviation.
 _ERROR = 0.1
-_SAMPLES = 256  # more inputs change the ranges little
+#: How many inputs are used: more change the ranges little.
+SAMPLES = 256
 _NOTE = "secateur.int8"  # where a file says how it was quantised
 
 
@@ -190,7 +191,7 @@ def _feeds(graph: Any, data: Data) -> Feeds:
                 what = f"{{quantize}} has samples of {len(part)} tensors, and the model takes {len(names)}."
                 raise DataError(what, fix="samples as for `prune`", quantize=Argument("quantize"))
             found.append(dict(zip(names, part, strict=True)))
-            if len(found) * size >= _SAMPLES:
+            if len(found) * size >= SAMPLES:
                 return found
     if not found:
         raise DataError("{quantize} has no inputs.", fix="a few samples, as for `prune`", quantize=Argument("quantize"))
