@@ -28,6 +28,7 @@ from benchmarks.latency_rows import keep, known
 from secateur.data.images import read
 from secateur.data.views import View
 from secateur.errors import TargetError
+from secateur.files.int8 import Int8
 from secateur.files.session import Session, answers, session_of
 from secateur.latency.timing import medians, repeated
 from secateur.ops.layers import Mask
@@ -244,7 +245,11 @@ def in_int8(whole: nn.Module, small: nn.Module, stage: Scene, options: argparse.
             sc.export(model, file, photos[:2], quantize=photos if file.stem == "int8" else None)
         inputs = repeated(photos, options.batch)
         seconds = medians([partial(answers, session_of(file, options.threads), inputs) for file in files])
-        return {"int8": accuracy(Session(files[2]), (x.cpu(), y.cpu())), "int8_seconds": seconds}
+        how = Int8.of(files[2])
+        return {
+            "int8": accuracy(Session(files[2]), (x.cpu(), y.cpu())), "int8_seconds": seconds, "int8_layers": how.layers,
+            "in_float32": list(how.left_out), "int8_error": how.error,
+        }  # fmt: skip
 
 
 def tables(rows: Sequence[Mapping[str, Any]], quantised: Sequence[Mapping[str, Any]] = ()) -> None:
