@@ -279,6 +279,8 @@ def test_export_takes_ranges_from_a_folder_of_photographs(tmp_path: Path) -> Non
     (tmp_path / "empty").mkdir()
     said = fail("export", *place.model, "--out", tmp_path / "n.onnx", "--int8", tmp_path / "empty")
     assert "there are no images in" in said
+    said = fail("export", *place.model, "--out", tmp_path / "n.onnx", "--int8", tmp_path / "nowhere")
+    assert "nowhere is not a folder. Fix: a folder of images." in said
     said = fail("export", *place.model, "--out", tmp_path / "n.pt2", "--int8", place.train)
     assert "a .pt2 file cannot compute in int8" in said
 

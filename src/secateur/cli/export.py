@@ -34,7 +34,7 @@ def export(
     fixed_batch: Annotated[
         int | None, typer.Option(min=1, help="Fix the batch size. Default: any, where the model allows it.")
     ] = None,
-    int8: Annotated[Path | None, typer.Option(exists=True, file_okay=False, help=_INT8)] = None,
+    int8: Annotated[Path | None, typer.Option(help=_INT8, show_default=False)] = None,
     seen: o.Seen,
     as_json: o.AsJson = False,
 ) -> None:
@@ -80,6 +80,8 @@ def _photographs(opened: Opened, folder: Path) -> Tensor:
     """Images to take ranges from, some of every folder."""
     if reads_text(opened.model):
         raise SecateurError("--int8 is for convolutional networks, not for text.", fix="leave out --int8")
+    if not folder.is_dir():
+        raise DataError(f"--int8 {folder} is not a folder.", where=folder, fix="a folder of images")
     paths = in_turn(images_in(folder))
     if not paths:
         raise DataError(f"there are no images in {folder}, the folder of --int8.", where=folder)

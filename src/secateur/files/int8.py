@@ -36,7 +36,7 @@ _INNER = ("Conv", "ConvTranspose", "Gemm")
 _ERROR = 0.1
 #: How many inputs are used: more change the ranges little.
 SAMPLES = 256
-_NOTE = "secateur.int8"  # where a file says how it was quantised
+_NOTE = "secateur_int8"  # where a file says how it was quantised
 
 
 @dataclass(frozen=True)
