@@ -203,7 +203,7 @@ def tables(options: argparse.Namespace) -> None:
             f"| {row['model']} | {row['batch']} | {row['threads']}, {row['device']} | {row['runtime']} "
             f"| {1000 * row['whole']:.1f} ms | {1000 * row['seconds']:.1f} ms | {row['whole'] / row['seconds']:.2f} |"
         )
-    latency_accuracy.tables(known(options.out, options.logs, what="accuracy"))
+    latency_accuracy.tables(*(known(options.out, options.logs, what=what) for what in ("accuracy", "int8")))
 
 
 def main() -> None:

@@ -28,6 +28,7 @@ from benchmarks.latency_rows import keep, known
 from secateur.data.images import read
 from secateur.data.views import View
 from secateur.errors import TargetError
+from secateur.files.int8 import Int8
 from secateur.files.session import Session, answers, session_of
 from secateur.latency.timing import medians, repeated
 from secateur.ops.layers import Mask
@@ -46,6 +47,8 @@ from secateur.surgery.cut import cut
 #: ImageNet's outputs for the folders of Imagenette, in order of their names.
 IMAGENETTE = (0, 217, 482, 491, 497, 566, 569, 571, 574, 701)
 ALLOCATIONS = ("latency", "latency, blocks", "linear", "cost", "layer", "old time", "torch-pruning")
+#: What a row of int8 has in common with that of the same model in float.
+CELL = ("model", "data", "runtime", "batch", "threads", "draw", "share", "allocation")
 _HALF = View(224, "crop", (0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
 
 
@@ -222,9 +225,13 @@ def measure(options: argparse.Namespace) -> None:
             }  # fmt: skip
             small = session.examine(small).model
             row["repaired"] = accuracy(small, stage.test)
+            keep(options.out, file, row)  # before int8 is tried, which may be refused
             if options.int8:
-                row |= in_int8(local, small.cpu(), stage, options)
-            keep(options.out, file, row)
+                try:
+                    more = in_int8(local, small.cpu(), stage, options)
+                except sc.SecateurError as refused:
+                    more = {"refused": str(refused)}
+                keep(options.out, file, {**{key: row[key] for key in CELL}, **more, "what": "int8"})
             if time.perf_counter() - begin > options.seconds:
                 return
 
@@ -238,11 +245,17 @@ def in_int8(whole: nn.Module, small: nn.Module, stage: Scene, options: argparse.
             sc.export(model, file, photos[:2], quantize=photos if file.stem == "int8" else None)
         inputs = repeated(photos, options.batch)
         seconds = medians([partial(answers, session_of(file, options.threads), inputs) for file in files])
-        return {"int8": accuracy(Session(files[2]), (x.cpu(), y.cpu())), "int8_seconds": seconds}
+        how = Int8.of(files[2])
+        return {
+            "int8": accuracy(Session(files[2]), (x.cpu(), y.cpu())), "int8_seconds": seconds, "int8_layers": how.layers,
+            "in_float32": list(how.left_out), "int8_error": how.error,
+        }  # fmt: skip
 
 
-def tables(rows: Sequence[Mapping[str, Any]]) -> None:
-    """What was measured, as Markdown: means over draws."""
+def tables(rows: Sequence[Mapping[str, Any]], quantised: Sequence[Mapping[str, Any]] = ()) -> None:
+    """What was measured, as Markdown: means over draws. `quantised` are the rows of int8."""
+    found = {tuple(row[key] for key in CELL): row for row in quantised}
+    rows = [{**found.get(tuple(row[key] for key in CELL), {}), **row} for row in rows]
     for place in sorted({(row["data"], row["model"], row["runtime"], row["batch"]) for row in rows}):
         mine = [row for row in rows if (row["data"], row["model"], row["runtime"], row["batch"]) == place]
         whole = 100 * np.mean([row["whole"] for row in mine])
@@ -265,8 +278,9 @@ def tables(rows: Sequence[Mapping[str, Any]]) -> None:
 
 def _int8(rows: Sequence[Mapping[str, Any]]) -> str:
     """Accuracy in int8, and how many times as fast as the whole model the smaller one is, in float and in int8."""
+    refused = sum("refused" in row for row in rows)
     rows = [row for row in rows if "int8" in row]
     if not rows:
-        return "|"
+        return f"refused ({refused} draws) |" if refused else "|"
     fast = np.mean([[row["int8_seconds"][0] / seconds for seconds in row["int8_seconds"][1:]] for row in rows], 0)
     return f"{100 * np.mean([row['int8'] for row in rows]):.1f} ({len(rows)} draws) | {fast[0]:.2f}x, {fast[1]:.2f}x"

@@ -1,4 +1,4 @@
-"""Blocks of language models, on the command line and on the report page."""
+"""Blocks of torchvision's networks and of language models, on the command line and on the report page."""
 
 from __future__ import annotations
 
@@ -10,6 +10,12 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torchvision.models.convnext import CNBlock
+from torchvision.models.efficientnet import MBConv, MBConvConfig
+from torchvision.models.mobilenetv2 import InvertedResidual as InvertedResidualV2
+from torchvision.models.mobilenetv3 import InvertedResidual, InvertedResidualConfig
+from torchvision.models.resnet import Bottleneck
+from torchvision.models.vision_transformer import EncoderBlock
 from torchvision.utils import save_image
 from transformers import (
     BertConfig,
@@ -135,6 +141,104 @@ def test_norms_after_the_addition_stay() -> None:
     assert torch.allclose(small(IDS).logits, silenced(net, ends, IDS).logits, atol=1e-5)
     assert list(small.bert.encoder.layer[1].attention.output.LayerNorm.parameters())
     assert not list(small.bert.encoder.layer[1].attention.self.parameters())
+
+
+# -- torchvision's own blocks ------------------------------------------------------------------------------------------
+def mbconv() -> nn.Module:
+    """EfficientNet's: expansion, depthwise convolution, a gate, projection, stochastic depth."""
+    config = MBConvConfig(2, 3, 1, 8, 8, 1, 1.0, 1.0)
+    return MBConv(config, 0.2, nn.BatchNorm2d)
+
+
+def inverted(activation: str) -> nn.Module:
+    """MobileNetV3's, with its gate."""
+    config = InvertedResidualConfig(8, 3, 16, 8, True, activation, 1, 1, 1.0)
+    return InvertedResidual(config, nn.BatchNorm2d)
+
+
+#: For each block, what it is made by and the module that ends its branch.
+IMAGE_BLOCKS: dict[str, tuple[Any, str]] = {
+    "efficientnet": (mbconv, "block"),
+    "mobilenet v3, hardswish": (lambda: inverted("HS"), "block"),
+    "mobilenet v3, relu": (lambda: inverted("RE"), "block"),
+    "mobilenet v2": (lambda: InvertedResidualV2(8, 8, 1, 2), "conv"),
+    "resnet": (lambda: Bottleneck(8, 2, base_width=64), "bn3"),
+    "convnext": (lambda: CNBlock(8, 1.0, 0.2), "block"),
+}
+
+
+class Images(nn.Module):
+    """Two blocks between a convolution and a classifier."""
+
+    def __init__(self, block: Any) -> None:
+        super().__init__()
+        self.stem, self.blocks, self.head = nn.Conv2d(3, 8, 3), nn.Sequential(block(), block()), nn.Linear(8, 3)
+
+    def forward(self, x: Any) -> Any:
+        return self.head(self.blocks(self.stem(x)).mean((2, 3)))
+
+
+class Patches(nn.Module):
+    """The same with layers of a vision transformer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Conv2d(3, 8, 4, 4), nn.Linear(8, 3)
+        layers = [EncoderBlock(2, 8, 16, 0.1, 0.1) for _ in range(2)]
+        self.blocks = nn.Sequential(*layers)
+
+    def forward(self, x: Any) -> Any:
+        return self.head(self.blocks(self.stem(x).flatten(2).mT).mean(1))
+
+
+def lively(net: nn.Module) -> Any:
+    """The network with norms as training leaves them, so that no branch is 0 by chance."""
+    for module in net.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            nn.init.uniform_(module.weight, 0.5, 1.5)
+            nn.init.uniform_(module.bias, -0.5, 0.5)
+            nn.init.uniform_(module.running_mean, -0.5, 0.5)
+    return net.eval()
+
+
+@pytest.mark.parametrize("kind", IMAGE_BLOCKS)
+def test_a_block_of_an_image_model_leaves_as_its_zeroed_branch(kind: str) -> None:
+    torch.manual_seed(0)
+    make, end = IMAGE_BLOCKS[kind]
+    net, x = lively(Images(make)), torch.rand(2, 3, 12, 12)
+    graph = sc.analyze(net, x)
+    assert [block.name for block in graph.blocks.prunable] == ["blocks.0", "blocks.1"]
+    removed = np.zeros(len(graph.root), np.bool_)
+    removed[graph.blocks.prunable[1].group] = True
+    small = sc.apply(net, plan_for(graph, removed))
+    expected = silenced(net, [f"blocks.1.{end}"], x)
+    with torch.no_grad():
+        assert torch.allclose(small(x), expected, atol=1e-5)
+        assert not torch.allclose(net(x), expected, atol=1e-2)
+    assert not list(small.blocks[1].parameters())
+    assert len(list(small.blocks[0].parameters())) == len(list(net.blocks[0].parameters()))
+
+
+BRANCHES = [["blocks.0.self_attention"], ["blocks.1.mlp"], ["blocks.1.self_attention", "blocks.1.mlp"]]
+
+
+@pytest.mark.parametrize("names", BRANCHES, ids=["attention", "mlp", "layer"])
+def test_a_block_of_a_vision_transformer_leaves_as_its_zeroed_branch(names: list[str]) -> None:
+    torch.manual_seed(0)
+    net, x = Patches().eval(), torch.rand(2, 3, 12, 12)
+    graph = sc.analyze(net, x)
+    assert [block.name for block in graph.blocks.prunable] == [
+        f"blocks.{i}.{branch}" for i in (0, 1) for branch in ("self_attention", "mlp")
+    ]
+    removed = np.zeros(len(graph.root), np.bool_)
+    removed[[block.group for block in graph.blocks.prunable if block.name in names]] = True
+    small: Any = sc.apply(net, plan_for(graph, removed))
+    expected = silenced(net, names, x)
+    with torch.no_grad():
+        assert torch.allclose(small(x), expected, atol=1e-5)
+        assert not torch.allclose(net(x), expected, atol=1e-2)
+    if len(names) == 2:
+        assert not list(small.blocks[1].parameters())  # the norms leave with the branches
 
 
 # -- the command line and the page -------------------------------------------------------------------------------------

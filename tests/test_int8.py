@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+from argparse import Namespace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import numpy as np
@@ -14,12 +16,15 @@ import torch
 from torch import Tensor, nn
 
 import secateur as sc
-from command import fail, furnished, invoke
+from benchmarks import latency_accuracy
+from benchmarks.latency_rows import known
+from command import fail, furnished, invoke, succeed
 from secateur.data.images import read
 from secateur.errors import DataError, SecateurError, VerificationError
 from secateur.files import int8
-from secateur.files.int8 import quantize
+from secateur.files.int8 import Int8, quantize
 from secateur.files.session import Session
+from secateur.models import build
 
 IMAGES = torch.rand(24, 3, 16, 16, generator=torch.Generator().manual_seed(0))
 COLOURS = nn.functional.interpolate(IMAGES[:, :, :2, :2], scale_factor=8)  # pictures that differ in the mean
@@ -94,21 +99,31 @@ class Wild(nn.Module):
 
 
 def test_layers_stay_in_float32_if_the_drop_demands_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    notes = []
-    usual = int8.quantize
-    monkeypatch.setattr("secateur.files.onnx.to_int8", lambda *given: notes.append(usual(*given)))
     net = Wild().eval()
     file = sc.export(net, tmp_path / "m.onnx", IMAGES[:2], quantize=IMAGES)
-    (note,) = notes
+    note = Int8.of(file)
     assert note.layers == 3
     assert 1 <= len(note.left_out) <= 2
+    assert set(note.left_out) <= {"first", "wild", "last"}
+    held = {item.name: item.data_type for item in onnx.load(file).graph.initializer}
+    in_float = [name for name in ("first", "wild", "last") if held.get(f"{name}.weight") == onnx.TensorProto.FLOAT]
+    assert list(note.left_out) == in_float
     assert note.error <= 0.1
-    found, expected = Session(file)(IMAGES), net(IMAGES)
-    assert ((found - expected).square().mean().sqrt() / expected.std()).item() == pytest.approx(note.error, rel=0.3)
+    assert relative_error(Session(file)(IMAGES), net(IMAGES)) == pytest.approx(note.error, rel=0.3)
     monkeypatch.setattr(int8, "_ERROR", 0.0)
     with pytest.raises(VerificationError, match=r"of its 3 layers stay in float32; no file is written.*more varied"):
         sc.export(net, tmp_path / "none.onnx", IMAGES[:2], quantize=IMAGES)
     assert not (tmp_path / "none.onnx").exists()
+
+
+def test_what_the_quantiser_raises_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*args: object, **kwargs: object) -> None:
+        raise KeyError("some_tensor")
+
+    monkeypatch.setattr("onnxruntime.quantization.quantize_static", broken)
+    with pytest.raises(SecateurError, match=r"ONNX Runtime cannot quantise Wild \(KeyError: 'some_tensor'\)"):
+        sc.export(Wild().eval(), tmp_path / "m.onnx", IMAGES[:2], quantize=IMAGES)
+    assert not list(tmp_path.iterdir())
 
 
 def merged(merge: Literal["sum", "mean"] = "mean") -> nn.Module:
@@ -144,7 +159,7 @@ def test_outputs_that_were_merged_keep_their_small_probabilities(merge: Literal[
     assert read["Conv"] == read["Gemm"] == "DequantizeLinear"
     assert [read["MatMul"], read["Clip"], read["Log"]] == ["Softmax", "MatMul", "Clip"]
     assert kinds[graph.output[0].name] == "Log"
-    note = quantize(sc.export(net, tmp_path / "f.onnx", IMAGES[:2]), COLOURS, "Net")
+    note = Int8.of(file)
     assert (note.layers, note.left_out) == (3, ())
 
 
@@ -211,8 +226,131 @@ def test_prune_writes_int8_and_says_what_it_costs_and_gains(tmp_path: Path, monk
         assert f"latency, batch {batch}, ONNX Runtime, int8, 1 thread" in shown
         assert f"{before / after:.2f}x as fast" in shown
         assert f"ONNX Runtime, int8, 1 thread, batch of {batch}" in page
+    assert found["int8"]["layers"] == 3
+    assert found["int8"]["in_float32"] == list(Int8.of(out / "model.int8.onnx").left_out)
+    assert found["int8"]["error"] <= 0.1
+    left = f"{3 - len(found['int8']['in_float32'])} of 3"
+    assert re.search(rf"layers in int8 │ +│ {left} │", shown)
+    assert f"layers in int8</th><td>{left}" in page
     said = fail("prune", "hf:nothing", "--text", "t.txt", "--remove", 0.1, "--int8", "--out", tmp_path / "t")
     assert "--int8 is for convolutional networks" in said
+
+
+def test_a_refusal_of_int8_loses_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    place = furnished(tmp_path)
+    job = [word for word in place.job if word not in ("--no-latency", "--no-report")]
+    out = tmp_path / "small"
+    command = ("prune", *job, "--out", out, "--keep-macs", 0.6, "--int8", "--threads", 1)
+    assert invoke(*command).exit_code == 0
+    assert (out / "model.int8.onnx").exists()
+    monkeypatch.setattr(int8, "_ERROR", 0.0)
+    result = invoke(*command)
+    why = r"int8 changes the outputs of Sequential by \d+ % of their spread .* layers stay in float32"
+    assert result.exit_code == 1
+    assert re.search(f"error: model.int8.onnx was not written; everything else was. {why}", result.stderr)
+    found = json.loads((out / "run.json").read_text())
+    assert found["finished"]
+    assert re.match(why, found["int8"]["refused"])
+    assert {"params", "macs", "latency_1", "onnx_latency_1"} <= found["after"].keys()
+    names = {Path(file).name for file in found["files"].values()}
+    assert names == {"model", "history.csv", "model.onnx", "report.html"}
+    assert all(Path(file).exists() for file in found["files"].values())
+    assert not (out / "model.int8.onnx").exists()  # that of the earlier run would mislead
+    assert "│ int8 │ │ refused │ not written │" in " ".join(result.stdout.split())
+    assert re.search(f"int8</th><td>refused: {why}", (out / "report.html").read_text())
+    printed = invoke(*command, "--json")
+    assert printed.exit_code == 1
+    assert re.match(why, json.loads(printed.stdout)["int8"]["refused"])
+
+
+def test_export_takes_ranges_from_a_folder_of_photographs(tmp_path: Path) -> None:
+    place, file = furnished(tmp_path), tmp_path / "m.onnx"
+    found = succeed("export", *place.model, "--out", file, "--int8", place.train)
+    assert found["int8"]["layers"] == 3
+    assert found["int8"]["in_float32"] == list(Int8.of(file).left_out)
+    x, _ = read(place.train, size=16).tensors()
+    with torch.no_grad():
+        error = relative_error(Session(file)(x), build(place.net, place.weights).eval()(x))
+    assert found["int8"]["error"] == pytest.approx(error, rel=0.3)  # one sample at a time rounds as many do
+    assert found["int8"]["error"] > 0
+    said = invoke("export", *place.model, "--out", file, "--int8", place.train).stdout
+    assert f"outputs change by {100 * found['int8']['error']:.1f} % of their spread" in said
+    (tmp_path / "empty").mkdir()
+    said = fail("export", *place.model, "--out", tmp_path / "n.onnx", "--int8", tmp_path / "empty")
+    assert "there are no images in" in said
+    said = fail("export", *place.model, "--out", tmp_path / "n.onnx", "--int8", tmp_path / "nowhere")
+    assert "nowhere is not a folder. Fix: a folder of images." in said
+    said = fail("export", *place.model, "--out", tmp_path / "n.pt2", "--int8", place.train)
+    assert "a .pt2 file cannot compute in int8" in said
+
+
+def test_the_benchmark_keeps_what_was_measured_before_int8_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    net, data = convolutional(), (IMAGES, torch.arange(24) % 5)
+    graph = sc.analyze(net, IMAGES[:1])
+    scores = sc.score(net, None, "weight", graph=graph)
+    plan = sc.plan(graph, scores, remove=0.25)
+
+    class Still:
+        """A repair that changes nothing."""
+
+        def examine(self, model: nn.Module) -> Any:
+            return SimpleNamespace(model=model)
+
+    todo = [(0.5, "latency"), (0.4, "cost")]
+    draw = latency_accuracy.Round(0, todo, latency_accuracy.Scene(net, data, data), graph, scores, 0.9, Still())
+    monkeypatch.setattr(latency_accuracy, "rounds", lambda *given: [draw])
+    monkeypatch.setattr(latency_accuracy, "reach", lambda *given: (plan, 0.5, 0.01, 0.5))
+    monkeypatch.setattr(
+        latency_accuracy.sc, "latency", lambda *given, **more: SimpleNamespace(clock=lambda model: None)
+    )
+
+    def refuse(*given: Any) -> None:
+        raise VerificationError("int8 changes too much.")
+
+    monkeypatch.setattr(latency_accuracy, "in_int8", refuse)
+    where = {"model": "resnet50", "data": "cats_dogs", "runtime": "onnxruntime", "batch": 1, "threads": 1}
+    options = Namespace(**where, draws=(0, 1), allocations=(), int8=True, out=tmp_path, cache=None, seconds=1e9)
+    latency_accuracy.measure(options)
+    rows = [known(tmp_path, what=what) for what in ("accuracy", "int8")]
+    assert [[row["allocation"] for row in side] for side in rows] == [["latency", "cost"]] * 2
+    assert all("repaired" in row for row in rows[0])
+    assert all(row["refused"] == "int8 changes too much." for row in rows[1])
+    capsys.readouterr()
+    latency_accuracy.tables(*rows)
+    assert capsys.readouterr().out.count("| refused (1 draws) |") == 2
+
+
+ATTENTION = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self, classes):
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 4, 4)
+        self.layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        self.head = nn.Linear(8, classes)
+
+    def forward(self, x):
+        return self.head(self.layer(self.stem(x).flatten(2).mT).mean(1))
+
+def make(classes=3):
+    torch.manual_seed(0)
+    return Net(classes)
+"""
+
+
+def test_attention_is_refused_before_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = furnished(tmp_path)
+    (tmp_path / "net.py").write_text(ATTENTION)
+    job = [word for word in place.job if word not in ("--weights", place.weights)]
+    monkeypatch.setattr("secateur.cli.prune.run_prune", lambda *a, **k: pytest.fail("the work began"))
+    said = fail("prune", *job, "--out", tmp_path / "small", "--keep-macs", 0.6, "--int8")
+    assert re.search(r"error: Net multiplies activations with each other .* as attention does", said)
+    assert not (tmp_path / "small").exists()
 
 
 def test_an_error_that_is_no_number_is_too_large() -> None:
@@ -257,4 +395,4 @@ def test_layers_are_compared_by_name_where_the_quantiser_puts_branches_in_anothe
     weight.CopyFrom(onnx.numpy_helper.from_array(2 * onnx.numpy_helper.to_array(weight), weight.name))  # a large error
     onnx.save(graph, made)
     feeds = [{graph.graph.input[0].name: one.numpy()} for one in x.split(1)]
-    assert int8._by_added_error(onnx, plain, made, layers, feeds)[0] == layers[1]
+    assert int8._by_added_error(plain, made, layers, feeds)[0] == layers[1]

@@ -460,6 +460,80 @@ def test_the_knapsack_is_near_the_best_of_all_choices(currency: str) -> None:
             assert kept(found) >= best - 0.04 * whole
 
 
+class Branches(nn.Module):
+    """Three branches that are added to a stream of fixed width."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Linear(6, 16), nn.Linear(16, 2)
+        hidden = [nn.Sequential(nn.Linear(16, width), nn.ReLU(), nn.Linear(width, 16)) for _ in range(3)]
+        self.branches = nn.ModuleList(hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.stem(x))
+        for branch in self.branches:
+            x = x + branch(x)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("blocks", [False, True], ids=["widths", "widths and blocks"])
+def test_plans_for_a_latency_prefer_widths_that_the_machine_likes(
+    blocks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against every choice of widths and blocks: nothing more is free, and widths alone are near the best."""
+    stopwatch(monkeypatch, by_sixteen)
+    width = 40
+    net = Branches(width).eval()
+    table = sc.latency(net, torch.rand(1, 6), cache=False)
+    assert table.step == 16
+    graph = table.graph
+    inner = [next(layer.groups for layer in graph.layers if f"branches.{i}.0" in layer.paths) for i in range(3)]
+    whole = [block.group for block in graph.blocks.prunable] if blocks else []
+    limits = {"scope": "cost", "ignore": ["stem"], "blocks": blocks}
+    nothing = np.zeros(len(graph.root), np.bool_)
+    for seed, share in product(range(3), (0.8, 0.6, 0.4)):
+        draw = np.random.default_rng(seed)
+        units = {p.sites[0]: draw.gamma(0.7, 1, len(p.labels)) for p in graph.producers}
+        scores = Scores("given", units, blocks={block.name: draw.gamma(2, 8) for block in graph.blocks})
+        worth = scores.of(graph)
+
+        def mask(widths: Sequence[int], worth: np.ndarray = worth) -> np.ndarray:
+            removed = nothing.copy()
+            for i, (groups, kept) in enumerate(zip(inner, widths, strict=True)):
+                removed[groups[np.argsort(worth[groups])][: width - kept]] = True
+                if not kept:
+                    removed[whole[i]] = True
+            return graph.blocks.closed(removed)
+
+        def kept(removed: np.ndarray, worth: np.ndarray = worth) -> float:
+            sums = [(worth[g].sum(), worth[g][~removed[g]].sum()) for g in inner]
+            return float(sum(all_ * np.log(left / all_) for all_, left in sums))
+
+        def planned(worth: Scores = scores, share: float = share, **more: Any) -> np.ndarray:
+            made = sc.plan(graph, worth, keep={"latency": share}, limits=Limits(**limits, **more), latency=table)
+            removed = nothing.copy()
+            removed[list(made.groups)] = True
+            return removed
+
+        found, plain = planned(), planned(round_to=1)
+        limit = share * table(nothing)
+        assert table(found) <= limit
+        assert not (found & ~plain).any()  # nothing leaves that stays where any width is allowed
+        widths = [int((~found[g]).sum()) for g in inner]
+        assert {*widths} <= {*range(8), 16, 32, width}
+        assert (found == mask(widths)).all()
+        options = [*range(not blocks, 8), 16, 32, width]  # between these, the prediction does not change
+        choices = [(w, removed) for w in product(options, repeat=3) if table(removed := mask(w)) <= limit]
+        more = [
+            w for w, removed in choices if min(np.subtract(w, widths)) >= 0 and (np.sign(w) == np.sign(widths)).all()
+        ]
+        assert all(table(mask(w)) > table(found) for w in more if list(w) != widths)  # nothing more would be free
+        if not blocks:  # a block that leaves may save more than is needed
+            best = max(kept(removed) for _, removed in choices)
+            assert kept(found) >= best - 0.02 * sum(worth[g].sum() for g in inner)
+            assert kept(found) > kept(plain)
+
+
 def test_prices_are_sums_of_terms() -> None:
     removed = np.array([False, True, False, False])
     price = TermPrice([(2.0, [np.array([0, 1]), np.array([2, 3])]), (5.0, [np.array([1])]), (1.0, [])])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from itertools import zip_longest
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,7 +16,7 @@ from secateur.cli.explain_text import explain_texts
 from secateur.cli.given_model import output_names, outputs_in, read_model
 from secateur.cli.output import Printer, table
 from secateur.cli.run_folder import check_folder, keep_apart
-from secateur.data.images import images_in, load
+from secateur.data.images import images_in, in_turn, load
 from secateur.errors import DataError, SecateurError
 from secateur.models.hub import reads_text
 from secateur.relevance.composites import PRESETS
@@ -103,7 +102,7 @@ def _explain_images(
             raise DataError(f"{type(opened.model).__name__} reads text, not images.", fix='--text "a sentence"')
         names = output_names(opened)
         wanted = _target(target, names)
-        paths = _in_turn([path for item in images for path in (images_in(item) if item.is_dir() else [item])])
+        paths = in_turn([path for item in images for path in (images_in(item) if item.is_dir() else [item])])
         if not paths:
             raise DataError(f"there are no images in {', '.join(map(str, images))}.")
         if len(paths) > limit:
@@ -133,14 +132,6 @@ def _explain_images(
     layers = [(r["layer"], f"{100 * r['arrives']:.1f} %", str(r["units"]), str(r["hold_90"])) for r in rows]
     printer.result(table(("layer",), ("relevance that arrives", "units", "hold 90 % of it"), layers))
     printer.result(f"conservation: at most {worst:.2%} of the relevance is lost or created (composite {composite})")
-
-
-def _in_turn(paths: list[Path]) -> list[Path]:
-    """One of each folder, then the next of each: a few images should not all be of the first class."""
-    folders: dict[Path, list[Path]] = {}
-    for path in paths:
-        folders.setdefault(path.parent, []).append(path)
-    return [path for turn in zip_longest(*folders.values()) for path in turn if path is not None]
 
 
 def _target(text: str | None, names: list[str]) -> int | None:

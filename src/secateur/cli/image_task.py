@@ -15,15 +15,17 @@ from torch import Tensor, nn
 
 from secateur.analysis.specialize import Merge
 from secateur.cli.given_model import count_outputs, keep_outputs
+from secateur.cli.messages import message_of
 from secateur.cli.options import Images
-from secateur.cli.outcome import answered, time_elsewhere, time_files, write_page
+from secateur.cli.outcome import Quantised, answered, time_elsewhere, time_files, write_page
 from secateur.cli.output import Printer, expects
 from secateur.data.imagenet import title
 from secateur.data.images import Photographs, read
 from secateur.data.outputs import Outputs, match
-from secateur.errors import DataError, SecateurWarning
+from secateur.errors import DataError, SecateurError, SecateurWarning
 from secateur.files.architecture import is_pretrained
-from secateur.files.onnx import Exports
+from secateur.files.int8 import Int8, check
+from secateur.files.onnx import Exports, export
 from secateur.files.saved import save
 from secateur.files.session import Session, fixed_batch
 from secateur.latency.timing import Timing, time_batches
@@ -192,6 +194,24 @@ class Task:
                 result.save_pretrained(folder)
             return
         save(result, folder, about={"origin": self.opened.origin.to_dict()})
+
+    def check_int8(self) -> None:
+        """Refuse a model that int8 does not suit, before the work. The smaller one will have the same operations."""
+        assert self.exports is not None
+        try:
+            file = self.exports.of(self.model, self.example())
+        except (SecateurError, RuntimeError):  # the smaller model may still be exported
+            return
+        check(file, type(self.model).__name__)
+        release()
+
+    def in_int8(self, model: nn.Module, path: Path) -> Quantised:
+        """Write a model in int8 and measure its accuracy. A refusal must not cost what was done before."""
+        try:
+            how = Int8.of(export(model, path, self.example(), quantize=self.data()))
+        except SecateurError as error:
+            return Quantised(refused=message_of(error))
+        return Quantised(how, self.accuracy(Session(path)) if self.test is not None else None)
 
     def times(self, result: Result, files: Mapping[str, Path], printer: Printer, setup: Setup) -> list[Timing]:
         """Both models in turn: in PyTorch, with channels last where that is faster, compiled if that is asked for, and

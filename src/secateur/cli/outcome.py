@@ -1,17 +1,18 @@
-"""What a command tells of two models: their times, their answers, and the report."""
+"""What a command tells of two models: their times, their answers, what became of int8, and the report."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
 from secateur.cli.messages import message_of
-from secateur.cli.output import Printer
+from secateur.cli.output import Printer, percent
 from secateur.errors import SecateurError
+from secateur.files.int8 import Int8
 from secateur.files.onnx import Exports
 from secateur.files.session import time_onnx
 from secateur.latency.timing import Timing
@@ -26,6 +27,57 @@ from secateur.running.sandbox import Example
 from secateur.runtimes import Runtime, Setup
 from secateur.runtimes.clock import Clock
 from secateur.structure.cost import size_of
+
+_LISTED = 3  # layers that a table names
+
+
+@dataclass(frozen=True)
+class Quantised:
+    """What became of `--int8`: how the file was made, and how accurate it is if that was measured; or why not.
+
+    >>> Quantised(refused="the outputs change too much.").rows({}, {})
+    [('int8', '', 'refused', 'not written')]
+    >>> Quantised(Int8(5, ("stem", "fc"), 0.03)).rows({}, {})
+    [('layers in int8', '', '3 of 5', 'in float32: stem, fc')]
+    """
+
+    how: Int8 | None = None
+    accuracy: Mapping[str, float] | None = None
+    refused: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        if self.how is None:
+            return {"refused": self.refused}
+        return {"layers": self.how.layers, "in_float32": list(self.how.left_out), "error": self.how.error}
+
+    def about(self) -> dict[str, str]:
+        """For the report."""
+        if self.how is None:
+            return {"int8": f"refused: {self.refused}"}
+        kept = f"; in float32: {', '.join(self.how.left_out)}" if self.how.left_out else ""
+        found = {"layers in int8": f"{self._share}{kept}"}
+        if self.accuracy is not None:
+            found["accuracy in int8"] = f"{100 * self.accuracy['overall']:.1f} %"
+        return found
+
+    def rows(self, before: Mapping[str, float], counts: Mapping[str, int]) -> list[Sequence[str]]:
+        """For the table. `before` are the accuracies of the unpruned model, `counts` on how many samples they are."""
+        if self.how is None:
+            return [("int8", "", "refused", "not written")]
+        kept, more = self.how.left_out[:_LISTED], len(self.how.left_out) - _LISTED
+        names = f"in float32: {', '.join(kept)}{f' and {more} more' if more > 0 else ''}" if kept else ""
+        rows: list[Sequence[str]] = [("layers in int8", "", self._share, names)]
+        if self.accuracy is not None:
+            was, now, count = before["overall"], self.accuracy["overall"], counts.get("overall", 0)
+            points = f"{100 * (now - was):+.1f} points"
+            rows.append(("accuracy, int8", percent(was, count), percent(now, count), points))
+        return rows
+
+    @property
+    def _share(self) -> str:
+        assert self.how is not None
+        return f"{self.how.layers - len(self.how.left_out)} of {self.how.layers}"
 
 
 def write_page(result: Result, path: Path, shown: tuple[Any, Tensor | None], **options: Any) -> Path:

@@ -89,12 +89,12 @@ def headline(
     timings: Sequence[Timing] = (),
     metrics: Sequence[Mapping[str, float]] = (),
     sample: str = "image",
-    int8: Mapping[str, float] | None = None,
     counts: Mapping[str, int] = MappingProxyType({}),
+    more: Iterable[Sequence[str]] = (),
 ) -> Table:
     """Before and after, side by side. `metrics` are the accuracies before and after, if there are any.
 
-    `int8` is the accuracy of the smaller model in int8. `counts` says how many samples each accuracy was measured on.
+    `counts` says how many samples each accuracy was measured on. `more` are rows of other things.
     """
     rows: list[Sequence[str]] = []
     macs = f"MACs per {sample}"
@@ -121,11 +121,7 @@ def headline(
                 title = "next-token accuracy" if PERPLEXITY in first else "accuracy"
             points = f"{100 * (last[name] - first[name]):+.1f} points"
             rows.append((title, percent(first[name], count), percent(last[name], count), points))
-        if int8 is not None:
-            was, now = first["overall"], int8["overall"]
-            points, count = f"{100 * (now - was):+.1f} points", counts.get("overall", 0)
-            rows.append(("accuracy, int8", percent(was, count), percent(now, count), points))
-    return table(("",), ("before", "after", "change"), rows)
+    return table(("",), ("before", "after", "change"), [*rows, *more])
 
 
 def curves_table(curves: Mapping[str, Curve], places: Sequence[float], over: Literal["units", "macs"]) -> Table:

@@ -12,13 +12,13 @@ import typer
 from secateur.cli import options as o
 from secateur.cli.given_model import read_model
 from secateur.cli.image_task import Task, read_task
+from secateur.cli.outcome import Quantised
 from secateur.cli.outlook import doubt, next_steps, outlook
 from secateur.cli.output import Printer, headline, intervals, sides
 from secateur.cli.run_folder import Run, check_folder, check_model, need_packages, request, write_model
 from secateur.cli.text_task import TextTask, read_text_task
 from secateur.errors import SecateurError
 from secateur.files.onnx import Exports, export
-from secateur.files.session import Session
 from secateur.latency.measure import measure
 from secateur.loop.prune import Result
 from secateur.loop.prune import prune as run_prune
@@ -168,6 +168,9 @@ def prune(
             ("images", "--test, or a smaller --per-class") if isinstance(task, Task) else ("texts", "--test-text")
         )
         raise SecateurError(f"--max-drop needs {kind} that are not used for scoring.", fix=fix)
+    if int8 and isinstance(task, Task):
+        with printer.stage("seeing whether the model can compute in int8"):
+            task.check_int8()
     for line in task.introduction():
         printer.note(line)
     setup = Setup.of(task.example(), runtime, batch, threads)
@@ -201,9 +204,11 @@ def prune(
         )
     release()  # ONNX Runtime needs memory of its own
     timed = setup if latency else None
-    files = _write(run, task, result, printer, onnx=onnx, int8=int8, setup=timed, report=report)
+    files, quantised = _write(run, task, result, printer, onnx=onnx, int8=int8, setup=timed, report=report)
     for line in next_steps(out, task, source, images, texts, result, files, uniform):
         printer.result(line)
+    if quantised is not None and quantised.refused:  # a script that asked for the file must not go on without it
+        raise SecateurError(f"model.int8.onnx was not written; everything else was. {quantised.refused}")
 
 
 def task_of(opened: Opened, images: o.Images, texts: o.Texts, seed: int, narrow: bool) -> Task | TextTask:
@@ -230,22 +235,24 @@ def _write(
     int8: bool,
     setup: Setup | None,
     report: bool,
-) -> dict[str, Path]:
-    """Write the model, its history, ONNX, timings and the report; note that the run is finished; print the outcome."""
+) -> tuple[dict[str, Path], Quantised | None]:
+    """Write the model, its history, ONNX, int8, timings and the report; note that the run is finished; print the
+    outcome. Return which files there are, and what became of int8 if that was asked for."""
     out = run.out
     example = task.example()
     write = task.exports.write if isinstance(task, Task) and task.exports is not None else export
     models = write_model(result.model, partial(task.save, result), out, example if onnx else None, printer, write)
     files = {"model": models.pop("model"), "history": out / "history.csv", **models}
     result.history.to_csv(files["history"])
-    quantised: dict[str, float] | None = None
+    quantised: Quantised | None = None
     if int8 and isinstance(task, Task):
         with printer.stage("writing int8 and measuring its accuracy"):
-            files["int8"] = export(result.model, out / "model.int8.onnx", example, quantize=task.data())
-            quantised = task.accuracy(Session(files["int8"])) if task.test is not None else None
+            quantised = task.in_int8(result.model, out / "model.int8.onnx")
+        if quantised.how is not None:
+            files["int8"] = out / "model.int8.onnx"
     timings = task.times(result, files, printer, setup) if setup is not None else []
     if report:
-        more = {} if quantised is None else {"accuracy in int8": f"{100 * quantised['overall']:.1f} %"}
+        more = {} if quantised is None else quantised.about()
         with printer.stage("explaining a few samples and writing the report"):
             files["report"] = task.report(out / "report.html", result, timings, more)
     one = select_samples(example, slice(1))
@@ -253,13 +260,15 @@ def _write(
     before, after = sides(had, has, timings)
     metrics = [row.metrics for row in result.history if row.held and row.metrics]
     blocks = [block.name for block in result.plan.blocks] if result.plan is not None else []
-    accuracy = {} if quantised is None else {"int8": quantised}
+    accuracy = {} if quantised is None or quantised.accuracy is None else {"int8": quantised.accuracy}
+    rows = [] if quantised is None else quantised.rows(metrics[0] if metrics else {}, task.tested)
     moved, named = result.reasons, lambda number: name_of(number, task.meanings)
     why = {"not measured": result.settings["reasons"]} if "reasons" in result.settings else None
     summary = {
         "stopped": result.stopped, "before": before, "after": after,
         "accuracy": {"before": metrics[0], "after": metrics[-1], **accuracy} if metrics else None,
         "intervals": intervals(metrics, task.tested), **task.counts,
+        **({"int8": quantised.to_dict()} if quantised is not None else {}),
         **({"timed": {"threads": setup.threads, "device": setup.device}} if setup is not None else {}),
         "reasons": moved.to_dict(named) if moved is not None else why, "removed_blocks": blocks,
         "steps": len(result.history) - 1, "seconds": round(printer.seconds, 1),
@@ -267,7 +276,7 @@ def _write(
     }  # fmt: skip
     run.end(summary, [path.name for path in files.values()])
     printer.json(summary)
-    printer.result(headline(had, has, timings, metrics, task.sample, quantised, task.tested))
+    printer.result(headline(had, has, timings, metrics, task.sample, task.tested, rows))
     if metrics and (few := doubt(metrics[-1], task.tested)):
         printer.result(few)
     if moved is not None:
@@ -278,4 +287,4 @@ def _write(
         printer.result(f"{files['onnx'].name}: {task.exported(files['onnx'])}")
     written = ", ".join(path.name for path in files.values())
     printer.result(f"{result.stopped}; {summary['seconds']:.0f} s. Written to {out}: {written}")
-    return files
+    return files, quantised

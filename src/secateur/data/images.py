@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -316,6 +317,14 @@ def _is_image(path: Path) -> bool:
 def images_in(folder: Path) -> list[Path]:
     """Every image in a folder and its subfolders, sorted by path."""
     return sorted(path for path in folder.rglob("*") if _is_image(path))
+
+
+def in_turn(paths: Sequence[Path]) -> list[Path]:
+    """One of each folder, then the next of each: a few images should not all be of the first class."""
+    folders: dict[Path, list[Path]] = {}
+    for path in paths:
+        folders.setdefault(path.parent, []).append(path)
+    return [path for turn in zip_longest(*folders.values()) for path in turn if path is not None]
 
 
 def _pool() -> ThreadPoolExecutor:

@@ -7,9 +7,11 @@ softmax at the end stays in float32 with all that follows: probabilities below 1
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -32,34 +34,42 @@ _LAYERS = ("Conv", "ConvTranspose", "Gemm", "MatMul")
 _INNER = ("Conv", "ConvTranspose", "Gemm")
 #: The error of the outputs that is allowed: root of the mean square, relative to their standard deviation.
 _ERROR = 0.1
-_SAMPLES = 256  # more inputs change the ranges little
+#: How many inputs are used: more change the ranges little.
+SAMPLES = 256
+_NOTE = "secateur_int8"  # where a file says how it was quantised
 
 
 @dataclass(frozen=True)
 class Int8:
-    """How a file was quantised: how many layers, which of them stayed in float32, and the error of the outputs."""
+    """How a file was quantised: how many layers it has, which of them stayed in float32, and the error of the outputs.
+
+    A layer is called by the path of its module, where its weight has a name.
+    """
 
     layers: int
     left_out: tuple[str, ...]
     error: float
 
+    @classmethod
+    def of(cls, file: Path) -> Int8:
+        """What a file that `quantize` wrote says of itself, in its metadata."""
+        import onnx
+
+        note = json.loads({item.key: item.value for item in onnx.load(file).metadata_props}[_NOTE])
+        return cls(note["layers"], tuple(note["left_out"]), note["error"])
+
+
+def check(file: Path, name: str) -> None:
+    """Refuse an ONNX file that int8 does not suit, whatever the inputs. `name` is that of the model."""
+    with TemporaryDirectory() as folder, _quiet():
+        _prepared(file, Path(folder) / "plain.onnx", name)
+
 
 def quantize(file: Path, data: Data, name: str) -> Int8:
     """Replace an ONNX file by one that computes in int8. `name` is that of the model, for messages."""
-    try:
-        import onnx
-        from onnxruntime.quantization.shape_inference import quant_pre_process
-    except ImportError as missing:
-        raise SecateurError("int8 needs other packages.", fix="pip install 'secateur[export]'") from missing
     with TemporaryDirectory() as folder, _quiet():
         plain, made = Path(folder) / "plain.onnx", Path(folder) / "int8.onnx"
-        quant_pre_process(str(file), str(plain), skip_symbolic_shape=True)  # folds batch norms
-        graph = onnx.load(plain)
-        for number, node in enumerate(graph.graph.node):
-            node.name = node.name or f"{node.op_type}_{number}"  # nodes are left out by name
-        tail = _tail(graph)
-        layers = _layers(graph, name, tail)
-        onnx.save(graph, plain)
+        graph, layers, tail = _prepared(file, plain, name)
         feeds = _feeds(graph, data)
         try:
             wanted, left_out, order = _answers(plain, feeds), list[str](), list[str]()
@@ -68,11 +78,12 @@ def quantize(file: Path, data: Data, name: str) -> Int8:
             fix = "samples of the shape and number format of the example"
             raise DataError(what, fix=fix, quantize=Argument("quantize")) from unfit
         while True:
-            _quantized(plain, made, feeds, [*left_out, *tail])
+            with _explained(name):
+                _quantized(plain, made, feeds, [*left_out, *tail])
             error = _error(_answers(made, feeds), wanted)
             if error <= _ERROR:
                 break
-            order = order or _by_added_error(onnx, plain, made, layers, feeds)
+            order = order or _by_added_error(plain, made, layers, feeds)
             if 2 * len(left_out) >= len(layers):
                 raise VerificationError(
                     f"int8 changes the outputs of {name} by {100 * error:.0f} % of their spread (allowed "
@@ -81,8 +92,56 @@ def quantize(file: Path, data: Data, name: str) -> Int8:
                     fix="more varied inputs, or export in float32",
                 )
             left_out = order[: max(1, 2 * len(left_out))]
-        file.write_bytes(made.read_bytes())
-    return Int8(len(layers), tuple(left_out), error)
+        note = Int8(len(layers), _paths(graph, left_out), error)
+        _write(made, file, note)
+    return note
+
+
+def _prepared(file: Path, plain: Path, name: str) -> tuple[Any, list[str], list[str]]:
+    """The graph as it will be quantised, which is written to `plain`, and the names of its layers and of its tail."""
+    try:
+        import onnx
+        from onnxruntime.quantization.shape_inference import quant_pre_process
+    except ImportError as missing:
+        raise SecateurError("int8 needs other packages.", fix="pip install 'secateur[export]'") from missing
+    with _explained(name):
+        quant_pre_process(str(file), str(plain), skip_symbolic_shape=True)  # folds batch norms
+    graph = onnx.load(plain)
+    for number, node in enumerate(graph.graph.node):
+        node.name = node.name or f"{node.op_type}_{number}"  # nodes are left out by name
+    tail = _tail(graph)
+    layers = _layers(graph, name, tail)
+    onnx.save(graph, plain)
+    return graph, layers, tail
+
+
+def _paths(graph: Any, layers: Sequence[str]) -> tuple[str, ...]:
+    """What the modules of these layers are called, in the order of the model; the layer's own name where unknown."""
+    held, found = {item.name for item in graph.graph.initializer}, list[str]()
+    for node in graph.graph.node:
+        if node.name in layers:
+            weight = next((item for item in node.input if item in held and item.endswith(".weight")), "")
+            found.append(weight.removesuffix(".weight") or node.name)
+    return tuple(found)
+
+
+def _write(made: Path, file: Path, note: Int8) -> None:
+    """Write what was made, with a note of how."""
+    import onnx
+
+    graph = onnx.load(made)
+    onnx.helper.set_model_props(graph, {_NOTE: json.dumps(asdict(note))})
+    onnx.save(graph, file)
+
+
+@contextmanager
+def _explained(name: str) -> Iterator[None]:
+    """ONNX Runtime's quantiser raises errors of many kinds."""
+    try:
+        yield
+    except Exception as error:
+        what = f"ONNX Runtime cannot quantise {name} ({type(error).__name__}: {' '.join(str(error).split())[:300]})."
+        raise SecateurError(what, where="quantize", fix="export in float32") from error
 
 
 def _tail(graph: Any) -> list[str]:
@@ -132,7 +191,7 @@ def _feeds(graph: Any, data: Data) -> Feeds:
                 what = f"{{quantize}} has samples of {len(part)} tensors, and the model takes {len(names)}."
                 raise DataError(what, fix="samples as for `prune`", quantize=Argument("quantize"))
             found.append(dict(zip(names, part, strict=True)))
-            if len(found) * size >= _SAMPLES:
+            if len(found) * size >= SAMPLES:
                 return found
     if not found:
         raise DataError("{quantize} has no inputs.", fix="a few samples, as for `prune`", quantize=Argument("quantize"))
@@ -173,18 +232,20 @@ def _error(found: Sequence[Sequence[Array]], wanted: Sequence[Sequence[Array]]) 
     return float(np.max(errors))  # NaN if one is NaN
 
 
-def _by_added_error(onnx: Any, plain: Path, made: Path, layers: Sequence[str], feeds: Feeds) -> list[str]:
+def _by_added_error(plain: Path, made: Path, layers: Sequence[str], feeds: Feeds) -> list[str]:
     """The layers, first those after which the error of int8 grows most."""
     # The quantiser puts branches in another order.
-    mine, theirs = (_inside(onnx, file, layers, feeds[:8]) for file in (made, plain))
+    mine, theirs = (_inside(file, layers, feeds[:8]) for file in (made, plain))
     names = [name for name in theirs if name in mine]
     errors = [_error(mine[name], theirs[name]) for name in names]
     added = dict(zip(names, np.diff(errors, prepend=0.0).tolist(), strict=True))
     return sorted(layers, key=lambda layer: -added.get(layer, 0.0))
 
 
-def _inside(onnx: Any, file: Path, layers: Sequence[str], feeds: Feeds) -> dict[str, list[list[Array]]]:
+def _inside(file: Path, layers: Sequence[str], feeds: Feeds) -> dict[str, list[list[Array]]]:
     """What each layer of a file returns for each of the inputs, in the order of the file."""
+    import onnx
+
     graph, target = onnx.load(file), file.with_suffix(".shown.onnx")
     known = {item.name for item in graph.graph.output}
     nodes = [node for node in graph.graph.node if node.name in layers and node.output[0] not in known]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -241,6 +241,12 @@ class _Chooser:
                 removed[groups[best[:upto]]] = False
                 changed |= bool(len(groups))
 
+    def _in_blocks(self, removed: Mask) -> Mask:
+        """What leaves because it lies in a block that does."""
+        whole: Mask = np.zeros(len(removed), np.bool_)
+        whole[[block.group for block in self.graph.blocks if removed[block.group]]] = True
+        return self.graph.blocks.closed(whole)
+
     def by_units(self, remove: float) -> Mask:
         """The longest start of the order that stays within a fraction of all units."""
         total, given = self.graph.total_units, Argument("remove", remove)
@@ -325,7 +331,32 @@ class _Chooser:
                 round_to=Argument("round_to"),
             )
         counts = range(len(self.order))
-        return self.mask(bisect_left(counts, True, key=lambda count: fits(self.mask(count))))
+        found = self.mask(bisect_left(counts, True, key=lambda count: fits(self.mask(count))))
+        # A table of latencies knows which widths the machine likes, unless the user has chosen.
+        chosen = self.limits.round_to is not None or self.limits.uniform
+        step = 1 if chosen or "seconds" not in bounds else getattr(self.prices["seconds"], "step", 1)
+        return self._filled(found, step, fits) if step > 1 else found
+
+    def _filled(self, removed: Mask, step: int, fits: Callable[[Mask], bool]) -> Mask:
+        """Bring back the best removed groups of each layer, up to a multiple of `step` channels, where that is free.
+
+        By the table, a layer takes as long as one with the next multiple.
+        """
+        lost = self.gone | self._in_blocks(removed)
+        for producer in self.graph.producers:
+            channels = self.graph.root[producer.labels]
+            groups, rows = np.unique(channels[removed[channels] & ~lost[channels]], return_counts=True)
+            kept = int(np.count_nonzero(~removed[channels]))
+            best = np.argsort(-self.value[groups], kind="stable")
+            upto = int(np.searchsorted(np.cumsum(rows[best]), -kept % step, "right"))
+            if kept and upto:
+                trial = removed.copy()
+                trial[groups[best[:upto]]] = False
+                if self.widths:
+                    self._round(trial)
+                free = self.prices["seconds"](trial) <= (1 + 1e-9) * self.prices["seconds"](removed)
+                removed = trial if free and fits(trial) else removed
+        return removed
 
 
 _SPELT = {"macs": "MACs", "params": "parameters"}

@@ -123,7 +123,8 @@ class Limits:
     wildcards on module paths; a module's name stands for everything in it. A stream that several modules write is
     ignored if one of them is, and taken by `only` if all are. Every layer keeps at least `min_units`, and a multiple of
     `round_to` channels. None: in models with attention, layers of 512 channels and more keep a multiple of 8, since
-    GPUs are slow with other widths; all others keep any number. With `uniform`, layers that differ only by the number
+    GPUs are slow with other widths; for a latency, layers keep the next multiple that takes no longer by the table; all
+    others keep any number. With `uniform`, layers that differ only by the number
     of their block keep the same width, as the config of a Hugging Face model needs it. With `blocks`, residual branches
     may leave as a whole too; with "only", nothing else does. Together with `uniform`, whole layers of a transformer do.
 
