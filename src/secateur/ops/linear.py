@@ -38,7 +38,7 @@ def read_by_weight(labels: LabelVerbs, call: Call, read: Labels | None, taken: L
         labels.freeze(read, f"read by {call.site} through a weight of fixed size")
 
 
-def crossing_lines(labels: LabelVerbs, x: Tensor, weight: Tensor) -> list[tuple[Labels, Labels]]:
+def crossing_lines(labels: LabelVerbs, x: Tensor, weight: Tensor) -> list[tuple[Labels | None, Labels | None]]:
     """Kinds of units that cross along what a weight reads, as inputs and functions do in the flattened weight of a
     layer of curves: each kind of the input with that of the weight which lies in the same places. Empty if there is
     one kind only, or if they do not lie alike."""
