@@ -370,3 +370,29 @@ def test_a_cache_that_all_models_share_blocks_no_layer() -> None:
     small, hidden = sc.apply(net, plan), torch.relu(net.first(x) + torch.arange(5)[None, :, None] / 5)
     expected = hidden[..., kept] @ net.last.weight[:, kept].T + net.last.bias
     torch.testing.assert_close(small(x), expected)
+
+
+# -- einops -----------------------------------------------------------------------------------------------------------
+class Arranged(nn.Module):
+    """Images become tokens, and tokens images, by layers of einops."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = pytest.importorskip("einops.layers.torch")
+        torch.manual_seed(0)
+        self.patch = nn.Conv2d(3, 8, 4, 4)
+        self.flat, self.up = layers.Rearrange("b c h w -> b (h w) c"), nn.Linear(8, 12)
+        self.back = layers.Rearrange("b (h w) c -> b c h w", h=2)
+        self.next, self.mean = nn.Conv2d(12, 6, 1), layers.Reduce("b c h w -> b c", "mean")
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.mean(self.next(self.back(self.up(self.flat(self.patch(x))).relu())).relu()))
+
+
+def test_layers_of_einops_move_units() -> None:
+    x = torch.randn(2, 3, 8, 12, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    graph = exact(Arranged(), x)
+    assert {layer.name for layer in graph.layers if layer.prunable} == {"patch", "up", "next"}, str(graph)
+    seen = sc.explain(Arranged().double().eval(), x, 1, composite="alpha1beta0")
+    assert seen.conservation.worst <= 0.01, str(seen.conservation)
