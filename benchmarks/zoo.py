@@ -3,6 +3,8 @@
     python -m benchmarks.zoo torchvision            all classification models
     python -m benchmarks.zoo torchvision --smallest  one per family, with ONNX
     python -m benchmarks.zoo timm                    one per family, smallest member
+    python -m benchmarks.zoo timm --plain --only …   with standardised weights as numbers (`plain_convolutions`)
+    python -m benchmarks.zoo timm --units            only the share of units that may leave
     python -m benchmarks.zoo --hf                    all families of transformers, tiny (benchmarks/zoo_transformers.py)
     python -m benchmarks.zoo --beyond                what does not classify images (benchmarks/zoo_beyond.py)
 
@@ -26,6 +28,7 @@ import torch
 from torch import Tensor, nn
 
 import secateur as sc
+from secateur.integrations.timm import plain_convolutions
 
 TORCHVISION_SMALLEST = [
     "alexnet",
@@ -174,7 +177,7 @@ def torchvision_models() -> list[str]:
     return [n for n in torchvision.models.list_models(module=torchvision.models) if not n.startswith("quantized")]
 
 
-def make(zoo: str, name: str, size: int | None) -> tuple[nn.Module, Tensor]:
+def make(zoo: str, name: str, size: int | None, plain: bool = False) -> tuple[nn.Module, Tensor]:
     torch.manual_seed(0)
     if zoo == "torchvision":
         import torchvision
@@ -188,12 +191,13 @@ def make(zoo: str, name: str, size: int | None) -> tuple[nn.Module, Tensor]:
 
         model = timm.create_model(name, pretrained=False)
         size = model.default_cfg["input_size"][-1]
-    return randomise(model).eval(), torch.randn(1, 3, size, size)
+    model = randomise(model).eval()
+    return plain_convolutions(model) if plain else model, torch.randn(1, 3, size, size)
 
 
-def mill(zoo: str, name: str, size: int | None, onnx: bool) -> dict[str, Any]:
+def mill(zoo: str, name: str, size: int | None, onnx: bool, plain: bool = False) -> dict[str, Any]:
     """One model; the row of the table."""
-    model, example = make(zoo, name, size)
+    model, example = make(zoo, name, size, plain)
     row: dict[str, Any] = {"model": name, "input": example.shape[-1]}
     before = [(n, t.clone()) for n, t in model.state_dict().items()]
     begin = time.perf_counter()
@@ -220,7 +224,7 @@ def mill(zoo: str, name: str, size: int | None, onnx: bool) -> dict[str, Any]:
     assert small is not None
     with tempfile.TemporaryDirectory() as folder, torch.no_grad():
         sc.save(small, Path(folder, "m"))
-        again = sc.load(Path(folder, "m"), make(zoo, name, size)[0]).eval()
+        again = sc.load(Path(folder, "m"), make(zoo, name, size, plain)[0]).eval()
         row["reload_equal"] = all(
             torch.equal(a, b) for a, b in zip(_out(small, example), _out(again, example), strict=True)
         )
@@ -266,6 +270,8 @@ def main() -> None:
     parser.add_argument("--beyond", action="store_true", help="detectors, segmenters, video, audio, diffusion instead")
     parser.add_argument("--smallest", action="store_true", help="one member per family, ONNX included")
     parser.add_argument("--only", nargs="*", help="just these models")
+    parser.add_argument("--plain", action="store_true", help="convolutions with standardised weights become plain")
+    parser.add_argument("--units", action="store_true", help="only the share of units that may leave")
     parser.add_argument("--size", type=int, help="input size for models that take any (torchvision)")
     parser.add_argument("--workers", type=int, default=1, help="models at the same time, for --hf and --beyond")
     parser.add_argument("--seconds", type=float, default=150, help="for one family of transformers at most")
@@ -285,13 +291,19 @@ def main() -> None:
     names = options.only or (
         TIMM_SMALLEST if options.zoo == "timm" else TORCHVISION_SMALLEST if options.smallest else torchvision_models()
     )
+    if options.units:
+        for name in names:
+            graph = sc.analyze(*make(options.zoo, name, options.size, options.plain))
+            share = graph.total_units / int(graph.units.sum())
+            print(f"{name}: {100 * share:.0f} % of {int(graph.units.sum())} units may leave", flush=True)
+        return
     options.out = options.out or Path("out/zoo.jsonl")
     done, rows = rows_in(options.out), []
     for name in names:
         if name not in done:
             begin = time.perf_counter()
             try:
-                row = mill(options.zoo, name, options.size, options.smallest)
+                row = mill(options.zoo, name, options.size, options.smallest, options.plain)
             except Exception as error:
                 row = {"model": name, "error": f"{type(error).__name__}: {error}"}
             done[name] = row | {"seconds": round(time.perf_counter() - begin, 1)}

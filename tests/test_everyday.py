@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import secateur as sc
+from oracle import random_scores
 from test_by_construction import exact
 
 Body = Callable[[Any, Tensor, Tensor], Tensor]
@@ -179,6 +180,51 @@ class Keys(nn.Module):
         return self.last(h + self.mix(h, h, h, hidden, self.weights, later)[0])
 
 
+class Splines(nn.Module):
+    """A layer of a Kolmogorov-Arnold network: each input has a curve for each output, a sum of a few functions."""
+
+    def __init__(self, before: int, after: int, kind: str, order: int = 2) -> None:
+        super().__init__()
+        self.after, self.kind, self.order = after, kind, order
+        self.base, self.sizes = (nn.Parameter(torch.randn(after, before)) for _ in range(2))
+        self.curves = nn.Parameter(torch.randn(after, before, 5))
+        knots = torch.linspace(-3, 3, 6 + order)
+        own = knots.expand(before, -1).contiguous()
+        self.register_buffer("knots", {"bells": knots[:5], "splines": knots, "own splines": own}[kind])
+
+    def functions(self, x: Tensor) -> Tensor:
+        """What each function says about each input: (samples, inputs, functions)."""
+        x, t = x.unsqueeze(-1), self.knots
+        if self.kind == "bells":
+            return torch.exp(-((x - t) ** 2))
+        found = ((x >= t[..., :-1]) & (x < t[..., 1:])).to(x.dtype)
+        for k in range(1, self.order + 1):
+            up = (x - t[..., : -(k + 1)]) / (t[..., k:-1] - t[..., : -(k + 1)]) * found[..., :-1]
+            down = (t[..., k + 1 :] - x) / (t[..., k + 1 :] - t[..., 1:-k]) * found[..., 1:]
+            found = up + down
+        return found
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.curves * self.sizes.unsqueeze(-1) if self.kind != "bells" else self.curves
+        made = F.linear(self.functions(x).view(x.size(0), -1), weight.view(self.after, -1))
+        return F.linear(F.silu(x), self.base) + made
+
+
+@pytest.mark.parametrize("kind", ["bells", "splines", "own splines"])
+def test_layers_of_curves(kind: str) -> None:
+    """A flattened weight: the inputs cross the functions in it, and leave without them."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 6), Splines(6, 7, kind), Splines(7, 8, kind), nn.Linear(8, 3))
+    graph = exact(model, tokens()[0])
+    stay = {layer.name: layer.reason for layer in graph.layers if not layer.prunable}
+    assert {name for name in "012" if name in stay} == ({"0", "1"} if kind == "own splines" else set()), str(graph)
+    if kind == "own splines":  # knots of masked inputs are all 0, and the distance of two is divided by
+        assert stay["0"] == "torch.Tensor.div in `1` divides by it, and it is 0 when it is masked"
+        return
+    plan = sc.plan(graph, random_scores(graph, 1), remove=0.4)
+    assert sc.measure(sc.apply(model, plan), tokens()[0], latency=False) == plan.after
+
+
 LAYERS: dict[str, tuple[Callable[[], nn.Module], set[str]]] = {
     "lstm cell": (lambda: cell(nn.LSTMCell), {"a", "b", "cell"}),
     "gru cell": (lambda: cell(nn.GRUCell), {"a", "b", "cell"}),
@@ -324,3 +370,29 @@ def test_a_cache_that_all_models_share_blocks_no_layer() -> None:
     small, hidden = sc.apply(net, plan), torch.relu(net.first(x) + torch.arange(5)[None, :, None] / 5)
     expected = hidden[..., kept] @ net.last.weight[:, kept].T + net.last.bias
     torch.testing.assert_close(small(x), expected)
+
+
+# -- einops -----------------------------------------------------------------------------------------------------------
+class Arranged(nn.Module):
+    """Images become tokens, and tokens images, by layers of einops."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = pytest.importorskip("einops.layers.torch")
+        torch.manual_seed(0)
+        self.patch = nn.Conv2d(3, 8, 4, 4)
+        self.flat, self.up = layers.Rearrange("b c h w -> b (h w) c"), nn.Linear(8, 12)
+        self.back = layers.Rearrange("b (h w) c -> b c h w", h=2)
+        self.next, self.mean = nn.Conv2d(12, 6, 1), layers.Reduce("b c h w -> b c", "mean")
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.mean(self.next(self.back(self.up(self.flat(self.patch(x))).relu())).relu()))
+
+
+def test_layers_of_einops_move_units() -> None:
+    x = torch.randn(2, 3, 8, 12, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    graph = exact(Arranged(), x)
+    assert {layer.name for layer in graph.layers if layer.prunable} == {"patch", "up", "next"}, str(graph)
+    seen = sc.explain(Arranged().double().eval(), x, 1, composite="alpha1beta0")
+    assert seen.conservation.worst <= 0.01, str(seen.conservation)

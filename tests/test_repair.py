@@ -661,6 +661,59 @@ def test_a_model_that_lists_boxes_is_repaired_after_each_of_several_cuts() -> No
     assert repairs.examine(small, False).divergence == first
 
 
+class Pyramid(nn.Module):
+    """Feature maps of three sizes, of an image or of three images, and a head that all of them share."""
+
+    def __init__(self, images: bool) -> None:
+        super().__init__()
+        self.body, self.a, self.b = nn.Conv2d(3, 10, 3, padding=1), nn.Conv2d(10, 8, 3, padding=1), nn.Conv2d(8, 5, 1)
+        self.images = images
+
+    def maps(self, x: Tensor) -> list[Tensor]:
+        if self.images:
+            return [self.body(x[..., ::step, ::step]).relu() for step in (1, 2, 4)]
+        first = self.body(x).relu()
+        second = 2 * F.avg_pool2d(first, 2).square()
+        return [first, second, 2 * F.avg_pool2d(second, 2).square()]
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        return [self.b(self.a(m).relu()) for m in self.maps(x)]
+
+
+@pytest.mark.parametrize("at_once", [None, 16])
+def test_a_head_on_several_sizes_is_fitted_to_the_rows_of_all(at_once: int | None) -> None:
+    """A ridge over all rows of all sizes, written out, for what the body still gives the head."""
+    torch.manual_seed(0)
+    model, x = Pyramid(images=False).double().eval(), torch.randn(40, 3, 8, 8, dtype=torch.float64)
+    small = without(model, x[:1], "body", [1, 4, 7])
+    settings = Repair("ridge", copies=0, held_out=0.0, rounds=0, at_once=at_once)
+    found = settings.examine(small, model, (x, None))
+    strength = found.layers["a.weight"].strength  # type: ignore[attr-defined]
+    kept = [c for c in range(10) if c not in (1, 4, 7)]
+    reads, lacks = [], []
+    for m in model.maps(x):
+        reads.append(F.unfold(m[:, kept], 3, padding=1).mT.flatten(0, 1))
+        lacks.append((model.a(m) - small.a(m[:, kept])).flatten(2).mT.flatten(0, 1))
+    left, right = torch.cat(reads), torch.cat(lacks)
+    assert len(left) == 40 * (64 + 16 + 4)
+    left, right = left - left.mean(0), right - right.mean(0)
+    gram = left.mT @ left / len(left)
+    ridge = strength * gram.diagonal().mean() * torch.eye(len(gram), dtype=gram.dtype)
+    wanted = torch.linalg.solve(gram + ridge, left.mT @ right / len(left)).mT.reshape(small.a.weight.shape)
+    torch.testing.assert_close(found.model.a.weight - small.a.weight, wanted, rtol=1e-6, atol=1e-8)
+
+
+def test_a_head_on_several_sizes_comes_closer_on_each() -> None:
+    torch.manual_seed(0)
+    model, x, new = Pyramid(images=True).eval(), torch.randn(96, 3, 16, 16), torch.randn(32, 3, 16, 16)
+    assert [len(survey(model, x[:2]).layers[f"{name}.weight"].calls) for name in ("body", "a", "b")] == [3] * 3
+    small = without(model, x[:1], "body", [1, 4, 7])
+    mended = sc.repair(small, model, (x, None), "ridge", copies=0)
+    with torch.no_grad():
+        for whole, before, after in zip(model(new), small(new), mended(new), strict=True):
+            assert float((after - whole).square().mean()) < 0.9 * float((before - whole).square().mean())
+
+
 def test_a_model_in_which_nothing_can_be_repaired_stays_as_it_is() -> None:
     class Loop(nn.Module):
         def __init__(self) -> None:

@@ -38,6 +38,26 @@ def read_by_weight(labels: LabelVerbs, call: Call, read: Labels | None, taken: L
         labels.freeze(read, f"read by {call.site} through a weight of fixed size")
 
 
+def crossing_lines(labels: LabelVerbs, x: Tensor, weight: Tensor) -> list[tuple[Labels | None, Labels | None]]:
+    """Kinds of units that cross along what a weight reads, as inputs and functions do in the flattened weight of a
+    layer of curves: each kind of the input with that of the weight which lies in the same places. Empty if there is
+    one kind only, or if they do not lie alike."""
+    kinds = []
+    for tensor, dim in ((x, x.ndim - 1), (weight, 1)):
+        found = [layer for layer in labels.layers(tensor) if dim in varying(layer)]
+        if len(found) < 2 or any(varying(layer) != [dim] for layer in found):
+            return []
+        kinds.append({_pattern(line): line for line in map(column, found)})
+    read, taken = kinds
+    return [(read[key], taken[key]) for key in read] if read.keys() == taken.keys() and len(read) > 1 else []
+
+
+def _pattern(line: Labels) -> tuple[int, ...]:
+    """Which places have the same label: for each place the first one that has its label."""
+    _, first, inverse = np.unique(np.abs(line), return_index=True, return_inverse=True)
+    return tuple(first[inverse].tolist())
+
+
 class Linear(Operation):
     """`weight` is (out, in). The last dimension of the input is read; units along the others go on."""
 
@@ -45,11 +65,13 @@ class Linear(Operation):
 
     def channels(self, labels: LabelVerbs, call: Call, output: Any) -> None:
         x, weight = call["input"], call["weight"]
-        read, made, taken = labels.along(x, -1), labels.along(weight, 0), labels.along(weight, 1)
-        read_by_weight(labels, call, read, taken)
+        made = labels.along(weight, 0)
+        pairs = crossing_lines(labels, x, weight) or [(labels.along(x, -1), labels.along(weight, 1))]
+        for read, taken in pairs:
+            read_by_weight(labels, call, read, taken)
         passing = labels.others(x, [-1])
         crossing = [column(layer) for layer in passing if len(varying(layer)) == 1]
-        labels.cost(call.site, output.numel() * weight.shape[-1], made, taken, *crossing)
+        labels.cost(call.site, output.numel() * weight.shape[-1], made, *(taken for _, taken in pairs), *crossing)
         layers = [layer[..., :1].expand(output.shape) for layer in passing]
         if call["bias"] is not None:  # added to what carries another kind of units
             layers = [lost(layer) for layer in layers]

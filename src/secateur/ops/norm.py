@@ -54,8 +54,11 @@ class BatchNorm(ChannelNorm):
 
     def channels(self, labels: LabelVerbs, call: Call, output: Any) -> None:
         if call["training"]:
+            why = "takes statistics over it"
+            if labels.is_weight(call["input"]):  # without a part of a filter, the rest of it would become another one
+                why = "standardises weights over it; secateur.integrations.timm.plain_convolutions would free it"
             for layer in labels.others(call["input"], [1]):
-                labels.freeze(layer, f"{call.site} takes statistics over it")
+                labels.freeze(layer, f"{call.site} {why}")
         super().channels(labels, call, output)
 
     def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:

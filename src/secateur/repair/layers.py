@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 import weakref
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -58,9 +58,10 @@ class FollowingNorm:
 
 @dataclass(frozen=True)
 class RepairableLayer:
-    """The one call of a convolution or linear layer. `number` counts the calls of a forward pass.
+    """A call of a convolution or linear layer. `number` counts the calls of a forward pass.
 
-    A layer is known by its weight: an attention module makes other calls after it was cut.
+    A layer is known by its weight: an attention module makes other calls after it was cut. A convolution that runs on
+    feature maps of several sizes, as the head of a pyramid does, has its calls on the other maps in `others`.
     """
 
     number: int
@@ -89,6 +90,29 @@ class RepairableLayer:
     span: Tensor | None = field(default=None, compare=False)
     #: In a smaller model: which of the original's output channels are left; None for all.
     kept: np.ndarray[Any, Any] | None = field(default=None, compare=False)
+    #: Its later calls, and which call this is.
+    others: tuple[RepairableLayer, ...] = ()
+    turn: int = 0
+
+    @property
+    def key(self) -> str:
+        """The name of this call: that of the weight for the first one."""
+        return f"{self.weight}#{self.turn}" if self.turn else self.weight
+
+    @property
+    def calls(self) -> tuple[RepairableLayer, ...]:
+        """This call and the later ones."""
+        return (self, *self.others)
+
+    @property
+    def places(self) -> int:
+        """Positions of all calls."""
+        return sum(call.positions for call in self.calls)
+
+    @property
+    def rows(self) -> int:
+        """Positions of each sample that take part, of all calls."""
+        return sum(c.positions if c.sampled.chosen is None else c.sampled.chosen.shape[1] for c in self.calls)
 
     @property
     def outputs(self) -> int:
@@ -103,7 +127,7 @@ class RepairableLayer:
     def work(self, tensors: Tensors) -> float:
         """About how long its repair takes: what the forward multiplies, and what a regression does."""
         size = tensors[self.weight].numel()
-        return size * self.positions + 24 * (size / max(tensors[self.weight].shape[self.outputs], 1)) ** 2
+        return size * self.places + 24 * (size / max(tensors[self.weight].shape[self.outputs], 1)) ** 2
 
     def left(self, values: Values) -> Values:
         """Numbers for the original's output channels, which are the last dimension, for those that are left."""
@@ -114,16 +138,22 @@ class RepairableLayer:
     def cut(self, kept: np.ndarray[Any, Any] | None, own: RepairableLayer) -> RepairableLayer:
         """The layer in a smaller model, where these output channels are left. `own` is what was found there."""
         small = replace(self, kept=kept, batch=own.batch, partner=own.partner)
-        return replace(small, inverse=small.left(self.inverse), span=small.left(self.span))
+        alike = [call.positions for call in self.others] == [call.positions for call in own.others]
+        others = tuple(replace(call, kept=kept) for call in self.others) if alike else ()
+        return replace(small, inverse=small.left(self.inverse), span=small.left(self.span), others=others)
 
-    def prepared(self, tensors: Tensors, sampled: Positions) -> RepairableLayer:
-        """With all that the original's tensors tell."""
+    def prepared(self, tensors: Tensors, sampled: Sequence[Positions]) -> RepairableLayer:
+        """With all that the original's tensors tell. `sampled` are the positions for each call."""
+        others = tuple(replace(call, sampled=own) for call, own in zip(self.others, sampled[1:], strict=True))
+        return replace(self, sampled=sampled[0], others=others)._scaled(tensors)
+
+    def _scaled(self, tensors: Tensors) -> RepairableLayer:
         span = None
         if self.limits is not None:
             ends = torch.tensor(self.limits, dtype=torch.float64, device=tensors[self.weight].device)
             span = ends[:, None].repeat(1, self.channels)
         if self.norm is None:
-            return replace(self, sampled=sampled, span=span)
+            return replace(self, span=span)
         scale = self.norm.scale(tensors)
         # A channel that the norm nearly silences cannot make up for anything, and all of it counts as passed.
         silent = scale.abs() <= 1e-3 * scale.abs().max()
@@ -132,7 +162,7 @@ class RepairableLayer:
                 span = span - tensors[self.norm.bias].detach().double()
             span = (tensors[self.norm.mean].detach().double() + span / scale).sort(0).values  # a factor may be negative
             span = torch.where(silent, span.new_tensor([[-torch.inf], [torch.inf]]), span)
-        return replace(self, sampled=sampled, inverse=torch.where(silent, 0.0, 1 / scale), span=span)
+        return replace(self, inverse=torch.where(silent, 0.0, 1 / scale), span=span)
 
 
 Layers = Mapping[str, RepairableLayer]
@@ -156,8 +186,9 @@ class Surveyed:
 def survey(model: nn.Module, samples: Example) -> Surveyed:
     """Find the layers that can be repaired. `samples` are one or two.
 
-    Weights that are used more than once or elsewhere are left out, and layers that mix samples. A convolution on
-    feature maps of several sizes is repaired on the first of them. Layers after a choice among positions (the best
+    Weights that are used more than once or elsewhere are left out, and layers that mix samples. A convolution may run
+    on feature maps of several sizes, once on each. If a stream is added to its output, or if its calls differ in
+    another way, it is repaired on the first of them. Layers after a choice among positions (the best
     boxes) are left out, since a smaller model may choose others. Layers that run on some samples only, as the experts
     of a mixture do, are left out when that is seen.
     """
@@ -179,7 +210,11 @@ def survey(model: nn.Module, samples: Example) -> Surveyed:
         norm = layer.norm
         if norm is not None:
             norm = replace(norm, alone=found.uses[norm.mean] == 1 == reads[0])
-        layers[layer.weight] = replace(layer, norm=norm, limits=layer.limits if sum(reads) == len(reads) else None)
+        others = tuple(found.others[layer.weight])
+        if len(others) != found.uses[layer.weight] - 1 or layer.partner is not None:
+            others = ()
+        limits = layer.limits if sum(reads) == len(reads) else None
+        layers[layer.weight] = replace(layer, norm=norm, limits=limits, others=others)
     largest = max((found.largest[layer.number] for layer in layers.values()), default=1) // 2
     alive = {name: found.alive[layer.number] // 2 for name, layer in layers.items()}
     return Surveyed(layers, largest, alive, found.dense)
@@ -203,6 +238,8 @@ class _Survey(Observer):
         self._names = {id(t): name for name, t in named_tensors(model)}
         self._number = -1
         self.layers: dict[int, RepairableLayer] = {}
+        #: By weight, later calls on feature maps of other sizes.
+        self.others: defaultdict[str, list[RepairableLayer]] = defaultdict(list)
         #: How many calls read each parameter and buffer.
         self.uses: Counter[str | None] = Counter()
         #: How many stages a layer's output has: as it is, after the norm, after an addition. How many calls read each.
@@ -213,7 +250,7 @@ class _Survey(Observer):
         self.dense: dict[str, int] = {}
         # 1 for what comes from a layer, 2 for what was picked by such numbers.
         self._chosen: TensorFacts[int] = TensorFacts()
-        #: By weight, the shape of the output and some of its numbers, to compare with those of another pass.
+        #: By call, the shape of the output and some of its numbers, to compare with those of another pass.
         self.probes: dict[str, tuple[torch.Size, Tensor]] = {}
         #: The pass with one sample alone, if this one has two.
         self._alone = alone
@@ -301,28 +338,30 @@ class _Survey(Observer):
             return None
         if weight is None or (bias is None and added is not None):
             return None
-        layer = RepairableLayer(self._number, weight, bias, transposed, columns)
         calls = self.sizes.setdefault(weight, [])
+        layer = RepairableLayer(self._number, weight, bias, transposed, columns, turn=len(calls))
         calls.append(0 if linear else output[0, 0].numel())
-        if len(calls) > 1:
-            return None
         if self._alone is None:
-            self.probes[weight] = output.shape, _probe(output)
+            self.probes[layer.key] = output.shape, _probe(output)
         else:
-            batch = self._batch(weight, output)
+            batch = self._batch(layer.key, output)
             if batch is None or (batch == output.ndim - 1 if linear else len(output) != 2):
                 return None  # samples are mixed or along the features, or there are several images for each
             channels = output.shape[-1 if linear else 1]
-            self.dense[weight] = layer.outputs
             layer = replace(layer, batch=batch, channels=channels, positions=output.numel() // 2 // channels)
+            if not layer.turn:
+                self.dense[weight] = layer.outputs
+        if layer.turn:
+            self.others[weight].append(layer)
+            return None
         self.layers[self._number] = layer
         self.largest[self._number] = self._largest
         return self._number
 
-    def _batch(self, weight: str, output: Tensor) -> int | None:
+    def _batch(self, key: str, output: Tensor) -> int | None:
         """The dimension along which samples lie one after the other: there, two samples begin like the first alone."""
         assert self._alone is not None
-        shape, probe = self._alone.probes.get(weight, (torch.Size(), None))
+        shape, probe = self._alone.probes.get(key, (torch.Size(), None))
         if probe is None or len(shape) != output.ndim:
             return None
         grown = [d for d, (one, two) in enumerate(zip(shape, output.shape, strict=True)) if one != two]
@@ -405,7 +444,7 @@ class LayerObserver(Observer):
         self._wanted = Counter(layer.partner for layer in self._layers.values() if layer.partner is not None)
         #: Layers that run on some samples only: which of them decides the forward.
         self.varying: set[str] = set()
-        self._done: set[str] = set()
+        self._turns: Counter[str] = Counter()
         self._kept: dict[Site, Tensor] = {INPUT: inputs} if isinstance(inputs, Tensor) else {}
 
     def concerns(self, value: Any) -> bool:
@@ -414,10 +453,10 @@ class LayerObserver(Observer):
     def observe(self, call: Call) -> Any:
         own = operands(call)
         layer = self._layers.get(id(own[1])) if own is not None else None
-        if layer is not None and layer.weight in self._done:
-            layer = None  # the same layer on another feature map
         if layer is not None:
-            self._done.add(layer.weight)
+            turn = self._turns[layer.weight]
+            self._turns[layer.weight] += 1
+            layer = layer.calls[turn] if turn < len(layer.calls) else None  # on another feature map
         rows = None if layer is None else self._run(lambda: self._rows(layer, call))
         if layer is None:
             output = self._run(call.run)

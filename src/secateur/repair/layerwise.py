@@ -180,11 +180,11 @@ class LayerCorrector:
                 joined = reference.joined[layer.weight]
                 ready = [part for part in waiting if _end(part[1]) <= joined]
                 waiting = [part for part in waiting if _end(part[1]) > joined]
-                left = {other.weight: other for other in self._order[number:]}
+                left = {other.weight: replace(other, others=()) for other in self._order[number:]}
                 for owner, places in ready:
                     x = self.samples.at(places)
                     if reference.streams and owner is self._whole:
-                        original = {name: reference.layers[name] for name in left}
+                        original = {name: reference.layers[name] for name in left}  # of which none has other calls
                         runners.append((None, Runner(reference.original, original, places, x, lambda layer: True)))
                         runners[-1][1].go_on()
                     runners.append((owner, Runner(owner.model, left, places, x, self.first)))
@@ -229,7 +229,9 @@ class LayerCorrector:
             for copy, runner in here:
                 if copy is not None:
                     assert runner.rows is not None
-                    fit.add(runner.rows, copy is self._trial)
+                    fit.add(layer, runner.rows, copy is self._trial)
+                    if layer.others:  # a model that waits at the first call has not come to them
+                        self._pass(fit, copy, runner.places)
             fit.solve()
         self._finish(fit)
         if originals:
@@ -256,17 +258,21 @@ class LayerCorrector:
     def _layer_by_layer(self) -> list[list[Answers] | None]:
         """One layer at a time, each with passes of its own."""
         for layer in self._order:
-            fit, only = _LayerFit(self, layer), {layer.weight: layer}
+            fit = _LayerFit(self, layer)
             while not fit.solved:
                 for copy, places in self._parts():
-                    x = self.samples.at(places)
-                    collect = partial(fit.collect, copy is self._trial)
-                    watch = LayerObserver(copy.model, only, collect, places, x, size_of(x), self.first)
-                    with suppress(_Enough), watch:
-                        run(copy.model, x)
+                    self._pass(fit, copy, places, first=True)
                 fit.solve()
             self._finish(fit)
         return [None, None]
+
+    def _pass(self, fit: _LayerFit, copy: _Copy, places: Places, first: bool = False) -> None:
+        """Add the rows of all calls of a layer in a pass of its own; those of the `first` call if asked to."""
+        x, layer = self.samples.at(places), fit.layer
+        collect = partial(fit.collect, copy is self._trial, first)
+        watch = LayerObserver(copy.model, {layer.weight: layer}, collect, places, x, size_of(x), self.first)
+        with suppress(_Enough), watch:
+            run(copy.model, x)
 
     def choose(self, layer: RepairableLayer, fit: Moments, held: Moments) -> Change:
         """The change of a layer that is best on held-out rows."""
@@ -355,12 +361,15 @@ class _LayerFit:
         self._bases: tuple[Regression, Regression] | None = None
         self._moved: tuple[Regression, Regression] | None = None
 
-    def collect(self, trial: bool, layer: RepairableLayer, rows: Rows) -> Tensor:
-        """Add the rows, and stop the model: nothing after the layer is needed."""
-        self.add(rows, trial)
-        raise _Enough
+    def collect(self, trial: bool, first: bool, call: RepairableLayer, rows: Rows) -> Tensor:
+        """Add the rows of a call, and stop the model after the last one: nothing that comes then is needed."""
+        if call.turn or first:
+            self.add(call, rows, trial)
+        if call.turn == self.layer.calls[-1].turn:
+            raise _Enough
+        return cast("Tensor", rows.call.run()) if rows.output is None else rows.output
 
-    def add(self, rows: Rows, trial: bool) -> None:
+    def add(self, call: RepairableLayer, rows: Rows, trial: bool) -> None:
         """Add the rows of some samples, which run through the model or through the trial; in further rounds, move
         them."""
         samples = self._corrector.samples
@@ -368,11 +377,11 @@ class _LayerFit:
         held = samples.held_all[index]
         for number, mask in zip((3, 2) if trial else (0, 1), (~held, held), strict=True):
             if bool(mask.all()):
-                self._add(rows, index, None, number)
+                self._add(call, rows, index, None, number)
             elif bool(mask.any()):
-                self._add(rows, index, mask.nonzero().ravel(), number)
+                self._add(call, rows, index, mask.nonzero().ravel(), number)
 
-    def _add(self, rows: Rows, index: Tensor, members: Tensor | None, number: int) -> None:
+    def _add(self, turn: RepairableLayer, rows: Rows, index: Tensor, members: Tensor | None, number: int) -> None:
         """Add the rows of some members to one of the sums."""
         if self._moved is not None and number == 2:
             return  # nothing is fitted to them
@@ -381,7 +390,7 @@ class _LayerFit:
         places = index if members is None else index[members]
         members = None if members is None else members.to(x.device)
         of = slice(None) if members is None else members
-        wanted = corrector.reference.wanted(layer, places)
+        wanted = corrector.reference.wanted(turn, places)
         full, groups = not corrector.first(layer), rows.groups
         read = rows.read(members).flatten(0, 1) if full else None
         added = None if rows.added is None else rows.added[of]
@@ -398,7 +407,7 @@ class _LayerFit:
                 "the original's.",
                 fix="repair the model that apply or prune made from this original",
             )
-        weights = corrector.reference.weights.get(layer.weight)
+        weights = corrector.reference.weights.get(turn.key)
         counts = live = None
         if weights is not None:  # rows that do not count may hold anything
             counts = weights[places.to(weights.device)].ravel().to(y.device)
@@ -437,8 +446,9 @@ class _LayerFit:
         joined = min(self._corrector.reference.joined[name], samples.total)
         held = int(samples.held_all[:joined].sum())
         make = partial(moments_for, device=y.device, exact=y.dtype == torch.float64)
-        fit, trial = (make(*size, (joined - held) * y.shape[1]) for _ in range(2))
-        return fit, make(*size, held * y.shape[1], keep=True), make(*size, held * y.shape[1], keep=True), trial
+        fit, trial = (make(*size, (joined - held) * self.layer.rows) for _ in range(2))
+        kept = [make(*size, held * self.layer.rows, keep=True) for _ in range(2)]
+        return fit, kept[0], kept[1], trial
 
     @staticmethod
     def _applied(read: Tensor, kernel: Tensor, bias: Tensor | None, shift: Tensor | None = None) -> Tensor:

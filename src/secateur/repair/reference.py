@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -89,7 +90,7 @@ class Reference:
             return every if self.by_layer else _joining(order, alive, samples.total, self.together, room * share)
 
         def drawn(joined: dict[str, int], most: Callable[[RepairableLayer], int]) -> dict[str, int]:
-            return {layer.weight: min(most(layer) // joined[layer.weight], layer.positions) or 1 for layer in order}
+            return {layer.weight: min(most(layer) // joined[layer.weight], layer.places) or 1 for layer in order}
 
         features = {
             layer.weight: tensors[layer.weight].numel() // tensors[layer.weight].shape[layer.outputs] for layer in order
@@ -132,18 +133,22 @@ class Reference:
         #: The order matters only where the first do not hold all samples.
         self.samples = samples.spread() if min(self.joined.values(), default=samples.count) < samples.count else samples
         self.layers: dict[str, RepairableLayer] = {}
-        #: By weight: the weights of the rows. Layers without an entry weigh all rows alike.
+        #: By call: the weights of the rows. Layers without an entry weigh all rows alike.
         self.weights: dict[str, Tensor] = {}
         for name, layer in found.layers.items():
             generator = torch.Generator().manual_seed(samples.seed * 7919 + layer.number)
-            count = self.joined[name]
-            counts = counted(self.samples.masks, (samples.total, layer.positions))
-            counts = None if counts is None else counts[:count]
-            positions = Positions.draw(count, layer.positions, per_sample[name], generator, counts)
-            self.layers[name] = layer.prepared(tensors, positions)
-            if counts is not None:  # padding is no row
-                self.weights[name] = positions.take(counts[..., None].float(), slice(None))[..., 0]
-        #: By weight: the rows (samples, positions, channels) that the layer should return.
+            count, drawn_at = self.joined[name], list[Positions]()
+            if self.streams:
+                layer = replace(layer, others=())
+            for call in layer.calls:
+                counts = counted(self.samples.masks, (samples.total, call.positions))
+                counts = None if counts is None else counts[:count]
+                share = -(-per_sample[name] * call.positions // layer.places)  # rows of all sizes count alike
+                drawn_at.append(Positions.draw(count, call.positions, share, generator, counts))
+                if counts is not None:  # padding is no row
+                    self.weights[call.key] = drawn_at[-1].take(counts[..., None].float(), slice(None))[..., 0]
+            self.layers[name] = layer.prepared(tensors, drawn_at)
+        #: By call: the rows (samples, positions, channels) that the layer should return.
         self.targets: dict[str, Tensor] = {}
         #: Whether answers must be looked at apart: all of them are too large, or they have no row for each sample.
         self.apart = self.streams and self._says_much()
@@ -179,8 +184,8 @@ class Reference:
             self.apart |= judged is None
             self._answers.append(judged or [])
             for name in observer.varying:
-                del self.layers[name]
-                self.targets.pop(name, None)
+                for call in self.layers.pop(name).calls:
+                    self.targets.pop(call.key, None)
             pace(count)
 
     def judged(self, output: Any, places: Places) -> Answers | None:
@@ -253,13 +258,13 @@ class Reference:
         total, kept = rows.total, self.kept.get(layer.weight)
         if kept is not None:
             total = total.index_select(-1, torch.as_tensor(kept, device=total.device))
-        if layer.weight not in self.targets:
-            self.targets[layer.weight] = total.new_empty(self.joined[layer.weight], *total.shape[1:])
-        self.targets[layer.weight][rows.places] = total
+        if layer.key not in self.targets:
+            self.targets[layer.key] = total.new_empty(self.joined[layer.weight], *total.shape[1:])
+        self.targets[layer.key][rows.places] = total
 
     def wanted(self, layer: RepairableLayer, places: Tensor) -> Tensor:
         """What a layer of a smaller model should return for some samples."""
-        targets, stored = self.targets[layer.weight], self.kept.get(layer.weight)
+        targets, stored = self.targets[layer.key], self.kept.get(layer.weight)
         rows = targets[places.to(targets.device)]
         if stored is None:
             return layer.left(rows)
@@ -289,9 +294,10 @@ class Reference:
         def watch(use: LayerUse, relevance: Tensor) -> None:
             """Note how much relevance lies at each position of a layer's output, over all channels, for each sample."""
             if use.name in self.layers:
-                seen[use.name] = (
-                    relevance.abs().movedim(use.channel, -1).sum(-1).movedim(self.layers[use.name].batch, 0)
-                )
+                layer = self.layers[use.name]
+                found = relevance.abs().movedim(use.channel, -1).sum(-1).movedim(layer.batch, 0)
+                if not layer.others or found[0].numel() == layer.positions:  # on other sizes, all rows count alike
+                    seen[use.name] = found
 
         engine, reader = RelevancePass(self.original, heat_map=False, watch=watch), Reader(self.original)
         made: dict[str, Tensor] = {}
