@@ -271,7 +271,7 @@ def test_every_run_tells_whether_its_reasons_stayed() -> None:
     found = result.reasons
     assert found is not None
     count = len(found.agreement)
-    assert count == 9  # a small network: three of each class
+    assert 3 <= count < len(x)
     assert found.classes.tolist() == y[:count].tolist()  # the first of each class, then the second, …
     heats = [sc.explain(model, x[:count], y[:count]).heat.double().numpy() for model in (net, result.model)]
     expected = [np.corrcoef(*(blocks(maps[i], 14).ravel() for maps in heats))[0, 1] for i in range(count)]
@@ -351,8 +351,8 @@ def test_what_cannot_be_explained_ends_no_run() -> None:
 
 
 def test_texts_have_reasons_after_every_run() -> None:
-    net, x = Words().eval(), torch.randint(20, (20, 6), generator=torch.Generator().manual_seed(0))
-    inputs, y = {"input_ids": x, "attention_mask": torch.ones_like(x)}, torch.arange(20) % 2
+    net, x = Words().eval(), torch.randint(20, (60, 6), generator=torch.Generator().manual_seed(0))
+    inputs, y = {"input_ids": x, "attention_mask": torch.ones_like(x)}, torch.arange(60) % 2
     result = sc.prune(net, [(inputs, y)], remove=0.1, progress=False)
     found = result.reasons
     assert found is not None

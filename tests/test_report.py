@@ -70,8 +70,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
         right = (model(data[0]).argmax(1) == data[1]).float()
         return {"overall": float(right.mean()), **{name: float(right[i::3].mean()) for i, name in enumerate(CLASSES)}}
 
-    with pytest.warns(SecateurWarning, match="right for other reasons"):  # as it is: the network is not trained
-        result = sc.prune(net, data, remove=0.6, schedule=Schedule(step=0.1, seed=7), evaluate=evaluate, progress=False)
+    result = sc.prune(net, data, remove=0.6, schedule=Schedule(step=0.1, seed=7), evaluate=evaluate, progress=False)
     comparison = sc.compare(net, data, ["lrp", "weight"], evaluate=evaluate, remove=0.6, schedule=0.2, progress=False)
     path = result.report(
         tmp_path_factory.mktemp("report") / "deep" / "report.html", inputs=(data[0][:4], data[1][:4]),

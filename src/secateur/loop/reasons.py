@@ -1,8 +1,7 @@
 """After every run: does the smaller model keep its reasons? Heat maps of a few samples, for a small share of the work.
 
 How many samples that are follows from what the run did, counted in forward passes, not from a clock: the same call
-looks at the same samples. The samples of `watch` are always looked at. A small network takes longer to call than to
-run: there a class gets as many samples as it needs to be judged.
+looks at the same samples. The samples of `watch` are always looked at.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from secateur.analysis.reasons import JUDGED, Drift, drift, maskable, some_of, warn_of_other_reasons
+from secateur.analysis.reasons import Drift, drift, maskable, some_of, warn_of_other_reasons
 from secateur.loop.settings import Settings, is_example
 from secateur.repair.samples import FEW_TOKENS
 from secateur.repair.session import Repair
@@ -32,8 +31,6 @@ _ANALYSIS, _SCORING, _REPAIR = 60, 3, 5
 # Forward passes of each sample that is looked at: two heat maps; and the SRG of both.
 _MAPS, _FAITHFUL = 9, 12
 _FEWEST, _MOST = 2, 32
-#: MACs that one core does in a few hundredths of a second: samples that take no more are looked at in any case.
-_FREE = 250_000_000
 
 
 def with_reasons(result: Made, data: Data, settings: Settings) -> Made:
@@ -66,24 +63,16 @@ def _measured(result: Record, data: Data, settings: Settings) -> Drift | None:
         count = min(int(passes // _MAPS), _MOST)
         if count < _FEWEST or is_example(data):
             return None
-        x, y = some_of(data, _MOST)
-        cheap = min(_free(result, x), JUDGED * _classes(y), _MOST)
-        fewer = max(min(int(passes // (_MAPS + _FAITHFUL)), _MOST), cheap)
-        faithful = _covers(x) and fewer >= max(_FEWEST, _classes(some_of(data, max(count, cheap))[1]))
-        samples = some_of(data, fewer if faithful else max(count, cheap))
+        samples, fewer = some_of(data, count), min(int(passes // (_MAPS + _FAITHFUL)), _MOST)
+        faithful = _covers(samples[0]) and fewer >= max(_FEWEST, _classes(samples[1]))
+        if faithful:
+            samples = some_of(data, fewer)
     return drift(result.original, result.model, samples, samples=None, faithful=faithful)
 
 
 def _covers(inputs: Any) -> bool:
     """Whether parts of these inputs can be covered, which an SRG needs."""
     return maskable(inputs) or (isinstance(inputs, Tensor) and inputs.dim() == 4)
-
-
-def _free(result: Record, inputs: Any) -> int:
-    """How many samples may be looked at whatever the run took."""
-    assert result.plan is not None
-    passes = _MAPS + _FAITHFUL * _covers(inputs)
-    return _FREE // max(1, passes * result.plan.before.macs)
 
 
 def _classes(targets: Any) -> int:
