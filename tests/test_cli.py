@@ -86,6 +86,9 @@ def test_both_models_are_timed_in_both_runtimes(place: Place, tmp_path: Path, mo
     assert moved["drift"] == pytest.approx(sum(moved["by_class"].values()) / 3)
     assert f"drift of the heat maps of 6 samples: {moved['drift']:.2f} (" in result.stdout
     assert f"SRG {moved['srg']['before']:.2f} → {moved['srg']['after']:.2f}" in result.stdout
+    for name, own in moved["srg_by_class"].items():
+        row = [name, "2", f"{moved['by_class'][name]:.3f}", f"{own['before']:.3f}", f"{own['after']:.3f}"]
+        assert row in [line.split()[:5] for line in result.stdout.splitlines()]
     assert f"{moved['srg']['after']:.3f}".replace("-", "−") in page
     lines = {line.split("│")[1].strip(): line for line in result.stdout.splitlines() if line.startswith("│")}
     for runtime, key in (("PyTorch", "latency"), ("ONNX Runtime", "onnx_latency")):
@@ -345,6 +348,9 @@ def test_recover_trains_what_prune_wrote(place: Place, tmp_path: Path) -> None:
     found = succeed("recover", *given, *teacher, "--epochs", 2)
     assert [row["epoch"] for row in found["epochs"]] == [1, 2]
     assert set(found["accuracy"]["after"]) == set(found["accuracy"]["before"])
+    for when, shares in found["accuracy"].items():
+        low, high = found["intervals"][when]["overall"]
+        assert low <= shares["overall"] <= high
     assert sorted(path.name for path in out.iterdir()) == ["model", "run.json"]
     assert "parameters" in invoke("inspect", out, "--original", place.net).output
     note = json.loads((small / "run.json").read_text())
@@ -534,6 +540,7 @@ def test_compare(place: Place, tmp_path: Path) -> None:
     found = succeed("compare", *args)
     assert set(found["criteria"]) == {"weight", "random"}
     assert found["criteria"]["weight"]["removed"] == [0.0, 0.25, 0.5]
+    assert found["images"]["test"] == 15
     assert sorted(p.name for p in tmp_path.iterdir()) == ["comparison.json", "comparison.png", "run.json"]
     assert json.loads((tmp_path / "comparison.json").read_text())["best"] == found["best"]
     direct = sc.compare(

@@ -104,14 +104,25 @@ def test_an_oracle_beats_its_opposite() -> None:
 
 
 def test_right_for_other_reasons_is_named() -> None:
-    alike = torch.tensor([0.9, 0.8, 0.2, 0.3, 0.1, 0.2])
-    classes = torch.tensor([0, 0, 1, 1, 2, 2])
-    yes, no = torch.ones(6, dtype=torch.bool), torch.tensor([True, True, True, True, False, False])
-    found = Drift(alike, classes, right=(yes, no))
-    assert found.other_reasons == [1]  # class 0 has its reasons, class 2 is wrong now
-    assert "right for other reasons" in str(found).splitlines()[3]
+    alike = torch.tensor([0.9, 0.8, 0.7, 0.2, 0.3, 0.1, 0.1, 0.2, 0.0, 0.1])
+    classes = torch.tensor([0, 0, 0, 1, 1, 1, 2, 2, 2, 3])
+    yes, no = torch.ones(10, dtype=torch.bool), classes != 2
+    found = Drift(alike, classes, (alike, 2 * alike), (yes, no))
+    assert found.other_reasons == [1]  # class 0 has its reasons, class 2 is wrong now, one sample of class 3 is nothing
+    lines = str(found).splitlines()
+    assert lines[3].endswith("right for other reasons")
+    assert lines[5].endswith("too few samples to judge")
     assert str(found).count("right for other reasons") == 1
-    assert Drift(alike[2:4]).other_reasons == [-1]
+    assert lines[5].split()[:5] == ["3", "1", "0.900", "0.100", "0.200"]  # class, samples, drift, SRG before and after
+    told = found.to_dict("abcd".__getitem__)
+    assert told["samples_by_class"] == {"a": 3, "b": 3, "c": 3, "d": 1}
+    assert told["srg_by_class"]["b"] == pytest.approx({"before": 0.2, "after": 0.4})
+    assert told["other_reasons"] == ["b"]
+    assert Drift(alike[3:6]).other_reasons == [-1]
+    assert Drift(alike[3:5]).other_reasons == []
+    together = Drift(alike[3:6], torch.tensor([0, 1, 2]))  # no class has three, all together have
+    assert together.other_reasons == [-1]
+    assert "right for other reasons: all together" in together.summary()
 
 
 class Words(nn.Module):
@@ -135,7 +146,26 @@ def test_texts_and_vectors_have_a_drift_too() -> None:
     maps = [sc.explain(model, inputs, [0, 1]).heat.double().numpy() for model in (net, other)]
     expected = [np.corrcoef(*(m[i, : int(mask[i].sum())] for m in maps))[0, 1] for i in range(2)]
     assert found.agreement.tolist() == pytest.approx(expected, abs=1e-6)
-    assert found.srg is None
+    assert found.srg is not None
+    for model, heat, srgs in zip((net, other), maps, found.srg, strict=True):
+        for i, count in enumerate((4, 6)):
+            order, areas = heat[i, :count].argsort(), []
+            for ranked in (order, order[::-1]):  # least relevant first, then most relevant first
+                curve = []
+                for level in (1, 2, 3):
+                    left = mask[i].clone()
+                    left[ranked[: round(count * level / 4)].tolist()] = 0
+                    seen = model(inputs["input_ids"][i : i + 1], left[None]).detach()
+                    curve.append(float(seen.softmax(1)[0, i]))
+                areas.append(sum(curve) / 4)
+            assert float(srgs[i]) == pytest.approx(areas[0] - areas[1], abs=1e-6)
+    assert drift(net, other, [(inputs, torch.tensor([0, 1]))], faithful=False).srg is None
+
+
+def test_a_text_of_one_word_keeps_it() -> None:
+    net, ids = Words().eval(), torch.tensor([[3, 0]])
+    inputs = {"input_ids": ids, "attention_mask": torch.tensor([[1, 0]])}
+    assert float(drift(net, net, [(inputs, torch.tensor([1]))]).srg[0]) == 0
 
 
 def test_what_cannot_be_explained_is_refused() -> None:
@@ -298,7 +328,9 @@ def test_a_run_warns_of_other_reasons() -> None:
         result = sc.prune(net, (x, y), **options)
     assert "right for other reasons: 0" in str(result)
     # Two samples are too few to judge, and a model that became worse is not "right".
-    assert sc.prune(net, (x, y), **{**options, "watch": (x[:2], y[:2])}).reasons.other_reasons == [0]
+    few = sc.prune(net, (x, y), **{**options, "watch": (x[:2], y[:2])})
+    assert few.reasons.other_reasons == []
+    assert "other reasons" not in str(few)
     worse = iter((0.9, 0.5))
     assert sc.prune(net, (x, y), evaluate=lambda model: next(worse), **options).reasons.other_reasons == [0]
 
@@ -319,12 +351,12 @@ def test_what_cannot_be_explained_ends_no_run() -> None:
 
 
 def test_texts_have_reasons_after_every_run() -> None:
-    net, x = Words().eval(), torch.randint(20, (20, 6), generator=torch.Generator().manual_seed(0))
-    inputs, y = {"input_ids": x, "attention_mask": torch.ones_like(x)}, torch.arange(20) % 2
+    net, x = Words().eval(), torch.randint(20, (60, 6), generator=torch.Generator().manual_seed(0))
+    inputs, y = {"input_ids": x, "attention_mask": torch.ones_like(x)}, torch.arange(60) % 2
     result = sc.prune(net, [(inputs, y)], remove=0.1, progress=False)
     found = result.reasons
     assert found is not None
-    assert found.srg is None
+    assert found.srg is not None
     few = {name: values[: len(found.agreement)] for name, values in inputs.items()}
     assert len(few["input_ids"]) >= 4
     maps = [sc.explain(model, few, y[: len(found.agreement)]).heat.double().numpy() for model in (net, result.model)]

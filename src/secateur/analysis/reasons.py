@@ -3,7 +3,8 @@
 The drift of a sample is 1 − r, where r is Pearson's correlation of its two heat maps, region by region: 0 if nothing
 changed, 1 if the maps have nothing in common. The SRG of a map says how faithful it is to its own model: the mean
 probability of the class while the least relevant regions are covered first, minus that while the most relevant ones
-are. A map that is no better than chance has 0.
+are. A map that is no better than chance has 0. Regions of pictures get the mean colour; tokens of texts are masked, so
+that nothing attends to them, where the model takes an attention mask.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ _LEVELS = 3  # shares of the regions that are covered, evenly between none and a
 OTHER_REASONS = 0.5
 #: Up to this loss, the accuracy of a class has stayed.
 _STAYED = 0.02
+#: A class with fewer samples is told, but not judged alone.
+JUDGED = 3
 #: A class of which less is right has no reasons to keep.
 _MOSTLY = 0.5
 _WHEN = ("before", "after")
@@ -208,13 +211,37 @@ def srg(model: nn.Module, x: Tensor, heat: Tensor, classes: Tensor) -> Tensor:
     return total / (_LEVELS + 1)
 
 
+def maskable(inputs: Any) -> bool:
+    """Whether single tokens of these texts can be masked: there is an attention mask, a number for each of them."""
+    ids = ids_in(inputs) if isinstance(inputs, Mapping) else None
+    mask = inputs.get("attention_mask") if ids is not None else None
+    return ids is not None and isinstance(mask, Tensor) and mask.shape == ids.shape
+
+
+def srg_of_texts(model: nn.Module, inputs: Mapping[str, Any], heat: Tensor, counts: Tensor, classes: Tensor) -> Tensor:
+    """The SRG of the relevance of tokens (N, T), one number per text. `counts` says which tokens belong to it; one of
+    them always stays."""
+    mask, counts = inputs["attention_mask"], counts.cpu()
+    model, sizes = shared_copy(unwrap(model)).eval(), counts.sum(1, keepdim=True)
+    ranks = torch.where(counts, heat.detach().double().cpu(), torch.inf).argsort(1).argsort(1)
+    total = torch.zeros(len(mask), dtype=torch.float64)
+    for level in range(1, _LEVELS + 1):
+        share = (sizes * level / (_LEVELS + 1)).round().minimum(sizes - 1)
+        for sign, hidden in ((1, ranks < share), (-1, (ranks >= sizes - share) & (ranks < sizes))):
+            covered = {**inputs, "attention_mask": mask.masked_fill(hidden.to(mask.device), 0)}
+            with torch.no_grad():
+                total += sign * probability(logits_of(run(model, covered)), classes)
+    return total / (_LEVELS + 1)
+
+
 # -- before and after --------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, repr=False)
 class Drift:
     """How far the reasons of a smaller model are from those of the original, on some samples.
 
     `agreement` has the correlation of both heat maps of each sample; `classes` what was explained; `srg` how faithful
-    both maps are to their own models, where the samples are pictures; `right` whether both models answer that class.
+    both maps are to their own models, where the samples are pictures, or texts with an attention mask; `right` whether
+    both models answer that class.
     `float(…)` is the drift: 1 minus the mean correlation.
     """
 
@@ -236,10 +263,10 @@ class Drift:
     @property
     def other_reasons(self) -> list[int]:
         """Classes that are answered as well as before, for other reasons: the correlation of their maps is below 0.5.
-        Without classes of their own, all samples are class -1."""
+        A class needs three samples. If none has three, or there are no classes, all samples together are class -1."""
         return self.doubtful()
 
-    def doubtful(self, least: int = 1) -> list[int]:
+    def doubtful(self, least: int = JUDGED) -> list[int]:
         """`other_reasons` of classes that have so many samples; if none has, of all samples together."""
         found = {number: drift for number, drift in self.by_class.items() if int(self.of_class(number).sum()) >= least}
         found = found or ({-1: float(self)} if len(self.agreement) >= least else {})
@@ -272,7 +299,7 @@ class Drift:
         worst = sorted(self.by_class.items(), key=lambda item: -item[1])[:most]
         classes = f" ({', '.join(f'{name(number)} {drift:.2f}' for number, drift in worst)})" if len(worst) > 1 else ""
         faithful = "" if self.srg is None else "; SRG " + " → ".join(f"{float(s.mean()):.2f}" for s in self.srg)
-        other = [name(number) for number in self.by_class if number in self.other_reasons]
+        other = ["all together" if number < 0 else name(number) for number in self.other_reasons]
         told = f"; right for other reasons: {', '.join(other)}" if other else ""
         return f"drift of the heat maps of {len(self.agreement)} samples: {float(self):.2f}{classes}{faithful}{told}"
 
@@ -282,6 +309,11 @@ class Drift:
         return {
             "samples": len(self.agreement), "drift": float(self), "srg": srg,
             "by_class": {name(number): drift for number, drift in self.by_class.items()},
+            "samples_by_class": {name(number): int(self.of_class(number).sum()) for number in self.by_class},
+            "srg_by_class": None if self.srg is None else {
+                name(number): {w: float(s[self.of_class(number)].mean()) for w, s in zip(_WHEN, self.srg, strict=True)}
+                for number in self.by_class
+            },
             "other_reasons": ["all" if number < 0 else name(number) for number in self.other_reasons],
         }  # fmt: skip
 
@@ -289,19 +321,32 @@ class Drift:
         faithful = "" if self.srg is None else "; SRG " + " → ".join(f"{float(s.mean()):.3f}" for s in self.srg)
         return f"<Drift {float(self):.3f} on {len(self.agreement)} samples{faithful}>"
 
-    def __str__(self) -> str:
-        lines = [f"{'class':>8}  samples  drift" + ("" if self.srg is None else "  SRG before   after")]
+    def note(self, number: int) -> str:
+        """What is to be said of a class: that its reasons changed, or that it has too few samples to say so."""
+        if number in self.other_reasons:
+            return "right for other reasons"
+        few = number >= 0 and number in self.doubtful(least=1)
+        return "looks elsewhere, too few samples to judge" if few else ""
+
+    def table(self, name: Callable[[int], str] = str) -> str:
+        """All samples and each class of theirs: how many there are, the drift, and the SRG before and after."""
+        rows = {number: "all" if number < 0 else name(number) for number in (-1, *self.by_class)}
+        wide = max(8, *map(len, rows.values()))
+        lines = [f"{'class':>{wide}}  samples  drift" + ("" if self.srg is None else "  SRG before   after")]
         for number, drift in {-1: float(self), **self.by_class}.items():
             mine = self.of_class(number)
-            line = f"{'all' if number < 0 else number:>8}  {int(mine.sum()):7d}  {drift:5.3f}"
+            line = f"{rows[number]:>{wide}}  {int(mine.sum()):7d}  {drift:5.3f}"
             line += "" if self.srg is None else "".join(f"  {float(s[mine].mean()):10.3f}" for s in self.srg)
-            lines.append(line + ("  right for other reasons" if number in self.other_reasons else ""))
+            lines.append(f"{line}  {self.note(number)}".rstrip())
         return "\n".join(lines)
 
+    def __str__(self) -> str:
+        return self.table()
 
-def warn_of_other_reasons(found: Drift, name: Callable[[int], str] = str, least: int = 1) -> None:
-    """Warn of classes that are as accurate as before, but for other reasons, if they have so many samples."""
-    if numbers := found.doubtful(least):
+
+def warn_of_other_reasons(found: Drift, name: Callable[[int], str] = str) -> None:
+    """Warn of classes that are as accurate as before, but for other reasons, if they have enough samples."""
+    if numbers := found.other_reasons:
         names = ", ".join("all samples" if number < 0 else f"class {name(number)}" for number in numbers)
         what = f"right for other reasons: {names}. The accuracy stays, but heat maps before and after correlate by less"
         fix = "look at these samples in the report; keep more units, or give max_drift"
@@ -336,18 +381,23 @@ def drift(
 
 def compared(viewer: Viewer, original: nn.Module, small: nn.Module, after: Explanation, faithful: bool) -> Drift:
     """The drift from what a viewer saw first to what another model sees."""
-    before, classes, x = viewer.before, viewer.classes(), viewer.x
+    before, classes = viewer.before, viewer.classes()
     heats = before.heat.detach().cpu(), after.heat.detach().cpu()
-    right = found = None
+    right = srgs = None
     if classes is not None and before.output.dim() == 2:
         single = one_output(before.output, len(classes))
         answers = ((seen.output[:, 0] > 0).long() if single else seen.output.argmax(1) for seen in (before, after))
         first, last = (answer.cpu() == classes for answer in answers)
         right = first, last
-        if faithful and isinstance(x, Tensor) and x.dim() == 4:
-            first, last = (
-                srg(model, to_device(x, device_of(model)), heat, classes)
-                for model, heat in zip((original, small), heats, strict=True)
-            )
-            found = first, last
-    return Drift(viewer.agreement(after.heat), classes, found, right, heats)
+        if faithful:
+            first, last = _faithful(viewer, original, heats[0], classes), _faithful(viewer, small, heats[1], classes)
+            srgs = (first, last) if first is not None and last is not None else None
+    return Drift(viewer.agreement(after.heat), classes, srgs, right, heats)
+
+
+def _faithful(viewer: Viewer, model: nn.Module, heat: Tensor, classes: Tensor) -> Tensor | None:
+    """The SRG of heat maps, where parts of the samples can be covered."""
+    x, text = to_device(viewer.x, device_of(model)), viewer.before.text
+    if isinstance(x, Tensor):
+        return srg(model, x, heat, classes) if x.dim() == 4 else None
+    return srg_of_texts(model, x, heat, text.counts, classes) if text is not None and maskable(x) else None

@@ -12,6 +12,7 @@ import typer
 from secateur.cli import options as o
 from secateur.cli.given_model import read_model
 from secateur.cli.image_task import read_task
+from secateur.cli.outlook import known_within
 from secateur.cli.output import Printer, curves_table
 from secateur.cli.run_folder import Run, check_folder, request
 from secateur.errors import SecateurError
@@ -71,9 +72,10 @@ def compare(
     found.to_json(files[0])
     _draw(found, files[1])
     run.end({"best": found.best})
-    printer.json({**json.loads(found.to_json()), "files": list(map(str, files))})
+    printer.json({**json.loads(found.to_json()), **task.counts, "files": list(map(str, files))})
     longest = max(found.curves.values(), key=lambda curve: float(curve.removed[-1])).removed
     printer.result(curves_table(found.curves, longest[:: max(1, (len(longest) - 1) // 6)].tolist(), "units"))
+    printer.result(known_within(len(task.test)))
     printer.result(str(found))
     used = f"{len(task.reference)} images to score on, {len(task.test)} to test on"
     printer.result(f"\n{used}. Written to {out}: comparison.json, comparison.png")

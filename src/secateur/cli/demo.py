@@ -9,7 +9,8 @@ import typer
 from torch import nn
 
 from secateur.analysis.reasons import some_of
-from secateur.cli.output import Printer, curves_table, headline
+from secateur.cli.outlook import known_within
+from secateur.cli.output import Printer, curves_table, headline, percent
 from secateur.demo import REFERENCE, Digits, demonstrate, train
 from secateur.files.saved import save
 from secateur.latency.timing import time_batches
@@ -32,6 +33,7 @@ def demo(
     Example: secateur demo --out my-demo
     """
     printer = Printer(as_json=False)
+    printer.note("this takes a minute or two, and less than 1 GiB of memory")
     digits, classes = Digits.load(), [0, 1, 4, 7]
     reference, test, names = digits.of(classes, REFERENCE), digits.of(classes), [f"digit {c}" for c in classes]
 
@@ -42,7 +44,8 @@ def demo(
         net = train(digits, epochs)
     with printer.stage("pruning by four criteria, re-scored every 5 %, from ten images per class"):
         shown = demonstrate(digits, net, classes)
-    printer.result(f"right on held-out digits: {100 * shown.whole:.1f} % among ten classes, {100 * shown.narrow:.1f} % "
+    whole, narrow = percent(shown.whole, len(digits.test[1])), percent(shown.narrow, len(test[1]))
+    printer.result(f"right on held-out digits: {whole} among ten classes, {narrow} "
                 f"among {', '.join(map(str, classes))} after cutting off the other outputs\n")  # fmt: skip
     printer.note("removing 5 % at a time by lrp, repaired after each step, until more than 2 points are lost")
     result = prune(
@@ -51,6 +54,7 @@ def demo(
     )  # fmt: skip
     repaired = curve("lrp", result.history, every=True)
     printer.result(curves_table({"lrp, repaired": repaired, **shown.comparison.curves}, _BUDGETS, "macs"))
+    printer.result(known_within(len(test[1])))
     printer.result(
         "Ten images per class, nothing trained. Repaired is what `secateur prune` does, until 2 points are lost; the "
         "others are the\npaper's method. One network and one draw of images: see docs/results for means over many.\n"
@@ -72,4 +76,7 @@ def demo(
     printer.result(headline(result.cost_before, result.cost_after, timings, metrics, counts=counts))
     printer.result(f"written: {out / 'model'} (safetensors and plan), {out / 'history.csv'}, {out / 'comparison.json'}")
     printer.result(f"report page: {page.resolve().as_uri()}")
+    load = f"small = secateur.load({str(out / 'model')!r}, secateur.demo.ResidualDigits())"
+    printer.result(f"load it in Python: import secateur.demo; {load}")
+    printer.result(f"serve it: secateur.export(small, {str(out / 'model.onnx')!r}, torch.zeros(1, 1, 8, 8))")
     printer.result(f"{printer.seconds:.0f} s")

@@ -8,11 +8,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from secateur.cli.image_task import Task
 from secateur.cli.options import Images, Source, Texts
 from secateur.cli.text_task import TextTask, how_to_open
 from secateur.loop.prune import Result
 from secateur.models.zoo import runs_code
+from secateur.recover import Recover
 from secateur.running.accuracy import interval
 from secateur.running.copies import shared_copy, unwrap
 from secateur.running.devices import device_of
@@ -26,6 +29,8 @@ _SCORING, _REPAIR, _COPIES, _MOST = 4.5, 6.0, 9, 1024
 _ANALYSIS, _TIMING, _OTHERS = 60, 200, 12.0
 # What the regression of the widest layers takes beyond the allowance; what the packages that write ONNX files take.
 _WIDEST = _EXPORT = 2**29
+# Copies of the weights that training holds: themselves, their slopes and what the optimizer and the average remember.
+_TRAINED = 5
 # With intervals wider than this on either side, the test images are few.
 _FEW = 0.025
 
@@ -50,9 +55,26 @@ def outlook(
     return f"{what} about {_duration(each * passes if steps else whole)}, and at most {room / 2**30:.1f} GiB of memory"
 
 
-def _seconds(task: Task | TextTask) -> float:
-    """Of the model's forward pass for one sample."""
-    model, example, seconds = shared_copy(unwrap(task.model)).eval(), task.example(), 0.0
+def training_outlook(task: Task | TextTask, teacher: nn.Module | None, settings: Recover) -> str:
+    """About how long training takes: a step passes the model three times, and its teacher once."""
+    count = len(task.training()) if isinstance(task, Task) else task.load[0]
+    each = 3 * _seconds(task) + (_seconds(task, teacher) if teacher is not None else 0.0)
+    epoch = f"an epoch of {count:.0f} samples takes about {_duration(count * each)}"
+    weights = sum(p.numel() * p.element_size() for p in task.model.parameters())
+    device = device_of(task.model)
+    used = resident() if device is None or device.type == "cpu" else 0
+    room = f"{(used + _TRAINED * weights) / 2**30:.1f} GiB of memory beside what a batch takes"
+    limit = f"it ends after {_duration(60 * settings.minutes)}" if settings.minutes is not None else ""
+    if settings.epochs is not None:
+        whole = f"{settings.epochs} of them {_duration(settings.epochs * count * each)}"
+        limit = f"{whole}, and {limit} at the latest" if limit else whole
+    return f"{epoch}, {limit}; {room}"
+
+
+def _seconds(task: Task | TextTask, other: nn.Module | None = None) -> float:
+    """Of the forward pass of the model, or of another one, for one sample."""
+    model = shared_copy(unwrap(task.model if other is None else other)).eval()
+    example, seconds = task.example(), 0.0
     with quiet():
         for _ in range(2):  # the first one is a warm-up
             begin = time.perf_counter()
@@ -79,27 +101,49 @@ def doubt(metrics: Mapping[str, float], counts: Mapping[str, int]) -> str:
     )
 
 
+def known_within(count: int) -> str:
+    """How sure the accuracies of a table are that so many test samples give."""
+    wide = [100 * max(high - share, share - low) for share in (0.95, 0.5) for low, high in [interval(share, count)]]
+    return (
+        f"On {count} test images, 95 % intervals reach about {wide[0]:.0f} points from an accuracy of 95 %, and "
+        f"{wide[1]:.0f} from one of 50 %."
+    )
+
+
 def next_steps(
     out: Path, task: Task | TextTask, source: Source, images: Images, texts: Texts, result: Result,
     files: Mapping[str, Path], uniform: bool,
 ) -> list[str]:  # fmt: skip
     """How to load the model in Python, to serve it, and to train it, in three lines that can be copied."""
-    origin = task.opened.origin.model
-    own = f", original={origin!r}" if runs_code(origin) else ""
-    load = f"secateur.models.open_model({str(out)!r}{own}).model"
+    lines = after_training(out, task)
     if isinstance(task, TextTask):
-        load = how_to_open(files["model"], result, uniform)
-    original = ["--original", origin] if own else []
-    write = _shell(["secateur", "export", out, *original, "--out", out / "model.onnx"])
-    serve = f"onnxruntime.InferenceSession({str(files['onnx'])!r})" if "onnx" in files else write
+        lines[0] = f"load it in Python: {how_to_open(files['model'], result, uniform)}"
+    if "onnx" in files:
+        lines[1] = f"serve it: onnxruntime.InferenceSession({str(files['onnx'])!r})"
     if isinstance(task, TextTask):
         data: list[Any] = ["--text", texts.text, *(["--labels"] if texts.labels else [])]
     else:
         data = ["--images", images.images, *(["--test", images.test] if images.test is not None else [])]
     teacher = ["--teacher", source.model] if source.original is None else []
     teacher += ["--teacher-weights", source.weights] if source.weights is not None else []
-    train = ["secateur", "recover", out, *original, *teacher, *data, "--out", f"{out}-recovered"]
-    return [f"load it in Python: {load}", f"serve it: {serve}", f"train it, if it lost too much: {_shell(train)}"]
+    train = ["secateur", "recover", out, *_original(task), *teacher, *data, "--out", f"{out}-recovered"]
+    return [*lines, f"train it, if it lost too much: {_shell(train)}"]
+
+
+def after_training(out: Path, task: Task | TextTask) -> list[str]:
+    """How to load the model in Python, and to serve it."""
+    origin = task.opened.origin.model
+    own = f", original={origin!r}" if runs_code(origin) else ""
+    load = f"secateur.models.open_model({str(out)!r}{own}).model"
+    if isinstance(task, TextTask):
+        load = f"secateur.load({str(out / 'model')!r})"
+    write = _shell(["secateur", "export", out, *_original(task), "--out", out / "model.onnx"])
+    return [f"load it in Python: {load}", f"serve it: {write}"]
+
+
+def _original(task: Task | TextTask) -> list[str]:
+    origin = task.opened.origin.model
+    return ["--original", origin] if runs_code(origin) else []
 
 
 def _shell(words: list[Any]) -> str:

@@ -71,6 +71,8 @@ _BLOCKS = (
     "Whether residual branches (ResNet blocks, attention, MLPs) may leave as a whole: beside single units, or as the "
     "only ones. With --uniform, whole layers of a transformer do."
 )
+#: Classes of which each has a line of its own.
+_TOLD = 10
 _REPAIR = (
     "Regress what is left back to the original's outputs, without training. 'auto' does so unless --step or "
     "--rescore asks for the paper's algorithm; 'none' is that algorithm too."
@@ -281,6 +283,8 @@ def _write(
         printer.result(few)
     if moved is not None:
         printer.result(moved.summary(named))
+        if 1 < len(moved.by_class) <= _TOLD:
+            printer.result(moved.table(named))
     if blocks:
         printer.result(f"whole blocks that left: {', '.join(blocks)}")
     if onnx:

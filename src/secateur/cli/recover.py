@@ -14,7 +14,8 @@ from torch import nn
 from secateur.analysis.specialize import MergedOutputs, specialize
 from secateur.cli import options as o
 from secateur.cli.given_model import count_outputs, noise, read_model
-from secateur.cli.output import Printer
+from secateur.cli.outlook import after_training, doubt, training_outlook
+from secateur.cli.output import Printer, intervals, percent
 from secateur.cli.prune import task_of
 from secateur.cli.run_folder import Run, check_folder, check_model, request
 from secateur.cli.text_task import TextTask
@@ -25,6 +26,7 @@ from secateur.models import Opened, open_model
 from secateur.models.hub import quiet_hub, reads_text
 from secateur.recover import Recover
 from secateur.recover import recover as run_recover
+from secateur.running.accuracy import PERPLEXITY
 from secateur.running.devices import device_of
 from secateur.surgery.cut import cut
 from secateur.surgery.provenance import plans_of
@@ -74,6 +76,7 @@ def recover(
         whole = _teacher(teacher, teacher_weights, opened) if teacher is not None else None
     settings = Recover(epochs, minutes, learning_rate, teacher=0.0 if whole is None else Recover.teacher, seed=seed)
     run = Run.begin(out, request(ctx, task), fresh, printer)
+    printer.note(training_outlook(task, whole, settings.decided(opened.model)))
     measure = task.evaluate
     before = measure(opened.model) if measure is not None else None
     with run.working():
@@ -85,16 +88,22 @@ def recover(
     place = out / "model"
     _save(done.model, opened, task, place)
     rows = [{"epoch": row.epoch, "loss": row.loss, "accuracy": row.accuracy} for row in done.history]
-    summary = {"stopped": done.stopped, "accuracy": {"before": before, "after": after}, "epochs": rows,
-               "seconds": round(printer.seconds, 1), "files": {"model": str(place)}}  # fmt: skip
+    sure = intervals([before, after], task.tested) if before is not None and after is not None else None
+    summary = {"stopped": done.stopped, "accuracy": {"before": before, "after": after}, "intervals": sure,
+               "epochs": rows, "seconds": round(printer.seconds, 1), "files": {"model": str(place)}}  # fmt: skip
     run.end(summary, ["model"])
     printer.json(summary)
     for name in before or {}:
         assert before is not None
         assert after is not None
-        unit, scale = ("", 1) if name == "perplexity" else (" %", 100)
-        printer.result(f"{name}: {scale * before[name]:.4g} → {scale * after[name]:.4g}{unit}")
+        count, sides = task.tested.get(name, 0), (before[name], after[name])
+        told = [f"{side:.4g}" if name == PERPLEXITY else percent(side, count) for side in sides]
+        printer.result(f"{name}: {' → '.join(told)}")
+    if after and (few := doubt(after, task.tested)):
+        printer.result(few)
     printer.result(f"{done.stopped}; {summary['seconds']:.0f} s. Written to {place}")
+    for line in after_training(out, task):
+        printer.result(line)
 
 
 def _teacher(spec: str, weights: str | None, student: Opened) -> nn.Module:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from secateur.analysis.reasons import Drift, drift, some_of, warn_of_other_reasons
+from secateur.analysis.reasons import Drift, drift, maskable, some_of, warn_of_other_reasons
 from secateur.loop.settings import Settings, is_example
 from secateur.repair.samples import FEW_TOKENS
 from secateur.repair.session import Repair
@@ -31,8 +31,6 @@ _ANALYSIS, _SCORING, _REPAIR = 60, 3, 5
 # Forward passes of each sample that is looked at: two heat maps; and the SRG of both.
 _MAPS, _FAITHFUL = 9, 12
 _FEWEST, _MOST = 2, 32
-#: A class with fewer samples is not judged alone.
-_JUDGED = 3
 
 
 def with_reasons(result: Made, data: Data, settings: Settings) -> Made:
@@ -52,7 +50,7 @@ def with_reasons(result: Made, data: Data, settings: Settings) -> Made:
     assert isinstance(found, Drift)
     kept = [row.overall for row in result.history if row.held and row.overall is not None]
     if is_first() and (not kept or found.stayed(kept[0], kept[-1])):
-        warn_of_other_reasons(found, least=_JUDGED)
+        warn_of_other_reasons(found)
     return replace(result, reasons=found)
 
 
@@ -66,11 +64,15 @@ def _measured(result: Record, data: Data, settings: Settings) -> Drift | None:
         if count < _FEWEST or is_example(data):
             return None
         samples, fewer = some_of(data, count), min(int(passes // (_MAPS + _FAITHFUL)), _MOST)
-        pictures = isinstance(samples[0], Tensor) and samples[0].dim() == 4
-        faithful = pictures and fewer >= max(_FEWEST, _classes(samples[1]))
+        faithful = _covers(samples[0]) and fewer >= max(_FEWEST, _classes(samples[1]))
         if faithful:
             samples = some_of(data, fewer)
     return drift(result.original, result.model, samples, samples=None, faithful=faithful)
+
+
+def _covers(inputs: Any) -> bool:
+    """Whether parts of these inputs can be covered, which an SRG needs."""
+    return maskable(inputs) or (isinstance(inputs, Tensor) and inputs.dim() == 4)
 
 
 def _classes(targets: Any) -> int:

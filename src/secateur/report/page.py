@@ -387,15 +387,16 @@ def _unit_tables(seen: Changes) -> list[Table]:
 
 def _reasons(seen: Changes, classes: Names) -> Table:
     """By class: how far the heat maps agree, and how faithful they are."""
-    found, other = seen.reasons, set(seen.reasons.other_reasons)
+    found = seen.reasons
     faithful = ("SRG before", "SRG after") if found.srg is not None else ()
     lines: list[tuple[str, ...]] = []
     for c, drift in sorted({-1: float(found), **found.by_class}.items(), key=lambda item: (item[0] >= 0, -item[1])):
         mine = found.of_class(c)
         measured = [number(float(part[mine].mean()), ".3f") for part in found.srg or ()]
-        note = "right for other reasons" if c in other else ""
         name = "all" if c < 0 else name_of(c, classes)
-        lines.append((name, str(int(mine.sum())), number(1 - drift, ".3f"), number(drift, ".3f"), *measured, note))
+        lines.append(
+            (name, str(int(mine.sum())), number(1 - drift, ".3f"), number(drift, ".3f"), *measured, found.note(c))
+        )
     heads = ("samples", "correlation", "drift", *faithful, "")
     return Table.of("Does the network keep its reasons?", ("class",), heads, lines)
 
