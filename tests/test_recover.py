@@ -568,6 +568,7 @@ def test_a_language_model_learns_from_text_that_its_teacher_writes(language: nn.
     assert text["input_ids"].shape == (10, 16)
     assert bool((text["input_ids"][:, 0] == 1).all())
     assert torch.equal(text["input_ids"], write_text(language, 10, 16, seed=3)["input_ids"])
+    assert write_text(language, 5, 8, batch_size=2)["input_ids"].shape == (5, 8)
     with pytest.raises(DataError, match="Linear writes no text"):
         write_text(nn.Linear(2, 2))
     short = copy.deepcopy(language)
