@@ -64,12 +64,14 @@ def with_adapters(model: nn.Module, rank: int) -> nn.Module:
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError:
-        raise SecateurError("lora needs peft.", fix="pip install peft, or lora=0") from None
+        none = Argument("lora", 0)
+        raise SecateurError("adapters need peft.", fix="pip install peft, or {none}", none=none) from None
     plain: Any = model
     head = plain.get_output_embeddings() if hasattr(plain, "get_output_embeddings") else None
     layers = [name for name, part in model.named_modules() if isinstance(part, nn.Linear) and part is not head]
     if not layers:
-        raise SecateurError(f"{type(model).__name__} has no linear layer for an adapter.", fix="lora=0")
+        kind, none = type(model).__name__, Argument("lora", 0)
+        raise SecateurError("{kind} has no linear layer for an adapter.", fix="{none}", kind=kind, none=none)
     config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=layers)
     found: nn.Module = get_peft_model(plain, config)
     return found
