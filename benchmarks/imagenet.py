@@ -1,11 +1,15 @@
 """ImageNet proper: one network for some of its thousand classes, or for all, made smaller without training.
 
+    python -m benchmarks.imagenet --make ILSVRC2012_img_val_subset --images DIR
     python -m benchmarks.imagenet --model resnet50 --weights resnet50.safetensors --images DIR --out runs
     python -m benchmarks.imagenet --out runs --table
 
-DIR holds tar files of `<class>/<number>.webp`: five validation photographs of each class, which no network was trained
-on. For each draw, classes are chosen at random. One half of their photographs scores and repairs, the other measures.
-Of all thousand classes, the second draw swaps the halves. Results are lines of `runs/imagenet-*.jsonl`, and the same
+`--make` takes a folder `<class>/` of five validation photographs for each of the classes 0 to 999, such as that of
+github.com/ndb796/Small-ImageNet-Validation-Dataset-1000-Classes. DIR then holds tar files of `<class>/<number>.webp`,
+224 x 224 from the middle of each. No network was trained on them.
+
+For each draw, classes are chosen at random. One half of their photographs scores and repairs, the other measures. Of
+all thousand classes, the second draw swaps the halves. Results are lines of `runs/imagenet-*.jsonl`, and the same
 command goes on where it was stopped; `--part 0/3` takes every third cell.
 """
 
@@ -31,12 +35,40 @@ import secateur as sc
 from benchmarks.latency_accuracy import accuracy, network
 
 SHARES = (0.8, 0.6, 0.5)
+CLASSES, EACH, _PER_TAR = 1000, 5, 100
 DRAWS = {3: 10, 10: 5, 100: 3, 1000: 2}
 #: What each network expects of its pixels: mean and standard deviation.
 PIXELS = {"resnet50": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)), "efficientnet_lite0": ((0.5,) * 3, (0.5,) * 3)}
 
 
-def photographs(folder: Path) -> Tensor:
+def make(source: Path, folder: Path, classes: int = CLASSES) -> None:
+    """Write the photographs as the networks see them: the shorter side 256 pixels, of which the middle 224 are left."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for begin in range(0, classes, _PER_TAR):
+        path = folder / f"{begin:03d}.tar"
+        half = path.with_suffix(".part")
+        with tarfile.open(half, "w") as archive:
+            for label in range(begin, min(begin + _PER_TAR, classes)):
+                files = sorted(path for path in (source / str(label)).glob("*") if path.is_file())
+                if len(files) != EACH:
+                    raise SystemExit(f"{source / str(label)} holds {len(files)} files, not {EACH} photographs.")
+                for number, file in enumerate(files):
+                    written = io.BytesIO()
+                    _middle(Image.open(file).convert("RGB")).save(written, "WEBP", lossless=True)
+                    entry = tarfile.TarInfo(f"{label}/{number}.webp")
+                    entry.size = len(written.getvalue())
+                    archive.addfile(entry, io.BytesIO(written.getvalue()))
+        half.rename(path)
+
+
+def _middle(image: Image.Image) -> Image.Image:
+    scale = 256 / min(image.size)
+    width, height = (round(scale * side) for side in image.size)
+    left, top = (width - 224) // 2, (height - 224) // 2
+    return image.resize((width, height), Image.Resampling.BILINEAR).crop((left, top, left + 224, top + 224))
+
+
+def photographs(folder: Path, classes: int = CLASSES) -> Tensor:
     """(class, number, channel, row, column), as bytes."""
     found: dict[tuple[int, int], Tensor] = {}
     for path in sorted(folder.glob("*.tar")):
@@ -47,8 +79,9 @@ def photographs(folder: Path) -> Tensor:
                 image = np.asarray(Image.open(io.BytesIO(file.read())).convert("RGB"))
                 label, number = member.name.removesuffix(".webp").split("/")
                 found[int(label), int(number)] = torch.from_numpy(image.copy()).permute(2, 0, 1)
-    assert len(found) == 5000, len(found)
-    return torch.stack([found[key] for key in sorted(found)]).unflatten(0, (1000, 5))
+    if len(found) != EACH * classes:
+        raise SystemExit(f"{folder} holds {len(found)} of {EACH * classes} photographs: make them by --make.")
+    return torch.stack([found[key] for key in sorted(found)]).unflatten(0, (classes, EACH))
 
 
 def cells(model: str) -> Iterator[dict[str, Any]]:
@@ -119,6 +152,7 @@ def main() -> None:
     parser.add_argument("--model", choices=tuple(PIXELS), default="resnet50")
     parser.add_argument("--weights", type=Path)
     parser.add_argument("--images", type=Path)
+    parser.add_argument("--make", type=Path, metavar="FOLDER", help="write the tar files of --images from photographs")
     parser.add_argument("--out", type=Path, default=Path("runs"))
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--classes", type=int, nargs="*", default=list(DRAWS))
@@ -127,6 +161,9 @@ def main() -> None:
     options = parser.parse_args()
     if options.table:
         print(table(options.out))
+        return
+    if options.make is not None:
+        make(options.make, options.images)
         return
     options.out.mkdir(parents=True, exist_ok=True)
     part, parts = map(int, options.part.split("/"))

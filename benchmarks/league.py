@@ -7,7 +7,8 @@ DATA holds the pieces that `python -m benchmarks.cifar` made, or the official bi
 of `plan` until the minutes are over; runs of one seed are trained together in one process, and several processes share
 one GPU. The same command goes on: finished runs are lines of `runs/results.jsonl`, and the others have checkpoints.
 Accuracy is that of the last epoch on all 10,000 test images; nothing is chosen by it. `--prepare` makes the smaller
-models of Torch-Pruning beforehand, where that is installed. `--probe` prints the seconds of a step.
+models beforehand; those of Torch-Pruning need it installed. `--probe` prints the seconds of a step. `--fastest` times
+some steps first, with and without the compiler, and takes the faster way. `--unpruned` measures the whole network.
 """
 
 from __future__ import annotations
@@ -28,17 +29,14 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
-import safetensors.torch
 import torch
 import torch.multiprocessing as mp
-from torch import Tensor, nn
+from torch import Tensor
 
-from benchmarks.cifar import read
 from benchmarks.league_models import (
     FAIR,
     LENGTHS,
     MAGNITUDE,
-    MULTIPLE,
     OTHERS,
     OURS,
     PARTS,
@@ -47,17 +45,14 @@ from benchmarks.league_models import (
     SEEDS,
     SPEEDS,
     TAYLOR,
-    TEACHER,
     Job,
-    chosen,
-    folded,
     macs,
     padded,
-    shaped,
     unpadded,
 )  # fmt: skip
-from benchmarks.league_together import WARM_UP, Student, Together
-from benchmarks.resnet56 import resnet56
+from benchmarks.league_probe import fastest, probe
+from benchmarks.league_together import Student
+from benchmarks.league_worker import Worker
 from secateur.recover.checkpoint import random_state, set_random_state
 from secateur.recover.samples import Samples
 from secateur.running.accuracy import accuracy
@@ -65,51 +60,28 @@ from secateur.running.sandbox import seeded
 from secateur.running.tensor_files import decode, encode, read_checkpoint, write_checkpoint
 
 FORMAT, SAVED = "league-together-1", 15.0  # seconds between two checkpoints
+BROKEN, RESTARTS = 3, 3  # the exit status of a process whose GPU fails, and how many are started again
 NEAR = 12  # runs further down in the plan do not slow down those that matter more
 
 
 def plan() -> list[Job]:
-    """What is run, the most important first: each line of the table needs those before it."""
-    rows, short = [OURS, MAGNITUDE, TAYLOR, *PARTS, *OTHERS, *FAIR], (0, 5, 1)
-    jobs = [Job(OURS, speed, 100, seed) for seed in SEEDS for speed in (2.1, 2.55, 4.0)]
-    jobs += [Job(row, 2.55, 20, 0) for row in rows]
-    jobs += [Job(row, 2.55, epochs, 0) for epochs in short for row in rows]
-    for seed in SEEDS:
-        jobs += [Job(row, 2.55, 100, seed) for row in (MAGNITUDE, PARTS[0], TAYLOR, FAIR[0], *OTHERS, *PARTS[1:])]
-    jobs += [Job(MAGNITUDE, 2.1, 100, seed) for seed in SEEDS]
-    jobs += [Job(row, 2.55, epochs, seed) for seed in SEEDS for epochs in (20, *short) for row in rows]
+    """What is run, the most important first. Runs of one seed that stand near each other are trained together."""
+    parts = [PARTS[0], PARTS[1], OTHERS[2], OTHERS[1], OTHERS[0], PARTS[2]]
+    rows, short = [MAGNITUDE, TAYLOR, *parts], (20, 5, 1, 0)
+    jobs = [Job(OURS, speed, 100, seed) for seed in SEEDS for speed in SPEEDS]
+    for begin in range(0, len(rows), 3):
+        jobs += [Job(row, 2.55, 100, seed) for seed in SEEDS for row in rows[begin : begin + 3]]
+    jobs += [Job(row, 2.55, epochs, seed) for epochs in short for seed in SEEDS for row in (OURS, *rows)]
+    jobs += [Job(row, 2.55, epochs, seed) for epochs in (100, *short) for seed in SEEDS for row in FAIR]
+    jobs += [Job(row, 2.1, 100, seed) for seed in SEEDS for row in (MAGNITUDE, TAYLOR)]
     for speed in (2.1, 4.0):
-        jobs += [Job(row, speed, epochs, seed) for seed in SEEDS for epochs in (20, *short) for row in rows]
-    jobs += [Job(row, speed, 100, seed) for speed in (2.1, 4.0) for row in rows for seed in SEEDS]
+        jobs += [Job(row, speed, epochs, seed) for epochs in short for seed in SEEDS for row in (OURS, *rows, *FAIR)]
+    jobs += [Job(row, speed, 100, seed) for speed in (2.1, 4.0) for row in (*rows, *FAIR) for seed in SEEDS]
     # Before training, the teacher makes no difference.
     return list(dict.fromkeys(j if j.epochs else replace(j, row=replace(j.row, teacher=False)) for j in jobs))
 
 
 # -- runs -------------------------------------------------------------------------------------------------------------
-class Worker:
-    """Runs jobs, one after another, with the data in the memory of the device."""
-
-    def __init__(self, options: argparse.Namespace) -> None:
-        torch.set_num_threads(1)
-        torch.backends.cudnn.benchmark = True
-        self.device, self.out = options.device, Path(options.out)
-        self.train, self.test = read(Path(options.data), self.device)
-        if options.samples:
-            self.train, self.test = ((x[: options.samples], y[: options.samples]) for x, y in (self.train, self.test))
-        self.net = resnet56(Path(options.weights)).to(self.device)
-        self.teacher = folded(self.net)
-
-    def prepared(self, job: Job) -> nn.Module:
-        path = self.out / "models" / job.prepared
-        if not path.exists():
-            model = chosen(self.net, self.train, job)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            half = path.with_suffix(f".{os.getpid()}")
-            safetensors.torch.save_file({k: v.contiguous() for k, v in model.state_dict().items()}, half)
-            half.unlink() if path.exists() else half.rename(path)  # another process may have been faster
-        return shaped(safetensors.torch.load_file(path)).to(self.device).eval()
-
-
 def place(out: Path, job: Job) -> Path:
     return out / "together" / f"{job.name}.safetensors"
 
@@ -149,24 +121,18 @@ def unfinished(options: argparse.Namespace) -> None:
     for job in plan():
         if place(worker.out, job).exists():
             small = worker.prepared(job)
-            student = Student(padded(small, MULTIPLE).to(worker.device), 0.0, 0.0)
+            student = Student(padded(small).to(worker.device), 0.0, 0.0)
             (losses,) = restore(worker.out, [job], [student])
             found = accuracy(unpadded(student.net, small).eval(), worker.test, 1000).overall
             print(f"{job.name}: {100 * found:.2f} % after {len(losses)} epochs", flush=True)
 
 
-def run(worker: Worker, jobs: Sequence[Job], deadline: float) -> Iterable[dict[str, Any]]:
+def run(worker: Worker, jobs: Sequence[Job], deadline: float, backend: str = "") -> Iterable[dict[str, Any]]:
     """Train the runs of one seed and length. If the time is over, nothing comes back, and their files know the rest."""
     out, begin, epochs, seed = worker.out, time.time(), jobs[0].epochs, jobs[0].seed
     small = [worker.prepared(job) for job in jobs]
-    shares = [TEACHER if job.row.teacher else 0.0 for job in jobs]
-    wide = [padded(net, MULTIPLE).to(worker.device) for net in small]
-    order = torch.channels_last if worker.device == "cuda" else torch.preserve_format
-    students = [
-        Student(net.to(memory_format=order), share, RECIPE["weight_decay"])
-        for net, share in zip(wide, shares, strict=True)
-    ]
-    group = Together(students, worker.teacher.to(memory_format=order) if any(shares) else None)
+    group = worker.group(jobs, backend if epochs else "")
+    students = group.students
     samples = Samples(worker.train, RECIPE["batch_size"], RECIPE["augment"], None, torch.device(worker.device))
     with seeded(seed, 0):
         first = done(out, jobs[0])
@@ -176,20 +142,23 @@ def run(worker: Worker, jobs: Sequence[Job], deadline: float) -> Iterable[dict[s
             for known, loss in zip(losses, group.epoch(samples, number, epochs, RATES[epochs]), strict=True):
                 known.append(loss)
             now = time.time()
-            print(f"seed {seed}, {len(jobs)} students, epoch {number + 1}/{epochs}: {now - told:.2f} s, losses "
-                  f"{', '.join(f'{known[-1]:.3f}' for known in losses)}", flush=True)  # fmt: skip
+            print(f"seed {seed}, {len(jobs)} students ({group.way}), epoch {number + 1}/{epochs}: {now - told:.2f} s, "
+                  f"losses {', '.join(f'{known[-1]:.3f}' for known in losses)}", flush=True)  # fmt: skip
             told, over = now, now > deadline
-            if number + 1 < epochs and (over or now - saved > SAVED):
+            if number == first:
+                for net, student in zip(small, students, strict=True):
+                    unpadded(student.net, net)  # which fails if channels that were 0 are not any more: better now
+            if over or now - saved > SAVED or number + 1 == epochs:
                 save(out, jobs, students, losses)
                 saved = time.time()
             if over and number + 1 < epochs:
                 return
     for job, net, student, known in zip(jobs, small, students, losses, strict=True):
-        model = unpadded(student.net.to(memory_format=torch.contiguous_format), net).eval()
+        model = unpadded(student.net, net).eval()
         yield {
             **asdict(job), "row": str(job.row), "accuracy": accuracy(model, worker.test, 1000).overall,
             "loss": known[-1] if known else None, "macs": macs(net), "params": sum(p.numel() for p in net.parameters()),
-            "seconds": round(time.time() - begin, 1), "together": len(jobs),
+            "seconds": round(time.time() - begin, 1), "together": len(jobs), "way": group.way,
         }  # fmt: skip
 
 
@@ -210,24 +179,45 @@ def groups(out: Path, jobs: Iterable[Job], most: int) -> list[list[Job]]:
     return [members for *_, members in found]
 
 
-def work(options: argparse.Namespace, given: Any, deadline: float) -> None:
+def work(options: argparse.Namespace, given: Any, deadline: float, backend: str) -> None:
     worker = Worker(options)
     while time.time() < deadline:
         try:
             jobs = given.get(timeout=1)
         except queue.Empty:
             return
-        line = None
         try:
-            for line in run(worker, jobs, deadline):
-                with (worker.out / "results.jsonl").open("a") as file:
-                    file.write(json.dumps(line) + "\n")
-                print(json.dumps(line), flush=True)
-            if line is not None:
-                for job in jobs:
-                    place(worker.out, job).unlink(missing_ok=True)
+            finish(worker, jobs, deadline, backend)
         except Exception:
             print(f"failed: {[job.name for job in jobs]}\n{traceback.format_exc()}", flush=True)
+            backend = ""  # what comes next is computed the plain way
+            if not usable(worker.device):  # nothing can be computed in this process any more; another one goes on
+                given.put(jobs)
+                given.close()
+                given.join_thread()
+                os._exit(BROKEN)
+            for job in jobs:  # from their files, each alone, so that one cannot stop the others
+                try:
+                    finish(worker, [job], deadline, backend)
+                except Exception:
+                    print(f"failed again: {job.name}\n{traceback.format_exc()}", flush=True)
+
+
+def usable(device: str) -> bool:
+    try:
+        torch.ones(8, device=device).sum().item()
+    except RuntimeError:
+        return False
+    return True
+
+
+def finish(worker: Worker, jobs: Sequence[Job], deadline: float, backend: str) -> None:
+    """Run jobs, and write down each result as soon as it is there."""
+    for job, line in zip(jobs, run(worker, jobs, deadline, backend), strict=False):
+        with (worker.out / "results.jsonl").open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        print(json.dumps(line), flush=True)
+        place(worker.out, job).unlink(missing_ok=True)
 
 
 def cuda_works() -> bool:
@@ -262,68 +252,42 @@ def main(options: argparse.Namespace) -> None:
     print(f"{sum(map(len, todo))} runs in {len(todo)} groups", flush=True)
     if options.device == "cuda" and options.processes > 1 and not options.no_mps:
         share_gpu()
-    mp.set_start_method("spawn")
-    given = mp.Queue()
+    spawn = mp.get_context("spawn")
+    backend = "inductor" if options.compiled else ""
+    if options.fastest and todo:
+        backend = fastest(options, todo[0], spawn)
+    given = spawn.Queue()
     for jobs in todo:
         given.put(jobs)
-    workers = [mp.Process(target=work, args=(options, given, deadline), daemon=True) for _ in range(options.processes)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join(max(1.0, deadline + 30 - time.time()))
-    given.cancel_join_thread()
-    for worker in workers:
-        if worker.is_alive():
-            worker.terminate()
+    # Not daemons: those may not have children, and a compiler has some.
+    count = min(options.processes, len(todo))
+    workers = [spawn.Process(target=work, args=(options, given, deadline, backend)) for _ in range(count)]
+    try:
+        for worker in workers:
+            worker.start()
+        left = RESTARTS
+        while any(worker.is_alive() for worker in workers) and time.time() < deadline + 30:
+            time.sleep(0.5)
+            for number, worker in enumerate(workers):
+                if worker.exitcode not in (None, 0) and left:
+                    print(f"a process ended with {worker.exitcode}; another one goes on, the plain way", flush=True)
+                    workers[number] = spawn.Process(target=work, args=(options, given, deadline, ""))
+                    workers[number].start()
+                    left -= 1
+    finally:
+        given.cancel_join_thread()
+        for worker in workers:
+            if worker.is_alive():
+                worker.kill()
 
 
-# -- how fast ---------------------------------------------------------------------------------------------------------
-def probe(options: argparse.Namespace) -> None:
-    """Seconds of a step, for each way the median of some, taken in turn so that what else runs disturbs all alike."""
-    worker = Worker(options)
-    teacher = worker.teacher.to(memory_format=torch.channels_last)
-    x, y = (t[:256] for t in worker.train)
-    rows = [OURS, *OTHERS, PARTS[0], FAIR[0]]
-    ways: dict[str, Together] = {}
-    kinds = [
-        ("1, not recorded", 1, False, MULTIPLE, False), ("1, not padded", 1, True, 1, False),
-        *((str(count), count, True, MULTIPLE, False) for count in (1, 3, 6)), ("1, compiled", 1, True, MULTIPLE, True),
-    ]  # fmt: skip
-    for name, count, recorded, multiple, compiled in kinds:
-        begin = time.time()
-        nets = [padded(worker.prepared(Job(row, 2.55, 1, 0)), multiple) for row in rows[:count]]
-        made = [net.to(worker.device, memory_format=torch.channels_last) for net in nets]
-        students = [Student(net, TEACHER, RECIPE["weight_decay"], compiled=compiled) for net in made]
-        group = Together(students, teacher, recorded)
+def prepare(worker: Worker, jobs: Iterable[Job]) -> None:
+    """Make the smaller models that are not there, those of the rivals first."""
+    for job in sorted(jobs, key=lambda job: job.row.choice not in (MAGNITUDE.choice, TAYLOR.choice)):
         try:
-            for _ in range(WARM_UP + 1):
-                group.step(x, y, 1e-4)
+            worker.prepared(job)
         except Exception as error:
-            print(f"{name}: {type(error).__name__}: {error}", flush=True)
-            continue
-        synchronize(worker.device)
-        print(f"{name}: ready after {time.time() - begin:.1f} s", flush=True)
-        ways[name] = group
-        times = {name: list[float]() for name in ways}
-        for student in (student for each in ways.values() for student in each.students):
-            student.sums.zero_()
-        for _ in range(5):
-            for kind, each in ways.items():
-                synchronize(worker.device)
-                begin = time.perf_counter()
-                for _ in range(options.steps):
-                    each.step(x, y, 1e-4)
-                synchronize(worker.device)
-                times[kind].append((time.perf_counter() - begin) / options.steps)
-        for kind, found in times.items():
-            steps = len(found) * options.steps
-            loss = [round(float(student.sums[0]) / steps, 4) for student in ways[kind].students]
-            print(f"  {kind} students: {1000 * statistics.median(found):.2f} ms a step, losses {loss}", flush=True)
-
-
-def synchronize(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
+            print(f"failed: {job.prepared}: {type(error).__name__}: {error}", flush=True)
 
 
 # -- tables -----------------------------------------------------------------------------------------------------------
@@ -367,7 +331,10 @@ if __name__ == "__main__":
     parser.add_argument("--only", default="", help="runs whose name has this in it")
     parser.add_argument("--epochs", type=int, default=100, help="only runs of at most so many")
     parser.add_argument("--samples", type=int, default=0, help="only so many images, to try it out")
-    parser.add_argument("--steps", type=int, default=20, help="of the probe")
+    parser.add_argument("--steps", type=int, default=10, help="of the probe")
+    parser.add_argument("--compiled", action="store_true", help="compile the steps")
+    parser.add_argument("--fastest", action="store_true", help="measure first whether compiled steps are faster")
+    parser.add_argument("--unpruned", action="store_true", help="how accurate the whole network is")
     parser.add_argument("--no-mps", action="store_true")
     parser.add_argument("--probe", action="store_true", help="see whether it runs, and how fast")
     parser.add_argument("--prepare", action="store_true")
@@ -377,9 +344,10 @@ if __name__ == "__main__":
     if given.probe:
         probe(given)
     elif given.prepare:
+        prepare(Worker(given), [job for job in plan() if given.only in job.name])
+    elif given.unpruned:
         worker = Worker(given)
-        for job in sorted((j for j in plan() if j.row in (MAGNITUDE, TAYLOR)), key=lambda j: (j.seed, j.speed)):
-            worker.prepared(job)
+        print(f"unpruned: {100 * accuracy(worker.net, worker.test, 1000).overall:.2f} %")
     elif given.unfinished:
         unfinished(given)
     elif given.table:

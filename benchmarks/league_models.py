@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import secateur as sc
+from benchmarks.league_steps import TEMPERATURE, wider
 from benchmarks.resnet56 import ResNet
 from secateur.loop import Schedule
 from secateur.recover.samples import shifted
@@ -18,7 +19,10 @@ from secateur.repair import Repair
 
 SPEEDS, LENGTHS, SEEDS = (2.1, 2.55, 4.0), (0, 1, 5, 20, 100), (0, 1, 2)
 RATES = {1: 0.01, 5: 0.03, 20: 0.05, 100: 0.1}
-TEACHER, ERASED, MULTIPLE = 0.5, 8, 8  # the teacher's share, the side of an erased square, what widths are padded to
+TEACHER, ERASED = 0.5, 8  # the teacher's share, the side of an erased square
+# What the widths of blocks are padded to: few different ones, so that few programs are compiled. Where images are
+# small, so is what further channels cost.
+MULTIPLES = {"layer1": 8, "layer2": 16, "layer3": 32}
 SCORED = 500  # images that units are scored on, and that repair uses
 
 
@@ -32,7 +36,7 @@ def augment(images: Tensor) -> Tensor:
     return images.masked_fill((inside[0][:, :, None] & inside[1][:, None])[:, None], 0.0)
 
 
-RECIPE: dict[str, Any] = {"batch_size": 256, "weight_decay": 5e-4, "augment": augment, "temperature": 4.0}
+RECIPE: dict[str, Any] = {"batch_size": 256, "weight_decay": 5e-4, "augment": augment, "temperature": TEMPERATURE}
 
 
 @dataclass(frozen=True)
@@ -76,7 +80,7 @@ FAIR = [replace(MAGNITUDE, teacher=True), replace(TAYLOR, teacher=True)]
 # -- smaller models ----------------------------------------------------------------------------------------------------
 def shaped(state: dict[str, Tensor]) -> nn.Module:
     """A ResNet-56 with the widths of these tensors."""
-    net = ResNet()
+    net = ResNet(len({name.split(".")[1] for name in state if name.startswith("layer1.")}))
     for path, module in net.named_modules():
         weight = state.get(f"{path}.weight")
         if isinstance(module, nn.Conv2d) and weight is not None:
@@ -89,14 +93,15 @@ def shaped(state: dict[str, Tensor]) -> nn.Module:
     return net
 
 
-def padded(model: nn.Module, multiple: int) -> nn.Module:
+def padded(model: nn.Module, multiples: Mapping[str, int] = MULTIPLES) -> nn.Module:
     """The same function with blocks as wide as a multiple, which is what the GPU's matrix units like.
 
     The further channels are 0, and so are all their gradients: the zeros before and behind them keep each other.
     """
     state = dict(model.state_dict())
+    state["conv1.weight"] = wider(state["conv1.weight"])
     for name in [name for name in state if name.endswith(".bn1.weight") and name.startswith("layer")]:
-        block, more = name.removesuffix("bn1.weight"), -len(state[name]) % multiple
+        block, more = name.removesuffix("bn1.weight"), -len(state[name]) % multiples[name.partition(".")[0]]
         for part in ("conv1.weight", "bn1.weight", "bn1.bias", "bn1.running_mean", "bn1.running_var"):
             old = state[block + part]
             state[block + part] = torch.cat([old, old.new_zeros(more, *old.shape[1:])])

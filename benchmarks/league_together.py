@@ -1,106 +1,173 @@
 """Several students, trained at once on the same batches: the teacher answers each batch once for all of them.
 
 Batches, loss and schedule are those of `sc.recover` (a test compares them). On a GPU, a step of all students is one
-CUDA graph, in which each student is a branch of its own, with its optimizer.
+CUDA graph, in which each student is a branch of its own, with its optimizer. What fails there is done the slower way.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from secateur.recover.loss import Objective
+from benchmarks.league_steps import MOMENTUM, PLAIN, Flat, Functions, Layer, Teacher, compiled, prepared
 from secateur.recover.samples import Samples
 from secateur.recover.schedule import CURVES
-from secateur.running.targets import Reader
 
-WARM_UP, MOMENTUM = 3, 0.9
+WARM_UP = 3
 
 
 class Student:
-    """A network in training, with its momentum. A step computes gradients and moves the weights; nothing waits."""
+    """A ResNet in training, with its momentum. A step computes gradients and moves the weights; nothing waits.
 
-    def __init__(
-        self, net: nn.Module, teacher: float, decay: float, temperature: float = 4.0, compiled: bool = False
-    ) -> None:
+    Weights lie in one tensor, so that the optimizer and the conversion to half precision are a few operations.
+    """
+
+    def __init__(self, net: nn.Module, teacher: float, decay: float, half: bool | None = None) -> None:
         self.net, self.decay = net.train(), decay
         self.parameters = list(net.parameters())
-        self.objective = Objective(Reader(net), teacher, temperature)
-        self.momenta = [torch.zeros_like(p) for p in self.parameters]
         self.device = self.parameters[0].device
+        self.half = self.device.type == "cuda" if half is None else half
+        self.teacher, self.share = teacher, torch.tensor(teacher, device=self.device)
         self.sums = torch.zeros(3, device=self.device)
-        self.call: Any = torch.compile(net, dynamic=False) if compiled else net
+        self._weights = Flat([p.detach() for p in self.parameters])
+        self._gradients, self._momenta = (Flat(self._weights.parts, filled=False) for _ in range(2))
+        for parameter, part in zip(self.parameters, self._weights.parts, strict=True):
+            parameter.data = part
+        self._halves = Flat(self._weights.parts, torch.bfloat16) if self.half else None
+        self._read()
         self.stream = torch.cuda.Stream() if self.device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+    def _read(self) -> None:
+        """What the functions of a step are given. Batch norms stay in full precision."""
+        net: Any = self.net
+        full = {id(p) for m in net.modules() if isinstance(m, nn.BatchNorm2d) for p in m.parameters()}
+        self._leaves = [
+            p if id(p) in full or self._halves is None else self._halves.parts[i].detach().requires_grad_()
+            for i, p in enumerate(self.parameters)
+        ]
+        leaf = {id(p): used for p, used in zip(self.parameters, self._leaves, strict=True)}
+
+        def layer(owner: Any, number: int) -> Layer:
+            conv, bn = getattr(owner, f"conv{number}"), getattr(owner, f"bn{number}")
+            return leaf[id(conv.weight)], leaf[id(bn.weight)], leaf[id(bn.bias)], bn.running_mean, bn.running_var
+
+        self._stem = layer(net, 1)
+        blocks = [module for module in net.modules() if hasattr(module, "more")]
+        self._blocks = [(layer(b, 1), layer(b, 2), b.stride, b.more) for b in blocks]
+        self._head = leaf[id(net.linear.weight)], leaf[id(net.linear.bias)]
+        self._counters = [m.num_batches_tracked for m in net.modules() if isinstance(m, nn.BatchNorm2d)]
+
+    @property
+    def inputs(self) -> int:
+        """The channels that the first convolution reads."""
+        return self._stem[0].shape[1]
 
     @property
     def moving(self) -> list[Tensor]:
-        return [*self.parameters, *self.net.buffers(), *self.momenta]
+        return [*self.parameters, *self.net.buffers(), *self._momenta.parts]
 
-    def step(self, x: Tensor, y: Tensor, answer: Tensor | None, rate: Tensor) -> None:
-        with half_precision(self.device):
-            answer = answer if self.objective.teacher else None
-            loss, right = self.objective(x, y, self.call(x), answer, check=False)
-        found = torch.autograd.grad(loss, self.parameters)
+    def step(self, x: Tensor, y: Tensor, answer: Tensor | None, rate: Tensor, functions: Functions = PLAIN) -> None:
+        if self._halves is not None:
+            self._halves.all.copy_(self._weights.all)
+        out = functions.stem(x, self._stem)
+        for first, second, stride, more in self._blocks:
+            out = functions.block(out, first, second, stride, more)
+        loss, numbers = functions.head(out, *self._head, y, answer if self.teacher else None, self.share)
+        found = torch.autograd.grad(loss, self._leaves)
         with torch.no_grad():
-            pairs = zip(found, self.parameters, strict=True)
-            gradients = [g if g.stride() == p.stride() else torch.empty_like(p).copy_(g) for g, p in pairs]
-            torch._foreach_add_(gradients, self.parameters, alpha=self.decay)
-            torch._foreach_mul_(self.momenta, MOMENTUM)
-            torch._foreach_add_(self.momenta, gradients)
-            torch._foreach_sub_(self.parameters, torch._foreach_mul(self.momenta, rate))
-            self.sums += torch.cat([loss.detach().float().reshape(1), right])
+            self._gradients.take(found)
+            weights, gradients, momenta = self._weights.all, self._gradients.all, self._momenta.all
+            gradients.add_(weights, alpha=self.decay)
+            momenta.mul_(MOMENTUM).add_(gradients)
+            weights.sub_(momenta * rate)
+            self.sums += numbers
 
-
-def half_precision(device: torch.device) -> Any:
-    # Without autocast's cache, because a recorded step must contain its conversions.
-    return torch.autocast("cuda", torch.bfloat16, cache_enabled=False) if device.type == "cuda" else nullcontext()
+    def count(self, steps: int) -> None:
+        """Tell the batch norms how many batches they have seen."""
+        for counter in self._counters:
+            counter += steps
 
 
 class Together:
-    """Students that are trained on the same batches. `teacher`, in evaluation mode, may be None."""
+    """Students that are trained on the same batches. `teacher`, in evaluation mode, may be None.
 
-    def __init__(self, students: Sequence[Student], teacher: nn.Module | None, recorded: bool = True) -> None:
-        self.students, self.teacher, self.device = students, teacher, students[0].device
+    If the compiler or the recording fails, a line says so, and steps are computed without it. Only batches of the size
+    of the first one are compiled.
+    """
+
+    def __init__(
+        self, students: Sequence[Student], teacher: nn.Module | None, recorded: bool = True, backend: str = ""
+    ) -> None:
+        self.students, self.device, self.half = students, students[0].device, students[0].half
+        self.teacher = None if teacher is None else Teacher(teacher, self.half)
         self.rate = torch.zeros((), device=self.device)
+        self.functions = compiled(backend) if backend else PLAIN
         self._recorded = recorded and self.device.type == "cuda"
         self._graphs: dict[int, tuple[Any, Tensor, Tensor]] = {}
         self._seen: dict[int, int] = {}
+        self._usual = 0
+
+    @property
+    def way(self) -> str:
+        how = "compiled" if self.functions is not PLAIN else "plain"
+        return f"{how}, {'recorded' if self._graphs else 'not recorded'}"
 
     def step(self, x: Tensor, y: Tensor, rate: float) -> None:
         self.rate.fill_(rate)
         size = len(x)
+        self._usual = self._usual or size
         if size in self._graphs:
             graph, images, labels = self._graphs[size]
             images.copy_(x)
             labels.copy_(y)
             graph.replay()
             return
-        self._compute(x, y, in_turn=self._recorded)  # libraries choose their algorithms in the first steps
+        try:
+            self._compute(x, y, in_turn=self._recorded)  # libraries choose their algorithms in the first steps
+        except Exception as error:
+            if self.functions is PLAIN or size != self._usual:
+                raise
+            self._plainly("steps cannot be compiled", error)
+            self._compute(x, y, in_turn=self._recorded)
         self._seen[size] = self._seen.get(size, 0) + 1
         if self._recorded and self._seen[size] == WARM_UP:
-            images, labels, graph = x.clone(), y.clone(), torch.cuda.CUDAGraph()
-            try:
-                with torch.cuda.graph(graph):
-                    self._compute(images, labels)
-                self._graphs[size] = graph, images, labels
-            except RuntimeError as error:
-                print(f"steps of {size} are not recorded, and slow: {error}", flush=True)
+            self._record(x, y)
 
-    def _compute(self, x: Tensor, y: Tensor, in_turn: bool = False) -> None:
-        answer = None
-        if self.teacher is not None and any(s.objective.teacher for s in self.students):
-            with torch.no_grad(), half_precision(self.device):
-                answer = self.teacher(x)
+    def _record(self, x: Tensor, y: Tensor) -> None:
+        images, labels, graph = x.clone(), y.clone(), torch.cuda.CUDAGraph()
+        try:
+            torch.cuda.synchronize()
+            with torch.cuda.graph(graph):
+                self._compute(images, labels)
+            self._graphs[len(x)] = graph, images, labels
+        except Exception as error:
+            torch.cuda.synchronize()  # which fails if nothing can go on here
+            if self.functions is not PLAIN and len(x) == self._usual:
+                self._plainly("compiled steps cannot be recorded", error)
+            else:
+                print(f"steps of {len(x)} are not recorded, and slow: {_short(error)}", flush=True)
+
+    def _plainly(self, what: str, error: Exception) -> None:
+        """Go on without the compiler."""
+        print(f"{what}; on without the compiler: {_short(error)}", flush=True)
+        self.functions, self._seen = PLAIN, {}
+
+    def _compute(self, images: Tensor, y: Tensor, in_turn: bool = False) -> None:
+        functions, answer = self.functions if len(images) == self._usual else PLAIN, None
+        x = prepared(images, self.half, max(student.inputs for student in self.students))
+        if self.teacher is not None and any(student.teacher for student in self.students):
+            with torch.no_grad():
+                answer = self.teacher(images, x, functions)
         streams = [student.stream for student in self.students if student.stream is not None]
         here = torch.cuda.current_stream() if streams else None
         for student in self.students:
             with self._aside(student, here):
-                student.step(x, y, answer, self.rate)
+                student.step(x, y, answer, self.rate, functions)
             if in_turn:
                 torch.cuda.synchronize()
         for stream in streams:
@@ -116,7 +183,7 @@ class Together:
             yield
 
     def epoch(self, samples: Samples, number: int, epochs: int, lr: float) -> list[float]:
-        """The mean loss of each student."""
+        """The mean loss of each student. One that became NaN or infinite does not stop the others."""
         for student in self.students:
             student.sums.zero_()
         steps, length = 0, samples.length or 1
@@ -124,6 +191,12 @@ class Together:
             self.step(x, y, lr * CURVES["cosine"]((number + steps / length) / epochs))
             steps += 1
         losses = [float(student.sums[0]) / steps for student in self.students]
-        if not all(map(math.isfinite, losses)):
-            raise RuntimeError(f"the loss became {losses} in epoch {number + 1}")
+        for student in self.students:
+            student.count(steps)
+        if not any(map(math.isfinite, losses)):
+            raise RuntimeError(f"every loss is NaN or infinite in epoch {number + 1}: {losses}")
         return losses
+
+
+def _short(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error)[:300]}"

@@ -6,7 +6,8 @@
 compact: EfficientNet-Lite0 for Imagenette's ten classes at 35 % of its MACs. Ten images per class score and repair, all
 1,000 reference images train, 500 others measure. language: a language model at 80 % of its body. It is scored, repaired
 and trained on text that it writes itself, and measured on a text that it has not seen. Results are lines of
-`runs/recover.jsonl`.
+`runs/recover.jsonl`. The smaller model and the text are kept in `runs`, so that a run that goes on only trains. What it
+has left of its minutes is in its checkpoint.
 """
 
 from __future__ import annotations
@@ -14,20 +15,39 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import safetensors.torch
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 import secateur as sc
 from benchmarks.language import body, perplexity
 from secateur.recover import Recover, write_text
 
 IMAGENETTE = [0, 217, 482, 491, 497, 566, 569, 571, 574, 701]  # outputs of its classes, in order of their folders
+
+
+def kept(folder: Path, original: nn.Module, make: Callable[[], Any]) -> nn.Module:
+    """The smaller model in a folder; it is made if there is none."""
+    if not folder.exists():
+        sc.save(make(), folder)
+    device = next(original.parameters()).device
+    return sc.load(folder, original).to(device).eval()
+
+
+def kept_text(file: Path, make: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
+    """The text in a file; it is written if there is none."""
+    if not file.exists():
+        half = file.with_suffix(".part")
+        safetensors.torch.save_file(make(), half)
+        half.rename(file)
+    return safetensors.torch.load_file(file)
 
 
 def compact(given: argparse.Namespace, settings: Recover) -> dict[str, float]:
@@ -37,18 +57,20 @@ def compact(given: argparse.Namespace, settings: Recover) -> dict[str, float]:
     from secateur.running.accuracy import accuracy
 
     view = View(mean=(0.5,) * 3, std=(0.5,) * 3)
-    model = network("efficientnet_lite0", given.weights).to(given.device)
-    model = sc.specialize(model, IMAGENETTE, torch.zeros(2, 3, 224, 224, device=given.device))
+    whole = network("efficientnet_lite0", given.weights).to(given.device)
+    model = sc.specialize(whole, IMAGENETTE, torch.zeros(2, 3, 224, 224, device=given.device))
     train, test = (read(given.images / part, view=view) for part in ("reference", "test"))
-    few = train.draw(10, seed=given.seed).tensors(given.device)
-    result = sc.prune(model, few, keep={"macs": given.left or 0.35}, progress=False)
+    left, few = given.left or 0.35, train.draw(10, seed=given.seed)
+    small = kept(
+        given.out / f"compact-{left:g}-{given.seed}", whole,
+        lambda: sc.prune(model, few.tensors(given.device), keep={"macs": left}, progress=False),
+    )  # fmt: skip
     if given.mix:  # all images in memory; the teacher answers what it is shown, so labels are not needed
         settings = replace(settings, teacher=1.0, batch_size=128, lr=given.lr or 0.02, augment=partial(mixed, view))
     data = train.pixels(True, given.device) if given.mix else train.training(64, given.device)
-    done = sc.recover(
-        result, model, data, settings, checkpoint=given.out / f"compact-{given.seed}.safetensors", progress=every(10)
-    )
-    models = {"unpruned": model, "repaired": result.model, "trained": done.model}
+    file = given.out / f"compact-{left:g}-{given.seed}.safetensors"
+    done = sc.recover(small, model, data, settings, checkpoint=file, progress=every(10))
+    models = {"unpruned": model, "repaired": small, "trained": done.model}
     measured = test.batches(100, given.device)
     return {name: accuracy(m, measured).overall for name, m in models.items()} | {"epochs": len(done.history)}
 
@@ -84,15 +106,19 @@ def language(given: argparse.Namespace, settings: Recover) -> dict[str, float]:
     model = AutoModelForCausalLM.from_pretrained(given.model, dtype=torch.float32).to(device).eval()
     tokenizer = AutoTokenizer.from_pretrained(given.model)
     ids = tokenizer(given.text.read_text(), return_tensors="pt", verbose=False).input_ids[0]
-    text: Any = write_text(model, given.sequences, given.tokens, seed=given.seed)
+    name = f"language-{given.sequences}-{given.tokens}-{given.seed}"
+    text: Any = kept_text(
+        given.out / f"{name}-text.safetensors",
+        lambda: write_text(model, given.sequences, given.tokens, given.seed, batch_size=512),
+    )
     few = [({"input_ids": part.to(device)}, None) for part in text["input_ids"][:128].split(8)]
     whole, inner = sum(p.numel() for p in model.parameters()), body(model)
-    keep = {"params": (whole - inner + (given.left or 0.8) * inner) / whole}
-    result = sc.prune(model, few, keep=keep, progress=False)
-    done = sc.recover(
-        result, model, text, settings, checkpoint=given.out / f"language-{given.seed}.safetensors", progress=every(1)
-    )
-    models = {"unpruned": model, "repaired": result.model, "trained": done.model.eval()}
+    left = given.left or 0.8
+    keep = {"params": (whole - inner + left * inner) / whole}
+    small = kept(given.out / f"{name}-{left:g}", model, lambda: sc.prune(model, few, keep=keep, progress=False))
+    file = given.out / f"{name}-{left:g}.safetensors"
+    done = sc.recover(small, model, text, settings, checkpoint=file, progress=every(1))
+    models = {"unpruned": model, "repaired": small, "trained": done.model.eval()}
     context = min(1024, len(ids))
     found = {name: perplexity(m, ids, device, context) for name, m in models.items()}
     return found | {"epochs": len(done.history)}

@@ -80,6 +80,21 @@ def toy(
     print(f"\n{result.seconds:.0f} s; page: {result.page}")
 
 
+_SOME = "A:B is for those from A up to, not including, B."
+
+
+def _range(text: str) -> range:
+    """The draws that are meant: 3 is for 0, 1 and 2, and 1:3 for 1 and 2."""
+    first, colon, last = text.rpartition(":")
+    try:
+        found = range(int(first) if colon else 0, int(last))
+    except ValueError:
+        found = range(0)
+    if not found or found[0] < 0:
+        raise typer.BadParameter(f"{text!r} is no number of draws, such as 3 or 1:3", param_hint="--draws")
+    return found
+
+
 # Options that both image experiments have.
 _Model = Annotated[
     str | None,
@@ -111,7 +126,7 @@ def few_shot(
         str, typer.Option(help="ilsvrc, catsdogs, or a pair: aircraft+birds, aircraft+cars, birds+cars.")
     ] = "ilsvrc",
     early_strides: _Early = False,
-    draws: Annotated[int, typer.Option(min=1, help="Repetitions with different classes and images.")] = 20,
+    draws: Annotated[str, typer.Option(help=f"Repetitions with different classes and images. {_SOME}")] = "20",
     classes: Annotated[int, typer.Option(min=2, help="Classes in a draw (ilsvrc).")] = 3,
     per_class: Annotated[int, typer.Option(min=1, help="Reference images per class.")] = 10,
     criteria: _Criteria = "lrp,taylor,gradient,weight",
@@ -148,7 +163,9 @@ def few_shot(
             steps=steps, prepare_epochs=prepare_epochs, score_batch=batch_size, size=size, classes=classes,
             per_class=per_class, grid=grid, merge=merge,
         )  # fmt: skip
-        few.few_shot(settings, out, _names("--criteria", criteria), _names("--mode", mode), draws, device, jobs, _line)
+        few.few_shot(
+            settings, out, _names("--criteria", criteria), _names("--mode", mode), _range(draws), device, jobs, _line
+        )
 
     _work_and_page(None if table_only else work, few_page.write_page, out, pages, images)
 
@@ -162,7 +179,7 @@ def fine_tune(
     images: _Images = None,
     weights: _Weights = None,
     early_strides: _Early = False,
-    draws: Annotated[int, typer.Option(min=1, help="Repetitions with different splits and seeds.")] = 1,
+    draws: Annotated[str, typer.Option(help=f"Repetitions with different splits and seeds. {_SOME}")] = "1",
     criteria: _Criteria = "weight,taylor,gradient,lrp",
     mode: Annotated[
         str,
@@ -193,7 +210,7 @@ def fine_tune(
             batch_size=batch_size, lr=lr,
         )  # fmt: skip
         modes = _names("--mode", mode)
-        fine.fine_tune(settings, out, _names("--criteria", criteria), modes, draws, device, jobs, _line)
+        fine.fine_tune(settings, out, _names("--criteria", criteria), modes, _range(draws), device, jobs, _line)
 
     _work_and_page(None if table_only else work, fine_page.write_page, out, pages, images)
 

@@ -109,7 +109,7 @@ class Task(Generic[S]):
 
 
 def unfinished(
-    settings: S, out: Path, criteria: Sequence[str], modes: Sequence[str], draws: int, device: str
+    settings: S, out: Path, criteria: Sequence[str], modes: Sequence[str], draws: int | range, device: str
 ) -> tuple[Folder, list[Task[S]]]:
     """The folder of an experiment, and every run that is not in it yet."""
     wrong = [mode for mode in modes if mode not in MODES]
@@ -120,7 +120,7 @@ def unfinished(
     _note_machine(folder.path, device)
     tasks = [
         Task(settings, folder.path, draw, mode, criterion, device)
-        for draw in range(draws)
+        for draw in (range(draws) if isinstance(draws, int) else draws)
         for mode in modes
         for criterion in criteria
         if not folder.place(draw, mode, criterion).exists()

@@ -35,9 +35,20 @@ def write_page(
         raise SecateurError(f"{out} has no finished runs, so there is nothing to show.")
     lines = [f"# {title}", "", text, "", *(f"- *{mode}*: {caption}" for mode, caption in _CAPTIONS.items()), ""]
     lines += [remarks, ""] if remarks else []
-    for folder in found:
-        lines += section(folder)
+    made = [section(folder) for folder in found]
+    lines += with_kept(file.read_text("utf-8") if file.exists() else "", made)
     return write(file, ("\n".join(lines).rstrip() + "\n").encode())
+
+
+def with_kept(page: str, made: Sequence[Sequence[str]]) -> list[str]:
+    """The lines of all sections: those of the page as it is, replaced where there is a new one, then the others.
+
+    The runs of a section need not be at hand, and it must not be lost for that.
+    """
+    kept = [["## " + part.split("\n")[0], *part.rstrip().split("\n")[1:], ""] for part in page.split("\n## ")[1:]]
+    fresh = {lines[0]: list(lines) for lines in made}
+    sections = [fresh.pop(lines[0], lines) for lines in kept]
+    return [line for lines in (*sections, *fresh.values()) for line in lines]
 
 
 def heading(folder: Folder, command: str, usual: Settings) -> list[str]:

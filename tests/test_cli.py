@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import csv
 import importlib.util
 import json
@@ -14,6 +15,7 @@ import onnxruntime
 import pytest
 import safetensors.torch
 import torch
+import typer
 from PIL import Image
 
 import secateur as sc
@@ -22,10 +24,14 @@ from html_page import parse
 from photos import write_photos
 from secateur.cli import image_task
 from secateur.cli import recover as recover_command
+from secateur.cli.app import app
+from secateur.cli.messages import as_option
 from secateur.cli.output import Printer, ProgressLines
 from secateur.data.images import read
+from secateur.errors import Argument
 from secateur.files import onnx, session
 from secateur.models import build, open_model
+from secateur.recover.trainer import Trainer
 from secateur.running.progress import Evaluating, Repairing
 from secateur.runtimes import Setup
 from secateur.runtimes.clock import Clock
@@ -364,6 +370,56 @@ def test_recover_trains_what_prune_wrote(place: Place, tmp_path: Path) -> None:
     assert "was not pruned by secateur" in whole  # and nothing is trained for that
     wide = fail("recover", *given[:-1], tmp_path / "wide", "--teacher", f"{place.net}?classes=7")
     assert "has 7 outputs, the smaller model 3" in wide
+
+
+def test_every_option_that_training_names_is_an_option() -> None:
+    """Messages of the package name arguments, which the command line spells as options."""
+    never = {"temperature", "tokens"}  # which cannot be wrong here, and which --tokens checks
+    named = set()
+    for file in (Path(sc.__file__).parent / "recover").glob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Argument":
+                named |= {first.value for first in node.args[:1] if isinstance(first, ast.Constant)}
+    assert named >= {"lr", "clip", "batch_size", "lora", "teacher"}
+    commands = typer.main.get_command(app).commands
+    known = {name: {word for p in commands[name].params for word in p.opts} for name in ("recover", "prune")}
+    for name in named - never:
+        assert as_option(Argument(name)) in known["recover"]
+        assert as_option(Argument(name)) in known["prune"] or name == "teacher"  # it always has one
+
+
+def test_training_says_which_option_is_wrong(place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = tmp_path / "small"
+    succeed("prune", *place.job, "--remove", 0.5, "--out", small)
+    given = [small, "--original", place.net, "--images", place.train, "--test", place.test]
+    wild = fail("recover", *given, "--epochs", 2, "--learning-rate", 1e30, "--out", tmp_path / "wild")
+    assert "a smaller --learning-rate 1e+30, or --clip 1 to limit the gradient" in wild
+    succeed("recover", *given, "--epochs", 1, "--learning-rate", 0.01, "--clip", 1, "--out", tmp_path / "clipped")
+    usual, sizes = Trainer._gradients, []
+
+    def small_memory(self: Trainer, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        sizes.append(len(inputs))
+        if len(inputs) > 6:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return usual(self, inputs, targets)
+
+    monkeypatch.setattr(Trainer, "_gradients", small_memory)
+    full = fail("recover", *given, "--epochs", 1, "--batch-size", 8, "--out", tmp_path / "full")
+    assert sizes[0] == 8
+    assert "a batch of 8 does not fit into the memory of cpu; 4 samples fit. Fix: --batch-size 4." in full
+    succeed("recover", *given, "--epochs", 1, "--batch-size", 4, "--out", tmp_path / "fits")
+    pruned = fail("prune", *place.job, "--remove", 0.5, "--epochs", 1, "--batch-size", 8, "--out", tmp_path / "both")
+    assert "4 samples fit. Fix: --batch-size 4." in pruned
+
+
+def test_prune_trains_for_minutes(place: Place, tmp_path: Path) -> None:
+    args = [*place.job, "--remove", 0.5, "--batch-size", 4, "--learning-rate", 0.02]
+    plain, trained = (tmp_path / name / "model" / "model.safetensors" for name in ("plain", "trained"))
+    succeed("prune", *args, "--out", plain.parents[1])
+    succeed("prune", *args, "--minutes", 0.01, "--out", trained.parents[1])
+    first, second = map(safetensors.torch.load_file, (plain, trained))
+    assert {name: t.shape for name, t in first.items()} == {name: t.shape for name, t in second.items()}
+    assert any(not torch.equal(first[name], second[name]) for name in first)
 
 
 @pytest.mark.parametrize("merged", [False, True])

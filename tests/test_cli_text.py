@@ -503,3 +503,32 @@ def test_perplexity_counts_no_padding(desk: Desk) -> None:
     assert found.perplexity == pytest.approx(math.exp(sum(parts) / 5), rel=1e-5)
     with pytest.raises(DataError, match="does not foretell the next token"):
         perplexity(build(f"hf:{desk.classifier}"), [{"input_ids": ids}])
+
+
+# -- recover -----------------------------------------------------------------------------------------------------------
+def test_recover_trains_a_language_model_on_text_or_on_what_its_teacher_writes(desk: Desk, tmp_path: Path) -> None:
+    small, better, own = (tmp_path / name for name in ("small", "better", "own"))
+    succeed("prune", *desk.job, "--remove", 0.5, "--repair", "none", "--out", small)
+    given, taught = [small, "--tokens", 16, "--test-text", desk.test], ["--teacher", f"hf:{desk.model}"]
+    found = succeed("recover", *given, *taught, "--text", desk.text, "--epochs", 4, "--batch-size", 4, "--out", better)
+    assert [row["epoch"] for row in found["epochs"]] == [1, 2, 3, 4]
+    # (This model knows its text by heart, so that perplexity on other text says little: the loss has to fall.)
+    assert found["epochs"][-1]["loss"] < found["epochs"][0]["loss"]
+    assert found["accuracy"]["after"]["perplexity"] != found["accuracy"]["before"]["perplexity"]
+    ids = torch.arange(8)[None]
+    with torch.no_grad():  # what is written is what was measured, and not what came in
+        assert not torch.equal(sc.load(better / "model")(ids).logits, sc.load(small / "model")(ids).logits)
+    written = [*given, *taught, "--sequences", 24, "--learning-rate", 0.001]
+    said = invoke("recover", *written, "--epochs", 2, "--out", own)
+    assert said.exit_code == 0, said.stderr
+    assert "trained on: 24 sequences of 16 tokens that the teacher wrote" in said.stderr
+    note = json.loads((own / "run.json").read_text())
+    assert note["epochs"][-1]["loss"] < note["epochs"][0]["loss"]
+    assert set(note["accuracy"]["after"]) == {"overall", "perplexity"}
+    timed = succeed("recover", *given[:3], *taught, "--minutes", 0.01, "--out", tmp_path / "timed")
+    assert timed["stopped"] == "the minutes are over"
+    assert timed["accuracy"] == {"before": None, "after": None}
+    alone = fail("recover", *given[:3], "--epochs", 1, "--out", tmp_path / "alone")
+    assert "reads text, and there is none to train on. Fix: --text FILE; or --teacher MODEL" in alone
+    labels = fail("recover", *given[:3], *taught, "--labels", "--epochs", 1, "--out", tmp_path / "labels")
+    assert "--labels and --columns say more about --text, which is missing" in labels

@@ -9,18 +9,20 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+import typer
 from torch import nn
 from typer.testing import CliRunner
 
 import secateur.loop
 from image_sets import classes, nets
 from reproduction import campaign, networks, training
-from reproduction.__main__ import commands
+from reproduction.__main__ import _range, commands
 from reproduction.few_shot import campaign as few
 from reproduction.few_shot.draws import GROUPS, Source
 from reproduction.few_shot.page import lead
 from reproduction.fine_tune import campaign as fine
 from reproduction.image_reference import margin, printed, rate
+from reproduction.page import with_kept
 from reproduction.runs import Folder, Run, at, filters
 from reproduction.training import HeadTrainer, Images, Schedule, Trainer, crops
 from reproduction.uncoupled import paper_cost, prune_uncoupled
@@ -567,3 +569,18 @@ def test_experiments_are_kept_apart_from_images(tmp_path, command, option):
     assert done.exit_code == 1
     assert "the folder of --images" in done.output
     assert list(tmp_path.iterdir()) == []
+
+
+def test_sections_whose_runs_are_not_at_hand_stay() -> None:
+    page = "# Title\n\ntext\n\n## a on x\n\nold a\n\n### table\n\n## b on x\n\nold b\n"
+    made = [["## b on x", "", "new b", ""], ["## c on x", "", "new c", ""]]
+    found = with_kept(page, made)
+    assert found == ["## a on x", "", "old a", "", "### table", "", *made[0], *made[1]]
+    assert with_kept("", made) == [*made[0], *made[1]]
+
+
+def test_some_draws_are_asked_for() -> None:
+    assert (list(_range("3")), list(_range("1:3"))) == ([0, 1, 2], [1, 2])
+    for wrong in ("0", "3:1", "x", "-1:2", "1:"):
+        with pytest.raises(typer.BadParameter, match="no number of draws"):
+            _range(wrong)

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 import secateur as sc
 from benchmarks.league import done, groups, restore, save
-from benchmarks.league_models import MAGNITUDE, OURS, Job, augment, padded, unpadded
+from benchmarks.league_models import MAGNITUDE, OURS, Job, augment, folded, padded, unpadded
+from benchmarks.league_steps import PLAIN
 from benchmarks.league_together import Student, Together
 from benchmarks.resnet56 import ResNet
 from secateur.recover.samples import Samples
@@ -82,9 +83,45 @@ def test_stopped_runs_go_on(data: tuple[Tensor, Tensor], tmp_path: Path) -> None
 
 def test_padded_channels_stay_zero(data: tuple[Tensor, Tensor]) -> None:
     (teacher, _), model = nets(), ResNet()
-    wide = padded(model, 24)
+    wide = padded(model, {"layer1": 24, "layer2": 24, "layer3": 24})
     assert wide.layer1[0].conv1.out_channels == 24
     close(unpadded(wide, model), model)
     with seeded(3, 0):
         taught([Student(wide, 0.5, 5e-4)], teacher, data, range(2))
     unpadded(wide, model)  # which looks at the others
+
+
+def test_compiled_steps_are_the_same_and_half_precision_is_near(data: tuple[Tensor, Tensor]) -> None:
+    teacher, models = nets()
+    plain, traced, half = copies(models), copies(models), []
+    for model, share in zip(models, SHARES, strict=True):
+        half.append(Student(padded(model, {"layer1": 8, "layer2": 8, "layer3": 8}), share, 5e-4, half=True))
+    ends = []
+    for students, backend in ((plain, ""), (traced, "aot_eager"), (half, "")):
+        group = Together(students, folded(teacher), backend=backend)
+        samples = Samples(data, 16, augment, None, torch.device("cpu"))
+        with seeded(3, 0):
+            ends.append([group.epoch(samples, number, 5, 0.05) for number in range(5)][-1])
+        assert group.way == ("compiled, not recorded" if backend else "plain, not recorded")
+    assert ends[1] == pytest.approx(ends[0], rel=1e-4)
+    assert ends[2] == pytest.approx(ends[0], rel=0.05)
+    for a, b in zip(plain, traced, strict=True):
+        close(a.net, b.net)
+
+
+def test_what_cannot_be_compiled_is_computed_without(
+    data: tuple[Tensor, Tensor], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuses(*given: object) -> Tensor:
+        raise RuntimeError("no compiler here")
+
+    teacher, models = nets()
+    plain, broken = copies(models), copies(models)
+    group = Together(broken, teacher)
+    monkeypatch.setattr(group, "functions", PLAIN._replace(head=refuses))
+    group.step(*data, 0.05)
+    assert "no compiler here" in capsys.readouterr().out
+    assert group.way == "plain, not recorded"
+    Together(plain, teacher).step(*data, 0.05)
+    for a, b in zip(plain, broken, strict=True):
+        torch.testing.assert_close(list(a.net.parameters()), list(b.net.parameters()))

@@ -431,6 +431,34 @@ def test_a_batch_that_is_too_large_names_one_that_fits() -> None:
     torch.manual_seed(0)
     with pytest.raises(TrainingError, match=r"a batch of 40 does not fit .*; 10 samples fit\. Fix: batch_size=10"):
         sc.recover(Large(), None, data(), teacher=0.0, batch_size=40, progress=False)
+    # Where the user makes the batches, batch_size changes nothing.
+    x, y = data()
+    whole = [(x[:40], y[:40])]
+    with pytest.raises(TrainingError, match=r"; 10 samples fit\. Fix: batches of 10 samples\.") as caught:
+        sc.recover(Large(), None, whole, teacher=0.0, progress=False)
+    assert caught.value.fits == 10
+    loader = DataLoader(TensorDataset(x, y), batch_size=40)
+    with pytest.raises(TrainingError, match=r"; 10 samples fit\. Fix: a DataLoader with batch_size=10"):
+        sc.recover(Large(), None, loader, teacher=0.0, progress=False)
+
+
+@pytest.mark.parametrize("kind", ["pair", "list"])
+def test_held_out_samples_that_do_not_fit(kind: str) -> None:
+    class Large(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            if not self.training and len(x) > 5:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+            return super().forward(x)
+
+    torch.manual_seed(0)
+    net, (x, y) = Large(), data()
+    test = (x[:16], y[:16]) if kind == "pair" else [(x[:16], y[:16])]
+    fix = "batch_size=4" if kind == "pair" else "batches of 4 samples"
+    what = rf"a batch of 16 held-out samples does not fit .*; 4 samples fit\. Fix: {fix}"
+    with pytest.raises(TrainingError, match=what) as caught:
+        sc.recover(net, None, (x, y), teacher=0.0, epochs=2, batch_size=16, test=test, progress=False)
+    for own, kept in zip(caught.value.result.model.state_dict().values(), net.state_dict().values(), strict=True):
+        assert torch.equal(own, kept)  # no epoch was complete
 
 
 # -- blocks ------------------------------------------------------------------------------------------------------------
@@ -568,6 +596,7 @@ def test_a_language_model_learns_from_text_that_its_teacher_writes(language: nn.
     assert text["input_ids"].shape == (10, 16)
     assert bool((text["input_ids"][:, 0] == 1).all())
     assert torch.equal(text["input_ids"], write_text(language, 10, 16, seed=3)["input_ids"])
+    assert write_text(language, 5, 8, batch_size=2)["input_ids"].shape == (5, 8)
     with pytest.raises(DataError, match="Linear writes no text"):
         write_text(nn.Linear(2, 2))
     short = copy.deepcopy(language)

@@ -71,7 +71,7 @@ def few_shot(
     out: Path,
     criteria: tuple[str, ...],
     modes: tuple[str, ...],
-    draws: int = 20,
+    draws: int | range = 20,
     device: str = "cpu",
     jobs: int = 1,
     report: Report = lambda text: None,

@@ -49,7 +49,7 @@ def fine_tune(
     out: Path,
     criteria: tuple[str, ...],
     modes: tuple[str, ...],
-    draws: int = 1,
+    draws: int | range = 1,
     device: str = "cpu",
     jobs: int = 1,
     report: Report = lambda text: None,

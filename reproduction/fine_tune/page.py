@@ -26,7 +26,8 @@ def write_page(out: Path, pages: Path) -> Path:
     """Make `fine-tune.md` and its figures from the runs in a folder."""
     text = (
         "A network is prepared for a data set. Then, in each step, the units are re-scored on the training set, a "
-        "share of the filters is removed, and the network is fine-tuned. The paper's numbers are in brackets."
+        "share of the filters is removed, and the network is fine-tuned. The paper's numbers are in brackets. "
+        "± is the standard deviation over draws, where there are several."
     )
     remarks = (
         "Loss is the mean cross-entropy of the training batches of the last epoch, divided by 20 and in hundredths, "
@@ -51,7 +52,8 @@ def _section(pages: Path, folder: Folder) -> list[str]:
 
 
 def _cell(values: list[float]) -> str:
-    return f"{np.mean(values):.1f}"
+    """The mean, and the standard deviation over draws where there are several."""
+    return f"{np.mean(values):.1f}" + (f" ± {np.std(values):.1f}" if len(values) > 1 else "")
 
 
 def _figures(runs: Sequence[Run], mode: str, name: str, pages: Path) -> list[str]:
@@ -94,7 +96,8 @@ def _beside(
 ) -> str:
     chosen = [run for run in runs if criterion is None or run.criterion == criterion]
     values = [_value(run.at(place), measure) for run in chosen]
-    ours = f"{np.mean(values):.2f}"
+    varies = criterion is not None and len(values) > 1 and measure in ("accuracy", "loss")
+    ours = f"{np.mean(values):.2f}" + (f" ± {np.std(values):.2f}" if varies else "")
     paper = printed(model, data, measure, criterion or "unpruned") if comparable else None
     return ours if paper is None else f"{ours} ({paper:g})"
 

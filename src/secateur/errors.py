@@ -168,7 +168,12 @@ class EvaluationError(LoopError):
 
 
 class TrainingError(LoopError):
-    """Training was stopped: the loss is not finite, or a batch does not fit into memory."""
+    """Training was stopped: the loss is not finite, or a batch does not fit into memory.
+
+    `fits` is the number of samples that do, if it is known.
+    """
+
+    fits: int | None = None
 
 
 class CheckpointError(LoopError):

@@ -44,6 +44,7 @@ from secateur.structure.cost import human, size_of
 
 # How many images per class are used if the user does not say.
 _REFERENCE, _TEST = 10, 50
+_TRAINED = 20  # images of one training step, as in the paper
 _SHOWN = 6  # images with heat maps in the report
 # Up to this many images are held in memory as numbers: about 600 MB at the usual size.
 _FEW = 1024
@@ -180,9 +181,9 @@ class Task:
 
         return accuracy
 
-    def training_batches(self) -> Any:
-        """For fine-tuning."""
-        return self.training().training(20, device_of(self.model))
+    def training_batches(self, size: int | None = None) -> Any:
+        """For training."""
+        return self.training().training(size or _TRAINED, device_of(self.model))
 
     def save(self, result: Result, folder: Path) -> None:
         """Write the smaller model and where it came from. One of transformers is written as transformers does, unless

@@ -12,7 +12,7 @@ from typing import Any, TextIO
 from secateur.errors import Argument, Message, SecateurWarning, printable
 
 # What the command line calls by another name than Python.
-_NAMES = {"print(graph)": "`secateur inspect`", "size": "--input-size"}
+_NAMES = {"print(graph)": "`secateur inspect`", "size": "--input-size", "lr": "--learning-rate"}
 
 
 def as_option(argument: Argument) -> str:

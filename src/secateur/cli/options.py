@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from functools import partial, wraps
 from pathlib import Path
@@ -16,14 +17,16 @@ import typer
 from secateur.analysis.specialize import Merge
 from secateur.criteria.registry import criterion_named, known_criteria
 from secateur.data.views import Fit, View
-from secateur.errors import Argument, CriterionError, DataError, SecateurError, TargetError
+from secateur.errors import Argument, CriterionError, DataError, SecateurError, TargetError, TrainingError
 from secateur.plans.targets import Target, check_share
+from secateur.recover import Recover
 from secateur.relevance.composites import PRESETS
 
 _model = partial(typer.Option, rich_help_panel="Model")
 _image = partial(typer.Option, rich_help_panel="Images")
 _text = partial(typer.Option, rich_help_panel="Text")
 _view = partial(typer.Option, rich_help_panel="How images are seen")
+_training = partial(typer.Option, rich_help_panel="Training")
 
 _FORMS = (
     "torchvision:NAME, timm:NAME, hf:FOLDER or hf:NAME (Hugging Face, with its weights and tokenizer), FILE.py:FACTORY "
@@ -58,12 +61,15 @@ _TEST_SEQUENCES = (
 _SIZE = "Side of the network's input. Default: 224, or what timm says."
 _FIT = "Take the centre (crop, the default) or squeeze the whole image into the square."
 _MEMORY = "What scoring, repair and measuring may take: '1GiB'. Default: what is free, at most 1.5 GiB without a GPU."
+_MINUTES = "Train for so long, instead of a number of epochs."
+_BATCH_SIZE = "Samples of one training step. Default: 20 images, or as many sequences of text as suits the model."
+_CLIP = "Largest norm of the gradient; 0 is for no limit. Default: what suits the model."
+_LORA = "For a language model: train adapters of this rank (peft), and merge them. Default: all weights are trained."
 _MEAN = "Mean of the training pixels, 0 to 1: three numbers, or one for grey. Default: ImageNet's."
 
 Strict = Annotated[bool, _image("--strict", help="Refuse broken images instead of skipping them.")]
 MergeBy = Annotated[Merge, _image(help=f"{_MERGE}. {_FAIR} where a network spreads some probability over all outputs.")]
 EPOCHS = "Epochs of training after each removal, with the unpruned model as teacher. 0 is for none."
-LearningRate = Annotated[float | None, typer.Option(min=0.0, help="For training. Default: what suits the model.")]
 Seed = Annotated[int, typer.Option(help="Decides every random choice.")]
 Memory = Annotated[str | None, typer.Option(help=_MEMORY, metavar="SIZE")]
 Out = Annotated[Path, typer.Option(help="Folder for everything that is written.", show_default=False)]
@@ -113,9 +119,10 @@ class Texts:
     sequences: Annotated[int, _text(min=1, help=_SEQUENCES)] = 128
     test_sequences: Annotated[int | None, _text(min=1, help=_TEST_SEQUENCES)] = None
 
-    def check(self, images: Images) -> None:
-        """Refuse options for images beside text, and options for text without any."""
-        if self.text is None:
+    def check(self, images: Images, written: bool = False) -> None:
+        """Refuse options for images beside text, and options for text without any, unless it may be `written`."""
+        folder: Path | None = images.images  # None only where a command takes text as well
+        if self.text is None and not (written and not folder):
             given: dict[str, object] = {
                 "--labels": self.labels,
                 "--columns": self.columns,
@@ -124,6 +131,9 @@ class Texts:
             for option in (name for name, value in given.items() if value):
                 raise DataError(f"{option} says more about --text, which is missing.", fix="--text FILE")
             return
+        if self.text is None and (self.labels or self.columns):
+            what = "--labels and --columns say more about --text, which is missing."
+            raise DataError(what, fix="--text FILE")
         given = {
             "--images": images.images, "--outputs": images.outputs, "--test": images.test,
             "--per-class": images.per_class, "--test-per-class": images.test_per_class,
@@ -131,9 +141,41 @@ class Texts:
         for option in (name for name, value in given.items() if value):
             fix = "--test-text" if option == "--test" else f"leave out {option}"
             raise DataError(f"{option} is for images, but --text is given.", fix=fix)
-        if self.test_text is not None and self.test_text.resolve() == self.text.resolve():
+        if self.text and self.test_text and self.test_text.resolve() == self.text.resolve():
             what = f"--text and --test-text are the same file, {self.text}."
             raise DataError(what, fix="another --test-text, or none: then the last fifth is held out")
+
+
+@dataclass(frozen=True)
+class Training:
+    """Options that say how a smaller model is trained."""
+
+    minutes: Annotated[float | None, _training(min=0.01, help=_MINUTES)] = None
+    learning_rate: Annotated[float | None, _training(min=0.0, help="Default: what suits the model.")] = None
+    batch_size: Annotated[int | None, _training(min=2, help=_BATCH_SIZE)] = None
+    clip: Annotated[float | None, _training(min=0.0, help=_CLIP)] = None
+    lora: Annotated[int | None, _training(min=0, help=_LORA)] = None
+
+    def settings(self, **more: Any) -> Recover:
+        """As the Python function takes them."""
+        return Recover(
+            minutes=self.minutes, lr=self.learning_rate, batch_size=self.batch_size, clip=self.clip,
+            lora=self.lora or 0, **more,
+        )  # fmt: skip
+
+    @contextmanager
+    def naming_sizes(self) -> Iterator[None]:
+        """The command makes the batches, so that a fix about their size is an option."""
+        try:
+            yield
+        except TrainingError as error:
+            if error.fits is None:
+                raise
+            size = Argument("batch_size", error.fits)
+            what = error.what.replace("{", "{{").replace("}", "}}")
+            fixed = TrainingError(what, fix="{size}", where=error.where, size=size)
+            fixed.result = error.result
+            raise fixed from error
 
 
 @dataclass(frozen=True)

@@ -36,8 +36,9 @@ _FEW = 0.025
 
 
 def outlook(
-    task: Task | TextTask, *, kept: float, steps: bool, repair: bool, timed: bool, epochs: int, memory: str | None
-) -> str:
+    task: Task | TextTask, *, kept: float, steps: bool, repair: bool, timed: bool, epochs: int, memory: str | None,
+    minutes: float | None = None,
+) -> str:  # fmt: skip
     """About how long a run takes, from one pass of the model, and how much memory at most.
 
     `kept` is the share of the work that is left; `steps`: there are several, whose number is not known.
@@ -45,7 +46,11 @@ def outlook(
     scored, tested = task.load
     each = _seconds(task)
     passes = tested + _SCORING * scored + (_REPAIR * min(_COPIES * scored, _MOST) if repair else 0)
-    passes += tested * kept + epochs * scored * (1 + 3 * kept)
+    passes += tested * kept
+    training = epochs * scored * (1 + 3 * kept)
+    if minutes is not None:
+        training = min(training or float("inf"), 60 * minutes / each)
+    passes += training
     whole = each * (passes + _ANALYSIS + (_TIMING * (1 + kept) if timed else 0)) + _OTHERS
     device = device_of(task.model)
     room = allowed(device, memory=parse(memory))

@@ -27,7 +27,6 @@ from secateur.models import Opened
 from secateur.models.hub import reads_text
 from secateur.nest import select_samples
 from secateur.plans.targets import Limits, Scope
-from secateur.recover import Recover
 from secateur.report.changes import name_of
 from secateur.running.memory import parse, release
 from secateur.runtimes import Runtime, Setup
@@ -107,7 +106,7 @@ def prune(
     ignore: Annotated[list[str] | None, _method(help=_IGNORE)] = None,
     repair: Annotated[Literal["auto", "best", "none", "mean", "norm", "ridge"], _method(help=_REPAIR)] = "auto",
     epochs: Annotated[int, _method(min=0, help=o.EPOCHS)] = 0,
-    learning_rate: o.LearningRate = None,
+    training: o.Training,
     seed: o.Seed = 0,
     memory: o.Memory = None,
     seen: o.Seen,
@@ -177,7 +176,10 @@ def prune(
         printer.note(line)
     setup = Setup.of(task.example(), runtime, batch, threads)
     run = Run.begin(out, request(ctx, task), fresh, printer)
-    trained = Recover(epochs=epochs, lr=learning_rate, data=task.training_batches()) if epochs else None
+    trained = None
+    if epochs or training.minutes is not None:
+        data = task.training_batches(training.batch_size)
+        trained = training.settings(epochs=epochs or None, data=data)
     # `prune` chooses what the user leaves open.
     schedule = Schedule(step=step, rescore=rescore, seed=seed)
     limits = Limits(
@@ -188,11 +190,12 @@ def prune(
     steps, repaired = paper or max_drop is not None or max_drift is not None, repair != "auto" and repair != "none"
     printer.note(
         outlook(
-            task, kept=share, steps=steps, repair=repaired or not paper, timed=latency, epochs=epochs, memory=memory
+            task, kept=share, steps=steps, repair=repaired or not paper, timed=latency, epochs=epochs, memory=memory,
+            minutes=training.minutes,
         )
     )  # fmt: skip
     printer.note(f"pruning by {criterion}; you can interrupt this, and the same command goes on")
-    with run.working():
+    with run.working(), training.naming_sizes():
         result = run_prune(
             task.model, task.data(), criterion, remove, keep or None, schedule, limits=limits, repair=repair,
             recover=trained, evaluate=task.evaluate, max_drop=max_drop, max_drift=max_drift,

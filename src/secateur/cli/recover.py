@@ -14,11 +14,12 @@ from torch import nn
 from secateur.analysis.specialize import MergedOutputs, specialize
 from secateur.cli import options as o
 from secateur.cli.given_model import count_outputs, noise, read_model
+from secateur.cli.image_task import Task
 from secateur.cli.outlook import after_training, doubt, training_outlook
 from secateur.cli.output import Printer, intervals, percent
 from secateur.cli.prune import task_of
 from secateur.cli.run_folder import Run, check_folder, check_model, request
-from secateur.cli.text_task import TextTask
+from secateur.cli.text_task import TextTask, write_text_task
 from secateur.errors import SecateurError
 from secateur.files.pretrained import save_pretrained
 from secateur.files.saved import save
@@ -28,11 +29,11 @@ from secateur.recover import Recover
 from secateur.recover import recover as run_recover
 from secateur.running.accuracy import PERPLEXITY
 from secateur.running.devices import device_of
+from secateur.running.targets import Reader
 from secateur.surgery.cut import cut
 from secateur.surgery.provenance import plans_of
 
 _TEACHER = "The unpruned model, as MODEL was given to prune. Without it, the labels alone teach."
-_MINUTES = "Train for so long, instead of a number of epochs."
 
 
 @o.grouped()
@@ -46,8 +47,7 @@ def recover(
     images: o.SomeImages,
     texts: o.Texts,
     epochs: Annotated[int | None, typer.Option(min=1, help="Epochs of training. Default: 10.")] = None,
-    minutes: Annotated[float | None, typer.Option(min=0.01, help=_MINUTES)] = None,
-    learning_rate: o.LearningRate = None,
+    training: o.Training,
     seed: o.Seed = 0,
     seen: o.Seen,
     fresh: o.Fresh = False,
@@ -55,33 +55,37 @@ def recover(
 ) -> None:
     """Train a smaller model until it answers as the unpruned one does.
 
-    All images that accuracy is not measured on are trained on. Writes model/ into --out. An interrupted run goes on
-    when the same command is given again.
+    All images that accuracy is not measured on are trained on. Without --text, a language model is trained on
+    --sequences of --tokens that the teacher writes itself. Writes model/ into --out. An interrupted run goes on when
+    the same command is given again.
 
     Example: secateur recover small --teacher torchvision:resnet50 --teacher-weights default --images photos --epochs 20
     --out better
 
     Example: secateur recover small --teacher hf:my-model --text train.txt --minutes 10 --out better
     """
-    texts.check(images)
+    texts.check(images, written=True)
     check_folder(out, images=images.images, test=images.test)
-    check_model(out, pretrained=texts.text is not None)
+    check_model(out, pretrained=images.images is None)
     printer = Printer(as_json)
     with printer.stage("building the models and reading samples"):
         opened = read_model(source, seen)
         if not plans_of(opened.model):  # before hours of training
             what = f"{source.model} was not pruned by secateur, which is what recover trains."
             raise SecateurError(what, fix="the folder that `secateur prune` wrote")
-        task = task_of(opened, images, texts, seed, narrow=False)
         whole = _teacher(teacher, teacher_weights, opened) if teacher is not None else None
-    settings = Recover(epochs, minutes, learning_rate, teacher=0.0 if whole is None else Recover.teacher, seed=seed)
+        task = _task(opened, whole, images, texts, seed)
+    settings = training.settings(epochs=epochs, teacher=0.0 if whole is None else Recover.teacher, seed=seed)
+    if isinstance(task, TextTask):
+        for line in task.introduction("trained on"):
+            printer.note(line)
     run = Run.begin(out, request(ctx, task), fresh, printer)
     printer.note(training_outlook(task, whole, settings.decided(opened.model)))
     measure = task.evaluate
     before = measure(opened.model) if measure is not None else None
-    with run.working():
+    with run.working(), training.naming_sizes():
         done = run_recover(
-            opened.model, whole, task.training_batches(), settings, checkpoint=run.checkpoint,
+            opened.model, whole, task.training_batches(training.batch_size), settings, checkpoint=run.checkpoint,
             progress=printer.progress(),
         )  # fmt: skip
     after = measure(done.model) if measure is not None else None
@@ -104,6 +108,16 @@ def recover(
     printer.result(f"{done.stopped}; {summary['seconds']:.0f} s. Written to {place}")
     for line in after_training(out, task):
         printer.result(line)
+
+
+def _task(opened: Opened, whole: nn.Module | None, images: o.Images, texts: o.Texts, seed: int) -> Task | TextTask:
+    """What to train on: images, or text, or what a language model that is the teacher writes itself."""
+    if texts.text is None and reads_text(opened.model):
+        if whole is None or not Reader(whole).causal:
+            what = f"{type(opened.model).__name__} reads text, and there is none to train on."
+            raise SecateurError(what, fix="--text FILE; or --teacher MODEL, a language model, which writes text itself")
+        return write_text_task(opened, whole, texts, seed)
+    return task_of(opened, images, texts, seed, narrow=False)
 
 
 def _teacher(spec: str, weights: str | None, student: Opened) -> nn.Module:

@@ -26,6 +26,7 @@ from secateur.loop.prune import Result
 from secateur.models import Opened
 from secateur.models.hub import HUB, label_names, longest_text, quiet_hub, tokenizer_of
 from secateur.nest import select_samples
+from secateur.recover import write_text
 from secateur.report import Page
 from secateur.report.answers import Answers
 from secateur.running.accuracy import Accuracy, accuracy, perplexity
@@ -111,10 +112,10 @@ class TextTask:
         counts = {name: int((found == number).sum()) for number, name in enumerate(self._names)}
         return {"overall": len(found)} | {name: count for name, count in counts.items() if count}
 
-    def introduction(self) -> list[str]:
+    def introduction(self, use: str = "scored on") -> list[str]:
         """Which texts are used for what, in lines."""
         tested = f"tested on: {self.about[1]}" if self.test is not None else "there is no text to test on"
-        return [f"scored on: {self.about[0]}", tested]
+        return [f"{use}: {self.about[0]}", tested]
 
     @property
     def evaluate(self) -> Callable[[nn.Module], dict[str, float]] | None:
@@ -132,9 +133,15 @@ class TextTask:
     def _names(self) -> list[str]:
         return [f"class {name}" if name in ("overall", "worst") else name for name in self.classes]
 
-    def training_batches(self) -> Any:
-        """For fine-tuning."""
-        return self.data()
+    def training_batches(self, size: int | None = None) -> Any:
+        """For training."""
+        if size is None:
+            return self.data()
+        return [
+            (select_samples(inputs, part), select_samples(targets, part))
+            for inputs, targets in self.data()
+            for part in (slice(begin, begin + size) for begin in range(0, len(inputs["input_ids"]), size))
+        ]
 
     def save(self, result: Result, folder: Path) -> None:
         """Write the smaller model as transformers does, in the number format that the unpruned one has on disk."""
@@ -216,10 +223,10 @@ def read_text_task(opened: Opened, given: Texts) -> TextTask:
     if given.tokens > most:
         tokens = Argument("tokens", given.tokens)
         raise DataError("{tokens}: this model takes at most {most} tokens.", tokens=tokens, most=most)
-    return _labelled(opened, tokenizer, given) if given.labels else _running(opened, tokenizer, given, most)
+    return _labelled(opened, tokenizer, given) if given.labels else _running(opened, tokenizer, given)
 
 
-def _running(opened: Opened, tokenizer: Any, given: Texts, most: int) -> TextTask:
+def _running(opened: Opened, tokenizer: Any, given: Texts) -> TextTask:
     """A language model and running text."""
     model: Any = opened.model
     if not Reader(model).causal:
@@ -233,14 +240,37 @@ def _running(opened: Opened, tokenizer: Any, given: Texts, most: int) -> TextTas
     else:
         (tokens, held), name = tokens.split(_HELD_OUT), f"the last fifth of {given.text}"
     ids = tokens.sequences(given.tokens, given.sequences, str(given.text))
-    context = min(_CONTEXT, most, max(len(held) + len(held.begin), 2))
-    rows = held.sequences(context, given.test_sequences or _TEST[0], name)
+    return _language(opened, tokenizer, given, ids, f" of {given.text}", (held, name))
+
+
+def write_text_task(opened: Opened, teacher: nn.Module, given: Texts, seed: int) -> TextTask:
+    """A language model and text that its teacher writes. The same seed writes the same."""
+    tokenizer = tokenizer_of(opened.origin.model)
+    given = replace(given, tokens=min(given.tokens, longest_text(opened.model, tokenizer)))
+    ids = write_text(teacher, given.sequences, given.tokens, seed)["input_ids"]
+    held = None
+    if given.test_text is not None:
+        held = Tokens.of(read_text(given.test_text), tokenizer), str(given.test_text)
+    return _language(opened, tokenizer, given, ids, " that the teacher wrote", held)
+
+
+def _language(
+    opened: Opened, tokenizer: Any, given: Texts, ids: Tensor, origin: str, held: tuple[Tokens, str] | None
+) -> TextTask:
+    """A language model, the sequences `ids`, and text that it is tested on, with its name."""
+    model: Any = opened.model
     outputs = len(model.get_input_embeddings().weight)
-    about = f"{_count(len(ids), 'sequence')} of {given.tokens} tokens of {given.text}"
-    tested = f"{_count(len(rows), 'sequence')} of {context} tokens of {name}"
-    size = {length: max(1, min(32, _LOGITS // (length * outputs))) for length in (given.tokens, context)}
-    reference, test = in_batches(ids, size[given.tokens]), in_batches(rows, size[context])
-    return TextTask(opened, tokenizer, given.tokens, reference, test, (about, tested))
+
+    def batched(rows: Tensor) -> list[Batch]:
+        return in_batches(rows, max(1, min(32, _LOGITS // (rows.shape[1] * outputs))))
+
+    about, tested, test = f"{_count(len(ids), 'sequence')} of {given.tokens} tokens{origin}", "", None
+    if held is not None:
+        tokens, name = held
+        context = min(_CONTEXT, longest_text(model, tokenizer), max(len(tokens) + len(tokens.begin), 2))
+        rows = tokens.sequences(context, given.test_sequences or _TEST[0], name)
+        tested, test = f"{_count(len(rows), 'sequence')} of {context} tokens of {name}", batched(rows)
+    return TextTask(opened, tokenizer, given.tokens, batched(ids), test, (about, tested))
 
 
 def _labelled(opened: Opened, tokenizer: Any, given: Texts) -> TextTask:

@@ -14,20 +14,23 @@ from secateur.running.devices import device_of
 from secateur.running.sandbox import leaves_no_trace
 from secateur.running.targets import Reader
 
-# Sequences that are written at a time, and the length of each if nothing else is said.
-_AT_ONCE, _TOKENS = 64, 128
+# The length of a sequence if nothing else is said.
+_TOKENS = 128
 
 
 @leaves_no_trace
-def write_text(model: nn.Module, sequences: int = 256, tokens: int | None = None, seed: int = 0) -> dict[str, Tensor]:
+def write_text(
+    model: nn.Module, sequences: int = 256, tokens: int | None = None, seed: int = 0, batch_size: int = 64
+) -> dict[str, Tensor]:
     """Text that a language model of transformers writes itself: `{"input_ids": (sequences, tokens)}`.
 
-    `tokens` is 128, or fewer if the model takes no more.
+    `tokens` is 128, or fewer if the model takes no more. `batch_size` sequences are written at a time.
 
     Each sequence begins with the model's mark of the start, if it has one, and a token at random. All others are drawn
     from the probabilities that the model gives. It is something to train a smaller model on where there is no text.
     """
     check_count("sequences", sequences)
+    check_count("batch_size", batch_size)
     writer: Any = shared_copy(unwrap(model)).eval()
     if not Reader(writer).causal:
         raise DataError(f"{type(writer).__name__} writes no text.", fix="data=…, texts or samples to train on")
@@ -41,8 +44,8 @@ def write_text(model: nn.Module, sequences: int = 256, tokens: int | None = None
     first = getattr(writer.config, "bos_token_id", None)
     words = writer.get_input_embeddings().weight.shape[0]
     found = []
-    for begin in range(0, sequences, _AT_ONCE):
-        count = min(_AT_ONCE, sequences - begin)
+    for begin in range(0, sequences, batch_size):
+        count = min(batch_size, sequences - begin)
         ids = torch.randint(words, (count, 1), device=device)
         if isinstance(first, int):
             ids = torch.cat([torch.full_like(ids, first), ids], 1)
@@ -61,12 +64,14 @@ def with_adapters(model: nn.Module, rank: int) -> nn.Module:
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError:
-        raise SecateurError("lora needs peft.", fix="pip install peft, or lora=0") from None
+        none = Argument("lora", 0)
+        raise SecateurError("adapters need peft.", fix="pip install peft, or {none}", none=none) from None
     plain: Any = model
     head = plain.get_output_embeddings() if hasattr(plain, "get_output_embeddings") else None
     layers = [name for name, part in model.named_modules() if isinstance(part, nn.Linear) and part is not head]
     if not layers:
-        raise SecateurError(f"{type(model).__name__} has no linear layer for an adapter.", fix="lora=0")
+        kind, none = type(model).__name__, Argument("lora", 0)
+        raise SecateurError("{kind} has no linear layer for an adapter.", fix="{none}", kind=kind, none=none)
     config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=layers)
     found: nn.Module = get_peft_model(plain, config)
     return found

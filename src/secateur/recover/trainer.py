@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from secateur.errors import Argument, DataError, FileFormatError, TrainingError
 from secateur.nest import map_tensors, select_samples, tensors_in
@@ -21,7 +22,7 @@ from secateur.recover.recording import Recording
 from secateur.recover.samples import Samples
 from secateur.recover.schedule import CURVES, Budget
 from secateur.recover.settings import Epoch, Recover
-from secateur.running.batches import size_of
+from secateur.running.batches import Data, is_pair, size_of
 from secateur.running.devices import device_of
 from secateur.running.logits import logits_of
 from secateur.running.processes import active, agree, gathered, in_step, same_everywhere, share, synchronise
@@ -126,7 +127,7 @@ class Trainer:
             try:
                 numbers = (self._gradients if self._unchecked else gradients)(inputs, targets)
             except torch.OutOfMemoryError:
-                self._refuse_size(inputs, targets)
+                self._refuse_size(self._gradients, inputs, targets, self.samples.data)
             self._step()
             sums += numbers
             steps += 1
@@ -244,8 +245,8 @@ class Trainer:
             lr=Argument("lr", self.settings.lr), clip=Argument("clip", 1.0),
         )  # fmt: skip
 
-    def _refuse_size(self, inputs: Any, targets: Any) -> None:
-        """Say which batch size would fit into memory."""
+    def _refuse_size(self, compute: Callable[[Any, Any], Tensor], inputs: Any, targets: Any, data: Data) -> NoReturn:
+        """Say which batch size would fit into memory. Where the user makes the batches, so says the fix."""
         whole = size = size_of(inputs)
         fits = False
         while size > 1 and not fits:
@@ -254,20 +255,26 @@ class Trainer:
             if self._cuda:
                 torch.cuda.empty_cache()
             try:
-                self._gradients(select_samples(inputs, slice(size)), select_samples(targets, slice(size)))
+                compute(select_samples(inputs, slice(size)), select_samples(targets, slice(size)))
                 fits = True
             except torch.OutOfMemoryError:
                 continue
         self._load(self._good)
+        held = data is self.samples.held
         if fits:
-            raise TrainingError(
-                "a batch of {whole} does not fit into the memory of {device}; {size} samples fit.", fix="{batch}",
-                whole=whole, device=self._device, size=size, batch=Argument("batch_size", size * share()[1]),
+            own = "a DataLoader with {batch}" if isinstance(data, DataLoader) else "batches of {size} samples"
+            error = TrainingError(
+                "a batch of {whole} does not fit into the memory of {device}; {size} samples fit.",
+                fix="{batch}" if is_pair(data) else own,
+                whole=f"{whole} held-out samples" if held else whole, device=self._device, size=size,
+                batch=Argument("batch_size", size * (share()[1] if is_pair(data) else 1)),
             )  # fmt: skip
+            error.fits = size
+            raise error
         raise TrainingError(
-            "not even one sample fits into the memory of {device} with its gradients.",
+            "not even one {held}sample fits into the memory of {device}{gradients}.",
             fix="smaller inputs, {lora} for a language model, or a larger GPU", device=self._device,
-            lora=Argument("lora", 8),
+            held="held-out " if held else "", gradients="" if held else " with its gradients", lora=Argument("lora", 8),
         )  # fmt: skip
 
     # -- measures and states -------------------------------------------------------------------------------------------
@@ -279,16 +286,22 @@ class Trainer:
         self._load(self._snapshot())
         with evaluating(self.student), torch.no_grad(), self._half_precision():
             for inputs, targets in self.samples.held_batches():
-                answer = logits_of(run(self.teacher, inputs)) if self.teacher is not None else None
-                loss, right = self._objective(inputs, targets, logits_of(run(self.student, inputs)), answer)
-                size = size_of(inputs)
-                sums += torch.cat([size * loss.float().reshape(1), right])
-                count += size
+                try:
+                    sums += self._judged(inputs, targets)
+                except torch.OutOfMemoryError:
+                    self._refuse_size(self._judged, inputs, targets, self.samples.held)
+                count += size_of(inputs)
         self._load(now)
         total, hits, known, seen = (sum(part) for part in zip(*gathered([*sums.tolist(), float(count)]), strict=True))
         if not seen:
             raise DataError("the held-out data are empty.")
         return total / seen, hits / known if known else None
+
+    def _judged(self, inputs: Any, targets: Any) -> Tensor:
+        """The loss of a batch, times its size; how many answers are right, and how many are known."""
+        answer = logits_of(run(self.teacher, inputs)) if self.teacher is not None else None
+        loss, right = self._objective(inputs, targets, logits_of(run(self.student, inputs)), answer)
+        return torch.cat([size_of(inputs) * loss.float().reshape(1), right])
 
     def _snapshot(self) -> list[Tensor]:
         """The weights that would be the result now."""

@@ -1,0 +1,51 @@
+"""What every process of the league holds: the data in the memory of the device, the unpruned network, smaller ones."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import safetensors.torch
+import torch
+from torch import nn
+
+from benchmarks.cifar import read
+from benchmarks.league_models import RECIPE, TEACHER, Job, chosen, folded, padded, shaped
+from benchmarks.league_together import Student, Together
+from benchmarks.resnet56 import resnet56
+
+
+class Worker:
+    """Runs jobs, one after another, with the data in the memory of the device."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        torch.set_num_threads(1)
+        torch.backends.cudnn.benchmark = True
+        self.device, self.out = options.device, Path(options.out)
+        self.train, self.test = read(Path(options.data), self.device)
+        if options.samples:
+            self.train, self.test = ((x[: options.samples], y[: options.samples]) for x, y in (self.train, self.test))
+        self.net = resnet56(Path(options.weights)).to(self.device)
+        self.teacher = folded(self.net)
+
+    def group(self, jobs: Sequence[Job], backend: str = "", recorded: bool = True) -> Together:
+        """The students of these jobs, ready to be trained together."""
+        order = torch.channels_last if self.device == "cuda" else torch.preserve_format
+        students = []
+        for job in jobs:
+            net = padded(self.prepared(job)).to(self.device, memory_format=order)
+            students.append(Student(net, TEACHER if job.row.teacher else 0.0, RECIPE["weight_decay"]))
+        teacher = self.teacher if any(job.row.teacher for job in jobs) else None
+        return Together(students, teacher, recorded, backend)
+
+    def prepared(self, job: Job) -> nn.Module:
+        path = self.out / "models" / job.prepared
+        if not path.exists():
+            model = chosen(self.net, self.train, job)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            half = path.with_suffix(f".{os.getpid()}")
+            safetensors.torch.save_file({k: v.contiguous() for k, v in model.state_dict().items()}, half)
+            half.unlink() if path.exists() else half.rename(path)  # another process may have been faster
+        return shaped(safetensors.torch.load_file(path)).to(self.device).eval()
