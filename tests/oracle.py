@@ -68,6 +68,8 @@ def _over_kept(removed: list[int], module: nn.Module, args: tuple[Tensor, ...], 
         small._parameters = {
             name: None if p is None else nn.Parameter(p[kept]) for name, p in module._parameters.items()
         }
+        if getattr(module, "group_size", None) == last.shape[-1]:  # one group, as large as all channels together
+            small.group_size = len(kept)  # type: ignore[assignment]
         made[..., kept] = small(last[..., kept], *(gate[..., kept] for gate in args[1:]))
     return made.movedim(-1, 1) if first else made
 

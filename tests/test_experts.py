@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import secateur as sc
-from benchmarks.tiny_transformers import build, inputs
+from benchmarks.tiny_transformers import build, inputs, parts
 from oracle import random_scores
 from secateur.errors import TargetError
 from secateur.plans import Limits
@@ -221,6 +221,39 @@ def _linear(weight: Tensor) -> nn.Linear:
     layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
     layer.weight.data = weight.detach().clone()
     return layer
+
+
+def test_neurons_of_experts_of_gpt_oss() -> None:
+    """Gates and what they gate lie in turn in one layer, and every expert has a matrix of its own for them."""
+    model: Any = build("gpt_oss", "CAUSAL_LM").float()
+    example = inputs(model, 3, 9)
+    graph = sc.analyze(model, example)
+    assert parts(graph)["neurons"][:2] == (192, 192)  # gates and gated, of two layers
+    small: Any = sc.apply(model, remove(graph, "model.layers.1.mlp.experts", [3, 20, 47]))
+    assert small.model.layers[1].mlp.experts.gate_up_proj.shape[2] == 90
+    experts = model.model.layers[1].mlp.experts
+    with torch.no_grad():
+        whole = model(**example).logits
+        experts.down_proj[:, [3, 20, 47]] = 0
+        wanted = model(**example).logits
+        assert (whole - wanted).abs().max() > 0.01
+        torch.testing.assert_close(small(**example).logits, wanted)
+
+
+@pytest.mark.parametrize("family", ["switch_transformers", "nllb-moe"])
+def test_experts_that_are_modules_stay_with_a_reason(family: str) -> None:
+    """Their router takes the largest and names the module of that number. It casts itself in its forward, which changes
+    nothing here and must not freeze the width."""
+    model: Any = build(family, "SEQ_TO_SEQ_CAUSAL_LM").float()
+    assert sum("experts.expert_3" in name for name, _ in model.named_parameters()) >= 4  # there are sparse layers
+    found = parts(sc.analyze(model, inputs(model)))
+    free, units, why = found["experts"]
+    assert (free, units) == (0, 8)
+    assert "argmax" in why
+    if family == "nllb-moe":  # whatever the router says, its code runs the first two experts only
+        assert "expert_2.fc1` never ran" in found["width"][2]
+    else:
+        assert found["width"][0] == found["width"][1] > 0
 
 
 @pytest.mark.parametrize("way", ["eager", pytest.param("grouped_mm", marks=GROUPED), "batched_mm"])

@@ -126,6 +126,18 @@ def _within(source: Tensor, index: Tensor) -> Tensor:
     return source if whole else source[tuple(map(slice, index.shape))]
 
 
+class NewData(Fixed):
+    """`x.data = y`. A module that casts itself with `to` in its forward gives its weights to themselves."""
+
+    def channels(self, labels: LabelVerbs, call: Call, output: Any) -> None:
+        if call["value"] is not call["input"]:
+            for tensor in call.tensors():
+                labels.freeze_tensor(tensor, f"{call.site} {self.deed}")
+
+    def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
+        return call.run() if call["value"] is call["input"] else refused(relevance, call)
+
+
 class Sampling(Ruled):
     """Images, and the places at which they are looked up. Channels go on, and the places stay as they are.
 
@@ -145,6 +157,7 @@ class Sampling(Ruled):
             labels.carry(x, tensor, mixed, reason)
 
 
+register("input value", Tensor.data.__set__, operation=NewData("replaces it"))  # type: ignore[attr-defined]
 register_named("input indices dim=None", "take_along_dim", Fixed(_LOOKED_UP))
 register_named("input dim index value|src reduce=None", "scatter", Fixed(_WRITTEN, _scatters))
 register_named("input indices values accumulate=False", "index_put", Fixed(_WRITTEN, _puts))
