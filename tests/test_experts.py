@@ -200,6 +200,49 @@ def test_experts_of_deepseek(groups: int) -> None:
     assert small.model.layers[1].mlp.gate.num_experts == 8 - len(gone)
 
 
+def test_experts_of_phimoe() -> None:
+    """Its router takes the largest, forbids it, and takes the largest of the rest. Experts that are much smaller than
+    the one that is taken do not count in its share."""
+    model: Any = build("phimoe", "CAUSAL_LM", num_local_experts=6).float()
+    example = inputs(model, 3, 9)
+    graph = sc.analyze(model, example)
+    layer = next(one for one in graph.layers if one.name == "model.layers.1.mlp.router")
+    assert (layer.kind, layer.prunable, len(layer.groups)) == ("expert", True, 6)
+    small: Any = sc.apply(model, remove(graph, layer.name, [0, 2, 3]))
+    gate = model.model.layers[1].mlp.router
+    kept, jitter = torch.tensor([1, 4, 5]), gate.router_jitter_noise
+
+    def without(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        logits = x @ gate.weight.T
+        shares, chosen = torch.zeros(len(x), 2), torch.zeros(len(x), 2, dtype=torch.long)
+        for token, row in enumerate(logits[:, kept]):
+            open_places = [0, 1, 2]
+            for turn in (0, 1):
+                best = max(open_places, key=lambda place: float(row[place]))
+                near = [p for p in open_places if (row[best] - row[p]) / max(row[p].abs(), row[best]) <= 2 * jitter]
+                shares[token, turn] = row[best].exp() / row[near].exp().sum()
+                chosen[token, turn] = kept[best]
+                open_places.remove(best)
+        return logits, shares, chosen
+
+    check_routed(small, model, gate, without, example)
+    limits = Limits(only=layer.name)
+    with pytest.raises(TargetError, match="at most"):  # two are chosen
+        sc.plan(graph, random_scores(graph), remove=5 / graph.total_units, limits=limits)
+    assert sc.plan(graph, random_scores(graph), remove=4 / graph.total_units, limits=limits).layers[layer.name] == (
+        6,
+        2,
+    )
+
+
+@pytest.mark.parametrize(("family", "operation"), [("llama4_text", "scatter_"), ("jetmoe", "topk")])
+def test_experts_that_stay_have_a_reason(family: str, operation: str) -> None:
+    model = build(family, "CAUSAL_LM").float()
+    free, units, why = parts(sc.analyze(model, inputs(model)))["experts"]
+    assert free == 0 < units
+    assert operation in why
+
+
 class Apart(nn.Module):
     """The experts of Mixtral as linear layers of their own, all of which run for every token."""
 

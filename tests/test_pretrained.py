@@ -486,7 +486,7 @@ def test_torch_compile(both: tuple[Any, Any]) -> None:
 @pytest.mark.skipif(torch.__version__.startswith("2.6."), reason="torch 2.6 cannot compile the original either")
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch's own compiler needs one for C++")
 def test_torch_compile_with_its_own_compiler(both: tuple[Any, Any], tmp_path: Path, monkeypatch: Any) -> None:
-    """Widths differ from layer to layer, so each layer is compiled for its own. The reference is the masked original."""
+    """Widths differ from layer to layer, so each layer is compiled for its own. Compared with the masked original."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     from torch._inductor.compile_fx import compile_fx
 
