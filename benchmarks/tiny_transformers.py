@@ -127,10 +127,12 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "mpt": {"max_seq_len": 64},
     "mobilebert": {"intra_bottleneck_size": 16, "embedding_size": 16, "true_hidden_size": 16},
     "nemotron_h": {"mamba_num_heads": 8, "mamba_head_dim": 8, "n_groups": 1, "ssm_state_size": 8, "chunk_size": 8},
+    "nllb-moe": {"encoder_sparse_step": 2, "decoder_sparse_step": 2},  # or no layer has experts
     "nystromformer": {"num_landmarks": 4, "segment_means_seq_len": 8},
     "recurrent_gemma": {"block_types": ["recurrent", "attention"], "attention_window_size": 16},
     "rwkv": {"attention_hidden_size": 32},
     "squeezebert": {f"{x}_groups": 2 for x in ("q", "k", "v", "post_attention", "intermediate", "output")},
+    "switch_transformers": {"num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1},
     "whisper": {"max_source_positions": 16},
     "yolos": {"image_size": [32, 48], "num_detection_tokens": 6},
     "xmod": {"default_language": "en_XX", "languages": ["en_XX"]},
@@ -272,7 +274,8 @@ def parts(graph: Graph) -> dict[str, tuple[int, int, str]]:
     for layer in graph.layers:
         if layer.reason in _OUTPUTS:
             continue
-        other = "width" if len(layer.paths) > 2 else "neurons"
+        # A router whose operations cannot be followed is no layer of experts for the graph.
+        other = "experts" if "router" in layer.name.split(".") else "width" if len(layer.paths) > 2 else "neurons"
         part = {"head": "heads", "expert": "experts"}.get(layer.kind, other)
         free, all_units, why = found.get(part, (0, 0, ""))
         units = int(graph.units[layer.groups].sum())

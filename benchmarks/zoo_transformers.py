@@ -128,7 +128,7 @@ def _logits(model: nn.Module, example: dict[str, Tensor], double: bool = False) 
 
 def _single(model: nn.Module) -> bool:
     """Whether a forward knows no double precision."""
-    return getattr(model, "config", None) is not None and model.config.model_type in ("xglm", "mra")
+    return getattr(model, "config", None) is not None and model.config.model_type in ("xglm", "mra", "inkling2_text")
 
 
 def _said(error: Exception) -> str:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import secateur as sc
-from benchmarks.tiny_transformers import build, inputs
+from benchmarks.tiny_transformers import build, inputs, parts
 from oracle import random_scores
 from secateur.errors import TargetError
 from secateur.plans import Limits
@@ -200,6 +200,49 @@ def test_experts_of_deepseek(groups: int) -> None:
     assert small.model.layers[1].mlp.gate.num_experts == 8 - len(gone)
 
 
+def test_experts_of_phimoe() -> None:
+    """Its router takes the largest, forbids it, and takes the largest of the rest. Experts that are much smaller than
+    the one that is taken do not count in its share."""
+    model: Any = build("phimoe", "CAUSAL_LM", num_local_experts=6).float()
+    example = inputs(model, 3, 9)
+    graph = sc.analyze(model, example)
+    layer = next(one for one in graph.layers if one.name == "model.layers.1.mlp.router")
+    assert (layer.kind, layer.prunable, len(layer.groups)) == ("expert", True, 6)
+    small: Any = sc.apply(model, remove(graph, layer.name, [0, 2, 3]))
+    gate = model.model.layers[1].mlp.router
+    kept, jitter = torch.tensor([1, 4, 5]), gate.router_jitter_noise
+
+    def without(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        logits = x @ gate.weight.T
+        shares, chosen = torch.zeros(len(x), 2), torch.zeros(len(x), 2, dtype=torch.long)
+        for token, row in enumerate(logits[:, kept]):
+            open_places = [0, 1, 2]
+            for turn in (0, 1):
+                best = max(open_places, key=lambda place: float(row[place]))
+                near = [p for p in open_places if (row[best] - row[p]) / max(row[p].abs(), row[best]) <= 2 * jitter]
+                shares[token, turn] = row[best].exp() / row[near].exp().sum()
+                chosen[token, turn] = kept[best]
+                open_places.remove(best)
+        return logits, shares, chosen
+
+    check_routed(small, model, gate, without, example)
+    limits = Limits(only=layer.name)
+    with pytest.raises(TargetError, match="at most"):  # two are chosen
+        sc.plan(graph, random_scores(graph), remove=5 / graph.total_units, limits=limits)
+    assert sc.plan(graph, random_scores(graph), remove=4 / graph.total_units, limits=limits).layers[layer.name] == (
+        6,
+        2,
+    )
+
+
+@pytest.mark.parametrize(("family", "operation"), [("llama4_text", "scatter_"), ("jetmoe", "topk")])
+def test_experts_that_stay_have_a_reason(family: str, operation: str) -> None:
+    model = build(family, "CAUSAL_LM").float()
+    free, units, why = parts(sc.analyze(model, inputs(model)))["experts"]
+    assert free == 0 < units
+    assert operation in why
+
+
 class Apart(nn.Module):
     """The experts of Mixtral as linear layers of their own, all of which run for every token."""
 
@@ -221,6 +264,39 @@ def _linear(weight: Tensor) -> nn.Linear:
     layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
     layer.weight.data = weight.detach().clone()
     return layer
+
+
+def test_neurons_of_experts_of_gpt_oss() -> None:
+    """Gates and what they gate lie in turn in one layer, and every expert has a matrix of its own for them."""
+    model: Any = build("gpt_oss", "CAUSAL_LM").float()
+    example = inputs(model, 3, 9)
+    graph = sc.analyze(model, example)
+    assert parts(graph)["neurons"][:2] == (192, 192)  # gates and gated, of two layers
+    small: Any = sc.apply(model, remove(graph, "model.layers.1.mlp.experts", [3, 20, 47]))
+    assert small.model.layers[1].mlp.experts.gate_up_proj.shape[2] == 90
+    experts = model.model.layers[1].mlp.experts
+    with torch.no_grad():
+        whole = model(**example).logits
+        experts.down_proj[:, [3, 20, 47]] = 0
+        wanted = model(**example).logits
+        assert (whole - wanted).abs().max() > 0.01
+        torch.testing.assert_close(small(**example).logits, wanted)
+
+
+@pytest.mark.parametrize("family", ["switch_transformers", "nllb-moe"])
+def test_experts_that_are_modules_stay_with_a_reason(family: str) -> None:
+    """Their router takes the largest and names the module of that number. It casts itself in its forward, which changes
+    nothing here and must not freeze the width."""
+    model: Any = build(family, "SEQ_TO_SEQ_CAUSAL_LM").float()
+    assert sum("experts.expert_3" in name for name, _ in model.named_parameters()) >= 4  # there are sparse layers
+    found = parts(sc.analyze(model, inputs(model)))
+    free, units, why = found["experts"]
+    assert (free, units) == (0, 8)
+    assert "argmax" in why
+    if family == "nllb-moe":  # whatever the router says, its code runs the first two experts only
+        assert "expert_2.fc1` never ran" in found["width"][2]
+    else:
+        assert found["width"][0] == found["width"][1] > 0
 
 
 @pytest.mark.parametrize("way", ["eager", pytest.param("grouped_mm", marks=GROUPED), "batched_mm"])

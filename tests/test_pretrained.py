@@ -483,6 +483,29 @@ def test_torch_compile(both: tuple[Any, Any]) -> None:
     torch.testing.assert_close(logits(compiled), logits(both[0]))
 
 
+@pytest.mark.skipif(torch.__version__.startswith("2.6."), reason="torch 2.6 cannot compile the original either")
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch's own compiler needs one for C++")
+def test_torch_compile_with_its_own_compiler(both: tuple[Any, Any], tmp_path: Path, monkeypatch: Any) -> None:
+    """Widths differ from layer to layer, so each layer is compiled for its own. Compared with the masked original."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    from torch._inductor.compile_fx import compile_fx
+
+    torch._dynamo.reset()
+    small, masked = both
+    seen: list[str] = []
+
+    def counted(graph: Any, inputs: Any) -> Any:
+        seen.append(type(graph).__name__)
+        return compile_fx(graph, inputs)
+
+    compiled = torch.compile(small, backend=counted)
+    torch.testing.assert_close(logits(compiled), logits(masked))
+    assert seen
+    longer = torch.cat([IDS, IDS], 1)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(input_ids=longer).logits, masked(input_ids=longer).logits)
+
+
 def test_files_of_another_folder_are_not_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A model that was not loaded has no tokenizer. Another model's may lie where Python was started."""
     (tmp_path / "config.json").write_text("{}")

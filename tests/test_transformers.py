@@ -199,6 +199,41 @@ def test_relevance_is_conserved_where_forwards_are_odd(family: str, mapping: str
         assert float(seen.heat[0, 5:].abs().max()) < 1e-6 * float(seen.heat.abs().max())
 
 
+@pytest.mark.parametrize("composite", ["attnlrp", "alpha1beta0"])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_padding_changes_nothing_where_attention_has_a_window(side: str, attention: str, composite: str) -> None:
+    """Padding beyond the window sees nothing at all: rows of attention in which everything is masked. ModernBert knows
+    only distances between positions, so padding may be on either side."""
+    model: Any = build("modernbert", _MASKED, attn_implementation=attention, sliding_window=2).float()
+    short, length, pad = inputs(model, 1, 6)["input_ids"], 16, 10
+    kept = slice(0, 6) if side == "right" else slice(pad, length)
+    batch = inputs(model, 2, length)
+    batch["input_ids"][0], batch["attention_mask"][0] = 0, 0
+    batch["input_ids"][0, kept], batch["attention_mask"][0, kept] = short[0], 1
+    place = (torch.arange(2), torch.tensor([kept.start + 4, 4]), 3)
+
+    def at_place(output: Tensor) -> Tensor:
+        seed = torch.zeros_like(output)
+        seed[place] = output[place]
+        return seed
+
+    def at_fifth(output: Tensor) -> Tensor:
+        seed = torch.zeros_like(output)
+        seed[0, 4, 3] = output[0, 4, 3]
+        return seed
+
+    seen = sc.explain(model, batch, at_place, composite=composite)
+    given = [{"input_ids": short}, {"input_ids": batch["input_ids"][1:]}]
+    alone = [sc.explain(model, one, at_fifth, composite=composite) for one in given]
+    padded, first, second = (s.input[0] if isinstance(s.input, list) else s.input for s in (seen, *alone))
+    assert bool(torch.isfinite(padded).all())
+    assert float(first.abs().max()) > 1e-3
+    torch.testing.assert_close(padded[:1, kept], first, rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(padded[1:], second, rtol=1e-3, atol=1e-5)
+    assert float(padded[0][batch["attention_mask"][0] == 0].abs().max()) <= 1e-12
+
+
 @pytest.mark.filterwarnings("ignore:the model returns several tensors")
 def test_samples_that_are_compared_are_explained_one_by_one() -> None:
     model = build("chinese_clip", "ZERO_SHOT_IMAGE_CLASSIFICATION").float()

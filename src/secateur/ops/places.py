@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from secateur.nest import tensors_in
-from secateur.ops.layers import column, head, varying
+from secateur.ops.layers import column, head, lost, varying
 from secateur.ops.protocols import LabelVerbs, RelevanceVerbs
 from secateur.ops.shape import Fixed
 from secateur.ops.table import Call, Operation, Ruled, averages, refused, register, register_named, writes
@@ -58,6 +58,20 @@ class Gather(Fixed):
             else:
                 labels.freeze(layer, f"{call.site} {self.deed}")
         labels.set(output, kept)
+
+
+class Scatter(Fixed):
+    """Writes numbers into computed places. What a router chose belongs to the experts, such as -inf for those that it
+    shall not choose again."""
+
+    def channels(self, labels: LabelVerbs, call: Call, output: Any) -> None:
+        dim, layers = int(call["dim"]) % output.ndim, labels.layers(call["input"])
+        one = not isinstance(call["value"], Tensor) and call["reduce"] is None
+        along = one and len(layers) == 1 and varying(layers[0]) == [dim]
+        if along and labels.looks_up(column(layers[0]), call["index"], False):
+            labels.set(output, [lost(layers[0])])
+        else:
+            super().channels(labels, call, output)
 
 
 class AddedRows(Operation):
@@ -126,6 +140,18 @@ def _within(source: Tensor, index: Tensor) -> Tensor:
     return source if whole else source[tuple(map(slice, index.shape))]
 
 
+class NewData(Fixed):
+    """`x.data = y`. A module that casts itself with `to` in its forward gives its weights to themselves."""
+
+    def channels(self, labels: LabelVerbs, call: Call, output: Any) -> None:
+        if call["value"] is not call["input"]:
+            for tensor in call.tensors():
+                labels.freeze_tensor(tensor, f"{call.site} {self.deed}")
+
+    def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
+        return call.run() if call["value"] is call["input"] else refused(relevance, call)
+
+
 class Sampling(Ruled):
     """Images, and the places at which they are looked up. Channels go on, and the places stay as they are.
 
@@ -145,8 +171,9 @@ class Sampling(Ruled):
             labels.carry(x, tensor, mixed, reason)
 
 
+register("input value", Tensor.data.__set__, operation=NewData("replaces it"))  # type: ignore[attr-defined]
 register_named("input indices dim=None", "take_along_dim", Fixed(_LOOKED_UP))
-register_named("input dim index value|src reduce=None", "scatter", Fixed(_WRITTEN, _scatters))
+register_named("input dim index value|src reduce=None", "scatter", Scatter(_WRITTEN, _scatters))
 register_named("input indices values accumulate=False", "index_put", Fixed(_WRITTEN, _puts))
 register_named("input *rest", "masked_scatter index_copy", Fixed(_WRITTEN, writes))
 register_named("input *rest", "select_scatter slice_scatter index_fill diagonal_scatter put", Fixed(_WRITTEN, refused))

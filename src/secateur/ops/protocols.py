@@ -54,6 +54,9 @@ class LabelVerbs(Protocol):
     def is_weight(self, tensor: Any) -> bool:
         """Whether a tensor is a parameter or buffer, or computed from nothing else."""
 
+    def add_weight(self, tensor: Tensor) -> None:
+        """A tensor is a part of a weight, though data say which."""
+
     def fits(self, tensor: Any) -> frozenset[int]:
         """The dimensions along which a tensor repeats one number, and was made to fit whatever it meets."""
 

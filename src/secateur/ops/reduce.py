@@ -112,6 +112,19 @@ class TopK(Cumulative):
             super().channels(labels, call, output)
 
 
+class Best(Reduction):
+    """The largest, and its number. A router may choose one expert so, and then one of the others."""
+
+    def channels(self, labels: LabelVerbs, call: Call, output: Any) -> None:
+        x, found = call["input"], tensors_in(output)
+        dims = self.dims(call, x)
+        layers = labels.layers(x)
+        if dims is None or len(dims) != 1 or len(found) != 2 or len(layers) != 1 or varying(layers[0]) != dims:
+            super().channels(labels, call, output)
+        else:
+            labels.choose(layers[0], found[1], 1, call)
+
+
 register_named("input dim=None keepdim=False dtype=None", "sum nansum", Reduction(averages, adds=True))
 register_named("input p|ord=2 dim=None keepdim=False", "norm", Length())
 register_named("input dim keepdim=False", "frobenius_norm", Length())
@@ -119,7 +132,8 @@ register("input ord='fro' dim=(-2,-1) keepdim=False dtype=None", torch.linalg.ma
 register_named("input dim=None", "count_nonzero", Reduction(stops, adds=True))
 register_named("input dim=None keepdim=False dtype=None", "mean nanmean", Reduction(averages, statistic=True))
 # Maximum and minimum, hard or soft: relevance goes to the winner, a zero may win.
-register_named("input dim|other=None keepdim=False", "max min amax amin argmax argmin median", Reduction(moves))
+register_named("input dim|other=None keepdim=False", "max", Best(moves))
+register_named("input dim|other=None keepdim=False", "min amax amin argmax argmin median", Reduction(moves))
 register_named("input dim=None keepdim=False", "mode any all", Reduction(moves))
 # How torch.distributions checks its parameters.
 register("input", torch._is_all_true, torch._is_any_true, operation=Reduction(stops))

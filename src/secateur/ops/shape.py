@@ -91,6 +91,8 @@ class Slice(Move):
                 elif dim in varying(layer):
                     _pin(labels, layer, dim, item, call)
         labels.move(call, output, chosen)
+        if chosen and labels.is_weight(x) and output.ndim < x.ndim:  # the weight of one expert
+            labels.add_weight(output)
 
     def counts(self, call: Call) -> bool:
         return any(tensor.dtype in (torch.bool, torch.uint8) for tensor in call.tensors()[1:])
@@ -403,6 +405,9 @@ def _pin(labels: LabelVerbs, layer: Tensor, dim: int, item: Any, call: Call) -> 
     size = layer.shape[dim]
     reason = f"{call.site} cuts it at fixed places"
     straight = isinstance(item, slice) and item.step in (None, 1)
+    if _in_turn(item, size) and varying(layer) == [dim]:  # units in turn, such as gates and what they gate: as rounds
+        labels.tie_rows(column(layer).reshape(-1, item.step))
+        return
     if straight:
         start, stop = item.start or 0, size if item.stop is None else item.stop
         if start in (0, -size) and stop >= size:
@@ -420,6 +425,13 @@ def _pin(labels: LabelVerbs, layer: Tensor, dim: int, item: Any, call: Call) -> 
         labels.grid(layer, reason, [dim] if pinned.all() else [], pinned=[(dim, pinned)])
     elif not (straight and labels.follows()):
         labels.freeze(column(layer)[pinned], reason)
+
+
+def _in_turn(item: Any, size: int) -> bool:
+    """Whether a slice takes every second unit, or every third, from whole rounds of so many."""
+    if not isinstance(item, slice) or type(item.step) is not int or item.step < 2 or size % item.step:
+        return False
+    return 0 <= (item.start or 0) < item.step and (item.stop is None or item.stop >= size)
 
 
 _WRITTEN = "writes it into fixed places"
@@ -475,6 +487,7 @@ def _getters(names: str) -> list[Any]:
 
 register("input *rest", *_getters("T mT H mH"), operation=Move())
 register("input *rest", *_getters("real imag"), torch.real, torch.imag, operation=Part(transforms))
+register("input *rest", torch._has_compatible_shallow_copy_type, operation=Query())  # asked by `nn.Module.to`
 register("input *rest", *_getters("shape"), operation=SizeQuery())
 register("input *rest", *_getters("device dtype ndim layout requires_grad grad_fn grad"), operation=Query())
 register("input *rest", *_getters("is_cuda is_leaf is_nested is_sparse is_quantized is_cpu is_meta"), operation=Query())

@@ -19,7 +19,7 @@ from secateur.ops.activation import Identity
 from secateur.ops.elementwise import Sum
 from secateur.ops.layers import Labels, column, narrow
 from secateur.ops.places import Gather
-from secateur.ops.reduce import TopK
+from secateur.ops.reduce import Best, TopK
 from secateur.ops.table import Call, Site
 from secateur.running.tensor_facts import TensorFacts
 from secateur.structure.findings import Findings, NormSite
@@ -60,6 +60,9 @@ class Choices:
     def choose(self, layer: Tensor, indices: Tensor, count: int, call: Call) -> None:
         """The `indices` of the best units of this layer are taken."""
         choice = Choice(call.site, narrow(layer), f"{call.site} runs along it", count)
+        if isinstance(call.operation, Best):  # one after the other: there must be as many as are taken in the end
+            same = [c for c in self._found.choices if c.least and c.labels.tobytes() == choice.labels.tobytes()]
+            choice.least += max((c.least for c in same), default=0)
         self._found.choices.append(choice)
         self._numbers[indices] = choice
 
@@ -78,7 +81,7 @@ class Choices:
             return
         for tensor in call.tensors():
             choice = self._shares.get(tensor)
-            if choice is None or isinstance(call.operation, TopK | Gather):
+            if choice is None or isinstance(call.operation, TopK | Best | Gather):
                 continue
             if isinstance(call.operation, Identity | Sum):
                 for made in tensors_in(output):

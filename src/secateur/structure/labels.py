@@ -92,6 +92,10 @@ class TensorLabels:
         """Whether a tensor is a parameter or buffer, or computed from nothing else."""
         return tensor in self._weights
 
+    def add_weight(self, tensor: Tensor) -> None:
+        """A tensor is a part of a weight, though data say which: the matrix of the expert that a router chose."""
+        self._weights[tensor] = True
+
     def blank(self, tensor: Tensor, zero: bool = False) -> None:
         """A tensor has the same number everywhere."""
         self._blank[tensor] = frozenset(range(tensor.ndim))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from secateur.ops.activation import Softmax
 from secateur.ops.norm import GroupNorm, LayerNorm, RMSNorm
-from secateur.ops.reduce import TopK
+from secateur.ops.reduce import Best, TopK
 from secateur.ops.table import Call, Site
 from secateur.plans.plan import BlockCut, NormCut, Plan
 from secateur.running.copies import copy_with, unwrap, with_same_memory
@@ -83,7 +83,7 @@ class _Masks(Observer):
         kept = self._kept.get(call.site)
         if kept is None:
             return call.run()
-        if isinstance(call.operation, Softmax | TopK):  # a router without the experts that left
+        if isinstance(call.operation, Softmax | TopK | Best):  # a router without the experts that left
             x: Tensor = call["input"]
             return call.on(x)(x.masked_fill(~kept.to(x.device), -math.inf))
         return _masked_norm(call, kept) if isinstance(call.operation, LayerNorm | GroupNorm) else _reduced(call, kept)
