@@ -8,6 +8,7 @@ A run scores, removes half of the MACs, repairs, measures accuracy before and af
 the report. Weights and images are random; images are made when they are asked for, as photographs are. Results are
 appended to `--out`, so that an interrupted benchmark goes on. To save time, only the ridge is tried as a repair (the
 others take less memory), and each model runs once where the report times it. `--best` tries and times everything.
+Where the packages that a report needs are missing, the row says that there was none.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -84,12 +86,14 @@ def one(name: str, images: int, memory: str | None, best: bool = False) -> dict[
         repair="best" if best else "ridge", memory=memory, progress=False,
     )  # fmt: skip
     repaired, ran = peak(), time.perf_counter() - begin
-    with tempfile.TemporaryDirectory() as folder:
-        result.report(Path(folder, "report.html"), data=data)
+    missing = [name for name in ("jinja2", "matplotlib") if find_spec(name) is None]
+    if not missing:
+        with tempfile.TemporaryDirectory() as folder:
+            result.report(Path(folder, "report.html"), data=data, memory=memory)
     return {
         "model": name, "images": images, "parameters": parameters, "gib": peak() / 2**30, "run": repaired / 2**30,
         "seconds": time.perf_counter() - begin, "run_seconds": ran, "cpu": time.process_time(),
-        "macs": result.cost_before.macs,
+        "macs": result.cost_before.macs, **({"without": f"report: no {', '.join(missing)}"} if missing else {}),
     }  # fmt: skip
 
 
@@ -170,7 +174,8 @@ def main() -> None:
                 if "gib" in row
                 else f"| {row['images']} | {row['error']} |"
             )
-            print(f"| {row['model']} | {cells} |", flush=True)
+            without = f" (without {row['without']})" if "without" in row else ""
+            print(f"| {row['model']} | {cells}{without} |", flush=True)
     found = {row["model"]: row for row in rows if row["images"] == options.images and row["model"] in named}
     peaks = sorted(row["gib"] for row in found.values() if "gib" in row)
     failed = [name for name, row in found.items() if "gib" not in row]

@@ -16,7 +16,7 @@ from secateur.models.zoo import runs_code
 from secateur.running.accuracy import interval
 from secateur.running.copies import shared_copy, unwrap
 from secateur.running.devices import device_of
-from secateur.running.memory import allowed, parse, resident
+from secateur.running.memory import allowed, resident
 from secateur.running.sandbox import quiet, run
 
 # Forward passes of the original that one sample costs, as measured with ResNet-50: scored by relevance, and repaired
@@ -30,9 +30,7 @@ _WIDEST = _EXPORT = 2**29
 _FEW = 0.025
 
 
-def outlook(
-    task: Task | TextTask, *, kept: float, steps: bool, repair: bool, timed: bool, epochs: int, memory: str | None
-) -> str:
+def outlook(task: Task | TextTask, *, kept: float, steps: bool, repair: bool, timed: bool, epochs: int) -> str:
     """About how long a run takes, from one pass of the model, and how much memory at most.
 
     `kept` is the share of the work that is left; `steps`: there are several, whose number is not known.
@@ -43,7 +41,7 @@ def outlook(
     passes += tested * kept + epochs * scored * (1 + 3 * kept)
     whole = each * (passes + _ANALYSIS + (_TIMING * (1 + kept) if timed else 0)) + _OTHERS
     device = device_of(task.model)
-    room = allowed(device, memory=parse(memory))
+    room = allowed(device)
     if device is None or device.type == "cpu":
         room += resident() + _WIDEST * repair + _EXPORT * (getattr(task, "exports", None) is not None)
     what = "every step takes" if steps else "this takes"

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from secateur.errors import ForwardError
 from secateur.nest import map_tensors, select_samples, tensors_in
 from secateur.running.copies import shared_copy, unwrap
+from secateur.running.memory import at_once
 from secateur.running.sandbox import Example, quiet, run_or_explain
 
 #: What runs a model, in words.
@@ -102,9 +103,9 @@ class Timing:
 
 
 def time_batches(
-    before: nn.Module, after: nn.Module, example: Example, batches: Sequence[int] = (1, 32)
+    before: nn.Module, after: nn.Module, example: Example, batches: Sequence[int] | None = None
 ) -> list[Timing]:
-    """Time two models in turn for each batch size.
+    """Time two models in turn for each batch size; default: 1 and 32, or as many as fit into memory.
 
     An example that is more than one tensor, or a forward that takes no other batch size, is timed as it is.
 
@@ -113,7 +114,7 @@ def time_batches(
     """
     found = []
     if isinstance(example, Tensor) and example.ndim:
-        for batch in batches:
+        for batch in fitting(before, example) if batches is None else batches:
             with suppress(ForwardError):
                 first, second = time_in_turn([before, after], repeated(example, batch))
                 found.append(Timing(batch, first, second))
@@ -121,6 +122,11 @@ def time_batches(
         return found
     first, second = time_in_turn([before, after], example)
     return [Timing(batch_of(example), first, second)]
+
+
+def fitting(model: nn.Module, example: Example, wanted: int = 32) -> list[int]:
+    """The batch sizes that are timed: one sample, and as many as wanted, or as the memory allows."""
+    return sorted({1, at_once(shared_copy(unwrap(model)).eval(), example, wanted)})
 
 
 def batch_of(example: Example) -> int:

@@ -24,8 +24,8 @@ from secateur.running.targets import are_shares
 Alter = Callable[[Any, torch.Generator], Any]
 # Copies are drawn for this many samples together, whatever the batch size is.
 _PART = 32
-# So many samples are held whatever they take.
-_FEW = 64
+# So many samples are held even if they take twice their share of the memory; and so many whatever they take.
+_FEW, _FEWEST = 64, 8
 #: Texts with more tokens than that get no copies: with 700 tokens copies helped, with 2,900 they did harm.
 FEW_TOKENS = 2048
 
@@ -201,7 +201,8 @@ class Samples:
 def _fitting(x: Any, most: int, room: float) -> int:
     """How many samples like these are held."""
     size = sum(t.numel() * t.element_size() for t in tensors_in(x)) / max(size_of(x), 1)
-    return int(min(most, max(_FEW, room // max(size, 1))))
+    fitting = room / max(size, 1)
+    return int(min(most, max(_FEWEST, min(_FEW, 2 * fitting), fitting)))
 
 
 def _lists_images(inputs: Any) -> bool:
