@@ -22,7 +22,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -122,17 +122,24 @@ def sizes() -> dict[str, int]:
     return {name: facts[name]["num_params"] for name in order if not name.startswith("quantized")}
 
 
-def largest_of_timm(most: float) -> list[str]:
-    """The largest member of each family of timm with at most so many parameters. (Building all takes minutes.)"""
+def _parameters(name: str) -> int:
+    """How many a model of timm has. It is built without numbers."""
     import timm
     import torch
 
+    with torch.device("meta"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return sum(p.numel() for p in timm.create_model(name).parameters())
+
+
+def largest_of_timm(most: float, workers: int = 1) -> list[str]:
+    """The largest member of each family of timm with at most so many parameters. (Building all takes minutes.)"""
+    import timm
+
+    families = {name: family for family in timm.list_modules() for name in timm.list_models(module=family)}
     found = dict[str, tuple[int, str]]()
-    for family in timm.list_modules():
-        for name in timm.list_models(module=family):
-            with torch.device("meta"), warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                count = sum(p.numel() for p in timm.create_model(name).parameters())
+    with ProcessPoolExecutor(workers) as pool:
+        for (name, family), count in zip(families.items(), pool.map(_parameters, families, chunksize=8), strict=True):
             if count <= most:
                 found[family] = max(found.get(family, (0, "")), (count, f"timm:{name}"))
     return [name for _, name in sorted(found.values(), reverse=True)]
@@ -159,7 +166,7 @@ def main() -> None:
     rows = [json.loads(line) for line in options.out.read_text().splitlines()] if options.out.exists() else []
     done = {row["model"] for row in rows if row["images"] == options.images and "gib" in row}
     named = options.models or (
-        largest_of_timm(options.most)
+        largest_of_timm(options.most, options.workers)
         if options.timm
         else [name for name, count in sizes().items() if count <= options.most]
     )
