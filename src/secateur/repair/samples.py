@@ -17,6 +17,7 @@ from secateur.nest import Images, describe, map_leaves, select_samples, tensors_
 from secateur.repair.rows import Places
 from secateur.running.batches import Data, batches, check_inputs, counted, is_pair, masks_in, size_of
 from secateur.running.devices import to_device
+from secateur.running.layout import Order, unordered
 from secateur.running.processes import active, gathered, share
 from secateur.running.targets import are_shares
 
@@ -72,6 +73,8 @@ class Samples:
     seed: int
     #: Whether the targets are real numbers and no probabilities, so that the model's answers are no classes.
     quantities: bool = False
+    #: How what is asked for lies in memory.
+    order: Order = unordered
     # The copies that were made last: they are asked for a few at a time.
     _made: dict[tuple[int, int], Any] = field(default_factory=dict, init=False, compare=False, repr=False)
 
@@ -171,7 +174,7 @@ class Samples:
             copy, first = divmod(begin, self.count)
             mine = index[(index >= begin) & (index < copy * self.count + min(first + _PART, self.count))] - begin
             made.append(select_samples(self._part(copy, first), mine))
-        return _joined(made)
+        return self.order(_joined(made))
 
     def chunks(self, size: int) -> Iterator[tuple[slice, Any]]:
         """Inputs in batches of about `size`, with their places among all. Their numbers do not depend on `size`."""
