@@ -25,6 +25,9 @@ RUNTIMES = {
 }  # fmt: skip
 
 
+_SLOW = 0.5  # seconds
+
+
 def time_forward(model: nn.Module, example: Example, repeats: int = 20) -> float:
     """Median seconds of a forward pass in evaluation mode, after a warm-up. The model is left as it was."""
     return time_in_turn([model], example, repeats)[0]
@@ -52,7 +55,8 @@ def medians(calls: Sequence[Callable[[], object]], repeats: int = 20) -> list[fl
 def turns(calls: Sequence[Callable[[], object]], most: int = 20, budget: float = 3.0) -> list[list[float]]:
     """Seconds of each call, so often at most and for about so many seconds each. The calls take turns.
 
-    The first turn is a warm-up, which counts if calls are slow. Slow calls vary less: two turns are enough.
+    The first turn is a warm-up, which counts if calls are slow. Slow calls vary less: two turns are enough, also for
+    calls that take half a second on average.
     """
 
     def timed(call: Callable[[], object]) -> float:
@@ -62,7 +66,7 @@ def turns(calls: Sequence[Callable[[], object]], most: int = 20, budget: float =
 
     seconds = [[timed(call) for call in calls] for _ in range(2)]
     first, second = map(sum, seconds)
-    slow = second >= len(calls)
+    slow = second >= _SLOW * len(calls)
     if not slow or first > 1.2 * second:
         del seconds[0]
     least = 2 if slow else min(3, max(2, most))
