@@ -53,7 +53,7 @@ class Task:
     """A classifier, specialised or not, and the photographs to score units and to measure accuracy on."""
 
     opened: Opened
-    whole: nn.Module  # before it was specialised
+    had: int  # parameters before it was specialised
     outputs: Outputs
     reference: Photographs
     rest: Photographs  # neither reference nor test: more images to fine-tune on
@@ -144,9 +144,9 @@ class Task:
 
     def introduction(self) -> list[str]:
         """Which images are used for what, in lines."""
-        had, has, lines = size_of(self.whole), size_of(self.model), []
-        if has < had:
-            lines.append(f"outputs that no folder means are removed first: {human(had)} → {human(has)} parameters")
+        has, lines = size_of(self.model), []
+        if has < self.had:
+            lines.append(f"outputs that no folder means are removed first: {human(self.had)} → {human(has)} parameters")
         for name, members in self.outputs.items():
             scored, tested = (photos.counts[name] if photos else 0 for photos in (self.reference, self.test))
             lines.append(f"{title(name)}: {_described(members)}; {scored} images to score on, {tested} to test on")
@@ -284,10 +284,10 @@ def read_task(opened: Opened, given: Images, seed: int, narrow: bool) -> Task:
     targets = range(len(chosen)) if narrow else [members[0] for members in chosen.values()]
     photos = photos.numbered(targets)
     reference = photos.draw(given.per_class or _REFERENCE, seed=seed, at_most=given.per_class is None)
-    whole, by = opened.model, None
+    had, by = size_of(opened.model), None  # the model itself goes as soon as it is specialised
     if narrow:
         if merged:
-            by = _fairest(whole, chosen, reference) if given.merge == "auto" else given.merge
+            by = _fairest(opened.model, chosen, reference) if given.merge == "auto" else given.merge
         opened = keep_outputs(opened, chosen, count, by or "sum")
     rest = photos.without(reference)
     held: Photographs | None = None
@@ -298,7 +298,7 @@ def read_task(opened: Opened, given: Images, seed: int, narrow: bool) -> Task:
     elif min(rest.counts.values()) > 0:
         held = rest.draw(given.test_per_class or _TEST, seed=seed, at_most=True)
         rest = rest.without(held)
-    return Task(opened, whole, chosen, reference, rest, held, by)
+    return Task(opened, had, chosen, reference, rest, held, by)
 
 
 def _other_images(found: Photographs, photos: Photographs, where: Path) -> Photographs:

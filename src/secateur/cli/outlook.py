@@ -24,8 +24,8 @@ from secateur.running.sandbox import quiet, run
 _SCORING, _REPAIR, _COPIES, _MOST = 4.5, 6.0, 9, 1024
 # Passes that analysis, verification, export and report take; those that are timed, in samples; and seconds of the rest.
 _ANALYSIS, _TIMING, _OTHERS = 60, 200, 12.0
-# What the regression of the widest layers takes beyond the allowance; what the packages that write ONNX files take.
-_WIDEST = _EXPORT = 2**29
+# What the packages that write ONNX files take beyond the allowance.
+_EXPORT = 2**29
 # With intervals wider than this on either side, the test images are few.
 _FEW = 0.025
 
@@ -43,7 +43,7 @@ def outlook(task: Task | TextTask, *, kept: float, steps: bool, repair: bool, ti
     device = device_of(task.model)
     room = allowed(device)
     if device is None or device.type == "cpu":
-        room += resident() + _WIDEST * repair + _EXPORT * (getattr(task, "exports", None) is not None)
+        room += resident() + _EXPORT * (getattr(task, "exports", None) is not None)
     what = "every step takes" if steps else "this takes"
     return f"{what} about {_duration(each * passes if steps else whole)}, and at most {room / 2**30:.1f} GiB of memory"
 
