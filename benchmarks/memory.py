@@ -8,6 +8,7 @@ A run scores, removes half of the MACs, repairs, measures accuracy before and af
 the report. Weights and images are random; images are made when they are asked for, as photographs are. Results are
 appended to `--out`, so that an interrupted benchmark goes on. To save time, only the ridge is tried as a repair (the
 others take less memory), and each model runs once where the report times it. `--best` tries and times everything.
+Where the packages that a report needs are missing, the row says that there was none.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ import tempfile
 import time
 import warnings
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -84,12 +86,14 @@ def one(name: str, images: int, memory: str | None, best: bool = False) -> dict[
         repair="best" if best else "ridge", memory=memory, progress=False,
     )  # fmt: skip
     repaired, ran = peak(), time.perf_counter() - begin
-    with tempfile.TemporaryDirectory() as folder:
-        result.report(Path(folder, "report.html"), data=data)
+    missing = [name for name in ("jinja2", "matplotlib") if find_spec(name) is None]
+    if not missing:
+        with tempfile.TemporaryDirectory() as folder:
+            result.report(Path(folder, "report.html"), data=data, memory=memory)
     return {
         "model": name, "images": images, "parameters": parameters, "gib": peak() / 2**30, "run": repaired / 2**30,
         "seconds": time.perf_counter() - begin, "run_seconds": ran, "cpu": time.process_time(),
-        "macs": result.cost_before.macs,
+        "macs": result.cost_before.macs, **({"without": f"report: no {', '.join(missing)}"} if missing else {}),
     }  # fmt: skip
 
 
@@ -118,17 +122,24 @@ def sizes() -> dict[str, int]:
     return {name: facts[name]["num_params"] for name in order if not name.startswith("quantized")}
 
 
-def largest_of_timm(most: float) -> list[str]:
-    """The largest member of each family of timm with at most so many parameters. (Building all takes minutes.)"""
+def _parameters(name: str) -> int:
+    """How many a model of timm has. It is built without numbers."""
     import timm
     import torch
 
+    with torch.device("meta"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return sum(p.numel() for p in timm.create_model(name).parameters())
+
+
+def largest_of_timm(most: float, workers: int = 1) -> list[str]:
+    """The largest member of each family of timm with at most so many parameters. (Building all takes minutes.)"""
+    import timm
+
+    families = {name: family for family in timm.list_modules() for name in timm.list_models(module=family)}
     found = dict[str, tuple[int, str]]()
-    for family in timm.list_modules():
-        for name in timm.list_models(module=family):
-            with torch.device("meta"), warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                count = sum(p.numel() for p in timm.create_model(name).parameters())
+    with ProcessPoolExecutor(workers) as pool:
+        for (name, family), count in zip(families.items(), pool.map(_parameters, families, chunksize=8), strict=True):
             if count <= most:
                 found[family] = max(found.get(family, (0, "")), (count, f"timm:{name}"))
     return [name for _, name in sorted(found.values(), reverse=True)]
@@ -155,7 +166,7 @@ def main() -> None:
     rows = [json.loads(line) for line in options.out.read_text().splitlines()] if options.out.exists() else []
     done = {row["model"] for row in rows if row["images"] == options.images and "gib" in row}
     named = options.models or (
-        largest_of_timm(options.most)
+        largest_of_timm(options.most, options.workers)
         if options.timm
         else [name for name, count in sizes().items() if count <= options.most]
     )
@@ -170,7 +181,8 @@ def main() -> None:
                 if "gib" in row
                 else f"| {row['images']} | {row['error']} |"
             )
-            print(f"| {row['model']} | {cells} |", flush=True)
+            without = f" (without {row['without']})" if "without" in row else ""
+            print(f"| {row['model']} | {cells}{without} |", flush=True)
     found = {row["model"]: row for row in rows if row["images"] == options.images and row["model"] in named}
     peaks = sorted(row["gib"] for row in found.values() if "gib" in row)
     failed = [name for name, row in found.items() if "gib" not in row]

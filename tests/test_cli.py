@@ -6,6 +6,7 @@ import ast
 import csv
 import importlib.util
 import json
+from collections import Counter
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import safetensors.torch
 import torch
 import typer
 from PIL import Image
+from torch import nn
 
 import secateur as sc
 from command import Place, fail, furnished, invoke, step_done, succeed
@@ -28,6 +30,7 @@ from secateur.cli.app import app
 from secateur.cli.messages import as_option
 from secateur.cli.output import Printer, ProgressLines
 from secateur.data.images import read
+from secateur.data.views import View
 from secateur.errors import Argument
 from secateur.files import onnx, session
 from secateur.models import build, open_model
@@ -36,6 +39,7 @@ from secateur.running.progress import Evaluating, Repairing
 from secateur.runtimes import Setup
 from secateur.runtimes.clock import Clock
 from secateur.runtimes.onnx import Onnx
+from secateur.structure.cost import size_of
 
 
 @pytest.fixture(scope="module")
@@ -203,8 +207,8 @@ def test_images_are_held_out_where_there_is_no_test_folder(place: Place, tmp_pat
 
 def test_many_images_are_read_in_batches_to_the_same_effect(place: Place, tmp_path: Path, monkeypatch) -> None:
     states = []
-    for name, few in (("pair", 1024), ("batches", 2)):
-        monkeypatch.setattr(image_task, "_FEW", few)
+    for name, share in (("pair", 6), ("batches", 2**30)):
+        monkeypatch.setattr(image_task, "_HELD", share)
         succeed("prune", *place.job, "--out", tmp_path / name, "--remove", 0.4, "--step", 0.2, "--repair", "none")
         states.append(safetensors.torch.load_file(tmp_path / name / "model" / "model.safetensors"))
     assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
@@ -737,3 +741,26 @@ def test_the_estimate_is_of_what_the_run_will_do(
     monkeypatch.setattr(importlib.import_module("secateur.cli.prune"), "outlook", stop)
     assert isinstance(invoke("prune", *place.job, *asked, "--out", tmp_path / "out").exception, Enough)
     assert (seen["steps"], seen["repair"]) == (steps, repair)
+
+
+def test_nothing_is_done_twice(place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a whole run, with ONNX, timings and report: each photograph is decoded once, each model measured once."""
+    decoded, measured = Counter[str](), Counter[int]()
+    usual, accuracy = View.decode, image_task.accuracy
+
+    def decode(self: View, path: Path, training: bool = False) -> Any:
+        decoded[str(path)] += 1
+        return usual(self, path, training)
+
+    def measure(model: nn.Module, *args: Any, **options: Any) -> Any:
+        measured[size_of(model)] += 1
+        return accuracy(model, *args, **options)
+
+    monkeypatch.setattr(View, "decode", decode)
+    monkeypatch.setattr(image_task, "accuracy", measure)
+    job = [item for item in place.job if item not in ("--no-report", "--no-latency")]
+    found = succeed("prune", *job, "--out", tmp_path / "s", "--remove", 0.3, "--onnx")
+    assert found["images"] == {"reference": 18, "test": 15}
+    assert set(decoded.values()) == {1}
+    assert len(decoded) == 18 + 15
+    assert measured == {found["before"]["params"]: 1, found["after"]["params"]: 1}

@@ -8,8 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import secateur as sc
+from oracle import random_scores
+from secateur.repair import Repair, reference
 from secateur.running import accuracy as evaluation
-from secateur.running.layout import channels_last, in_best_order, unordered
+from secateur.running.layout import channels_last, in_best_order, order_for, unordered
 
 
 class Net(nn.Module):
@@ -37,6 +40,7 @@ def test_the_order_is_kept_where_code_depends_on_it(kind: str, chosen: Any) -> N
         expected = model(sample)
         other, order = in_best_order(model, sample)
         found = other(order(sample))
+        assert order_for(model, sample) is chosen
     assert order is chosen
     torch.testing.assert_close(found, expected)
     assert model.conv.weight.is_contiguous()
@@ -64,3 +68,38 @@ def test_large_images_are_evaluated_channels_last(monkeypatch: pytest.MonkeyPatc
 def test_other_models_are_left_alone() -> None:
     model = nn.Sequential(nn.Flatten(), nn.Linear(12, 2))
     assert in_best_order(model, torch.randn(1, 3, 2, 2)) == (model, unordered)
+    assert order_for(model, torch.randn(1, 3, 2, 2)) is unordered
+
+
+def test_a_repair_runs_channels_last_to_the_same_effect(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[bool] = []
+
+    class Watched(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            if len(x) > 2:  # no first look
+                seen.append(x.is_contiguous())
+            return x
+
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        Watched(), nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 24, 1, bias=False),
+        nn.BatchNorm2d(24), nn.ReLU6(), nn.Conv2d(24, 24, 3, stride=2, groups=24), nn.ReLU(),
+        nn.Conv2d(24, 16, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 4),
+    ).eval()  # fmt: skip
+    x = torch.randn(12, 3, 24, 24)
+    graph = sc.analyze(net, x[:1])
+    small = sc.apply(net, sc.plan(graph, random_scores(graph), remove=0.3))
+    seen.clear()
+    found = Repair("ridge", copies=2).examine(small, net, (x, None), progress=False)
+    assert seen
+    assert not any(seen)
+    monkeypatch.setattr(reference, "order_for", lambda *_: unordered)
+    seen.clear()
+    plain = Repair("ridge", copies=2).examine(small, net, (x, None), progress=False)
+    assert seen
+    assert all(seen)
+    assert found.layers == plain.layers
+    assert found.divergence == pytest.approx(plain.divergence, rel=1e-3)
+    for (name, a), b in zip(found.model.state_dict().items(), plain.model.state_dict().values(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4, msg=name)
+        assert a.is_contiguous()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +15,7 @@ from torch import Tensor, nn
 import secateur as sc
 from secateur.analysis.reasons import Drift, Viewer, drift, regional, some_of, srg
 from secateur.errors import DataError, SecateurError
+from secateur.report import Page
 
 
 def network() -> nn.Sequential:
@@ -362,3 +366,40 @@ def test_texts_have_reasons_after_every_run() -> None:
     maps = [sc.explain(model, few, y[: len(found.agreement)]).heat.double().numpy() for model in (net, result.model)]
     expected = [np.corrcoef(a, b)[0, 1] for a, b in zip(*maps, strict=True)]
     assert found.agreement.tolist() == pytest.approx(expected, abs=1e-6)
+
+
+def test_the_report_does_not_explain_again_what_the_run_explained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless somebody wrote to a model, as training does, or other samples are shown."""
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
+        nn.Linear(8, 2),
+    ).eval()  # fmt: skip
+    x, y = torch.rand(6, 3, 16, 16), torch.arange(6) % 2
+    result = sc.prune(net, (x, y), remove=0.3, watch=(x[:4], y[:4]), progress=False)
+    home, made = sys.modules["secateur.report.changes"], list[int]()
+    usual = home.Viewer
+    monkeypatch.setattr(home, "Viewer", lambda *args: made.append(1) or usual(*args))
+
+    def page(**options: Any) -> str:
+        made.clear()
+        text = result.report(tmp_path / "page.html", page=Page(latency=False), **options).read_text()
+        return text.partition("</head>")[2]
+
+    shown = (x[:4].clone(), y[:4].clone())
+    known = page(inputs=shown)
+    assert not made
+    assert result.reasons is not None
+    object.__setattr__(result.reasons, "look", None)
+    again = page(inputs=shown)
+    assert made == [1]
+    assert known == again, "the same page"
+    result = sc.prune(net, (x, y), remove=0.3, watch=(x[:4], y[:4]), progress=False)
+    page(inputs=(x[1:5], y[1:5]))
+    assert made == [1]
+    assert copy.deepcopy(result.reasons).look is None
+    result.model[0].weight.data.mul_(1.01)  # which torch does not count
+    page(inputs=shown)
+    assert made == [1]

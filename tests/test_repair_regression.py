@@ -20,6 +20,7 @@ from secateur.repair.corrections import NOTHING, STRENGTHS, Change, Correction, 
 from secateur.repair.moments import FewRows, Moments, Regression
 from secateur.repair.rows import Positions, channel_last, read_rows
 from secateur.repair.samples import _held, crop_and_flip
+from secateur.running.layout import channels_last
 
 CPU = torch.device("cpu")
 
@@ -52,10 +53,13 @@ def convolutions(draw: st.DrawFn) -> tuple[Call, Tensor, Tensor]:
 
 
 @settings(deadline=None, max_examples=150)
-@given(convolutions(), st.booleans())
-def test_rows_times_weight_are_what_a_convolution_gives(made: tuple[Call, Tensor, Tensor], some: bool) -> None:
+@given(convolutions(), st.booleans(), st.booleans())
+def test_rows_times_weight_are_what_a_convolution_gives(
+    made: tuple[Call, Tensor, Tensor], some: bool, last: bool
+) -> None:
     call, x, weight = made
     wanted = channel_last(call, call.run())
+    x = channels_last(x) if last else x  # channels of a pixel lie side by side
     positions = Positions.draw(3, wanted.shape[1], 2 if some else 10**6, torch.Generator().manual_seed(0))
     rows = read_rows(call, x, positions.of(slice(0, 3), CPU))
     groups = int(call["groups"])

@@ -12,7 +12,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from secateur.relevance.explain import Explanation, explain, fitting
 from secateur.relevance.rules import Rule
 from secateur.relevance.starts import How, begun, seed
 from secateur.running.batches import Batch, Data, as_data, batches, is_pair, size_of
-from secateur.running.copies import shared_copy, unwrap
+from secateur.running.copies import named_tensors, shared_copy, unwrap
 from secateur.running.devices import device_of, to_device
 from secateur.running.logits import logits_of, one_output
 from secateur.running.sandbox import leaves_no_trace, run
@@ -124,6 +124,39 @@ class Viewer:
         """The class that is explained for each sample, where that is one."""
         known = self.y if isinstance(self.y, Tensor) and not self.y.is_floating_point() else self.before.classes
         return known.detach().cpu() if known is not None and known.dim() == 1 else None
+
+
+class Look:
+    """What a viewer and then another model saw, with whom that was: heat maps need not be made twice."""
+
+    def __init__(
+        self, viewer: Viewer, after: Explanation, models: tuple[nn.Module, nn.Module], composite: Any = None
+    ) -> None:
+        self.viewer, self.after = viewer, after
+        self._models, self._composite, self._state = models, composite, _state(models)
+
+    def shows(self, models: tuple[nn.Module, nn.Module], inputs: tuple[Any, Any], composite: Any) -> bool:
+        """Whether the same would be seen: the same models, to which nobody wrote, the same samples and rules."""
+        if not all(a is b for a, b in zip(models, self._models, strict=True)) or composite != self._composite:
+            return False
+        given = to_device(tuple(inputs), device_of(models[0]))
+        return _state(models) == self._state and _equal(given, (self.viewer.x, self.viewer.y))
+
+
+def _state(models: Sequence[nn.Module]) -> list[tuple[Any, ...]]:
+    """Of each tensor of some models where it lies, its shape, and sums of its numbers, which show what was written."""
+    tensors = [t.detach() for model in models for _, t in named_tensors(model)]
+    wide = (t.to(torch.complex128 if t.is_complex() else torch.float64) for t in tensors)
+    sums = [(t.sum().item(), t.abs().sum().item()) for t in wide]
+    return [(t.data_ptr(), tuple(t.shape), *own) for t, own in zip(tensors, sums, strict=True)]
+
+
+def _equal(a: tuple[Any, Any], b: tuple[Any, Any]) -> bool:
+    """Whether two pairs of pictures and classes, or None, are the same. Others are not compared."""
+    return all(
+        x is y or (isinstance(x, Tensor) and isinstance(y, Tensor) and x.dtype == y.dtype and torch.equal(x, y))
+        for x, y in zip(a, b, strict=True)
+    )
 
 
 def _means(values: Tensor, classes: Tensor | None) -> dict[str, float]:
@@ -250,6 +283,11 @@ class Drift:
     srg: tuple[Tensor, Tensor] | None = None
     right: tuple[Tensor, Tensor] | None = None
     heat: tuple[Tensor, Tensor] | None = field(default=None, compare=False)
+    #: How it was seen; not in copies and in other processes.
+    look: Look | None = field(default=None, compare=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"look": None}
 
     def __float__(self) -> float:
         return 1 - float(self.agreement.mean())
@@ -376,7 +414,9 @@ def drift(
         check_count("samples", samples)
     chosen: Any = data if samples is None else some_of(data, samples)
     viewer = Viewer(unwrap(original), chosen, composite)
-    return compared(viewer, unwrap(original), unwrap(small), viewer.look(small), faithful)
+    models = unwrap(original), unwrap(small)
+    look = Look(viewer, viewer.look(small), models, composite)
+    return replace(compared(viewer, *models, look.after, faithful), look=look)
 
 
 def compared(viewer: Viewer, original: nn.Module, small: nn.Module, after: Explanation, faithful: bool) -> Drift:

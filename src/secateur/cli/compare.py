@@ -19,6 +19,7 @@ from secateur.errors import SecateurError
 from secateur.loop.compare import compare as run_compare
 from secateur.loop.settings import Schedule
 from secateur.results.comparison import Comparison
+from secateur.running.memory import limited
 
 _CRITERIA = "One to compare; repeatable. Default: lrp, taylor, gradient, weight."
 
@@ -53,6 +54,7 @@ def compare(
     chosen = criteria or ["lrp", "taylor", "gradient", "weight"]
     o.check_target(step, remove, keep={}, max_drop=None)
     o.check_criteria(*chosen)
+    ctx.with_resource(limited(memory))
     printer = Printer(as_json)
     check_folder(out, images=images.images, test=images.test)
     with printer.stage("building the model and reading images"):
@@ -66,7 +68,7 @@ def compare(
         found = run_compare(
             task.model, task.data(), chosen,
             evaluate=task.accuracy, remove=remove, schedule=Schedule(step=step, seed=seed), checkpoint=run.checkpoint,
-            memory=memory, progress=printer.progress(),
+            progress=printer.progress(),
         )  # fmt: skip
     files = out / "comparison.json", out / "comparison.png"
     found.to_json(files[0])

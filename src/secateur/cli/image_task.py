@@ -20,7 +20,7 @@ from secateur.cli.options import Images
 from secateur.cli.outcome import Quantised, answered, time_elsewhere, time_files, write_page
 from secateur.cli.output import Printer, expects
 from secateur.data.imagenet import title
-from secateur.data.images import Photographs, read
+from secateur.data.images import Decoder, Photographs, read
 from secateur.data.outputs import Outputs, match
 from secateur.errors import DataError, SecateurError, SecateurWarning
 from secateur.files.architecture import is_pretrained
@@ -28,7 +28,7 @@ from secateur.files.int8 import Int8, check
 from secateur.files.onnx import Exports, export
 from secateur.files.saved import save
 from secateur.files.session import Session, fixed_batch
-from secateur.latency.timing import Timing, time_batches
+from secateur.latency.timing import Timing, fitting, time_batches
 from secateur.loop.prune import Result
 from secateur.models import Opened
 from secateur.models.hub import hub_view, label_names, quiet_hub
@@ -38,7 +38,7 @@ from secateur.running.accuracy import Accuracy, accuracy
 from secateur.running.batches import Data
 from secateur.running.devices import device_of
 from secateur.running.logits import logits_of
-from secateur.running.memory import release
+from secateur.running.memory import allowed, release
 from secateur.runtimes import Setup
 from secateur.structure.cost import human, size_of
 
@@ -46,8 +46,8 @@ from secateur.structure.cost import human, size_of
 _REFERENCE, _TEST = 10, 50
 _TRAINED = 20  # images of one training step, as in the paper
 _SHOWN = 6  # images with heat maps in the report
-# Up to this many images are held in memory as numbers: about 600 MB at the usual size.
-_FEW = 1024
+# The reference images are held as numbers if they take at most this share of the memory, decoded ones as bytes.
+_HELD, _DECODED = 6, 3
 _MANY = 256  # test images for which ONNX Runtime pays
 
 
@@ -56,7 +56,7 @@ class Task:
     """A classifier, specialised or not, and the photographs to score units and to measure accuracy on."""
 
     opened: Opened
-    whole: nn.Module  # before it was specialised
+    had: int  # parameters before it was specialised
     outputs: Outputs
     reference: Photographs
     rest: Photographs  # neither reference nor test: more images to fine-tune on
@@ -78,8 +78,11 @@ class Task:
 
     def data(self) -> Data:
         """The reference images: all at once if they are few, else in batches that are decoded when needed."""
-        where = device_of(self.model)
-        return self.reference.tensors(where) if len(self.reference) <= _FEW else self.reference.batches(32, where)
+        where, view = device_of(self.model), self.reference.view
+        held = 4 * len(self.reference) * view.channels * view.size**2
+        if held <= allowed(where) // _HELD:
+            return self.reference.tensors(where)
+        return self.reference.mixed().batches(32, where)  # a repair takes the first of them
 
     def example(self) -> Tensor:
         """Two of the reference images."""
@@ -144,9 +147,9 @@ class Task:
 
     def introduction(self) -> list[str]:
         """Which images are used for what, in lines."""
-        had, has, lines = size_of(self.whole), size_of(self.model), []
-        if has < had:
-            lines.append(f"outputs that no folder means are removed first: {human(had)} → {human(has)} parameters")
+        has, lines = size_of(self.model), []
+        if has < self.had:
+            lines.append(f"outputs that no folder means are removed first: {human(self.had)} → {human(has)} parameters")
         for name, members in self.outputs.items():
             scored, tested = (photos.counts[name] if photos else 0 for photos in (self.reference, self.test))
             lines.append(f"{title(name)}: {_described(members)}; {scored} images to score on, {tested} to test on")
@@ -217,7 +220,8 @@ class Task:
     def times(self, result: Result, files: Mapping[str, Path], printer: Printer, setup: Setup) -> list[Timing]:
         """Both models in turn: in PyTorch, with channels last where that is faster, compiled if that is asked for, and
         in ONNX Runtime if there are files for it."""
-        example, batches = self.example(), sorted({1, 32, setup.batch})
+        example = self.example()
+        batches = sorted({setup.batch, *fitting(self.model, example)})  # the user's is timed as it is
         threads = setup.threads if setup.device == "cpu" else 0
         with setup.threaded():
             with printer.stage(f"timing both models for {', '.join(map(str, batches))} images"):
@@ -288,7 +292,8 @@ def _described(members: Sequence[int]) -> str:
 def read_task(opened: Opened, given: Images, seed: int, narrow: bool) -> Task:
     """Match folders and outputs, keep only those outputs if `narrow`, and divide the photographs."""
     assert given.images is not None
-    photos = read(given.images, view=opened.origin.view, strict=given.strict)
+    decoder = Decoder(given.strict, allowed(None) // _DECODED)
+    photos = read(given.images, view=opened.origin.view, decoder=decoder)
     count = count_outputs(opened)
     chosen = match(photos.classes, count, given.outputs or (), opened.origin.classes)
     merged = [name for name, members in chosen.items() if len(members) > 1]
@@ -300,21 +305,21 @@ def read_task(opened: Opened, given: Images, seed: int, narrow: bool) -> Task:
     targets = range(len(chosen)) if narrow else [members[0] for members in chosen.values()]
     photos = photos.numbered(targets)
     reference = photos.draw(given.per_class or _REFERENCE, seed=seed, at_most=given.per_class is None)
-    whole, by = opened.model, None
+    had, by = size_of(opened.model), None  # the model itself goes as soon as it is specialised
     if narrow:
         if merged:
-            by = _fairest(whole, chosen, reference) if given.merge == "auto" else given.merge
+            by = _fairest(opened.model, chosen, reference) if given.merge == "auto" else given.merge
         opened = keep_outputs(opened, chosen, count, by or "sum")
     rest = photos.without(reference)
     held: Photographs | None = None
     if given.test is not None:
-        held = _other_images(read(given.test, view=photos.view, strict=given.strict), photos, given.test)
+        held = _other_images(read(given.test, view=photos.view, decoder=decoder), photos, given.test)
         if given.test_per_class is not None:
             held = held.draw(given.test_per_class, seed=seed, at_most=True)
     elif min(rest.counts.values()) > 0:
         held = rest.draw(given.test_per_class or _TEST, seed=seed, at_most=True)
         rest = rest.without(held)
-    return Task(opened, whole, chosen, reference, rest, held, by)
+    return Task(opened, had, chosen, reference, rest, held, by)
 
 
 def _other_images(found: Photographs, photos: Photographs, where: Path) -> Photographs:

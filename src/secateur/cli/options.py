@@ -60,11 +60,14 @@ _TEST_SEQUENCES = (
 )
 _SIZE = "Side of the network's input. Default: 224, or what timm says."
 _FIT = "Take the centre (crop, the default) or squeeze the whole image into the square."
-_MEMORY = "What scoring, repair and measuring may take: '1GiB'. Default: what is free, at most 1.5 GiB without a GPU."
 _MINUTES = "Train for so long, instead of a number of epochs."
 _BATCH_SIZE = "Samples of one training step. Default: 20 images, or as many sequences of text as suits the model."
 _CLIP = "Largest norm of the gradient; 0 is for no limit. Default: what suits the model."
 _LORA = "For a language model: train adapters of this rank (peft), and merge them. Default: all weights are trained."
+_MEMORY = (
+    "What the work may take, from reading images to the report: '1GiB'. What the packages, the model and its files "
+    "take comes on top. Default: what is free, at most 1.5 GiB without a GPU."
+)
 _MEAN = "Mean of the training pixels, 0 to 1: three numbers, or one for grey. Default: ImageNet's."
 
 Strict = Annotated[bool, _image("--strict", help="Refuse broken images instead of skipping them.")]

@@ -19,7 +19,7 @@ from secateur.recover import Recover
 from secateur.running.accuracy import interval
 from secateur.running.copies import shared_copy, unwrap
 from secateur.running.devices import device_of
-from secateur.running.memory import allowed, parse, resident
+from secateur.running.memory import allowed, resident
 from secateur.running.sandbox import quiet, run
 
 # Forward passes of the original that one sample costs, as measured with ResNet-50: scored by relevance, and repaired
@@ -27,8 +27,8 @@ from secateur.running.sandbox import quiet, run
 _SCORING, _REPAIR, _COPIES, _MOST = 4.5, 6.0, 9, 1024
 # Passes that analysis, verification, export and report take; those that are timed, in samples; and seconds of the rest.
 _ANALYSIS, _TIMING, _OTHERS = 60, 200, 12.0
-# What the regression of the widest layers takes beyond the allowance; what the packages that write ONNX files take.
-_WIDEST = _EXPORT = 2**29
+# What the packages that write ONNX files take beyond the allowance.
+_EXPORT = 2**29
 # Copies of the weights that training holds: themselves, their slopes and what the optimizer and the average remember.
 _TRAINED = 5
 # With intervals wider than this on either side, the test images are few.
@@ -36,7 +36,7 @@ _FEW = 0.025
 
 
 def outlook(
-    task: Task | TextTask, *, kept: float, steps: bool, repair: bool, timed: bool, epochs: int, memory: str | None,
+    task: Task | TextTask, *, kept: float, steps: bool, repair: bool, timed: bool, epochs: int,
     minutes: float | None = None,
 ) -> str:  # fmt: skip
     """About how long a run takes, from one pass of the model, and how much memory at most.
@@ -53,9 +53,9 @@ def outlook(
     passes += training
     whole = each * (passes + _ANALYSIS + (_TIMING * (1 + kept) if timed else 0)) + _OTHERS
     device = device_of(task.model)
-    room = allowed(device, memory=parse(memory))
+    room = allowed(device)
     if device is None or device.type == "cpu":
-        room += resident() + _WIDEST * repair + _EXPORT * (getattr(task, "exports", None) is not None)
+        room += resident() + _EXPORT * (getattr(task, "exports", None) is not None)
     what = "every step takes" if steps else "this takes"
     return f"{what} about {_duration(each * passes if steps else whole)}, and at most {room / 2**30:.1f} GiB of memory"
 

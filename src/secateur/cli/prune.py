@@ -28,7 +28,7 @@ from secateur.models.hub import reads_text
 from secateur.nest import select_samples
 from secateur.plans.targets import Limits, Scope
 from secateur.report.changes import name_of
-from secateur.running.memory import parse, release
+from secateur.running.memory import limited, release
 from secateur.runtimes import Runtime, Setup
 from secateur.surgery.provenance import plans_of
 
@@ -148,7 +148,7 @@ def prune(
         )
     o.check_target(step, remove, keep, max_drop, max_drift)
     o.check_criteria(criterion)
-    parse(memory)
+    ctx.with_resource(limited(memory))  # reading, writing, timing and the report are part of it
     texts.check(images)
     check_folder(out, images=images.images, test=images.test)
     check_model(out, pretrained=texts.text is not None)
@@ -190,7 +190,7 @@ def prune(
     steps, repaired = paper or max_drop is not None or max_drift is not None, repair != "auto" and repair != "none"
     printer.note(
         outlook(
-            task, kept=share, steps=steps, repair=repaired or not paper, timed=latency, epochs=epochs, memory=memory,
+            task, kept=share, steps=steps, repair=repaired or not paper, timed=latency, epochs=epochs,
             minutes=training.minutes,
         )
     )  # fmt: skip
@@ -199,7 +199,7 @@ def prune(
         result = run_prune(
             task.model, task.data(), criterion, remove, keep or None, schedule, limits=limits, repair=repair,
             recover=trained, evaluate=task.evaluate, max_drop=max_drop, max_drift=max_drift,
-            watch=task.shown() if report or max_drift is not None else None, checkpoint=run.checkpoint, memory=memory,
+            watch=task.shown() if report or max_drift is not None else None, checkpoint=run.checkpoint,
             progress=printer.progress(), latency=setup if keep_latency is not None else None,
         )  # fmt: skip
     if not plans_of(result.model):

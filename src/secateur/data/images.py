@@ -22,12 +22,12 @@ from secateur.data.views import View
 from secateur.errors import Argument, DataError, SecateurWarning
 
 SUFFIXES = (".jpg", ".jpeg", ".jfif", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
-_CACHE_BYTES = 2**29
+_CACHE_BYTES = 2**29  # of decoded photographs, if nothing else is said
 _AHEAD = 2  # batches that are decoded while the network computes
 
 
 class Decoder:
-    """Reads photographs in threads, caches them while there is room, and records broken ones."""
+    """Reads photographs in threads, keeps them while they take at most `room` bytes, and records broken ones."""
 
     def __init__(self, strict: bool = False, room: int = _CACHE_BYTES) -> None:
         self.strict = strict
@@ -202,6 +202,15 @@ class Photographs:
         paths, labels = tuple(self.paths[i] for i in places), tuple(self.labels[i] for i in places)
         return replace(self, paths=paths, labels=labels)
 
+    def mixed(self) -> Photographs:
+        """In another order: the first so many hold a fair share of each class."""
+        sizes, seen = np.bincount(self.labels, minlength=len(self.classes)), np.zeros(len(self.classes))
+        ranks = []
+        for label in self.labels:
+            ranks.append((seen[label] + 0.5) / sizes[label])
+            seen[label] += 1
+        return self.at(np.argsort(ranks, kind="stable").tolist())
+
     def _shuffled(self, label: int, seed: int) -> list[int]:
         mine = [i for i, own in enumerate(self.labels) if own == label]
         name = list(self.classes[label].encode())
@@ -256,13 +265,15 @@ class Photographs:
 
 
 def read(
-    folder: str | os.PathLike[str], size: int = 224, *, view: View | None = None, strict: bool = False, least: int = 1
-) -> Photographs:
+    folder: str | os.PathLike[str], size: int = 224, *, view: View | None = None, strict: bool = False, least: int = 1,
+    decoder: Decoder | None = None,
+) -> Photographs:  # fmt: skip
     """The photographs in a folder of class folders; classes are the folders' names, sorted.
 
     `view` says what a network sees of them (default: the centre, ImageNet's mean and deviation). The first bytes of
     every file are checked: what is no image is reported and skipped, or refused with `strict`. A class with fewer than
-    `least` images is an error.
+    `least` images is an error. A `decoder` that reads several folders decides what is kept of all of them, and whether
+    it is strict.
     """
     root = Path(folder)
     if not root.is_dir():
@@ -275,7 +286,7 @@ def read(
             where=root,
             fix=f"put the images of each class into a folder of its own, such as {root / 'cat'}",
         )
-    decoder, numbers = Decoder(strict), tuple(range(len(names)))
+    decoder, numbers = decoder if decoder is not None else Decoder(strict), tuple(range(len(names)))
     listed = [(path, label) for label in numbers for path in images_in(root / names[label])]
     with _pool() as pool:
         list(pool.map(decoder.check, [path for path, _ in listed]))

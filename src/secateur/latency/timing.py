@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from secateur.errors import ForwardError
 from secateur.nest import map_tensors, select_samples, tensors_in
 from secateur.running.copies import shared_copy, unwrap
+from secateur.running.memory import at_once
 from secateur.running.sandbox import Example, quiet, run_or_explain
 
 #: What runs a model, in words.
@@ -22,6 +23,9 @@ RUNTIMES = {
     "torch": "PyTorch", "channels-last": "PyTorch, channels last", "compile": "torch.compile",
     "onnxruntime": "ONNX Runtime",
 }  # fmt: skip
+
+
+_SLOW = 0.5  # seconds
 
 
 def time_forward(model: nn.Module, example: Example, repeats: int = 20) -> float:
@@ -51,7 +55,8 @@ def medians(calls: Sequence[Callable[[], object]], repeats: int = 20) -> list[fl
 def turns(calls: Sequence[Callable[[], object]], most: int = 20, budget: float = 3.0) -> list[list[float]]:
     """Seconds of each call, so often at most and for about so many seconds each. The calls take turns.
 
-    The first turn is a warm-up, which counts if calls are slow. Slow calls vary less: two turns are enough.
+    The first turn is a warm-up, which counts if calls are slow. Slow calls vary less: two turns are enough, also for
+    calls that take half a second on average.
     """
 
     def timed(call: Callable[[], object]) -> float:
@@ -61,7 +66,7 @@ def turns(calls: Sequence[Callable[[], object]], most: int = 20, budget: float =
 
     seconds = [[timed(call) for call in calls] for _ in range(2)]
     first, second = map(sum, seconds)
-    slow = second >= len(calls)
+    slow = second >= _SLOW * len(calls)
     if not slow or first > 1.2 * second:
         del seconds[0]
     least = 2 if slow else min(3, max(2, most))
@@ -102,9 +107,9 @@ class Timing:
 
 
 def time_batches(
-    before: nn.Module, after: nn.Module, example: Example, batches: Sequence[int] = (1, 32)
+    before: nn.Module, after: nn.Module, example: Example, batches: Sequence[int] | None = None
 ) -> list[Timing]:
-    """Time two models in turn for each batch size.
+    """Time two models in turn for each batch size; default: 1 and 32, or as many as fit into memory.
 
     An example that is more than one tensor, or a forward that takes no other batch size, is timed as it is.
 
@@ -113,7 +118,7 @@ def time_batches(
     """
     found = []
     if isinstance(example, Tensor) and example.ndim:
-        for batch in batches:
+        for batch in fitting(before, example) if batches is None else batches:
             with suppress(ForwardError):
                 first, second = time_in_turn([before, after], repeated(example, batch))
                 found.append(Timing(batch, first, second))
@@ -121,6 +126,11 @@ def time_batches(
         return found
     first, second = time_in_turn([before, after], example)
     return [Timing(batch_of(example), first, second)]
+
+
+def fitting(model: nn.Module, example: Example, wanted: int = 32) -> list[int]:
+    """The batch sizes that are timed: one sample, and as many as wanted, or as the memory allows."""
+    return sorted({1, at_once(shared_copy(unwrap(model)).eval(), example, wanted)})
 
 
 def batch_of(example: Example) -> int:

@@ -65,6 +65,7 @@ class Result(Record):
         comparison: Comparison | Mapping[str, Result] | None = None,
         classes: Sequence[str] | Mapping[int, str] | None = None,
         page: Page | None = None,
+        memory: Memory = None,
     ) -> Path:
         """Write a page about this run: one HTML file with charts, tables and heat maps that needs nothing else.
 
@@ -73,7 +74,8 @@ class Result(Record):
         model has several inputs), the page says why and has no heat maps. On `test` the accuracy of both models is
         measured, also by class. `classes` names the outputs. `comparison` (of `compare`, or results by name) adds the
         curves of several criteria. `original` is the unpruned model, if the result does not know it. `page`, a
-        `secateur.report.Page`, holds the title and other details.
+        `secateur.report.Page`, holds the title and other details. `memory` (bytes, or a text such as "2 GiB"; default:
+        what is free) limits what heat maps, accuracies and timed batches take.
 
         >>> import tempfile, torch, secateur as sc
         >>> net = nn.Sequential(nn.Linear(4, 20), nn.ReLU(), nn.Linear(20, 3))
@@ -83,10 +85,11 @@ class Result(Record):
         ...     page.read_text(encoding="utf-8")[:15]
         '<!doctype html>'
         """
-        return write_report(
-            path, self, data=data, test=test, inputs=inputs, original=original, comparison=comparison, classes=classes,
-            page=page,
-        )  # fmt: skip
+        with limited(memory):
+            return write_report(
+                path, self, data=data, test=test, inputs=inputs, original=original, comparison=comparison,
+                classes=classes, page=page,
+            )  # fmt: skip
 
     @leaves_no_trace
     def drift(self, data: Data, *, samples: int = 32) -> Drift:

@@ -26,6 +26,7 @@ from secateur.repair.samples import Samples
 from secateur.running.batches import counted
 from secateur.running.copies import named_tensors, shared_copy
 from secateur.running.devices import device_of
+from secateur.running.layout import order_for
 from secateur.running.logits import logits_of
 from secateur.running.memory import CACHE, allowed
 from secateur.running.progress import Pace, Recording
@@ -131,7 +132,9 @@ class Reference:
         elif (much := needed(per_sample)) > room * _KEPT:
             per_sample = {name: max(1, int(count * room * _KEPT / much)) for name, count in per_sample.items()}
         #: The order matters only where the first do not hold all samples.
-        self.samples = samples.spread() if min(self.joined.values(), default=samples.count) < samples.count else samples
+        samples = samples.spread() if min(self.joined.values(), default=samples.count) < samples.count else samples
+        with quiet(), evaluating(self.original):
+            self.samples = replace(samples, order=order_for(self.original, samples.two))
         self.layers: dict[str, RepairableLayer] = {}
         #: By call: the weights of the rows. Layers without an entry weigh all rows alike.
         self.weights: dict[str, Tensor] = {}

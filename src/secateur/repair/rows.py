@@ -171,7 +171,8 @@ def read_rows(call: Call, x: Tensor, chosen: Tensor | None) -> Tensor:
     places = places.reshape(-1, math.prod(kernel))
     samples, channels, size = len(x), x.shape[1], x[0, 0].numel()
     used = places.expand(samples, -1, -1) if chosen is None else places[chosen]
-    if used[0].numel() >= size:  # channels side by side are copied faster, once they lie so
+    # Channels side by side are copied faster, once they lie so.
+    if used[0].numel() >= size or (x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last)):
         begins = size * torch.arange(samples, device=x.device)[:, None, None]
         found = x.flatten(2).transpose(1, 2).reshape(-1, channels).index_select(0, (used + begins).ravel())
         rows = found.view(samples, -1, places.shape[1], channels).transpose(2, 3)
@@ -183,7 +184,12 @@ def read_rows(call: Call, x: Tensor, chosen: Tensor | None) -> Tensor:
 
 def _at(values: Tensor, chosen: Tensor | None) -> Tensor:
     """The chosen positions of each sample of (samples, positions, channels)."""
-    return values if chosen is None else values.gather(1, chosen[:, :, None].expand(-1, -1, values.shape[-1]))
+    if chosen is None:
+        return values
+    if values.is_contiguous():  # whole rows are copied, not numbers
+        begins = values.shape[1] * torch.arange(len(values), device=values.device)[:, None]
+        return values.flatten(0, 1).index_select(0, (chosen + begins).ravel()).view(*chosen.shape, -1)
+    return values.gather(1, chosen[:, :, None].expand(-1, -1, values.shape[-1]))
 
 
 def _padding(padding: Any, spans: list[int]) -> list[int]:

@@ -17,6 +17,7 @@ from secateur.nest import Images, describe, map_leaves, select_samples, tensors_
 from secateur.repair.rows import Places
 from secateur.running.batches import Data, batches, check_inputs, counted, is_pair, masks_in, size_of
 from secateur.running.devices import to_device
+from secateur.running.layout import Order, unordered
 from secateur.running.processes import active, gathered, share
 from secateur.running.targets import are_shares
 
@@ -24,8 +25,8 @@ from secateur.running.targets import are_shares
 Alter = Callable[[Any, torch.Generator], Any]
 # Copies are drawn for this many samples together, whatever the batch size is.
 _PART = 32
-# So many samples are held whatever they take.
-_FEW = 64
+# So many samples are held even if they take twice their share of the memory; and so many whatever they take.
+_FEW, _FEWEST = 64, 8
 #: Texts with more tokens than that get no copies: with 700 tokens copies helped, with 2,900 they did harm.
 FEW_TOKENS = 2048
 
@@ -72,6 +73,8 @@ class Samples:
     seed: int
     #: Whether the targets are real numbers and no probabilities, so that the model's answers are no classes.
     quantities: bool = False
+    #: How what is asked for lies in memory.
+    order: Order = unordered
     # The copies that were made last: they are asked for a few at a time.
     _made: dict[tuple[int, int], Any] = field(default_factory=dict, init=False, compare=False, repr=False)
 
@@ -171,7 +174,7 @@ class Samples:
             copy, first = divmod(begin, self.count)
             mine = index[(index >= begin) & (index < copy * self.count + min(first + _PART, self.count))] - begin
             made.append(select_samples(self._part(copy, first), mine))
-        return _joined(made)
+        return self.order(_joined(made))
 
     def chunks(self, size: int) -> Iterator[tuple[slice, Any]]:
         """Inputs in batches of about `size`, with their places among all. Their numbers do not depend on `size`."""
@@ -201,7 +204,8 @@ class Samples:
 def _fitting(x: Any, most: int, room: float) -> int:
     """How many samples like these are held."""
     size = sum(t.numel() * t.element_size() for t in tensors_in(x)) / max(size_of(x), 1)
-    return int(min(most, max(_FEW, room // max(size, 1))))
+    fitting = room / max(size, 1)
+    return int(min(most, max(_FEWEST, min(_FEW, 2 * fitting), fitting)))
 
 
 def _lists_images(inputs: Any) -> bool:

@@ -92,9 +92,14 @@ def changes(
     logit under a composite that has signs."""
     if isinstance(inputs[0], Tensor):
         check_scale(inputs[0], page)
-    viewer = Viewer(original, inputs, page.composite)
-    after = viewer.look(result.model)
-    reasons = known if (known := result.reasons) is not None and known.of(viewer.before, after) else None
+    known = result.reasons
+    look = known.look if known is not None else None
+    if look is not None and look.shows((original, result.model), inputs, page.composite):
+        viewer, after = look.viewer, look.after  # the run has explained them
+    else:
+        viewer = Viewer(original, inputs, page.composite)
+        after = viewer.look(result.model)
+    reasons = known if known is not None and known.of(viewer.before, after) else None
     reasons = reasons or compared(viewer, original, result.model, after, faithful=True)
     samples, passages = pairs(viewer, after, classes, page)
     units = _units(original, viewer.before, after, result.plan)

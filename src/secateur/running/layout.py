@@ -36,18 +36,32 @@ def in_best_order(model: nn.Module, sample: Any) -> tuple[nn.Module, Order]:
 
     The order changes nothing but rounding, unless code looks at the memory itself: the sample must show it.
     """
-    place = device_of(model)
-    if (place is not None and place.type != "cpu") or not any(isinstance(m, nn.Conv2d) for m in model.modules()):
+    if not _convolves(model):
         return model, unordered
     other = shared_copy(model).to(memory_format=torch.channels_last)
     other.train(model.training)
+    return (other, channels_last) if _agree(model, other, sample) else (model, unordered)
+
+
+def order_for(model: nn.Module, sample: Any) -> Order:
+    """The same for a model whose weights stay as they are: each call puts them into the order of its inputs, which
+    takes little time if these are several images."""
+    return channels_last if _convolves(model) and _agree(model, model, sample) else unordered
+
+
+def _convolves(model: nn.Module) -> bool:
+    place = device_of(model)
+    return (place is None or place.type == "cpu") and any(isinstance(m, nn.Conv2d) for m in model.modules())
+
+
+def _agree(model: nn.Module, other: nn.Module, sample: Any) -> bool:
+    """Whether another model says the same to a sample whose channels are last."""
     try:
         expected, found = logits_of(run(model, sample)), logits_of(run(other, channels_last(sample)))
     except Exception as error:  # a `view` may ask for the usual order
         log.debug("channels last are not taken: %s", error)
-        return model, unordered
-    near = found.shape == expected.shape and bool((found - expected).abs().max() <= _ROUNDING * expected.abs().max())
-    return (other, channels_last) if near else (model, unordered)
+        return False
+    return found.shape == expected.shape and bool((found - expected).abs().max() <= _ROUNDING * expected.abs().max())
 
 
 def unordered(inputs: Any) -> Any:

@@ -38,6 +38,8 @@ _UNKNOWN = 4 * 2**30
 _LEAST = 16 * 2**20
 #: Bytes of all activations for a byte of an image; its square for a token.
 _WIDER = 1000
+#: So many tensors as large as the largest are alive at once in a forward pass.
+_ALIVE = 4
 Made = TypeVar("Made")
 _given: ContextVar[int | None] = ContextVar("memory", default=None)
 
@@ -198,6 +200,23 @@ def footprint(model: nn.Module, inputs: Any) -> tuple[int, int]:
     return max(seen.total, 1), max(seen.largest, 1)
 
 
+def _made_of(inputs: Any) -> int:
+    """The bytes that networks make of such inputs at most, by experience."""
+    return sum(t.numel() * (4 * _WIDER if t.is_floating_point() else _WIDER**2) for t in tensors_in(inputs))
+
+
+def at_once(model: nn.Module, inputs: Any, wanted: int) -> int:
+    """The wanted number of samples, or as many as a forward pass has memory for. The model is a copy."""
+    room, one = allowed(device_of(model)), select_samples(inputs, slice(1))
+    if wanted * _made_of(one) <= room:
+        return wanted
+    try:
+        _, largest = footprint(model, one)
+    except Exception:  # it will be raised again, and explained, where the model is run
+        return wanted
+    return min(wanted, max(1, room // (_ALIVE * largest)))
+
+
 def together(model: nn.Module, inputs: Any, backward: bool = False) -> int:
     """How many samples a model takes at once: as many as fit into memory, with what a backward pass needs if asked for.
 
@@ -205,8 +224,7 @@ def together(model: nn.Module, inputs: Any, backward: bool = False) -> int:
     """
     device = device_of(model)
     room, cached = allowed(device), not backward and (device is None or device.type == "cpu")
-    # What networks make of their inputs at most, by experience: small batches need no look.
-    made = sum(t.numel() * (4 * _WIDER if t.is_floating_point() else _WIDER**2) for t in tensors_in(inputs))
+    made = _made_of(inputs)  # small batches need no look
     if made <= room and not (cached and made > 32 * CACHE):
         return 2**20
     try:
@@ -215,7 +233,7 @@ def together(model: nn.Module, inputs: Any, backward: bool = False) -> int:
         return 2**20
     if backward:
         return max(1, room // (2 * total))
-    fitting = max(1, room // (4 * largest))
+    fitting = max(1, room // (_ALIVE * largest))
     return min(fitting, max(8, CACHE // largest)) if cached else fitting
 
 
