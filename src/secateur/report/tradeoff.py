@@ -13,15 +13,16 @@ from typing import Any
 import numpy as np
 
 from secateur.errors import NothingToPruneError, TargetError
-from secateur.ops.layers import Mask
 from secateur.plans.plan import Plan
 from secateur.plans.ranking import plan as make_plan
-from secateur.plans.scores import Scores
+from secateur.plans.scores import Scores, Values
 from secateur.plans.targets import Limits
 from secateur.report.charts import Chart, Point, Series
 from secateur.report.document import Table, percent
 from secateur.results.history import Record
 from secateur.structure.graph import Graph, Layer
+
+Mask = np.ndarray[tuple[int], np.dtype[np.bool_]]
 
 _THIS = "the model of this page"
 #: Of what leaves by the chosen plan, how much leaves by those before it.
@@ -143,7 +144,7 @@ def _limits(asked: Mapping[str, Any]) -> Limits:
     return replace(limits, only=only) if only else limits
 
 
-def _worth(graph: Graph, scores: Scores) -> np.ndarray[Any, np.dtype[np.float64]]:
+def _worth(graph: Graph, scores: Scores) -> Values:
     """What the units of each group score in all."""
     total = np.zeros(len(graph.root))
     for producer in graph.producers:
@@ -153,9 +154,7 @@ def _worth(graph: Graph, scores: Scores) -> np.ndarray[Any, np.dtype[np.float64]
     return total
 
 
-def _kept(
-    worth: np.ndarray[Any, np.dtype[np.float64]], layers: Sequence[Layer], removed: Mask, by_layer: bool
-) -> float:
+def _kept(worth: Values, layers: Sequence[Layer], removed: Mask, by_layer: bool) -> float:
     """The share of the scores that stays; if scores have no scale in common, the mean of the layers' shares."""
     sums = np.array([(worth[x.groups].sum(), worth[x.groups][~removed[x.groups]].sum()) for x in layers])
     sums = sums[sums[:, 0] > 0]
