@@ -148,3 +148,27 @@ def test_steps_have_the_curve_of_what_was_measured(
     result = sc.prune(net, data, remove=0.4, schedule=0.2, evaluate=lambda _: 0.5, progress=False)
     page = page_of(result, tmp_path)
     assert {figure.attributes["id"] for figure in page.find("figure", class_="chart")} == {"units", "macs"}
+
+
+def test_a_target_in_time_is_varied_in_time(net: nn.Sequential, data: tuple[Tensor, Tensor], tmp_path: Path) -> None:
+    result = sc.prune(net, data, keep={"macs": 0.5}, progress=False)
+    price = result.graph.cost_of.prices["macs"]  # as if every MAC took a second
+    timed = replace(result, table=price, settings={**result.settings, "keep": {"latency": 0.5}})
+    figure = page_of(timed, tmp_path).by_id("tradeoff-latency")
+    left, whole = result.plan.after.macs / result.plan.before.macs, result.plan.before.macs
+    goals = [1 - (1 - left) / 3, 1 - (1 - left) * 2 / 3, left, left * 2 / 3, left * 4 / 9]
+    expected = []
+    for goal in goals:
+        keep = {"seconds": goal * whole}
+        plan = sc.plan(result.graph, result.scores, keep=keep, limits=Limits("cost"), latency=price)
+        expected.append(100 * plan.after.macs / whole)
+    assert [float(line[2]) for line in figure.rows[1:]] == pytest.approx(expected, abs=0.005001)
+    assert [float(line[5]) for line in figure.rows] == pytest.approx(
+        [1000 * whole * float(line[2]) / 100 for line in figure.rows], rel=1e-3
+    )
+
+
+def test_a_run_remembers_its_table(net: nn.Sequential, data: tuple[Tensor, Tensor]) -> None:
+    table = sc.latency(net, data[0][:1], cache=False)
+    assert sc.prune(net, data, keep={"macs": 0.5}, latency=table, progress=False).table is table
+    assert sc.prune(net, data, keep={"macs": 0.5}, progress=False).table is None
