@@ -309,4 +309,5 @@ def _result(
         state.model, state.plan, state.history, graph, state.scores, before, after, state.done, original,
         settings.shown() | ({"composite": composite} if composite else {}),
         None if viewer is None else (viewer.x, viewer.y), state.seen,
+        table=settings.latency if isinstance(settings.latency, Latency) else None,
     )  # fmt: skip

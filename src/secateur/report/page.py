@@ -33,6 +33,7 @@ from secateur.report.curves import Metric, contest, run_charts
 from secateur.report.document import Page, Table, fill, number, percent
 from secateur.report.environment import environment
 from secateur.report.film import film
+from secateur.report.tradeoff import tradeoff
 from secateur.results.comparison import Comparison
 from secateur.results.history import Record
 from secateur.running.accuracy import PERPLEXITY, accuracy, between, perplexity
@@ -161,6 +162,7 @@ def write_report(
         latency_note=latency_note,
         most=_MOST,
         charts=run_charts(result.history, metric),
+        tradeoff=tradeoff(result),
         film=film(result, metric, classes, page),
         different=different,
         metric=metric,

@@ -17,7 +17,7 @@ from secateur.analysis.reasons import Drift
 from secateur.errors import FileFormatError
 from secateur.plans.plan import Plan
 from secateur.plans.scores import Scores
-from secateur.structure.cost import Cost
+from secateur.structure.cost import Cost, Price
 from secateur.structure.graph import Graph
 
 
@@ -114,6 +114,7 @@ class Record:
     `stopped` says why; `scores` are those that the last removal was based on. `original` is the user's own
     unpruned model, and `settings` what `prune` was asked for. `seen` has the heat maps of the `watched` samples, by
     step. `reasons` says how far its heat maps are from the original's, on a few samples, where that was measured.
+    `table` predicts the seconds of a forward pass, where the run had one.
     """
 
     model: nn.Module
@@ -129,6 +130,7 @@ class Record:
     watched: tuple[Any, Tensor | None] | None = field(default=None, repr=False, compare=False)
     seen: Mapping[int, Tensor] = field(default_factory=dict, repr=False, compare=False)
     reasons: Drift | None = field(default=None, repr=False, compare=False)
+    table: Price | None = field(default=None, repr=False, compare=False)
 
     def __repr__(self) -> str:
         name = type(self.model).__name__
