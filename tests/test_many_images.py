@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import secateur as sc
+from benchmarks.memory import Stages
 from secateur.running.accuracy import accuracy
 
 _SIDE, _SIZE = 24, 8
@@ -136,3 +138,14 @@ def test_four_times_as_many_images_take_no_more_memory() -> None:
     few, many = _peak(80), _peak(320)
     print(f"{few / 2**20:.0f} and {many / 2**20:.0f} MiB")
     assert many < few + 24 * 2**20  # once, all repairs with 160 and 640: 83 and 243 MiB
+
+
+def test_the_benchmark_tells_what_takes_the_time() -> None:
+    begin = time.process_time()
+    stages = Stages()
+    sc.prune(network(), list(Made(16)), remove=0.3, repair="mean", progress=stages)
+    stages.enter("end")
+    assert {"analysis", "scoring", "repairing"} <= set(stages.seconds)
+    assert "end" not in stages.seconds
+    assert 0 < sum(stages.seconds.values()) <= time.process_time() - begin + 0.01 * len(stages.seconds)
+    assert stages.highest in stages.seconds or not sys.platform.startswith("linux")
