@@ -202,7 +202,7 @@ def main() -> None:
     parser.add_argument("--images", type=int, help="default: 4 to 64, by the work for each")
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--threads", type=int, default=1, help="of each process")
-    parser.add_argument("--timeout", type=float, default=500)
+    parser.add_argument("--timeout", type=float, default=1200)
     parser.add_argument("--best", action="store_true", help="try every repair, and time as a user's report does")
     parser.add_argument("--memory", help="what a run may take; default: what is free")
     parser.add_argument("--out", type=Path, default=Path("out/memory.jsonl"))
