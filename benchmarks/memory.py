@@ -6,9 +6,14 @@
 
 A run scores, removes half of the MACs, repairs, measures accuracy before and after, explains a few images and writes
 the report. Weights and images are random; images are made when they are asked for, as photographs are. Results are
-appended to `--out`, so that an interrupted benchmark goes on. To save time, only the ridge is tried as a repair (the
-others take less memory), and each model runs once where the report times it. `--best` tries and times everything.
-Where the packages that a report needs are missing, the row says that there was none.
+appended to `--out`, so that an interrupted benchmark goes on. Each row has the version that it is of, the CPU time of
+each stage, and the stage in which the peak was.
+
+To save time, only the ridge is tried as a repair (the others take less memory), and each model runs once where the
+report times it. `--best` tries and times everything. Without `--images`, a model gets as many as make so many
+multiply-accumulates in one pass, between 4 and 64: a large model fills the memory with 4, with their 8 altered copies;
+a small one does not, and has time for more. Where the packages that a report needs are missing, the row says that there
+was none.
 """
 
 from __future__ import annotations
@@ -27,6 +32,9 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+# Without a number of images: so many multiply-accumulates in one pass over them, and the least and the most.
+_WORK, _FEWEST, _MOST = 8e9, 4, 64
 
 
 @dataclass(frozen=True)
@@ -61,7 +69,40 @@ def build(name: str) -> tuple[Any, int]:
     return net.eval(), 299 if name == "inception_v3" else 224
 
 
-def one(name: str, images: int, memory: str | None, best: bool = False) -> dict[str, Any]:
+class Stages:
+    """Listens to a run. Adds up the CPU time of each of its stages, and notes in which the peak of memory was."""
+
+    def __init__(self) -> None:
+        self.seconds, self.highest = dict[str, float](), ""
+        self._peak, self._name, self._begin = 0, "analysis", time.process_time()
+
+    def __call__(self, event: object) -> None:
+        self.enter(type(event).__name__.lower())
+
+    def enter(self, name: str) -> None:
+        """Another stage begins, unless it is the same."""
+        from secateur.running.memory import peak
+
+        now, last = time.process_time(), self._name
+        self.seconds[last] = round(self.seconds.get(last, 0) + now - self._begin, 2)
+        if peak() > self._peak:
+            self._peak, self.highest = peak(), last
+        self._name, self._begin = name, now
+
+
+def version() -> str:
+    """What is measured: the commit, and whether something was changed since."""
+    made = subprocess.run(
+        ["git", "describe", "--always", "--dirty"],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=Path(__file__).parent,
+    )
+    return made.stdout.strip() or "unknown"
+
+
+def one(name: str, images: int | None, memory: str | None, best: bool = False) -> dict[str, Any]:
     """A whole run of one model, in this process."""
     import torch
 
@@ -79,19 +120,26 @@ def one(name: str, images: int, memory: str | None, best: bool = False) -> dict[
     for module in net.modules():  # untrained norms would let nothing but noise pass
         if isinstance(module, torch.nn.BatchNorm2d):
             module.running_var.uniform_(0.5, 2)
-    data = Noise(images, side)
+    asked = images
+    if images is None:
+        macs = sc.measure(net, torch.zeros(1, 3, side, side), latency=False).macs
+        images = int(min(_MOST, max(_FEWEST, _WORK / macs)))
+    data, stages = Noise(images, side), Stages()
     begin, parameters = time.perf_counter(), sum(p.numel() for p in net.parameters())
     result = sc.prune(
         net, data, keep={"macs": 0.5}, evaluate=lambda model: accuracy(model, data, memory=memory).overall,
-        repair="best" if best else "ridge", memory=memory, progress=False,
+        repair="best" if best else "ridge", memory=memory, progress=stages,
     )  # fmt: skip
+    stages.enter("report")
     repaired, ran = peak(), time.perf_counter() - begin
     missing = [name for name in ("jinja2", "matplotlib") if find_spec(name) is None]
     if not missing:
         with tempfile.TemporaryDirectory() as folder:
             result.report(Path(folder, "report.html"), data=data, memory=memory)
+    stages.enter("end")
     return {
-        "model": name, "images": images, "parameters": parameters, "gib": peak() / 2**30, "run": repaired / 2**30,
+        "model": name, "images": images, "asked": asked, "version": version(), "stages": stages.seconds,
+        "highest": stages.highest, "parameters": parameters, "gib": peak() / 2**30, "run": repaired / 2**30,
         "seconds": time.perf_counter() - begin, "run_seconds": ran, "cpu": time.process_time(),
         "macs": result.cost_before.macs, **({"without": f"report: no {', '.join(missing)}"} if missing else {}),
     }  # fmt: skip
@@ -99,7 +147,8 @@ def one(name: str, images: int, memory: str | None, best: bool = False) -> dict[
 
 def apart(name: str, options: argparse.Namespace) -> dict[str, Any]:
     """The same in a process of its own."""
-    command = [sys.executable, "-m", "benchmarks.memory", "--one", name, "--images", str(options.images)]
+    command = [sys.executable, "-m", "benchmarks.memory", "--one", name]
+    command += ["--images", str(options.images)] if options.images else []
     command += (["--memory", options.memory] if options.memory else []) + ["--best"] * options.best
     environment = os.environ | {"OMP_NUM_THREADS": str(options.threads)}
     try:
@@ -107,9 +156,9 @@ def apart(name: str, options: argparse.Namespace) -> dict[str, Any]:
             command, capture_output=True, text=True, timeout=options.timeout, env=environment, check=False
         )
     except subprocess.TimeoutExpired:
-        return {"model": name, "images": options.images, "error": f"not ready after {options.timeout} s"}
+        return {"model": name, "asked": options.images, "error": f"not ready after {options.timeout} s"}
     if made.returncode:
-        return {"model": name, "images": options.images, "error": (made.stderr.strip().splitlines() or ["killed"])[-1]}
+        return {"model": name, "asked": options.images, "error": (made.stderr.strip().splitlines() or ["killed"])[-1]}
     return dict(json.loads(made.stdout.splitlines()[-1]))
 
 
@@ -150,10 +199,10 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", help="default: all of torchvision up to --most parameters")
     parser.add_argument("--timm", action="store_true", help="the largest of each family of timm instead")
     parser.add_argument("--most", type=float, default=100e6)
-    parser.add_argument("--images", type=int, default=10)
+    parser.add_argument("--images", type=int, help="default: 4 to 64, by the work for each")
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--threads", type=int, default=1, help="of each process")
-    parser.add_argument("--timeout", type=float, default=500)
+    parser.add_argument("--timeout", type=float, default=1200)
     parser.add_argument("--best", action="store_true", help="try every repair, and time as a user's report does")
     parser.add_argument("--memory", help="what a run may take; default: what is free")
     parser.add_argument("--out", type=Path, default=Path("out/memory.jsonl"))
@@ -164,7 +213,8 @@ def main() -> None:
         return
     options.out.parent.mkdir(parents=True, exist_ok=True)
     rows = [json.loads(line) for line in options.out.read_text().splitlines()] if options.out.exists() else []
-    done = {row["model"] for row in rows if row["images"] == options.images and "gib" in row}
+    rows = [row for row in rows if row.get("asked", row.get("images")) == options.images]
+    done = {row["model"] for row in rows if "gib" in row}
     named = options.models or (
         largest_of_timm(options.most, options.workers)
         if options.timm
@@ -179,11 +229,11 @@ def main() -> None:
             cells = (
                 f"{row['parameters'] / 1e6:.1f} M | {row['images']} | {row['gib']:.2f} | {row['seconds']:.0f}"
                 if "gib" in row
-                else f"| {row['images']} | {row['error']} |"
+                else f"| {row['asked'] or ''} | {row['error']} |"
             )
             without = f" (without {row['without']})" if "without" in row else ""
             print(f"| {row['model']} | {cells}{without} |", flush=True)
-    found = {row["model"]: row for row in rows if row["images"] == options.images and row["model"] in named}
+    found = {row["model"]: row for row in rows if row["model"] in named}
     peaks = sorted(row["gib"] for row in found.values() if "gib" in row)
     failed = [name for name, row in found.items() if "gib" not in row]
     if peaks:

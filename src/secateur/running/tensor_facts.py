@@ -16,6 +16,9 @@ class TensorFacts(Generic[Fact]):
 
     def __init__(self) -> None:
         self._entries: dict[int, tuple[weakref.ref[Tensor], Fact]] = {}
+        # What waits for a tensor to go must not hold the entries: a fact may be a tensor with its whole graph, in which
+        # that tensor is saved. Then both would stay until the next search for cycles, and such tensors are large.
+        self._mine = weakref.ref(self)
 
     def get(self, tensor: Tensor) -> Fact | None:
         """The fact, or None."""
@@ -27,13 +30,13 @@ class TensorFacts(Generic[Fact]):
         return entry is not None and entry[0]() is tensor
 
     def __setitem__(self, tensor: Tensor, fact: Fact) -> None:
-        key, entries = id(tensor), self._entries
+        key, mine = id(tensor), self._mine
 
         def gone(reference: weakref.ref[Tensor]) -> None:
-            if key in entries and entries[key][0] is reference:
-                del entries[key]
+            if (facts := mine()) is not None and key in facts._entries and facts._entries[key][0] is reference:
+                del facts._entries[key]
 
-        entries[key] = (weakref.ref(tensor, gone), fact)
+        self._entries[key] = (weakref.ref(tensor, gone), fact)
 
     def __bool__(self) -> bool:
         return bool(self._entries)
