@@ -40,7 +40,8 @@ Values = TypeVar("Values", Tensor, Tensor | None)
 class FollowingNorm:
     """The batch norm that reads a layer's output: names of its tensors, and eps.
 
-    It is `alone` if it reads nothing else and nothing else reads that output. Then its mean can carry a constant.
+    It is `alone` if it reads nothing else and nothing else reads that output. Then its mean can carry a constant. On
+    several sizes this holds for all of them.
     """
 
     mean: str
@@ -103,6 +104,11 @@ class RepairableLayer:
     def calls(self) -> tuple[RepairableLayer, ...]:
         """This call and the later ones."""
         return (self, *self.others)
+
+    @property
+    def means(self) -> set[str]:
+        """Of the norms that follow its calls."""
+        return {call.norm.mean for call in self.calls if call.norm is not None}
 
     @property
     def places(self) -> int:
@@ -187,10 +193,10 @@ def survey(model: nn.Module, samples: Example) -> Surveyed:
     """Find the layers that can be repaired. `samples` are one or two.
 
     Weights that are used more than once or elsewhere are left out, and layers that mix samples. A convolution may run
-    on feature maps of several sizes, once on each. If a stream is added to its output, or if its calls differ in
-    another way, it is repaired on the first of them. Layers after a choice among positions (the best
-    boxes) are left out, since a smaller model may choose others. Layers that run on some samples only, as the experts
-    of a mixture do, are left out when that is seen.
+    on feature maps of several sizes, once on each. If a stream is added to its output, or if samples are mixed on one
+    of them, it is repaired on the first. Layers after a choice among positions (the best boxes) are left out, since a
+    smaller model may choose others. Layers that run on some samples only, as the experts of a mixture do, are left out
+    when that is seen.
     """
 
     def watched(inputs: Example, alone: _Survey | None = None) -> _Survey:
@@ -202,22 +208,26 @@ def survey(model: nn.Module, samples: Example) -> Surveyed:
 
     found = watched(_two(samples), watched(select_samples(samples, slice(1))))
     layers = {}
+    uses = found.uses
     for number, layer in found.layers.items():
-        calls = found.uses[layer.weight] if found.uses[layer.weight] == len(set(found.sizes[layer.weight])) else 1
-        if found.uses[layer.weight] > calls or (layer.bias is not None and found.uses[layer.bias] > calls):
+        calls = uses[layer.weight] if uses[layer.weight] == len(set(found.sizes[layer.weight])) else 1
+        if layer.turn or uses[layer.weight] > calls or (layer.bias is not None and uses[layer.bias] > calls):
             continue
-        reads = [found.reads[number, stage] for stage in range(found.stages[number])]
-        norm = layer.norm
-        if norm is not None:
-            norm = replace(norm, alone=found.uses[norm.mean] == 1 == reads[0])
-        others = tuple(found.others[layer.weight])
-        if len(others) != found.uses[layer.weight] - 1 or layer.partner is not None:
-            others = ()
-        limits = layer.limits if sum(reads) == len(reads) else None
-        layers[layer.weight] = replace(layer, norm=norm, limits=limits, others=others)
+        numbers = [number, *found.others[layer.weight]]
+        turns = [found.layers[other] for other in numbers]
+        if len(turns) != uses[layer.weight] or any(turn.partner is not None for turn in turns):
+            numbers, turns = [number], [layer]
+        reads = [[found.reads[call, stage] for stage in range(found.stages[call])] for call in numbers]
+        norm, limits = layer.norm, layer.limits
+        if norm is not None:  # each size may have a norm of its own: together they carry a constant, or none does
+            after = Counter(turn.norm.mean for turn in turns if turn.norm is not None)
+            alone = after.total() == len(turns) and all(uses[mean] == n for mean, n in after.items())
+            norm = replace(norm, alone=alone and all(own[0] == 1 for own in reads))
+        if any(sum(own) != len(own) for own in reads) or any(t.norm != layer.norm or t.limits != limits for t in turns):
+            limits = None
+        layers[layer.weight] = replace(layer, norm=norm, limits=limits, others=tuple(turns[1:]))
     largest = max((found.largest[layer.number] for layer in layers.values()), default=1) // 2
-    alive = {name: found.alive[layer.number] // 2 for name, layer in layers.items()}
-    return Surveyed(layers, largest, alive, found.dense)
+    return Surveyed(layers, largest, {name: found.alive[own.number] // 2 for name, own in layers.items()}, found.dense)
 
 
 def _two(samples: Example) -> Example:
@@ -238,15 +248,15 @@ class _Survey(Observer):
         self._names = {id(t): name for name, t in named_tensors(model)}
         self._number = -1
         self.layers: dict[int, RepairableLayer] = {}
-        #: By weight, later calls on feature maps of other sizes.
-        self.others: defaultdict[str, list[RepairableLayer]] = defaultdict(list)
+        #: By weight, the numbers of later calls on feature maps of other sizes.
+        self.others: defaultdict[str, list[int]] = defaultdict(list)
         #: How many calls read each parameter and buffer.
         self.uses: Counter[str | None] = Counter()
         #: How many stages a layer's output has: as it is, after the norm, after an addition. How many calls read each.
         self.stages: Counter[int] = Counter()
         self.reads: Counter[tuple[int | None, int]] = Counter()
         #: By weight, how many positions each call of a convolution has, and where layers have outputs.
-        self.sizes: dict[str, list[int]] = {}
+        self.sizes: defaultdict[str, list[int]] = defaultdict(list)
         self.dense: dict[str, int] = {}
         # 1 for what comes from a layer, 2 for what was picked by such numbers.
         self._chosen: TensorFacts[int] = TensorFacts()
@@ -338,9 +348,9 @@ class _Survey(Observer):
             return None
         if weight is None or (bias is None and added is not None):
             return None
-        calls = self.sizes.setdefault(weight, [])
-        layer = RepairableLayer(self._number, weight, bias, transposed, columns, turn=len(calls))
-        calls.append(0 if linear else output[0, 0].numel())
+        sizes = self.sizes[weight]
+        layer = RepairableLayer(self._number, weight, bias, transposed, columns, turn=len(sizes))
+        sizes.append(0 if linear else output[0, 0].numel())
         if self._alone is None:
             self.probes[layer.key] = output.shape, _probe(output)
         else:
@@ -352,10 +362,8 @@ class _Survey(Observer):
             if not layer.turn:
                 self.dense[weight] = layer.outputs
         if layer.turn:
-            self.others[weight].append(layer)
-            return None
-        self.layers[self._number] = layer
-        self.largest[self._number] = self._largest
+            self.others[weight].append(self._number)
+        self.layers[self._number], self.largest[self._number] = layer, self._largest
         return self._number
 
     def _batch(self, key: str, output: Tensor) -> int | None:

@@ -313,7 +313,7 @@ class _Copy:
         self.changes[layer.weight] = replace(
             change, weight=None if change.weight is None else change.weight.new_empty(0)
         )
-        self._changed |= {layer.weight, layer.bias or "", layer.norm.mean if layer.norm is not None else ""}
+        self._changed |= {layer.weight, layer.bias or "", *layer.means}
         weight = self.tensors[layer.weight]
         bias = self.tensors[layer.bias] if layer.bias is not None else None
         new = weight.detach().to(torch.float64, copy=True)
@@ -329,9 +329,9 @@ class _Copy:
             if change.scale is not None or change.weight is not None:
                 weight.copy_(new)
             if change.shift is not None and bias is None:
-                assert layer.norm is not None
-                mean = self.tensors[layer.norm.mean]
-                mean.copy_(mean.double() - change.shift.reshape(-1))
+                assert layer.means
+                for mean in (self.tensors[name] for name in layer.means):
+                    mean.copy_(mean.double() - change.shift.reshape(-1))
             elif bias is not None:
                 bias.copy_(constant if change.shift is None else constant + change.shift.reshape(-1))
 

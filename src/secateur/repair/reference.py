@@ -293,13 +293,14 @@ class Reference:
         so that every position counts. Layers that no relevance reaches are left out.
         """
         seen: dict[str, Tensor] = {}  # by weight: (samples, positions)
+        count = 0
 
         def watch(use: LayerUse, relevance: Tensor) -> None:
             """Note how much relevance lies at each position of a layer's output, over all channels, for each sample."""
             if use.name in self.layers:
                 layer = self.layers[use.name]
                 found = relevance.abs().movedim(use.channel, -1).sum(-1).movedim(layer.batch, 0)
-                if not layer.others or found[0].numel() == layer.positions:  # on other sizes, all rows count alike
+                if found.numel() == layer.positions * count:  # on other sizes, all rows count alike
                     seen[use.name] = found
 
         engine, reader = RelevancePass(self.original, heat_map=False, watch=watch), Reader(self.original)
