@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import secateur as sc
-from secateur.analysis.reasons import Drift, Viewer, drift, regional, some_of, srg
+from secateur.analysis.reasons import Drift, Viewer, correlation, drift, regional, some_of, srg
 from secateur.errors import DataError, SecateurError
 from secateur.report import Page
 
@@ -169,7 +169,9 @@ def test_texts_and_vectors_have_a_drift_too() -> None:
 def test_a_text_of_one_word_keeps_it() -> None:
     net, ids = Words().eval(), torch.tensor([[3, 0]])
     inputs = {"input_ids": ids, "attention_mask": torch.tensor([[1, 0]])}
-    assert float(drift(net, net, [(inputs, torch.tensor([1]))]).srg[0]) == 0
+    found = drift(net, net, [(inputs, torch.tensor([1]))])
+    assert float(found.srg[0]) == 0
+    assert float(found) == 0  # the same network
 
 
 def test_what_cannot_be_explained_is_refused() -> None:
@@ -193,6 +195,24 @@ def test_a_few_samples_of_every_class() -> None:
     assert some_of([(x[:2], y[:2]), (x[2:4].T, y[2:4])], 3)[0].ravel().tolist() == [0, 1]  # of another form
     with pytest.raises(DataError, match="need a tensor"):
         some_of([({"a": x}, y)], 3)
+
+
+def test_a_few_texts_of_every_class() -> None:
+    """Texts often lie in a file class by class."""
+    ids, y = torch.arange(12).view(6, 2), torch.tensor([0, 0, 0, 0, 1, 1])
+    chosen, classes = some_of(({"input_ids": ids, "attention_mask": torch.ones_like(ids)}, y), 2)
+    assert classes is not None
+    assert classes.tolist() == [0, 1]
+    assert chosen["input_ids"].tolist() == [[0, 1], [8, 9]]
+    assert chosen["attention_mask"].shape == (2, 2)
+
+
+def test_where_both_maps_are_flat_nothing_changed() -> None:
+    flat, other = torch.full((1, 5), 0.1, dtype=torch.float64), torch.arange(5.0, dtype=torch.float64)[None]
+    zero, nan = torch.zeros_like(flat), torch.full_like(flat, torch.nan)
+    assert [float(correlation(a, b)) for a, b in ((zero, zero), (flat, zero), (flat, 3 * flat))] == [1, 1, 1]
+    assert [float(correlation(a, b)) for a, b in ((other, zero), (flat, other), (nan, other), (nan, nan))] == [0] * 4
+    assert float(correlation(flat[:, :1], -flat[:, :1])) == 1  # a text of one word
 
 
 def test_regions_of_small_pictures_are_pixels() -> None:

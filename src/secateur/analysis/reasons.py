@@ -59,15 +59,17 @@ def regional(heat: Tensor) -> Tensor:
 
 
 def correlation(a: Tensor, b: Tensor) -> Tensor:
-    """Pearson's correlation, row by row; 0 where one side is flat.
+    """Pearson's correlation, row by row; 0 where one side is flat, 1 where both are: then nothing changed.
 
     >>> round(float(correlation(torch.tensor([[0.0, 1, 2]]), torch.tensor([[4.0, 2, 0]]))), 3)
     -1.0
     """
+    flat = [x.amax(1) - x.amin(1) <= 1e-12 * x.abs().amax(1) if x.shape[1] else x.new_ones(len(x)) > 0 for x in (a, b)]
     a, b = (x - x.mean(1, keepdim=True) for x in (a, b))
     size = a.norm(dim=1) * b.norm(dim=1)
     found = (a * b).sum(1) / size.clamp_min(torch.finfo(a.dtype).tiny)
-    return torch.where(size > 0, found.clamp(-1, 1), 0)  # rounding may lead beyond
+    found = torch.where((size > 0) & ~(flat[0] | flat[1]), found.clamp(-1, 1), 0)  # rounding may lead beyond
+    return torch.where(flat[0] & flat[1], 1, found)
 
 
 class Viewer:
@@ -170,19 +172,18 @@ def some_of(data: Data, count: int) -> tuple[Any, Tensor | None]:
     """A few samples, as many classes as can be among them: the first of each class, then the second, …"""
     data = as_data(data)
     inputs, targets = data if is_pair(data) else _beginning(data, count)
-    if isinstance(inputs, Mapping) and ids_in(inputs) is not None:
-        return select_samples(inputs, slice(count)), targets[:count] if isinstance(targets, Tensor) else None
-    if not isinstance(inputs, Tensor):
+    text = isinstance(inputs, Mapping) and ids_in(inputs) is not None
+    if not isinstance(inputs, Tensor) and not text:
         raise DataError(
             f"heat maps need a tensor of inputs, not {type(inputs).__name__}.",
             fix="leave out data=, or give inputs=(x, y) if the model takes one tensor",
         )
     if not isinstance(targets, Tensor):
-        return inputs[:count], targets
+        return select_samples(inputs, slice(count)), None if text else targets
     if targets.dim() != 1:
-        return inputs[:count], targets[:count] if targets.dim() else targets
-    index = torch.tensor(sorted(of_every_class(targets.tolist(), count)), device=inputs.device)
-    return inputs[index], targets[index.to(targets.device)]
+        return select_samples(inputs, slice(count)), targets[:count] if targets.dim() else targets
+    index = torch.tensor(sorted(of_every_class(targets.tolist(), count)))
+    return select_samples(inputs, index), select_samples(targets, index)
 
 
 def _beginning(data: Data, count: int) -> Batch:
@@ -370,7 +371,7 @@ class Drift:
         """All samples and each class of theirs: how many there are, the drift, and the SRG before and after."""
         rows = {number: "all" if number < 0 else name(number) for number in (-1, *self.by_class)}
         wide = max(8, *map(len, rows.values()))
-        lines = [f"{'class':>{wide}}  samples  drift" + ("" if self.srg is None else "  SRG before   after")]
+        lines = [f"{'class':>{wide}}  samples  drift" + ("" if self.srg is None else "  SRG before   SRG after")]
         for number, drift in {-1: float(self), **self.by_class}.items():
             mine = self.of_class(number)
             line = f"{rows[number]:>{wide}}  {int(mine.sum()):7d}  {drift:5.3f}"
