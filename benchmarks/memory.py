@@ -26,8 +26,9 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -120,6 +121,8 @@ def one(name: str, images: int | None, memory: str | None, best: bool = False) -
     for module in net.modules():  # untrained norms would let nothing but noise pass
         if isinstance(module, torch.nn.BatchNorm2d):
             module.running_var.uniform_(0.5, 2)
+        if isinstance(module, torch.nn.Linear) and not module.weight.any():  # a head before training
+            torch.nn.init.normal_(module.weight, std=0.02)
     asked = images
     if images is None:
         macs = sc.measure(net, torch.zeros(1, 3, side, side), latency=False).macs
@@ -171,14 +174,27 @@ def sizes() -> dict[str, int]:
     return {name: facts[name]["num_params"] for name in order if not name.startswith("quantized")}
 
 
-def _parameters(name: str) -> int:
-    """How many a model of timm has. It is built without numbers."""
+def parameters_of(name: str) -> int | None:
+    """How many a model of timm has; None if it cannot be built. It is built without numbers, where that is possible."""
     import timm
     import torch
 
-    with torch.device("meta"), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return sum(p.numel() for p in timm.create_model(name).parameters())
+    for device in ("meta", "cpu"):  # some models read their numbers while they are built
+        with suppress(Exception), torch.device(device), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return sum(p.numel() for p in timm.create_model(name).parameters())
+    return None
+
+
+def largest(families: dict[str, str], counts: Iterable[int | None], most: float) -> tuple[list[str], list[str]]:
+    """The largest model of each family with at most so many parameters, and those whose parameters are not known."""
+    found, unknown = dict[str, tuple[int, str]](), list[str]()
+    for (name, family), count in zip(families.items(), counts, strict=True):
+        if count is None:
+            unknown.append(f"timm:{name}")
+        elif count <= most:
+            found[family] = max(found.get(family, (0, "")), (count, f"timm:{name}"))
+    return [name for _, name in sorted(found.values(), reverse=True)], unknown
 
 
 def largest_of_timm(most: float, workers: int = 1) -> list[str]:
@@ -186,12 +202,11 @@ def largest_of_timm(most: float, workers: int = 1) -> list[str]:
     import timm
 
     families = {name: family for family in timm.list_modules() for name in timm.list_models(module=family)}
-    found = dict[str, tuple[int, str]]()
     with ProcessPoolExecutor(workers) as pool:
-        for (name, family), count in zip(families.items(), pool.map(_parameters, families, chunksize=8), strict=True):
-            if count <= most:
-                found[family] = max(found.get(family, (0, "")), (count, f"timm:{name}"))
-    return [name for _, name in sorted(found.values(), reverse=True)]
+        named, unknown = largest(families, pool.map(parameters_of, families, chunksize=8), most)
+    if unknown:
+        print(f"left out, since they cannot be built: {', '.join(unknown)}\n", flush=True)
+    return named
 
 
 def main() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import time
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,11 @@ from torch import nn
 from secateur.cli.image_task import Task
 from secateur.cli.options import Images, Source, Texts
 from secateur.cli.text_task import TextTask, how_to_open
+from secateur.errors import SecateurWarning
 from secateur.loop.prune import Result
 from secateur.models.zoo import runs_code
 from secateur.recover import Recover
-from secateur.running.accuracy import interval
+from secateur.running.accuracy import PERPLEXITY, interval
 from secateur.running.copies import shared_copy, unwrap
 from secateur.running.devices import device_of
 from secateur.running.memory import allowed, resident
@@ -27,9 +29,10 @@ from secateur.running.sandbox import quiet, run
 _SCORING, _REPAIR, _COPIES, _MOST = 4.5, 6.0, 9, 1024
 # Passes that analysis, verification, export and report take; those that are timed, in samples; and seconds of the rest.
 _ANALYSIS, _TIMING, _OTHERS = 60, 200, 12.0
-# What a run with a repair takes beyond the allowance: up to 0.6 GiB on a busy machine, nothing on a quiet one. And what
-# the packages that write ONNX files take.
-_BEYOND, _EXPORT = int(0.7 * 2**30), 2**29
+# What is taken beyond the allowance, as measured with torchvision's classifiers: by a repair up to 0.1 GiB and a copy
+# of the weights; where batches are timed, by what malloc keeps between calls (0.6 GiB with DenseNet-201, less than 0.1
+# with most). And what the packages that write ONNX files take.
+_REPAIRED, _TIMED, _EXPORT = int(0.1 * 2**30), int(0.6 * 2**30), 2**29
 # Copies of the weights that training holds: themselves, their slopes and what the optimizer and the average remember.
 _TRAINED = 5
 # With intervals wider than this on either side, the test images are few.
@@ -56,7 +59,9 @@ def outlook(
     device = device_of(task.model)
     room = allowed(device)
     if device is None or device.type == "cpu":
-        room += resident() + _BEYOND * repair + _EXPORT * (getattr(task, "exports", None) is not None)
+        weights = sum(p.numel() * p.element_size() for p in task.model.parameters())
+        beyond = max((_REPAIRED + weights) * repair, _TIMED * timed)  # not at the same time
+        room += resident() + beyond + _EXPORT * (getattr(task, "exports", None) is not None)
     what = "every step takes" if steps else "this takes"
     return f"{what} about {_duration(each * passes if steps else whole)}, and at most {room / 2**30:.1f} GiB of memory"
 
@@ -107,6 +112,30 @@ def doubt(metrics: Mapping[str, float], counts: Mapping[str, int]) -> str:
     )
 
 
+def warn_of_harm(
+    before: Mapping[str, float], after: Mapping[str, float], tested: Mapping[str, int], rate: float | None
+) -> None:
+    """Warn if training did more harm than chance explains: most often its steps were too large."""
+    if PERPLEXITY in before:
+        worse = after[PERPLEXITY] > before[PERPLEXITY] * (1 + _FEW)
+    else:
+        worse = after["overall"] < interval(before["overall"], tested["overall"])[0]
+    if worse:
+        slower = f"a smaller --learning-rate than {rate:g}" if rate else "another --learning-rate"
+        warnings.warn(SecateurWarning("training made it worse.", fix=f"--clip 1, or {slower}"), stacklevel=2)
+
+
+def warn_of_teacher(
+    name: str, teacher: Mapping[str, float], student: Mapping[str, float], tested: Mapping[str, int]
+) -> None:
+    """Warn if a teacher knows less than its student, as one with random weights does."""
+    if teacher["overall"] < interval(student["overall"], tested["overall"])[0]:
+        first, last = (f"{100 * side['overall']:.1f} %" for side in (teacher, student))
+        shares = f"{first} of the test images, the smaller model on {last}"
+        what = f"--teacher {name} is right on only {shares}: it would teach mistakes."
+        warnings.warn(SecateurWarning(what, fix="--teacher-weights FILE, or 'default'"), stacklevel=2)
+
+
 def known_within(count: int) -> str:
     """How sure the accuracies of a table are that so many test samples give."""
     wide = [100 * max(high - share, share - low) for share in (0.95, 0.5) for low, high in [interval(share, count)]]
@@ -128,6 +157,9 @@ def next_steps(
         lines[1] = f"serve it: onnxruntime.InferenceSession({str(files['onnx'])!r})"
     if isinstance(task, TextTask):
         data: list[Any] = ["--text", texts.text, *(["--labels"] if texts.labels else [])]
+        data += ["--columns", texts.columns] if texts.columns is not None else []
+        data += ["--test-text", texts.test_text] if texts.test_text is not None else []
+        data += ["--tokens", texts.tokens] if texts.tokens != Texts.tokens else []
     else:
         data = ["--images", images.images, *(["--test", images.test] if images.test is not None else [])]
     teacher = ["--teacher", source.model] if source.original is None else []

@@ -104,7 +104,7 @@ def resident() -> int:
 
 
 def peak() -> int:
-    """The most that `resident` was so far."""
+    """The most that `resident` was so far. (`getrusage` would give the parent's peak, if that is higher.)"""
     return 1024 * _numbers("/proc/self/status").get("VmHWM", 0)
 
 
