@@ -376,6 +376,44 @@ def test_recover_trains_what_prune_wrote(place: Place, tmp_path: Path) -> None:
     assert "has 7 outputs, the smaller model 3" in wide
 
 
+def test_training_that_does_harm_is_named(place: Place, tmp_path: Path) -> None:
+    """And the smaller model is not called the unpruned one, whose weights might be wrong."""
+    small = tmp_path / "small"
+    succeed("prune", *place.job, "--keep-macs", 0.8, "--out", small)
+    given = [small, "--original", place.net, "--images", place.train, "--test", place.test, "--epochs", 10]
+    untrained = ["--teacher", place.net, "--learning-rate", 0.2]  # a teacher without weights knows nothing
+    wild = invoke("recover", *given, *untrained, "--out", tmp_path / "wild")
+    assert wild.exit_code == 0
+    told = wild.stdout + wild.stderr
+    assert "training made it worse. Fix: --clip 1, or a smaller --learning-rate than 0.2" in told
+    assert f"--teacher {place.net} is right on only" in told
+    assert "the smaller model on 100.0 %: it would teach mistakes. Fix: --teacher-weights FILE" in told
+    nothing = fail("recover", small, "--original", place.net, "--out", tmp_path / "nothing")
+    assert "there is nothing to train on. Fix: --images FOLDER" in nothing
+    assert "unpruned" not in told
+    calm = invoke("recover", *given, "--learning-rate", 1e-6, "--out", tmp_path / "calm")
+    assert "made it worse" not in calm.stdout + calm.stderr
+
+
+def test_an_option_that_took_another_for_its_value_is_named(place: Place, tmp_path: Path) -> None:
+    found = invoke("export", *place.model, "--int8", "--out", tmp_path / "net.onnx")
+    assert found.exit_code == 2
+    assert "--int8 needs a value, and took --out for it" in " ".join(found.output.replace("│", " ").split())
+
+
+def test_only_commands_that_go_on_say_so(place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*given: object, **more: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("secateur.cli.export.run_export", interrupted)
+    monkeypatch.setattr("secateur.cli.prune.run_prune", interrupted)
+    export = invoke("export", *place.model, "--out", tmp_path / "net.onnx")
+    prune = invoke("prune", *place.job, "--remove", 0.5, "--out", tmp_path / "small")
+    assert export.exit_code == prune.exit_code == 130
+    assert "goes on" not in export.stderr
+    assert "stopped. What was finished is kept; the same command goes on from there." in prune.stderr
+
+
 def test_every_option_that_training_names_is_an_option() -> None:
     """Messages of the package name arguments, which the command line spells as options."""
     never = {"temperature", "tokens"}  # which cannot be wrong here, and which --tokens checks

@@ -107,7 +107,8 @@ def test_a_language_model_becomes_smaller_and_transformers_loads_it(desk: Desk, 
     words = re.findall(r'<span style="background: rgb\([^"]*" title="[^"]*">([^<]*)</span>', page)
     assert {"the", "cat"} <= set(words)  # passages in colours, before and after
     assert page.count('<p class="words">') == 4
-    assert "transformers opens it by itself" in result.stdout
+    assert f"transformers opens it by itself: LlamaForCausalLM.from_pretrained('{out / 'model'}')" in result.stdout
+    assert f"--text {desk.text} --test-text {desk.test} --tokens 16 --out {out}-recovered" in result.stdout
     assert f"scored on: 12 sequences of 16 tokens of {desk.text}" in result.stderr
     assert "%|" not in result.stderr  # bars of transformers
     again = tokenizer_of(f"hf:{out}")
@@ -118,7 +119,7 @@ def test_blocks_of_different_widths_open_too(desk: Desk, tmp_path: Path) -> None
     out = tmp_path / "small"
     result = invoke("prune", *desk.job, "--keep-params", 0.7, "--scope", "global", "--out", out)
     assert result.exit_code == 0, result.stderr
-    assert "secateur.load(folder) opens it. For transformers alone: --uniform" in result.stdout
+    assert "'), since its blocks have different widths. For transformers alone: --uniform" in result.stdout
     ids = torch.tensor([[2, 6, 4]])
     outputs = [build(spec)(ids).logits for spec in (f"hf:{out}", str(out), f"hf:{out / 'model'}")]
     expected = sc.load(out / "model")(ids).logits
@@ -383,7 +384,7 @@ def test_options_that_do_not_fit(desk: Desk, tmp_path: Path) -> None:
     assert "--labels says more about --text" in fail("prune", model, "--labels", *out)
     assert "Fix: --labels" in fail("prune", kind, "--text", desk.text, "--tokens", 16, *out)
     assert "a classifier returns" in fail("prune", model, "--text", desk.table, "--labels", "--tokens", 16, *out)
-    assert "takes at most 128 tokens" in fail("prune", model, "--text", desk.text, *out)
+    assert "takes at most 128 tokens. Fix: --tokens 128" in fail("prune", model, "--text", desk.text, *out)
     short = tmp_path / "short.txt"
     short.write_text("the cat is great .")
     said = fail("prune", model, "--text", short, "--tokens", 16, "--test-text", desk.test, *out)
@@ -530,5 +531,9 @@ def test_recover_trains_a_language_model_on_text_or_on_what_its_teacher_writes(d
     assert timed["accuracy"] == {"before": None, "after": None}
     alone = fail("recover", *given[:3], "--epochs", 1, "--out", tmp_path / "alone")
     assert "reads text, and there is none to train on. Fix: --text FILE; or --teacher MODEL" in alone
+    pictures = fail(
+        "recover", *given[:3], *taught, "--images", desk.root, "--epochs", 1, "--out", tmp_path / "pictures"
+    )
+    assert "reads text, but --images is given. Fix: --text FILE instead" in pictures
     labels = fail("recover", *given[:3], *taught, "--labels", "--epochs", 1, "--out", tmp_path / "labels")
     assert "--labels and --columns say more about --text, which is missing" in labels

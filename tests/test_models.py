@@ -151,8 +151,12 @@ def test_weights_that_do_not_fit_are_named(net: str, tmp_path: Path) -> None:
     torch.save(state, tmp_path / "keys.pt")
     with pytest.raises(FileFormatError, match=r"has no `0.bias`; the model has no `other`"):
         build(net, tmp_path / "keys.pt")
-    with pytest.raises(FileFormatError, match="no weights file"):
+    with pytest.raises(FileFormatError, match=r"no weights file .*absent.pt. Fix: the path of"):
         build(net, tmp_path / "absent.pt")
+    with pytest.raises(FileFormatError, match=r"no weights file .*key.pt. Fix: .*keys.pt"):
+        build(net, tmp_path / "key.pt")
+    with pytest.raises(ModelError, match=r"there is no file .*nett.py. Fix: .*net.py:make"):
+        build(net.replace("net.py", "nett.py") + ("" if ":" in net.rsplit("/", 1)[1] else ":make"))
 
 
 def test_pickled_modules_and_rubbish_are_refused(net: str, tmp_path: Path) -> None:

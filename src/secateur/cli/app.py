@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib import import_module
+from itertools import pairwise
 from typing import Annotated, Any
 
 import typer
@@ -42,6 +43,8 @@ _EXTRAS = {
     "sklearn": "demo",
 }
 
+# Commands that an interruption sends back to their beginning. Others, also those of other programs, go on.
+_BEGIN_AGAIN = ("demo", "explain", "export", "inspect", "specialize")
 # typer has click's errors, or its own copies of them, depending on its version.
 _USAGE: type[Exception] = typer.BadParameter.__mro__[1]
 _INTERRUPTED = 130  # the exit status that shells use
@@ -58,14 +61,16 @@ class Commands(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         debugging = bool(os.environ.get("SECATEUR_DEBUG"))
+        given = [*getattr(ctx, "_protected_args", ()), *ctx.args]
         try:
             with warnings_as_lines(sys.stderr, debugging):
                 return super().invoke(ctx)
         except KeyboardInterrupt:
-            _say("stopped. What was finished is kept; the same command goes on from there.")
+            kept = " What was finished is kept; the same command goes on from there."
+            _say(f"stopped.{'' if ctx.invoked_subcommand in _BEGIN_AGAIN else kept}")
             raise typer.Exit(_INTERRUPTED) from None
         except _USAGE as error:  # for example about a path that does not exist
-            vars(error)["message"] = printable(str(vars(error)["message"]))
+            vars(error)["message"] = printable(str(vars(error)["message"])) + _swallowed(error, given)
             raise
         except (SecateurError, OSError) as error:
             if debugging:
@@ -77,6 +82,15 @@ class Commands(TyperGroup):
                 raise
             _say(f"error: this command needs {error.name}. Fix: pip install 'secateur[{extra}]'")
         raise typer.Exit(1)
+
+
+def _swallowed(error: Exception, given: list[str]) -> str:
+    """If an option is missing that was given: which option before it took its name for a value."""
+    missing = set(getattr(getattr(error, "param", None), "opts", ()))
+    for before, word in pairwise(given):
+        if word in missing and before.startswith("--"):
+            return f" {before} needs a value, and took {word} for it."
+    return ""
 
 
 class _Imported(Mapping[str, Any]):

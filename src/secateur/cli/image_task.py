@@ -64,6 +64,7 @@ class Task:
     merge: Merge | None  # how outputs that mean the same became one
     measured: dict[int, Accuracy] = field(default_factory=dict, repr=False, compare=False)  # by size of the model
     exports: Exports | None = field(default=None, repr=False, compare=False)  # if ONNX is asked for
+    pruned: bool = False  # before the command began
     sample: ClassVar[str] = "image"
 
     @property
@@ -172,7 +173,7 @@ class Task:
 
         def accuracy(model: nn.Module) -> dict[str, float]:
             found = self.accuracy(model)
-            if size_of(model) == whole and found["overall"] < (1 + chance) / 2:
+            if not self.pruned and size_of(model) == whole and found["overall"] < (1 + chance) / 2:
                 warnings.warn(
                     f"the unpruned model is right on only {100 * found['overall']:.1f} % of the test images (chance is "
                     f"{100 * chance:.1f} %). Are the weights for exactly this architecture, are --outputs and --merge "

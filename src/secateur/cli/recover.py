@@ -15,7 +15,7 @@ from secateur.analysis.specialize import MergedOutputs, specialize
 from secateur.cli import options as o
 from secateur.cli.given_model import count_outputs, noise, read_model
 from secateur.cli.image_task import Task
-from secateur.cli.outlook import after_training, doubt, training_outlook
+from secateur.cli.outlook import after_training, doubt, training_outlook, warn_of_harm, warn_of_teacher
 from secateur.cli.output import Printer, intervals, percent
 from secateur.cli.prune import task_of
 from secateur.cli.run_folder import Run, check_folder, check_model, request
@@ -83,6 +83,9 @@ def recover(
     printer.note(training_outlook(task, whole, settings.decided(opened.model)))
     measure = task.evaluate
     before = measure(opened.model) if measure is not None else None
+    bare = isinstance(task, Task) and teacher_weights is None  # it may have been built without any
+    if bare and measure is not None and before is not None and whole is not None:
+        warn_of_teacher(str(teacher), measure(whole), before, task.tested)
     with run.working(), training.naming_sizes():
         done = run_recover(
             opened.model, whole, task.training_batches(training.batch_size), settings, checkpoint=run.checkpoint,
@@ -105,6 +108,8 @@ def recover(
         printer.result(f"{name}: {' → '.join(told)}")
     if after and (few := doubt(after, task.tested)):
         printer.result(few)
+    if before and after:
+        warn_of_harm(before, after, task.tested, settings.decided(opened.model).lr)
     printer.result(f"{done.stopped}; {summary['seconds']:.0f} s. Written to {place}")
     for line in after_training(out, task):
         printer.result(line)
@@ -112,12 +117,18 @@ def recover(
 
 def _task(opened: Opened, whole: nn.Module | None, images: o.Images, texts: o.Texts, seed: int) -> Task | TextTask:
     """What to train on: images, or text, or what a language model that is the teacher writes itself."""
+    if reads_text(opened.model) and images.images is not None:
+        what = f"{type(opened.model).__name__} reads text, but --images is given."
+        raise SecateurError(what, fix="--text FILE instead, or a --teacher that writes text itself")
     if texts.text is None and reads_text(opened.model):
         if whole is None or not Reader(whole).causal:
             what = f"{type(opened.model).__name__} reads text, and there is none to train on."
             raise SecateurError(what, fix="--text FILE; or --teacher MODEL, a language model, which writes text itself")
         return write_text_task(opened, whole, texts, seed)
-    return task_of(opened, images, texts, seed, narrow=False)
+    if texts.text is None and images.images is None:
+        raise SecateurError("there is nothing to train on.", fix="--images FOLDER, or --text FILE for text")
+    task = task_of(opened, images, texts, seed, narrow=False)
+    return replace(task, pruned=True) if isinstance(task, Task) else task
 
 
 def _teacher(spec: str, weights: str | None, student: Opened) -> nn.Module:

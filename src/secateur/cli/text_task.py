@@ -203,16 +203,17 @@ class TextTask:
 def how_to_open(folder: Path, result: Result, uniform: bool) -> str:
     """How a saved folder is opened, in words."""
     if (note_of(folder) or {}).get("widths") == "uniform":
-        return f"transformers opens it by itself: {type(result.model).__name__}.from_pretrained(folder)"
+        return f"transformers opens it by itself: {type(result.model).__name__}.from_pretrained({str(folder)!r})"
     if not uniform:
-        return "its blocks have different widths: secateur.load(folder) opens it. For transformers alone: --uniform"
+        own = f"secateur.load({str(folder)!r})"
+        return f"{own}, since its blocks have different widths. For transformers alone: --uniform"
     model: Any = result.model
     path = next((name for name, part in model.named_modules() if part is model.get_input_embeddings()), "")
     width = (
         [name for name, (had, has) in result.plan.layers.items() if name == path and has < had] if result.plan else []
     )
     fix = f"--ignore {path}, which keeps the width between blocks" if width else "--ignore '*attention*'"
-    return f"no config of transformers describes its widths: secateur.load(folder) opens it. Fix: {fix}"
+    return f"secateur.load({str(folder)!r}), since no config of transformers describes its widths. Fix: {fix}"
 
 
 def read_text_task(opened: Opened, given: Texts) -> TextTask:
@@ -221,8 +222,10 @@ def read_text_task(opened: Opened, given: Texts) -> TextTask:
     tokenizer = tokenizer_of(opened.origin.model)
     most = longest_text(opened.model, tokenizer)
     if given.tokens > most:
-        tokens = Argument("tokens", given.tokens)
-        raise DataError("{tokens}: this model takes at most {most} tokens.", tokens=tokens, most=most)
+        tokens, fits = (Argument("tokens", count) for count in (given.tokens, most))
+        raise DataError(
+            "{tokens}: this model takes at most {most} tokens.", fix="{fits}", tokens=tokens, most=most, fits=fits
+        )
     return _labelled(opened, tokenizer, given) if given.labels else _running(opened, tokenizer, given)
 
 

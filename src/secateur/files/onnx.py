@@ -68,7 +68,7 @@ def export(
     check_flag("dynamic_batch", dynamic_batch)
     target = Path(path)
     if target.suffix not in (".onnx", ".pt2"):
-        raise SecateurError(f"cannot export to {target.name!r}.", fix="a name that ends in .onnx or .pt2")
+        raise SecateurError(f"cannot export to {str(path)!r}.", fix="a name that ends in .onnx or .pt2")
     if quantize is not None and target.suffix != ".onnx":
         raise SecateurError("a .pt2 file cannot compute in int8.", where="quantize", fix="a name that ends in .onnx")
     model = shared_copy(model).eval()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import pickle
 from collections.abc import Mapping
@@ -19,11 +20,20 @@ from secateur.running.tensor_files import read_safetensors
 _WRAPPERS = ("state_dict", "model_state_dict", "model", "model_ema", "net")
 
 
+def similar(missing: Path) -> str:
+    """The file beside a missing one that has nearly its name; empty if there is none."""
+    names = [path.name for path in missing.parent.iterdir() if path.is_file()] if missing.parent.is_dir() else []
+    near = difflib.get_close_matches(missing.name, names, 1)
+    return str(missing.parent / near[0]) if near else ""
+
+
 def read_weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     """The tensors in a file, by name."""
     file = Path(path)
     if not file.is_file():
-        raise FileFormatError(f"there is no weights file {file}.")
+        raise FileFormatError(
+            f"there is no weights file {file}.", fix=similar(file) or "the path of a .safetensors file"
+        )
     if file.suffix == ".safetensors":
         return read_safetensors(file)[0]
     try:

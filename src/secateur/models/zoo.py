@@ -18,6 +18,7 @@ from torch import nn
 
 from secateur.errors import Argument, ModelError
 from secateur.models.hub import HUB, fresh_hub
+from secateur.models.weights import similar
 
 FORMS = "torchvision:NAME, timm:NAME, hf:FOLDER, hf:NAME, FILE.py:FACTORY, or a folder saved by secateur"
 
@@ -139,7 +140,9 @@ def _made(spec: str, make: Callable[[], Any]) -> nn.Module:
 
 def _factory(path: Path, name: str, options: dict[str, Any]) -> nn.Module:
     if not path.is_file():
-        raise ModelError(f"there is no file {path}.")
+        beside = similar(path)
+        fix = f"{beside}:{name}" if beside else "the path of a .py file that is there"
+        raise ModelError(f"there is no file {path}.", fix=fix)
     module = _run(path)
     own = [
         key for key, value in vars(module).items()
