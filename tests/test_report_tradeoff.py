@@ -21,6 +21,7 @@ from secateur.plans import Limits
 from secateur.plans.plan import Plan
 from secateur.plans.scores import Scores
 from secateur.report import Page
+from test_report import network
 
 WEIGHTS = {"0": "0.weight", "3": "3.weight", "7": "7.weight"}  # of the layers that may lose units
 THIS = "the model of this page"
@@ -28,11 +29,7 @@ THIS = "the model of this page"
 
 @pytest.fixture(scope="module")
 def net() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Conv2d(3, 10, 3, padding=1), nn.BatchNorm2d(10), nn.ReLU(), nn.Conv2d(10, 12, 3, padding=1), nn.ReLU(),
-        nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(48, 16), nn.ReLU(), nn.Linear(16, 3),
-    ).eval()  # fmt: skip
+    return network()
 
 
 @pytest.fixture(scope="module")
@@ -132,6 +129,10 @@ def test_predicted_latency_where_there_is_a_table(
     assert page.by_id("tradeoff-latency").rows == page.by_id("tradeoff-macs").rows
     chosen = next(line for line in page.by_id("tradeoff-macs").rows if line[0] == THIS)
     assert float(chosen[-1]) == pytest.approx(2 - 0.1 * len(result.plan.groups), rel=1e-3)
+    told = page.by_id("tradeoff-latency").find("figcaption")[0].text
+    left = 100 - 5 * len(result.plan.groups)  # of 2 ms, each takes 0.1
+    assert f"The ring is {THIS}: {float(chosen[4]):.1f} % at {left:.1f} % of the predicted latency." in told
+    assert "MACs" not in told
 
 
 def test_signed_scores_have_no_share(net: nn.Sequential, data: tuple[Tensor, Tensor], tmp_path: Path) -> None:

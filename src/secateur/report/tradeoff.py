@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from secateur.errors import NothingToPruneError, TargetError
+from secateur.ops.layers import Mask
 from secateur.plans.plan import Plan
 from secateur.plans.ranking import plan as make_plan
 from secateur.plans.scores import Scores, Values
@@ -21,8 +22,6 @@ from secateur.report.charts import Chart, Point, Series
 from secateur.report.document import Table, percent
 from secateur.results.history import Record
 from secateur.structure.graph import Graph, Layer
-
-Mask = np.ndarray[tuple[int], np.dtype[np.bool_]]
 
 _THIS = "the model of this page"
 #: Of what leaves by the chosen plan, how much leaves by those before it.
@@ -164,16 +163,19 @@ def _kept(worth: Values, layers: Sequence[Layer], removed: Mask, by_layer: bool)
 def _charts(found: Sequence[Candidate], word: str, by_layer: bool) -> list[Chart]:
     whole, place = found[0].seconds, next(i for i, item in enumerate(found) if item.chosen)
 
-    def at(i: int) -> str:
-        return f"{100 * found[i].kept:.1f} % at {100 * found[i].macs:.1f} % of the MACs"
+    def caption(places: Sequence[float], of: str) -> str:
+        def at(i: int) -> str:
+            return f"{100 * found[i].kept:.1f} % at {100 * places[i]:.1f} % of the {of}"
 
-    before = f" The plan before it: {at(place - 1)}." if place > 1 else ""
-    behind = f" The plan behind it: {at(place + 1)}." if place + 1 < len(found) else " No more may leave."
-    meant = "the mean share of a layer's scores" if by_layer else "the share of all scores"
-    caption = (
-        f"The ring is {_THIS}: {at(place)}.{before}{behind} {word.capitalize()} kept is {meant} that belongs to units "
-        "that stay, before any repair. It is exact, and it is no accuracy: only the plan with the ring was carried out."
-    )
+        before = f" The plan before it: {at(place - 1)}." if place > 1 else ""
+        behind = f" The plan behind it: {at(place + 1)}." if place + 1 < len(found) else " No more may leave."
+        meant = "the mean share of a layer's scores" if by_layer else "the share of all scores"
+        return (
+            f"The ring is {_THIS}: {at(place)}.{before}{behind} {word.capitalize()} kept is {meant} that belongs to "
+            "units that stay, before any repair. It is exact, and it is no accuracy: only the plan with the ring was "
+            "carried out."
+        )
+
     lines = []
     for item in found:
         note = _THIS if item.chosen else "unpruned" if item is found[0] else "planned only"
@@ -182,12 +184,13 @@ def _charts(found: Sequence[Candidate], word: str, by_layer: bool) -> list[Chart
     heads = ["units left, %", "MACs left, %", "parameters left, %", f"{word} kept, %"]
     heads += [] if whole is None else ["predicted latency, ms"]
     table = Table.of(f"{word} kept at other targets", ("plan",), heads, lines)
-    axes = [("tradeoff-macs", "MACs left", [item.macs for item in found])]
+    axes = [("tradeoff-macs", "MACs", [item.macs for item in found])]
     if whole is not None:
         times = [(item.seconds or 0.0) / whole for item in found]
-        axes.append(("tradeoff-latency", "predicted latency left", times))
+        axes.append(("tradeoff-latency", "predicted latency", times))
     charts = []
-    for id, axis, places in axes:
+    for id, what, places in axes:
+        axis = f"{what} left"
         points = [
             Point(
                 100 * x, 100 * item.kept,
@@ -197,7 +200,7 @@ def _charts(found: Sequence[Candidate], word: str, by_layer: bool) -> list[Chart
             for x, item in zip(places, found, strict=True)
         ]  # fmt: skip
         charts.append(
-            Chart(id, f"{word.capitalize()} kept over {axis}", caption, f"{axis}, %", f"{word} kept, %",
+            Chart(id, f"{word.capitalize()} kept over {axis}", caption(places, what), f"{axis}, %", f"{word} kept, %",
                   [Series(f"{word} kept", points)], table, True, (0.0, 100.0), 100.0)
         )  # fmt: skip
     return charts
