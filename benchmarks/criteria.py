@@ -292,6 +292,8 @@ def measured(scene: Scene, wanted: list[str], draw: int, share: float, memory: s
             row |= {"macs": plan.after.macs / plan.before.macs, "before": whole}
             row |= {"removed": accuracy(small, scene.test), "repaired": accuracy(outcome.model, scene.test)}
             row |= {"repair": outcome.method, "seconds": round(time.perf_counter() - begin, 2)}
+            if outcome.method == "none":  # a repair that does harm, or fails: by what it was judged
+                row["divergence"] = {name: repr(value) for name, value in outcome.divergence.items()}
         except Exception as error:  # noted, and tried again: others use the device too
             row["failed"] = _why(error)
         yield row

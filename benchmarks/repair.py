@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import resource
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -36,6 +35,7 @@ from secateur import apply, plan, score
 from secateur.latency.timing import time_batches
 from secateur.plans import Limits
 from secateur.repair import Repair, Session, crop_and_flip
+from secateur.running.memory import peak
 from secateur.running.sandbox import seeded
 
 
@@ -117,7 +117,7 @@ def once(stage: Scene, cells: list[Cell], repairs: list[str]) -> Iterator[tuple[
             if stage.reference[0].is_cuda:
                 row[name]["peak"] = torch.cuda.max_memory_allocated()
             else:
-                row[name]["resident"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+                row[name]["resident"] = peak()
         yield cell, row
 
 

@@ -111,6 +111,7 @@ def trial(options: argparse.Namespace) -> None:
     print("| part | seconds | CPU time |\n|---|---|---|")
     for name, (wall, cpu) in {**parts(lines, end), f"all, {options.threads} threads": end}.items():
         print(f"| {name} | {wall:.1f} | {cpu:.1f} |")
+    # A child's peak is at least its parent's, but this process is small.
     print(f"\npeak {resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20:.2f} GiB")
 
 

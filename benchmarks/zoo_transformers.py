@@ -35,6 +35,7 @@ from secateur.nest import tensors_of_output
 
 # Relative to the largest output. Forwards cast to single precision in places.
 _ROUNDING = 1e-5
+_SINGLE = ("dab-detr", "inkling2_text", "mra", "xglm")  # their forwards know no double precision
 _SECONDS = 150  # for one family
 _SLOW = ("yolos", "kimi_linear")  # these begin first
 _LOSS = 0.05  # of the relevance, as for the other zoos with layer norms
@@ -111,7 +112,8 @@ def _reload(small: nn.Module, example: dict[str, Tensor]) -> str:
 
 def _conserved(model: nn.Module, example: dict[str, Tensor]) -> float | str:
     """The largest share of the relevance that is lost or created under attnlrp, or why there is none."""
-    if hasattr(model, "logit_scale"):  # it compares the samples of a batch
+    kind = getattr(model, "config", None) and model.config.model_type
+    if hasattr(model, "logit_scale") or kind in ("align", "blip-2"):  # it compares the samples of a batch
         example = {name: tensor[:1] for name, tensor in example.items()}
     try:
         return sc.explain(model, example, 3 % _logits(model, example).shape[-1], composite="attnlrp").conservation.worst
@@ -123,12 +125,14 @@ def _logits(model: nn.Module, example: dict[str, Tensor], double: bool = False) 
     wanted = torch.float64 if double and not _single(model) else torch.float32
     given = {name: t.to(wanted) if t.is_floating_point() else t for name, t in example.items()}
     with torch.no_grad():
-        return tensors_of_output(model.to(wanted)(**given))[0]
+        made = tensors_of_output(model.to(wanted)(**given))[0]
+    model.train().eval()  # LeViT then forgets the biases that it keeps, which have this precision
+    return made
 
 
 def _single(model: nn.Module) -> bool:
     """Whether a forward knows no double precision."""
-    return getattr(model, "config", None) is not None and model.config.model_type in ("xglm", "mra", "inkling2_text")
+    return getattr(model, "config", None) is not None and model.config.model_type in _SINGLE
 
 
 def _said(error: Exception) -> str:

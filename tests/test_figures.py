@@ -53,7 +53,7 @@ def test_accuracy_with_repair() -> None:
 def test_perplexity() -> None:
     table = rows("docs/results/language.md", "| criterion | what may leave |")
     own = said(r"repaired: perplexity (\d+) by LRP, (\d+) by Taylor's squares, (\d+) by weight")
-    column = table["criterion"].index("80 % †, repaired")
+    column = table["criterion"].index("80 %, repaired")
     names = ("LRP, squares (default)", "Taylor, squares", "weight")
     assert own == [f"{float(table[name][column]):.0f}" for name in names]
 
