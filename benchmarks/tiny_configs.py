@@ -26,6 +26,27 @@ SIZES: dict[int, str] = {
     128: "vocab_size",
 }
 BY_NAME = {name: size for size, names in SIZES.items() for name in names.split()}
+#: Language models that are run with texts alone, although they read images or sounds too. Units around a part that
+#: never runs stay where their number is one of its sizes. So these parts have sizes of their own, as they have in the
+#: default configurations.
+TEXTS_ALONE = [
+    "audioflamingo3",
+    "gemma3",
+    "glmasr",
+    "granite_speech",
+    "granite_speech_plus",
+    "moss_transcribe_diarize",
+    "musicflamingo",
+    "phi4_multimodal",
+    "qwen2_audio",
+    "qwen3_asr",
+    "shieldgemma2",
+    "voxtral",
+]
+BESIDE_TEXT = {
+    "hidden_size": 40, "d_model": 40, "hidden_dim": 40, "encoder_hidden_size": 40, "intermediate_size": 56,
+    "encoder_ffn_dim": 56, "num_mel_bins": 24, "image_size": 24, "input_dim": 24,
+}  # fmt: skip
 #: Sizes that must be given although their default is None.
 OPEN = ("head_dim", "n_routed_experts", "num_experts_per_tok", "num_key_value_heads", "vocab_size")
 TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 0, "sep_token_id": 2}
@@ -216,7 +237,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "pvt_v2": {**_STAGES, **_EVEN, "image_size": [64, 64]},
     "qwen3_5_moe_text": _MIXED,
     "qwen3_5_text": _MIXED,
-    "qwen3_asr_encoder": {"downsample_hidden_size": 16},
+    "qwen3_asr_encoder": {"downsample_hidden_size": 20, "output_dim": 32},
     "qwen3_next": _MIXED,
     "qwen4_exp_text": {
         **_MIXED,

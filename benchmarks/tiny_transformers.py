@@ -11,7 +11,7 @@ import transformers
 from torch import Tensor, nn
 from transformers.models.auto import modeling_auto as auto
 
-from benchmarks.tiny_configs import BY_NAME, OPEN, SPECIAL, TOKENS
+from benchmarks.tiny_configs import BESIDE_TEXT, BY_NAME, OPEN, SPECIAL, TEXTS_ALONE, TOKENS
 from secateur.structure.graph import Graph
 
 MAPPINGS = [
@@ -43,7 +43,10 @@ def config_of(kind: type, **given: Any) -> Any:
         own = given.get(name, {})
         if inner is transformers.AutoConfig:
             inner = transformers.CONFIG_MAPPING[own.get("model_type", default["model_type"])]
-        given[name] = config_of(inner, **{**SPECIAL.get(inner.model_type, {}), **own}).to_dict()
+        own = {**SPECIAL.get(inner.model_type, {}), **own}
+        if kind.model_type in TEXTS_ALONE and name != "text_config":  # type: ignore[attr-defined]
+            own |= {size: count for size, count in BESIDE_TEXT.items() if size in default}
+        given[name] = config_of(inner, **own).to_dict()
     if "q_lora_rank" in known or "kv_lora_rank" in known:
         given.setdefault("num_key_value_heads", 4)  # all heads have their own keys, from one latent
     wanted = {**BY_NAME, **TOKENS}
@@ -78,7 +81,7 @@ def build(family: str, mapping: str, **given: Any) -> nn.Module:
         raise ValueError("no small configuration")
     with torch.device("meta"):
         count = sum(p.numel() for p in model(config).parameters())
-    if count > 3_000_000:
+    if count > 3_100_000:
         raise ValueError(f"no small configuration: {count} parameters")
     torch.manual_seed(0)
     return randomise(model(config))

@@ -15,9 +15,11 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 
 import secateur as sc
+from benchmarks.tiny_configs import BESIDE_TEXT, BY_NAME, TEXTS_ALONE
 from benchmarks.tiny_transformers import build, tokens
 from constructs import randomise
 from oracle import random_scores, relative_gap, zeroed
@@ -505,11 +507,24 @@ def test_what_the_images_may_reach_stays(kind: type[nn.Module]) -> None:
 @pytest.mark.parametrize(
     ("family", "part"),
     [
-        ("phi4_multimodal", "model.embed_tokens_extend.image_embed.img_processor.embeddings.patch_embedding"),
-        ("gemma3", "model.vision_tower.embeddings.patch_embedding"),
+        ("phi4_multimodal", "model.embed_tokens_extend.image_embed.img_projection_up"),
+        ("gemma3", "model.multi_modal_projector"),
     ],
 )
 def test_a_language_model_keeps_what_its_images_may_meet(family: str, part: str) -> None:
     graph = sc.analyze(build(family, "CAUSAL_LM"), tokens(2, 9))
-    assert not graph.total_units
+    assert {layer.name.rpartition(".")[2] for layer in graph.layers if layer.prunable} <= {
+        "gate_proj", "up_proj", "gate_up_proj"
+    }  # fmt: skip
+    assert graph.total_units == 2 * 2 * BY_NAME["intermediate_size"]  # in two blocks: gates, and what they gate
     assert any(f"`{part}` never ran" in layer.reason for layer in graph.layers)
+
+
+@pytest.mark.parametrize("family", TEXTS_ALONE)
+def test_sizes_of_other_parts_differ_from_the_texts_neurons_as_by_default(family: str) -> None:
+    config = transformers.CONFIG_MAPPING[family]()
+    parts = {name: getattr(config, name).to_dict() for name in type(config).sub_configs}
+    neurons = parts.pop("text_config", config.to_dict())["intermediate_size"]
+    sizes = [part[name] for part in parts.values() for name in BESIDE_TEXT if name in part]
+    assert sizes
+    assert neurons not in sizes

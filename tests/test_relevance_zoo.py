@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from constructs import randomise
 from secateur.relevance import explain, unit_relevance
 
 pytestmark = pytest.mark.usefixtures("one_rule")
@@ -30,14 +31,7 @@ def build(name: str, size: int) -> nn.Module:
         net = models.MaxVit((size, size), 32, 7, [32, 64], [2, 2], 16, 0.0)
     else:
         net = getattr(models, name)(weights=None, **options)
-    for module in net.modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):
-            module.running_mean.normal_(0, 0.3)
-            module.running_var.uniform_(0.5, 2)
-            nn.init.uniform_(module.weight, 0.5, 1.5)
-            nn.init.normal_(module.bias, 0, 0.2)
-        elif isinstance(getattr(module, "bias", None), torch.Tensor):
-            nn.init.normal_(module.bias, 0, 0.1)
+    randomise(net)
     if name.startswith("vit"):  # starts at zero
         nn.init.normal_(net.heads.head.weight, 0, 0.05)
     return net

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import secateur as sc
+from constructs import randomise
 from secateur.criteria import LRP, Detection
 from secateur.relevance import explain
 
@@ -62,16 +63,7 @@ VIDEO: dict[str, Net] = {"r3d": r3d, "s3d": s3d, "mvit": mvit, "swin3d": swin3d}
 
 def build(name: str) -> nn.Module:
     torch.manual_seed(0)
-    net = VIDEO[name]().eval()
-    for module in net.modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):
-            module.running_mean.normal_(0, 0.3)
-            module.running_var.uniform_(0.5, 2)
-            nn.init.uniform_(module.weight, 0.5, 1.5)
-            nn.init.normal_(module.bias, 0, 0.2)
-        elif isinstance(getattr(module, "bias", None), Tensor):
-            nn.init.normal_(module.bias, 0, 0.1)
-    return net
+    return randomise(VIDEO[name]().eval())
 
 
 @pytest.mark.parametrize("composite", ["alpha1beta0", "attnlrp"])
