@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from itertools import islice
 from typing import Any
 
 from torch import nn
 
-from secateur.analysis.block_trial import with_sound_blocks
+from secateur.analysis.block_trial import sound_blocks
 from secateur.analysis.trial import OtherCalls, Trial
 from secateur.analysis.variants import (
     computed_weights,
@@ -73,6 +75,7 @@ def _found(
 ) -> Graph:
     """The graph, as labels and trials tell it. `doubt`: raise `OtherCalls` if the model does not repeat its calls."""
     copy, inputs, watched, made = watch_copy(model, example, strict)
+    shapes = [tensor.shape for tensor in tensors_of_output(made, names)]
     for name, tensor in named_tensors(copy):
         if name in computed:
             watched.labels.freeze_tensor(tensor, computed[name])
@@ -99,7 +102,7 @@ def _found(
     settle_choices(passes)
     blocks = find_blocks(watched.flow, watched.found, model)
     known = len(passes) == 1 and shows_no_sizes(copy, watched)
-    fresh = copy if known and not len(blocks) else _fresh(model, watched)
+    fresh = copy if known and not watched.wrote else _fresh(model, watched)
     steps, loose = watched.found.steps, watched.counted or watched.steered
     if not watched.numberless and any(choice.used for choice in watched.found.choices):
         steps = {}  # a router that has fewer experts sends tokens elsewhere
@@ -112,7 +115,12 @@ def _found(
             model, example, passes, trial.blocked, tuple(trial.repeated.values()), names, blocks, watched.steady
         )
         if known or not trial.finds_more(graph, doubt and not trial.blocked):
-            return with_sound_blocks(graph, fresh, inputs, made)
+            break
+    if not len(blocks):
+        return graph
+    graph = replace(graph, trial=partial(sound_blocks, copy=fresh, inputs=inputs, shapes=shapes))
+    # A copy that shares the user's parameters is not kept: they may change, or be given up.
+    return graph if watched.numberless else replace(graph, branches=graph.blocks, trial=None)
 
 
 def _fresh(model: nn.Module, watched: LabelPass) -> nn.Module:

@@ -174,7 +174,7 @@ def _units(subject: Subject, criterion: Criterion, sums: Sums) -> dict[Site, Val
 def _blocks(subject: Subject, criterion: Criterion, sums: Sums) -> dict[str, float]:
     """What passes through each residual branch: the sum over the units of the layers at its end."""
     found: dict[str, float] = {}
-    for block in subject.graph.blocks:
+    for block in subject.graph.branches:
         places = {subject.place[site] for site in block.last}
         totals = [total for i in places if (total := sums.units[i]) is not None]
         if len(totals) == len(places) or criterion.unseen_is_zero:

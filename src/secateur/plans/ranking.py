@@ -217,7 +217,7 @@ class _Chooser:
         removed = self.gone.copy()
         removed[self.order[: self._end(count)]] = True
         if self.blocks:
-            removed = self.graph.blocks.closed(removed)
+            removed = self.graph.branches.closed(removed)
         if self.widths:
             self._round(removed)
         return removed
@@ -244,8 +244,8 @@ class _Chooser:
     def _in_blocks(self, removed: Mask) -> Mask:
         """What leaves because it lies in a block that does."""
         whole: Mask = np.zeros(len(removed), np.bool_)
-        whole[[block.group for block in self.graph.blocks if removed[block.group]]] = True
-        return self.graph.blocks.closed(whole)
+        whole[[block.group for block in self.graph.branches if removed[block.group]]] = True
+        return self.graph.branches.closed(whole)
 
     def by_units(self, remove: float) -> Mask:
         """The longest start of the order that stays within a fraction of all units."""

@@ -85,6 +85,6 @@ class Scores:
                 np.maximum.at(peak, groups, values)
         result = {"mean": total / np.maximum(count, 1), "sum": total, "max": peak}[self.aggregate]
         result = np.where(count > 0, result, np.nan)
-        for block in graph.blocks:
+        for block in graph.branches:
             result[block.group] = self.blocks.get(block.name, np.nan)
         return result

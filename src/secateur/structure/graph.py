@@ -124,7 +124,10 @@ class Graph:
     output: tuple[str, ...]
     model_name: str
     cost_of: CostModel = field(repr=False)
-    blocks: Blocks = field(default_factory=Blocks)
+    #: The residual branches as they were found. Which of them may leave, and together, `blocks` tells.
+    branches: Blocks = field(default_factory=Blocks)
+    #: Tries them out, if that is still to be done: it takes longer than many a plan, which seldom asks for blocks.
+    trial: Callable[[Graph], Blocks] | None = field(default=None, repr=False)
     #: Whether the forward asks for neither sizes nor numbers, so that it makes the same calls for images of any size.
     steady: bool = False
 
@@ -139,7 +142,15 @@ class Graph:
                 prunable[layer.groups] = False
             layers.append(layer)
         prunable.flags.writeable = False
-        return replace(self, layers=tuple(layers), prunable=prunable, blocks=self.blocks.frozen(reasons))
+        tried = "blocks" in vars(self)
+        branches = (self.blocks if tried else self.branches).frozen(reasons)
+        trial = None if tried else self.trial
+        return replace(self, layers=tuple(layers), prunable=prunable, branches=branches, trial=trial)
+
+    @cached_property
+    def blocks(self) -> Blocks:
+        """The residual branches, tried out."""
+        return self.branches if self.trial is None else self.trial(self)
 
     @cached_property
     def cost(self) -> Cost:
@@ -297,7 +308,7 @@ def build(
         output=output,
         model_name=type(model).__name__,
         cost_of=CostModel({name: shapes[name] for name in parameters}, root, main, blocks),
-        blocks=blocks,
+        branches=blocks,
         steady=steady,
     )
 

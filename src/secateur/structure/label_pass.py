@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -87,6 +87,9 @@ class LabelPass(Observer):
         self.questions = questions or Questions()
         self._modules = dict(named_modules(model))
         self._spelt_out, self._follows, self._watch = 0, False, _Watch(self)
+        self._held: list[tuple[nn.Module, list[Any]]] = []
+        #: Whether the forward wrote attributes of the model's own modules, as code that computes something once does.
+        self.wrote = False
         self.numberless = all(t.is_meta for _, t in named_tensors(model) if t.is_floating_point())
 
     @property
@@ -181,8 +184,17 @@ class LabelPass(Observer):
         name = site.function.rpartition(".")[2]
         return name in _SUPPLE or (name in _SIZED_BY_WEIGHTS and type(self._modules.get(site.path)) in _LAYERS)
 
+    def __enter__(self) -> Self:
+        own = [m for m in self._modules.values() if not type(m).__module__.startswith("torch.nn.")]
+        self._held = [(module, list(vars(module).values())) for module in own]
+        return super().__enter__()
+
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
+        for module, before in self._held:
+            now = list(vars(module).values())
+            self.wrote |= len(now) != len(before) or any(a is not b for a, b in zip(now, before, strict=True))
+        self._held.clear()
         self._watch.end()
         self.labels.close()
 
