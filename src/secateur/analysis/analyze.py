@@ -23,7 +23,16 @@ from secateur.analysis.variants import (
 )
 from secateur.errors import Argument, DataError, SecateurError, UnsupportedModelError
 from secateur.nest import entries, tensors_of_output
-from secateur.running.copies import check_followed, meta_copy, named_tensors, never_share, shared_copy, unwrap
+from secateur.running.copies import (
+    check_followed,
+    meta_copy,
+    named_tensors,
+    never_share,
+    set_mode,
+    shared_copy,
+    unchanged,
+    unwrap,
+)
 from secateur.running.sandbox import Example, leaves_no_trace, uncollected
 from secateur.structure.blocks import find_blocks
 from secateur.structure.choices import settle_choices
@@ -63,7 +72,7 @@ def analyze(model: nn.Module, example: Example, output: str | Sequence[str] = ()
         )
     computed = computed_weights(model, strict)
     names = (output,) if isinstance(output, str) else tuple(output)
-    with uncollected:
+    with uncollected, unchanged(model):
         try:
             return _found(model, example, names, computed, strict, doubt=True)
         except OtherCalls:  # now the cache is filled
@@ -89,9 +98,9 @@ def _found(
     unseen = any(name not in watched.found.seen for name, _ in model.named_parameters())
     if unseen or trains_otherwise(copy, inputs, made):
         # Auxiliary heads run only in training; what they read must shrink with the rest.
-        copy.train()
+        set_mode(copy, training=True)
         passes += _another_pass(copy, inputs, watched, names)
-        copy.eval()
+        set_mode(copy)
     if watched.questions.asked:
         passes += _other_answers(model, watched, inputs, names)
     if watched.sized and watched.numberless:
@@ -125,7 +134,7 @@ def _found(
 
 def _fresh(model: nn.Module, watched: LabelPass) -> nn.Module:
     """A copy of the kind that was watched. The one that ran may keep what it computed, and would do other things."""
-    return (meta_copy if watched.numberless else shared_copy)(model).eval()
+    return set_mode((meta_copy if watched.numberless else shared_copy)(model))
 
 
 def _other_answers(model: nn.Module, first: LabelPass, inputs: Example, names: Sequence[str]) -> list[Findings]:

@@ -20,7 +20,7 @@ from secateur.ops.elementwise import Blank
 from secateur.ops.layers import column, varying
 from secateur.ops.norm import ChannelNorm, GroupNorm
 from secateur.ops.table import Call, Function, Opaque, Operation, Query, Readout, Site, SizeQuery, lookup
-from secateur.running.copies import meta_copy, named_modules, named_tensors, shared_copy
+from secateur.running.copies import meta_copy, named_modules, named_tensors, set_mode, shared_copy, tensors_of
 from secateur.running.heads import catches
 from secateur.running.observer import Observer, Rehearsal
 from secateur.running.sandbox import Example, quiet, run, run_or_explain, to_meta
@@ -68,7 +68,8 @@ class LabelPass(Observer):
         #: Whether functions without an entry are refused. If not, what reaches them stays.
         self.strict = strict
         self.found = Findings(axes, lambda: self.path or "the forward")
-        self.labels = TensorLabels(model, self.found)
+        tensors = tensors_of(self._tour)
+        self.labels = TensorLabels(self._tour, tensors, self.found)
         self.flow = DataFlow()
         #: Whether numbers that tensors hold steer the forward. Then a smaller model may well do other things.
         self.steered = False
@@ -85,12 +86,12 @@ class LabelPass(Observer):
         #: Whether it compares sizes in a way that only trial removals can judge.
         self.unsure = False
         self.questions = questions or Questions()
-        self._modules = dict(named_modules(model))
+        self._modules = dict(self._tour)
         self._spelt_out, self._follows, self._watch = 0, False, _Watch(self)
         self._held: list[tuple[nn.Module, list[Any]]] = []
         #: Whether the forward wrote attributes of the model's own modules, as code that computes something once does.
         self.wrote = False
-        self.numberless = all(t.is_meta for _, t in named_tensors(model) if t.is_floating_point())
+        self.numberless = all(t.is_meta for _, t in tensors if t.is_floating_point())
 
     @property
     def steady(self) -> bool:
@@ -371,7 +372,7 @@ def watch_copy(model: nn.Module, example: Example, strict: bool = False) -> tupl
 
     Returns the copy and its inputs, then what `watch` returns.
     """
-    copy, inputs = meta_copy(model).eval(), to_meta(example)
+    copy, inputs = set_mode(meta_copy(model)), to_meta(example)
     try:
         return copy, inputs, *watch(copy, inputs, strict=strict)
     except SecateurError:
@@ -379,8 +380,8 @@ def watch_copy(model: nn.Module, example: Example, strict: bool = False) -> tupl
     except Exception as error:  # numbers steer the forward, or tensors are made on a device of their own
         log.debug("no forward without numbers for %s: %s", type(model).__name__, error)
     with quiet():
-        copy = shared_copy(model).eval()
+        copy = set_mode(shared_copy(model))
         with Rehearsal(copy):
             run_or_explain(copy, example)
-    copy = shared_copy(model).eval()  # the one that ran may keep what it computed, and would do other things
+    copy = set_mode(shared_copy(model))  # the one that ran may keep what it computed, and would do other things
     return copy, example, *watch(copy, example, strict=strict)
