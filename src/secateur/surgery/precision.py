@@ -27,6 +27,8 @@ _NOISE = frozenset(
      "geometric_", "random_", "gumbel_softmax", "rrelu", "rrelu_")
 )  # fmt: skip
 _CONTAINERS = frozenset({dict, OrderedDict, list, set})
+#: Types of attributes that are no tensors and are not looked into.
+_HOLD_NONE = frozenset({bool, int, float, str, type(None), OrderedDict, set})
 #: What stands for noise whose shape differs between two models: a value that all distributions can draw.
 _EVEN = 0.375
 
@@ -84,19 +86,18 @@ class Precise(TorchFunctionMode):
         return made
 
     def _widened(self, item: Any) -> Any:
-        kind = type(item)
-        if kind is torch.dtype:
-            return self._wider.get(item, item)
-        if item is None or kind in SCALARS or kind is torch.Size:
-            return item
         if isinstance(item, Tensor):
-            if id(item) in self.masks:
+            if self.masks and id(item) in self.masks:
                 made = item.to(self.wide, copy=True)
                 for dim, places in self.masks[id(item)].items():
                     made.index_fill_(dim, places, 0)
                 return made
-            return item.to(self._wider[item.dtype]) if item.dtype in self._wider else item
-        if _is_plain(item):
+            wider = self._wider.get(item.dtype)
+            return item if wider is None else item.to(wider)
+        kind = type(item)
+        if kind is torch.dtype:
+            return self._wider.get(item, item)
+        if item is None or kind in SCALARS or kind is torch.Size or _is_plain(item):
             return item
         return map_leaves(self._widened, item) if kind in (tuple, list, dict) else item
 
@@ -170,13 +171,15 @@ def widen(modules: Iterable[nn.Module], wide: torch.dtype) -> None:
     for module in modules:
         if isinstance(module, nn.RNNBase):  # compares their format with that of its input, where nobody sees it
             module._flat_weights = [weight.to(wide) for weight in module._flat_weights if weight is not None]
-        for key, value in module._buffers.items():
-            if value is not None and value.is_floating_point():
+        for key, value in module._buffers.items() if module._buffers else ():
+            if value is not None and value.dtype != wide and value.is_floating_point():
                 module._buffers[key] = value.to(wide)
-        for key, value in list(vars(module).items()):
+        state = vars(module)
+        for key in [key for key, value in state.items() if type(value) not in _HOLD_NONE]:
+            value = state[key]
             nested = type(value) in (tuple, list, dict) and not key.startswith("_") and not _is_plain(value)
             if isinstance(value, Tensor) or nested:
-                vars(module)[key] = map_tensors(lambda t: t.to(wide) if t.is_floating_point() else t, value)
+                state[key] = map_tensors(lambda t: t.to(wide) if t.is_floating_point() else t, value)
 
 
 class Pristine:
@@ -186,7 +189,8 @@ class Pristine:
         self._modules = modules
         self._before = [(vars(module), dict(vars(module))) for module in modules]
         items = [item for _, state in self._before for item in state.values() if type(item) in _CONTAINERS]
-        self._held = [(item, type(item)(item) if item else ()) for item in items]  # most are empty
+        self._empty = [item for item in items if not item]  # most are
+        self._held = [(item, type(item)(item)) for item in items if item]
         self._buffers = [b for module in modules for b in module._buffers.values() if b is not None]
         self._numbers = [buffer.clone() for buffer in self._buffers]
 
@@ -195,7 +199,8 @@ class Pristine:
         """Evaluation or training mode, until everything, hooks included, is as it was."""
         try:
             for module in self._modules:
-                module.training = False
+                if module.training:
+                    module.training = False
             if training:
                 self._modules[0].train()
                 for module in self._modules:
@@ -205,8 +210,9 @@ class Pristine:
             yield
         finally:
             for item, content in [*self._before, *self._held]:
-                if item or content:
-                    item.clear()
-                    (item.extend if isinstance(item, list) else item.update)(content)
+                item.clear()
+                (item.extend if isinstance(item, list) else item.update)(content)
+            for item in self._empty if any(self._empty) else ():
+                item.clear()
             if self._buffers:
                 torch._foreach_copy_(self._buffers, self._numbers)

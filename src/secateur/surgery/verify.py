@@ -319,6 +319,9 @@ def _unproven(
     if not plain or (not ties and len(counts) == 1 and columns and all(map(informs, columns))):
         return None
     trial, seen = plain[-1]
+    if trial.wide == torch.float64:
+        trial = replace(trial, masked=masked.run(trial.probe, trial.wide, trial.even, noted=True))
+        seen = net.run(trial.probe, trial.wide, trial.even, noted=True)
     limits, left = LIMITS[trial.wide] if trial.wide == torch.float64 else COARSE, kept(cuts, trial.masked.layers)
     if agree(seen.layers, left, limits) and any(map(informs, left.values())):
         return None
