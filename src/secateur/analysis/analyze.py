@@ -26,6 +26,7 @@ from secateur.nest import entries, tensors_of_output
 from secateur.running.copies import (
     check_followed,
     meta_copy,
+    named_parameters,
     named_tensors,
     never_share,
     set_mode,
@@ -95,7 +96,7 @@ def _found(
             output=Argument("output"),
         )
     passes = [_with_frozen_output(watched, made, names)]
-    unseen = any(name not in watched.found.seen for name, _ in model.named_parameters())
+    unseen = any(name not in watched.found.seen for name, _ in named_parameters(model))
     if unseen or trains_otherwise(copy, inputs, made):
         # Auxiliary heads run only in training; what they read must shrink with the rest.
         set_mode(copy, training=True)

@@ -177,11 +177,18 @@ def named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
     return tensors_of(named_modules(model))
 
 
-def tensors_of(modules: Sequence[tuple[str, nn.Module]]) -> list[tuple[str, Tensor]]:
+def named_parameters(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """The parameters alone."""
+    return tensors_of(named_modules(model), ("_parameters",))
+
+
+def tensors_of(
+    modules: Sequence[tuple[str, nn.Module]], kinds: Sequence[str] = ("_parameters", "_buffers")
+) -> list[tuple[str, Tensor]]:
     """`named_tensors` of a model whose modules are known."""
     seen: set[int] = set()
     found: list[tuple[str, Tensor]] = []
-    for own in ("_parameters", "_buffers"):
+    for own in kinds:
         for path, module in modules:
             held = module.__dict__.get(own)
             if held is None:

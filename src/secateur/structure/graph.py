@@ -13,7 +13,7 @@ from torch import nn
 
 from secateur.ops.layers import Labels, Mask
 from secateur.ops.table import Site
-from secateur.running.copies import named_tensors
+from secateur.running.copies import named_parameters, named_tensors
 from secateur.running.sandbox import Example
 from secateur.structure.blocks import Block, Blocks, fits, pattern
 from secateur.structure.cost import Cost, CostModel, human
@@ -285,7 +285,7 @@ def build(
     module_macs: dict[str, float] = defaultdict(float)
     for term in main.macs:
         module_macs[term.site.path] += term.total
-    parameters = frozenset(name for name, _ in model.named_parameters())
+    parameters = frozenset(name for name, _ in named_parameters(model))
     blocks = blocks.filled(axes.axes, root, makers.units, prunable)
     for array in (root, makers.units, prunable):
         array.flags.writeable = False

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -25,7 +24,7 @@ from secateur.running.heads import catches
 from secateur.running.observer import Observer, Rehearsal
 from secateur.running.sandbox import Example, quiet, run, run_or_explain, to_meta
 from secateur.structure.dataflow import DataFlow
-from secateur.structure.findings import AxisTable, CostTerm, Findings
+from secateur.structure.findings import AxisTable, Findings, Written
 from secateur.structure.followed import Questions, Reading, Shape, Size, follow, plain
 from secateur.structure.labels import NeedsNumbers, TensorLabels
 from secateur.structure.trace import MAKERS, Step, numbers_made, numbers_of
@@ -290,16 +289,12 @@ class LabelPass(Observer):
             self.found.counted[self.path, name] = np.abs(column(layers[0]))
 
     def _count_written(self, call: Call, output: Any) -> None:
-        """How many numbers the call writes, by whose they are. Views write none; what is done in place does."""
+        """What numbers the call writes. Views write none; what is done in place does."""
         sources = call.tensors()
         for tensor in tensors_in(output):
             layers = self.labels.layers(tensor)
-            if not layers or (_is_view(tensor, sources) and not any(tensor is source for source in sources)):
-                continue
-            axes = {over[0]: column(layer) for layer in layers if len(over := varying(layer)) == 1}
-            if axes:
-                share = tensor.numel() / math.prod(tensor.shape[dim] for dim in axes)
-                self.found.written.append(CostTerm(call.site, share, [np.abs(line) for line in axes.values()]))
+            if layers and (any(tensor is source for source in sources) or not _is_view(tensor, sources)):
+                self.found.written.append(Written(call.site, tuple(tensor.shape), layers))
 
     def concerns(self, value: Any) -> bool:
         return bool(self.labels.layers(value))

@@ -47,8 +47,7 @@ class TensorLabels:
         self._layers = TensorFacts[Layers]()
         self._names = {id(tensor): name for name, tensor in tensors}
         self._weights, self._blank, self._void = TensorFacts[bool](), TensorFacts[frozenset[int]](), TensorFacts[bool]()
-        for _, tensor in tensors:
-            self._weights[tensor] = True
+        self._own = [tensor for _, tensor in tensors]  # as long as these live, nothing else has their identity
         self._patches: dict[int, tuple[Tensor, dict[tuple[int, int], Tensor]]] = {}
         self._modules = {path or "the forward": module for path, module in modules}
         self._following = {path for path, module in modules if reads_heads(module)}
@@ -92,7 +91,7 @@ class TensorLabels:
 
     def is_weight(self, tensor: Any) -> bool:
         """Whether a tensor is a parameter or buffer, or computed from nothing else."""
-        return tensor in self._weights
+        return id(tensor) in self._names or tensor in self._weights
 
     def add_weight(self, tensor: Tensor) -> None:
         """A tensor is a part of a weight, though data say which: the matrix of the expert that a router chose."""
@@ -146,7 +145,7 @@ class TensorLabels:
         sources = call.tensors()
         if call.writes and sources:
             self._blank.forget(sources[0])
-        if sources and all(source in self._weights for source in sources):
+        if sources and all(id(source) in self._names or source in self._weights for source in sources):
             for tensor in tensors_in(output):
                 self._weights[tensor] = True
         if sources and isinstance(call.operation, Unary) and (dims := free(self, sources[0])):

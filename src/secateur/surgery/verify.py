@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from secateur.errors import Argument, VerificationError
 from secateur.plans.plan import Plan, plan_for
-from secateur.running.copies import named_modules, shared_copy
+from secateur.running.copies import named_modules, named_parameters, shared_copy
 from secateur.running.devices import device_of, dtype_of
 from secateur.running.sandbox import Example, caches, uncollected
 from secateur.structure.blocks import Block
@@ -80,7 +80,7 @@ def _masked(model: nn.Module, plan: Plan) -> Net:
     all_kinds = plan.before.params > _PARAMETERS
     large = {
         name
-        for name, t in model.named_parameters()
+        for name, t in named_parameters(model)
         if t.numel() >= _LARGE and (all_kinds or t.ndim == 2) and id(t) not in recurrent
     }
     masks = {name: plan.cuts[name] for name in large & set(plan.cuts)}
