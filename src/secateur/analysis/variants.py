@@ -17,13 +17,13 @@ from secateur.nest import map_tensors, tensors_in, tensors_of_output
 from secateur.ops.layers import varying
 from secateur.running.copies import named_modules, named_tensors, set_mode
 from secateur.running.heads import names_reached
+from secateur.running.modes import reads_training
 from secateur.running.observer import Rehearsal
 from secateur.running.sandbox import Example, quiet, run
 from secateur.structure.blocks import within
 from secateur.structure.findings import Findings
 from secateur.structure.followed import Question, Questions
 from secateur.structure.label_pass import LabelPass
-from secateur.surgery.verify import reads_training
 
 log = logging.getLogger("secateur")
 #: How many pixels an image gets in addition. Most networks halve images five times.

@@ -189,9 +189,8 @@ class Findings:
     def join(self, a: Labels, b: Labels) -> None:
         """These labels, pair by pair, leave together. A label paired with 0 cannot leave."""
         a, b = a.ravel(), b.ravel()
-        if len(a) <= 4096 and np.count_nonzero(a) == len(a) == np.count_nonzero(
-            b
-        ):  # the rest can wait until `edges` does it for all at once
+        # The rest can wait until `edges` does it for all at once.
+        if len(a) <= 4096 and np.count_nonzero(a) == len(a) == np.count_nonzero(b):
             self._pairs.append((a, b))
             return
         pairs = np.abs(np.stack([a, b], 1))

@@ -21,6 +21,7 @@ from secateur.ops.norm import ChannelNorm, GroupNorm
 from secateur.ops.table import Call, Function, Opaque, Operation, Query, Readout, Site, SizeQuery, lookup
 from secateur.running.copies import meta_copy, named_modules, named_tensors, set_mode, shared_copy, tensors_of
 from secateur.running.heads import catches
+from secateur.running.modes import told
 from secateur.running.observer import Observer, Rehearsal
 from secateur.running.sandbox import Example, quiet, run, run_or_explain, to_meta
 from secateur.structure.dataflow import DataFlow
@@ -88,6 +89,8 @@ class LabelPass(Observer):
         self._modules = dict(self._tour)
         self._spelt_out, self._follows, self._watch = 0, False, _Watch(self)
         self._held: list[tuple[nn.Module, list[Any]]] = []
+        #: Whether code asked for the training mode.
+        self.modal = False
         #: Whether the forward wrote attributes of the model's own modules, as code that computes something once does.
         self.wrote = False
         self.numberless = all(t.is_meta for _, t in tensors if t.is_floating_point())
@@ -187,10 +190,16 @@ class LabelPass(Observer):
     def __enter__(self) -> Self:
         own = [m for m in self._modules.values() if not type(m).__module__.startswith("torch.nn.")]
         self._held = [(module, list(vars(module).values())) for module in own]
+        self._modes = told(own, self._asks_mode)
+        self._modes.__enter__()
         return super().__enter__()
+
+    def _asks_mode(self) -> None:
+        self.modal = True
 
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
+        self._modes.__exit__(None, None, None)
         for module, before in self._held:
             now = list(vars(module).values())
             self.wrote |= len(now) != len(before) or any(a is not b for a, b in zip(now, before, strict=True))
