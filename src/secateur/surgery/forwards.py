@@ -65,6 +65,7 @@ class Net:
         #: Convolutions and linear layers, by path.
         self.layers = {path: module for path, module in self._modules if isinstance(module, kinds)}
         self._wide: torch.dtype | None = None
+        self._pristine: Pristine | None = None
 
     def run(
         self,
@@ -81,9 +82,13 @@ class Net:
 
         `forced`: what layers return is noted, and then replaced by this, if it has the same shape.
         """
-        if wide != self._wide:
-            widen([module for _, module in self._modules], wide)
-            self._wide, self._pristine = wide, Pristine([module for _, module in self._modules])
+        modules = [module for _, module in self._modules]
+        if self._pristine is not None and wide != self._wide:
+            self._pristine.begin(training=False)
+        if self._pristine is None or wide != self._wide:
+            widen(modules, wide)
+            self._wide, self._pristine = wide, Pristine(modules)
+        self._pristine.begin(probe.training)
         inputs = map_tensors(lambda t: t.to(wide) if t.is_floating_point() else t, probe.inputs)
         layers: dict[str, list[Tensor]] = {}
         noted = noted or whole or bool(forced) or wide != torch.float64
@@ -91,7 +96,7 @@ class Net:
         hooks = [layer.register_forward_hook(_note(path, layers, whole, forced)) for path, layer in watched]
         mode = Precise(wide, frozenset(even), self._masks)
         try:
-            with quiet(), as_written(), self._pristine.kept(probe.training):
+            with quiet(), as_written():
                 seed(0)
                 with mode:
                     outputs = run(self._net, inputs, probe.cached)

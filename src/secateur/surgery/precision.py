@@ -5,8 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cache
 from types import MappingProxyType
 from typing import Any
@@ -222,7 +221,7 @@ def widen(modules: Iterable[nn.Module], wide: torch.dtype) -> None:
 
 
 class Pristine:
-    """The state of the modules of a copy, to which each forward returns: what it writes on them is taken back."""
+    """The state of the modules of a copy, from which each forward starts: what another wrote on them is taken back."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._modules = modules
@@ -232,22 +231,11 @@ class Pristine:
         self._held = [(item, type(item)(item)) for item in items if item]
         self._buffers = [b for module in modules for b in module._buffers.values() if b is not None]
         self._numbers = [buffer.clone() for buffer in self._buffers]
+        self._used = False
 
-    @contextmanager
-    def kept(self, training: bool) -> Iterator[None]:
-        """Evaluation or training mode, until everything, hooks included, is as it was."""
-        try:
-            for module in self._modules:
-                if module.training:
-                    module.training = False
-            if training:
-                self._modules[0].train()
-                for module in self._modules:
-                    # Their own code draws, where nobody sees it.
-                    if isinstance(module, nn.MultiheadAttention | nn.RNNBase):
-                        module.dropout = 0.0
-            yield
-        finally:
+    def begin(self, training: bool) -> None:
+        """Everything, hooks included, as it was; evaluation or training mode."""
+        if self._used:  # most copies run once
             for item, content in [*self._before, *self._held]:
                 item.clear()
                 (item.extend if isinstance(item, list) else item.update)(content)
@@ -255,3 +243,13 @@ class Pristine:
                 item.clear()
             if self._buffers:
                 torch._foreach_copy_(self._buffers, self._numbers)
+        self._used = True
+        for module in self._modules:
+            if module.training:
+                module.training = False
+        if training:
+            self._modules[0].train()
+            for module in self._modules:
+                # Their own code draws, where nobody sees it.
+                if isinstance(module, nn.MultiheadAttention | nn.RNNBase):
+                    module.dropout = 0.0
