@@ -55,6 +55,8 @@ def _all_names(model: nn.Module) -> dict[str, Tensor]:
 def _row_sums(weight: Tensor, dim: int) -> Tensor:
     """Σ|W| along all other dimensions, a part that fits the cache at a time: five times as fast as a norm."""
     wide, rows = torch.promote_types(weight.dtype, torch.float32), weight.movedim(dim, 0).flatten(1)
+    if rows.numel() <= _CACHED:
+        return rows.abs().sum(1, dtype=wide)
     parts = rows.split(max(1, _CACHED // max(rows.shape[1], 1)))  # type: ignore[no-untyped-call]
     return torch.cat([part.abs().sum(1, dtype=wide) for part in parts])
 
