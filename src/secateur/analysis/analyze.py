@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from itertools import islice
 from typing import Any
 
 from torch import nn
 
-from secateur.analysis.block_trial import with_sound_blocks
+from secateur.analysis.block_trial import sound_blocks
 from secateur.analysis.trial import OtherCalls, Trial
 from secateur.analysis.variants import (
     computed_weights,
@@ -21,7 +23,17 @@ from secateur.analysis.variants import (
 )
 from secateur.errors import Argument, DataError, SecateurError, UnsupportedModelError
 from secateur.nest import entries, tensors_of_output
-from secateur.running.copies import check_followed, meta_copy, named_tensors, never_share, shared_copy, unwrap
+from secateur.running.copies import (
+    check_followed,
+    meta_copy,
+    named_parameters,
+    named_tensors,
+    never_share,
+    set_mode,
+    shared_copy,
+    unchanged,
+    unwrap,
+)
 from secateur.running.sandbox import Example, leaves_no_trace, uncollected
 from secateur.structure.blocks import find_blocks
 from secateur.structure.choices import settle_choices
@@ -61,7 +73,7 @@ def analyze(model: nn.Module, example: Example, output: str | Sequence[str] = ()
         )
     computed = computed_weights(model, strict)
     names = (output,) if isinstance(output, str) else tuple(output)
-    with uncollected:
+    with uncollected, unchanged(model):
         try:
             return _found(model, example, names, computed, strict, doubt=True)
         except OtherCalls:  # now the cache is filled
@@ -73,6 +85,7 @@ def _found(
 ) -> Graph:
     """The graph, as labels and trials tell it. `doubt`: raise `OtherCalls` if the model does not repeat its calls."""
     copy, inputs, watched, made = watch_copy(model, example, strict)
+    shapes = [tensor.shape for tensor in tensors_of_output(made, names)]
     for name, tensor in named_tensors(copy):
         if name in computed:
             watched.labels.freeze_tensor(tensor, computed[name])
@@ -83,12 +96,13 @@ def _found(
             output=Argument("output"),
         )
     passes = [_with_frozen_output(watched, made, names)]
-    unseen = any(name not in watched.found.seen for name, _ in model.named_parameters())
-    if unseen or trains_otherwise(copy, inputs, made):
+    unseen = any(name not in watched.found.seen for name, _ in named_parameters(model))
+    asks = watched.modal or not watched.steady
+    if unseen or (asks and trains_otherwise(copy, inputs, made)):
         # Auxiliary heads run only in training; what they read must shrink with the rest.
-        copy.train()
+        set_mode(copy, training=True)
         passes += _another_pass(copy, inputs, watched, names)
-        copy.eval()
+        set_mode(copy)
     if watched.questions.asked:
         passes += _other_answers(model, watched, inputs, names)
     if watched.sized and watched.numberless:
@@ -99,7 +113,7 @@ def _found(
     settle_choices(passes)
     blocks = find_blocks(watched.flow, watched.found, model)
     known = len(passes) == 1 and shows_no_sizes(copy, watched)
-    fresh = copy if known and not len(blocks) else _fresh(model, watched)
+    fresh = copy if known and not watched.wrote else _fresh(model, watched)
     steps, loose = watched.found.steps, watched.counted or watched.steered
     if not watched.numberless and any(choice.used for choice in watched.found.choices):
         steps = {}  # a router that has fewer experts sends tokens elsewhere
@@ -108,16 +122,20 @@ def _found(
     trial = Trial(fresh, inputs, steps, watched.unsure, loose)
     trial.repeated |= {key: RepeatedSize(*key, labels) for p in passes for key, labels in p.counted.items()}
     while True:
-        graph = build(
-            model, example, passes, trial.blocked, tuple(trial.repeated.values()), names, blocks, watched.steady
-        )
+        repeated = tuple(trial.repeated.values())
+        graph = build(model, example, passes, trial.blocked, repeated, names, blocks, watched.steady, watched.modal)
         if known or not trial.finds_more(graph, doubt and not trial.blocked):
-            return with_sound_blocks(graph, fresh, inputs, made)
+            break
+    if not len(blocks):
+        return graph
+    graph = replace(graph, trial=partial(sound_blocks, copy=fresh, inputs=inputs, shapes=shapes))
+    # A copy that shares the user's parameters is not kept: they may change, or be given up.
+    return graph if watched.numberless else replace(graph, branches=graph.blocks, trial=None)
 
 
 def _fresh(model: nn.Module, watched: LabelPass) -> nn.Module:
     """A copy of the kind that was watched. The one that ran may keep what it computed, and would do other things."""
-    return (meta_copy if watched.numberless else shared_copy)(model).eval()
+    return set_mode((meta_copy if watched.numberless else shared_copy)(model))
 
 
 def _other_answers(model: nn.Module, first: LabelPass, inputs: Example, names: Sequence[str]) -> list[Findings]:

@@ -14,7 +14,7 @@ from secateur.nest import map_leaves, tensors_in, tensors_of_output
 from secateur.ops.table import Call, Site
 from secateur.plans.plan import plan_for
 from secateur.running.observer import Rehearsal
-from secateur.running.sandbox import Example, quiet, run
+from secateur.running.sandbox import Example, leaves_no_trace, quiet, run
 from secateur.running.tensor_facts import TensorFacts
 from secateur.structure.blocks import Block, Blocks
 from secateur.structure.graph import Graph, families
@@ -22,12 +22,13 @@ from secateur.surgery.bypass import Bypass
 from secateur.surgery.cut import cut_copy
 
 
-def with_sound_blocks(graph: Graph, copy: nn.Module, inputs: Example, output: Any) -> Graph:
-    """The graph in which blocks that cannot leave have a reason. `output` is what the whole copy returns."""
-    shapes = [tensor.shape for tensor in tensors_of_output(output, graph.output)]
+@leaves_no_trace
+def sound_blocks(graph: Graph, copy: nn.Module, inputs: Example, shapes: Sequence[torch.Size]) -> Blocks:
+    """The branches of a graph; those that cannot leave have a reason. `shapes`: of what the whole copy returns."""
+    found = graph.branches
 
     def fails(blocks: Sequence[Block], whole: bool) -> str | None:
-        tried = graph if whole else replace(graph, blocks=Blocks(graph.blocks.found))
+        tried = replace(graph, branches=found if whole else Blocks(found.found), trial=None)
         removed = np.zeros(len(graph.root), np.bool_)
         removed[[block.group for block in blocks]] = True
         adds = {block.site: block for block in blocks}
@@ -43,15 +44,15 @@ def with_sound_blocks(graph: Graph, copy: nn.Module, inputs: Example, output: An
         return heard.reason
 
     reasons: dict[str, str] = {}
-    for level in _levels(graph.blocks):
+    for level in _levels(found):
         if level and fails(level, whole=False) is not None:
             for kind in families(level):
                 reason = fails(kind, whole=False)
                 reasons |= {block.name: reason for block in kind} if reason is not None else {}
-    blocks = graph.blocks.frozen(reasons)
+    blocks = found.frozen(reasons)
     if blocks.passages and fails([b for p in blocks.passages for b in blocks.found if b.group in p.blocks], whole=True):
         blocks = Blocks(blocks.found)
-    return graph if blocks == graph.blocks else replace(graph, blocks=blocks)
+    return blocks
 
 
 def _levels(blocks: Blocks) -> Iterator[list[Block]]:

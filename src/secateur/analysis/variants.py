@@ -15,15 +15,15 @@ from torch.nn.utils import parametrize
 from secateur.errors import UnsupportedModelError
 from secateur.nest import map_tensors, tensors_in, tensors_of_output
 from secateur.ops.layers import varying
-from secateur.running.copies import named_modules, named_tensors
+from secateur.running.copies import named_modules, named_tensors, set_mode
 from secateur.running.heads import names_reached
+from secateur.running.modes import reads_training
 from secateur.running.observer import Rehearsal
 from secateur.running.sandbox import Example, quiet, run
 from secateur.structure.blocks import within
 from secateur.structure.findings import Findings
 from secateur.structure.followed import Question, Questions
 from secateur.structure.label_pass import LabelPass
-from secateur.surgery.verify import reads_training
 
 log = logging.getLogger("secateur")
 #: How many pixels an image gets in addition. Most networks halve images five times.
@@ -36,7 +36,7 @@ def trains_otherwise(copy: nn.Module, inputs: Example, output: Any) -> bool:
     """Whether the forward in training mode returns other tensors than `output`. Asked only if code reads the mode."""
     if not reads_training(copy):
         return False
-    copy.train()
+    set_mode(copy, training=True)
     try:
         with quiet(), Rehearsal(copy):
             made = run(copy, inputs)
@@ -44,7 +44,7 @@ def trains_otherwise(copy: nn.Module, inputs: Example, output: Any) -> bool:
         log.debug("no forward in training mode: %s", error)
         return False
     finally:
-        copy.eval()
+        set_mode(copy)
     return [t.shape for t in tensors_of_output(made)] != [t.shape for t in tensors_of_output(output)]
 
 

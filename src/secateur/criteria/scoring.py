@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any, overload
 
 import numpy as np
@@ -17,7 +18,7 @@ from secateur.ops.table import Site
 from secateur.plans.plan import Plan
 from secateur.plans.scores import Scores, Values
 from secateur.running.batches import Data, batches, check_inputs, example_of, parts_of, repeatable, size_of, total_of
-from secateur.running.copies import unwrap
+from secateur.running.copies import unchanged, unwrap
 from secateur.running.devices import device_of
 from secateur.running.memory import Memory, in_smaller_parts, limited
 from secateur.running.memory import together as fitting
@@ -89,10 +90,12 @@ def score(
         data = repeatable(data)
         if graph is None:
             graph = analyze(model, example_of(model, data))
-        check_weights(original)
-        if any(each.data is not False for each in wanted):
-            check_same(original)
-        found = scores_of(model, data, wanted, graph, start, batch_size)
+        running = any(each.data is not False for each in wanted)
+        with nullcontext() if running else unchanged(original):
+            check_weights(original)
+            if running:
+                check_same(original)
+            found = scores_of(model, data, wanted, graph, start, batch_size)
     return {scores.criterion: scores for scores in found} if several else found[0]
 
 
@@ -174,7 +177,7 @@ def _units(subject: Subject, criterion: Criterion, sums: Sums) -> dict[Site, Val
 def _blocks(subject: Subject, criterion: Criterion, sums: Sums) -> dict[str, float]:
     """What passes through each residual branch: the sum over the units of the layers at its end."""
     found: dict[str, float] = {}
-    for block in subject.graph.blocks:
+    for block in subject.graph.branches:
         places = {subject.place[site] for site in block.last}
         totals = [total for i in places if (total := sums.units[i]) is not None]
         if len(totals) == len(places) or criterion.unseen_is_zero:

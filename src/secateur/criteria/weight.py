@@ -7,11 +7,12 @@ from typing import ClassVar
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from secateur.arguments import check_count
 from secateur.criteria.criterion import Accumulator, Criterion, Norm, Subject, Sums, check_units
 from secateur.errors import CriterionError
+from secateur.running.copies import named_tensors
 
 _CACHED = 2**19  # numbers
 
@@ -28,9 +29,9 @@ class Weight(Criterion):
     def accumulate(self, subject: Subject) -> Accumulator:
         """Units without a dimension of a parameter get no score."""
         graph, sizes = subject.graph, np.full(len(subject.graph.root), np.nan)
-        original = subject.original  # frozen weights may be buffers
-        named = [*original.named_parameters(remove_duplicate=False), *original.named_buffers(remove_duplicate=False)]
-        parameters = dict(named)
+        parameters = dict(named_tensors(subject.original))  # frozen weights may be buffers
+        if not parameters.keys() >= {axis.parameter for axis in graph.axes.axes if axis.parameter}:
+            parameters = _all_names(subject.original)
         left = np.ones(len(sizes), np.bool_)
         for producer, kept in zip(subject.producers, subject.kept, strict=True):
             left[producer.rows] &= kept
@@ -46,9 +47,16 @@ class Weight(Criterion):
         return Accumulator(subject, Sums([None if np.isnan(v).any() else torch.from_numpy(v) for v in found], 1))
 
 
+def _all_names(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers by all their names: what was tied when the model was analysed has the first of these."""
+    return {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
+
+
 def _row_sums(weight: Tensor, dim: int) -> Tensor:
     """Σ|W| along all other dimensions, a part that fits the cache at a time: five times as fast as a norm."""
     wide, rows = torch.promote_types(weight.dtype, torch.float32), weight.movedim(dim, 0).flatten(1)
+    if rows.numel() <= _CACHED:
+        return rows.abs().sum(1, dtype=wide)
     parts = rows.split(max(1, _CACHED // max(rows.shape[1], 1)))  # type: ignore[no-untyped-call]
     return torch.cat([part.abs().sum(1, dtype=wide) for part in parts])
 

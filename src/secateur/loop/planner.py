@@ -171,7 +171,7 @@ class Planner:
     def _check_reachable(self) -> None:
         """Fail before any work is done if the target cannot be met whatever the scores are."""
         units = {p.sites[0]: np.ones(len(p.labels)) for p in self.graph.producers}
-        flat = Scores("any", units, blocks={block.name: 1.0 for block in self.graph.blocks})
+        flat = Scores("any", units, blocks={block.name: 1.0 for block in self.graph.branches})
         if self.target.keep:
             self.final(flat, None)
         elif self.target.remove is not None:

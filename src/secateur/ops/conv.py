@@ -46,7 +46,8 @@ class _Convolving(Operation):
         labels.cost(call.site, macs, made, taken if groups == 1 else None)
         if made is not None:
             produce_with_bias(labels, made, call, "filter")
-            labels.set(output, [spread(made, axis, output.shape)])
+            varies = bool(made[0] != made[-1]) and output.numel() > 0  # an expert may see no sample
+            labels.set(output, [spread(made, axis, output.shape)], compacted=varies)
         else:
             labels.freeze_tensor(call["bias"], f"added by {call.site} to units of fixed number")
 

@@ -39,8 +39,8 @@ class LabelVerbs(Protocol):
     def layers(self, tensor: Any) -> Layers:
         """The labels that a tensor carries."""
 
-    def set(self, tensor: Tensor, layers: Layers) -> None:
-        """Say what a tensor carries."""
+    def set(self, tensor: Tensor, layers: Layers, compacted: bool = False) -> None:
+        """Say what a tensor carries. `compacted`: layers have stride 0 wherever they do not vary."""
 
     def along(self, tensor: Tensor, dim: int) -> Labels | None:
         """The labels along one dimension, or None."""

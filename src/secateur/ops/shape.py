@@ -132,13 +132,18 @@ class Concat(_Joined):
     """Along a dimension of units, units queue up; along another, those in the same place leave together."""
 
     def channels(self, labels: LabelVerbs, call: Call, output: Any) -> None:
-        tensors = [t for t in tensors_in(call["tensors"]) if t.numel()]
-        dim = call["dim"] % output.ndim
-        if not any(labels.layers(t) for t in tensors):
+        tensors, dim = [t for t in tensors_in(call["tensors"]) if t.numel()], call["dim"] % output.ndim
+        carried = [labels.layers(t) for t in tensors]
+        if not any(carried):
             return
-        owned = [{tuple(varying(la)): la for la in labels.layers(t) if dim in varying(la)} for t in tensors]
+        if all(len(layers) == 1 and varying(layers[0]) == [dim] for layers in carried):  # lines of units, as always
+            line = np.concatenate([column(layer) for (layer,) in carried])
+            labels.set(output, [spread(line, dim, output.shape)], compacted=bool(line[0] != line[-1]))
+            return
+        owned = [{tuple(varying(la)): la for la in layers if dim in varying(la)} for layers in carried]
+        pairs = list(zip(tensors, owned, strict=True))
         for kind, layer in [item for own in owned for item in own.items()]:
-            for tensor, own in zip(tensors, owned, strict=True):
+            for tensor, own in pairs:
                 # One vector for all units, expanded: each copy belongs to the unit beside it.
                 if kind not in own and len(kind) > 1 and {*kind} - {dim} <= free(labels, tensor):
                     own[kind] = head(layer, [dim]).expand(tensor.shape)
@@ -150,9 +155,7 @@ class Concat(_Joined):
         blank = torch.zeros((1,) * output.ndim, dtype=torch.int64)
         layers = []
         for kind in common or [()]:
-            queue = []
-            for tensor, own in zip(tensors, owned, strict=True):
-                queue.append(own.get(kind, next(iter(own.values()), blank.expand(tensor.shape))))
+            queue = [own.get(kind, next(iter(own.values()), blank.expand(t.shape))) for t, own in pairs]
             if all(varying(layer) in ([], [dim]) for layer in queue):
                 elsewhere = [d for d in range(output.ndim) if d != dim]
                 queue = [head(layer, elsewhere) for layer in queue]

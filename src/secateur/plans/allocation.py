@@ -46,7 +46,7 @@ def order_by_price(
     home = layer_of[candidates]
     worth = np.maximum(worth, 0.0)
     whole = np.bincount(home, worth, len(graph.layers) + 1)
-    inside = {block.group: np.isin(candidates, block.groups) for block in graph.blocks if block.group in candidates}
+    inside = {block.group: np.isin(candidates, block.groups) for block in graph.branches if block.group in candidates}
     left = whole.copy()
     waiting = np.ones(len(candidates), np.bool_)
     order: list[Labels] = []

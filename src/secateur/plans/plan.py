@@ -207,9 +207,9 @@ def plan_for(graph: Graph, removed: Mask, repeated: Sequence[RepeatedSize] | Non
 
     `repeated`: other such sizes than the graph's.
     """
-    removed = graph.blocks.closed(removed)
-    blocks = graph.blocks.gone(removed)
-    stand_ins = graph.blocks.stand_ins(blocks)
+    removed = graph.branches.closed(removed)
+    blocks = graph.branches.gone(removed)
+    stand_ins = graph.blocks.stand_ins(blocks) if blocks else []
     without = frozenset[str]().union(*(block.parameters for block in blocks))
 
     def stays(path: str) -> bool:

@@ -108,7 +108,7 @@ class _Chooser:
             self.widths += [(graph.root[p.labels], _ALIGNED) for p in graph.producers if len(p.labels) >= _WIDE]
         self.widths += [(graph.root[item.labels], item.multiple) for item in graph.requirements if item.multiple > 1]
         self.value = scores.of(graph)
-        if np.isnan(self.value[[*candidates, *whole]]).any():
+        if np.isnan(self.value[np.concatenate([candidates, whole])]).any():
             bad = [layer.name for layer, own in zip(layers, free, strict=True) if np.isnan(self.value[own]).any()]
             bad += [block.name for block in self.blocks.values() if np.isnan(self.value[block.group])]
             what = f"the criterion {scores.criterion!r} gave no score (NaN) for units of {', '.join(bad[:5])}"
@@ -198,8 +198,13 @@ class _Chooser:
         shield: Mask = np.zeros(len(self.graph.root), np.bool_)
         for producer in self.graph.producers:
             self._shield(shield, value, self.graph.root[producer.labels], min_units)
-        for axis in self.graph.axes.axes:
-            self._shield(shield, value, self.graph.root[axis.span], 1)
+        # Most axes have one that stays anyway: seen without a loop. The labels of axes follow each other, from 1.
+        axes = [axis for axis in self.graph.axes.axes if axis.size and axis.base < len(self.graph.root)]
+        safe = (np.isinf(value) & ~self.gone)[self.graph.root]
+        found = np.logical_or.reduceat(safe, [axis.base for axis in axes]) if axes else ()
+        for axis, known in zip(axes, found, strict=True):
+            if not known:
+                self._shield(shield, value, self.graph.root[axis.span], 1)
         for item in self.graph.requirements:
             if item.least > 1:
                 self._shield(shield, value, self.graph.root[item.labels], item.least)
@@ -217,7 +222,7 @@ class _Chooser:
         removed = self.gone.copy()
         removed[self.order[: self._end(count)]] = True
         if self.blocks:
-            removed = self.graph.blocks.closed(removed)
+            removed = self.graph.branches.closed(removed)
         if self.widths:
             self._round(removed)
         return removed
@@ -244,8 +249,8 @@ class _Chooser:
     def _in_blocks(self, removed: Mask) -> Mask:
         """What leaves because it lies in a block that does."""
         whole: Mask = np.zeros(len(removed), np.bool_)
-        whole[[block.group for block in self.graph.blocks if removed[block.group]]] = True
-        return self.graph.blocks.closed(whole)
+        whole[[block.group for block in self.graph.branches if removed[block.group]]] = True
+        return self.graph.branches.closed(whole)
 
     def by_units(self, remove: float) -> Mask:
         """The longest start of the order that stays within a fraction of all units."""

@@ -73,18 +73,21 @@ class Scores:
                     f"{graph.model_name} has {sizes.get(site, 'none')}.",
                     fix="score(model, data, graph=graph)",
                 )
-        total, count = np.zeros((2, len(graph.root)))
-        peak = np.full(len(graph.root), -np.inf)
+        labels, scored = [np.zeros(0, np.int64)], [np.zeros(0)]
         for producer in graph.producers:
             found = [self.units[site] for site in producer.sites if site in self.units]
             if found:
-                values = np.sum(np.asarray(found, np.float64), 0)  # a reused layer counts all its uses
-                groups = graph.root[producer.labels]
-                np.add.at(total, groups, values)
-                np.add.at(count, groups, 1)
-                np.maximum.at(peak, groups, values)
-        result = {"mean": total / np.maximum(count, 1), "sum": total, "max": peak}[self.aggregate]
+                labels.append(producer.labels)
+                scored.append(np.sum(np.asarray(found, np.float64), 0))  # a reused layer counts all its uses
+        groups, values = graph.root[np.concatenate(labels)], np.concatenate(scored)
+        count = np.bincount(groups, minlength=len(graph.root))
+        if self.aggregate == "max":
+            result = np.full(len(graph.root), -np.inf)
+            np.maximum.at(result, groups, values)
+        else:
+            result = np.bincount(groups, values, len(graph.root))
+            result = result / np.maximum(count, 1) if self.aggregate == "mean" else result
         result = np.where(count > 0, result, np.nan)
-        for block in graph.blocks:
+        for block in graph.branches:
             result[block.group] = self.blocks.get(block.name, np.nan)
         return result

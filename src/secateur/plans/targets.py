@@ -172,7 +172,7 @@ class Limits:
         """Refuse a pattern that matches no layer: ignoring it could prune layers that you meant to protect."""
         for name, patterns in (("ignore", self.ignore), ("only", self.only)):
             for pattern in patterns:
-                if pattern == "*" or any(item.matches([pattern]) for item in (*graph.layers, *graph.blocks)):
+                if pattern == "*" or any(item.matches([pattern]) for item in (*graph.layers, *graph.branches)):
                     continue
                 paths = list(dict.fromkeys(path for layer in graph.layers for path in layer.paths))
                 close = difflib.get_close_matches(pattern, paths, 3) or paths[:5]

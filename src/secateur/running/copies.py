@@ -5,8 +5,11 @@ from __future__ import annotations
 import copy
 import pickle
 import sys
+import threading
 from collections import OrderedDict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -47,7 +50,7 @@ def unwrap(model: nn.Module) -> nn.Module:
     model = _inner(model)
     modules = named_modules(model)
     if any("_orig_mod" in module._modules for _, module in modules):
-        return _copied_plain(model, {id(tensor): tensor for _, tensor in _tensors(modules)}, modules)
+        return _copied_plain(model, {id(tensor): tensor for _, tensor in named_tensors(model)}, modules)
     return model
 
 
@@ -89,7 +92,7 @@ def check_followed(model: nn.Module, strict: bool = False) -> None:
             raise UnsupportedModelError(
                 f"{name} is nested too deeply for Python's stack.", fix="sys.setrecursionlimit(10_000)"
             )
-    for name, tensor in _tensors(modules):
+    for name, tensor in named_tensors(model):
         if tensor.layout != torch.strided:
             raise UnsupportedModelError(
                 f"`{name}` is stored as {tensor.layout}, of which no unit can be cut.", fix="tensor.to_dense()"
@@ -108,13 +111,14 @@ def copy_with(model: nn.Module, tensor: Callable[[str, Tensor], Tensor]) -> nn.M
     """A deep copy in which `tensor(name, old)` supplies every parameter and buffer. Tied ones stay tied."""
     memo: dict[int, Any] = {}
     modules = named_modules(model)
-    for name, old in _tensors(modules):
+    for name, old in named_tensors(model):
         new = tensor(name, old)
         if new.is_inference():
             new = new.clone()  # what was made in inference mode can take no part in a gradient
         if type(old) is nn.Parameter or isinstance(old, nn.Parameter):  # (torch's own check takes a microsecond)
             new = nn.Parameter(new, requires_grad=old.requires_grad)
-            vars(new).update(vars(old))  # marks that training reads, such as `_no_weight_decay`
+            if marks := vars(old):  # that training reads, such as `_no_weight_decay`
+                vars(new).update(marks)
             if _WRITTEN and old in _WRITTEN:
                 _WRITTEN[new] = True
         memo[id(old)] = new
@@ -145,38 +149,89 @@ def _copied_plain(model: nn.Module, memo: dict[int, Any], modules: list[tuple[st
 
 def named_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """`model.named_modules()` without its nested generators, which take as long as the work on a deep model."""
-    found: list[tuple[str, nn.Module]] = []
-    seen: set[int] = set()
-    waiting: list[tuple[str, nn.Module]] = [("", model)]
+    if (known := _unchanged.tours.get(id(model))) is not None:
+        return known.modules
+    found: list[tuple[str, nn.Module]] = [("", model)]
+    seen: set[int] = {id(model)}
+    waiting: list[tuple[str, Iterator[tuple[str, nn.Module | None]]]] = [("", iter(model._modules.items()))]
     while waiting:
-        path, module = waiting.pop()
-        if id(module) in seen:
-            continue
-        seen.add(id(module))
-        found.append((path, module))
-        inside = module._modules
-        if inside:
-            prefix = f"{path}." if path else ""
-            waiting += [(prefix + name, child) for name, child in reversed(inside.items()) if child is not None]
+        prefix, children = waiting[-1]
+        for name, child in children:
+            if child is None or id(child) in seen:
+                continue
+            seen.add(id(child))
+            path = prefix + name
+            found.append((path, child))
+            if inside := child._modules:
+                waiting.append((f"{path}.", iter(inside.items())))
+                break
+        else:
+            waiting.pop()
     return found
 
 
 def named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
     """Parameters, then buffers, each under the name it is first met by."""
-    return _tensors(named_modules(model))
+    if (known := _unchanged.tours.get(id(model))) is not None:
+        return known.tensors
+    return tensors_of(named_modules(model))
 
 
-def _tensors(modules: list[tuple[str, nn.Module]]) -> list[tuple[str, Tensor]]:
+def named_parameters(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """The parameters alone."""
+    return tensors_of(named_modules(model), ("_parameters",))
+
+
+def tensors_of(
+    modules: Sequence[tuple[str, nn.Module]], kinds: Sequence[str] = ("_parameters", "_buffers")
+) -> list[tuple[str, Tensor]]:
+    """`named_tensors` of a model whose modules are known."""
     seen: set[int] = set()
     found: list[tuple[str, Tensor]] = []
-    for own in ("_parameters", "_buffers"):
+    for own in kinds:
         for path, module in modules:
-            held = module.__dict__.get(own) or getattr(module, own)  # TorchScript keeps them elsewhere
-            for name, tensor in held.items() if held else ():
-                if tensor is not None and id(tensor) not in seen:
-                    seen.add(id(tensor))
-                    found.append((f"{path}.{name}" if path else name, tensor))
+            held = module.__dict__.get(own)
+            if held is None:
+                held = getattr(module, own)  # TorchScript keeps them elsewhere
+            if held:
+                prefix = f"{path}." if path else ""
+                for name, tensor in held.items():
+                    if tensor is not None and id(tensor) not in seen:
+                        seen.add(id(tensor))
+                        found.append((prefix + name, tensor))
     return found
+
+
+class _Tour:
+    """The modules and tensors of a model that does not change meanwhile."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.modules = model, named_modules(model)
+
+    @cached_property
+    def tensors(self) -> list[tuple[str, Tensor]]:
+        return tensors_of(self.modules)
+
+
+class _Unchanged(threading.local):
+    def __init__(self) -> None:
+        self.tours: dict[int, _Tour] = {}
+
+
+_unchanged = _Unchanged()
+
+
+@contextmanager
+def unchanged(model: nn.Module) -> Iterator[None]:
+    """While no module or tensor of a model is replaced, it is walked once. This thread only works on copies of it."""
+    if id(model) in _unchanged.tours:
+        yield
+        return
+    _unchanged.tours[id(model)] = _Tour(model)
+    try:
+        yield
+    finally:
+        del _unchanged.tours[id(model)]
 
 
 # Values that a copy may share with the original.
@@ -208,12 +263,12 @@ def _copied(model: nn.Module, memo: dict[int, Any], modules: list[nn.Module]) ->
             kind = type(value)
             if kind in _IMMUTABLE:
                 continue
-            if key in _OWN_STATE and (kind is OrderedDict or kind is dict):
+            if (kind is dict or kind is OrderedDict) and key in _OWN_STATE:
                 # Parameters, buffers and modules are in the memo; of hooks there are seldom any.
-                made = kind()
-                for name, item in value.items() if value else ():
-                    made[name] = memo[id(item)] if id(item) in memo else copy.deepcopy(item, memo)
-                state[key] = made
+                made = state[key] = {} if kind is dict else OrderedDict()
+                if value:
+                    for name, item in value.items():
+                        made[name] = memo[id(item)] if id(item) in memo else copy.deepcopy(item, memo)
             elif key in _OWN_STATE and kind is set:  # names of buffers
                 state[key] = set(value)
             elif (kind is tuple or kind is list) and _IMMUTABLE.issuperset(map(type, value)):
@@ -245,6 +300,21 @@ def _is_plain(kind: type[nn.Module]) -> bool:
     known = kind.__getstate__ in _KNOWN_GETSTATE and kind.__setstate__ in _KNOWN_SETSTATE
     slots = any(getattr(parent, "__slots__", ()) for parent in kind.__mro__)
     return default and known and not slots and not hasattr(kind, "__deepcopy__")
+
+
+def set_mode(model: nn.Module, training: bool = False) -> nn.Module:
+    """`model.train(training)`, which takes a function call and a search of three tables for each module."""
+    modules = [module for _, module in named_modules(model)]
+    kinds: set[Any] = {type(module) for module in modules}
+    plain = (nn.Module.train, nn.Module.eval, nn.Module.__setattr__)
+    if all((kind.train, kind.eval, kind.__setattr__) == plain for kind in kinds):
+        for module in modules:
+            if "training" in module.__dict__:
+                module.__dict__["training"] = training
+            else:
+                module.training = training
+        return model
+    return model.train(training) if training else model.eval()
 
 
 def meta_copy(model: nn.Module) -> nn.Module:

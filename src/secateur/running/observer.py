@@ -51,7 +51,8 @@ class Observer(TorchFunctionMode):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self._model, self._memories = model, dict[int, list[tuple[str, Tensor]]]()
-        self._paths = {id(module): path for path, module in named_modules(model)}
+        self._tour = named_modules(model)
+        self._paths = {id(module): path for path, module in self._tour}
         self._stack: list[str] = []
         self._visits: dict[tuple[str, str], int] = {}
 

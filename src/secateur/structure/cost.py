@@ -6,6 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import numpy as np
@@ -15,7 +16,7 @@ from secateur.ops.layers import Labels, Mask
 from secateur.ops.table import Site
 from secateur.running.sandbox import Example
 from secateur.structure.blocks import Block
-from secateur.structure.findings import Axis, Findings
+from secateur.structure.findings import Axis, CostTerm, Findings
 from secateur.structure.label_pass import watch_copy
 
 Savings = np.ndarray[tuple[int], np.dtype[np.float64]]
@@ -119,14 +120,8 @@ class CostModel:
             for known, keys in ((by_site, block.sites), (by_name, block.parameters)):
                 for key in keys:
                     known[key].append(np.array([block.group]))  # type: ignore[index]
-        order = {site: place for place, site in enumerate(found.steps)}
-        work = [
-            Work(t.site, terms is found.macs, t.coefficient, tuple(root[a] for a in t.axes), tuple(by_site[t.site]))
-            for terms in (found.macs, found.written)
-            for t in terms
-        ]
-        #: What the calls do, in order of execution.
-        self.work = sorted(work, key=lambda item: order.get(item.site, len(order)))
+        self._root, self._blocks, self._calls, self._written = root, by_site, list(found.steps), found.written
+        self._macs = [self._work(term, macs=True) for term in found.macs]
         dims: dict[str, list[Axis]] = {name: [] for name in shapes}
         for axis in found.axes.axes:
             if axis.parameter in dims:
@@ -140,9 +135,20 @@ class CostModel:
         ]
         #: The cost in each currency.
         self.prices = {
-            "macs": TermPrice([item.term for item in work if item.macs]),
+            "macs": TermPrice([item.term for item in self._macs]),
             "params": TermPrice(params),
         }
+
+    def _work(self, term: CostTerm, macs: bool) -> Work:
+        axes = tuple([self._root[axis] for axis in term.axes])
+        return Work(term.site, macs, term.coefficient, axes, tuple(self._blocks.get(term.site, ())))
+
+    @cached_property
+    def work(self) -> list[Work]:
+        """What the calls do, in order of execution."""
+        order = {site: place for place, site in enumerate(self._calls)}
+        written = [self._work(term, macs=False) for item in self._written for term in item.terms]
+        return sorted([*self._macs, *written], key=lambda item: order.get(item.site, len(order)))
 
     def __call__(self, removed: Mask) -> Cost:
         """`removed[root]` says whether a group leaves."""

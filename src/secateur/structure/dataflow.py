@@ -15,7 +15,7 @@ from secateur.running.tensor_facts import TensorFacts
 # A value is what a tensor holds between two writes. Values and calls are known by their numbers.
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, slots=True)
 class Node:
     """One call: the values that it read and made. `scale` multiplies the second term of a sum."""
 
@@ -27,7 +27,7 @@ class Node:
     scale: float
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, slots=True)
 class Visit:
     """One run of a module: its calls, from `begin` to `end`, and the values that it was given and returned.
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from secateur.ops.layers import Labels, Mask, narrow, varying
+from secateur.ops.layers import Labels, Layers, Mask, column, narrow, varying
 from secateur.ops.table import Site
 from secateur.structure.trace import Step
 
@@ -88,7 +88,7 @@ class Grid:
     pinned: tuple[tuple[int, Mask], ...] = ()
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, slots=True)
 class CostTerm:
     """What one call computes or writes: `coefficient` times the number of kept labels along each axis."""
 
@@ -100,6 +100,24 @@ class CostTerm:
     def total(self) -> float:
         """The cost if everything is kept."""
         return self.coefficient * math.prod(map(len, self.axes))
+
+
+@dataclass(eq=False, slots=True)
+class Written:
+    """A tensor that a call writes, and its layers."""
+
+    site: Site
+    shape: tuple[int, ...]
+    layers: Layers
+
+    @property
+    def terms(self) -> list[CostTerm]:
+        """How many numbers it has, by whose they are."""
+        axes = {over[0]: column(layer) for layer in self.layers if len(over := varying(layer)) == 1}
+        if not axes:
+            return []
+        share = math.prod(self.shape) / math.prod(self.shape[dim] for dim in axes)
+        return [CostTerm(self.site, share, [np.abs(line) for line in axes.values()])]
 
 
 @dataclass(frozen=True)
@@ -151,7 +169,7 @@ class Findings:
         self.frozen: list[tuple[Labels, str]] = []
         self.grids: list[Grid] = []
         self.macs: list[CostTerm] = []
-        self.written: list[CostTerm] = []
+        self.written: list[Written] = []
         self.norms: list[NormSite] = []
         self.heads: list[tuple[Site, Labels]] = []
         self.requirements: list[Requirement] = []
@@ -171,7 +189,8 @@ class Findings:
     def join(self, a: Labels, b: Labels) -> None:
         """These labels, pair by pair, leave together. A label paired with 0 cannot leave."""
         a, b = a.ravel(), b.ravel()
-        if len(a) <= 4096 and a.all() and b.all():  # the rest can wait until `edges` does it for all at once
+        # The rest can wait until `edges` does it for all at once.
+        if len(a) <= 4096 and np.count_nonzero(a) == len(a) == np.count_nonzero(b):
             self._pairs.append((a, b))
             return
         pairs = np.abs(np.stack([a, b], 1))

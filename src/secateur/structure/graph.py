@@ -13,7 +13,7 @@ from torch import nn
 
 from secateur.ops.layers import Labels, Mask
 from secateur.ops.table import Site
-from secateur.running.copies import named_tensors
+from secateur.running.copies import named_parameters, named_tensors
 from secateur.running.sandbox import Example
 from secateur.structure.blocks import Block, Blocks, fits, pattern
 from secateur.structure.cost import Cost, CostModel, human
@@ -124,9 +124,14 @@ class Graph:
     output: tuple[str, ...]
     model_name: str
     cost_of: CostModel = field(repr=False)
-    blocks: Blocks = field(default_factory=Blocks)
+    #: The residual branches as they were found. Which of them may leave, and together, `blocks` tells.
+    branches: Blocks = field(default_factory=Blocks)
+    #: Tries them out, if that is still to be done: it takes longer than many a plan, which seldom asks for blocks.
+    trial: Callable[[Graph], Blocks] | None = field(default=None, repr=False)
     #: Whether the forward asks for neither sizes nor numbers, so that it makes the same calls for images of any size.
     steady: bool = False
+    #: Whether it asks for the training mode, as far as the example shows.
+    modal: bool = True
 
     # `root` maps each label to its group, a label itself; `units` and `prunable` are indexed by group.
 
@@ -139,7 +144,15 @@ class Graph:
                 prunable[layer.groups] = False
             layers.append(layer)
         prunable.flags.writeable = False
-        return replace(self, layers=tuple(layers), prunable=prunable, blocks=self.blocks.frozen(reasons))
+        tried = "blocks" in vars(self)
+        branches = (self.blocks if tried else self.branches).frozen(reasons)
+        trial = None if tried else self.trial
+        return replace(self, layers=tuple(layers), prunable=prunable, branches=branches, trial=trial)
+
+    @cached_property
+    def blocks(self) -> Blocks:
+        """The residual branches, tried out."""
+        return self.branches if self.trial is None else self.trial(self)
 
     @cached_property
     def cost(self) -> Cost:
@@ -255,6 +268,7 @@ def build(
     output: tuple[str, ...] = (),
     blocks: Blocks = Blocks(),  # noqa: B008 (frozen)
     steady: bool = False,
+    modal: bool = True,
 ) -> Graph:
     """Put together what the label passes found. `blocked` names layers that trial removals showed to be rigid."""
     main, axes = passes[0], passes[0].axes
@@ -274,7 +288,7 @@ def build(
     module_macs: dict[str, float] = defaultdict(float)
     for term in main.macs:
         module_macs[term.site.path] += term.total
-    parameters = frozenset(name for name, _ in model.named_parameters())
+    parameters = frozenset(name for name, _ in named_parameters(model))
     blocks = blocks.filled(axes.axes, root, makers.units, prunable)
     for array in (root, makers.units, prunable):
         array.flags.writeable = False
@@ -297,8 +311,9 @@ def build(
         output=output,
         model_name=type(model).__name__,
         cost_of=CostModel({name: shapes[name] for name in parameters}, root, main, blocks),
-        blocks=blocks,
+        branches=blocks,
         steady=steady,
+        modal=modal,
     )
 
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -20,12 +19,13 @@ from secateur.ops.elementwise import Blank
 from secateur.ops.layers import column, varying
 from secateur.ops.norm import ChannelNorm, GroupNorm
 from secateur.ops.table import Call, Function, Opaque, Operation, Query, Readout, Site, SizeQuery, lookup
-from secateur.running.copies import meta_copy, named_modules, named_tensors, shared_copy
+from secateur.running.copies import meta_copy, named_modules, named_tensors, set_mode, shared_copy, tensors_of
 from secateur.running.heads import catches
+from secateur.running.modes import told
 from secateur.running.observer import Observer, Rehearsal
 from secateur.running.sandbox import Example, quiet, run, run_or_explain, to_meta
 from secateur.structure.dataflow import DataFlow
-from secateur.structure.findings import AxisTable, CostTerm, Findings
+from secateur.structure.findings import AxisTable, Findings, Written
 from secateur.structure.followed import Questions, Reading, Shape, Size, follow, plain
 from secateur.structure.labels import NeedsNumbers, TensorLabels
 from secateur.structure.trace import MAKERS, Step, numbers_made, numbers_of
@@ -68,7 +68,8 @@ class LabelPass(Observer):
         #: Whether functions without an entry are refused. If not, what reaches them stays.
         self.strict = strict
         self.found = Findings(axes, lambda: self.path or "the forward")
-        self.labels = TensorLabels(model, self.found)
+        tensors = tensors_of(self._tour)
+        self.labels = TensorLabels(self._tour, tensors, self.found)
         self.flow = DataFlow()
         #: Whether numbers that tensors hold steer the forward. Then a smaller model may well do other things.
         self.steered = False
@@ -85,9 +86,14 @@ class LabelPass(Observer):
         #: Whether it compares sizes in a way that only trial removals can judge.
         self.unsure = False
         self.questions = questions or Questions()
-        self._modules = dict(named_modules(model))
+        self._modules = dict(self._tour)
         self._spelt_out, self._follows, self._watch = 0, False, _Watch(self)
-        self.numberless = all(t.is_meta for _, t in named_tensors(model) if t.is_floating_point())
+        self._held: list[tuple[nn.Module, list[Any]]] = []
+        #: Whether code asked for the training mode.
+        self.modal = False
+        #: Whether the forward wrote attributes of the model's own modules, as code that computes something once does.
+        self.wrote = False
+        self.numberless = all(t.is_meta for _, t in tensors if t.is_floating_point())
 
     @property
     def steady(self) -> bool:
@@ -181,8 +187,23 @@ class LabelPass(Observer):
         name = site.function.rpartition(".")[2]
         return name in _SUPPLE or (name in _SIZED_BY_WEIGHTS and type(self._modules.get(site.path)) in _LAYERS)
 
+    def __enter__(self) -> Self:
+        own = [m for m in self._modules.values() if not type(m).__module__.startswith("torch.nn.")]
+        self._held = [(module, list(vars(module).values())) for module in own]
+        self._modes = told(own, self._asks_mode)
+        self._modes.__enter__()
+        return super().__enter__()
+
+    def _asks_mode(self) -> None:
+        self.modal = True
+
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
+        self._modes.__exit__(None, None, None)
+        for module, before in self._held:
+            now = list(vars(module).values())
+            self.wrote |= len(now) != len(before) or any(a is not b for a, b in zip(now, before, strict=True))
+        self._held.clear()
         self._watch.end()
         self.labels.close()
 
@@ -277,16 +298,12 @@ class LabelPass(Observer):
             self.found.counted[self.path, name] = np.abs(column(layers[0]))
 
     def _count_written(self, call: Call, output: Any) -> None:
-        """How many numbers the call writes, by whose they are. Views write none; what is done in place does."""
+        """What numbers the call writes. Views write none; what is done in place does."""
         sources = call.tensors()
         for tensor in tensors_in(output):
             layers = self.labels.layers(tensor)
-            if not layers or (_is_view(tensor, sources) and not any(tensor is source for source in sources)):
-                continue
-            axes = {over[0]: column(layer) for layer in layers if len(over := varying(layer)) == 1}
-            if axes:
-                share = tensor.numel() / math.prod(tensor.shape[dim] for dim in axes)
-                self.found.written.append(CostTerm(call.site, share, [np.abs(line) for line in axes.values()]))
+            if layers and (any(tensor is source for source in sources) or not _is_view(tensor, sources)):
+                self.found.written.append(Written(call.site, tuple(tensor.shape), layers))
 
     def concerns(self, value: Any) -> bool:
         return bool(self.labels.layers(value))
@@ -359,7 +376,7 @@ def watch_copy(model: nn.Module, example: Example, strict: bool = False) -> tupl
 
     Returns the copy and its inputs, then what `watch` returns.
     """
-    copy, inputs = meta_copy(model).eval(), to_meta(example)
+    copy, inputs = set_mode(meta_copy(model)), to_meta(example)
     try:
         return copy, inputs, *watch(copy, inputs, strict=strict)
     except SecateurError:
@@ -367,8 +384,8 @@ def watch_copy(model: nn.Module, example: Example, strict: bool = False) -> tupl
     except Exception as error:  # numbers steer the forward, or tensors are made on a device of their own
         log.debug("no forward without numbers for %s: %s", type(model).__name__, error)
     with quiet():
-        copy = shared_copy(model).eval()
+        copy = set_mode(shared_copy(model))
         with Rehearsal(copy):
             run_or_explain(copy, example)
-    copy = shared_copy(model).eval()  # the one that ran may keep what it computed, and would do other things
+    copy = set_mode(shared_copy(model))  # the one that ran may keep what it computed, and would do other things
     return copy, example, *watch(copy, example, strict=strict)

@@ -26,7 +26,6 @@ from secateur.ops.layers import Labels, Layers, column, compact, head, is_zero, 
 from secateur.ops.protocols import Zero, never
 from secateur.ops.shape import Move, Repeat
 from secateur.ops.table import Call, Site
-from secateur.running.copies import named_modules, named_tensors
 from secateur.running.heads import reads_heads
 from secateur.running.tensor_facts import TensorFacts
 from secateur.structure.choices import Choices
@@ -40,16 +39,18 @@ class NeedsNumbers(Exception):
 class TensorLabels:
     """The labels of each tensor of a forward pass, and the words in which operations say what becomes of them."""
 
-    def __init__(self, model: nn.Module, found: Findings) -> None:
+    def __init__(
+        self, modules: Sequence[tuple[str, nn.Module]], tensors: Sequence[tuple[str, Tensor]], found: Findings
+    ) -> None:
+        """`modules` and `tensors` are those of the model, by name."""
         self.found = found
         self._layers = TensorFacts[Layers]()
-        self._names = {id(tensor): name for name, tensor in named_tensors(model)}
+        self._names = {id(tensor): name for name, tensor in tensors}
         self._weights, self._blank, self._void = TensorFacts[bool](), TensorFacts[frozenset[int]](), TensorFacts[bool]()
-        for _, tensor in named_tensors(model):
-            self._weights[tensor] = True
+        self._own = [tensor for _, tensor in tensors]  # as long as these live, nothing else has their identity
         self._patches: dict[int, tuple[Tensor, dict[tuple[int, int], Tensor]]] = {}
-        self._modules = {path or "the forward": module for path, module in named_modules(model)}
-        self._following = {path for path, module in named_modules(model) if reads_heads(module)}
+        self._modules = {path or "the forward": module for path, module in modules}
+        self._following = {path for path, module in modules if reads_heads(module)}
         # What needs no tensors, operations tell the findings at once.
         self.join, self.tie_rows, self.freeze, self.grid = found.join, found.tie_rows, found.freeze, found.grid
         self.cost, self.produce, self.attend, self.require = found.cost, found.produce, found.attend, found.require
@@ -90,7 +91,7 @@ class TensorLabels:
 
     def is_weight(self, tensor: Any) -> bool:
         """Whether a tensor is a parameter or buffer, or computed from nothing else."""
-        return tensor in self._weights
+        return id(tensor) in self._names or tensor in self._weights
 
     def add_weight(self, tensor: Tensor) -> None:
         """A tensor is a part of a weight, though data say which: the matrix of the expert that a router chose."""
@@ -144,7 +145,7 @@ class TensorLabels:
         sources = call.tensors()
         if call.writes and sources:
             self._blank.forget(sources[0])
-        if sources and all(source in self._weights for source in sources):
+        if sources and all(id(source) in self._names or source in self._weights for source in sources):
             for tensor in tensors_in(output):
                 self._weights[tensor] = True
         if sources and isinstance(call.operation, Unary) and (dims := free(self, sources[0])):

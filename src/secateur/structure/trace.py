@@ -35,7 +35,7 @@ MAKERS: dict[Function, slice] = {
 Shape = tuple[int, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, slots=True)
 class Step:
     """One call: the plain numbers that it computed with, and the shape and the layers of each tensor that it made."""
 

@@ -10,7 +10,7 @@ from torch import nn
 from secateur.arguments import check_choice, check_kind
 from secateur.errors import PlanError
 from secateur.plans.plan import Plan
-from secateur.running.copies import unwrap
+from secateur.running.copies import unchanged, unwrap
 from secateur.running.sandbox import Example, leaves_no_trace, uncollected
 from secateur.surgery.cut import cut
 from secateur.surgery.mask import mask
@@ -41,9 +41,10 @@ def apply(
     if how == "mask":
         return mask(model, plan)
     example = plan.example if example is None else example
-    with uncollected:
-        small = cut(model, plan)
-    if example is not None and (plan.cuts or plan.stand_ins):
-        verify(model, small, plan, example)
-    remember(small, model, replace(plan, example=example))
+    with unchanged(model):
+        with uncollected:
+            small = cut(model, plan)
+        if example is not None and (plan.cuts or plan.stand_ins):
+            verify(model, small, plan, example)
+        remember(small, model, replace(plan, example=example))
     return small

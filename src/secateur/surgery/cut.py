@@ -35,10 +35,14 @@ def check_fits(model: nn.Module, plan: Plan) -> None:
                 f"the plan was made for `{name}` of shape {tuple(shape)}, but this model has {have[name]}.",
                 fix="apply the plan to the unpruned model it was made for",
             )
+    known: dict[int, tuple[int, int]] = {}  # the largest index and how many there are, by identity (`Known`)
     for name, dims in plan.cuts.items():
         shape = plan.shapes.get(name, ())
         for dim, indices in dims.items():
-            if dim >= len(shape) or (indices and max(indices) >= shape[dim]) or len(set(indices)) >= shape[dim]:
+            if id(indices) not in known:
+                known[id(indices)] = max(indices, default=-1), len(set(indices))
+            last, count = known[id(indices)]
+            if dim >= len(shape) or last >= shape[dim] or count >= shape[dim]:
                 raise PlanError(
                     f"the plan cuts indices of `{name}` along dimension {dim} that its shape {shape} cannot lose"
                 )
@@ -54,10 +58,12 @@ def cut(model: nn.Module, plan: Plan) -> nn.Module:
 def cut_copy(model: nn.Module, plan: Plan) -> nn.Module:
     """`cut` for a plan that is known to fit."""
 
+    known: Known = {}
+
     def made(name: str, old: Tensor) -> Tensor:
-        if any(within(name, item.path) for item in plan.stand_ins):
+        if plan.stand_ins and any(within(name, item.path) for item in plan.stand_ins):
             return old.detach()  # gone in a moment
-        return sliced(old.detach(), plan.cuts.get(name, {}))
+        return sliced(old.detach(), plan.cuts.get(name, {}), known)
 
     small = copy_with(model, made)
     bypass(small, plan.stand_ins)
@@ -86,15 +92,26 @@ def cut_copy(model: nn.Module, plan: Plan) -> nn.Module:
     return small
 
 
-def sliced(tensor: Tensor, dims: Mapping[int, tuple[int, ...]]) -> Tensor:
-    """A copy of a tensor without the given indices of each dimension."""
+#: What is left of a dimension, by which indices it loses, its size and the device. Tuples are known by identity: what a
+#: convolution, its batch norm and its readers lose is one tuple.
+Known = dict[tuple[int, int, torch.device], Tensor]
+
+
+def sliced(tensor: Tensor, dims: Mapping[int, tuple[int, ...]], known: Known | None = None) -> Tensor:
+    """A copy of a tensor without the given indices of each dimension. `known`: while these live, of other tensors."""
     if tensor.is_meta and dims:  # (torch takes ten times as long)
         shape = [size - len(set(dims.get(dim, ()))) for dim, size in enumerate(tensor.shape)]
         return torch.empty(shape, dtype=tensor.dtype, device="meta")
     for dim, indices in dims.items():
-        inside = np.ones(tensor.shape[dim], np.bool_)
-        inside[np.fromiter(indices, np.int64, len(indices))] = False
-        tensor = tensor.index_select(dim, torch.from_numpy(np.flatnonzero(inside)).to(tensor.device))
+        key = id(indices), tensor.shape[dim], tensor.device
+        left = None if known is None else known.get(key)
+        if left is None:
+            inside = np.ones(tensor.shape[dim], np.bool_)
+            inside[np.fromiter(indices, np.int64, len(indices))] = False
+            left = torch.from_numpy(np.flatnonzero(inside)).to(tensor.device)
+            if known is not None:
+                known[key] = left
+        tensor = tensor.index_select(dim, left)
     return tensor if dims else tensor.clone()
 
 

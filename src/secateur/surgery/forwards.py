@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from secateur.nest import map_tensors, tensors_in, tensors_of_output
-from secateur.running.copies import named_modules, named_tensors
+from secateur.running.copies import named_modules, tensors_of
 from secateur.running.sandbox import as_written, quiet, run
 from secateur.surgery.cut import places
 from secateur.surgery.precision import Precise, Pristine, seed, widen
@@ -55,33 +55,48 @@ class Net:
 
     def __init__(self, net: nn.Module, output: tuple[str, ...], masks: Mapping[str, Cut] = _NOTHING) -> None:
         self._net, self._output = net, output
+        self._modules = named_modules(net)
         self._masks = {
             id(t): {dim: places(gone).to(t.device) for dim, gone in masks[name].items()}
-            for name, t in named_tensors(net)
+            for name, t in (tensors_of(self._modules) if masks else ())
             if name in masks
         }
-        self._modules = named_modules(net)
         kinds = (nn.Linear, nn.modules.conv._ConvNd)
         #: Convolutions and linear layers, by path.
         self.layers = {path: module for path, module in self._modules if isinstance(module, kinds)}
         self._wide: torch.dtype | None = None
+        self._pristine: Pristine | None = None
 
     def run(
-        self, probe: Probe, wide: torch.dtype, even: Iterable[int] = (), whole: bool = False, forced: Forced = _NOTHING
+        self,
+        probe: Probe,
+        wide: torch.dtype,
+        even: Iterable[int] = (),
+        whole: bool = False,
+        forced: Forced = _NOTHING,
+        noted: bool = False,
     ) -> Seen:
-        """What the model and its layers return; of these some places, unless `whole` is set.
+        """What the model returns, and its layers; of these some places, unless `whole` is set.
+
+        In float64, where the outputs tell, what layers return is noted only if it is asked for: `whole`, or `noted`.
 
         `forced`: what layers return is noted, and then replaced by this, if it has the same shape.
         """
-        if wide != self._wide:
-            widen([module for _, module in self._modules], wide)
-            self._wide, self._pristine = wide, Pristine([module for _, module in self._modules])
+        modules = [module for _, module in self._modules]
+        if self._pristine is not None and wide != self._wide:
+            self._pristine.begin(training=False)
+        if self._pristine is None or wide != self._wide:
+            widen(modules, wide)
+            self._wide, self._pristine = wide, Pristine(modules)
+        self._pristine.begin(probe.training)
         inputs = map_tensors(lambda t: t.to(wide) if t.is_floating_point() else t, probe.inputs)
         layers: dict[str, list[Tensor]] = {}
-        hooks = [layer.register_forward_hook(_note(path, layers, whole, forced)) for path, layer in self.layers.items()]
+        noted = noted or whole or bool(forced) or wide != torch.float64
+        watched = self.layers.items() if noted else ()
+        hooks = [layer.register_forward_hook(_note(path, layers, whole, forced)) for path, layer in watched]
         mode = Precise(wide, frozenset(even), self._masks)
         try:
-            with quiet(), as_written(), self._pristine.kept(probe.training):
+            with quiet(), as_written():
                 seed(0)
                 with mode:
                     outputs = run(self._net, inputs, probe.cached)

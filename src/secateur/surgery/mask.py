@@ -15,7 +15,7 @@ from secateur.ops.norm import GroupNorm, LayerNorm, RMSNorm
 from secateur.ops.reduce import Best, TopK
 from secateur.ops.table import Call, Site
 from secateur.plans.plan import BlockCut, NormCut, Plan
-from secateur.running.copies import copy_with, unwrap, with_same_memory
+from secateur.running.copies import copy_with, named_parameters, unwrap, with_same_memory
 from secateur.running.observer import Observer
 from secateur.surgery.cut import check_fits, kept_places, places
 
@@ -37,16 +37,22 @@ def reference(model: nn.Module, plan: Plan, unmasked: Set[str] = frozenset()) ->
     `unmasked` ones do so too: they are masked where they are read.
     """
     model = unwrap(model)
-    return _masked(model, plan, {name for name, _ in model.named_parameters()} - set(plan.cuts) | unmasked)
+    own = {name for name, _ in named_parameters(model)}
+    return _masked(model, plan, own - plan.cuts.keys() | unmasked)
 
 
 def _masked(model: nn.Module, plan: Plan, shared: Set[str]) -> nn.Module:
+    known: dict[tuple[int, torch.device], Tensor] = {}  # what layers lose, mostly together
+
     def made(name: str, old: Tensor) -> Tensor:
         if name in shared:
             return with_same_memory(old)
         new = old.detach().clone()
         for dim, indices in plan.cuts.get(name, {}).items():
-            new.index_fill_(dim, places(indices).to(new.device), 0)
+            key = id(indices), new.device
+            if key not in known:
+                known[key] = places(indices).to(new.device)
+            new.index_fill_(dim, known[key], 0)
         return new
 
     masked = copy_with(model, made)

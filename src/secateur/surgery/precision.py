@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cache
 from types import MappingProxyType
 from typing import Any
@@ -27,6 +28,11 @@ _NOISE = frozenset(
      "geometric_", "random_", "gumbel_softmax", "rrelu", "rrelu_")
 )  # fmt: skip
 _CONTAINERS = frozenset({dict, OrderedDict, list, set})
+#: Types of attributes that are no tensors and are not looked into.
+_HOLD_NONE = frozenset({bool, int, float, str, type(None), OrderedDict, set})
+#: A convolution of at least so many channels, each by itself, is computed tap by tap, if that takes fewer than so many
+#: multiplications for each channel.
+_MANY, _CHANNEL = 8, 20_000
 #: What stands for noise whose shape differs between two models: a value that all distributions can draw.
 _EVEN = 0.375
 
@@ -77,6 +83,8 @@ class Precise(TorchFunctionMode):
         elif role == "attention":
             args, kwargs = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args, kwargs | {"dropout_p": 0.0}
             kwargs = {key: item for key, item in kwargs.items() if key != "dropout_p" or len(args) <= 4}
+        elif role == "convolution" and self.wide == torch.float64 and (made := _depthwise(*args, **kwargs)) is not None:
+            return made
         noise = role == "noise" or (in_place and func.__name__ in _NOISE)
         made = self._noise(func, func.__name__, args, kwargs) if noise else func(*args, **kwargs)
         if isinstance(made, Tensor) and made.dtype in self._wider and not in_place and "out" not in kwargs:
@@ -84,19 +92,18 @@ class Precise(TorchFunctionMode):
         return made
 
     def _widened(self, item: Any) -> Any:
-        kind = type(item)
-        if kind is torch.dtype:
-            return self._wider.get(item, item)
-        if item is None or kind in SCALARS or kind is torch.Size:
-            return item
         if isinstance(item, Tensor):
-            if id(item) in self.masks:
+            if self.masks and id(item) in self.masks:
                 made = item.to(self.wide, copy=True)
                 for dim, places in self.masks[id(item)].items():
                     made.index_fill_(dim, places, 0)
                 return made
-            return item.to(self._wider[item.dtype]) if item.dtype in self._wider else item
-        if _is_plain(item):
+            wider = self._wider.get(item.dtype)
+            return item if wider is None else item.to(wider)
+        kind = type(item)
+        if kind is torch.dtype:
+            return self._wider.get(item, item)
+        if item is None or kind in SCALARS or kind is torch.Size or _is_plain(item):
             return item
         return map_leaves(self._widened, item) if kind in (tuple, list, dict) else item
 
@@ -132,6 +139,36 @@ class Precise(TorchFunctionMode):
         return made
 
 
+def _depthwise(
+    x: Any, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: Any = 1
+) -> Tensor | None:
+    """A convolution of each channel by itself, tap by tap; None for any other. (In float64 torch calls a convolution
+    for each channel, which takes ten times as long on small images.)"""
+    if groups < _MANY or not isinstance(x, Tensor) or x.ndim != 4 or x.is_cuda or isinstance(padding, str):
+        return None
+    if not groups == x.shape[1] == weight.shape[0] or weight.shape[1] != 1 or weight.dtype != x.dtype:
+        return None
+    pads, steps, gaps = _pair(padding), _pair(stride), _pair(dilation)
+    kernel = weight.shape[2:]
+    sizes = [(x.shape[2 + i] + 2 * pads[i] - gaps[i] * (kernel[i] - 1) - 1) // steps[i] + 1 for i in (0, 1)]
+    if min(sizes) < 1 or groups * _CHANNEL < math.prod(kernel) * x.shape[0] * x.shape[1] * math.prod(sizes):
+        return None
+    # Channels lie side by side meanwhile: small images have more of them than pixels.
+    wide = F.pad(x, (pads[1], pads[1], pads[0], pads[0])).permute(0, 2, 3, 1).contiguous()
+    factors, shape = weight.reshape(groups, -1).t().contiguous(), (x.shape[0], *sizes, groups)
+    made = x.new_zeros(shape) if bias is None else bias.expand(shape).contiguous()
+    for factor, (row, column) in zip(factors.unbind(), itertools.product(*map(range, kernel)), strict=True):
+        top, left = row * gaps[0], column * gaps[1]
+        bottom, right = top + (sizes[0] - 1) * steps[0] + 1, left + (sizes[1] - 1) * steps[1] + 1
+        made.addcmul_(wide[:, top : bottom : steps[0], left : right : steps[1]], factor)
+    return made.permute(0, 3, 1, 2).contiguous()
+
+
+def _pair(value: Any) -> Sequence[int]:
+    """Numbers for height and width."""
+    return (value, value) if isinstance(value, int) else value * 2 if len(value) == 1 else value
+
+
 def seed(number: int) -> None:
     """Seed what is in use. (`torch.manual_seed` keeps the stack for devices that are not, which takes milliseconds.)"""
     idle = not torch.cuda.is_initialized() and not torch.backends.mps.is_available()  # type: ignore[no-untyped-call]
@@ -154,6 +191,8 @@ def _role(func: Callable[..., Any]) -> str:
         return "attention"
     if func is F.linear:
         return "linear"
+    if func is F.conv2d:
+        return "convolution"
     return "table" if func is F.embedding or name == "one_hot" else "noise" if name in _NOISE else ""
 
 
@@ -170,43 +209,47 @@ def widen(modules: Iterable[nn.Module], wide: torch.dtype) -> None:
     for module in modules:
         if isinstance(module, nn.RNNBase):  # compares their format with that of its input, where nobody sees it
             module._flat_weights = [weight.to(wide) for weight in module._flat_weights if weight is not None]
-        for key, value in module._buffers.items():
-            if value is not None and value.is_floating_point():
+        for key, value in module._buffers.items() if module._buffers else ():
+            if value is not None and value.dtype != wide and value.is_floating_point():
                 module._buffers[key] = value.to(wide)
-        for key, value in list(vars(module).items()):
+        state = vars(module)
+        for key in [key for key, value in state.items() if type(value) not in _HOLD_NONE]:
+            value = state[key]
             nested = type(value) in (tuple, list, dict) and not key.startswith("_") and not _is_plain(value)
             if isinstance(value, Tensor) or nested:
-                vars(module)[key] = map_tensors(lambda t: t.to(wide) if t.is_floating_point() else t, value)
+                state[key] = map_tensors(lambda t: t.to(wide) if t.is_floating_point() else t, value)
 
 
 class Pristine:
-    """The state of the modules of a copy, to which each forward returns: what it writes on them is taken back."""
+    """The state of the modules of a copy, from which each forward starts: what another wrote on them is taken back."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._modules = modules
         self._before = [(vars(module), dict(vars(module))) for module in modules]
         items = [item for _, state in self._before for item in state.values() if type(item) in _CONTAINERS]
-        self._held = [(item, type(item)(item) if item else ()) for item in items]  # most are empty
+        self._empty = [item for item in items if not item]  # most are
+        self._held = [(item, type(item)(item)) for item in items if item]
         self._buffers = [b for module in modules for b in module._buffers.values() if b is not None]
         self._numbers = [buffer.clone() for buffer in self._buffers]
+        self._used = False
 
-    @contextmanager
-    def kept(self, training: bool) -> Iterator[None]:
-        """Evaluation or training mode, until everything, hooks included, is as it was."""
-        try:
-            for module in self._modules:
-                module.training = False
-            if training:
-                self._modules[0].train()
-                for module in self._modules:
-                    # Their own code draws, where nobody sees it.
-                    if isinstance(module, nn.MultiheadAttention | nn.RNNBase):
-                        module.dropout = 0.0
-            yield
-        finally:
+    def begin(self, training: bool) -> None:
+        """Everything, hooks included, as it was; evaluation or training mode."""
+        if self._used:  # most copies run once
             for item, content in [*self._before, *self._held]:
-                if item or content:
-                    item.clear()
-                    (item.extend if isinstance(item, list) else item.update)(content)
+                item.clear()
+                (item.extend if isinstance(item, list) else item.update)(content)
+            for item in self._empty if any(self._empty) else ():
+                item.clear()
             if self._buffers:
                 torch._foreach_copy_(self._buffers, self._numbers)
+        self._used = True
+        for module in self._modules:
+            if module.training:
+                module.training = False
+        if training:
+            self._modules[0].train()
+            for module in self._modules:
+                # Their own code draws, where nobody sees it.
+                if isinstance(module, nn.MultiheadAttention | nn.RNNBase):
+                    module.dropout = 0.0

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from itertools import zip_longest
-from types import CodeType
-from typing import Any
 
 import numpy as np
 import torch
@@ -18,8 +14,9 @@ from torch import Tensor, nn
 
 from secateur.errors import Argument, VerificationError
 from secateur.plans.plan import Plan, plan_for
-from secateur.running.copies import named_modules, shared_copy
+from secateur.running.copies import named_modules, named_parameters, shared_copy
 from secateur.running.devices import device_of, dtype_of
+from secateur.running.modes import reads_training
 from secateur.running.sandbox import Example, caches, uncollected
 from secateur.structure.blocks import Block
 from secateur.structure.graph import Layer
@@ -80,7 +77,7 @@ def _masked(model: nn.Module, plan: Plan) -> Net:
     all_kinds = plan.before.params > _PARAMETERS
     large = {
         name
-        for name, t in model.named_parameters()
+        for name, t in named_parameters(model)
         if t.numel() >= _LARGE and (all_kinds or t.ndim == 2) and id(t) not in recurrent
     }
     masks = {name: plan.cuts[name] for name in large & set(plan.cuts)}
@@ -131,7 +128,8 @@ def _trials(model: nn.Module, masked: Net, plan: Plan, example: Example) -> list
     if caches(model):
         cached, _ = _first_taken(masked, [replace(last, name=f"{last.name} with a cache", cached=True)], model, plan)
         trials += [cached] if cached is not None else []
-    if reads_training(model):
+    # A steady forward that does not ask for the mode makes the same calls in training.
+    if reads_training(model) and not (steady and graph is not None and not graph.modal):
         learning = replace(last, name=f"{last.name} in training mode", training=True)
         third, _ = _first_taken(masked, [learning], model, plan, _LIGHT)
         trials += [third] if third is not None and _finite(third) else []
@@ -185,26 +183,6 @@ def _formats(model: nn.Module, plan: Plan, probe: Probe, macs: float) -> tuple[t
         return (torch.float64,)
     heavy = plan.before.params > _PARAMETERS or plan.before.macs * probe.share > macs
     return (torch.float32, torch.float64) if heavy else (torch.float64, torch.float32)
-
-
-def reads_training(model: nn.Module) -> bool:
-    """Whether code asks for the mode outside torch's own modules and torchvision's building blocks, which only drop."""
-    kinds: set[Any] = {kind for _, module in named_modules(model) for kind in type(module).__mro__}
-    return any(map(_kind_reads_training, kinds))
-
-
-@cache
-def _kind_reads_training(kind: type) -> bool:
-    if kind.__module__.startswith(("torch.nn.", "torchvision.ops.")):
-        return False
-    functions = [inspect.unwrap(item) for item in vars(kind).values() if callable(item)]
-    return any(_names_training(getattr(function, "__code__", None)) for function in functions)
-
-
-def _names_training(code: CodeType | None) -> bool:
-    if code is None:
-        return False
-    return "training" in code.co_names or any(_names_training(c) for c in code.co_consts if isinstance(c, CodeType))
 
 
 # -- comparing ---------------------------------------------------------------------------------------------------------
@@ -319,6 +297,9 @@ def _unproven(
     if not plain or (not ties and len(counts) == 1 and columns and all(map(informs, columns))):
         return None
     trial, seen = plain[-1]
+    if trial.wide == torch.float64:
+        trial = replace(trial, masked=masked.run(trial.probe, trial.wide, trial.even, noted=True))
+        seen = net.run(trial.probe, trial.wide, trial.even, noted=True)
     limits, left = LIMITS[trial.wide] if trial.wide == torch.float64 else COARSE, kept(cuts, trial.masked.layers)
     if agree(seen.layers, left, limits) and any(map(informs, left.values())):
         return None

@@ -1,0 +1,229 @@
+"""What makes analysis and verification faster must not change what they find."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import secateur as sc
+from oracle import random_scores
+from secateur.plans import Limits
+from secateur.running.copies import named_modules, named_parameters, named_tensors, set_mode, unchanged
+from secateur.surgery.precision import _depthwise
+
+IMAGE = torch.rand(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+
+
+class Net(nn.Module):
+    """Two convolutions; `rate` of dropout between them, and `way`: whose mode the code asks for."""
+
+    def __init__(self, rate: float = 0.0, way: str = "own") -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3), nn.Linear(8, 4)
+        self.rate, self.way = rate, way
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x).relu()
+        if self.rate > 0:
+            x = F.dropout(x, self.rate, self.training if self.way == "own" else self.second.training)
+        return self.last(self.second(x).relu().mean((2, 3)))
+
+
+class OfAnother(Net):
+    """Asks another module, which nobody could tell."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * 1.0 if not self.first.training else x)
+
+
+@pytest.mark.parametrize(
+    ("net", "asks"),
+    [(Net(0.5), True), (OfAnother(), True), (Net(0.5, "another"), True), (nn.Sequential(nn.Conv2d(3, 4, 3)), False)],
+    ids=["asks", "asks another", "names another", "torch alone"],
+)
+def test_whether_a_forward_asks_for_the_mode(net: nn.Module, asks: bool) -> None:
+    kinds = [type(module) for module in net.modules()]
+    assert sc.analyze(net.eval(), IMAGE).modal == asks
+    assert [type(module) for module in net.modules()] == kinds
+
+
+class Quiet(nn.Module):
+    """Names its own mode for a dropout that it does not have, as DenseNet does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.rate = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 4, 3), 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x).relu()
+        if self.rate > 0:
+            x = F.dropout(x, self.rate, self.training)
+        return self.last(x)
+
+
+def test_a_mode_that_is_named_but_not_asked_for_is_not_verified(monkeypatch: pytest.MonkeyPatch) -> None:
+    from secateur.surgery import forwards
+
+    modes: list[bool] = []
+    plain = forwards.Net.run
+
+    def run(self: Any, probe: Any, *args: Any, **kwargs: Any) -> Any:
+        modes.append(probe.training)
+        return plain(self, probe, *args, **kwargs)
+
+    monkeypatch.setattr(forwards.Net, "run", run)
+    for rate, wanted in ((0.0, {False}), (0.5, {False, True})):
+        net, image = Quiet().eval(), torch.rand(1, 3, 160, 160)
+        net.rate = rate
+        modes.clear()
+        graph = sc.analyze(net, image)
+        assert graph.steady
+        assert graph.modal == bool(rate)
+        sc.apply(net, sc.plan(graph, random_scores(graph), remove=0.5))
+        assert set(modes) == wanted
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.inner, self.last = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3, padding=1), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        return self.last((x + self.inner(x.relu())).mean((2, 3)))
+
+
+def test_blocks_are_tried_out_when_they_are_asked_for() -> None:
+    net = Residual().eval()
+    graph = sc.analyze(net, IMAGE)
+    sc.apply(net, sc.plan(graph, random_scores(graph), remove=0.3))
+    assert graph.trial is not None
+    assert "blocks" not in vars(graph)
+    (block,) = graph.blocks
+    assert block.prunable
+    assert "blocks" in vars(graph)
+    frozen = graph.frozen({block.name: "I say so"})
+    assert frozen.trial is None
+    assert [b.reason for b in frozen.blocks] == ["I say so"]
+    early = sc.analyze(net, IMAGE).frozen({block.name: "I say so"})
+    assert [b.reason for b in early.blocks] == ["I say so"]
+    scores = sc.score(net, None, "weight", graph=graph)
+    small = sc.apply(net, sc.plan(graph, scores, remove=0.5, limits=Limits(blocks=True)))
+    assert small(IMAGE).shape == (2, 4)
+
+
+class Once(Residual):
+    """Computes something at the first forward, and keeps it."""
+
+    kept: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kept is None:
+            self.kept = torch.ones_like(x)
+        return super().forward(x * self.kept)
+
+
+def test_a_copy_that_kept_something_is_not_tried_again() -> None:
+    graph = sc.analyze(Once().eval(), IMAGE)
+    assert graph.trial is not None
+    assert vars(graph.trial.keywords["copy"]).get("kept") is None
+    assert all(block.prunable for block in graph.blocks)
+
+
+@pytest.mark.parametrize("size", [(7, 9), (3, 1), (12, 4)])
+@pytest.mark.parametrize("kernel", [(3, 3), (5, 5), (1, 3)])
+@pytest.mark.parametrize(
+    ("stride", "padding", "dilation"), [(1, 1, 1), ((2, 1), (2, 1), 1), ([2], 4, (2, 2)), (1, 2, 2)]
+)
+@pytest.mark.parametrize("bias", [True, False])
+def test_depthwise_convolutions_tap_by_tap(
+    size: Any, kernel: Any, stride: Any, padding: Any, dilation: Any, bias: bool
+) -> None:
+    x, weight = torch.randn(2, 12, *size, dtype=torch.float64), torch.randn(12, 1, *kernel, dtype=torch.float64)
+    shift = torch.randn(12, dtype=torch.float64) if bias else None
+    try:
+        wanted = F.conv2d(x, weight, shift, stride, padding, dilation, 12)
+    except RuntimeError:  # the kernel is larger than the image
+        assert _depthwise(x, weight, shift, stride, padding, dilation, 12) is None
+        return
+    made = _depthwise(x, weight, shift, stride, padding, dilation, 12)
+    assert made is not None
+    assert made.is_contiguous() == wanted.is_contiguous()
+    torch.testing.assert_close(made, wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_other_convolutions_are_left_to_torch() -> None:
+    x = torch.randn(2, 12, 6, 6, dtype=torch.float64)
+    assert _depthwise(x, torch.randn(12, 12, 3, 3, dtype=torch.float64)) is None
+    assert _depthwise(x, torch.randn(24, 1, 3, 3, dtype=torch.float64), groups=12) is None
+    assert _depthwise(x, torch.randn(12, 1, 3, 3, dtype=torch.float64), padding="same", groups=12) is None
+    assert _depthwise(x[0], torch.randn(12, 1, 3, 3, dtype=torch.float64), groups=12) is None
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        shared = nn.Linear(4, 4)
+        self.parts = nn.ModuleDict({"a": nn.Sequential(shared, nn.BatchNorm1d(4)), "b": shared})
+        self.nothing, self.own = None, nn.Parameter(torch.zeros(2))
+        self.register_buffer("held", self.parts["b"].weight)
+
+
+def test_walks_are_those_of_torch() -> None:
+    net = Tied()
+    for _ in range(2):
+        assert named_modules(net) == list(net.named_modules())
+        wanted = {**dict(net.named_parameters()), **dict(net.named_buffers())}
+        own = {id(parameter) for parameter in net.parameters()}
+        wanted = {name: t for name, t in wanted.items() if name in dict(net.named_parameters()) or id(t) not in own}
+        assert [(n, id(t)) for n, t in named_tensors(net)] == [(n, id(t)) for n, t in wanted.items()]
+        assert [n for n, _ in named_parameters(net)] == [n for n, _ in net.named_parameters()]
+    with unchanged(net):
+        before = named_modules(net)
+        with unchanged(net):
+            assert named_modules(net) is before
+        assert named_modules(net) is before
+    net.more = nn.ReLU()
+    assert named_modules(net)[-1][0] == "more"
+
+
+class Stubborn(nn.Module):
+    """Never trains."""
+
+    def train(self, mode: bool = True) -> Stubborn:
+        return super().train(False)
+
+
+def test_modes_are_set_as_torch_does() -> None:
+    for net in (Tied(), nn.Sequential(nn.Dropout(), Stubborn())):
+        other = copy.deepcopy(net)
+        for training in (True, False):
+            set_mode(net, training)
+            other.train(training)
+            assert [m.training for m in net.modules()] == [m.training for m in other.modules()]
+
+
+class HardExperts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.gate, self.last = nn.Conv2d(3, 8, 1), nn.Linear(8, 3), nn.Linear(8, 4)
+        self.experts = nn.ModuleList(nn.Conv2d(8, 8, 1) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        best, y = self.gate(x.mean((2, 3))).argmax(-1), torch.zeros_like(x)
+        for i, expert in enumerate(self.experts):
+            at = torch.where(best == i)[0]
+            y[at] = expert(x[at])
+        return self.last((y + x).mean((2, 3)))
+
+
+def test_an_expert_that_sees_no_sample() -> None:
+    """One image for three experts: two of them make tensors without numbers."""
+    graph = sc.analyze(HardExperts().eval(), IMAGE[:1])
+    assert len(graph.layers)
