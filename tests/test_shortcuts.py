@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import secateur as sc
-from oracle import random_scores
+from oracle import fingerprint, outputs, random_scores, relative_gap, same, zeroed
 from secateur.plans import Limits
 from secateur.running.copies import named_modules, named_parameters, named_tensors, set_mode, unchanged
 from secateur.surgery.precision import _depthwise
@@ -157,6 +157,61 @@ def test_depthwise_convolutions_tap_by_tap(
     torch.testing.assert_close(made, wanted, rtol=1e-12, atol=1e-12)
 
 
+def _formats(t: Tensor) -> list[Tensor]:
+    wide = torch.randn(*t.shape[:2], 2 * t.shape[2], t.shape[3], dtype=t.dtype)
+    return [t, t.to(memory_format=torch.channels_last), wide[:, :, ::2], t.mT.contiguous().mT, t[:1].expand(t.shape)]
+
+
+@pytest.mark.parametrize("size", [(1, 1), (5, 6), (1, 6)])
+@pytest.mark.parametrize(("kernel", "padding"), [(1, 0), (1, 1), (3, 1), (3, 2)])
+def test_depthwise_convolutions_have_the_format_of_torch_and_write_nothing(
+    size: Any, kernel: int, padding: int
+) -> None:
+    """A bias of one image of one pixel is as large as the output: adding to it in place changed the user's model."""
+    shift, count = torch.randn(8, dtype=torch.float64), 0
+    for batch in (1, 2):
+        for x in _formats(torch.randn(batch, 8, *size, dtype=torch.float64)):
+            for weight in _formats(torch.randn(8, 1, kernel, kernel, dtype=torch.float64)):
+                before = [t.clone() for t in (x, weight, shift)]
+                made = _depthwise(x, weight, shift, 1, padding, 1, 8)
+                assert all(map(torch.equal, before, (x, weight, shift)))
+                if made is not None:
+                    wanted = F.conv2d(x, weight, shift, 1, padding, 1, 8)
+                    torch.testing.assert_close(made, wanted, rtol=1e-12, atol=1e-12)
+                    lines = [[s for s, n in zip(t.stride(), t.shape, strict=True) if n > 1] for t in (made, wanted)]
+                    assert lines[0] == lines[1]
+                    count += 1
+    assert count or size == (1, 1)
+
+
+class Spelt(nn.Module):
+    """A depthwise convolution of one pixel that is called with names; `view` needs channels side by side."""
+
+    def __init__(self, view: bool = False) -> None:
+        super().__init__()
+        self.first, self.deep, self.last = nn.Conv2d(3, 16, 1), nn.Conv2d(16, 16, 3, groups=16), nn.Linear(16, 4)
+        self.view = view
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        x = F.conv2d(input=x, weight=self.deep.weight, bias=self.deep.bias, padding=1, groups=len(self.deep.weight))
+        return self.last(x.permute(0, 2, 3, 1).view(len(x), -1, x.shape[1]).mean(1) if self.view else x.mean((2, 3)))
+
+
+@pytest.mark.parametrize("view", [False, True])
+def test_a_depthwise_convolution_by_the_names_of_its_arguments(view: bool) -> None:
+    net, x = Spelt(view).double().eval(), torch.rand(1, 3, 1, 1, dtype=torch.float64)
+    if view:
+        net, x = net.to(memory_format=torch.channels_last), torch.rand(2, 3, 9, 9, dtype=torch.float64)
+        x = x.to(memory_format=torch.channels_last)
+    before = fingerprint(net)
+    graph = sc.analyze(net, x)
+    plan = sc.plan(graph, random_scores(graph), remove=0.4)
+    small = sc.apply(net, plan)
+    assert same(before, fingerprint(net))
+    assert relative_gap(outputs(small, x), outputs(zeroed(net, graph, plan), x)) < 1e-10
+
+
 def test_other_convolutions_are_left_to_torch() -> None:
     x = torch.randn(2, 12, 6, 6, dtype=torch.float64)
     assert _depthwise(x, torch.randn(12, 12, 3, 3, dtype=torch.float64)) is None
@@ -199,9 +254,28 @@ class Stubborn(nn.Module):
         return super().train(False)
 
 
+class Hidden(nn.Module):
+    """Has a part that never changes its mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own, self.frozen = nn.Dropout(), nn.BatchNorm1d(4).eval()
+
+    def children(self) -> Iterator[nn.Module]:
+        return iter([self.own])
+
+
+def _frozen() -> nn.Module:
+    """Batch norms as people freeze them: the instances have a method of their own."""
+    net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.BatchNorm1d(4)).eval()
+    vars(net[1])["train"] = lambda mode=True: net[1]
+    vars(net[2])["eval"] = lambda: net[2]
+    return net
+
+
 def test_modes_are_set_as_torch_does() -> None:
-    for net in (Tied(), nn.Sequential(nn.Dropout(), Stubborn())):
-        other = copy.deepcopy(net)
+    for made in (Tied, lambda: nn.Sequential(nn.Dropout(), Stubborn()), Hidden, _frozen):
+        net, other = made(), made()
         for training in (True, False):
             set_mode(net, training)
             other.train(training)
