@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -88,6 +90,127 @@ def test_a_mode_that_is_named_but_not_asked_for_is_not_verified(monkeypatch: pyt
         assert set(modes) == wanted
 
 
+class Twice(nn.Module):
+    """In training it also returns what two layers make together. `Quiet` inside names its own mode, and never asks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.quiet, self.left, self.right = (
+            nn.Conv2d(3, 6, 3),
+            Quiet(),
+            nn.Conv2d(4, 8, 1),
+            nn.Conv2d(4, 8, 1),
+        )
+        self.quiet.first, self.last, self.flag = nn.Conv2d(6, 8, 3), nn.Conv2d(16, 4, 1), False
+
+    def learns(self) -> bool:
+        raise NotImplementedError
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.quiet(self.first(x).relu())
+        left, right = self.left(x), self.right(x)
+        made = self.last(torch.cat([left, right], 1).relu())
+        return (made, left + right) if self.learns() else made
+
+
+class BySwitch(Twice):
+    def train(self, mode: bool = True) -> BySwitch:
+        self.flag = mode
+        return super().train(mode)
+
+    def learns(self) -> bool:
+        return self.flag
+
+
+def _mode(module: nn.Module) -> bool:
+    return module.training
+
+
+class ByFunction(Twice):
+    def learns(self) -> bool:
+        return _mode(self)
+
+
+class ByFunctionOfPart(Twice):
+    def learns(self) -> bool:
+        return _mode(self.last)
+
+
+class ByWord(Twice):
+    def learns(self) -> bool:
+        return bool(getattr(self.last, "training"))  # noqa: B009
+
+
+class ByTable(Twice):
+    def learns(self) -> bool:
+        return bool(vars(self)["training"])
+
+
+class ByProperty(Twice):
+    @property
+    def mode(self) -> bool:
+        return self.training
+
+    def learns(self) -> bool:
+        return self.mode
+
+
+class ByCount(Twice):
+    """Asks from the second time on."""
+
+    def learns(self) -> bool:
+        self.flag, before = True, self.flag
+        return before and self.training
+
+
+def _learns(module: nn.Module, args: Any, output: Any) -> None:
+    module.flag = module.training
+
+
+class ByHook(Twice):
+    def __init__(self) -> None:
+        super().__init__()
+        self.last.register_forward_hook(_learns)
+
+    def learns(self) -> bool:
+        return bool(self.last.flag)
+
+
+@pytest.mark.parametrize("kind", [BySwitch, ByFunction, ByFunctionOfPart, ByWord, ByTable, ByProperty, ByCount, ByHook])
+def test_what_training_adds_is_seen_however_the_mode_is_asked_for(kind: type[Twice]) -> None:
+    """Else two layers that are added up only in training would lose different units."""
+    net = kind().eval()
+    graph = sc.analyze(net, IMAGE)
+    assert graph.modal
+    plan = sc.plan(graph, random_scores(graph), remove=0.4)
+    small, masked = sc.apply(net, plan).train(), zeroed(net, graph, plan).train()
+    for _ in range(2):
+        made, wanted = outputs(small, IMAGE), outputs(masked, IMAGE)
+    assert len(made) == 1 + isinstance(masked(IMAGE), tuple)
+    assert relative_gap(made, wanted) < 1e-4
+
+
+class OfItsType(Quiet):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x if type(self) is OfItsType else x[:, :, 1:])
+
+
+def _of_type(module: nn.Module) -> bool:
+    return module.__class__ is OfItsTypeElsewhere
+
+
+class OfItsTypeElsewhere(Quiet):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x if _of_type(self) else x[:, :, 1:])
+
+
+@pytest.mark.parametrize("kind", [OfItsType, OfItsTypeElsewhere])
+def test_code_that_looks_at_types_sees_its_own(kind: type[Quiet]) -> None:
+    found = sc.analyze(kind().eval(), IMAGE)
+    assert [layer.name for layer in found.layers if layer.prunable] == ["first"]
+    assert found.cost == sc.analyze(Quiet().eval(), IMAGE).cost
+
+
 class Residual(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -133,6 +256,41 @@ def test_a_copy_that_kept_something_is_not_tried_again() -> None:
     assert graph.trial is not None
     assert vars(graph.trial.keywords["copy"]).get("kept") is None
     assert all(block.prunable for block in graph.blocks)
+
+
+class Remembering(nn.Module):
+    """Keeps what it made: in a list, or on an object."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.held = nn.Conv2d(8, 8, 3, padding=1), list[Tensor]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.held:
+            self.held.append(self.inner(x))
+        return self.held[0]
+
+
+class RememberingElsewhere(Remembering):
+    def __init__(self) -> None:
+        super().__init__()
+        self.notes = SimpleNamespace(made=None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.notes.made is None:
+            self.notes.made = self.inner(x)
+        return self.notes.made  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("kind", [Remembering, RememberingElsewhere])
+def test_a_copy_that_filled_a_list_is_not_tried_again(kind: type[Remembering]) -> None:
+    net = Residual()
+    net.inner = kind()  # type: ignore[assignment]
+    graph = sc.analyze(net.eval(), IMAGE)
+    assert isinstance(graph.trial, partial)
+    kept = vars(graph.trial.keywords["copy"].inner)
+    assert not kept["held"]
+    assert "notes" not in kept or kept["notes"].made is None
 
 
 @pytest.mark.parametrize("size", [(7, 9), (3, 1), (12, 4)])
