@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any
 
@@ -209,6 +210,27 @@ def test_code_that_looks_at_types_sees_its_own(kind: type[Quiet]) -> None:
     found = sc.analyze(kind().eval(), IMAGE)
     assert [layer.name for layer in found.layers if layer.prunable] == ["first"]
     assert found.cost == sc.analyze(Quiet().eval(), IMAGE).cost
+
+
+class Shared(Quiet):
+    """Copies have it too, not a copy of it."""
+
+    def __deepcopy__(self, memo: Any) -> Shared:
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        kinds.append(kind_of(self))
+        return super().forward(x)
+
+
+kinds: list[type] = []
+kind_of = attrgetter("__class__")  # what nobody looks into
+
+
+def test_parts_of_the_model_itself_never_get_another_class() -> None:
+    kinds.clear()
+    sc.analyze(nn.Sequential(nn.Conv2d(3, 3, 1), Shared()).eval(), IMAGE)
+    assert {kind is Shared for kind in kinds} == {True}
 
 
 class Residual(nn.Module):

@@ -67,6 +67,8 @@ def _tells(kind: Any) -> bool:
     the mode of its own instance: `self.training`. Then that class would see it."""
     if type(kind) is not type or hasattr(kind.__init_subclass__, "__func__"):
         return False
+    if hasattr(kind, "__deepcopy__"):  # a copy may have parts of the user's model
+        return False
     if any(getattr(kind, name) is not getattr(nn.Module, name) for name in ("train", "eval")):  # may keep it elsewhere
         return False
     waiting = list(_functions(kind))
