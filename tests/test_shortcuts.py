@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-import copy
+from collections.abc import Iterator
+from functools import partial
+from operator import attrgetter
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import secateur as sc
-from oracle import random_scores
+from oracle import fingerprint, outputs, random_scores, relative_gap, same, zeroed
 from secateur.plans import Limits
 from secateur.running.copies import named_modules, named_parameters, named_tensors, set_mode, unchanged
 from secateur.surgery.precision import _depthwise
@@ -88,6 +91,148 @@ def test_a_mode_that_is_named_but_not_asked_for_is_not_verified(monkeypatch: pyt
         assert set(modes) == wanted
 
 
+class Twice(nn.Module):
+    """In training it also returns what two layers make together. `Quiet` inside names its own mode, and never asks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.quiet, self.left, self.right = (
+            nn.Conv2d(3, 6, 3),
+            Quiet(),
+            nn.Conv2d(4, 8, 1),
+            nn.Conv2d(4, 8, 1),
+        )
+        self.quiet.first, self.last, self.flag = nn.Conv2d(6, 8, 3), nn.Conv2d(16, 4, 1), False
+
+    def learns(self) -> bool:
+        raise NotImplementedError
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.quiet(self.first(x).relu())
+        left, right = self.left(x), self.right(x)
+        made = self.last(torch.cat([left, right], 1).relu())
+        return (made, left + right) if self.learns() else made
+
+
+class BySwitch(Twice):
+    def train(self, mode: bool = True) -> BySwitch:
+        self.flag = mode
+        return super().train(mode)
+
+    def learns(self) -> bool:
+        return self.flag
+
+
+def _mode(module: nn.Module) -> bool:
+    return module.training
+
+
+class ByFunction(Twice):
+    def learns(self) -> bool:
+        return _mode(self)
+
+
+class ByFunctionOfPart(Twice):
+    def learns(self) -> bool:
+        return _mode(self.last)
+
+
+class ByWord(Twice):
+    def learns(self) -> bool:
+        return bool(getattr(self.last, "training"))  # noqa: B009
+
+
+class ByTable(Twice):
+    def learns(self) -> bool:
+        return bool(vars(self)["training"])
+
+
+class ByProperty(Twice):
+    @property
+    def mode(self) -> bool:
+        return self.training
+
+    def learns(self) -> bool:
+        return self.mode
+
+
+class ByCount(Twice):
+    """Asks from the second time on."""
+
+    def learns(self) -> bool:
+        self.flag, before = True, self.flag
+        return before and self.training
+
+
+def _learns(module: nn.Module, args: Any, output: Any) -> None:
+    module.flag = module.training
+
+
+class ByHook(Twice):
+    def __init__(self) -> None:
+        super().__init__()
+        self.last.register_forward_hook(_learns)
+
+    def learns(self) -> bool:
+        return bool(self.last.flag)
+
+
+@pytest.mark.parametrize("kind", [BySwitch, ByFunction, ByFunctionOfPart, ByWord, ByTable, ByProperty, ByCount, ByHook])
+def test_what_training_adds_is_seen_however_the_mode_is_asked_for(kind: type[Twice]) -> None:
+    """Else two layers that are added up only in training would lose different units."""
+    net = kind().eval()
+    graph = sc.analyze(net, IMAGE)
+    assert graph.modal
+    plan = sc.plan(graph, random_scores(graph), remove=0.4)
+    small, masked = sc.apply(net, plan).train(), zeroed(net, graph, plan).train()
+    for _ in range(2):
+        made, wanted = outputs(small, IMAGE), outputs(masked, IMAGE)
+    assert len(made) == 1 + isinstance(masked(IMAGE), tuple)
+    assert relative_gap(made, wanted) < 1e-4
+
+
+class OfItsType(Quiet):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x if type(self) is OfItsType else x[:, :, 1:])
+
+
+def _of_type(module: nn.Module) -> bool:
+    return module.__class__ is OfItsTypeElsewhere
+
+
+class OfItsTypeElsewhere(Quiet):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x if _of_type(self) else x[:, :, 1:])
+
+
+@pytest.mark.parametrize("kind", [OfItsType, OfItsTypeElsewhere])
+def test_code_that_looks_at_types_sees_its_own(kind: type[Quiet]) -> None:
+    found = sc.analyze(kind().eval(), IMAGE)
+    assert [layer.name for layer in found.layers if layer.prunable] == ["first"]
+    assert found.cost == sc.analyze(Quiet().eval(), IMAGE).cost
+
+
+class Shared(Quiet):
+    """Copies have it too, not a copy of it."""
+
+    def __deepcopy__(self, memo: Any) -> Shared:
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        kinds.append(kind_of(self))
+        return super().forward(x)
+
+
+kinds: list[type] = []
+kind_of = attrgetter("__class__")  # what nobody looks into
+
+
+def test_parts_of_the_model_itself_never_get_another_class() -> None:
+    kinds.clear()
+    sc.analyze(nn.Sequential(nn.Conv2d(3, 3, 1), Shared()).eval(), IMAGE)
+    assert {kind is Shared for kind in kinds} == {True}
+
+
 class Residual(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -135,6 +280,41 @@ def test_a_copy_that_kept_something_is_not_tried_again() -> None:
     assert all(block.prunable for block in graph.blocks)
 
 
+class Remembering(nn.Module):
+    """Keeps what it made: in a list, or on an object."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.held = nn.Conv2d(8, 8, 3, padding=1), list[Tensor]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.held:
+            self.held.append(self.inner(x))
+        return self.held[0]
+
+
+class RememberingElsewhere(Remembering):
+    def __init__(self) -> None:
+        super().__init__()
+        self.notes = SimpleNamespace(made=None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.notes.made is None:
+            self.notes.made = self.inner(x)
+        return self.notes.made  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("kind", [Remembering, RememberingElsewhere])
+def test_a_copy_that_filled_a_list_is_not_tried_again(kind: type[Remembering]) -> None:
+    net = Residual()
+    net.inner = kind()  # type: ignore[assignment]
+    graph = sc.analyze(net.eval(), IMAGE)
+    assert isinstance(graph.trial, partial)
+    kept = vars(graph.trial.keywords["copy"].inner)
+    assert not kept["held"]
+    assert "notes" not in kept or kept["notes"].made is None
+
+
 @pytest.mark.parametrize("size", [(7, 9), (3, 1), (12, 4)])
 @pytest.mark.parametrize("kernel", [(3, 3), (5, 5), (1, 3)])
 @pytest.mark.parametrize(
@@ -155,6 +335,61 @@ def test_depthwise_convolutions_tap_by_tap(
     assert made is not None
     assert made.is_contiguous() == wanted.is_contiguous()
     torch.testing.assert_close(made, wanted, rtol=1e-12, atol=1e-12)
+
+
+def _formats(t: Tensor) -> list[Tensor]:
+    wide = torch.randn(*t.shape[:2], 2 * t.shape[2], t.shape[3], dtype=t.dtype)
+    return [t, t.to(memory_format=torch.channels_last), wide[:, :, ::2], t.mT.contiguous().mT, t[:1].expand(t.shape)]
+
+
+@pytest.mark.parametrize("size", [(1, 1), (5, 6), (1, 6)])
+@pytest.mark.parametrize(("kernel", "padding"), [(1, 0), (1, 1), (3, 1), (3, 2)])
+def test_depthwise_convolutions_have_the_format_of_torch_and_write_nothing(
+    size: Any, kernel: int, padding: int
+) -> None:
+    """A bias of one image of one pixel is as large as the output: adding to it in place changed the user's model."""
+    shift, count = torch.randn(8, dtype=torch.float64), 0
+    for batch in (1, 2):
+        for x in _formats(torch.randn(batch, 8, *size, dtype=torch.float64)):
+            for weight in _formats(torch.randn(8, 1, kernel, kernel, dtype=torch.float64)):
+                before = [t.clone() for t in (x, weight, shift)]
+                made = _depthwise(x, weight, shift, 1, padding, 1, 8)
+                assert all(map(torch.equal, before, (x, weight, shift)))
+                if made is not None:
+                    wanted = F.conv2d(x, weight, shift, 1, padding, 1, 8)
+                    torch.testing.assert_close(made, wanted, rtol=1e-12, atol=1e-12)
+                    lines = [[s for s, n in zip(t.stride(), t.shape, strict=True) if n > 1] for t in (made, wanted)]
+                    assert lines[0] == lines[1]
+                    count += 1
+    assert count or size == (1, 1)
+
+
+class Spelt(nn.Module):
+    """A depthwise convolution of one pixel that is called with names; `view` needs channels side by side."""
+
+    def __init__(self, view: bool = False) -> None:
+        super().__init__()
+        self.first, self.deep, self.last = nn.Conv2d(3, 16, 1), nn.Conv2d(16, 16, 3, groups=16), nn.Linear(16, 4)
+        self.view = view
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        x = F.conv2d(input=x, weight=self.deep.weight, bias=self.deep.bias, padding=1, groups=len(self.deep.weight))
+        return self.last(x.permute(0, 2, 3, 1).view(len(x), -1, x.shape[1]).mean(1) if self.view else x.mean((2, 3)))
+
+
+@pytest.mark.parametrize("view", [False, True])
+def test_a_depthwise_convolution_by_the_names_of_its_arguments(view: bool) -> None:
+    net, x = Spelt(view).double().eval(), torch.rand(1, 3, 1, 1, dtype=torch.float64)
+    if view:
+        net, x = net.to(memory_format=torch.channels_last), torch.rand(2, 3, 9, 9, dtype=torch.float64)
+        x = x.to(memory_format=torch.channels_last)
+    before = fingerprint(net)
+    graph = sc.analyze(net, x)
+    plan = sc.plan(graph, random_scores(graph), remove=0.4)
+    small = sc.apply(net, plan)
+    assert same(before, fingerprint(net))
+    assert relative_gap(outputs(small, x), outputs(zeroed(net, graph, plan), x)) < 1e-10
 
 
 def test_other_convolutions_are_left_to_torch() -> None:
@@ -199,9 +434,28 @@ class Stubborn(nn.Module):
         return super().train(False)
 
 
+class Hidden(nn.Module):
+    """Has a part that never changes its mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own, self.frozen = nn.Dropout(), nn.BatchNorm1d(4).eval()
+
+    def children(self) -> Iterator[nn.Module]:
+        return iter([self.own])
+
+
+def _frozen() -> nn.Module:
+    """Batch norms as people freeze them: the instances have a method of their own."""
+    net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.BatchNorm1d(4)).eval()
+    vars(net[1])["train"] = lambda mode=True: net[1]
+    vars(net[2])["eval"] = lambda: net[2]
+    return net
+
+
 def test_modes_are_set_as_torch_does() -> None:
-    for net in (Tied(), nn.Sequential(nn.Dropout(), Stubborn())):
-        other = copy.deepcopy(net)
+    for made in (Tied, lambda: nn.Sequential(nn.Dropout(), Stubborn()), Hidden, _frozen):
+        net, other = made(), made()
         for training in (True, False):
             set_mode(net, training)
             other.train(training)

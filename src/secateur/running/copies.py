@@ -302,12 +302,18 @@ def _is_plain(kind: type[nn.Module]) -> bool:
     return default and known and not slots and not hasattr(kind, "__deepcopy__")
 
 
+#: What `model.train()` goes through. Classes have their own of these, and instances too: so people freeze batch norms.
+_MODAL: dict[str, Any] = {
+    name: getattr(nn.Module, name) for name in ("train", "eval", "__setattr__", "children", "named_children")
+}
+
+
 def set_mode(model: nn.Module, training: bool = False) -> nn.Module:
     """`model.train(training)`, which takes a function call and a search of three tables for each module."""
     modules = [module for _, module in named_modules(model)]
     kinds: set[Any] = {type(module) for module in modules}
-    plain = (nn.Module.train, nn.Module.eval, nn.Module.__setattr__)
-    if all((kind.train, kind.eval, kind.__setattr__) == plain for kind in kinds):
+    plain = all(all(getattr(kind, name) is own for name, own in _MODAL.items()) for kind in kinds)
+    if plain and not any(name in module.__dict__ for module in modules for name in _MODAL):
         for module in modules:
             if "training" in module.__dict__:
                 module.__dict__["training"] = training

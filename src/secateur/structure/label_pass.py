@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Sequence
+import operator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from types import FunctionType
 from typing import Any, Self
 
 import numpy as np
@@ -51,6 +53,7 @@ _SUPPLE = frozenset(
      "adaptive_avg_pool2d", "adaptive_avg_pool3d")
 )  # fmt: skip
 _SIZED_BY_WEIGHTS = frozenset(("conv1d", "conv2d", "conv3d", "linear", "batch_norm"))
+_HOLD_NOTHING = frozenset((bool, int, float, str, type(None), tuple))
 _LAYERS = frozenset((nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d))
 #: Must return numbers of Python's own types.
 _NUMBERS = {Tensor.__int__, Tensor.__float__, Tensor.__index__}
@@ -88,8 +91,8 @@ class LabelPass(Observer):
         self.questions = questions or Questions()
         self._modules = dict(self._tour)
         self._spelt_out, self._follows, self._watch = 0, False, _Watch(self)
-        self._held: list[tuple[nn.Module, list[Any]]] = []
-        #: Whether code asked for the training mode.
+        self._held: list[tuple[Any, list[Any]]] = []
+        #: Whether code asked for the training mode, or may do so another time.
         self.modal = False
         #: Whether the forward wrote attributes of the model's own modules, as code that computes something once does.
         self.wrote = False
@@ -188,9 +191,8 @@ class LabelPass(Observer):
         return name in _SUPPLE or (name in _SIZED_BY_WEIGHTS and type(self._modules.get(site.path)) in _LAYERS)
 
     def __enter__(self) -> Self:
-        own = [m for m in self._modules.values() if not type(m).__module__.startswith("torch.nn.")]
-        self._held = [(module, list(vars(module).values())) for module in own]
-        self._modes = told(own, self._asks_mode)
+        self._held = _held_by(self._modules.values())
+        self._modes = told(self._modules.values(), self._asks_mode)
         self._modes.__enter__()
         return super().__enter__()
 
@@ -200,9 +202,8 @@ class LabelPass(Observer):
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
         self._modes.__exit__(None, None, None)
-        for module, before in self._held:
-            now = list(vars(module).values())
-            self.wrote |= len(now) != len(before) or any(a is not b for a, b in zip(now, before, strict=True))
+        self.wrote = any(not _same(_content(item), before) for item, before in self._held)
+        self.modal |= self.wrote  # what it does next time may be something else, and ask
         self._held.clear()
         self._watch.end()
         self.labels.close()
@@ -356,6 +357,28 @@ def _unsure(watch: _Watch) -> None:
 
 def _asked(watch: _Watch, path: str, answer: bool) -> bool:
     return answer if watch.running is None else watch.running.questions.answer(path, answer)
+
+
+def _held_by(modules: Iterable[nn.Module]) -> list[tuple[Any, list[Any]]]:
+    """What modules hold; of the model's own modules also what is in their lists, tables and plain objects."""
+    found: list[Any] = []
+    for module in modules:
+        state = vars(module)
+        found.append(state)
+        if not type(module).__module__.startswith("torch.nn."):
+            values = [value for value in state.values() if type(value) not in _HOLD_NOTHING]
+            found += [value for value in values if isinstance(value, dict | list | set)]
+            others = [value for value in values if not isinstance(value, nn.Module | Tensor | type | FunctionType)]
+            found += [vars(value) for value in others if hasattr(value, "__dict__")]
+    return [(item, _content(item)) for item in found]
+
+
+def _content(item: Any) -> list[Any]:
+    return list(item.values() if isinstance(item, dict) else item)
+
+
+def _same(now: list[Any], before: list[Any]) -> bool:
+    return len(now) == len(before) and all(map(operator.is_, now, before))
 
 
 def watch(

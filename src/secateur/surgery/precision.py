@@ -140,10 +140,11 @@ class Precise(TorchFunctionMode):
 
 
 def _depthwise(
-    x: Any, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: Any = 1
+    input: Any, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: Any = 1
 ) -> Tensor | None:
     """A convolution of each channel by itself, tap by tap; None for any other. (In float64 torch calls a convolution
-    for each channel, which takes ten times as long on small images.)"""
+    for each channel, which takes ten times as long on small images.) Arguments have the names that torch gives them."""
+    x = input
     if groups < _MANY or not isinstance(x, Tensor) or x.ndim != 4 or x.is_cuda or isinstance(padding, str):
         return None
     if not groups == x.shape[1] == weight.shape[0] or weight.shape[1] != 1 or weight.dtype != x.dtype:
@@ -153,15 +154,30 @@ def _depthwise(
     sizes = [(x.shape[2 + i] + 2 * pads[i] - gaps[i] * (kernel[i] - 1) - 1) // steps[i] + 1 for i in (0, 1)]
     if min(sizes) < 1 or groups * _CHANNEL < math.prod(kernel) * x.shape[0] * x.shape[1] * math.prod(sizes):
         return None
+    if math.prod(x.shape[2:]) == 1 < math.prod(sizes):  # one pixel has no format, and its surroundings have one
+        return None
     # Channels lie side by side meanwhile: small images have more of them than pixels.
     wide = F.pad(x, (pads[1], pads[1], pads[0], pads[0])).permute(0, 2, 3, 1).contiguous()
     factors, shape = weight.reshape(groups, -1).t().contiguous(), (x.shape[0], *sizes, groups)
-    made = x.new_zeros(shape) if bias is None else bias.expand(shape).contiguous()
+    # (Never the bias itself, even where it has the shape: it may be the user's.)
+    made = x.new_zeros(shape) if bias is None else bias.expand(shape).clone(memory_format=torch.contiguous_format)
     for factor, (row, column) in zip(factors.unbind(), itertools.product(*map(range, kernel)), strict=True):
         top, left = row * gaps[0], column * gaps[1]
         bottom, right = top + (sizes[0] - 1) * steps[0] + 1, left + (sizes[1] - 1) * steps[1] + 1
         made.addcmul_(wide[:, top : bottom : steps[0], left : right : steps[1]], factor)
-    return made.permute(0, 3, 1, 2).contiguous()
+    made = made.permute(0, 3, 1, 2)
+    return made if _channels_last(x) or _channels_last(weight) else made.contiguous()  # code may ask for a view of it
+
+
+def _channels_last(tensor: Tensor) -> bool:
+    """Whether torch takes the numbers of an image for ones with channels side by side: by their strides."""
+    least = 0
+    for dim in (1, 3, 2, 0):
+        stride, size = tensor.stride(dim), tensor.shape[dim]
+        if not size or stride < max(least, dim == 1) or (dim == 0 and least == tensor.stride(1)):
+            return False
+        least = stride * max(size, 1)
+    return True
 
 
 def _pair(value: Any) -> Sequence[int]:
