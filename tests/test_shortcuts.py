@@ -17,6 +17,8 @@ import secateur as sc
 from oracle import fingerprint, outputs, random_scores, relative_gap, same, zeroed
 from secateur.plans import Limits
 from secateur.running.copies import named_modules, named_parameters, named_tensors, set_mode, unchanged
+from secateur.running.observer import Observer
+from secateur.surgery import forwards
 from secateur.surgery.precision import _depthwise
 
 IMAGE = torch.rand(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
@@ -44,19 +46,8 @@ class OfAnother(Net):
         return super().forward(x * 1.0 if not self.first.training else x)
 
 
-@pytest.mark.parametrize(
-    ("net", "asks"),
-    [(Net(0.5), True), (OfAnother(), True), (Net(0.5, "another"), True), (nn.Sequential(nn.Conv2d(3, 4, 3)), False)],
-    ids=["asks", "asks another", "names another", "torch alone"],
-)
-def test_whether_a_forward_asks_for_the_mode(net: nn.Module, asks: bool) -> None:
-    kinds = [type(module) for module in net.modules()]
-    assert sc.analyze(net.eval(), IMAGE).modal == asks
-    assert [type(module) for module in net.modules()] == kinds
-
-
 class Quiet(nn.Module):
-    """Names its own mode for a dropout that it does not have, as DenseNet does."""
+    """Names its own mode for a dropout that it does not have."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,26 +60,50 @@ class Quiet(nn.Module):
         return self.last(x)
 
 
-def test_a_mode_that_is_named_but_not_asked_for_is_not_verified(monkeypatch: pytest.MonkeyPatch) -> None:
-    from secateur.surgery import forwards
-
-    modes: list[bool] = []
+def modes_verified(net: nn.Module, monkeypatch: pytest.MonkeyPatch) -> set[bool]:
+    """In which modes a removal is verified."""
+    modes: set[bool] = set()
     plain = forwards.Net.run
 
     def run(self: Any, probe: Any, *args: Any, **kwargs: Any) -> Any:
-        modes.append(probe.training)
+        modes.add(probe.training)
         return plain(self, probe, *args, **kwargs)
 
     monkeypatch.setattr(forwards.Net, "run", run)
-    for rate, wanted in ((0.0, {False}), (0.5, {False, True})):
-        net, image = Quiet().eval(), torch.rand(1, 3, 160, 160)
-        net.rate = rate
-        modes.clear()
-        graph = sc.analyze(net, image)
-        assert graph.steady
-        assert graph.modal == bool(rate)
-        sc.apply(net, sc.plan(graph, random_scores(graph), remove=0.5))
-        assert set(modes) == wanted
+    graph = sc.analyze(net.eval(), torch.rand(1, 3, 64, 64))
+    sc.apply(net, sc.plan(graph, random_scores(graph), remove=0.5))
+    return modes
+
+
+def test_code_that_names_the_mode_is_verified_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether or not it asks this time."""
+    assert modes_verified(Quiet(), monkeypatch) == {False, True}
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.2])
+def test_a_densenet_does_the_same_in_training(rate: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    models = pytest.importorskip("torchvision.models")
+    net = models.DenseNet(4, (2, 2), 8, drop_rate=rate, num_classes=5)
+    assert modes_verified(net, monkeypatch) == {False}
+    calls = []
+    for mode in (False, True):
+        with Calls(net.train(mode)) as seen, torch.no_grad():
+            net(torch.rand(2, 3, 64, 64))
+        calls.append([name for name in seen.names if name != "add_"])  # batch norms count batches
+    assert "batch_norm" in calls[0]
+    assert calls[0] == calls[1]
+
+
+class Calls(Observer):
+    """Which functions a forward calls, in order."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.names: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(getattr(func, "__name__", str(func)))
+        return func(*args, **(kwargs or {}))
 
 
 class Twice(nn.Module):
@@ -182,7 +197,6 @@ def test_what_training_adds_is_seen_however_the_mode_is_asked_for(kind: type[Twi
     """Else two layers that are added up only in training would lose different units."""
     net = kind().eval()
     graph = sc.analyze(net, IMAGE)
-    assert graph.modal
     plan = sc.plan(graph, random_scores(graph), remove=0.4)
     small, masked = sc.apply(net, plan).train(), zeroed(net, graph, plan).train()
     for _ in range(2):

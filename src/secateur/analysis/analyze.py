@@ -97,8 +97,7 @@ def _found(
         )
     passes = [_with_frozen_output(watched, made, names)]
     unseen = any(name not in watched.found.seen for name, _ in named_parameters(model))
-    asks = watched.modal or not watched.steady
-    if unseen or (asks and trains_otherwise(copy, inputs, made)):
+    if unseen or trains_otherwise(copy, inputs, made):
         # Auxiliary heads run only in training; what they read must shrink with the rest.
         set_mode(copy, training=True)
         passes += _another_pass(copy, inputs, watched, names)
@@ -123,7 +122,7 @@ def _found(
     trial.repeated |= {key: RepeatedSize(*key, labels) for p in passes for key, labels in p.counted.items()}
     while True:
         repeated = tuple(trial.repeated.values())
-        graph = build(model, example, passes, trial.blocked, repeated, names, blocks, watched.steady, watched.modal)
+        graph = build(model, example, passes, trial.blocked, repeated, names, blocks, watched.steady)
         if known or not trial.finds_more(graph, doubt and not trial.blocked):
             break
     if not len(blocks):

@@ -130,8 +130,6 @@ class Graph:
     trial: Callable[[Graph], Blocks] | None = field(default=None, repr=False)
     #: Whether the forward asks for neither sizes nor numbers, so that it makes the same calls for images of any size.
     steady: bool = False
-    #: Whether it asks for the training mode, as far as the example shows.
-    modal: bool = True
 
     # `root` maps each label to its group, a label itself; `units` and `prunable` are indexed by group.
 
@@ -268,7 +266,6 @@ def build(
     output: tuple[str, ...] = (),
     blocks: Blocks = Blocks(),  # noqa: B008 (frozen)
     steady: bool = False,
-    modal: bool = True,
 ) -> Graph:
     """Put together what the label passes found. `blocked` names layers that trial removals showed to be rigid."""
     main, axes = passes[0], passes[0].axes
@@ -313,7 +310,6 @@ def build(
         cost_of=CostModel({name: shapes[name] for name in parameters}, root, main, blocks),
         branches=blocks,
         steady=steady,
-        modal=modal,
     )
 
 

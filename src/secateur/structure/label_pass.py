@@ -23,7 +23,6 @@ from secateur.ops.norm import ChannelNorm, GroupNorm
 from secateur.ops.table import Call, Function, Opaque, Operation, Query, Readout, Site, SizeQuery, lookup
 from secateur.running.copies import meta_copy, named_modules, named_tensors, set_mode, shared_copy, tensors_of
 from secateur.running.heads import catches
-from secateur.running.modes import told
 from secateur.running.observer import Observer, Rehearsal
 from secateur.running.sandbox import Example, quiet, run, run_or_explain, to_meta
 from secateur.structure.dataflow import DataFlow
@@ -92,8 +91,6 @@ class LabelPass(Observer):
         self._modules = dict(self._tour)
         self._spelt_out, self._follows, self._watch = 0, False, _Watch(self)
         self._held: list[tuple[Any, list[Any]]] = []
-        #: Whether code asked for the training mode, or may do so another time.
-        self.modal = False
         #: Whether the forward wrote attributes of the model's own modules, as code that computes something once does.
         self.wrote = False
         self.numberless = all(t.is_meta for _, t in tensors if t.is_floating_point())
@@ -192,18 +189,11 @@ class LabelPass(Observer):
 
     def __enter__(self) -> Self:
         self._held = _held_by(self._modules.values())
-        self._modes = told(self._modules.values(), self._asks_mode)
-        self._modes.__enter__()
         return super().__enter__()
-
-    def _asks_mode(self) -> None:
-        self.modal = True
 
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
-        self._modes.__exit__(None, None, None)
         self.wrote = any(not _same(_content(item), before) for item, before in self._held)
-        self.modal |= self.wrote  # what it does next time may be something else, and ask
         self._held.clear()
         self._watch.end()
         self.labels.close()

@@ -128,8 +128,7 @@ def _trials(model: nn.Module, masked: Net, plan: Plan, example: Example) -> list
     if caches(model):
         cached, _ = _first_taken(masked, [replace(last, name=f"{last.name} with a cache", cached=True)], model, plan)
         trials += [cached] if cached is not None else []
-    # A steady forward that does not ask for the mode makes the same calls in training.
-    if reads_training(model) and not (steady and graph is not None and not graph.modal):
+    if reads_training(model):
         learning = replace(last, name=f"{last.name} in training mode", training=True)
         third, _ = _first_taken(masked, [learning], model, plan, _LIGHT)
         trials += [third] if third is not None and _finite(third) else []
