@@ -409,26 +409,30 @@ def test_a_batch_is_timed_only_if_a_trial_has_fitted(monkeypatch: pytest.MonkeyP
             assert timing.fitting([Hoard(), small], x) == [1, 32]
 
 
-def test_covered_pictures_keep_to_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_covered_pictures_keep_to_the_memory() -> None:
     """They tell how faithful heat maps are, and ran all together once, 24 of a DenseNet-161 in 1 GiB."""
     net, x, heat, y = network(), torch.rand(20, 3, 96, 96), torch.rand(20, 96, 96), torch.arange(20) % 10
-    trims, sizes = list[int](), list[int]()
-    monkeypatch.setattr(memory, "trim", lambda: trims.append(1))
+    sizes = list[int]()
     net.register_forward_pre_hook(lambda module, args: sizes.append(len(args[0])))
     whole = srg(net, x, heat, y)
     assert max(sizes) == 20
     sizes.clear()
     with memory.limited("16 MiB"):
         torch.testing.assert_close(srg(net, x, heat, y), whole, rtol=1e-4, atol=1e-6)
-        largest = 32 * 96**2 * 4
-        assert max(sizes) == 16 * 2**20 // (4 * largest) == 3
-        assert not trims
-        held = memory.resident()
-        monkeypatch.setattr(memory, "resident", lambda: held + 5 * 2**20)
-        memory.trim_beyond(held)
-        assert trims
-        memory.trim_beyond(held + 2**20)
-        assert len(trims) == 1
+    largest = 32 * 96**2 * 4
+    assert max(sizes) == 16 * 2**20 // (4 * largest) == 3
+
+
+def test_holes_are_given_back_once_they_are_a_quarter_of_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    trims = list[int]()
+    monkeypatch.setattr(memory, "resident", lambda: 100 * 2**20)
+    monkeypatch.setattr(memory, "trim", lambda: trims.append(1))
+    for held, given in ((100, "16 MiB"), (97, "16 MiB"), (95, "16 MiB"), (61, "160 MiB"), (59, "160 MiB")):
+        with memory.limited(given):
+            left = memory.trim_beyond(held * 2**20)
+        assert left == (100 if trims[-1:] == [1] else held) * 2**20
+        trims.append(0)
+    assert trims == [0, 0, 1, 0, 0, 1, 0]
 
 
 def test_a_trial_leaves_errors_to_those_who_explain_them() -> None:

@@ -125,11 +125,14 @@ def trim() -> None:
         ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
-def trim_beyond(held: int) -> None:
-    """`trim`, if the process holds more than `held` and a quarter of what work may take: on a CPU, forward passes leave
-    holes in the heap, and come upon others of them each time."""
-    if resident() - held > allowed(None) // 4:
+def trim_beyond(held: int) -> int:
+    """`trim`, if the process holds more than `held` and a quarter of what work may take: on a CPU, passes leave holes
+    in the heap, and come upon others of them each time. Returns what was held after the last time."""
+    grown = resident() - held
+    if grown > _LEAST // 4 and grown > allowed(None) // 4:  # the second takes longer to ask
         trim()
+        return resident()
+    return held
 
 
 def _of_the_machine() -> int | None:
