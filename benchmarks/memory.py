@@ -12,10 +12,10 @@ each stage, and the stage in which the peak was.
 To save time, only the ridge is tried as a repair (the others take less memory), and without the rounds that fit a layer
 again by the same equations (ResNet-50: 2.18 GiB with them, 2.19 without). Where the report times both models, a batch
 passes the trial that decides about its size, each model once, and the original once more, upon what malloc has kept:
-later turns take no more. `--best` tries and times everything. Without `--images`, a model gets as many as make so many
-multiply-accumulates in one pass, between 4 and 64: a large model fills the memory with 4, with their 8 altered copies;
-a small one does not, and has time for more. Where the packages that a report needs are missing, the row says that there
-was none.
+of two turns with DenseNet-161 that was the peak. `--best` tries and times everything. Without `--images`, a model gets
+as many as make so many multiply-accumulates in one pass, between 4 and 64: a large model fills the memory with 4, with
+their 8 altered copies; a small one does not, and has time for more. Where the packages that a report needs are missing,
+the row says that there was none.
 """
 
 from __future__ import annotations
