@@ -1,4 +1,4 @@
-"""Which classifiers of timm `benchmarks.memory` takes: the largest of each family, however a model is built."""
+"""`benchmarks.memory`: the largest classifier of each family of timm, however it is built; passes up to the peak."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.memory import largest, parameters_of
+from benchmarks.memory import largest, parameters_of, until_the_peak
 
 timm = pytest.importorskip("timm")
 
@@ -38,3 +38,11 @@ def test_the_largest_of_each_family_that_is_not_too_large() -> None:
     named, unknown = largest(families, [10, 30, 101, 100, None, 200], 100)
     assert named == ["timm:b1", "timm:a2"]
     assert unknown == ["timm:c1"]
+
+
+def test_both_models_pass_a_timed_batch_and_the_first_once_more() -> None:
+    """In a second turn it comes upon what malloc has kept of the first, which is where the peak was."""
+    ran = list[str]()
+    seconds = until_the_peak([lambda: ran.append("before"), lambda: ran.append("after")], 20)
+    assert ran == ["before", "after", "before"]
+    assert seconds == [[1.0], [1.0]]

@@ -7,19 +7,20 @@ import subprocess
 import sys
 import weakref
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import secateur as sc
 from command import fail, furnished, succeed
 from oracle import random_scores
 from photos import write_photos
 from secateur import models
+from secateur.analysis.reasons import srg
 from secateur.cli import image_task
 from secateur.cli.given_model import read_model
 from secateur.cli.options import Images, Seen, Source
@@ -350,7 +351,9 @@ def test_the_report_keeps_to_the_memory(tmp_path: Path, monkeypatch: pytest.Monk
     net, x = network(), torch.rand(4, 3, 256, 256)
     result = sc.prune(net, (x, torch.arange(4)), remove=0.3, repair=None, schedule=0.3, progress=False)
     page, seen, usual = sys.modules["secateur.report.page"], list[Any](), timing.time_batches
+    tried: list[int] = []
     monkeypatch.setattr(page, "time_batches", lambda *args: seen.append(usual(*args)) or seen[-1])
+    monkeypatch.setattr(timing, "fits", lambda models, batch: tried.append(len(batch)) or len(models) == 2)
     monkeypatch.setattr(
         page, "changes", lambda *args: seen.append(memory.allowed(None)) or (_ for _ in ()).throw(DataError("not now"))
     )
@@ -359,16 +362,96 @@ def test_the_report_keeps_to_the_memory(tmp_path: Path, monkeypatch: pytest.Monk
     assert seen[0] == 128 * 2**20
     largest = 32 * 256**2 * 4  # of the first layer, for one image; four of its size are alive
     assert [found.batch for found in seen[1]] == [1, 128 * 2**20 // (4 * largest)]
+    assert tried == [4], "both models try it first"
     assert memory._given.get() is None
 
 
 def test_only_what_does_not_fit_is_timed_otherwise() -> None:
     net, x = network(), torch.rand(1, 3, 256, 256)
     with memory.limited("2 GiB"):
-        assert timing.fitting(net, x) == [1, 32]
+        assert timing.fitting([net], x) == [1, 32]
     with memory.limited("16 MiB"):
-        assert timing.fitting(net, x) == [1]
-        assert timing.fitting(net, x[..., :8, :8]) == [1, 32]
+        assert timing.fitting([net], x) == [1]
+        assert timing.fitting([net], x[..., :8, :8]) == [1, 32]
+
+
+class Hoard(nn.Module):
+    """Holds many small tensors until its end, as malloc does with a DenseNet: 4 MiB for each sample."""
+
+    seen: ClassVar[list[tuple[int, int]]] = []
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        held = [self.first(x)]
+        for _ in range(31):
+            held.append(held[-1] + 1)
+        self.seen.append((len(x), memory.resident()))
+        return held[-1].mean((2, 3))
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="other systems do not tell")
+def test_a_batch_is_timed_only_if_a_trial_has_fitted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its largest tensor, of which 4 are alive in most networks, 32 samples would need 16 MiB."""
+    small, x = nn.Sequential(nn.Conv2d(3, 8, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten()), torch.rand(1, 3, 64, 64)
+    with memory.limited("128 MiB"):
+        for models in ([Hoard(), small], [small, Hoard()]):
+            Hoard.seen.clear()
+            held = memory.resident()
+            found = timing.time_batches(*models, x)
+            assert [timed.batch for timed in found] == [1, 16]
+            assert max(size for size, _ in Hoard.seen) == 16, "a trial that takes too much is broken off"
+            assert max(most for _, most in Hoard.seen) - held < 128 * 2**20
+        with monkeypatch.context() as patch:
+            patch.setattr(memory, "resident", lambda: 0)  # a system that does not tell
+            assert timing.fitting([Hoard(), small], x) == [1, 32]
+
+
+def test_covered_pictures_keep_to_the_memory() -> None:
+    """They tell how faithful heat maps are, and ran all together once, 24 of a DenseNet-161 in 1 GiB."""
+    net, x, heat, y = network(), torch.rand(20, 3, 96, 96), torch.rand(20, 96, 96), torch.arange(20) % 10
+    sizes = list[int]()
+    net.register_forward_pre_hook(lambda module, args: sizes.append(len(args[0])))
+    whole = srg(net, x, heat, y)
+    assert max(sizes) == 20
+    sizes.clear()
+    with memory.limited("16 MiB"):
+        torch.testing.assert_close(srg(net, x, heat, y), whole, rtol=1e-4, atol=1e-6)
+    largest = 32 * 96**2 * 4
+    assert max(sizes) == 16 * 2**20 // (4 * largest) == 3
+
+
+def test_holes_are_given_back_once_they_are_a_quarter_of_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    trims = list[int]()
+    monkeypatch.setattr(memory, "resident", lambda: 100 * 2**20)
+    monkeypatch.setattr(memory, "trim", lambda: trims.append(1))
+    for held, given in ((100, "16 MiB"), (97, "16 MiB"), (95, "16 MiB"), (61, "160 MiB"), (59, "160 MiB")):
+        with memory.limited(given):
+            left = memory.trim_beyond(held * 2**20)
+        assert left == (100 if trims[-1:] == [1] else held) * 2**20
+        trims.append(0)
+    assert trims == [0, 0, 1, 0, 0, 1, 0]
+
+
+def test_a_trial_leaves_errors_to_those_who_explain_them() -> None:
+    class Single(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.reshape(1, -1)[:, :4]
+
+    def fail(x: Tensor) -> Tensor:
+        raise ValueError("not this one")
+
+    broken = Single()
+    broken.forward = fail  # type: ignore[method-assign]
+    with memory.limited("16 MiB"):
+        assert timing.fitting([Single(), broken], torch.rand(1, 3, 64, 64)) == [1, 32]
+
+
+def test_what_is_held_is_what_the_kernel_says() -> None:
+    held = memory.resident()
+    assert held == pytest.approx(1024 * memory._numbers("/proc/self/status").get("VmRSS", 0), rel=0.02)
 
 
 def test_everything_that_a_command_does_keeps_to_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

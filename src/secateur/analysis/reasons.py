@@ -31,6 +31,7 @@ from secateur.running.batches import Batch, Data, as_data, batches, is_pair, siz
 from secateur.running.copies import named_tensors, shared_copy, unwrap
 from secateur.running.devices import device_of, to_device
 from secateur.running.logits import logits_of, one_output
+from secateur.running.memory import resident, together, trim, trim_beyond
 from secateur.running.sandbox import leaves_no_trace, run
 from secateur.running.targets import Reader, ids_in
 
@@ -232,14 +233,16 @@ def srg(model: nn.Module, x: Tensor, heat: Tensor, classes: Tensor) -> Tensor:
     model, blank = shared_copy(unwrap(model)).eval(), x.mean((2, 3), keepdim=True)
     counts = [round(rows * columns * level / (_LEVELS + 1)) for level in range(1, _LEVELS + 1)]
     masks = [(1, ranks < count) for count in counts] + [(-1, ranks >= rows * columns - count) for count in counts]
-    total, step = torch.zeros(len(x), dtype=torch.float64), max(1, _TOGETHER // len(x))
-    for begin in range(
-        0, len(masks), step
-    ):  # few pictures run together: a small network takes longer to call than to run
+    trim()  # of what heat maps took
+    total, most, held = torch.zeros(len(x), dtype=torch.float64), together(model, x), resident()
+    # Few pictures run together: a small network takes longer to call than to run.
+    step = max(1, min(_TOGETHER, most) // len(x))
+    for begin in range(0, len(masks), step):
         part = masks[begin : begin + step]
-        covered = [torch.where(F.interpolate(mask.to(x), x.shape[2:]) > 0, blank, x) for _, mask in part]
+        covered = torch.cat([torch.where(F.interpolate(mask.to(x), x.shape[2:]) > 0, blank, x) for _, mask in part])
         with torch.no_grad():
-            logits = logits_of(run(model, torch.cat(covered)))
+            logits = torch.cat([logits_of(run(model, few)) for few in torch.split(covered, most)])
+        held = trim_beyond(held)
         found = probability(logits, classes.repeat(len(part))).view(len(part), len(x))
         total += found.mT @ torch.tensor([sign for sign, _ in part], dtype=found.dtype)
     return total / (_LEVELS + 1)

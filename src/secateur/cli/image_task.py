@@ -222,7 +222,7 @@ class Task:
         """Both models in turn: in PyTorch, with channels last where that is faster, compiled if that is asked for, and
         in ONNX Runtime if there are files for it."""
         example = self.example()
-        batches = sorted({setup.batch, *fitting(self.model, example)})  # the user's is timed as it is
+        batches = sorted({setup.batch, *fitting([self.model, result.model], example)})  # the user's is timed as it is
         threads = setup.threads if setup.device == "cpu" else 0
         with setup.threaded():
             with printer.stage(f"timing both models for {', '.join(map(str, batches))} images"):

@@ -22,7 +22,7 @@ from secateur.report.answers import Answers
 from secateur.report.page import UNEXPLAINED
 from secateur.running.accuracy import Accuracy
 from secateur.running.batches import Data
-from secateur.running.memory import release
+from secateur.running.memory import release, trim
 from secateur.running.sandbox import Example
 from secateur.runtimes import Runtime, Setup
 from secateur.runtimes.clock import Clock
@@ -135,4 +135,5 @@ def time_elsewhere(
         first, second = Clock(other, example, before).in_turn([(before, None), (after, None)])
         if runtime != "channels-last" or second < timing.after:
             found.append(Timing(timing.batch, first, second, other.name))
+        trim()
     return found

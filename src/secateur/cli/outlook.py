@@ -30,8 +30,8 @@ _SCORING, _REPAIR, _COPIES, _MOST = 4.5, 6.0, 9, 1024
 # Passes that analysis, verification, export and report take; those that are timed, in samples; and seconds of the rest.
 _ANALYSIS, _TIMING, _OTHERS = 60, 200, 12.0
 # What is taken beyond the allowance, as measured with torchvision's classifiers: by a repair up to 0.1 GiB and a copy
-# of the weights; where batches are timed, by what malloc keeps between calls (0.6 GiB with DenseNet-201, less than 0.1
-# with most). And what the packages that write ONNX files take.
+# of the weights; where batches are timed, by what malloc keeps between calls (less than 0.1 GiB with most; there is no
+# trial of channels last and of ONNX Runtime, which tells). And what the packages that write ONNX files take.
 _REPAIRED, _TIMED, _EXPORT = int(0.1 * 2**30), int(0.6 * 2**30), 2**29
 # Copies of the weights that training holds: themselves, their slopes and what the optimizer and the average remember.
 _TRAINED = 5

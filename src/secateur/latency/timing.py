@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from secateur.errors import ForwardError
 from secateur.nest import map_tensors, select_samples, tensors_in
 from secateur.running.copies import shared_copy, unwrap
-from secateur.running.memory import at_once
+from secateur.running.memory import at_once, fits, trim
 from secateur.running.sandbox import Example, quiet, run_or_explain
 
 #: What runs a model, in words.
@@ -118,19 +118,27 @@ def time_batches(
     """
     found = []
     if isinstance(example, Tensor) and example.ndim:
-        for batch in fitting(before, example) if batches is None else batches:
+        for batch in fitting([before, after], example) if batches is None else batches:
             with suppress(ForwardError):
                 first, second = time_in_turn([before, after], repeated(example, batch))
                 found.append(Timing(batch, first, second))
+            trim()  # of what malloc keeps; during a timing it keeps what it always does
     if found:
         return found
     first, second = time_in_turn([before, after], example)
     return [Timing(batch_of(example), first, second)]
 
 
-def fitting(model: nn.Module, example: Example, wanted: int = 32) -> list[int]:
-    """The batch sizes that are timed: one sample, and as many as wanted, or as the memory allows."""
-    return sorted({1, at_once(shared_copy(unwrap(model)).eval(), example, wanted)})
+def fitting(models: Sequence[nn.Module], example: Example, wanted: int = 32) -> list[int]:
+    """The batch sizes that are timed: one sample, and as many as wanted, or as the memory allows.
+
+    The largest model comes first. Where it is not sure that a batch fits, all models pass it once, untimed.
+    """
+    watched = [shared_copy(unwrap(model)).eval() for model in models]
+    batch, sure = at_once(watched[0], example, wanted)
+    while not sure and batch > 1 and not fits(watched, repeated(example, batch)):
+        batch //= 2
+    return sorted({1, batch})
 
 
 def batch_of(example: Example) -> int:

@@ -29,7 +29,7 @@ from secateur.running.batches import as_batch, as_tensors, counted, masks_in
 from secateur.running.copies import check_followed, shared_copy, unwrap
 from secateur.running.goals import Goal
 from secateur.running.logits import logits_of
-from secateur.running.memory import Memory, in_smaller_parts, limited, together
+from secateur.running.memory import Memory, in_smaller_parts, limited, resident, together, trim_beyond
 from secateur.running.sandbox import isolated, leaves_no_trace, run, run_or_explain
 from secateur.running.targets import Reader, ids_in
 
@@ -200,9 +200,11 @@ def explain(
         shared = isinstance(seen, Tensor) and _shared(inputs, heat)
         return output, _in_parts(engine, inputs, begin(output), 1) if shared else heat
 
+    held = resident()
     try:
         with limited(memory):
             output, heat = in_smaller_parts(explained, together(engine.model, inputs, backward=True))
+            trim_beyond(held)
     except SecateurError:
         raise
     except Exception:
@@ -293,8 +295,9 @@ def _answers(engine: RelevancePass, inputs: Any, size: int) -> Tensor | None:
 def _in_parts(engine: RelevancePass, inputs: Any, begun: Tensor, size: int) -> list[Tensor | None]:
     """The relevance of inputs and embeddings, so many samples at a time."""
     engine.reset()
-    found, sizes, samples = [], [], len(begun)
+    found, sizes, samples, held = [], [], len(begun), resident()
     for begin in range(0, samples, size):
+        held = trim_beyond(held)
         rows = slice(begin, begin + size)
         part = map_tensors(lambda t, rows=rows: t[rows] if t.ndim and len(t) == samples else t, inputs)  # type: ignore[misc]
 

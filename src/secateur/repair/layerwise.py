@@ -23,7 +23,7 @@ from secateur.repair.rows import Places, Rows, hidden, is_convolution, operands,
 from secateur.repair.samples import Samples
 from secateur.running.batches import size_of
 from secateur.running.copies import copy_with, named_tensors
-from secateur.running.memory import trim
+from secateur.running.memory import resident, trim, trim_beyond
 from secateur.running.progress import Listener, Repairing
 from secateur.running.sandbox import evaluating, quiet, run, uncollected
 from secateur.surgery.provenance import plans_of
@@ -126,7 +126,7 @@ class LayerCorrector:
         samples: Samples,
     ) -> None:  # fmt: skip
         self.reference, self.layers, self.method, self.rounds, self.samples = reference, layers, method, rounds, samples
-        self._tell, self._near, self._begin = tell, method, time.perf_counter()
+        self._tell, self._near, self._begin, self._held = tell, method, time.perf_counter(), resident()
         self._whole = _Copy(small)
         self._trial = _Copy(small) if bool(samples.held.any()) else None
         self._chosen: dict[str, Correction] = {}
@@ -225,6 +225,7 @@ class LayerCorrector:
         fit = _LayerFit(self, layer)
         if self._whole.tensors[layer.weight].numel() > _LARGE:
             trim()
+        self._held = trim_beyond(self._held)
         while not fit.solved:
             for copy, runner in here:
                 if copy is not None:

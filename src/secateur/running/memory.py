@@ -6,7 +6,7 @@ import ctypes
 import gc
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from secateur.errors import Argument, SecateurError
 from secateur.nest import select_samples, tensors_in
@@ -40,6 +41,8 @@ _LEAST = 16 * 2**20
 _WIDER = 1000
 #: So many tensors as large as the largest are alive at once in a forward pass.
 _ALIVE = 4
+#: Of the most that is held while models pass a batch in turn several times, the first turn holds this share or more.
+_FIRST_TURN = 0.75
 Made = TypeVar("Made")
 _given: ContextVar[int | None] = ContextVar("memory", default=None)
 
@@ -100,7 +103,9 @@ def free_on(device: torch.device | None) -> int:
 
 def resident() -> int:
     """The bytes that this process holds in memory now; 0 where nothing tells."""
-    return 1024 * _numbers("/proc/self/status").get("VmRSS", 0)
+    with suppress(OSError, AttributeError, ValueError, IndexError):
+        return os.sysconf("SC_PAGE_SIZE") * int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    return 0
 
 
 def peak() -> int:
@@ -118,6 +123,16 @@ def trim() -> None:
     """`release` without a search for what nothing uses."""
     with suppress(OSError, AttributeError):  # other systems than Linux
         ctypes.CDLL("libc.so.6").malloc_trim(0)
+
+
+def trim_beyond(held: int) -> int:
+    """`trim`, if the process holds more than `held` and a quarter of what work may take: on a CPU, passes leave holes
+    in the heap, and come upon others of them each time. Returns what was held after the last time."""
+    grown = resident() - held
+    if grown > _LEAST // 4 and grown > allowed(None) // 4:  # the second takes longer to ask
+        trim()
+        return resident()
+    return held
 
 
 def _of_the_machine() -> int | None:
@@ -205,16 +220,56 @@ def _made_of(inputs: Any) -> int:
     return sum(t.numel() * (4 * _WIDER if t.is_floating_point() else _WIDER**2) for t in tensors_in(inputs))
 
 
-def at_once(model: nn.Module, inputs: Any, wanted: int) -> int:
-    """The wanted number of samples, or as many as a forward pass has memory for. The model is a copy."""
+def at_once(model: nn.Module, inputs: Any, wanted: int) -> tuple[int, bool]:
+    """The wanted number of samples, or as many as a forward pass needs memory for at once, and whether it is sure that
+    these fit. The model is a copy."""
     room, one = allowed(device_of(model)), select_samples(inputs, slice(1))
     if wanted * _made_of(one) <= room:
-        return wanted
+        return wanted, True
     try:
         _, largest = footprint(model, one)
     except Exception:  # it will be raised again, and explained, where the model is run
-        return wanted
-    return min(wanted, max(1, room // (_ALIVE * largest)))
+        return wanted, True
+    return min(wanted, max(1, room // (_ALIVE * largest))), False
+
+
+class _Beyond(Exception):
+    """A forward pass took too much."""
+
+
+class _Ceiling(TorchFunctionMode):
+    """Ends a forward pass once the process holds more than so many bytes."""
+
+    def __init__(self, most: float) -> None:
+        super().__init__()
+        self._most = most
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if resident() > self._most:
+            raise _Beyond
+        return made
+
+
+def fits(models: Sequence[nn.Module], inputs: Any) -> bool:
+    """Whether models that pass inputs in turn stay within the memory, by a trial. The models are copies.
+
+    What a pass needs at once does not tell: tensors of different sizes leave holes in the heap of a CPU, where a pass
+    then takes up to six times as much (DenseNet). A GPU says itself when it has too little.
+    """
+    device, fitting = device_of(models[0]), True
+    if device is not None and device.type != "cpu":
+        return True
+    trim()
+    with suppress(Exception):  # another one will be raised again, and explained, where the model is run
+        try:
+            with quiet(), _Ceiling(resident() + _FIRST_TURN * allowed(device)):
+                for model in models:
+                    run(model, inputs)
+        except _Beyond:
+            fitting = False
+    trim()
+    return fitting
 
 
 def together(model: nn.Module, inputs: Any, backward: bool = False) -> int:
