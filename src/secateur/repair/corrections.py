@@ -154,6 +154,8 @@ class Norm(Correction):
         return Change(self, shift=mean_t - scale * mean_y if shifts else None, scale=scale)
 
 
+# Of the mean square of an output: what a layer lacks by rounding alone, in single precision.
+_ROUNDING = 1e-12
 #: Strengths of a ridge that are tried, relative to the mean variance of what the layer reads.
 STRENGTHS = (100.0, 10.0, 1.0, 1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6)
 
@@ -206,6 +208,8 @@ def best_change(
 
     first = cost(NOTHING)
     if not fit.rows:  # only held-out samples found room in this layer
+        return best, first, first
+    if first <= _ROUNDING * float((weight * seen.size).sum()):  # nothing that it reads has changed
         return best, first, first
     for option in method.simpler:
         cost(option)
