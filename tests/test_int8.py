@@ -69,11 +69,16 @@ def test_an_int8_file_answers_almost_the_same_and_takes_any_batch(data: Any, tmp
     assert not torch.equal(found, expected)
 
 
-def test_weights_are_int8_with_one_scale_per_channel(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("saturates", "kind"), [(False, np.int8), (True, np.uint8)])
+def test_weights_have_eight_bits_with_one_scale_per_channel(
+    saturates: bool, kind: type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(int8, "_saturates", lambda: saturates)
+    monkeypatch.setattr(int8, "_ERROR", 1.0)  # which weights there are is another question than what comes of them
     file = sc.export(convolutional(), tmp_path / "m.onnx", IMAGES[:2], quantize=IMAGES)
     graph = onnx.load(file).graph
     held = {item.name: onnx.numpy_helper.to_array(item) for item in graph.initializer}
-    kernels = [a for a in held.values() if a.dtype == np.int8 and a.ndim == 4]
+    kernels = [a for a in held.values() if a.dtype == kind and a.ndim == 4]
     assert sorted(a.shape for a in kernels) == [(16, 1, 3, 3), (16, 3, 3, 3)]
     assert sum(a.shape == (16,) and a.dtype == np.float32 and bool((a > 0).all()) for a in held.values()) >= 2
     assert "QuantizeLinear" in operations(file)

@@ -1,17 +1,20 @@
 """Static int8 quantisation of an ONNX file, by ONNX Runtime: convolutional networks, with the user's own inputs.
 
-Weights get one scale per output channel. Activations get the range that the given inputs show. What int8 changes in the
-outputs is measured on these inputs; if that is too much, the layers that add most of the error stay in float32. A
-softmax at the end stays in float32 with all that follows: probabilities below 1/255 would become 0.
+Weights get one scale per output channel; they are unsigned where the processor needs that. Activations get the range
+that the given inputs show. What int8 changes in the outputs is measured on these inputs; if that is too much, the
+layers that add most of the error stay in float32. A softmax at the end stays in float32 with all that follows:
+probabilities below 1/255 would become 0.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import platform
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -211,10 +214,26 @@ def _quantized(plain: Path, made: Path, feeds: Feeds, left_out: Sequence[str]) -
             """The next inputs."""
             return next(self._rest, None)
 
+    weights = QuantType.QUInt8 if _saturates() else QuantType.QInt8
     quantize_static(
-        str(plain), str(made), Reader(), quant_format=QuantFormat.QDQ, per_channel=True,
-        activation_type=QuantType.QUInt8, weight_type=QuantType.QInt8, nodes_to_exclude=list(left_out),
+        str(plain), str(made), Reader(), quant_format=QuantFormat.QDQ, per_channel=True, weight_type=weights,
+        activation_type=QuantType.QUInt8, nodes_to_exclude=list(left_out), extra_options={"WeightSymmetric": True},
     )  # fmt: skip
+
+
+@cache
+def _saturates() -> bool:
+    """Whether sums of products overflow here if weights have a sign.
+
+    Without the instructions named below, ONNX Runtime adds up pairs of products of a signed and an unsigned number in
+    16 bits on x86 processors. Of unsigned numbers it does not.
+    """
+    if platform.machine().lower() not in ("x86_64", "amd64", "i686"):
+        return False
+    with suppress(OSError):
+        known = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+        return not {"avx512_vnni", "avx_vnni", "amx_int8"} & {*known.split()}
+    return True
 
 
 def _answers(file: Path, feeds: Feeds) -> list[list[Array]]:
