@@ -120,16 +120,14 @@ def _found(
         steps = dict(islice(steps.items(), watched.certain))
     trial = Trial(fresh, inputs, steps, watched.unsure, loose)
     trial.repeated |= {key: RepeatedSize(*key, labels) for p in passes for key, labels in p.counted.items()}
+    tried = partial(sound_blocks, copy=fresh, inputs=inputs, shapes=shapes) if len(blocks) else None
     while True:
         repeated = tuple(trial.repeated.values())
-        graph = build(model, example, passes, trial.blocked, repeated, names, blocks, watched.steady)
+        graph = build(model, example, passes, trial.blocked, repeated, names, blocks, tried, watched.steady)
         if known or not trial.finds_more(graph, doubt and not trial.blocked):
             break
-    if not len(blocks):
-        return graph
-    graph = replace(graph, trial=partial(sound_blocks, copy=fresh, inputs=inputs, shapes=shapes))
     # A copy that shares the user's parameters is not kept: they may change, or be given up.
-    return graph if watched.numberless else replace(graph, branches=graph.blocks, trial=None)
+    return graph if tried is None or watched.numberless else replace(graph, branches=graph.blocks, trial=None)
 
 
 def _fresh(model: nn.Module, watched: LabelPass) -> nn.Module:

@@ -265,6 +265,7 @@ def build(
     repeated: Sequence[RepeatedSize],
     output: tuple[str, ...] = (),
     blocks: Blocks = Blocks(),  # noqa: B008 (frozen)
+    trial: Callable[[Graph], Blocks] | None = None,
     steady: bool = False,
 ) -> Graph:
     """Put together what the label passes found. `blocked` names layers that trial removals showed to be rigid."""
@@ -309,6 +310,7 @@ def build(
         model_name=type(model).__name__,
         cost_of=CostModel({name: shapes[name] for name in parameters}, root, main, blocks),
         branches=blocks,
+        trial=trial,
         steady=steady,
     )
 
