@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 import torch.multiprocessing as mp
-from torch import Tensor
+from torch import Tensor, nn
 
 from benchmarks.league_models import (
     FAIR,
@@ -59,21 +59,19 @@ from secateur.running.accuracy import accuracy
 from secateur.running.sandbox import seeded
 from secateur.running.tensor_files import decode, encode, read_checkpoint, write_checkpoint
 
-FORMAT, SAVED = "league-together-1", 15.0  # seconds between two checkpoints
+ON_THE_WAY = (1, 5, 20)  # epochs after which the runs of 100 are measured too
+FORMAT, SAVED = "league-together-2", 30.0  # seconds between two checkpoints
 BROKEN, RESTARTS = 3, 3  # the exit status of a process whose GPU fails, and how many are started again
-NEAR = 12  # runs further down in the plan do not slow down those that matter more
+NEAR = 11  # runs further down in the plan do not slow down those that matter more
 
 
 def plan() -> list[Job]:
     """What is run, the most important first. Runs of one seed that stand near each other are trained together."""
-    parts = [PARTS[0], PARTS[1], OTHERS[2], OTHERS[1], OTHERS[0], PARTS[2]]
-    rows, short = [MAGNITUDE, TAYLOR, *parts], (20, 5, 1, 0)
-    jobs = [Job(OURS, speed, 100, seed) for seed in SEEDS for speed in SPEEDS]
-    for begin in range(0, len(rows), 3):
-        jobs += [Job(row, 2.55, 100, seed) for seed in SEEDS for row in rows[begin : begin + 3]]
-    jobs += [Job(row, 2.55, epochs, seed) for epochs in short for seed in SEEDS for row in (OURS, *rows)]
-    jobs += [Job(row, 2.55, epochs, seed) for epochs in (100, *short) for seed in SEEDS for row in FAIR]
-    jobs += [Job(row, 2.1, 100, seed) for seed in SEEDS for row in (MAGNITUDE, TAYLOR)]
+    rows, short = [MAGNITUDE, TAYLOR, *PARTS, *OTHERS], (20, 5, 1, 0)
+    first = [(OURS, speed) for speed in SPEEDS] + [(row, 2.55) for row in rows]
+    jobs = [Job(row, speed, 100, seed) for seed in SEEDS for row, speed in first]
+    jobs += [Job(row, 2.55, 100, seed) for seed in SEEDS for row in FAIR]
+    jobs += [Job(row, 2.55, epochs, seed) for epochs in short for seed in SEEDS for row in (OURS, *rows, *FAIR)]
     for speed in (2.1, 4.0):
         jobs += [Job(row, speed, epochs, seed) for epochs in short for seed in SEEDS for row in (OURS, *rows, *FAIR)]
     jobs += [Job(row, speed, 100, seed) for speed in (2.1, 4.0) for row in (*rows, *FAIR) for seed in SEEDS]
@@ -123,8 +121,14 @@ def unfinished(options: argparse.Namespace) -> None:
             small = worker.prepared(job)
             student = Student(padded(small).to(worker.device), 0.0, 0.0)
             (losses,) = restore(worker.out, [job], [student])
-            found = accuracy(unpadded(student.net, small).eval(), worker.test, 1000).overall
+            found = measured(worker, student, small)
             print(f"{job.name}: {100 * found:.2f} % after {len(losses)} epochs", flush=True)
+
+
+def measured(worker: Worker, student: Student, like: nn.Module) -> float:
+    """The accuracy of a student on all test images, without half precision and the channels that were added."""
+    with torch.backends.cudnn.flags(enabled=True, benchmark=False):  # a search costs more than these few batches
+        return accuracy(unpadded(student.net, like).eval(), worker.test, 1000).overall
 
 
 def run(worker: Worker, jobs: Sequence[Job], deadline: float, backend: str = "") -> Iterable[dict[str, Any]]:
@@ -133,6 +137,7 @@ def run(worker: Worker, jobs: Sequence[Job], deadline: float, backend: str = "")
     small = [worker.prepared(job) for job in jobs]
     group = worker.group(jobs, backend if epochs else "")
     students = group.students
+    course: list[dict[int, float]] = [{} for _ in jobs]  # accuracies on the way; those before a stop are in the output
     samples = Samples(worker.train, RECIPE["batch_size"], RECIPE["augment"], None, torch.device(worker.device))
     with seeded(seed, 0):
         first = done(out, jobs[0])
@@ -145,18 +150,20 @@ def run(worker: Worker, jobs: Sequence[Job], deadline: float, backend: str = "")
             print(f"seed {seed}, {len(jobs)} students ({group.way}), epoch {number + 1}/{epochs}: {now - told:.2f} s, "
                   f"losses {', '.join(f'{known[-1]:.3f}' for known in losses)}", flush=True)  # fmt: skip
             told, over = now, now > deadline
-            if number == first:
-                for net, student in zip(small, students, strict=True):
-                    unpadded(student.net, net)  # which fails if channels that were 0 are not any more: better now
+            if number + 1 in ON_THE_WAY and number + 1 < epochs:
+                for known, net, student in zip(course, small, students, strict=True):
+                    known[number + 1] = measured(worker, student, net)
+                print(
+                    f"seed {seed}, accuracies after {number + 1}: {[known[number + 1] for known in course]}", flush=True
+                )
             if over or now - saved > SAVED or number + 1 == epochs:
                 save(out, jobs, students, losses)
                 saved = time.time()
             if over and number + 1 < epochs:
                 return
-    for job, net, student, known in zip(jobs, small, students, losses, strict=True):
-        model = unpadded(student.net, net).eval()
+    for job, net, student, known, way in zip(jobs, small, students, losses, course, strict=True):
         yield {
-            **asdict(job), "row": str(job.row), "accuracy": accuracy(model, worker.test, 1000).overall,
+            **asdict(job), "row": str(job.row), "accuracy": measured(worker, student, net), "course": way,
             "loss": known[-1] if known else None, "macs": macs(net), "params": sum(p.numel() for p in net.parameters()),
             "seconds": round(time.time() - begin, 1), "together": len(jobs), "way": group.way,
         }  # fmt: skip

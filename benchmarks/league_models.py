@@ -11,18 +11,19 @@ import torch
 from torch import Tensor, nn
 
 import secateur as sc
-from benchmarks.league_steps import TEMPERATURE, wider
+from benchmarks.league_steps import INPUTS, TEMPERATURE
 from benchmarks.resnet56 import ResNet
 from secateur.loop import Schedule
 from secateur.recover.samples import shifted
 from secateur.repair import Repair
 
 SPEEDS, LENGTHS, SEEDS = (2.1, 2.55, 4.0), (0, 1, 5, 20, 100), (0, 1, 2)
-RATES = {1: 0.01, 5: 0.03, 20: 0.05, 100: 0.1}
+RATES = {1: 0.02, 5: 0.06, 20: 0.1, 100: 0.2}
 TEACHER, ERASED = 0.5, 8  # the teacher's share, the side of an erased square
-# What the widths of blocks are padded to: few different ones, so that few programs are compiled. Where images are
-# small, so is what further channels cost.
-MULTIPLES = {"layer1": 8, "layer2": 16, "layer3": 32}
+# What widths are padded to. Matrix units read eight channels at a time. Blocks have few different widths, so that few
+# programs are compiled; where images are small, so is what further channels cost.
+ALIGNED = 8
+MULTIPLES = {"layer1": ALIGNED, "layer2": 16, "layer3": 16}
 SCORED = 500  # images that units are scored on, and that repair uses
 
 
@@ -36,7 +37,7 @@ def augment(images: Tensor) -> Tensor:
     return images.masked_fill((inside[0][:, :, None] & inside[1][:, None])[:, None], 0.0)
 
 
-RECIPE: dict[str, Any] = {"batch_size": 256, "weight_decay": 5e-4, "augment": augment, "temperature": TEMPERATURE}
+RECIPE: dict[str, Any] = {"batch_size": 500, "weight_decay": 5e-4, "augment": augment, "temperature": TEMPERATURE}
 
 
 @dataclass(frozen=True)
@@ -93,32 +94,64 @@ def shaped(state: dict[str, Tensor]) -> nn.Module:
     return net
 
 
+def places(model: nn.Module, multiples: Mapping[str, int]) -> dict[str, list[tuple[Tensor, int]]]:
+    """Where the numbers of each tensor lie in one with wider layers: indices along its dimensions, and their sizes.
+
+    A shortcut that widens puts its zeros on both sides, so further channels of one stage lie within those of the next.
+    """
+    state, found = model.state_dict(), dict[str, list[tuple[Tensor, int]]]()
+
+    def up(count: int, multiple: int) -> tuple[Tensor, int]:
+        return torch.arange(count), -(-count // multiple) * multiple
+
+    def note(conv: str, bn: str, outputs: tuple[Tensor, int], inputs: tuple[Tensor, int]) -> None:
+        found[f"{conv}.weight"] = [outputs, inputs]
+        for part in ("weight", "bias", "running_mean", "running_var"):
+            found[f"{bn}.{part}"] = [outputs]
+
+    stream = up(len(state["bn1.weight"]), ALIGNED)
+    note("conv1", "bn1", stream, up(state["conv1.weight"].shape[1], INPUTS))
+    for path, block in model.named_modules():
+        if hasattr(block, "more"):
+            inner = up(len(state[f"{path}.bn1.weight"]), multiples[path.partition(".")[0]])
+            note(f"{path}.conv1", f"{path}.bn1", inner, stream)
+            if half := block.more // 2:
+                where, size = stream
+                around = [torch.arange(half), half + where, half + size + torch.arange(half)]
+                stream = torch.cat(around), size + 2 * half
+            note(f"{path}.conv2", f"{path}.bn2", stream, inner)
+    classes = up(len(state["linear.bias"]), 1)
+    return found | {"linear.weight": [classes, stream], "linear.bias": [classes]}
+
+
+def _within(tensor: Tensor, where: list[tuple[Tensor, int]]) -> tuple[Tensor, ...]:
+    index = [along.to(tensor.device) for along, _ in where]
+    return tuple(along.view([-1 if i == j else 1 for j in range(len(index))]) for i, along in enumerate(index))
+
+
 def padded(model: nn.Module, multiples: Mapping[str, int] = MULTIPLES) -> nn.Module:
-    """The same function with blocks as wide as a multiple, which is what the GPU's matrix units like.
+    """The same function with layers as wide as a multiple, which is what the GPU's matrix units need.
 
     The further channels are 0, and so are all their gradients: the zeros before and behind them keep each other.
     """
     state = dict(model.state_dict())
-    state["conv1.weight"] = wider(state["conv1.weight"])
-    for name in [name for name in state if name.endswith(".bn1.weight") and name.startswith("layer")]:
-        block, more = name.removesuffix("bn1.weight"), -len(state[name]) % multiples[name.partition(".")[0]]
-        for part in ("conv1.weight", "bn1.weight", "bn1.bias", "bn1.running_mean", "bn1.running_var"):
-            old = state[block + part]
-            state[block + part] = torch.cat([old, old.new_zeros(more, *old.shape[1:])])
-        old = state[block + "conv2.weight"]
-        state[block + "conv2.weight"] = torch.cat([old, old.new_zeros(len(old), more, *old.shape[2:])], 1)
+    for name, where in places(model, multiples).items():
+        old = state[name]
+        state[name] = old.new_zeros([size for _, size in where] + list(old.shape[len(where) :]))
+        state[name][_within(old, where)] = old
     return shaped(state)
 
 
-def unpadded(model: nn.Module, like: nn.Module) -> nn.Module:
-    """The first channels of a padded model, after a look at the others."""
-    sizes, state = {name: t.shape for name, t in like.state_dict().items()}, {}
-    for name, tensor in model.state_dict().items():
-        first = tuple(slice(size) for size in sizes[name])
-        state[name], rest = tensor[first].clone(), tensor.clone()
-        rest[first] = 0
+def unpadded(model: nn.Module, like: nn.Module, multiples: Mapping[str, int] = MULTIPLES) -> nn.Module:
+    """What was padded, after a look at the other channels."""
+    state = dict(model.state_dict())
+    for name, where in places(like, multiples).items():
+        rest = state[name].clone()
+        inside = _within(rest, where)
+        state[name] = rest[inside].clone()
+        rest[inside] = 0
         assert not rest.any(), f"{name}: channels that were 0 are not any more"
-    return shaped(state).to(tensor.device)
+    return shaped(state).to(rest.device)
 
 
 def macs(model: nn.Module) -> int:

@@ -1,14 +1,13 @@
 """Several students, trained at once on the same batches: the teacher answers each batch once for all of them.
 
-Batches, loss and schedule are those of `sc.recover` (a test compares them). On a GPU, a step of all students is one
-CUDA graph, in which each student is a branch of its own, with its optimizer. What fails there is done the slower way.
+Batches, loss and schedule are those of `sc.recover` (a test compares them). On a GPU, a step of each student, with its
+optimizer, is a CUDA graph of its own, and they run side by side. What fails there is done the slower way.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -108,24 +107,21 @@ class Together:
         self.rate = torch.zeros((), device=self.device)
         self.functions = compiled(backend) if backend else PLAIN
         self._recorded = recorded and self.device.type == "cuda"
-        self._graphs: dict[int, tuple[Any, Tensor, Tensor]] = {}
+        self._recordings: dict[int, Recording] = {}
         self._seen: dict[int, int] = {}
         self._usual = 0
 
     @property
     def way(self) -> str:
         how = "compiled" if self.functions is not PLAIN else "plain"
-        return f"{how}, {'recorded' if self._graphs else 'not recorded'}"
+        return f"{how}, {'recorded' if self._recordings else 'not recorded'}"
 
     def step(self, x: Tensor, y: Tensor, rate: float) -> None:
         self.rate.fill_(rate)
         size = len(x)
         self._usual = self._usual or size
-        if size in self._graphs:
-            graph, images, labels = self._graphs[size]
-            images.copy_(x)
-            labels.copy_(y)
-            graph.replay()
+        if size in self._recordings:
+            self._recordings[size].replay(x, y)
             return
         try:
             self._compute(x, y, in_turn=self._recorded)  # libraries choose their algorithms in the first steps
@@ -139,12 +135,8 @@ class Together:
             self._record(x, y)
 
     def _record(self, x: Tensor, y: Tensor) -> None:
-        images, labels, graph = x.clone(), y.clone(), torch.cuda.CUDAGraph()
         try:
-            torch.cuda.synchronize()
-            with torch.cuda.graph(graph):
-                self._compute(images, labels)
-            self._graphs[len(x)] = graph, images, labels
+            self._recordings[len(x)] = Recording(self, x, y)
         except Exception as error:
             torch.cuda.synchronize()  # which fails if nothing can go on here
             if self.functions is not PLAIN and len(x) == self._usual:
@@ -157,30 +149,37 @@ class Together:
         print(f"{what}; on without the compiler: {_short(error)}", flush=True)
         self.functions, self._seen = PLAIN, {}
 
-    def _compute(self, images: Tensor, y: Tensor, in_turn: bool = False) -> None:
-        functions, answer = self.functions if len(images) == self._usual else PLAIN, None
+    def shown(self, images: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The images as the students read them, and what the teacher says."""
         x = prepared(images, self.half, max(student.inputs for student in self.students))
-        if self.teacher is not None and any(student.teacher for student in self.students):
-            with torch.no_grad():
-                answer = self.teacher(images, x, functions)
-        streams = [student.stream for student in self.students if student.stream is not None]
-        here = torch.cuda.current_stream() if streams else None
-        for student in self.students:
-            with self._aside(student, here):
-                student.step(x, y, answer, self.rate, functions)
+        if self.teacher is None or not any(student.teacher for student in self.students):
+            return x, None
+        with torch.no_grad():
+            return x, self.teacher(images, x, self.used(images))
+
+    def used(self, images: Tensor) -> Functions:
+        """What computes a batch of this size."""
+        return self.functions if len(images) == self._usual else PLAIN
+
+    def _compute(self, images: Tensor, y: Tensor, in_turn: bool = False) -> None:
+        x, answer = self.shown(images)
+        for student in self.beside():
+            student.step(x, y, answer, self.rate, self.used(images))
             if in_turn:
                 torch.cuda.synchronize()
-        for stream in streams:
-            here.wait_stream(stream)
 
-    @contextmanager
-    def _aside(self, student: Student, here: Any) -> Iterator[None]:
-        if student.stream is None:
-            yield
+    def beside(self) -> Iterator[Student]:
+        """The students, each in a stream of its own, so that the GPU computes them at the same time."""
+        if self.device.type != "cuda":
+            yield from self.students
             return
-        student.stream.wait_stream(here)
-        with torch.cuda.stream(student.stream):
-            yield
+        here = torch.cuda.current_stream()
+        for student in self.students:
+            student.stream.wait_stream(here)
+            with torch.cuda.stream(student.stream):
+                yield student
+        for student in self.students:
+            here.wait_stream(student.stream)
 
     def epoch(self, samples: Samples, number: int, epochs: int, lr: float) -> list[float]:
         """The mean loss of each student. One that became NaN or infinite does not stop the others."""
@@ -196,6 +195,34 @@ class Together:
         if not any(map(math.isfinite, losses)):
             raise RuntimeError(f"every loss is NaN or infinite in epoch {number + 1}: {losses}")
         return losses
+
+
+class Recording:
+    """One step as CUDA graphs: one of the teacher, and one of each student. Those of students run side by side.
+
+    Each student is recorded in its own stream: libraries keep working memory by stream, and two that run at the same
+    time must not share it.
+    """
+
+    def __init__(self, group: Together, x: Tensor, y: Tensor) -> None:
+        self.group, self.images, self.labels = group, x.clone(), y.clone()
+        self.first, self.rest = torch.cuda.CUDAGraph(), list[Any]()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(self.first):
+            self.shown = group.shown(self.images)
+        for student in group.students:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=student.stream):
+                student.step(self.shown[0], self.labels, self.shown[1], group.rate, group.used(x))
+            self.rest.append(graph)
+        torch.cuda.synchronize()
+
+    def replay(self, x: Tensor, y: Tensor) -> None:
+        self.images.copy_(x)
+        self.labels.copy_(y)
+        self.first.replay()
+        for _, graph in zip(self.group.beside(), self.rest, strict=True):
+            graph.replay()
 
 
 def _short(error: Exception) -> str:

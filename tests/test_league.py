@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 import secateur as sc
 from benchmarks.league import done, groups, restore, save
-from benchmarks.league_models import MAGNITUDE, OURS, Job, augment, folded, padded, unpadded
-from benchmarks.league_steps import PLAIN
+from benchmarks.league_models import ALIGNED, MAGNITUDE, OURS, Job, augment, folded, padded, shaped, unpadded
+from benchmarks.league_steps import PLAIN, prepared
 from benchmarks.league_together import Student, Together
 from benchmarks.resnet56 import ResNet
 from secateur.recover.samples import Samples
@@ -89,6 +89,38 @@ def test_padded_channels_stay_zero(data: tuple[Tensor, Tensor]) -> None:
     with seeded(3, 0):
         taught([Student(wide, 0.5, 5e-4)], teacher, data, range(2))
     unpadded(wide, model)  # which looks at the others
+
+
+def narrow() -> nn.Module:
+    """A ResNet that has lost channels everywhere: 13 and 14 of 16 are left before the shortcuts that pad 8 + 8."""
+    torch.manual_seed(2)
+    state, (first, inner) = ResNet(1).state_dict(), (torch.arange(14), torch.arange(13))
+    second = torch.cat([torch.arange(8), 8 + first, 24 + torch.arange(8)])
+    third = torch.cat([torch.arange(16), 16 + second, 48 + torch.arange(16)])
+    streams = {"": first, "layer1.0.": first, "layer2.0.": second, "layer3.0.": third}
+    before = dict(zip(streams, [torch.arange(3), first, first, second], strict=True))
+    for path, own in streams.items():
+        norms = {"bn1": inner if path else own, "bn2": own}
+        for name in [name for name in state if name.startswith(path + "bn") and not name.endswith("tracked")]:
+            state[name] = state[name][norms[name.removeprefix(path).partition(".")[0]]]
+        if path:
+            state[path + "conv1.weight"] = state[path + "conv1.weight"][inner][:, before[path]]
+            state[path + "conv2.weight"] = state[path + "conv2.weight"][own][:, inner]
+    state["conv1.weight"], state["linear.weight"] = state["conv1.weight"][first], state["linear.weight"][:, third]
+    return shaped(state)
+
+
+def test_padded_streams_train_as_they_would_without(data: tuple[Tensor, Tensor]) -> None:
+    (teacher, _), model = nets(), narrow()
+    assert [model.layer1[0].bn2.num_features, model.layer3[0].bn2.num_features] == [14, 62]
+    wide = padded(model)
+    assert [m.num_features % ALIGNED for m in wide.modules() if isinstance(m, nn.BatchNorm2d)] == [0] * 7
+    x = data[0]
+    torch.testing.assert_close(wide.eval()(prepared(x, False, 8)), model.eval()(x))
+    for net in (model, wide):
+        with seeded(3, 0):
+            taught([Student(net, 0.5, 5e-4)], teacher, data, range(3))
+    close(unpadded(wide, model), model)
 
 
 def test_compiled_steps_are_the_same_and_half_precision_is_near(data: tuple[Tensor, Tensor]) -> None:
