@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -19,6 +22,7 @@ from secateur.running.sandbox import seeded
 
 JOBS = [Job(OURS, 2.55, 5, 3), Job(MAGNITUDE, 2.55, 5, 3)]
 SHARES = (0.5, 0.0)
+ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture
@@ -121,6 +125,34 @@ def test_padded_streams_train_as_they_would_without(data: tuple[Tensor, Tensor])
         with seeded(3, 0):
             taught([Student(net, 0.5, 5e-4)], teacher, data, range(3))
     close(unpadded(wide, model), model)
+
+
+INTERPRETED = """
+import torch
+import torch.nn.functional as F
+from benchmarks.league_kernels import convolution
+
+drawn = torch.Generator().manual_seed(0)
+for images, inputs, outputs, height, width in ((2, 8, 16, 8, 8), (3, 16, 8, 6, 10), (1, 24, 40, 5, 7)):
+    x, weight, slope = (
+        torch.randn(*size, generator=drawn).contiguous(memory_format=torch.channels_last).requires_grad_()
+        for size in ((images, inputs, height, width), (outputs, inputs, 3, 3), (images, outputs, height, width))
+    )
+    out, expected = convolution(x, weight), F.conv2d(x, weight, None, 1, 1)
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
+    found, known = (torch.autograd.grad(t, (x, weight), slope) for t in (out, expected))
+    torch.testing.assert_close(found, known, rtol=1e-4, atol=1e-4)
+print("equal")
+"""
+
+
+def test_own_kernels_are_convolutions() -> None:
+    pytest.importorskip("triton")
+    environment = os.environ | {"TRITON_INTERPRET": "1"}  # which must be known before the kernels are defined
+    made = subprocess.run(
+        [sys.executable, "-c", INTERPRETED], capture_output=True, text=True, env=environment, cwd=ROOT, check=False
+    )
+    assert made.stdout == "equal\n", made.stderr[-2000:]
 
 
 def test_compiled_steps_are_the_same_and_half_precision_is_near(data: tuple[Tensor, Tensor]) -> None:
