@@ -21,7 +21,6 @@ except ImportError:  # then there is no GPU that it could be for
 
 FEW = 64  # channels up to which these kernels are faster: every layer of a ResNet-56
 _LEAST = 16  # the narrowest tile of a matrix unit
-_PROGRAMS = 396  # that add to a gradient at the same time: three for each of an H200's processors
 
 if triton is not None:
 
@@ -54,6 +53,44 @@ if triton is not None:
             out + at[:, None] * outputs + o[None, :], total.to(out.dtype.element_ty),
             mask=(at < positions)[:, None] & (o < outputs)[None, :],
         )  # fmt: skip
+
+    @triton.jit
+    def _correlate_at_once(
+        x, slope, found, positions, tiles,
+        height: tl.constexpr, width: tl.constexpr, inputs: tl.constexpr, outputs: tl.constexpr,
+        wide_in: tl.constexpr, wide_out: tl.constexpr, tile: tl.constexpr,
+    ):  # fmt: skip
+        part = tl.program_id(0)
+        o, last = tl.arange(0, wide_out), tl.arange(0, wide_in)
+        both = tl.arange(0, 8 * wide_in)  # eight taps, and the channels of each; the ninth tap comes alone
+        tap, i = both // wide_in, both % wide_in
+        down, right = (tap // 3 - 1)[:, None], (tap % 3 - 1)[:, None]
+        eight = tl.zeros((8 * wide_in, wide_out), tl.float32)
+        ninth = tl.zeros((wide_in, wide_out), tl.float32)
+        for number in range(tiles):
+            at = (part * tiles + number) * tile + tl.arange(0, tile)
+            row, column, there = (at // width) % height, at % width, at < positions
+            g = tl.load(
+                slope + at[:, None] * outputs + o[None, :], mask=there[:, None] & (o < outputs)[None, :], other=0.0
+            )
+            below, beside = row[None, :] + down, column[None, :] + right
+            inside = there[None, :] & (below >= 0) & (below < height) & (beside >= 0) & (beside < width)
+            seen = tl.load(
+                x + (at[None, :] + down * width + right) * inputs + i[:, None],
+                mask=inside & (i < inputs)[:, None], other=0.0,
+            )  # fmt: skip
+            inside = there & (row + 1 < height) & (column + 1 < width)
+            corner = tl.load(
+                x + (at + width + 1)[None, :] * inputs + last[:, None],
+                mask=inside[None, :] & (last < inputs)[:, None], other=0.0,
+            )  # fmt: skip
+            eight += tl.dot(seen, g)
+            ninth += tl.dot(corner, g)
+        own = (i < inputs)[:, None] & (o < outputs)[None, :]
+        tl.atomic_add(found + (tap * inputs + i)[:, None] * outputs + o[None, :], eight, mask=own, sem="relaxed")
+        own = (last < inputs)[:, None] & (o < outputs)[None, :]
+        base = found + 8 * inputs * outputs + last[:, None] * outputs + o[None, :]
+        tl.atomic_add(base, ninth, mask=own, sem="relaxed")
 
     @triton.jit
     def _correlate(
@@ -111,13 +148,21 @@ def convolved(x: Tensor, weight: Tensor, turned: bool = False) -> Tensor:
 def correlated(x: Tensor, slope: Tensor) -> Tensor:
     """The gradient of the weight: sums of products of what was seen and the gradient of the output."""
     x, slope, (images, inputs, height, width), outputs = _last(x), _last(slope), x.shape, slope.shape[1]
-    positions, tile = images * height * width, 64 if max(inputs, outputs) <= 32 else 256
+    positions, most, found = (
+        images * height * width,
+        max(inputs, outputs),
+        torch.zeros(9, inputs, outputs, device=x.device),
+    )
+    # All taps at once take memory for nine times the channels, which is there for few of them.
+    tile, programs, warps, stages = (
+        (32, 528, 4, 3) if most <= 16 else (64, 396, 4, 3) if most <= 32 else (256, 264, 8, 1)
+    )
+    kernel, rows = (_correlate_at_once, 1) if most <= 32 else (_correlate, 3)
     tiles = triton.cdiv(positions, tile)
-    each = triton.cdiv(tiles, _PROGRAMS)
-    found = torch.zeros(9, inputs, outputs, device=x.device)
-    _correlate[(triton.cdiv(tiles, each), 3)](
-        x, slope, found, positions, each,
-        height, width, inputs, outputs, _wide(inputs), _wide(outputs), tile,
+    each = triton.cdiv(tiles, programs)
+    kernel[(triton.cdiv(tiles, each), rows)](
+        x, slope, found, positions, each, height, width, inputs, outputs, _wide(inputs), _wide(outputs), tile,
+        num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return found.view(3, 3, inputs, outputs).permute(3, 2, 0, 1)
 

@@ -133,7 +133,8 @@ import torch.nn.functional as F
 from benchmarks.league_kernels import convolution
 
 drawn = torch.Generator().manual_seed(0)
-for images, inputs, outputs, height, width in ((2, 8, 16, 8, 8), (3, 16, 8, 6, 10), (1, 24, 40, 5, 7)):
+SIZES = ((2, 8, 16, 8, 8), (3, 16, 8, 6, 10), (1, 24, 32, 5, 7), (1, 24, 40, 5, 7))
+for images, inputs, outputs, height, width in SIZES:
     x, weight, slope = (
         torch.randn(*size, generator=drawn).contiguous(memory_format=torch.channels_last).requires_grad_()
         for size in ((images, inputs, height, width), (outputs, inputs, 3, 3), (images, outputs, height, width))
