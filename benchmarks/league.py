@@ -60,7 +60,7 @@ from secateur.running.sandbox import seeded
 from secateur.running.tensor_files import decode, encode, read_checkpoint, write_checkpoint
 
 ON_THE_WAY = (1, 5, 20)  # epochs after which the runs of 100 are measured too
-FORMAT, SAVED = "league-together-2", 30.0  # seconds between two checkpoints
+FORMAT, SAVED = "league-together-2", 120.0  # seconds between two checkpoints
 BROKEN, RESTARTS = 3, 3  # the exit status of a process whose GPU fails, and how many are started again
 NEAR = 11  # runs further down in the plan do not slow down those that matter more
 
