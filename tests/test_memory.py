@@ -29,6 +29,7 @@ from secateur.files import onnx as onnx_files
 from secateur.latency import timing
 from secateur.repair import Repair, session
 from secateur.repair.reference import Reference
+from secateur.repair.rows import Rows
 from secateur.repair.samples import Samples
 from secateur.running import memory
 from secateur.running.accuracy import accuracy
@@ -187,6 +188,48 @@ def test_memory_decides_how_many_rows_there_are(monkeypatch: pytest.MonkeyPatch)
     tight = each(2**30)
     assert all(3900 < tight[name] < 19_000 for name in ("0.weight", "2.weight"))
     assert 4 * sum(rows * (10 if name == "8.weight" else 32) for name, rows in tight.items()) <= 3 * 2**20
+
+
+class Depthwise(nn.Module):
+    """What its second layer reads is 25 times its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.deep = nn.Conv2d(3, 16, 1), nn.Conv2d(16, 16, 5, padding=2, groups=16)
+        self.norm, self.wide, self.last = nn.BatchNorm2d(16), nn.Conv2d(16, 24, 1), nn.Linear(24, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x).relu()
+        x = (x + self.norm(self.deep(x))).relu()
+        return self.last(self.wide(x).relu().mean((2, 3)))
+
+
+@pytest.mark.parametrize("method", ["ridge", "norm"])
+@pytest.mark.parametrize("share", [2e-2, 1e-5])  # some samples at a time, or some positions of one
+def test_rows_are_looked_at_in_parts_that_fit(method: str, share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sums over all rows are the same, whatever is held out and whichever errors a ReLU hides."""
+    torch.manual_seed(0)
+    net, x = Depthwise().double().eval(), torch.rand(12, 3, 20, 20).double()
+    graph = sc.analyze(net, x[:1])
+    small = sc.apply(net, sc.plan(graph, random_scores(graph), remove=0.3))
+    sizes: list[int] = []
+    usual = Rows.read
+    monkeypatch.setattr(Rows, "read", lambda *args: sizes.append((made := usual(*args)).nbytes) or made)
+
+    def repaired() -> dict[str, Any]:
+        sizes.clear()
+        return Repair(method, copies=2, memory=2**30)(small, net, (x, torch.arange(12) % 3)).state_dict()
+
+    whole, most = repaired(), max(sizes, default=0)
+    home, room = sys.modules[Reference.__module__], share * 2**30
+    monkeypatch.setattr(home, "_LOOKED_AT", share)
+    parts = repaired()
+    if method == "ridge":
+        assert most > 4e6
+        assert max(sizes) <= max(room / 2, 25 * 16 * 8)
+    assert whole.keys() == parts.keys()
+    for name, tensor in whole.items():
+        assert torch.allclose(tensor, parts[name], rtol=1e-7, atol=1e-9), name
 
 
 def test_a_wide_layer_has_fewer_rows_than_unknowns() -> None:
