@@ -27,7 +27,10 @@ from secateur.cli.options import Images, Seen, Source
 from secateur.errors import DataError, SecateurError
 from secateur.files import onnx as onnx_files
 from secateur.latency import timing
+from secateur.loop import Schedule
+from secateur.plans import Limits
 from secateur.repair import Repair, session
+from secateur.repair.layerwise import Corrected, LayerCorrector
 from secateur.repair.reference import Reference
 from secateur.repair.rows import Rows
 from secateur.repair.samples import Samples
@@ -232,6 +235,54 @@ def test_rows_are_looked_at_in_parts_that_fit(method: str, share: float, monkeyp
         assert torch.allclose(tensor, parts[name], rtol=1e-7, atol=1e-9), name
 
 
+@pytest.mark.parametrize("better", [True, False])
+def test_no_copy_of_the_original_waits_while_a_step_is_repaired(better: bool) -> None:
+    """Its weights would be there three times. A run that keeps none of its steps makes that copy at its end."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 9), nn.ReLU(), nn.Linear(9, 41), nn.ReLU(), nn.Linear(41, 3)).eval()
+    before, seen = {name: t.clone() for name, t in net.state_dict().items()}, list[int]()
+
+    def count(small: nn.Module, original: nn.Module, data: Any) -> nn.Module:
+        gc.collect()
+        alike = [o for o in gc.get_objects() if type(o) is nn.Parameter and o.shape == (3, 41)]
+        seen.append(len({parameter.data_ptr() for parameter in alike}))
+        return small
+
+    result = sc.prune(
+        net, (torch.rand(20, 6), torch.arange(20) % 3), "weight", remove=0.1, repair=count, max_drop=0.1,
+        limits=Limits(ignore=["2"]), schedule=Schedule(one_shot=True), progress=False,
+        evaluate=lambda model: float(better or model[0].out_features == 9),
+    )  # fmt: skip
+    assert seen == [2]  # of the original and of the smaller model
+    assert (result.model[0].out_features < 9) == better
+    assert not {t.data_ptr() for t in result.model.parameters()} & {t.data_ptr() for t in net.parameters()}
+    for name, tensor in net.state_dict().items():
+        assert torch.equal(tensor, before[name])
+        assert better or torch.equal(tensor, result.model.state_dict()[name])
+
+
+def test_a_repair_holds_one_model_of_those_it_has_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[weakref.ref[nn.Module]] = []
+    alive: list[int] = []
+    usual = LayerCorrector.run
+
+    def run(corrector: LayerCorrector) -> Corrected:
+        alive.append(sum(model() is not None for model in made))
+        found = usual(corrector)
+        assert found.trial is not None
+        made.extend(map(weakref.ref, (found.model, found.trial[0])))
+        return found
+
+    monkeypatch.setattr(LayerCorrector, "run", run)
+    monkeypatch.setattr(session, "_CLOSE", 0.0)  # nothing is good enough to leave others out
+    net, x = network(), torch.rand(12, 3, 32, 32)
+    graph = sc.analyze(net, x[:1])
+    small = sc.apply(net, sc.plan(graph, random_scores(graph), remove=0.3))
+    Repair(copies=1).examine(small, net, (x, None))
+    assert len(alive) >= 3
+    assert max(alive) <= 1
+
+
 def test_a_wide_layer_has_fewer_rows_than_unknowns() -> None:
     """Its equations have an unknown for each row then: with one for each of 4,608 features they take 340 MB."""
     torch.manual_seed(0)
@@ -327,7 +378,10 @@ def test_large_batches_are_scored_in_parts() -> None:
 _LIMITED = """
 import resource, torch
 import secateur as sc
+from secateur.loop import Schedule
+from secateur.plans import Limits
 from secateur.repair import Repair, session
+from secateur.repair.layerwise import Corrected, LayerCorrector
 from test_memory import network
 
 torch.set_num_threads(1)

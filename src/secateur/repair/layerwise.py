@@ -334,11 +334,14 @@ class _Copy:
                 bias.copy_(constant if change.shift is None else constant + change.shift.reshape(-1))
 
     def made(self) -> nn.Module:
-        """The corrected model. What the forward wrote to the copy (counters, averages) stays there."""
+        """The corrected model. What the forward wrote to the copy (counters, averages) stays there. Weights that were
+        changed are handed over: the copy has served."""
+
+        def tensor(name: str, old: Tensor) -> Tensor:
+            return self.tensors[name].detach() if name in self._changed else old.detach().clone()
+
         with uncollected:
-            return copy_with(
-                self._small, lambda name, old: (self.tensors[name] if name in self._changed else old).detach().clone()
-            )
+            return copy_with(self._small, tensor)
 
 
 def _end(places: Places) -> int:
