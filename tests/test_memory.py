@@ -29,6 +29,8 @@ from secateur.files import onnx as onnx_files
 from secateur.latency import timing
 from secateur.loop import Schedule
 from secateur.plans import Limits
+from secateur.relevance.engine import RelevancePass
+from secateur.relevance.rules import Gamma
 from secateur.repair import Repair, session
 from secateur.repair.layerwise import Corrected, LayerCorrector
 from secateur.repair.reference import Reference
@@ -283,6 +285,36 @@ def test_a_repair_holds_one_model_of_those_it_has_tried(monkeypatch: pytest.Monk
     assert max(alive) <= 1
 
 
+@pytest.mark.parametrize("norm", [False, True])
+def test_parts_of_large_weights_are_not_kept(norm: bool) -> None:
+    """Positive and negative weights and those with a folded norm are three times all weights. The numbers stay."""
+    torch.manual_seed(0)
+    wide: list[nn.Module] = [nn.Conv2d(3, 800, 1), *([nn.BatchNorm2d(800)] if norm else []), nn.ReLU()]
+    wide += [nn.Conv2d(800, 800, 1), *([nn.BatchNorm2d(800)] if norm else []), nn.ReLU()]
+    net, x = nn.Sequential(*wide, nn.Flatten(), nn.Linear(3200, 3)).eval(), torch.rand(2, 3, 2, 2)
+    heats = []
+    for given, kept in (("16 MiB", 0), ("1 GiB", 2)):
+        engine = RelevancePass(net, Gamma())
+        with memory.limited(given), torch.no_grad():
+            for _ in range(2):  # the second time, norms and activations are computed with their layers
+                _, heat = engine.run(x, lambda output: output)
+        maps = [made for _, made in engine.weights._maps.values() if made.weight.shape[:2] == (800, 800)]
+        assert [len(vars(made).keys() & {"positive", "negative"}) for made in maps] == [kept]
+        heats.append(heat[0])
+    assert torch.equal(heats[0], heats[1])
+
+
+def test_copies_of_the_weights_count_among_what_relevance_takes() -> None:
+    x = torch.rand(64, 3, 64, 64)
+    slim = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 3))
+    heavy = nn.Sequential(*slim[:4], nn.Linear(16, 300_000), nn.Linear(300_000, 3))  # 23 MB
+    with memory.limited("64 MiB"):
+        few, many = (memory.together(net, x, backward=True) for net in (heavy, slim))
+        room = 2**26 - sum(p.nbytes for p in heavy.parameters())
+        total, _ = memory.footprint(heavy, x)
+        assert few == room // (2 * total) < many
+
+
 def test_a_wide_layer_has_fewer_rows_than_unknowns() -> None:
     """Its equations have an unknown for each row then: with one for each of 4,608 features they take 340 MB."""
     torch.manual_seed(0)
@@ -378,10 +410,7 @@ def test_large_batches_are_scored_in_parts() -> None:
 _LIMITED = """
 import resource, torch
 import secateur as sc
-from secateur.loop import Schedule
-from secateur.plans import Limits
 from secateur.repair import Repair, session
-from secateur.repair.layerwise import Corrected, LayerCorrector
 from test_memory import network
 
 torch.set_num_threads(1)
