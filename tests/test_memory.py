@@ -27,8 +27,14 @@ from secateur.cli.options import Images, Seen, Source
 from secateur.errors import DataError, SecateurError
 from secateur.files import onnx as onnx_files
 from secateur.latency import timing
+from secateur.loop import Schedule
+from secateur.plans import Limits
+from secateur.relevance.engine import RelevancePass
+from secateur.relevance.rules import Gamma
 from secateur.repair import Repair, session
+from secateur.repair.layerwise import Corrected, LayerCorrector
 from secateur.repair.reference import Reference
+from secateur.repair.rows import Rows
 from secateur.repair.samples import Samples
 from secateur.running import memory
 from secateur.running.accuracy import accuracy
@@ -187,6 +193,126 @@ def test_memory_decides_how_many_rows_there_are(monkeypatch: pytest.MonkeyPatch)
     tight = each(2**30)
     assert all(3900 < tight[name] < 19_000 for name in ("0.weight", "2.weight"))
     assert 4 * sum(rows * (10 if name == "8.weight" else 32) for name, rows in tight.items()) <= 3 * 2**20
+
+
+class Depthwise(nn.Module):
+    """What its second layer reads is 25 times its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.deep = nn.Conv2d(3, 16, 1), nn.Conv2d(16, 16, 5, padding=2, groups=16)
+        self.norm, self.wide, self.last = nn.BatchNorm2d(16), nn.Conv2d(16, 24, 1), nn.Linear(24, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x).relu()
+        x = (x + self.norm(self.deep(x))).relu()
+        return self.last(self.wide(x).relu().mean((2, 3)))
+
+
+@pytest.mark.parametrize("method", ["ridge", "norm"])
+@pytest.mark.parametrize("share", [2e-2, 1e-5])  # some samples at a time, or some positions of one
+def test_rows_are_looked_at_in_parts_that_fit(method: str, share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sums over all rows are the same, whatever is held out and whichever errors a ReLU hides."""
+    torch.manual_seed(0)
+    net, x = Depthwise().double().eval(), torch.rand(12, 3, 20, 20).double()
+    graph = sc.analyze(net, x[:1])
+    small = sc.apply(net, sc.plan(graph, random_scores(graph), remove=0.3))
+    sizes: list[int] = []
+    usual = Rows.read
+    monkeypatch.setattr(Rows, "read", lambda *args: sizes.append((made := usual(*args)).nbytes) or made)
+
+    def repaired() -> dict[str, Any]:
+        sizes.clear()
+        return Repair(method, copies=2, memory=2**30)(small, net, (x, torch.arange(12) % 3)).state_dict()
+
+    whole, most = repaired(), max(sizes, default=0)
+    home, room = sys.modules[Reference.__module__], share * 2**30
+    monkeypatch.setattr(home, "_LOOKED_AT", share)
+    parts = repaired()
+    if method == "ridge":
+        assert most > 4e6
+        assert max(sizes) <= max(room / 2, 25 * 16 * 8)
+    assert whole.keys() == parts.keys()
+    for name, tensor in whole.items():
+        assert torch.allclose(tensor, parts[name], rtol=1e-7, atol=1e-9), name
+
+
+@pytest.mark.parametrize("better", [True, False])
+def test_no_copy_of_the_original_waits_while_a_step_is_repaired(better: bool) -> None:
+    """Its weights would be there three times. A run that keeps none of its steps makes that copy at its end."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 9), nn.ReLU(), nn.Linear(9, 41), nn.ReLU(), nn.Linear(41, 3)).eval()
+    before, seen = {name: t.clone() for name, t in net.state_dict().items()}, list[int]()
+
+    def count(small: nn.Module, original: nn.Module, data: Any) -> nn.Module:
+        gc.collect()
+        alike = [o for o in gc.get_objects() if type(o) is nn.Parameter and o.shape == (3, 41)]
+        seen.append(len({parameter.data_ptr() for parameter in alike}))
+        return small
+
+    result = sc.prune(
+        net, (torch.rand(20, 6), torch.arange(20) % 3), "weight", remove=0.1, repair=count, max_drop=0.1,
+        limits=Limits(ignore=["2"]), schedule=Schedule(one_shot=True), progress=False,
+        evaluate=lambda model: float(better or model[0].out_features == 9),
+    )  # fmt: skip
+    assert seen == [2]  # of the original and of the smaller model
+    assert (result.model[0].out_features < 9) == better
+    assert not {t.data_ptr() for t in result.model.parameters()} & {t.data_ptr() for t in net.parameters()}
+    for name, tensor in net.state_dict().items():
+        assert torch.equal(tensor, before[name])
+        assert better or torch.equal(tensor, result.model.state_dict()[name])
+
+
+def test_a_repair_holds_one_model_of_those_it_has_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[weakref.ref[nn.Module]] = []
+    alive: list[int] = []
+    usual = LayerCorrector.run
+
+    def run(corrector: LayerCorrector) -> Corrected:
+        alive.append(sum(model() is not None for model in made))
+        found = usual(corrector)
+        assert found.trial is not None
+        made.extend(map(weakref.ref, (found.model, found.trial[0])))
+        return found
+
+    monkeypatch.setattr(LayerCorrector, "run", run)
+    monkeypatch.setattr(session, "_CLOSE", 0.0)  # nothing is good enough to leave others out
+    net, x = network(), torch.rand(12, 3, 32, 32)
+    graph = sc.analyze(net, x[:1])
+    small = sc.apply(net, sc.plan(graph, random_scores(graph), remove=0.3))
+    Repair(copies=1).examine(small, net, (x, None))
+    assert len(alive) >= 3
+    assert max(alive) <= 1
+
+
+@pytest.mark.parametrize("norm", [False, True])
+def test_parts_of_large_weights_are_not_kept(norm: bool) -> None:
+    """Positive and negative weights and those with a folded norm are three times all weights. The numbers stay."""
+    torch.manual_seed(0)
+    wide: list[nn.Module] = [nn.Conv2d(3, 800, 1), *([nn.BatchNorm2d(800)] if norm else []), nn.ReLU()]
+    wide += [nn.Conv2d(800, 800, 1), *([nn.BatchNorm2d(800)] if norm else []), nn.ReLU()]
+    net, x = nn.Sequential(*wide, nn.Flatten(), nn.Linear(3200, 3)).eval(), torch.rand(2, 3, 2, 2)
+    heats = []
+    for given, kept in (("16 MiB", 0), ("1 GiB", 2)):
+        engine = RelevancePass(net, Gamma())
+        with memory.limited(given), torch.no_grad():
+            for _ in range(2):  # the second time, norms and activations are computed with their layers
+                _, heat = engine.run(x, lambda output: output)
+        maps = [made for _, made in engine.weights._maps.values() if made.weight.shape[:2] == (800, 800)]
+        assert [len(vars(made).keys() & {"positive", "negative"}) for made in maps] == [kept]
+        heats.append(heat[0])
+    assert torch.equal(heats[0], heats[1])
+
+
+def test_copies_of_the_weights_count_among_what_relevance_takes() -> None:
+    x = torch.rand(64, 3, 64, 64)
+    slim = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 3))
+    heavy = nn.Sequential(*slim[:4], nn.Linear(16, 300_000), nn.Linear(300_000, 3))  # 23 MB
+    with memory.limited("64 MiB"):
+        few, many = (memory.together(net, x, backward=True) for net in (heavy, slim))
+        room = 2**26 - sum(p.nbytes for p in heavy.parameters())
+        total, _ = memory.footprint(heavy, x)
+        assert few == room // (2 * total) < many
 
 
 def test_a_wide_layer_has_fewer_rows_than_unknowns() -> None:

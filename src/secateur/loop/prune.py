@@ -37,7 +37,7 @@ from secateur.report.page import write_report
 from secateur.results.comparison import Comparison
 from secateur.results.history import Record
 from secateur.running.batches import Data, example_of, repeatable
-from secateur.running.copies import copy_with, unwrap
+from secateur.running.copies import unwrap
 from secateur.running.memory import Memory, limited
 from secateur.running.processes import check_same, together
 from secateur.running.progress import Listener, telling
@@ -250,7 +250,6 @@ def run_loop(
         viewer = _viewer(original, data, settings)
         steps = Steps(original, data, graph, settings, planner, shown, training, viewer)
         try:
-            state.model = copy_with(original, lambda name, old: old.detach().clone())
             for item in settings.schedule.carry:
                 carry_over(item, original, state.model, None)
             if saved is not None and saved.restore(state):

@@ -35,6 +35,7 @@ from secateur.recover.recovery import trained
 from secateur.recover.settings import Recover, Recovered
 from secateur.results.history import History, Row
 from secateur.running.batches import Data
+from secateur.running.copies import copy_with
 from secateur.running.identity import digest_of_text
 from secateur.running.processes import same_everywhere
 from secateur.running.progress import Evaluating, Listener, Scoring
@@ -56,7 +57,7 @@ _REPEATS = 5  # forward passes that tell about how long one takes
 class RunState:
     """How far a run is: the smaller model, the plan that made it, the scores that the plan is based on, the rows."""
 
-    model: nn.Module
+    original: nn.Module
     plan: Plan | None = None
     scores: Scores | None = None
     history: History = field(default_factory=History)
@@ -66,6 +67,23 @@ class RunState:
     frozen: dict[str, str] = field(default_factory=dict)
     #: Heat maps of the watched samples, by step.
     seen: dict[int, Tensor] = field(default_factory=dict)
+    _model: nn.Module | None = field(default=None, init=False)
+
+    @property
+    def model(self) -> nn.Module:
+        """The model of the last step that held: at first a copy of the original, which is made when it is asked for."""
+        if self._model is None:
+            self._model = copy_with(self.original, lambda name, old: old.detach().clone())
+        return self._model
+
+    @model.setter
+    def model(self, made: nn.Module) -> None:
+        self._model = made
+
+    def set_copy_aside(self) -> None:
+        """Free the copy of the original, of a run that has removed nothing yet."""
+        if self.plan is None:
+            self._model = None
 
 
 @dataclass
@@ -116,6 +134,8 @@ class Steps:
     def _step(self, state: RunState) -> None:
         """Score, remove, repair or train, evaluate."""
         begin, number, target = time.perf_counter(), state.step + 1, self.settings.target
+        if self._from_original:
+            state.set_copy_aside()  # it would take as much as all weights while scoring and repair need memory
         scores = self._scored(state, number)
         scoring = time.perf_counter() - begin
         proposal = self.planner.propose(scores, state.plan, number)
@@ -194,8 +214,7 @@ class Steps:
         return self._scores
 
     def _removed(self, state: RunState, plan: Plan) -> nn.Module:
-        if self.settings.repair is not None and not self._trains and not self.settings.schedule.carry:
-            # A repair starts from the original's own weights: repairs of repairs drift away from them.
+        if self._from_original:
             return apply(self.original, replace(plan, example=self.graph.example))
         return apply(state.model, difference(plan, state.plan))
 
@@ -238,6 +257,11 @@ class Steps:
         self.freeze(named)
         if state.plan is None:
             state.history.rows[0] = replace(state.history.rows[0], units=self.graph.total_units)
+
+    @property
+    def _from_original(self) -> bool:
+        """Whether each step starts from the original's own weights: repairs of repairs drift away from them."""
+        return self.settings.repair is not None and not self._trains and not self.settings.schedule.carry
 
     @property
     def _trains(self) -> bool:

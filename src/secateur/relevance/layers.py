@@ -148,6 +148,7 @@ class Layers:
         `build` must not hold what holds its output: torch would never free the two.
         """
         backward, journal, use, index = self.backward, self.backward.journal, record.use, record.index
+        weights = self._weights
         if record.weight.is_complex():
             refuse_complex(use.path, backward.composite.name)
         leaf = backward.leaves.get(id(record.x))
@@ -163,7 +164,11 @@ class Layers:
                 backward.flow(use.path, "stop", arrived, None)
                 backward.flow(use.path, use.kind, arrived, arrived)
                 return (None,)
-            return backward.share(r, a, build(a), place, use.path, nonneg, arrived, use.channel)
+            layer = build(a)
+            shared = backward.share(r, a, layer, place, use.path, nonneg, arrived, use.channel)
+            if weights.spares:
+                layer.spare()
+            return shared
 
         def gate(r: Tensor) -> None:  # units that got nothing: queries and keys, if this layer makes the values too
             journal.unit_sums(use, r, besides=units)

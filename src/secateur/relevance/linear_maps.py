@@ -50,6 +50,11 @@ class LinearMap:
         vars(wide).update({name: part.float() for name, part in vars(self).items() if isinstance(part, Tensor)})
         return wide
 
+    def spare(self) -> None:
+        """Free W⁺ and W⁻, which are made again when they are asked for."""
+        for name in () if self.monotone else ("positive", "negative"):
+            vars(self).pop(name, None)
+
     @cached_property
     def positive(self) -> Tensor:
         """W⁺."""

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from secateur.ops.table import Call, Site
 from secateur.relevance.linear_maps import Geometry, LinearMap
+from secateur.running.memory import spares_parts
 
 #: Makes the linear map of a layer from its weight and bias; equal ones make equal maps.
 Build = Callable[[Tensor, Tensor | None], LinearMap]
@@ -63,9 +64,12 @@ class Weights:
         self._owners: dict[int, list[tuple[str, Tensor]]] | None = None  # by the address of the storage
         #: The number of units of each parameter, of which a call may use only some rows.
         self.heights: dict[str, int] = {}
+        #: Whether W⁺ and W⁻ of a layer are freed once its relevance is known.
+        self.spares = False
 
     def begin(self) -> None:
         """A batch begins. Parameters may have been moved or replaced since the last one."""
+        self.spares = spares_parts(self.model)
         self._plain.clear()
         self._parameters.clear()
         self._owners = None
@@ -87,7 +91,8 @@ class Weights:
         return self._parameters.get(id(weight), weight)
 
     def prepared(self, record: LinearCall, stats: tuple[Tensor | None, ...] = (), eps: float = 0.0) -> LinearMap:
-        """The linear map of a layer with its batch norm folded in. It is kept for the next batch, with W⁺ and W⁻."""
+        """The linear map of a layer with its batch norm folded in. It is kept for the next batch, with W⁺ and W⁻ if
+        there is room for them."""
         sources = (record.weight, record.bias, *stats)
         build = record.use.build
         if not isinstance(record.use.source, nn.Parameter) and not self.is_owned(record.weight):

@@ -15,11 +15,12 @@ from torch import Tensor, nn
 
 from secateur.errors import RepairError
 from secateur.repair.corrections import Change, Correction, best_change
+from secateur.repair.fit import Enough, LayerFit
 from secateur.repair.layers import LayerObserver, Layers, RepairableLayer, survey
 from secateur.repair.lockstep import Runner
-from secateur.repair.moments import Moments, Regression, moments_for
+from secateur.repair.moments import Moments
 from secateur.repair.reference import Answers, Kept, Reference
-from secateur.repair.rows import Places, Rows, hidden, is_convolution, operands, wide
+from secateur.repair.rows import Places, Rows, is_convolution
 from secateur.repair.samples import Samples
 from secateur.running.batches import size_of
 from secateur.running.copies import copy_with, named_tensors
@@ -92,10 +93,6 @@ class Outcome:
             before, after = self.errors.get(name, (math.nan, math.nan))
             lines.append(f"{name.ljust(width)}  {correction!s:<10}  error {100 * before:6.2f} % → {100 * after:6.2f} %")
         return "\n".join(lines)
-
-
-class _Enough(BaseException):
-    """The layer in question has run."""
 
 
 @dataclass(frozen=True)
@@ -222,7 +219,7 @@ class LayerCorrector:
         for runner in originals:
             assert runner.rows is not None
             self.reference.store(layer, runner.rows)
-        fit = _LayerFit(self, layer)
+        fit = LayerFit(self, layer)
         if self._whole.tensors[layer.weight].numel() > _LARGE:
             trim()
         self._held = trim_beyond(self._held)
@@ -259,7 +256,7 @@ class LayerCorrector:
     def _layer_by_layer(self) -> list[list[Answers] | None]:
         """One layer at a time, each with passes of its own."""
         for layer in self._order:
-            fit = _LayerFit(self, layer)
+            fit = LayerFit(self, layer)
             while not fit.solved:
                 for copy, places in self._parts():
                     self._pass(fit, copy, places, first=True)
@@ -267,12 +264,12 @@ class LayerCorrector:
             self._finish(fit)
         return [None, None]
 
-    def _pass(self, fit: _LayerFit, copy: _Copy, places: Places, first: bool = False) -> None:
+    def _pass(self, fit: LayerFit, copy: _Copy, places: Places, first: bool = False) -> None:
         """Add the rows of all calls of a layer in a pass of its own; those of the `first` call if asked to."""
         x, layer = self.samples.at(places), fit.layer
         collect = partial(fit.collect, copy is self._trial, first)
         watch = LayerObserver(copy.model, {layer.weight: layer}, collect, places, x, size_of(x), self.first)
-        with suppress(_Enough), watch:
+        with suppress(Enough), watch:
             run(copy.model, x)
 
     def choose(self, layer: RepairableLayer, fit: Moments, held: Moments) -> Change:
@@ -288,7 +285,7 @@ class LayerCorrector:
         self._chosen[layer.weight] = best.correction
         return best
 
-    def _finish(self, fit: _LayerFit) -> None:
+    def _finish(self, fit: LayerFit) -> None:
         for copy, change in zip((self._whole, self._trial), fit.changes, strict=True):
             if copy is not None and change is not None:
                 copy.change(fit.layer, change)
@@ -337,164 +334,15 @@ class _Copy:
                 bias.copy_(constant if change.shift is None else constant + change.shift.reshape(-1))
 
     def made(self) -> nn.Module:
-        """The corrected model. What the forward wrote to the copy (counters, averages) stays there."""
+        """The corrected model. What the forward wrote to the copy (counters, averages) stays there. Weights that were
+        changed are handed over: the copy has served."""
+
+        def tensor(name: str, old: Tensor) -> Tensor:
+            return self.tensors[name].detach() if name in self._changed else old.detach().clone()
+
         with uncollected:
-            return copy_with(
-                self._small, lambda name, old: (self.tensors[name] if name in self._changed else old).detach().clone()
-            )
+            return copy_with(self._small, tensor)
 
 
 def _end(places: Places) -> int:
     return int(places.stop) if isinstance(places, slice) else int(places.max()) + 1
-
-
-class _LayerFit:
-    """The regression of one layer: `add` rows, then `solve`; again until it is `solved`."""
-
-    def __init__(self, corrector: LayerCorrector, layer: RepairableLayer) -> None:
-        self._corrector, self.layer, self._rounds = corrector, layer, corrector.rounds
-        self.solved = False
-        #: The changes so far, of the model that is fitted to all samples and of the trial.
-        self.changes: tuple[Change | None, Change | None] = None, None
-        # Sums over rows that fit and over rows that are held out, of the model; then held out and fit, of the trial.
-        self._sums: tuple[Moments, Moments, Moments, Moments] | None = None
-        # In further rounds: sums of all rows and of those that fit, and the same with moved targets.
-        self._bases: tuple[Regression, Regression] | None = None
-        self._moved: tuple[Regression, Regression] | None = None
-
-    def collect(self, trial: bool, first: bool, call: RepairableLayer, rows: Rows) -> Tensor:
-        """Add the rows of a call, and stop the model after the last one: nothing that comes then is needed."""
-        if call.turn or first:
-            self.add(call, rows, trial)
-        if call.turn == self.layer.calls[-1].turn:
-            raise _Enough
-        return cast("Tensor", rows.call.run()) if rows.output is None else rows.output
-
-    def add(self, call: RepairableLayer, rows: Rows, trial: bool) -> None:
-        """Add the rows of some samples, which run through the model or through the trial; in further rounds, move
-        them."""
-        samples = self._corrector.samples
-        index = torch.arange(samples.total)[rows.places]
-        held = samples.held_all[index]
-        for number, mask in zip((3, 2) if trial else (0, 1), (~held, held), strict=True):
-            if bool(mask.all()):
-                self._add(call, rows, index, None, number)
-            elif bool(mask.any()):
-                self._add(call, rows, index, mask.nonzero().ravel(), number)
-
-    def _add(self, turn: RepairableLayer, rows: Rows, index: Tensor, members: Tensor | None, number: int) -> None:
-        """Add the rows of some members to one of the sums."""
-        if self._moved is not None and number == 2:
-            return  # nothing is fitted to them
-        corrector, layer, call = self._corrector, self.layer, rows.call
-        x, weight, bias = cast("tuple[Tensor, Tensor, Tensor | None]", operands(call))
-        places = index if members is None else index[members]
-        members = None if members is None else members.to(x.device)
-        of = slice(None) if members is None else members
-        wanted = corrector.reference.wanted(turn, places)
-        full, groups = not corrector.first(layer), rows.groups
-        read = rows.read(members).flatten(0, 1) if full else None
-        added = None if rows.added is None else rows.added[of]
-        kernel = None
-        if read is None:
-            y = rows.returned()[of]
-        else:
-            kernel = wide(weight.detach())
-            kernel = kernel[None] if layer.columns else kernel.reshape(groups, len(weight) // groups, -1).mT
-            y = self._applied(read, kernel, bias).reshape(*wanted.shape[:2], -1)
-        if wanted.shape != y.shape:
-            raise RepairError(
-                f"`{layer.weight}` returns rows of shape {tuple(y.shape)}, but {tuple(wanted.shape)} are left of "
-                "the original's.",
-                fix="repair the model that apply or prune made from this original",
-            )
-        weights = corrector.reference.weights.get(turn.key)
-        counts = live = None
-        if weights is not None:  # rows that do not count may hold anything
-            counts = weights[places.to(weights.device)].ravel().to(y.device)
-            live = counts > 0
-            counts, read = counts[live], None if read is None else read[live]
-
-        def flat(t: Tensor) -> Tensor:
-            made = t.reshape(-1, groups, t.shape[-1] // groups)
-            return made if live is None else made[live]
-
-        if self._moved is None:
-            if self._sums is None:
-                size = groups, y.shape[-1] // groups, read.shape[-1] if read is not None else 0
-                self._sums = self._empty(size, y)
-            lacks = (wanted if added is None else wanted - added) - y
-            self._sums[number].add(flat(lacks), flat(y), read, counts)
-            return
-        assert read is not None
-        assert kernel is not None
-        assert layer.span is not None
-        for which, moved in enumerate(self._moved):
-            if (number == 3) != bool(which):
-                continue
-            change = self.changes[which]
-            if change is None or change.weight is None:
-                continue
-            total = self._applied(read, kernel + change.weight.to(kernel.dtype), bias, change.shift)
-            goal = flat(wanted)
-            if added is not None:
-                total = total + flat(added)
-            moved.move(hidden(goal, total, layer.span.view(2, groups, -1)), read, counts, later=number == 1)
-
-    def _empty(self, size: tuple[int, int, int], y: Tensor) -> tuple[Moments, Moments, Moments, Moments]:
-        """Empty sums."""
-        samples, name = self._corrector.samples, self.layer.weight
-        joined = min(self._corrector.reference.joined[name], samples.total)
-        held = int(samples.held_all[:joined].sum())
-        make = partial(moments_for, device=y.device, exact=y.dtype == torch.float64)
-        fit, trial = (make(*size, (joined - held) * self.layer.rows) for _ in range(2))
-        kept = [make(*size, held * self.layer.rows, keep=True) for _ in range(2)]
-        return fit, kept[0], kept[1], trial
-
-    @staticmethod
-    def _applied(read: Tensor, kernel: Tensor, bias: Tensor | None, shift: Tensor | None = None) -> Tensor:
-        """What a layer with these weights returns for rows (n, groups, features): (n, groups, outputs)."""
-        made = (wide(read).transpose(0, 1) @ kernel).transpose(0, 1)
-        for constant in (bias, shift):
-            if constant is not None:
-                made = made + constant.view(made.shape[1:]).to(made.dtype)
-        return made
-
-    def solve(self) -> None:
-        """Find the changes from the rows."""
-        self.solved = True
-        if self._moved is not None:
-            self._solve_moved(list(self._moved))
-        elif self._sums is not None:
-            self._solve_first(*self._sums)
-        last = self.changes[0]
-        if self._bases is not None and self._rounds and last is not None and last.weight is not None:
-            self._moved = self._bases[0].snapshot(), self._bases[1].snapshot()
-            self.solved = False
-
-    def _solve_first(self, fit: Moments, held: Moments, trial: Moments, own: Moments) -> None:
-        own = own if self._corrector.has_trial else fit
-        first = self._corrector.choose(self.layer, own, trial)
-        again = self._rounds and self.layer.span is not None and first.weight is not None
-        if isinstance(own, Regression):
-            own.spare()  # the search has gone beyond the best strength
-        before = own.snapshot() if again and isinstance(own, Regression) else None
-        self.changes = first, None
-        if self._corrector.has_trial:
-            if held.rows:  # else no such sample found room in this layer
-                fit.join(held)
-            self.changes = first.correction.fit(fit, self.layer.shifts), first
-        if before is not None and isinstance(fit, Regression):
-            self._bases = fit, before
-
-    def _solve_moved(self, moved: list[Regression]) -> None:
-        self._rounds -= 1
-        self._moved = None
-        if not self._rounds:  # what is solved goes before the next is
-            self._sums = self._bases = None
-        changes = list[Change | None]()
-        for old in self.changes:
-            sums = moved.pop(0)
-            same = old is None or old.weight is None
-            changes.append(old if same else cast("Change", old).correction.fit(sums, self.layer.shifts))
-        self.changes = changes[0], changes[1]

@@ -37,8 +37,9 @@ from secateur.running.targets import Reader
 Kept = Mapping[str, Mapping[int, np.ndarray[Any, Any]]]
 #: What a model answers to a batch: one or several tensors.
 Answers = list[Tensor]
-# Of the memory: what models in lockstep may hold, and what the rows of all layers may take together.
-_IN_FLIGHT, _KEPT = 0.4, 0.4
+# Of the memory: what models in lockstep may hold, what the rows of all layers may take together, and what looking at
+# some of them may.
+_IN_FLIGHT, _KEPT, _LOOKED_AT = 0.4, 0.4, 0.2
 # A part of the memory, weights and all: what the equations of a layer may take.
 _SOLVING = 3
 # What the modules of a pass take, and what watches them.
@@ -77,6 +78,8 @@ class Reference:
         room = allowed(device, taken, memory)
         #: So many samples run together.
         self.together = min(samples.total, at_once if at_once is not None else _together(found.largest, device, room))
+        #: So many bytes of rows, with all that is made of them, are looked at together.
+        self.looked_at = int(_LOOKED_AT * room)
         #: Whether each layer needs a pass of its own, since all samples are too many at once for the user.
         self.by_layer = at_once is not None and samples.total > at_once
         self.original = shared_copy(original).eval()

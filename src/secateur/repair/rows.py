@@ -18,6 +18,8 @@ from secateur.ops.table import Call
 
 #: Which samples: their places among all.
 Places = slice | Tensor
+#: All positions.
+EVERY = slice(None)
 
 
 def operands(call: Call) -> tuple[Tensor, Tensor, Tensor | None] | None:
@@ -107,27 +109,41 @@ class Rows:
         """Regressions that have nothing to do with each other."""
         return int(self.call["groups"]) if isinstance(self.call.operation, Convolution) else 1
 
-    def returned(self) -> Tensor:
-        """What the layer returned at the positions that take part."""
+    @property
+    def count(self) -> int:
+        """Positions of each sample that take part."""
+        return self.positions if self.sampled.chosen is None else self.sampled.chosen.shape[1]
+
+    def returned(self, members: Tensor | None = None, part: slice = EVERY) -> Tensor:
+        """What the layer returned at the positions that take part; of some samples, at some of these positions."""
         assert self.output is not None
-        return wide(self.sampled.take(channel_last(self.call, self.output, self.batch, self.positions), self.places))
+        made = channel_last(self.call, self.output, self.batch, self.positions)
+        made, chosen = self._of(made, members, part)
+        return wide(_at(made, chosen))
 
     @property
     def total(self) -> Tensor:
         """What it returned, and what is added to that."""
         return self.returned() if self.added is None else self.returned() + self.added
 
-    def read(self, members: Tensor | None = None) -> Tensor:
-        """What the layer reads for each of its rows: (samples, positions, groups, features); of some samples."""
+    def read(self, members: Tensor | None = None, part: slice = EVERY) -> Tensor:
+        """What the layer reads for each of its rows: (samples, positions, groups, features); of some samples, at some
+        of their positions."""
         own = operands(self.call)
         assert own is not None
         x = own[0]
         if not is_convolution(self.call):
             x = channel_last(self.call, x, self.batch, self.positions)
-        chosen = self.sampled.of(self.places, x.device)
+        return read_rows(self.call, *self._of(x, members, part))
+
+    def _of(self, values: Tensor, members: Tensor | None, part: slice) -> tuple[Tensor, Tensor | None]:
+        """Numbers of some samples, and which positions of each take part; None for all of them."""
+        chosen = self.sampled.of(self.places, values.device)
+        if chosen is None and part != EVERY:
+            chosen = torch.arange(self.positions, device=values.device).expand(len(values), -1)
         if members is not None:
-            x, chosen = x[members], None if chosen is None else chosen[members]
-        return read_rows(self.call, x, chosen)
+            values, chosen = values[members], None if chosen is None else chosen[members]
+        return values, None if chosen is None else chosen[:, part]
 
 
 def hidden(wanted: Tensor, total: Tensor, span: Tensor) -> Tensor:

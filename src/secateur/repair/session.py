@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import cast
 
@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from secateur.arguments import check_callable, check_count, check_number
 from secateur.errors import RepairError, SecateurWarning
 from secateur.nest import tensors_in
-from secateur.repair.corrections import corrections_named
+from secateur.repair.corrections import Correction, corrections_named
 from secateur.repair.layers import Layers, version
-from secateur.repair.layerwise import LayerCorrector, Outcome, kept_indices, layers_in_both
+from secateur.repair.layerwise import Corrected, LayerCorrector, Outcome, kept_indices, layers_in_both
 from secateur.repair.reference import Kept, Reference
 from secateur.repair.samples import Alter, Samples
 from secateur.running.batches import Data, repeatable
@@ -176,24 +176,32 @@ class Session:
         corrector = partial(LayerCorrector, small, reference, layers, self.settings.rounds, tell)
         samples = reference.samples
         best, found, cheaply, least = "none", None, False, _finite(divergence["none"])
+
+        def corrected(method: Correction, cheap: bool) -> tuple[Corrected, float]:
+            """What came of a correction, without the model that is not needed, and its divergence."""
+            made = corrector(method, samples.plain if cheap else samples).run()
+            if made.trial is None:
+                return made, made.divergence
+            # What was held out to choose with helps to fit, unless that does harm.
+            harmful = not made.divergence <= _finite(divergence["none"])
+            return replace(made, model=made.trial[0] if harmful else made.model, trial=None), made.trial[1]
+
         for name, method in sorted(methods.items(), key=lambda pair: pair[1].fallback):
             if method.fallback and found is not None and least <= _CLOSE * _finite(divergence["none"]):
                 continue
             # A few numbers for each unit need few samples, if there are others to choose from.
             cheap = len(methods) > 1 and not method.needs_inputs and samples.copies > 0
-            made = corrector(method, samples.plain if cheap else samples).run()
-            divergence[name] = made.divergence if made.trial is None else made.trial[1]
+            made, divergence[name] = corrected(method, cheap)
             if _finite(divergence[name]) < least:  # "none" comes first
                 best, found, cheaply, least = name, made, cheap, _finite(divergence[name])
+            del made  # the next one needs the memory
         if found is None:
             copy = copy_with(small, lambda name, old: old.detach().clone())
             return Outcome(copy, "none", divergence, {}, {})
         if cheaply:
-            found = corrector(methods[best], samples).run()
-        # What was held out to choose with helps to fit, unless that does harm.
-        harmful = found.trial is not None and not found.divergence <= _finite(divergence["none"])
-        model = found.trial[0] if harmful and found.trial is not None else found.model
-        return Outcome(model, best, divergence, found.layers, found.errors)
+            found = None
+            found, _ = corrected(methods[best], cheap=False)
+        return Outcome(found.model, best, divergence, found.layers, found.errors)
 
 
 def _finite(divergence: float) -> float:

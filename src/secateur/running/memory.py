@@ -43,6 +43,8 @@ _WIDER = 1000
 _ALIVE = 4
 #: Of the most that is held while models pass a batch in turn several times, the first turn holds this share or more.
 _FIRST_TURN = 0.75
+#: A part of the memory: what the positive and negative parts of all weights may take, for relevance to keep them.
+_PARTS = 4
 Made = TypeVar("Made")
 _given: ContextVar[int | None] = ContextVar("memory", default=None)
 
@@ -272,13 +274,29 @@ def fits(models: Sequence[nn.Module], inputs: Any) -> bool:
     return fitting
 
 
+def spares_parts(model: nn.Module) -> bool:
+    """Whether the positive and negative parts of a model's weights are too large to be kept for the next batch."""
+    device, size = device_of(model), 2 * _weight_of(model)
+    if size <= _LEAST // _PARTS or (device is not None and device.type != "cpu"):  # what is free takes longer to ask
+        return False
+    return size > allowed(device) // _PARTS
+
+
+def _weight_of(model: nn.Module) -> int:
+    """The bytes of all parameters."""
+    return sum(t.numel() * t.element_size() for t in model.parameters())
+
+
 def together(model: nn.Module, inputs: Any, backward: bool = False) -> int:
-    """How many samples a model takes at once: as many as fit into memory, with what a backward pass needs if asked for.
+    """How many samples a model takes at once: as many as fit into memory, with what a backward pass of relevance needs
+    if asked for.
 
     A forward pass on a CPU is fastest if the largest activation stays in the cache.
     """
     device = device_of(model)
-    room, cached = allowed(device), not backward and (device is None or device.type == "cpu")
+    # Relevance folds batch norms into weights, and keeps these.
+    taken = (1 if spares_parts(model) else 3) * _weight_of(model) if backward else 0
+    room, cached = allowed(device, taken), not backward and (device is None or device.type == "cpu")
     made = _made_of(inputs)  # small batches need no look
     if made <= room and not (cached and made > 32 * CACHE):
         return 2**20
