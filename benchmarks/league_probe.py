@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.league_models import FAIR, OTHERS, OURS, PARTS, Job
+from benchmarks.league_models import MAGNITUDE, OTHERS, OURS, PARTS, RECIPE, SPEEDS, TAYLOR, Job
 from benchmarks.league_together import WARM_UP, Together
 from benchmarks.league_worker import Worker
 
@@ -23,7 +23,7 @@ _ROUNDS = 3
 
 def timed(group: Together, worker: Worker, steps: int) -> float:
     """Seconds of a step, the median of some rounds."""
-    x, y = (t[:256] for t in worker.train)
+    x, y = (t[: RECIPE["batch_size"]] for t in worker.train)
     for _ in range(WARM_UP + 2):
         group.step(x, y, 1e-4)
     found = []
@@ -40,17 +40,20 @@ def timed(group: Together, worker: Worker, steps: int) -> float:
 
 
 def probe(options: argparse.Namespace) -> None:
-    """Print the seconds of a step for 1, 3 and 6 students, plain and compiled. What is new is tried last."""
+    """Print the seconds of a step for 1, 4 and 11 students, plain and compiled. What is new is tried last."""
     worker, begin = Worker(options), time.time()
-    rows, deadline = [OURS, *OTHERS, PARTS[0], FAIR[0]], begin + 60 * options.minutes
-    ways = [(1, "", False), *((count, "", True) for count in (1, 3, 6)), *((n, "inductor", True) for n in (1, 3, 6))]
+    rows = [(row, 2.55) for row in (OURS, MAGNITUDE, TAYLOR, *PARTS, *OTHERS)] + [
+        (OURS, n) for n in SPEEDS if n != 2.55
+    ]
+    deadline, counts = begin + 60 * options.minutes, (1, 4, len(rows))
+    ways = [(1, "", False), *((count, "", True) for count in counts), *((count, "inductor", True) for count in counts)]
     for count, backend, recorded in ways:
         if time.time() > deadline:
             print("the minutes are over", flush=True)
             return
         made = time.time()
         try:
-            group = worker.group([Job(row, 2.55, 1, 0) for row in rows[:count]], backend, recorded)
+            group = worker.group([Job(row, speed, 1, 0) for row, speed in rows[:count]], backend, recorded)
             seconds = timed(group, worker, options.steps)
         except Exception:
             print(f"{count} students {backend}:\n{traceback.format_exc()}", flush=True)
