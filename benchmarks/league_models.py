@@ -18,8 +18,9 @@ from secateur.recover.samples import shifted
 from secateur.repair import Repair
 
 SPEEDS, LENGTHS, SEEDS = (2.1, 2.55, 4.0), (0, 1, 5, 20, 100), (0, 1, 2)
-RATES = {1: 0.02, 5: 0.06, 20: 0.1, 100: 0.2}
-TEACHER, ERASED = 0.5, 8  # the teacher's share, the side of an erased square
+# The defaults of `sc.recover`, of which the rate is 0.01 for batches of 64: what is known is not to be forgotten.
+RATES, TEACHER = dict.fromkeys(LENGTHS[1:], 0.08), 0.9
+ERASED = 8  # the side of an erased square
 # What widths are padded to. Matrix units read eight channels at a time. Blocks have few different widths, so that few
 # programs are compiled; where images are small, so is what further channels cost.
 ALIGNED = 8
