@@ -67,7 +67,7 @@ class LayerFit:
         its input."""
         _, weight, _ = cast("tuple[Tensor, Tensor, Tensor | None]", operands(rows.call))
         outputs = weight.shape[self.layer.outputs]
-        inputs = rows.groups * weight.numel() // outputs if not self._corrector.first(self.layer) else 0
+        inputs = rows.groups * weight.numel() // max(outputs, 1) if not self._corrector.first(self.layer) else 0
         row = max(4, weight.element_size()) * (_READ * inputs + _RETURNED * outputs)
         fitting = max(1, self._corrector.reference.looked_at // max(row, 1))
         members = mask.nonzero().ravel()

@@ -73,7 +73,7 @@ class Reference:
             if (channels := (kept or {}).get(name, {}).get(layer.outputs)) is not None
         }
         device = device_of(original) or torch.device("cpu")
-        # A repair needs two copies of the smaller model, and makes a third.
+        # The smaller model and two copies of it, which are hardly ever as large as the original.
         taken = 3 * sum(t.numel() * t.element_size() for t in original.parameters())
         room = allowed(device, taken, memory)
         #: So many samples run together.
