@@ -530,6 +530,28 @@ def test_rows_in_which_everything_is_masked(composite, kind):
     assert not seen.input[:, :2].any()
 
 
+@pytest.mark.parametrize("composite", ["alpha1beta0", "attnlrp", "attnlrp_gamma", "epsilon_gamma_box"])
+def test_a_border_of_minus_infinity_before_a_pooling_is_the_pooling_with_its_own_border(composite):
+    class Pools(nn.Module):
+        def __init__(self, written_out):
+            super().__init__()
+            torch.manual_seed(0)
+            self.conv, self.head, self.written_out = nn.Conv2d(3, 6, 3), nn.Linear(6, 3), written_out
+
+        def forward(self, x):
+            x = self.conv(x)
+            if self.written_out:
+                x = F.max_pool2d(F.pad(x, (1, 1, 1, 1), value=-math.inf), 3, 2)
+            else:
+                x = F.max_pool2d(x, 3, 2, 1)
+            return self.head(x.mean((2, 3)))
+
+    x = torch.rand(2, 3, 11, 11)
+    seen, known = (explain(Pools(way).eval(), x, 1, composite=composite) for way in (True, False))
+    assert bool(torch.isfinite(seen.input).all())
+    torch.testing.assert_close(seen.input, known.input)
+
+
 class _Closed(nn.Module):
     """A model with its mask inside."""
 

@@ -358,8 +358,9 @@ def differentiated(backward: GradientBackward, call: Call, x: Tensor, kind: str)
 
     def back(g: Tensor) -> tuple[Tensor]:
         (pulled,) = torch.autograd.grad(inner, source, g, retain_graph=backward.gated)
-        passed = torch.where(pulled == 0, 0, source.detach() * pulled)  # masks are minus infinity
-        backward.flow(site, kind, total(inner.detach() * g), total(passed), absorbs=True)
+        # Masks, and borders before a pooling, are minus infinity.
+        arrived, passed = (torch.where(s == 0, 0, t.detach() * s) for t, s in ((inner, g), (source, pulled)))
+        backward.flow(site, kind, total(arrived), total(passed), absorbs=True)
         return (pulled,)
 
     return backward.step(inner.detach, back, x, saves=False)
