@@ -19,7 +19,7 @@ from secateur.plans import Limits
 from secateur.running.copies import named_modules, named_parameters, named_tensors, set_mode, unchanged
 from secateur.running.observer import Observer
 from secateur.surgery import forwards
-from secateur.surgery.precision import _depthwise
+from secateur.surgery.precision import depthwise
 
 IMAGE = torch.rand(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
 
@@ -343,9 +343,9 @@ def test_depthwise_convolutions_tap_by_tap(
     try:
         wanted = F.conv2d(x, weight, shift, stride, padding, dilation, 12)
     except RuntimeError:  # the kernel is larger than the image
-        assert _depthwise(x, weight, shift, stride, padding, dilation, 12) is None
+        assert depthwise(x, weight, shift, stride, padding, dilation, 12) is None
         return
-    made = _depthwise(x, weight, shift, stride, padding, dilation, 12)
+    made = depthwise(x, weight, shift, stride, padding, dilation, 12)
     assert made is not None
     assert made.is_contiguous() == wanted.is_contiguous()
     torch.testing.assert_close(made, wanted, rtol=1e-12, atol=1e-12)
@@ -367,7 +367,7 @@ def test_depthwise_convolutions_have_the_format_of_torch_and_write_nothing(
         for x in _formats(torch.randn(batch, 8, *size, dtype=torch.float64)):
             for weight in _formats(torch.randn(8, 1, kernel, kernel, dtype=torch.float64)):
                 before = [t.clone() for t in (x, weight, shift)]
-                made = _depthwise(x, weight, shift, 1, padding, 1, 8)
+                made = depthwise(x, weight, shift, 1, padding, 1, 8)
                 assert all(map(torch.equal, before, (x, weight, shift)))
                 if made is not None:
                     wanted = F.conv2d(x, weight, shift, 1, padding, 1, 8)
@@ -408,10 +408,10 @@ def test_a_depthwise_convolution_by_the_names_of_its_arguments(view: bool) -> No
 
 def test_other_convolutions_are_left_to_torch() -> None:
     x = torch.randn(2, 12, 6, 6, dtype=torch.float64)
-    assert _depthwise(x, torch.randn(12, 12, 3, 3, dtype=torch.float64)) is None
-    assert _depthwise(x, torch.randn(24, 1, 3, 3, dtype=torch.float64), groups=12) is None
-    assert _depthwise(x, torch.randn(12, 1, 3, 3, dtype=torch.float64), padding="same", groups=12) is None
-    assert _depthwise(x[0], torch.randn(12, 1, 3, 3, dtype=torch.float64), groups=12) is None
+    assert depthwise(x, torch.randn(12, 12, 3, 3, dtype=torch.float64)) is None
+    assert depthwise(x, torch.randn(24, 1, 3, 3, dtype=torch.float64), groups=12) is None
+    assert depthwise(x, torch.randn(12, 1, 3, 3, dtype=torch.float64), padding="same", groups=12) is None
+    assert depthwise(x[0], torch.randn(12, 1, 3, 3, dtype=torch.float64), groups=12) is None
 
 
 class Tied(nn.Module):

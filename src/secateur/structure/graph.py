@@ -130,6 +130,8 @@ class Graph:
     trial: Callable[[Graph], Blocks] | None = field(default=None, repr=False)
     #: Whether the forward asks for neither sizes nor numbers, so that it makes the same calls for images of any size.
     steady: bool = False
+    #: The kinds of modules if nothing in their code depends on how many units a layer has; else empty.
+    plain: frozenset[type] = frozenset()
 
     # `root` maps each label to its group, a label itself; `units` and `prunable` are indexed by group.
 
@@ -267,6 +269,7 @@ def build(
     blocks: Blocks = Blocks(),  # noqa: B008 (frozen)
     trial: Callable[[Graph], Blocks] | None = None,
     steady: bool = False,
+    plain: frozenset[type] = frozenset(),
 ) -> Graph:
     """Put together what the label passes found. `blocked` names layers that trial removals showed to be rigid."""
     main, axes = passes[0], passes[0].axes
@@ -312,6 +315,7 @@ def build(
         branches=blocks,
         trial=trial,
         steady=steady,
+        plain=plain,
     )
 
 

@@ -14,6 +14,7 @@ from typing import Any, Self
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from secateur.errors import SecateurError
 from secateur.nest import tensors_in
@@ -52,6 +53,7 @@ _SUPPLE = frozenset(
      "adaptive_avg_pool2d", "adaptive_avg_pool3d")
 )  # fmt: skip
 _SIZED_BY_WEIGHTS = frozenset(("conv1d", "conv2d", "conv3d", "linear", "batch_norm"))
+_DROPOUTS = frozenset((F.dropout, F.dropout2d, torch.dropout, torch.dropout_))
 _HOLD_NOTHING = frozenset((bool, int, float, str, type(None), tuple))
 _LAYERS = frozenset((nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d))
 #: Must return numbers of Python's own types.
@@ -85,6 +87,8 @@ class LabelPass(Observer):
         self.opaque = False
         #: Whether a call may have a size written into it, which would show in a trial removal.
         self.rigid = False
+        #: Whether a dropout drops numbers although the model does not train.
+        self.noisy = False
         #: Whether it compares sizes in a way that only trial removals can judge.
         self.unsure = False
         self.questions = questions or Questions()
@@ -179,6 +183,7 @@ class LabelPass(Observer):
             self._count_channels(call)
         self._count_written(call, output)
         self.rigid = self.rigid or not self._is_supple(call.site)
+        self.noisy |= call.function in _DROPOUTS and bool(call.get("training", True))
         made = tuple((tuple(tensor.shape), self.labels.layers(tensor)) for tensor in tensors_in(output))
         self.found.steps[call.site] = Step(numbers_of(call), made)
 

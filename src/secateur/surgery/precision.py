@@ -83,7 +83,7 @@ class Precise(TorchFunctionMode):
         elif role == "attention":
             args, kwargs = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args, kwargs | {"dropout_p": 0.0}
             kwargs = {key: item for key, item in kwargs.items() if key != "dropout_p" or len(args) <= 4}
-        elif role == "convolution" and self.wide == torch.float64 and (made := _depthwise(*args, **kwargs)) is not None:
+        elif role == "convolution" and self.wide == torch.float64 and (made := depthwise(*args, **kwargs)) is not None:
             return made
         noise = role == "noise" or (in_place and func.__name__ in _NOISE)
         made = self._noise(func, func.__name__, args, kwargs) if noise else func(*args, **kwargs)
@@ -139,7 +139,7 @@ class Precise(TorchFunctionMode):
         return made
 
 
-def _depthwise(
+def depthwise(
     input: Any, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: Any = 1
 ) -> Tensor | None:
     """A convolution of each channel by itself, tap by tap; None for any other. (In float64 torch calls a convolution
