@@ -404,17 +404,20 @@ def _batch_norm(module: Any, x: Any) -> tuple[Any, ...] | None:
     return F.batch_norm, x, mean, variance, weight, bias, False, 0.0, module.eps
 
 
-def _relu(module: Any, x: Any) -> tuple[Any, ...] | None:
-    return F.relu, x, module.inplace
+def _activation(module: Any, x: Any) -> tuple[Any, ...] | None:
+    return _ACTIVATIONS[type(module)], x, module.inplace
 
 
 _CONVOLUTIONS: dict[type, Function] = {nn.Conv1d: F.conv1d, nn.Conv2d: F.conv2d, nn.Conv3d: F.conv3d}
+_ACTIVATIONS: dict[type, Function] = {
+    nn.ReLU: F.relu, nn.Hardswish: F.hardswish, nn.Hardsigmoid: F.hardsigmoid, nn.SiLU: F.silu
+}  # fmt: skip
 #: The call that a module of exactly this type makes, function first; None if not this time.
 _SHORTCUTS: dict[type, Callable[[Any, Any], tuple[Any, ...] | None]] = {
     **dict.fromkeys(_CONVOLUTIONS, _convolution),
     nn.Linear: _linear,
     **dict.fromkeys((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d), _batch_norm),
-    nn.ReLU: _relu,
+    **dict.fromkeys(_ACTIVATIONS, _activation),
 }
 
 

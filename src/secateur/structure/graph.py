@@ -280,8 +280,7 @@ def build(
     makers = Makers(passes, heads, root)
     prunable = (makers.first >= 0) & (coupling.why < 0)
     # Groups that occupy every index of some axis: removing one would leave nothing there.
-    spans = [root[axis.span] for axis in axes.axes]
-    filling = np.array([ids[0] for ids in spans if (ids == ids[0]).all()], np.int64)
+    filling = _single(root, axes)
     filling = filling[prunable[filling]]
     prunable[filling] = False
     coupling.why[filling] = coupling.reason("the only unit of its layer, or all its units are coupled")
@@ -317,6 +316,15 @@ def build(
         steady=steady,
         plain=plain,
     )
+
+
+def _single(root: Labels, axes: AxisTable) -> Labels:
+    """The groups of axes that have one only. The labels of axes follow each other, from 1."""
+    begins = [axis.base for axis in axes.axes]
+    if not begins:
+        return np.zeros(0, np.int64)
+    least, most = np.minimum.reduceat(root, begins), np.maximum.reduceat(root, begins)
+    return np.asarray(least[least == most])
 
 
 def _norms(passes: Sequence[Findings]) -> tuple[NormSite, ...]:

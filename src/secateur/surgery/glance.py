@@ -32,7 +32,8 @@ from secateur.surgery.probes import Probe, corners
 log = logging.getLogger("secateur")
 
 _CONVOLUTIONS: dict[type, Callable[..., Tensor]] = {nn.Conv1d: F.conv1d, nn.Conv2d: F.conv2d, nn.Conv3d: F.conv3d}
-_NORMS = frozenset((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d))
+#: Batch norms, and how many dimensions they take.
+_NORMS: dict[type, tuple[int, ...]] = {nn.BatchNorm1d: (2, 3), nn.BatchNorm2d: (4,), nn.BatchNorm3d: (5,)}
 
 
 def accepts(
@@ -158,10 +159,11 @@ class _Glance:
         if held[2] is None or held[3] is None:
             return None
         weight, bias, mean, variance = [None if t is None else t.to(self.wide) for t in held]
-        check, eps, fast = module._check_input_dim, module.eps, torch.backends.cudnn.enabled
+        taken, eps, fast = _NORMS[type(module)], module.eps, torch.backends.cudnn.enabled
 
-        def norm(x: Tensor) -> Tensor:
-            check(x)
+        def norm(x: Tensor) -> Tensor:  # (nothing here refers to the module: a cycle would outlive the look)
+            if x.ndim not in taken:
+                raise ValueError(f"a batch norm takes {taken} dimensions, not {x.ndim}")
             return torch.batch_norm(x, weight, bias, mean, variance, False, 0.0, eps, fast)
 
         return norm
