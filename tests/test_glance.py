@@ -107,6 +107,18 @@ def test_what_is_masked_is_the_masked_model(name: str) -> None:
     assert not torch.allclose(made, model.double()(probe.inputs.double()), rtol=1e-3)
 
 
+def test_a_forward_that_writes_to_its_input() -> None:
+    class Writes(Twins):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x.add_(0.5))
+
+    torch.manual_seed(0)
+    model = Writes().eval()
+    plan, example = planned(model)
+    for wide in (torch.float64, torch.float32):
+        assert accepted(model, cut(model, plan), plan, example, wide)
+
+
 def test_a_weight_that_is_shared() -> None:
     torch.manual_seed(0)
     model = Tied().eval()
@@ -163,6 +175,9 @@ def test_only_the_code_that_was_analysed() -> None:
     changed.last.forward = changed.last.forward  # type: ignore[method-assign]
     assert not accepted(changed, cut(changed, plan), plan, example)
     assert not accepted(model, cut(model, plan), plan, example.clone()), "another example was not analysed"
+    hooked = copy.deepcopy(model)
+    hooked.a.register_forward_hook(lambda module, args, output: output * module.weight.mean())
+    assert not accepted(hooked, cut(hooked, plan), plan, example), "who knows what a hook reads"
     assert not sc.analyze(other, example).plain, "it reads a weight"
 
 

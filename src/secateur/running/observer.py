@@ -200,7 +200,7 @@ class Observer(TorchFunctionMode):
         if isinstance(module, torch.jit.ScriptModule):
             return self.scripted(partial(plain, module), args, kwargs)
         shortcut = _SHORTCUTS.get(type(module)) if self.shortcuts and len(args) == 1 and not kwargs else None
-        if shortcut is not None and _is_plain(module) and torch._C._len_torch_function_stack() == self._height:
+        if shortcut is not None and is_plain(module) and torch._C._len_torch_function_stack() == self._height:
             with torch._C.DisableTorchFunction():
                 call = shortcut(module, args[0])
                 if call is not None:
@@ -367,7 +367,7 @@ def _forget(observer: Observer) -> None:
             torch.backends.mha.set_fastpath_enabled(_fastpath)
 
 
-def _is_plain(module: nn.Module) -> bool:
+def is_plain(module: nn.Module) -> bool:
     """Whether calling a module means running the forward of its class, and nothing else."""
     return not (
         module._forward_hooks

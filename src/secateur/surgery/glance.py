@@ -21,6 +21,7 @@ from secateur.nest import map_tensors, tensors_of_output
 from secateur.plans.plan import Plan
 from secateur.running.copies import named_modules, named_tensors, shared_copy, tensors_of
 from secateur.running.modes import reads_training
+from secateur.running.observer import is_plain
 from secateur.running.sandbox import Example, as_written, caches, quiet, run
 from secateur.surgery.cut import places
 from secateur.surgery.differences import COARSE, LIMITS, agree, difference, informs, kept, layer_cuts, scales_of
@@ -64,21 +65,20 @@ def _seen_through(model: nn.Module, plan: Plan, example: Example) -> bool:
     if plan.norms or plan.blocks or plan.stand_ins or plan.attributes or plan.heads:
         return False
     modules = [module for _, module in named_modules(model)]
-    if not graph.plain.issuperset(map(type, modules)) or any("forward" in vars(module) for module in modules):
+    if not graph.plain.issuperset(map(type, modules)) or not all(map(is_plain, modules)):  # hooks may read weights
         return False
     return not caches(model) and not reads_training(model)
 
 
 def _agree(model: nn.Module, small: nn.Module, plan: Plan, probe: Probe, wide: torch.dtype) -> bool:
-    inputs = map_tensors(lambda t: t.to(wide) if t.is_floating_point() else t, probe.inputs)
     # In float32 what a branch does that is scaled down to nothing does not show at the end: layers are compared, too.
     masked = _masked(model, plan, wide)
-    expected = masked.run(inputs, plan.output)
+    expected = masked.run(probe.inputs, plan.output)
     if not expected or not all(t.is_floating_point() and bool(torch.isfinite(t).all()) for t in expected):
         return False
     telling = all(informs([t]) for t in expected)
     net = _Glance(shared_copy(small), wide, noted=wide != torch.float64 or not telling)
-    outputs, scales = net.run(inputs, plan.output), scales_of([expected])
+    outputs, scales = net.run(probe.inputs, plan.output), scales_of([expected])
     if difference(outputs, expected, probe.name, scales, LIMITS[wide]):
         return False
     if net.noted:
@@ -146,7 +146,9 @@ class _Glance:
                 if tensor is not None and tensor.is_floating_point() and tensor.dtype != self.wide:
                     module._parameters[name] = tensor.to(self.wide)  # type: ignore[assignment]
         seed(0)
-        return tensors_of_output(run(self.net, inputs), output)
+        # The forward may write to what it is given.
+        own = map_tensors(lambda t: t.to(self.wide, copy=True) if t.is_floating_point() else t.clone(), inputs)
+        return tensors_of_output(run(self.net, own), output)
 
     def _norm(self, module: Any) -> Callable[[Tensor], Tensor] | None:
         names = (
