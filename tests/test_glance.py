@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import pickle
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -181,6 +183,22 @@ def test_only_the_code_that_was_analysed() -> None:
     assert not sc.analyze(other, example).plain, "it reads a weight"
 
 
+def test_a_plan_needs_no_classes_of_the_model() -> None:
+    """Nobody can pickle a class that is defined in a function."""
+
+    class Local(Twins):
+        pass
+
+    torch.manual_seed(0)
+    model = Local().eval()
+    plan, example = planned(model)
+    assert plan.graph is not None
+    assert plan.graph.plain
+    read = pickle.loads(pickle.dumps(plan))
+    assert not read.graph.plain
+    assert torch.equal(sc.apply(model, read)(example), sc.apply(model, plan)(example))
+
+
 @pytest.mark.parametrize("training", [False, True])
 def test_noise_is_not_for_a_glance(training: bool) -> None:
     class Noisy(Twins):
@@ -209,3 +227,58 @@ def test_nothing_is_left_on_either_model() -> None:
     drawn = torch.get_rng_state()
     sc.apply(model, plan)
     assert torch.equal(drawn, torch.get_rng_state())
+
+
+def centred(self: Any, x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+    """A convolution whose filters have the mean 0, which depends on how many channels they read."""
+    weight = self.weight - self.weight.mean((1, 2, 3), keepdim=True)
+    return F.conv2d(x, weight, self.bias, self.stride, self.padding)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("name", ["forward", "_conv_forward"])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_forward_that_replaces_torchs_own(name: str, when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model = Twins().eval()
+    plan, example = planned(model)
+    monkeypatch.setattr(nn.Conv2d, name, centred)
+    if when == "before":  # of the analysis
+        plan, example = planned(model)
+        small = sc.apply(model, plan)
+        expected = mask(model, plan)(example)
+        assert torch.allclose(small(example), expected, rtol=1e-4, atol=1e-5)
+    else:
+        assert not accepted(model, cut(model, plan), plan, example)
+        with pytest.raises(VerificationError):
+            sc.apply(model, plan)
+
+
+def test_a_convolution_with_code_of_its_own() -> None:
+    """As people do to make a network tile its images."""
+    torch.manual_seed(0)
+    model: Any = Twins().eval()
+    plan, example = planned(model)
+    model.last._conv_forward = MethodType(centred, model.last)
+    assert not accepted(model, cut(model, plan), plan, example)
+    with pytest.raises(VerificationError):
+        sc.apply(model, plan)
+    plan, example = planned(model)
+    small = sc.apply(model, plan)
+    assert torch.allclose(small(example), mask(model, plan)(example), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("path", ["stem.0", "stem.1", "head.0"])
+@pytest.mark.parametrize("name", ["weight", "bias"])
+def test_a_weight_that_is_a_buffer(path: str, name: str) -> None:
+    torch.manual_seed(0)
+    model = Plain().eval()
+    layer = model.get_submodule(path)
+    value = layer._parameters.pop(name)
+    assert value is not None
+    layer.register_buffer(name, value.detach() + 1)
+    plan, example = planned(model)
+    small = sc.apply(model, plan)
+    assert torch.allclose(small(example), mask(model, plan)(example), rtol=1e-4, atol=1e-5)
+    wrong: Any = copy.deepcopy(small)
+    wrong.get_submodule(path)._buffers[name].reshape(-1)[0] += 1
+    assert not accepted(model, wrong, plan, example)

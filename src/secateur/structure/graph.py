@@ -135,6 +135,9 @@ class Graph:
 
     # `root` maps each label to its group, a label itself; `units` and `prunable` are indexed by group.
 
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"plain": frozenset()}  # what reads a file need not know the model's classes
+
     def frozen(self, reasons: Mapping[str, str]) -> Graph:
         """The same graph in which the layers and blocks that `reasons` names must stay, each with its reason."""
         layers, prunable = [], self.prunable.copy()

@@ -21,7 +21,7 @@ from secateur.nest import map_tensors, tensors_of_output
 from secateur.plans.plan import Plan
 from secateur.running.copies import named_modules, named_tensors, shared_copy, tensors_of
 from secateur.running.modes import reads_training
-from secateur.running.observer import is_plain
+from secateur.running.observer import is_plain, is_torchs_own, weight_and_bias
 from secateur.running.sandbox import Example, as_written, caches, quiet, run
 from secateur.surgery.cut import places
 from secateur.surgery.differences import COARSE, LIMITS, agree, difference, informs, kept, layer_cuts, scales_of
@@ -33,6 +33,7 @@ from secateur.surgery.probes import Probe, corners
 log = logging.getLogger("secateur")
 
 _CONVOLUTIONS: dict[type, Callable[..., Tensor]] = {nn.Conv1d: F.conv1d, nn.Conv2d: F.conv2d, nn.Conv3d: F.conv3d}
+_LAYERS = frozenset((*_CONVOLUTIONS, nn.Linear))
 #: Batch norms, and how many dimensions they take.
 _NORMS: dict[type, tuple[int, ...]] = {nn.BatchNorm1d: (2, 3), nn.BatchNorm2d: (4,), nn.BatchNorm3d: (5,)}
 
@@ -65,7 +66,10 @@ def _seen_through(model: nn.Module, plan: Plan, example: Example) -> bool:
     if plan.norms or plan.blocks or plan.stand_ins or plan.attributes or plan.heads:
         return False
     modules = [module for _, module in named_modules(model)]
-    if not graph.plain.issuperset(map(type, modules)) or not all(map(is_plain, modules)):  # hooks may read weights
+    kinds = set(map(type, modules))
+    if not kinds <= graph.plain or not all(map(is_plain, modules)):  # hooks may read weights
+        return False
+    if not all(map(is_torchs_own, kinds & (_LAYERS | _NORMS.keys()))):
         return False
     return not caches(model) and not reads_training(model)
 
@@ -99,9 +103,6 @@ def _masked(model: nn.Module, plan: Plan, wide: torch.dtype) -> _Glance:
     others = {id(t) for _, m in modules if type(m) not in _LAYERS for t in m._parameters.values()}
     late = {names[weight] for weight in own - others}
     return _Glance(reference(model, plan, late), wide, {name: plan.cuts[name] for name in late & plan.cuts.keys()})
-
-
-_LAYERS = frozenset((*_CONVOLUTIONS, nn.Linear))
 
 
 @dataclass
@@ -151,16 +152,11 @@ class _Glance:
         return tensors_of_output(run(self.net, own), output)
 
     def _norm(self, module: Any) -> Callable[[Tensor], Tensor] | None:
-        names = (
-            ("weight", "_parameters"),
-            ("bias", "_parameters"),
-            ("running_mean", "_buffers"),
-            ("running_var", "_buffers"),
-        )
-        held = [getattr(module, table).get(name) for name, table in names]
-        if held[2] is None or held[3] is None:
+        own = weight_and_bias(module)
+        statistics = [module._buffers.get(name) for name in ("running_mean", "running_var")]
+        if own is None or any(t is None for t in statistics):
             return None
-        weight, bias, mean, variance = [None if t is None else t.to(self.wide) for t in held]
+        weight, bias, mean, variance = [None if t is None else t.to(self.wide) for t in (*own, *statistics)]
         taken, eps, fast = _NORMS[type(module)], module.eps, torch.backends.cudnn.enabled
 
         def norm(x: Tensor) -> Tensor:  # (nothing here refers to the module: a cycle would outlive the look)
@@ -172,7 +168,7 @@ class _Glance:
 
     def _layer(self, module: Any, path: str, mask: Mapping[int, Tensor]) -> Callable[[Tensor], Tensor] | None:
         """A forward of a layer. Where its weight is masked, what it reads and makes is, which is smaller."""
-        weight, bias, wide = module._parameters.get("weight"), module._parameters.get("bias"), self.wide
+        (weight, bias), wide = weight_and_bias(module) or (None, None), self.wide
         groups, dim = getattr(module, "groups", 1), channel_dim(module)
         if weight is None or not weight.is_floating_point() or not mask.keys() <= {0, 1} or (groups > 1 and 1 in mask):
             return None

@@ -113,14 +113,14 @@ class Precise(TorchFunctionMode):
         """A linear layer whose weight is masked: its inputs and outputs are, which are much smaller.
 
         Of many inputs, products with what is masked would take longer than a copy of the rest of the weight."""
-        mask, x = self.masks[id(weight)], self._widened(x)
+        mask, x, size = self.masks[id(weight)], self._widened(x), weight.shape[0]
         if x.numel() >= _MANY_ROWS * x.shape[-1]:
             left = {dim: _others(weight.shape[dim], gone) for dim, gone in mask.items()}
             for dim, inside in left.items():
                 weight = weight.index_select(dim, inside)
             y = F.linear(x.index_select(-1, left[1]) if 1 in left else x, weight.to(self.wide))
             if 0 in left:
-                y = y.new_zeros((*y.shape[:-1], y.shape[-1] + len(mask[0]))).index_copy_(-1, left[0], y)
+                y = y.new_zeros((*y.shape[:-1], size)).index_copy_(-1, left[0], y)
         else:
             y = F.linear(x.index_fill(-1, mask[1], 0) if 1 in mask else x, weight.to(self.wide))
             y = y.index_fill_(-1, mask[0], 0) if 0 in mask else y
