@@ -183,6 +183,24 @@ def test_only_the_code_that_was_analysed() -> None:
     assert not sc.analyze(other, example).plain, "it reads a weight"
 
 
+def test_a_smaller_model_that_does_not_run() -> None:
+    """Not even where a larger part of the example would do."""
+
+    class Picky(Twins):
+        def forward(self, x: Tensor) -> Tensor:
+            if x.shape[-1] < 64:
+                raise ValueError("too small")
+            return super().forward(x)
+
+    torch.manual_seed(0)
+    model = Twins().eval()
+    plan, example = planned(model)
+    small = cut(model, plan)
+    small.__class__ = Picky
+    assert min(probe.inputs.shape[-1] for probe in corners(example)) < 64
+    assert not accepted(model, small, plan, example)
+
+
 def test_a_plan_needs_no_classes_of_the_model() -> None:
     """Nobody can pickle a class that is defined in a function."""
 

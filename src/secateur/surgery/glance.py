@@ -48,13 +48,19 @@ def accepts(
     """Whether one look shows that the smaller model is the masked one. If not, nothing is said."""
     if not _seen_through(model, plan, example):
         return False
-    for probe in corners(example):
-        wide = formats(probe)[0]
-        try:
-            with quiet(), as_written():
-                return _agree(model, small, plan, probe, wide)
-        except Exception as error:  # the user's own code decides what it takes
-            log.debug("no glance at %s: %s", probe.name, error)
+    with quiet(), as_written():
+        for probe in corners(example):
+            try:
+                masked = _masked(model, plan, formats(probe)[0])
+                expected = masked.run(probe.inputs, plan.output)
+            except Exception as error:  # the user's own code decides what it takes
+                log.debug("no glance at %s: %s", probe.name, error)
+                continue
+            try:
+                return _agree(model, small, plan, probe, masked, expected)
+            except Exception as error:
+                log.debug("the smaller model does not take %s: %s", probe.name, error)
+                return False
     return False
 
 
@@ -74,10 +80,12 @@ def _seen_through(model: nn.Module, plan: Plan, example: Example) -> bool:
     return not caches(model) and not reads_training(model)
 
 
-def _agree(model: nn.Module, small: nn.Module, plan: Plan, probe: Probe, wide: torch.dtype) -> bool:
+def _agree(
+    model: nn.Module, small: nn.Module, plan: Plan, probe: Probe, masked: _Glance, expected: Sequence[Tensor]
+) -> bool:
+    """Whether the smaller model returns what the masked one did, and its layers if need be."""
     # In float32 what a branch does that is scaled down to nothing does not show at the end: layers are compared, too.
-    masked = _masked(model, plan, wide)
-    expected = masked.run(probe.inputs, plan.output)
+    wide = masked.wide
     if not expected or not all(t.is_floating_point() and bool(torch.isfinite(t).all()) for t in expected):
         return False
     telling = all(informs([t]) for t in expected)
