@@ -19,7 +19,7 @@ from secateur.plans import Limits
 from secateur.running.copies import named_modules, named_parameters, named_tensors, set_mode, unchanged
 from secateur.running.observer import Observer
 from secateur.surgery import forwards
-from secateur.surgery.precision import _depthwise
+from secateur.surgery.precision import Precise, depthwise
 
 IMAGE = torch.rand(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
 
@@ -343,9 +343,9 @@ def test_depthwise_convolutions_tap_by_tap(
     try:
         wanted = F.conv2d(x, weight, shift, stride, padding, dilation, 12)
     except RuntimeError:  # the kernel is larger than the image
-        assert _depthwise(x, weight, shift, stride, padding, dilation, 12) is None
+        assert depthwise(x, weight, shift, stride, padding, dilation, 12) is None
         return
-    made = _depthwise(x, weight, shift, stride, padding, dilation, 12)
+    made = depthwise(x, weight, shift, stride, padding, dilation, 12)
     assert made is not None
     assert made.is_contiguous() == wanted.is_contiguous()
     torch.testing.assert_close(made, wanted, rtol=1e-12, atol=1e-12)
@@ -367,7 +367,7 @@ def test_depthwise_convolutions_have_the_format_of_torch_and_write_nothing(
         for x in _formats(torch.randn(batch, 8, *size, dtype=torch.float64)):
             for weight in _formats(torch.randn(8, 1, kernel, kernel, dtype=torch.float64)):
                 before = [t.clone() for t in (x, weight, shift)]
-                made = _depthwise(x, weight, shift, 1, padding, 1, 8)
+                made = depthwise(x, weight, shift, 1, padding, 1, 8)
                 assert all(map(torch.equal, before, (x, weight, shift)))
                 if made is not None:
                     wanted = F.conv2d(x, weight, shift, 1, padding, 1, 8)
@@ -408,10 +408,10 @@ def test_a_depthwise_convolution_by_the_names_of_its_arguments(view: bool) -> No
 
 def test_other_convolutions_are_left_to_torch() -> None:
     x = torch.randn(2, 12, 6, 6, dtype=torch.float64)
-    assert _depthwise(x, torch.randn(12, 12, 3, 3, dtype=torch.float64)) is None
-    assert _depthwise(x, torch.randn(24, 1, 3, 3, dtype=torch.float64), groups=12) is None
-    assert _depthwise(x, torch.randn(12, 1, 3, 3, dtype=torch.float64), padding="same", groups=12) is None
-    assert _depthwise(x[0], torch.randn(12, 1, 3, 3, dtype=torch.float64), groups=12) is None
+    assert depthwise(x, torch.randn(12, 12, 3, 3, dtype=torch.float64)) is None
+    assert depthwise(x, torch.randn(24, 1, 3, 3, dtype=torch.float64), groups=12) is None
+    assert depthwise(x, torch.randn(12, 1, 3, 3, dtype=torch.float64), padding="same", groups=12) is None
+    assert depthwise(x[0], torch.randn(12, 1, 3, 3, dtype=torch.float64), groups=12) is None
 
 
 class Tied(nn.Module):
@@ -495,3 +495,33 @@ def test_an_expert_that_sees_no_sample() -> None:
     """One image for three experts: two of them make tensors without numbers."""
     graph = sc.analyze(HardExperts().eval(), IMAGE[:1])
     assert len(graph.layers)
+
+
+@pytest.mark.parametrize("rows", [3, 200])
+@pytest.mark.parametrize("dims", [(0,), (1,), (0, 1)])
+def test_a_masked_product_of_few_inputs_and_of_many(rows: int, dims: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    x, weight, bias = torch.randn(2, rows, 12), torch.randn(8, 12), torch.randn(8)
+    gone = {dim: torch.tensor([0, 3, 7]) for dim in dims}
+    masked = weight.clone()
+    for dim, places in gone.items():
+        masked.index_fill_(dim, places, 0)
+    for shift in (None, bias):
+        with Precise(torch.float64, (), {id(weight): gone}):
+            made = F.linear(x, weight, shift)
+        expected = F.linear(x.double(), masked.double(), None if shift is None else shift.double())
+        assert made.dtype == torch.float64
+        assert torch.allclose(made, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("size", [(1, 1), (3, 1), (1, 4), (2, 7)])
+@pytest.mark.parametrize("dilation", [1, 2])
+@pytest.mark.parametrize("stride", [1, 2, 3])
+def test_taps_that_meet_nothing_but_padding(size: tuple[int, int], stride: int, dilation: int) -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(2, 12, *size, dtype=torch.float64), torch.randn(12, 1, 5, 3, dtype=torch.float64)
+    padding = (2 * dilation + 1, 2 * dilation)
+    expected = F.conv2d(x, weight, None, stride, padding, dilation, 12)
+    made = depthwise(x, weight, None, stride, padding, dilation, 12)
+    assert made is None or torch.allclose(made, expected, rtol=1e-12, atol=1e-12)
+    assert made is not None or size == (1, 1)

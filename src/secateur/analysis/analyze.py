@@ -26,6 +26,7 @@ from secateur.nest import entries, tensors_of_output
 from secateur.running.copies import (
     check_followed,
     meta_copy,
+    named_modules,
     named_parameters,
     named_tensors,
     never_share,
@@ -112,6 +113,7 @@ def _found(
     settle_choices(passes)
     blocks = find_blocks(watched.flow, watched.found, model)
     known = len(passes) == 1 and shows_no_sizes(copy, watched)
+    plain = frozenset(map(type, dict(named_modules(copy)).values())) if known and not watched.noisy else frozenset()
     fresh = copy if known and not watched.wrote else _fresh(model, watched)
     steps, loose = watched.found.steps, watched.counted or watched.steered
     if not watched.numberless and any(choice.used for choice in watched.found.choices):
@@ -123,7 +125,7 @@ def _found(
     tried = partial(sound_blocks, copy=fresh, inputs=inputs, shapes=shapes) if len(blocks) else None
     while True:
         repeated = tuple(trial.repeated.values())
-        graph = build(model, example, passes, trial.blocked, repeated, names, blocks, tried, watched.steady)
+        graph = build(model, example, passes, trial.blocked, repeated, names, blocks, tried, watched.steady, plain)
         if known or not trial.finds_more(graph, doubt and not trial.blocked):
             break
     # A copy that shares the user's parameters is not kept: they may change, or be given up.

@@ -151,6 +151,8 @@ def computed_weights(model: nn.Module, strict: bool = False) -> dict[str, str]:
     stay. `strict`: anything but weight norm is refused."""
     found: dict[str, str] = {}
     for path, module in named_modules(model):
+        if "parametrizations" not in module._modules:
+            continue
         steps_of: Any = getattr(module, "parametrizations", {}) if parametrize.is_parametrized(module) else {}
         for name, steps in steps_of.items():
             kinds = [type(step).__name__.lstrip("_") for step in steps]

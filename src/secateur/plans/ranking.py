@@ -213,7 +213,11 @@ class _Chooser:
     def _shield(self, shield: Mask, value: Values, groups: Labels, count: int) -> None:
         groups = groups[~self.gone[groups]]
         safe = groups[np.isinf(value[groups]) | shield[groups]]
-        if len(safe[:1] if count == 1 else np.unique(safe)) < count:  # most layers have a safe one: seen without a sort
+        if count == 1:  # as usual: seen without a sort
+            if not len(safe) and len(groups):
+                own = value[groups]
+                shield[groups[own == own.max()].min()] = True
+        elif len(np.unique(safe)) < count:
             groups = np.unique(groups)
             shield[groups[np.argsort(-value[groups], kind="stable")[:count]]] = True
 

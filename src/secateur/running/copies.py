@@ -71,7 +71,7 @@ def check_followed(model: nn.Module, strict: bool = False) -> None:
         what = f"{type(model).__name__} is no network but what trains, runs and exports one."
         raise UnsupportedModelError(what, fix="its `.model`, as in prune(yolo.model, …)")
     modules = named_modules(model)
-    for path, module in modules:
+    for path, module in modules if strict or _is_odd(model, modules) else ():
         name = f"`{path}`" if path else type(model).__name__
         parts = _parts(module) if strict else [] if path else [module]
         if any(isinstance(part, torch.jit.ScriptModule | torch.jit.ScriptFunction) for part in parts):
@@ -97,6 +97,19 @@ def check_followed(model: nn.Module, strict: bool = False) -> None:
             raise UnsupportedModelError(
                 f"`{name}` is stored as {tensor.layout}, of which no unit can be cut.", fix="tensor.to_dense()"
             )
+
+
+def _is_odd(model: nn.Module, modules: list[tuple[str, nn.Module]]) -> bool:
+    """Whether something may have to be refused: kinds and depths are fewer than modules."""
+    kinds = {type(module) for _, module in modules}
+    held = {type(p) for _, module in modules if (own := module._parameters) for p in own.values()}
+    deepest = max([path.count(".") for path, _ in modules]) + 1
+    return (
+        isinstance(model, torch.jit.ScriptModule | torch.jit.ScriptFunction)
+        or any(".quantized" in kind.__module__ for kind in kinds)
+        or not held <= {nn.Parameter, type(None)}
+        or _FRAMES * deepest > sys.getrecursionlimit() - 200
+    )
 
 
 #: The calls that Python makes for each level of modules while the model is watched, and some to spare.

@@ -55,6 +55,7 @@ class Observer(TorchFunctionMode):
         self._paths = {id(module): path for path, module in self._tour}
         self._stack: list[str] = []
         self._visits: dict[tuple[str, str], int] = {}
+        self._quick: dict[type, Callable[[Any, Any], tuple[Any, ...] | None]] = {}
 
     def observe(self, call: Call) -> Any:
         """Run the call and learn from it; returns what the model gets to see."""
@@ -178,6 +179,7 @@ class Observer(TorchFunctionMode):
         _watch(self)
         super().__enter__()  # type: ignore[no-untyped-call]
         self._height = torch._C._len_torch_function_stack()
+        self._quick = {kind: call for kind, call in _SHORTCUTS.items() if self.shortcuts and is_torchs_own(kind)}
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -199,8 +201,8 @@ class Observer(TorchFunctionMode):
         """Run a module under observation. TorchScript is one call of a function that nobody knows."""
         if isinstance(module, torch.jit.ScriptModule):
             return self.scripted(partial(plain, module), args, kwargs)
-        shortcut = _SHORTCUTS.get(type(module)) if self.shortcuts and len(args) == 1 and not kwargs else None
-        if shortcut is not None and _is_plain(module) and torch._C._len_torch_function_stack() == self._height:
+        shortcut = self._quick.get(type(module)) if len(args) == 1 and not kwargs else None
+        if shortcut is not None and is_plain(module) and torch._C._len_torch_function_stack() == self._height:
             with torch._C.DisableTorchFunction():
                 call = shortcut(module, args[0])
                 if call is not None:
@@ -367,7 +369,7 @@ def _forget(observer: Observer) -> None:
             torch.backends.mha.set_fastpath_enabled(_fastpath)
 
 
-def _is_plain(module: nn.Module) -> bool:
+def is_plain(module: nn.Module) -> bool:
     """Whether calling a module means running the forward of its class, and nothing else."""
     return not (
         module._forward_hooks
@@ -379,42 +381,59 @@ def _is_plain(module: nn.Module) -> bool:
         or hooks._global_backward_hooks
         or hooks._global_backward_pre_hooks
         or "forward" in module.__dict__
+        or "_conv_forward" in module.__dict__
     )
 
 
-def _convolution(module: Any, x: Any) -> tuple[Any, ...] | None:
-    weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
-    if weight is None or module.padding_mode != "zeros":
+def is_torchs_own(kind: Any) -> bool:
+    """Whether a class of torch has the forward that torch wrote: people replace it, for all layers at once."""
+    parts = [kind.forward, *([kind._conv_forward] if hasattr(kind, "_conv_forward") else [])]
+    return all(getattr(part, "__globals__", {}).get("__name__", "").startswith("torch.nn.") for part in parts)
+
+
+def weight_and_bias(module: nn.Module) -> tuple[Tensor | None, Tensor | None] | None:
+    """What a layer calls so, if both are its parameters, else None: people make buffers of them, too."""
+    own, state = module._parameters, module.__dict__
+    if "weight" not in own or "bias" not in own or "weight" in state or "bias" in state:
         return None
-    function = _CONVOLUTIONS[type(module)]
-    return function, x, weight, bias, module.stride, module.padding, module.dilation, module.groups
+    return own["weight"], own["bias"]
+
+
+def _convolution(module: Any, x: Any) -> tuple[Any, ...] | None:
+    own = weight_and_bias(module)
+    if own is None or own[0] is None or module.padding_mode != "zeros":
+        return None
+    return _CONVOLUTIONS[type(module)], x, *own, module.stride, module.padding, module.dilation, module.groups
 
 
 def _linear(module: Any, x: Any) -> tuple[Any, ...] | None:
-    weight = module._parameters.get("weight")
-    return None if weight is None else (F.linear, x, weight, module._parameters.get("bias"))
+    own = weight_and_bias(module)
+    return None if own is None or own[0] is None else (F.linear, x, *own)
 
 
 def _batch_norm(module: Any, x: Any) -> tuple[Any, ...] | None:
+    own = weight_and_bias(module)
     mean, variance = module._buffers.get("running_mean"), module._buffers.get("running_var")
-    if module.training or mean is None or variance is None:
+    if module.training or own is None or mean is None or variance is None:
         return None
     module._check_input_dim(x)
-    weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
-    return F.batch_norm, x, mean, variance, weight, bias, False, 0.0, module.eps
+    return F.batch_norm, x, mean, variance, *own, False, 0.0, module.eps
 
 
-def _relu(module: Any, x: Any) -> tuple[Any, ...] | None:
-    return F.relu, x, module.inplace
+def _activation(module: Any, x: Any) -> tuple[Any, ...] | None:
+    return _ACTIVATIONS[type(module)], x, module.inplace
 
 
 _CONVOLUTIONS: dict[type, Function] = {nn.Conv1d: F.conv1d, nn.Conv2d: F.conv2d, nn.Conv3d: F.conv3d}
+_ACTIVATIONS: dict[type, Function] = {
+    nn.ReLU: F.relu, nn.Hardswish: F.hardswish, nn.Hardsigmoid: F.hardsigmoid, nn.SiLU: F.silu
+}  # fmt: skip
 #: The call that a module of exactly this type makes, function first; None if not this time.
 _SHORTCUTS: dict[type, Callable[[Any, Any], tuple[Any, ...] | None]] = {
     **dict.fromkeys(_CONVOLUTIONS, _convolution),
     nn.Linear: _linear,
     **dict.fromkeys((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d), _batch_norm),
-    nn.ReLU: _relu,
+    **dict.fromkeys(_ACTIVATIONS, _activation),
 }
 
 

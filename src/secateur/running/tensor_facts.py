@@ -10,15 +10,30 @@ from torch import Tensor
 Fact = TypeVar("Fact")
 
 
+class _Reference(weakref.ref[Tensor]):
+    """A reference that knows whose entry it is."""
+
+    __slots__ = ("key",)
+    key: int
+
+
 class TensorFacts(Generic[Fact]):
     """Facts about tensors, by identity. An entry goes when its tensor goes. (torch's own weak dictionaries cost as much
     as the smaller layers.)"""
 
     def __init__(self) -> None:
-        self._entries: dict[int, tuple[weakref.ref[Tensor], Fact]] = {}
+        self._entries: dict[int, tuple[_Reference, Fact]] = {}
         # What waits for a tensor to go must not hold the entries: a fact may be a tensor with its whole graph, in which
         # that tensor is saved. Then both would stay until the next search for cycles, and such tensors are large.
-        self._mine = weakref.ref(self)
+        mine = weakref.ref(self)
+
+        def gone(reference: _Reference) -> None:
+            facts = mine()
+            entry = None if facts is None else facts._entries.get(reference.key)
+            if facts is not None and entry is not None and entry[0] is reference:
+                del facts._entries[reference.key]
+
+        self._gone = gone
 
     def get(self, tensor: Tensor) -> Fact | None:
         """The fact, or None."""
@@ -30,13 +45,9 @@ class TensorFacts(Generic[Fact]):
         return entry is not None and entry[0]() is tensor
 
     def __setitem__(self, tensor: Tensor, fact: Fact) -> None:
-        key, mine = id(tensor), self._mine
-
-        def gone(reference: weakref.ref[Tensor]) -> None:
-            if (facts := mine()) is not None and key in facts._entries and facts._entries[key][0] is reference:
-                del facts._entries[key]
-
-        self._entries[key] = (weakref.ref(tensor, gone), fact)
+        reference = _Reference(tensor, self._gone)
+        reference.key = id(tensor)
+        self._entries[reference.key] = (reference, fact)
 
     def __bool__(self) -> bool:
         return bool(self._entries)

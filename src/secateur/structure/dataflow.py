@@ -76,26 +76,27 @@ class DataFlow:
         `written`: what it was seen to overwrite, beside what its entry says.
         """
         sources, number, writes = call.tensors(), len(self.nodes), call.writes
-        inputs = tuple(self.value(tensor) for tensor in sources)
+        inputs = tuple([self.value(tensor) for tensor in sources])
         made = sources[:1] if writes else list(written)
-        made = [*made, *(t for t in tensors_in(output) if not any(t is source for source in sources))]
+        new = [output] if isinstance(output, Tensor) else tensors_in(output)
+        made = [*made, *[t for t in new if not any(t is source for source in sources)]]
         if not made:
             return
         for value in inputs:
             self.readers[value].append(number)
-        outputs = tuple(self._new(tensor, number) for tensor in made)
+        outputs = tuple([self._new(tensor, number) for tensor in made])
         scale = float(call.get("alpha", 1)) * getattr(call.operation, "sign", 0)
         self.nodes.append(Node(call.site, call.operation, inputs, outputs, writes, scale))
 
     def enters(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, tuple[tuple[int | str, int], ...]]:
         """A module begins to run."""
         items: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
-        given = tuple((key, self.value(item)) for key, item in items if isinstance(item, Tensor))
+        given = tuple([(key, self.value(item)) for key, item in items if isinstance(item, Tensor)])
         return len(self.nodes), given
 
     def leaves(self, path: str, begin: int, given: tuple[tuple[int | str, int], ...], output: Any) -> None:
         """The module is done."""
-        plain = not isinstance(output, tuple | list)
+        plain = not isinstance(output, (tuple, list))
         items: Iterable[Any] = [output] if plain else output
-        returned = tuple(self.value(item) if isinstance(item, Tensor) else None for item in items)
+        returned = tuple([self.value(item) if isinstance(item, Tensor) else None for item in items])
         self.visits.setdefault(path, []).append(Visit(begin, len(self.nodes), given, returned, plain))

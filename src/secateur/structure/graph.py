@@ -130,8 +130,13 @@ class Graph:
     trial: Callable[[Graph], Blocks] | None = field(default=None, repr=False)
     #: Whether the forward asks for neither sizes nor numbers, so that it makes the same calls for images of any size.
     steady: bool = False
+    #: The kinds of modules if nothing in their code depends on how many units a layer has; else empty.
+    plain: frozenset[type] = frozenset()
 
     # `root` maps each label to its group, a label itself; `units` and `prunable` are indexed by group.
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"plain": frozenset()}  # what reads a file need not know the model's classes
 
     def frozen(self, reasons: Mapping[str, str]) -> Graph:
         """The same graph in which the layers and blocks that `reasons` names must stay, each with its reason."""
@@ -267,6 +272,7 @@ def build(
     blocks: Blocks = Blocks(),  # noqa: B008 (frozen)
     trial: Callable[[Graph], Blocks] | None = None,
     steady: bool = False,
+    plain: frozenset[type] = frozenset(),
 ) -> Graph:
     """Put together what the label passes found. `blocked` names layers that trial removals showed to be rigid."""
     main, axes = passes[0], passes[0].axes
@@ -277,8 +283,7 @@ def build(
     makers = Makers(passes, heads, root)
     prunable = (makers.first >= 0) & (coupling.why < 0)
     # Groups that occupy every index of some axis: removing one would leave nothing there.
-    spans = [root[axis.span] for axis in axes.axes]
-    filling = np.array([ids[0] for ids in spans if (ids == ids[0]).all()], np.int64)
+    filling = _single(root, axes)
     filling = filling[prunable[filling]]
     prunable[filling] = False
     coupling.why[filling] = coupling.reason("the only unit of its layer, or all its units are coupled")
@@ -312,7 +317,17 @@ def build(
         branches=blocks,
         trial=trial,
         steady=steady,
+        plain=plain,
     )
+
+
+def _single(root: Labels, axes: AxisTable) -> Labels:
+    """The groups of axes that have one only. The labels of axes follow each other, from 1."""
+    begins = [axis.base for axis in axes.axes]
+    if not begins:
+        return np.zeros(0, np.int64)
+    least, most = np.minimum.reduceat(root, begins), np.maximum.reduceat(root, begins)
+    return np.asarray(least[least == most])
 
 
 def _norms(passes: Sequence[Findings]) -> tuple[NormSite, ...]:

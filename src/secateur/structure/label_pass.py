@@ -14,6 +14,7 @@ from typing import Any, Self
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from secateur.errors import SecateurError
 from secateur.nest import tensors_in
@@ -52,8 +53,12 @@ _SUPPLE = frozenset(
      "adaptive_avg_pool2d", "adaptive_avg_pool3d")
 )  # fmt: skip
 _SIZED_BY_WEIGHTS = frozenset(("conv1d", "conv2d", "conv3d", "linear", "batch_norm"))
+_DROPOUTS = frozenset((F.dropout, F.dropout2d, torch.dropout, torch.dropout_))
 _HOLD_NOTHING = frozenset((bool, int, float, str, type(None), tuple))
 _LAYERS = frozenset((nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d))
+#: Hold nothing beside their items.
+_TABLES = frozenset((dict, list, set))
+_OTHER_THINGS = (nn.Module, Tensor, type, FunctionType)
 #: Must return numbers of Python's own types.
 _NUMBERS = {Tensor.__int__, Tensor.__float__, Tensor.__index__}
 
@@ -85,12 +90,14 @@ class LabelPass(Observer):
         self.opaque = False
         #: Whether a call may have a size written into it, which would show in a trial removal.
         self.rigid = False
+        #: Whether a dropout drops numbers although the model does not train.
+        self.noisy = False
         #: Whether it compares sizes in a way that only trial removals can judge.
         self.unsure = False
         self.questions = questions or Questions()
         self._modules = dict(self._tour)
         self._spelt_out, self._follows, self._watch = 0, False, _Watch(self)
-        self._held: list[tuple[Any, list[Any]]] = []
+        self._held, self._empty = list[tuple[Any, list[Any]]](), list[Any]()  # what modules held before; most is empty
         #: Whether the forward wrote attributes of the model's own modules, as code that computes something once does.
         self.wrote = False
         self.numberless = all(t.is_meta for _, t in tensors if t.is_floating_point())
@@ -179,6 +186,7 @@ class LabelPass(Observer):
             self._count_channels(call)
         self._count_written(call, output)
         self.rigid = self.rigid or not self._is_supple(call.site)
+        self.noisy |= call.function in _DROPOUTS and bool(call.get("training", True))
         made = tuple((tuple(tensor.shape), self.labels.layers(tensor)) for tensor in tensors_in(output))
         self.found.steps[call.site] = Step(numbers_of(call), made)
 
@@ -188,13 +196,14 @@ class LabelPass(Observer):
         return name in _SUPPLE or (name in _SIZED_BY_WEIGHTS and type(self._modules.get(site.path)) in _LAYERS)
 
     def __enter__(self) -> Self:
-        self._held = _held_by(self._modules.values())
+        held = _held_by(self._modules.values())
+        self._held, self._empty = [(item, _content(item)) for item in held if item], [item for item in held if not item]
         return super().__enter__()
 
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
-        self.wrote = any(not _same(_content(item), before) for item, before in self._held)
-        self._held.clear()
+        self.wrote = any(self._empty) or any(not _same(_content(item), before) for item, before in self._held)
+        self._held, self._empty, self.found.where = [], [], _nowhere  # what is found must not keep the pass
         self._watch.end()
         self.labels.close()
 
@@ -349,7 +358,11 @@ def _asked(watch: _Watch, path: str, answer: bool) -> bool:
     return answer if watch.running is None else watch.running.questions.answer(path, answer)
 
 
-def _held_by(modules: Iterable[nn.Module]) -> list[tuple[Any, list[Any]]]:
+def _nowhere() -> str:
+    return "the forward"
+
+
+def _held_by(modules: Iterable[nn.Module]) -> list[Any]:
     """What modules hold; of the model's own modules also what is in their lists, tables and plain objects."""
     found: list[Any] = []
     for module in modules:
@@ -358,9 +371,9 @@ def _held_by(modules: Iterable[nn.Module]) -> list[tuple[Any, list[Any]]]:
         if not type(module).__module__.startswith("torch.nn."):
             values = [value for value in state.values() if type(value) not in _HOLD_NOTHING]
             found += [value for value in values if isinstance(value, dict | list | set)]
-            others = [value for value in values if not isinstance(value, nn.Module | Tensor | type | FunctionType)]
+            others = [value for value in values if type(value) not in _TABLES and not isinstance(value, _OTHER_THINGS)]
             found += [vars(value) for value in others if hasattr(value, "__dict__")]
-    return [(item, _content(item)) for item in found]
+    return found
 
 
 def _content(item: Any) -> list[Any]:

@@ -48,6 +48,7 @@ class TensorLabels:
         self._names = {id(tensor): name for name, tensor in tensors}
         self._weights, self._blank, self._void = TensorFacts[bool](), TensorFacts[frozenset[int]](), TensorFacts[bool]()
         self._own = [tensor for _, tensor in tensors]  # as long as these live, nothing else has their identity
+        self._positive: set[int] = set()  # labels of axes, which live as long as what is found
         self._patches: dict[int, tuple[Tensor, dict[tuple[int, int], Tensor]]] = {}
         self._modules = {path or "the forward": module for path, module in modules}
         self._following = {path for path, module in modules if reads_heads(module)}
@@ -179,7 +180,9 @@ class TensorLabels:
                 for place, size in enumerate(tensor.shape):
                     if size > 1:
                         self.found.axes.of(name, place, size)
-            return self.found.axes.of(name, dim, tensor.shape[dim]).numbers
+            line = self.found.axes.of(name, dim, tensor.shape[dim]).numbers
+            self._positive.add(id(line))
+            return line
         found: Labels | None = None
         for layer in self.layers(tensor):
             if dim not in varying(layer):
@@ -342,7 +345,7 @@ class TensorLabels:
     def _met(self, output: Tensor, layer: Tensor, lines: Sequence[Labels], zero: Zero) -> None:
         for line in lines[1:]:
             self.join(lines[0], line)
-        zeros = [bool(line.min() >= 0) for line in lines]
+        zeros = [id(line) in self._positive or bool(line.min() >= 0) for line in lines]
         if not zero(zeros):
             layer = lost(layer)
         elif not zeros[0]:

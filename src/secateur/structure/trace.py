@@ -79,14 +79,19 @@ def numbers_made(function: Function, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 _ANY, _BROKEN = frozenset({int, float}), frozenset({float})
+#: Types of most arguments that are no numbers to compute with, or not in these kinds.
+_NO_NUMBERS = frozenset({Tensor, nn.Parameter, bool, int, float, str, type(None)})
 
 
 def _numbers(values: Any, kinds: Collection[type]) -> tuple[Any, ...]:
     found: list[Any] = []
     for value in values.values() if isinstance(values, dict) else values:
-        if type(value) in kinds:
+        kind = type(value)
+        if kind in kinds:
             found.append(value)
-        elif isinstance(value, tuple | list | dict) and value:
+        elif kind in _NO_NUMBERS:
+            continue
+        elif isinstance(value, (tuple, list, dict)) and value:
             found.extend(_numbers(value, kinds))
         elif isinstance(value, Followed):  # a cache kept it from an earlier forward
             found.extend(_numbers([plain(value)], kinds))

@@ -69,6 +69,8 @@ def cut_copy(model: nn.Module, plan: Plan) -> nn.Module:
     bypass(small, plan.stand_ins)
     before = dict(named_modules(model))
     for path, module in named_modules(small):
+        if type(module) in _SIZELESS and not module._parameters:
+            continue
         if path in before and not isinstance(module, Bypass):
             _fit(module, before[path], path, plan)
             fit_windows(module, before[path])
@@ -92,6 +94,11 @@ def cut_copy(model: nn.Module, plan: Plan) -> nn.Module:
     return small
 
 
+#: Modules that remember no number of channels.
+_SIZELESS = frozenset(
+    (nn.Sequential, nn.ModuleList, nn.ReLU, nn.ReLU6, nn.Hardswish, nn.Hardsigmoid, nn.SiLU, nn.GELU, nn.Sigmoid,
+     nn.Dropout, nn.Identity, nn.Flatten, nn.AdaptiveAvgPool2d, nn.MaxPool2d, nn.AvgPool2d)
+)  # fmt: skip
 #: What is left of a dimension, by which indices it loses, its size and the device. Tuples are known by identity: what a
 #: convolution, its batch norm and its readers lose is one tuple.
 Known = dict[tuple[int, int, torch.device], Tensor]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from secateur.plans.plan import Plan
 from secateur.running.copies import named_modules, named_tensors
 from secateur.structure.blocks import within
-from secateur.surgery.cut import sliced
+from secateur.surgery.cut import Known, sliced
 from secateur.surgery.forwards import channel_dim
 
 #: A difference relative to the largest number of an output, and the least that counts as such a number.
@@ -100,8 +100,9 @@ def kept(cuts: Cuts, masked: Mapping[str, Sequence[Tensor]]) -> dict[str, list[T
 
     Knows which units are gone as outputs of their layer. Elsewhere it may err.
     """
+    known: Known = {}  # what layers lose, mostly together
     return {
-        path: [sliced(t, {dim % t.ndim: gone}) if gone else t for t in masked[path]]
+        path: [sliced(t, {dim % t.ndim: gone}, known) if gone else t for t in masked[path]]
         for path, (dim, gone) in cuts.items()
         if path in masked
     }

@@ -114,7 +114,7 @@ def _note(path: str, found: dict[str, list[Tensor]], whole: bool, forced: Forced
                 return None  # inside `torch.vmap`, which hides a dimension; outside, nobody can read it
             made, dim = found.setdefault(path, []), channel_dim(module)
             wanted = forced.get(path, ())[len(made) : len(made) + 1]
-            made.extend(t.clone() if whole or wanted else _some(t, dim) for t in tensors_in(output))
+            made.extend(t.clone() if whole or wanted else some_of(t, dim) for t in tensors_in(output))
             return wanted[0].clone() if wanted and wanted[0].shape == output.shape else None
 
     return keep
@@ -125,7 +125,7 @@ def channel_dim(layer: nn.Module) -> int:
     return -1 - len(getattr(layer, "kernel_size", ()))
 
 
-def _some(output: Tensor, channel: int) -> Tensor:
+def some_of(output: Tensor, channel: int) -> Tensor:
     """All channels at some places of an output."""
     for dim in range(output.ndim):
         if dim - output.ndim != channel and output.shape[dim] >= 2 * _PLACES:

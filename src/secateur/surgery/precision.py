@@ -33,6 +33,8 @@ _HOLD_NONE = frozenset({bool, int, float, str, type(None), OrderedDict, set})
 #: A convolution of at least so many channels, each by itself, is computed tap by tap, if that takes fewer than so many
 #: multiplications for each channel.
 _MANY, _CHANNEL = 8, 20_000
+#: A linear layer with a masked weight leaves out what is masked if it is given so many inputs.
+_MANY_ROWS = 64
 #: What stands for noise whose shape differs between two models: a value that all distributions can draw.
 _EVEN = 0.375
 
@@ -83,7 +85,7 @@ class Precise(TorchFunctionMode):
         elif role == "attention":
             args, kwargs = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args, kwargs | {"dropout_p": 0.0}
             kwargs = {key: item for key, item in kwargs.items() if key != "dropout_p" or len(args) <= 4}
-        elif role == "convolution" and self.wide == torch.float64 and (made := _depthwise(*args, **kwargs)) is not None:
+        elif role == "convolution" and self.wide == torch.float64 and (made := depthwise(*args, **kwargs)) is not None:
             return made
         noise = role == "noise" or (in_place and func.__name__ in _NOISE)
         made = self._noise(func, func.__name__, args, kwargs) if noise else func(*args, **kwargs)
@@ -108,11 +110,20 @@ class Precise(TorchFunctionMode):
         return map_leaves(self._widened, item) if kind in (tuple, list, dict) else item
 
     def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """A linear layer whose weight is masked: its inputs and outputs are, which are much smaller."""
-        mask, wide = self.masks[id(weight)], weight.to(self.wide)
-        x = self._widened(x)
-        y = F.linear(x.index_fill(-1, mask[1], 0) if 1 in mask else x, wide)
-        y = y.index_fill_(-1, mask[0], 0) if 0 in mask else y
+        """A linear layer whose weight is masked: its inputs and outputs are, which are much smaller.
+
+        Of many inputs, products with what is masked would take longer than a copy of the rest of the weight."""
+        mask, x, size = self.masks[id(weight)], self._widened(x), weight.shape[0]
+        if x.numel() >= _MANY_ROWS * x.shape[-1]:
+            left = {dim: _others(weight.shape[dim], gone) for dim, gone in mask.items()}
+            for dim, inside in left.items():
+                weight = weight.index_select(dim, inside)
+            y = F.linear(x.index_select(-1, left[1]) if 1 in left else x, weight.to(self.wide))
+            if 0 in left:
+                y = y.new_zeros((*y.shape[:-1], size)).index_copy_(-1, left[0], y)
+        else:
+            y = F.linear(x.index_fill(-1, mask[1], 0) if 1 in mask else x, weight.to(self.wide))
+            y = y.index_fill_(-1, mask[0], 0) if 0 in mask else y
         return y if bias is None else y.add_(self._widened(bias))
 
     def _note(self, *args: Any, **kwargs: Any) -> None:
@@ -139,7 +150,12 @@ class Precise(TorchFunctionMode):
         return made
 
 
-def _depthwise(
+def _others(size: int, gone: Tensor) -> Tensor:
+    """The places along a dimension that are not among these."""
+    return torch.ones(size, dtype=torch.bool, device=gone.device).index_fill_(0, gone, False).nonzero().squeeze(1)
+
+
+def depthwise(
     input: Any, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: Any = 1
 ) -> Tensor | None:
     """A convolution of each channel by itself, tap by tap; None for any other. (In float64 torch calls a convolution
@@ -161,8 +177,17 @@ def _depthwise(
     factors, shape = weight.reshape(groups, -1).t().contiguous(), (x.shape[0], *sizes, groups)
     # (Never the bias itself, even where it has the shape: it may be the user's.)
     made = x.new_zeros(shape) if bias is None else bias.expand(shape).clone(memory_format=torch.contiguous_format)
-    for factor, (row, column) in zip(factors.unbind(), itertools.product(*map(range, kernel)), strict=True):
-        top, left = row * gaps[0], column * gaps[1]
+    # On small images many taps meet nothing but padding.
+    rows, columns = (
+        [
+            tap * gaps[i]
+            for tap in range(kernel[i])
+            if any(pads[i] <= tap * gaps[i] + n * steps[i] < pads[i] + x.shape[2 + i] for n in range(sizes[i]))
+        ]
+        for i in (0, 1)
+    )
+    for top, left in itertools.product(rows, columns):
+        factor = factors[top // gaps[0] * kernel[1] + left // gaps[1]]
         bottom, right = top + (sizes[0] - 1) * steps[0] + 1, left + (sizes[1] - 1) * steps[1] + 1
         made.addcmul_(wide[:, top : bottom : steps[0], left : right : steps[1]], factor)
     made = made.permute(0, 3, 1, 2)
