@@ -670,3 +670,38 @@ def test_twelve_classes_of_ten_photographs_in_three_gibibytes(name: str, tmp_pat
     print(f"{name}: {peak:.2f} GiB, {seconds:.0f} s of CPU time")
     assert 0.3 < peak < 3.0
     assert peak < float(told.split()[-4]) + 0.05 < 3.1  # what it says at its beginning, rounded
+
+
+class Counting(nn.Module):
+    """Counts how many outputs of its layers are alive at the same time, in one forward."""
+
+    most = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.ModuleList(nn.Linear(64, 64) for _ in range(10))
+        self.outer = nn.ModuleList(nn.Linear(64, 64) for _ in range(10))
+        self.head = nn.Linear(64, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made = []
+        for inner, outer in zip(self.inner, self.outer, strict=True):
+            added = outer(torch.relu(inner(x)))
+            made.append(weakref.ref(added))
+            Counting.most = max(Counting.most, sum(ref() is not None for ref in made))
+            x = x + added
+            del added
+        return self.head(x.mean(1))
+
+
+def test_a_repair_that_looks_at_answers_keeps_no_outputs_of_layers() -> None:
+    torch.manual_seed(0)
+    net, x = Counting().eval(), torch.randn(32, 64, 64)
+    graph = sc.analyze(net, x[:1])
+    small = sc.apply(net, sc.plan(graph, sc.score(net, None, "weight", graph=graph), remove=0.3))
+    work = Repair("ridge", copies=0, memory="16 MiB").session(net, (x, None))
+    Counting.most = 0
+    work.examine(small)
+    assert work._reference is not None
+    assert work._reference.streams  # the original runs once more for its answers
+    assert Counting.most == 1

@@ -158,12 +158,11 @@ class Reference:
         self.targets: dict[str, Tensor] = {}
         #: Whether answers must be looked at apart: all of them are too large, or they have no row for each sample.
         self.apart = self.streams and self._says_much()
-        #: Whether it answers with classes for each token.
-        self._tokens = _classifies_tokens(self.original, self.samples.two)
+        #: Whether it answers with classes for each token, and whether it lists the boxes of each image.
+        self._tokens, self._lists_boxes = _kind_of_answer(self.original, self.samples.two)
         self._answers: list[Answers] = []
         #: Layers that keep all outputs, and the dimension of these: they speak for a model that returns lists of boxes.
         self._heads = {name: dim for name, dim in found.dense.items() if dim not in (kept or {}).get(name, {})}
-        self._lists_boxes = False
         if not self.streams:
             self._record()
         if self.apart or self.streams:
@@ -217,11 +216,11 @@ class Reference:
         with quiet(), evaluating(model):
             for begin in range(0, len(judges), step):
                 index = judges[begin : begin + step]
-                with _outputs_of(model, self._heads) as heads:
+                with _outputs_of(model, self._heads if self._lists_boxes else ()) as heads:
                     output = run(model, self.samples.at(index))
                 answers = None if self.apart else self.judged(output, index)
-                if lists_samples(output):  # which boxes it found: their number varies
-                    answers, self._lists_boxes = heads, True
+                if self._lists_boxes:  # which boxes it found: their number varies
+                    answers = heads
                 if answers is None:
                     answers = answers_in(output, len(index))
                 if sparse:
@@ -374,11 +373,13 @@ def _outputs_of(model: nn.Module, weights: Iterable[str]) -> Iterator[Answers]:
             hook.remove()
 
 
-def _classifies_tokens(model: nn.Module, inputs: Any) -> bool:
-    """Whether a model of transformers answers with logits at each position. Other answers may be anything."""
+def _kind_of_answer(model: nn.Module, inputs: Any) -> tuple[bool, bool]:
+    """Whether a model of transformers answers with logits at each position, and whether it lists the boxes of each
+    image. Other answers may be anything."""
     with quiet(), evaluating(model):
-        logits = getattr(run(model, inputs), "logits", None)
-    return isinstance(logits, Tensor) and logits.ndim == 3
+        output = run(model, inputs)
+    logits = getattr(output, "logits", None)
+    return isinstance(logits, Tensor) and logits.ndim == 3, lists_samples(output)
 
 
 def answers_in(output: Any, samples: int) -> Answers:
