@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -38,6 +39,18 @@ try:
 except SystemExit:
     pass"""
     assert loaded(code) == set()
+
+
+@pytest.mark.parametrize(
+    ("before", "said", "expected"),
+    [("", {}, "1000"), ("", {"GOMP_SPINCOUNT": "7"}, "7"), ("", {"OMP_WAIT_POLICY": "active"}, "None"),
+     ("import torch", {}, "None")],
+)  # fmt: skip
+def test_the_command_does_not_let_threads_wait_in_a_loop(before: str, said: dict[str, str], expected: str) -> None:
+    code = f"{before}\nimport secateur.cli, os; print(os.environ.get('GOMP_SPINCOUNT'))"
+    own = {k: v for k, v in os.environ.items() if k not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")} | said
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=own)
+    assert done.stdout.strip() == expected
 
 
 def test_every_public_name_is_there_and_typed_where_it_lives() -> None:
