@@ -28,7 +28,9 @@ from secateur.errors import DataError, SecateurError
 from secateur.files import onnx as onnx_files
 from secateur.latency import timing
 from secateur.loop import Schedule
+from secateur.ops.layers import compact
 from secateur.plans import Limits
+from secateur.relevance import explain, gradients
 from secateur.relevance.engine import RelevancePass
 from secateur.relevance.rules import Gamma
 from secateur.repair import Repair, session
@@ -313,6 +315,31 @@ def test_copies_of_the_weights_count_among_what_relevance_takes() -> None:
         room = 2**26 - sum(p.nbytes for p in heavy.parameters())
         total, _ = memory.footprint(heavy, x)
         assert few == room // (2 * total) < many
+
+
+def test_relevance_lets_go_of_a_layer_once_it_has_passed_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else all outputs are held to the end, beside what flows back."""
+    depth, width = 9, 37
+    net = nn.Sequential(*(layer for _ in range(depth) for layer in (nn.Linear(width, width), nn.GELU())))
+    held, passed = list[int](), gradients.by_factor
+
+    def counted(*given: Tensor) -> Tensor:
+        alive = [t for t in gc.get_objects() if type(t) is Tensor and t.shape == (5, width)]
+        held.append(len({t.untyped_storage().data_ptr() for t in alive}))
+        return passed(*given)
+
+    monkeypatch.setattr(gradients, "by_factor", counted)
+    explain(net, torch.rand(5, width), composite="attnlrp")
+    assert len(held) == depth
+    assert held[0] >= 2 * depth  # what each linear layer and each GELU has made
+    assert held[-1] <= 8  # of the last of them, what flows back and the input
+
+
+def test_labels_hold_no_more_than_what_varies() -> None:
+    labels = torch.arange(1, 9).expand(50, 60, 8).contiguous()
+    small = compact(labels)
+    assert torch.equal(small, labels)
+    assert small.untyped_storage().nbytes() == 8 * labels.element_size()
 
 
 def test_a_wide_layer_has_fewer_rows_than_unknowns() -> None:

@@ -79,4 +79,5 @@ def compact(layer: Tensor) -> Tensor:
             small = head
     if len(varying(small)) == len(dims):
         return layer
-    return small.contiguous().expand(layer.shape)
+    # A copy, even if these lie side by side: as a part of all labels they would keep the others in memory.
+    return small.clone(memory_format=torch.contiguous_format).expand(layer.shape)

@@ -179,7 +179,10 @@ class _Step(torch.autograd.Function):
         r = relevances[0]
         if r is not None and not (ctx.reached and ctx.way.gating):
             ctx.reached = True
-            return (None, None, None, None, None, *ctx.back(r, *ctx.saved_tensors))
+            shared = ctx.back(r, *ctx.saved_tensors)
+            if not ctx.way.gated:  # it does not come here again, and what the rule has kept is not needed any more
+                ctx.back = ctx.gate = None
+            return (None, None, None, None, None, *shared)
         if r is not None and ctx.gate is not None:
             ctx.gate(r)
         return (None,) * len(ctx.needs_input_grad)
