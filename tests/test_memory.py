@@ -335,6 +335,38 @@ def test_relevance_lets_go_of_a_layer_once_it_has_passed_it(monkeypatch: pytest.
     assert held[-1] <= 8  # of the last of them, what flows back and the input
 
 
+class _Talking(nn.Module):
+    """Attention whose heads are mixed before they meet the values."""
+
+    def __init__(self, width: int = 16, heads: int = 4) -> None:
+        super().__init__()
+        self.heads, self.qkv, self.mix = heads, nn.Linear(width, 3 * width), nn.Linear(heads, heads)
+        self.began = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.began += 1
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        weights = self.mix((q @ k.mT).softmax(-1).permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+        return x + (weights @ v).transpose(1, 2).flatten(2)
+
+
+def test_a_try_that_is_given_up_ends_early_and_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That a network attends is known in its first block, and what was computed until then goes."""
+    tries, attempt = list[tuple[str, int]](), RelevancePass._attempt
+    net = nn.Sequential(*(_Talking() for _ in range(6))).eval()
+
+    def counted(self: RelevancePass, *given: Any) -> Any:
+        alive = [t for t in gc.get_objects() if type(t) is Tensor and t.grad_fn is not None]
+        tries.append((self.composite.name, len(alive)))
+        return attempt(self, *given)
+
+    monkeypatch.setattr(RelevancePass, "_attempt", counted)
+    engine = RelevancePass(net)
+    engine.run(torch.rand(2, 5, 16), torch.ones_like)
+    assert tries == [("alpha1beta0", 0), ("attnlrp", 0)]
+    assert [block.began for block in engine.model] == [2, 1, 1, 1, 1, 1]
+
+
 def test_labels_hold_no_more_than_what_varies() -> None:
     labels = torch.arange(1, 9).expand(50, 60, 8).contiguous()
     small = compact(labels)

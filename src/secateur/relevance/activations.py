@@ -25,7 +25,7 @@ class Activations:
         self.newer: TensorFacts[Tensor] = TensorFacts()
         #: Tensors that are ≥ 0 everywhere.
         self.nonneg: TensorFacts[bool] = TensorFacts()
-        #: Tensors that act as a gate when they multiply.
+        #: Tensors that act as a gate when they multiply, and whether a softmax made them.
         self.gate: TensorFacts[bool] = TensorFacts()
         #: Unchanged outputs of conv and linear layers, which may meet a batch norm.
         self.linear: TensorFacts[LinearCall] = TensorFacts()

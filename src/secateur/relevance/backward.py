@@ -18,7 +18,12 @@ from secateur.relevance.conservation import slack
 from secateur.relevance.ledger import HALF, Journal, Page, Sum, total, wide
 from secateur.relevance.linear_maps import LinearMap
 from secateur.relevance.rules import Rule
+from secateur.running.memory import resident, trim_beyond
 
+#: Numbers of a tensor beyond which it pays to ask how much memory the process holds.
+_LARGE = 2**18
+#: A part of the memory that holes in it may take.
+_HOLES = 16
 #: From the relevance of an operation's output, and its saved inputs: the relevance of each input.
 Back = Callable[..., tuple[Tensor | None, ...]]
 #: Scores an operation as part of a gate, although it has relevance of its own.
@@ -46,6 +51,7 @@ class Backward:
         #: Gates take no relevance. The layers that make them are scored later, by the relevance that they let pass.
         self.gates: list[tuple[GradientEdge, Tensor]] = []
         self._rules, self._depth = rules, depth
+        self._held = resident()  # when memory was last given back, or now; 0 if it need not be
 
     def add_leaf(self, tensor: Tensor, embedding: str = "", constant: str = "") -> Tensor:
         """Relevance ends at a tensor. A constant absorbs it."""
@@ -120,8 +126,14 @@ class Backward:
         if not self.gating:
             self.journal.flow(name, kind, arrived, passed, absorbs)
 
+    def passed(self, r: Tensor) -> None:
+        """A step is done. One sample can fill the memory of a CPU alone; what is freed then must not stay as holes."""
+        if self._held and r.numel() > _LARGE:
+            self._held = trim_beyond(self._held, _HOLES)
+
     def run(self, output: Tensor, seed: Tensor) -> tuple[list[Tensor | None], Page]:
         """The relevance of each input if that of the output is `seed`, and the sums recorded on the way."""
+        self._held = trim_beyond(self._held, _HOLES) if len(seed) == 1 and not seed.is_cuda else 0
         leaves = [leaf for leaf, _, _ in self.leaves.values()]
         begin = self.begin(output.detach(), seed)
         found = torch.autograd.grad(output, leaves, begin, allow_unused=True, retain_graph=self.gated)
@@ -182,6 +194,7 @@ class _Step(torch.autograd.Function):
             shared = ctx.back(r, *ctx.saved_tensors)
             if not ctx.way.gated:  # it does not come here again, and what the rule has kept is not needed any more
                 ctx.back = ctx.gate = None
+                ctx.way.passed(r)
             return (None, None, None, None, None, *shared)
         if r is not None and ctx.gate is not None:
             ctx.gate(r)

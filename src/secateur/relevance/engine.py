@@ -171,11 +171,14 @@ class RelevancePass:
             except Deviation:
                 self._seen = self._regular = False
         self._forget_calls()
+        batch: Batch | None = None
         try:
             batch = self._attempt(inputs, start, Attempt(False, self._undecided, self._convolutional))
-        except (_Deeper, Attends) as reason:
-            if isinstance(reason, Attends):
-                self._use(PRESETS[_ATTENTIVE])
+        except _Deeper:
+            pass
+        except Attends:
+            self._use(PRESETS[_ATTENTIVE])
+        if batch is None:  # not above, where the exception would hold all that was computed until then
             self._forget_calls()
             batch = self._attempt(inputs, start, Attempt(expected=False))
         self._seen, self._undecided = True, False

@@ -141,7 +141,7 @@ class GradientPropagation(Propagation):
             return self.stops(call)
         output = self.activations.run(call) if call.rectifies else self._factor(call, x)
         if gate:
-            self.activations.gate[output] = True
+            self.activations.gate[output] = False
         return output
 
     def _factor(self, call: Call, x: Tensor) -> Tensor:

@@ -33,6 +33,8 @@ class Layers:
         self._weights, self._ledger, self._attempt, self._heat_map = weights, ledger, attempt, heat_map
 
     def dense(self, call: Call, x: Tensor, weight: Tensor, bias: Tensor | None, columns: bool = False) -> Tensor:
+        if x.dim() > 3 and self.activations.gate.get(x):
+            self.meets_attention()  # heads that talk to each other; known now, nothing of this try is kept any longer
         use = self._linear(call, weight, int(columns))
         return self._layer(call, call.run, x, weight.mT if columns else weight, bias, use)
 

@@ -49,9 +49,10 @@ class Propagation:
             known.note_nonneg(output)
         if source is None:
             return output
-        if source in known.gate:
+        gate = known.gate.get(source)
+        if gate is not None:
             for tensor in tensors_in(output):
-                known.gate[tensor] = True
+                known.gate[tensor] = gate
         if isinstance(output, Tensor) and any(t in known.offset for t in call.tensors()):
             with torch.no_grad():
                 args, kwargs = map_tensors(self._offset, (call.args, call.kwargs))
@@ -94,7 +95,7 @@ class Propagation:
         if nonneg:
             self.activations.note_nonneg(output)
         if gate:
-            self.activations.gate[output] = True
+            self.activations.gate[output] = False
         return output
 
     def scales(self, call: Call, x: Tensor) -> Any:
@@ -133,7 +134,7 @@ class Propagation:
 
     def softmaxes(self, call: Call, x: Tensor, dim: int) -> Tensor:
         output = self.passes(call, x, nonneg=True, gate=True)
-        self.activations.logits[output] = x, dim
+        self.activations.logits[output], self.activations.gate[output] = (x, dim), True
         return output  # type: ignore[no-any-return]
 
     def averages(self, call: Call, x: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
@@ -158,8 +159,8 @@ class Propagation:
             return (inner,)
 
         output = backward.step(call.run, back, x, saves=False)
-        if x in self.activations.gate:
-            self.activations.gate[output] = True
+        if (gate := self.activations.gate.get(x)) is not None:
+            self.activations.gate[output] = gate
         if x in self.activations.nonneg and not (call.get("value") or 0) < 0:
             self.activations.note_nonneg(output)
         return output

@@ -127,11 +127,11 @@ def trim() -> None:
         ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
-def trim_beyond(held: int) -> int:
-    """`trim`, if the process holds more than `held` and a quarter of what work may take: on a CPU, passes leave holes
+def trim_beyond(held: int, part: int = 4) -> int:
+    """`trim`, if the process holds more than `held` and a part of what work may take: on a CPU, passes leave holes
     in the heap, and come upon others of them each time. Returns what was held after the last time."""
     grown = resident() - held
-    if grown > _LEAST // 4 and grown > allowed(None) // 4:  # the second takes longer to ask
+    if grown > _LEAST // part and grown > allowed(None) // part:  # the second takes longer to ask
         trim()
         return resident()
     return held
