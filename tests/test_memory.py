@@ -33,8 +33,9 @@ from secateur.plans import Limits
 from secateur.relevance import explain, gradients
 from secateur.relevance.engine import RelevancePass
 from secateur.relevance.rules import Gamma
-from secateur.repair import Repair, session
+from secateur.repair import Repair, fit, session
 from secateur.repair.layerwise import Corrected, LayerCorrector
+from secateur.repair.moments import FewRows, Regression
 from secateur.repair.reference import Reference
 from secateur.repair.rows import Rows
 from secateur.repair.samples import Samples
@@ -209,6 +210,35 @@ class Depthwise(nn.Module):
         x = self.first(x).relu()
         x = (x + self.norm(self.deep(x))).relu()
         return self.last(self.wide(x).relu().mean((2, 3)))
+
+
+def test_held_out_rows_of_large_kernels_are_summed_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kept, each would be as large as the kernel for each channel. The result is the same."""
+    torch.manual_seed(0)
+    net, x = Depthwise().double().eval(), torch.rand(12, 3, 12, 12).double()
+    graph = sc.analyze(net, x[:1])
+    small = sc.apply(net, sc.plan(graph, random_scores(graph), remove=0.3))
+    groups, make = len(small.deep.weight), fit.moments_for
+    kinds = set[type]()
+
+    def noted(count: int, *given: Any, **how: Any) -> Any:
+        found = make(count, *given, **how)
+        if count == groups:
+            kinds.add(type(found))
+        return found
+
+    def repaired() -> dict[str, Any]:
+        kinds.clear()
+        return Repair("ridge", copies=2)(small, net, (x, torch.arange(12) % 3)).state_dict()
+
+    monkeypatch.setattr(fit, "moments_for", noted)
+    rows = repaired()
+    assert kinds == {FewRows, Regression}
+    monkeypatch.setattr(fit, "_FEW", 2**10)
+    sums = repaired()
+    assert kinds == {Regression}
+    for name, tensor in rows.items():
+        assert torch.allclose(tensor, sums[name], rtol=1e-7, atol=1e-9), name
 
 
 @pytest.mark.parametrize("method", ["ridge", "norm"])

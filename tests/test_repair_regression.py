@@ -215,6 +215,22 @@ def test_ridge_in_single_precision_is_close(kind: type[Regression], n: int) -> N
     assert np.abs(found.weight[0].numpy() - d).max() < 1e-4 * np.abs(d).max()
 
 
+@pytest.mark.parametrize("kind", [Regression, FewRows])
+@pytest.mark.parametrize("constant", [True, False])
+def test_what_joins_may_be_sums_or_rows(kind: type[Regression], constant: bool) -> None:
+    x, e, y = rows(300, 20, 3, 2)
+    fit, held = Regression(3, 2, 20, CPU), kind(3, 2, 20, CPU)
+    fit.add(e[:200], y[:200], x[:200])
+    held.add(e[200:], y[200:], x[200:])
+    Ridge(1.0).fit(fit, constant)  # another solution, which must not be taken for that of all rows
+    fit.join(held)
+    found = Ridge(1e-3).fit(fit, constant)
+    assert found.weight is not None
+    for group in range(3):
+        d, _ = least_squares(x[:, group], e[:, group], 1e-3, constant)
+        np.testing.assert_allclose(found.weight[group].numpy(), d, rtol=0, atol=1e-9 * np.abs(d).max())
+
+
 @pytest.mark.parametrize("single", [(True, False), (False, True), (True, True)])
 @pytest.mark.parametrize("constant", [True, False])
 def test_rows_of_another_precision_may_join(single: tuple[bool, bool], constant: bool) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from secateur.errors import RepairError
 from secateur.repair.corrections import Change
 from secateur.repair.layers import RepairableLayer
-from secateur.repair.moments import Moments, Regression, moments_for
+from secateur.repair.moments import FewRows, Moments, Regression, moments_for
 from secateur.repair.rows import EVERY, Rows, hidden, operands, wide
 
 if TYPE_CHECKING:
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 _READ = 2
 # And of what it returns: what is wanted, what it is, what it lacks, the latter two in double precision, a product.
 _RETURNED = 9
+# So many bytes of held-out rows are kept, even if their sums would take less.
+_FEW = 2**26
 
 
 class Enough(BaseException):
@@ -147,7 +149,10 @@ class LayerFit:
         held = int(samples.held_all[:joined].sum())
         make = partial(moments_for, device=y.device, exact=y.dtype == torch.float64)
         fit, trial = (make(*size, (joined - held) * self.layer.rows) for _ in range(2))
-        kept = [make(*size, held * self.layer.rows, keep=True) for _ in range(2)]
+        rows = held * self.layer.rows
+        # A row of a depthwise convolution is as large as its kernel for each channel; sums are small then.
+        few = isinstance(fit, FewRows) or rows <= size[2] or 4 * rows * size[0] * size[2] <= _FEW
+        kept = [make(*size, rows, keep=few) for _ in range(2)]
         return fit, kept[0], kept[1], trial
 
     @staticmethod

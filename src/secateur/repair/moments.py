@@ -91,8 +91,13 @@ class Regression(Moments):
 
     def join(self, other: Moments) -> None:
         super().join(other)
-        assert isinstance(other, FewRows)
+        assert isinstance(other, Regression)
         self.x, self._xe = self.x + other.x, self._xe.clone()
+        if not isinstance(other, FewRows):
+            self._factor = None
+            self._xx += other._xx.to(self._wide)
+            self._xe += other._xe.to(self._wide)
+            return
         for x, e, _ in other.parts:
             self._gather(x.to(self._wide), x.to(self._wide), e.to(self._wide))
 
