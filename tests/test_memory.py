@@ -30,7 +30,7 @@ from secateur.latency import timing
 from secateur.loop import Schedule
 from secateur.ops.layers import compact
 from secateur.plans import Limits
-from secateur.relevance import explain, gradients
+from secateur.relevance import backward, explain, gradients
 from secateur.relevance.engine import RelevancePass
 from secateur.relevance.rules import Gamma
 from secateur.repair import Repair, fit, session
@@ -41,6 +41,8 @@ from secateur.repair.rows import Rows
 from secateur.repair.samples import Samples
 from secateur.running import memory
 from secateur.running.accuracy import accuracy
+from secateur.surgery import forwards
+from secateur.surgery.probes import Probe
 
 
 @pytest.mark.parametrize(
@@ -395,6 +397,26 @@ def test_a_try_that_is_given_up_ends_early_and_holds_nothing(monkeypatch: pytest
     engine.run(torch.rand(2, 5, 16), torch.ones_like)
     assert tries == [("alpha1beta0", 0), ("attnlrp", 0)]
     assert [block.began for block in engine.model] == [2, 1, 1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("samples", [1, 2])
+def test_a_single_large_sample_leaves_no_holes(samples: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of several, as many are taken together as fit twice."""
+    asked = list[tuple[int, int]]()
+    monkeypatch.setattr(backward, "trim_beyond", lambda held, part: asked.append((held, part)) or held)
+    net = nn.Sequential(nn.Linear(4, 700), nn.ReLU(), nn.Linear(700, 1))
+    explain(net, torch.rand(samples, 500, 4), lambda out: torch.ones_like(out))
+    assert len(asked) >= (2 if samples == 1 else 0)
+    assert bool(asked) == (samples == 1)
+    assert all(held > 2**20 and part == 16 for held, part in asked)
+
+
+def test_verification_gives_back_what_a_pass_has_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = list[int]()
+    monkeypatch.setattr(forwards, "trim_beyond", asked.append)
+    net = nn.Linear(3, 2)
+    forwards.Net(net, ()).run(Probe("a row", torch.rand(1, 3)), torch.float32)
+    assert len(asked) == 1 and 2**20 < asked[0] <= memory.peak()
 
 
 def test_labels_hold_no_more_than_what_varies() -> None:

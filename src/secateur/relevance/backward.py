@@ -51,7 +51,11 @@ class Backward:
         #: Gates take no relevance. The layers that make them are scored later, by the relevance that they let pass.
         self.gates: list[tuple[GradientEdge, Tensor]] = []
         self._rules, self._depth = rules, depth
-        self._held = resident()  # when memory was last given back, or now; 0 if it need not be
+        self._held = 0  # the bytes that the process held when some were last given back; 0 if it need not be done
+
+    def watch_memory(self) -> None:
+        """There is one sample, and a CPU: if it is large, it fills the memory alone."""
+        self._held = resident()
 
     def add_leaf(self, tensor: Tensor, embedding: str = "", constant: str = "") -> Tensor:
         """Relevance ends at a tensor. A constant absorbs it."""
@@ -126,14 +130,13 @@ class Backward:
         if not self.gating:
             self.journal.flow(name, kind, arrived, passed, absorbs)
 
-    def passed(self, r: Tensor) -> None:
-        """A step is done. One sample can fill the memory of a CPU alone; what is freed then must not stay as holes."""
-        if self._held and r.numel() > _LARGE:
+    def passed(self, made: Any) -> None:
+        """A step is done. What it has freed must not stay as holes, if one sample fills the memory."""
+        if self._held and isinstance(made, Tensor) and made.numel() > _LARGE:
             self._held = trim_beyond(self._held, _HOLES)
 
     def run(self, output: Tensor, seed: Tensor) -> tuple[list[Tensor | None], Page]:
         """The relevance of each input if that of the output is `seed`, and the sums recorded on the way."""
-        self._held = trim_beyond(self._held, _HOLES) if len(seed) == 1 and not seed.is_cuda else 0
         leaves = [leaf for leaf, _, _ in self.leaves.values()]
         begin = self.begin(output.detach(), seed)
         found = torch.autograd.grad(output, leaves, begin, allow_unused=True, retain_graph=self.gated)
@@ -182,6 +185,7 @@ class _Step(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.way, ctx.back, ctx.gate, ctx.reached = way, back, gate, False
         value = run()  # only the saved inputs stay in memory
+        way.passed(value)
         if saves:
             ctx.save_for_backward(*inputs)
         return value

@@ -145,6 +145,9 @@ class RelevancePass:
 
         with torch.inference_mode(False):
             entries = map_tensors(enter, inputs)
+        leaves = [leaf for leaf, _, _ in backward.leaves.values()]
+        if all(len(leaf) == 1 and leaf.device.type == "cpu" for leaf in leaves if leaf.dim()):
+            backward.watch_memory()
         return kinds[2](self.forward.again, layers), entries
 
     def finish(self, value: Tensor, heat: list[Tensor | None], page: Page) -> Batch:

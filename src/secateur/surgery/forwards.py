@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from secateur.nest import map_tensors, tensors_in, tensors_of_output
 from secateur.running.copies import named_modules, tensors_of
+from secateur.running.memory import resident, trim_beyond
 from secateur.running.sandbox import as_written, quiet, run
 from secateur.surgery.cut import places
 from secateur.surgery.precision import Precise, Pristine, seed, widen
@@ -94,6 +95,7 @@ class Net:
         noted = noted or whole or bool(forced) or wide != torch.float64
         watched = self.layers.items() if noted else ()
         hooks = [layer.register_forward_hook(_note(path, layers, whole, forced)) for path, layer in watched]
+        held = resident()
         mode = Precise(wide, frozenset(even), self._masks)
         try:
             with quiet(), as_written():
@@ -105,6 +107,7 @@ class Net:
         finally:
             for hook in hooks:
                 hook.remove()
+            trim_beyond(held)  # passes of large tensors leave holes, which the next one does not fill
 
 
 def _note(path: str, found: dict[str, list[Tensor]], whole: bool, forced: Forced) -> Callable[..., Any]:
