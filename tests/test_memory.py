@@ -416,7 +416,8 @@ def test_verification_gives_back_what_a_pass_has_freed(monkeypatch: pytest.Monke
     monkeypatch.setattr(forwards, "trim_beyond", asked.append)
     net = nn.Linear(3, 2)
     forwards.Net(net, ()).run(Probe("a row", torch.rand(1, 3)), torch.float32)
-    assert len(asked) == 1 and 2**20 < asked[0] <= memory.peak()
+    assert len(asked) == 1
+    assert 2**20 < asked[0] <= memory.peak()
 
 
 def test_labels_hold_no_more_than_what_varies() -> None:
