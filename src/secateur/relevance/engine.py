@@ -146,7 +146,7 @@ class RelevancePass:
         with torch.inference_mode(False):
             entries = map_tensors(enter, inputs)
         leaves = [leaf for leaf, _, _ in backward.leaves.values()]
-        if all(len(leaf) == 1 and leaf.device.type == "cpu" for leaf in leaves if leaf.dim()):
+        if leaves and all(leaf.dim() and len(leaf) == 1 and leaf.device.type == "cpu" for leaf in leaves):
             backward.watch_memory()
         return kinds[2](self.forward.again, layers), entries
 
