@@ -48,6 +48,7 @@ class Backward:
         self.layers = 0  # conv and linear layers in this forward pass
         self.gated = False  # whether a gate takes part
         self.gating = False  # whether gates are being scored
+        self.leaving = False  # whether no step is visited again, so that what its rule has kept can go
         #: Gates take no relevance. The layers that make them are scored later, by the relevance that they let pass.
         self.gates: list[tuple[GradientEdge, Tensor]] = []
         self._rules, self._depth = rules, depth
@@ -139,6 +140,7 @@ class Backward:
         """The relevance of each input if that of the output is `seed`, and the sums recorded on the way."""
         leaves = [leaf for leaf, _, _ in self.leaves.values()]
         begin = self.begin(output.detach(), seed)
+        self.leaving = not self.gated  # only now: a forward may take gradients of its own
         found = torch.autograd.grad(output, leaves, begin, allow_unused=True, retain_graph=self.gated)
         self._score_gates(leaves)
         heat: list[Tensor | None] = []
@@ -196,7 +198,7 @@ class _Step(torch.autograd.Function):
         if r is not None and not (ctx.reached and ctx.way.gating):
             ctx.reached = True
             shared = ctx.back(r, *ctx.saved_tensors)
-            if not ctx.way.gated:  # it does not come here again, and what the rule has kept is not needed any more
+            if ctx.way.leaving:
                 ctx.back = ctx.gate = None
                 ctx.way.passed(r)
             return (None, None, None, None, None, *shared)

@@ -33,8 +33,8 @@ class Layers:
         self._weights, self._ledger, self._attempt, self._heat_map = weights, ledger, attempt, heat_map
 
     def dense(self, call: Call, x: Tensor, weight: Tensor, bias: Tensor | None, columns: bool = False) -> Tensor:
-        if x.dim() > 3 and self.activations.gate.get(x):
-            self.meets_attention()  # heads that talk to each other; known now, nothing of this try is kept any longer
+        if self._attempt.undecided and self.activations.gate.get(x) and _mixes_heads(x):
+            self.meets_attention()  # in the first block, not in the last, when much of this try is in memory
         use = self._linear(call, weight, int(columns))
         return self._layer(call, call.run, x, weight.mT if columns else weight, bias, use)
 
@@ -188,6 +188,14 @@ class Layers:
         output = self.backward.step(call.run, lambda r: (r,), x, saves=False)
         self.activations.note_fresh(output)
         return output
+
+
+def _mixes_heads(x: Tensor) -> bool:
+    """Whether a layer that reads these weights of attention mixes heads: what adds up to 1 is another dimension than
+    the last, which it reads."""
+    with torch.no_grad():
+        one = x.new_ones(())
+        return any(torch.allclose(x.sum(dim), one, atol=1e-2) for dim in range(1, x.dim() - 1) if x.dim() > 3)
 
 
 def refuse_complex(site: Site | str, composite: str) -> NoReturn:

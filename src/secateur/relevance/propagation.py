@@ -134,7 +134,9 @@ class Propagation:
 
     def softmaxes(self, call: Call, x: Tensor, dim: int) -> Tensor:
         output = self.passes(call, x, nonneg=True, gate=True)
-        self.activations.logits[output], self.activations.gate[output] = (x, dim), True
+        self.activations.logits[output] = x, dim
+        if output in self.activations.gate:
+            self.activations.gate[output] = True
         return output  # type: ignore[no-any-return]
 
     def averages(self, call: Call, x: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:

@@ -152,7 +152,8 @@ class LayerFit:
         rows = held * self.layer.rows
         # A row of a depthwise convolution is as large as its kernel for each channel; sums are small then.
         few = isinstance(fit, FewRows) or rows <= size[2] or 4 * rows * size[0] * size[2] <= _FEW
-        kept = [make(*size, rows, keep=few) for _ in range(2)]
+        # Sums judge too, and of small errors single precision would leave nothing.
+        kept = [make(*size, rows, keep=few, exact=not few or y.dtype == torch.float64) for _ in range(2)]
         return fit, kept[0], kept[1], trial
 
     @staticmethod

@@ -18,6 +18,8 @@ from secateur.surgery.cut import places
 from secateur.surgery.precision import Precise, Pristine, seed, widen
 from secateur.surgery.probes import Probe
 
+#: Numbers of a tensor beyond which it pays to ask how much memory is held, and the part of it that holes may take.
+_LARGE, _HOLES = 2**20, 8
 _PLACES = 8  # of a layer's output are noted along each dimension, at least, if there are as many
 
 
@@ -65,6 +67,7 @@ class Net:
         kinds = (nn.Linear, nn.modules.conv._ConvNd)
         #: Convolutions and linear layers, by path.
         self.layers = {path: module for path, module in self._modules if isinstance(module, kinds)}
+        self._held = 0
         self._wide: torch.dtype | None = None
         self._pristine: Pristine | None = None
 
@@ -95,7 +98,8 @@ class Net:
         noted = noted or whole or bool(forced) or wide != torch.float64
         watched = self.layers.items() if noted else ()
         hooks = [layer.register_forward_hook(_note(path, layers, whole, forced)) for path, layer in watched]
-        held = resident()
+        hooks += [layer.register_forward_hook(self._spare) for _, layer in watched]
+        self._held = held = resident()
         mode = Precise(wide, frozenset(even), self._masks)
         try:
             with quiet(), as_written():
@@ -107,7 +111,13 @@ class Net:
         finally:
             for hook in hooks:
                 hook.remove()
-            trim_beyond(held)  # passes of large tensors leave holes, which the next one does not fill
+            trim_beyond(held)
+
+    def _spare(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Passes of large tensors leave holes in the heap, which others do not fill."""
+        with torch._C.DisableTorchFunction():
+            if isinstance(output, Tensor) and output.numel() > _LARGE:
+                self._held = trim_beyond(self._held, _HOLES)
 
 
 def _note(path: str, found: dict[str, list[Tensor]], whole: bool, forced: Forced) -> Callable[..., Any]:
