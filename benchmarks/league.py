@@ -40,13 +40,18 @@ from benchmarks.league_models import (
     OTHERS,
     OURS,
     PARTS,
-    RATES,
+    PATIENT,
+    RATE,
     RECIPE,
+    RIVAL,
     SEEDS,
     SPEEDS,
+    SWEEP,
     TAYLOR,
     Job,
+    augment,
     macs,
+    mixed,
     padded,
     unpadded,
 )  # fmt: skip
@@ -70,8 +75,14 @@ def plan() -> list[Job]:
     rows, short = [MAGNITUDE, TAYLOR, *PARTS, *OTHERS], (20, 5, 1, 0)
     first = [(OURS, speed) for speed in SPEEDS] + [(row, 2.55) for row in rows]
     jobs = [Job(row, speed, 100, seed) for seed in SEEDS for row, speed in first]
+    jobs += [
+        Job(row, speed, 100, seed)
+        for seed in SEEDS
+        for row, speed in (*((PATIENT, speed) for speed in SPEEDS), (RIVAL, 2.55))
+    ]
     jobs += [Job(row, 2.55, 100, seed) for seed in SEEDS for row in FAIR]
     jobs += [Job(row, 2.55, epochs, seed) for epochs in short for seed in SEEDS for row in (OURS, *rows, *FAIR)]
+    jobs += [Job(row, 2.55, epochs, seed) for epochs in (5, 1) for seed in SEEDS for row in SWEEP]
     for speed in (2.1, 4.0):
         jobs += [Job(row, speed, epochs, seed) for epochs in short for seed in SEEDS for row in (OURS, *rows, *FAIR)]
     jobs += [Job(row, speed, 100, seed) for speed in (2.1, 4.0) for row in (*rows, *FAIR) for seed in SEEDS]
@@ -138,13 +149,14 @@ def run(worker: Worker, jobs: Sequence[Job], deadline: float, backend: str = "")
     group = worker.group(jobs, backend if epochs else "")
     students = group.students
     course: list[dict[int, float]] = [{} for _ in jobs]  # accuracies on the way; those before a stop are in the output
-    samples = Samples(worker.train, RECIPE["batch_size"], RECIPE["augment"], None, torch.device(worker.device))
+    altered = mixed if jobs[0].row.mixtures else augment
+    samples = Samples(worker.train, RECIPE["batch_size"], altered, None, torch.device(worker.device))
     with seeded(seed, 0):
         first = done(out, jobs[0])
         losses = restore(out, jobs, students) if first else [[] for _ in jobs]
         saved = told = time.time()
         for number in range(first, epochs):
-            for known, loss in zip(losses, group.epoch(samples, number, epochs, RATES[epochs]), strict=True):
+            for known, loss in zip(losses, group.epoch(samples, number, epochs, RATE), strict=True):
                 known.append(loss)
             now = time.time()
             print(f"seed {seed}, {len(jobs)} students ({group.way}), epoch {number + 1}/{epochs}: {now - told:.2f} s, "
@@ -169,13 +181,18 @@ def run(worker: Worker, jobs: Sequence[Job], deadline: float, backend: str = "")
         }  # fmt: skip
 
 
+def named(only: str) -> list[Job]:
+    """The runs whose names have one of these parts in them, in the order of the parts: "A,B"."""
+    return list(dict.fromkeys(job for part in only.split(",") for job in plan() if part in job.name))
+
+
 def groups(out: Path, jobs: Iterable[Job], most: int) -> list[list[Job]]:
-    """Runs of one seed and length that stand at the same epoch, in the order of their first one."""
+    """Runs of one seed, length and kind of batch that stand at the same epoch, in the order of their first one."""
     known = {(r["row"], r["speed"], r["epochs"], r["seed"]) for r in lines(out / "results.jsonl")}
-    found: list[tuple[tuple[int, int, int], int, list[Job]]] = []
+    found: list[tuple[tuple[int, int, int, bool], int, list[Job]]] = []
     for number, job in enumerate(jobs):
         if (str(job.row), job.speed, job.epochs, job.seed) not in known:
-            key = job.seed, job.epochs, done(out, job)
+            key = job.seed, job.epochs, done(out, job), job.row.mixtures
             fitting = (g for other, first, g in found if other == key and len(g) < most and number - first < NEAR)
             members = next(fitting, None)
             if members is None:
@@ -211,8 +228,9 @@ def work(options: argparse.Namespace, given: Any, deadline: float, backend: str)
 
 
 def usable(device: str) -> bool:
+    """Whether this process can still compute there. A recording that failed can leave its random numbers unusable."""
     try:
-        torch.ones(8, device=device).sum().item()
+        torch.rand(8, device=device).sum().item()
     except RuntimeError:
         return False
     return True
@@ -254,7 +272,7 @@ def main(options: argparse.Namespace) -> None:
     deadline = time.time() + 60 * options.minutes
     out = Path(options.out)
     out.mkdir(parents=True, exist_ok=True)
-    wanted = [job for job in plan() if options.only in job.name and job.epochs <= options.epochs]
+    wanted = [job for job in named(options.only) if job.epochs <= options.epochs]
     todo = groups(out, wanted, options.most)
     print(f"{sum(map(len, todo))} runs in {len(todo)} groups", flush=True)
     if options.device == "cuda" and options.processes > 1 and not options.no_mps:
@@ -335,7 +353,7 @@ if __name__ == "__main__":
     parser.add_argument("--minutes", type=float, default=8.0)
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--most", type=int, default=3, help="students of a process")
-    parser.add_argument("--only", default="", help="runs whose name has this in it")
+    parser.add_argument("--only", default="", help="runs whose names have one of these in them: A,B")
     parser.add_argument("--epochs", type=int, default=100, help="only runs of at most so many")
     parser.add_argument("--samples", type=int, default=0, help="only so many images, to try it out")
     parser.add_argument("--steps", type=int, default=10, help="of the probe")
@@ -351,7 +369,7 @@ if __name__ == "__main__":
     if given.probe:
         probe(given)
     elif given.prepare:
-        prepare(Worker(given), [job for job in plan() if given.only in job.name])
+        prepare(Worker(given), named(given.only))
     elif given.unpruned:
         worker = Worker(given)
         print(f"unpruned: {100 * accuracy(worker.net, worker.test, 1000).overall:.2f} %")

@@ -19,7 +19,7 @@ from secateur.repair import Repair
 
 SPEEDS, LENGTHS, SEEDS = (2.1, 2.55, 4.0), (0, 1, 5, 20, 100), (0, 1, 2)
 # The defaults of `sc.recover`, of which the rate is 0.01 for batches of 64: what is known is not to be forgotten.
-RATES, TEACHER = dict.fromkeys(LENGTHS[1:], 0.08), 0.9
+RATE, TEACHER = 0.08, 0.9
 ERASED = 8  # the side of an erased square
 # What widths are padded to. Matrix units read eight channels at a time. Blocks have few different widths, so that few
 # programs are compiled; where images are small, so is what further channels cost.
@@ -38,20 +38,45 @@ def augment(images: Tensor) -> Tensor:
     return images.masked_fill((inside[0][:, :, None] & inside[1][:, None])[:, None], 0.0)
 
 
-RECIPE: dict[str, Any] = {"batch_size": 500, "weight_decay": 5e-4, "augment": augment, "temperature": TEMPERATURE}
+def mixed(images: Tensor) -> Tensor:
+    """Shifted, mirrored, and half of the images with a rectangle of another image. The teacher sees the same."""
+    images = shifted(images, 4)
+    count, device, size = len(images), images.device, images.shape[-1]
+    # The area of a rectangle is uniform between nothing and everything, as in CutMix.
+    half = size * torch.rand(count, 1, device=device).sqrt() / 2
+    middle = size * torch.rand(2, count, 1, device=device)
+    rows, columns = ((torch.arange(size, device=device) + 0.5 - middle).abs() < half).unbind()
+    chosen = torch.rand(count, 1, 1, 1, device=device) < 0.5
+    return torch.where((rows[:, :, None] & columns[:, None])[:, None] & chosen, images.flip(0), images)
+
+
+RECIPE: dict[str, Any] = {"batch_size": 500, "weight_decay": 5e-4, "temperature": TEMPERATURE}
 
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the table: how units are chosen, whether they are repaired, and whether there is a teacher."""
+    """A line of the table: how units are chosen, whether they are repaired, and whether there is a teacher.
+
+    With `mixtures`, the teacher is all: it answers mixtures of images, and the mean of its answers to an image and to
+    its mirror image counts.
+    """
 
     choice: str
     repair: bool = False
     teacher: bool = False
+    mixtures: bool = False
+    rate: float = RATE
 
     def __str__(self) -> str:
-        more = [word for word, is_there in (("repair", self.repair), ("teacher", self.teacher)) if is_there]
-        return " + ".join([self.choice, *more])
+        named = {"repair": self.repair, "teacher": self.teacher, "mixtures": self.mixtures}
+        more = [word for word, is_there in named.items() if is_there]
+        rate = f", rate {self.rate:g}" if self.rate != RATE else ""
+        return " + ".join([self.choice, *more]) + rate
+
+    @property
+    def share(self) -> float:
+        """The teacher's share in the loss."""
+        return (1.0 if self.mixtures else TEACHER) if self.teacher else 0.0
 
 
 @dataclass(frozen=True)
@@ -63,7 +88,8 @@ class Job:
 
     @property
     def name(self) -> str:
-        return f"{self.row} /{self.speed:g} {self.epochs} epochs seed {self.seed}".replace(" ", "-").replace("/", "by")
+        name = f"{self.row} /{self.speed:g} {self.epochs} epochs seed {self.seed}"
+        return name.replace(",", "").replace(" ", "-").replace("/", "by")
 
     @property
     def prepared(self) -> str:
@@ -77,6 +103,10 @@ MAGNITUDE, TAYLOR = Row("Torch-Pruning magnitude"), Row("Torch-Pruning taylor")
 PARTS = [Row("lrp", True), Row("lrp", False, True), Row("lrp")]
 OTHERS = [Row(name, True, True) for name in ("taylor", "weight", "random")]
 FAIR = [replace(MAGNITUDE, teacher=True), replace(TAYLOR, teacher=True)]
+PATIENT, RIVAL = (replace(row, teacher=True, mixtures=True, rate=0.2) for row in (OURS, MAGNITUDE))
+# Other rates, for short runs.
+SWEEP = [replace(OURS, rate=rate) for rate in (0.005, 0.02, 0.2)]
+SWEEP += [replace(MAGNITUDE, rate=rate) for rate in (0.02, 0.2)]
 
 
 # -- smaller models ----------------------------------------------------------------------------------------------------

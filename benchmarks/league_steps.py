@@ -130,8 +130,11 @@ class Teacher:
         for name, tensor in self._tensors.items():
             self._tensors[name] = tensor.contiguous(memory_format=order) if tensor.ndim == 4 else tensor.clone()
 
-    def __call__(self, images: Tensor, x: Tensor, functions: Functions) -> Tensor:
-        """The answers to `images`; `x` is what `prepared` made of them."""
+    def __call__(self, images: Tensor, x: Tensor, functions: Functions, both: bool = False) -> Tensor:
+        """The answers to `images`, `prepared` as `x`; with `both`, their mean with the answers to mirrored ones."""
+        if both:
+            mirrored = images.flip(-1), x.flip(-1).contiguous(memory_format=torch.channels_last)
+            return (self(images, x, functions) + self(*mirrored, functions)) / 2
         if not self._functional:
             answer: Tensor = self.net(images)
             return answer

@@ -6,8 +6,10 @@ optimizer, is a CUDA graph of its own, and they run side by side. What fails the
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -24,10 +26,13 @@ class Student:
     """A ResNet in training, with its momentum. A step computes gradients and moves the weights; nothing waits.
 
     Weights lie in one tensor, so that the optimizer and the conversion to half precision are a few operations.
+    `faster` multiplies the learning rate of the group.
     """
 
-    def __init__(self, net: nn.Module, teacher: float, decay: float, half: bool | None = None) -> None:
-        self.net, self.decay = net.train(), decay
+    def __init__(
+        self, net: nn.Module, teacher: float, decay: float, half: bool | None = None, faster: float = 1.0
+    ) -> None:
+        self.net, self.decay, self.faster = net.train(), decay, faster
         self.parameters = list(net.parameters())
         self.device = self.parameters[0].device
         self.half = self.device.type == "cuda" if half is None else half
@@ -83,7 +88,7 @@ class Student:
             weights, gradients, momenta = self._weights.all, self._gradients.all, self._momenta.all
             gradients.add_(weights, alpha=self.decay)
             momenta.mul_(MOMENTUM).add_(gradients)
-            weights.sub_(momenta * rate)
+            weights.sub_(momenta * (rate * self.faster))
             self.sums += numbers
 
     def count(self, steps: int) -> None:
@@ -93,16 +98,18 @@ class Student:
 
 
 class Together:
-    """Students that are trained on the same batches. `teacher`, in evaluation mode, may be None.
+    """Students that are trained on the same batches. `teacher`, in evaluation mode, may be None. `both`: it answers
+    mirrored images too, and the mean counts.
 
     If the compiler or the recording fails, a line says so, and steps are computed without it. Only batches of the size
     of the first one are compiled.
     """
 
     def __init__(
-        self, students: Sequence[Student], teacher: nn.Module | None, recorded: bool = True, backend: str = ""
-    ) -> None:
-        self.students, self.device, self.half = students, students[0].device, students[0].half
+        self, students: Sequence[Student], teacher: nn.Module | None, recorded: bool = True, backend: str = "",
+        both: bool = False,
+    ) -> None:  # fmt: skip
+        self.students, self.device, self.half, self.both = students, students[0].device, students[0].half, both
         self.teacher = None if teacher is None else Teacher(teacher, self.half)
         self.rate = torch.zeros((), device=self.device)
         self.functions = compiled(backend) if backend else PLAIN
@@ -136,7 +143,8 @@ class Together:
 
     def _record(self, x: Tensor, y: Tensor) -> None:
         try:
-            self._recordings[len(x)] = Recording(self, x, y)
+            with nothing_collected():
+                self._recordings[len(x)] = Recording(self, x, y)
         except Exception as error:
             torch.cuda.synchronize()  # which fails if nothing can go on here
             if self.functions is not PLAIN and len(x) == self._usual:
@@ -155,7 +163,7 @@ class Together:
         if self.teacher is None or not any(student.teacher for student in self.students):
             return x, None
         with torch.no_grad():
-            return x, self.teacher(images, x, self.used(images))
+            return x, self.teacher(images, x, self.used(images), self.both)
 
     def used(self, images: Tensor) -> Functions:
         """What computes a batch of this size."""
@@ -163,23 +171,10 @@ class Together:
 
     def _compute(self, images: Tensor, y: Tensor, in_turn: bool = False) -> None:
         x, answer = self.shown(images)
-        for student in self.beside():
+        for student in beside(self.students):
             student.step(x, y, answer, self.rate, self.used(images))
             if in_turn:
                 torch.cuda.synchronize()
-
-    def beside(self) -> Iterator[Student]:
-        """The students, each in a stream of its own, so that the GPU computes them at the same time."""
-        if self.device.type != "cuda":
-            yield from self.students
-            return
-        here = torch.cuda.current_stream()
-        for student in self.students:
-            student.stream.wait_stream(here)
-            with torch.cuda.stream(student.stream):
-                yield student
-        for student in self.students:
-            here.wait_stream(student.stream)
 
     def epoch(self, samples: Samples, number: int, epochs: int, lr: float) -> list[float]:
         """The mean loss of each student. One that became NaN or infinite does not stop the others."""
@@ -197,6 +192,33 @@ class Together:
         return losses
 
 
+def beside(students: Sequence[Student]) -> Iterator[Student]:
+    """The students, each in a stream of its own, so that the GPU computes them at the same time."""
+    if students[0].device.type != "cuda":
+        yield from students
+        return
+    here = torch.cuda.current_stream()
+    for student in students:
+        student.stream.wait_stream(here)
+        with torch.cuda.stream(student.stream):
+            yield student
+    for student in students:
+        here.wait_stream(student.stream)
+
+
+@contextmanager
+def nothing_collected() -> Iterator[None]:
+    """Collect what is not used any more, and then nothing: graphs that are freed while one is recorded spoil it."""
+    gc.collect()
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
+
+
 class Recording:
     """One step as CUDA graphs: one of the teacher, and one of each student. Those of students run side by side.
 
@@ -205,7 +227,8 @@ class Recording:
     """
 
     def __init__(self, group: Together, x: Tensor, y: Tensor) -> None:
-        self.group, self.images, self.labels = group, x.clone(), y.clone()
+        # Not the group, which knows its recordings: what is gone at once needs no collector.
+        self.students, self.images, self.labels = group.students, x.clone(), y.clone()
         self.first, self.rest = torch.cuda.CUDAGraph(), list[Any]()
         torch.cuda.synchronize()
         with torch.cuda.graph(self.first):
@@ -221,7 +244,7 @@ class Recording:
         self.images.copy_(x)
         self.labels.copy_(y)
         self.first.replay()
-        for _, graph in zip(self.group.beside(), self.rest, strict=True):
+        for _, graph in zip(beside(self.students), self.rest, strict=True):
             graph.replay()
 
 

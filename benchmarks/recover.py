@@ -93,7 +93,7 @@ def mixed(view: Any, pixels: Tensor) -> Tensor:
 
 def every(number: int) -> Any:
     def tell(event: Any) -> None:
-        if event.epoch % number == 1 or event.epoch == event.epochs:
+        if (event.epoch - 1) % number == 0 or event.epoch == event.epochs:
             print(f"{event.seconds:.0f} s {event}", flush=True)
 
     return tell
@@ -109,19 +109,24 @@ def language(given: argparse.Namespace, settings: Recover) -> dict[str, float]:
     name = f"language-{given.sequences}-{given.tokens}-{given.seed}"
     text: Any = kept_text(
         given.out / f"{name}-text.safetensors",
-        lambda: write_text(model, given.sequences, given.tokens, given.seed, batch_size=512),
+        lambda: write_text(model, given.sequences, given.tokens, given.seed, batch_size=given.written),
     )
+    print(f"{time.perf_counter() - given.begin:.0f} s: there is text", flush=True)
     few = [({"input_ids": part.to(device)}, None) for part in text["input_ids"][:128].split(8)]
     whole, inner = sum(p.numel() for p in model.parameters()), body(model)
     left = given.left or 0.8
     keep = {"params": (whole - inner + left * inner) / whole}
     small = kept(given.out / f"{name}-{left:g}", model, lambda: sc.prune(model, few, keep=keep, progress=False))
     file = given.out / f"{name}-{left:g}.safetensors"
-    done = sc.recover(small, model, text, settings, checkpoint=file, progress=every(1))
-    models = {"unpruned": model, "repaired": small, "trained": done.model.eval()}
+    print(f"{time.perf_counter() - given.begin:.0f} s: there is a smaller model", flush=True)
+    # The rate goes with the root of the batch size: 1e-4 for 8 sequences.
+    settings = replace(settings, batch_size=given.batch, lr=given.lr or 1e-4 * (given.batch / 8) ** 0.5)
     context = min(1024, len(ids))
-    found = {name: perplexity(m, ids, device, context) for name, m in models.items()}
-    return found | {"epochs": len(done.history)}
+    before = {name: perplexity(m, ids, device, context) for name, m in (("unpruned", model), ("repaired", small))}
+    print(json.dumps(before), flush=True)
+    done = sc.recover(small, model, text, settings, checkpoint=file, progress=every(1))
+    trained = perplexity(done.model.eval(), ids, device, context)
+    return before | {"trained": trained, "epochs": len(done.history), "loss": done.history[-1].loss}
 
 
 if __name__ == "__main__":
@@ -136,11 +141,13 @@ if __name__ == "__main__":
     parser.add_argument("--left", type=float, help="share of the MACs, or of the body, that is left")
     parser.add_argument("--sequences", type=int, default=4096)
     parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--written", type=int, default=512, help="language: sequences that are written at a time")
+    parser.add_argument("--batch", type=int, default=32, help="language: sequences of a step")
     parser.add_argument("--mix", action="store_true", help="compact: train on mixtures of parts of the images")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    begin = time.perf_counter()
+    begin = options.begin = time.perf_counter()
     asked = Recover(minutes=options.minutes, lr=options.lr, seed=options.seed)
     line = {
         "what": options.what,

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import secateur as sc
-from benchmarks.recover import kept, kept_text
+from benchmarks.recover import every, kept, kept_text
+from secateur.recover import Epoch
 
 
 def build() -> nn.Module:
@@ -49,3 +50,11 @@ def test_the_text_is_written_once(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError):
         kept_text(tmp_path / "text.safetensors", lambda: {"input_ids": torch.zeros(1 // 0)})
     assert not (tmp_path / "text.safetensors").exists()
+
+
+@pytest.mark.parametrize(("number", "told"), [(1, [1, 2, 3, 4]), (3, [1, 4]), (10, [1, 4])])
+def test_epochs_are_told(number: int, told: list[int], capsys: pytest.CaptureFixture[str]) -> None:
+    for epoch in range(1, 5):
+        every(number)(Epoch(epoch, 4, 0.5))
+    lines = capsys.readouterr().out.splitlines()
+    assert [f"epoch {epoch}/4" in line for epoch, line in zip(told, lines, strict=True)] == [True] * len(told)

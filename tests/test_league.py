@@ -2,20 +2,36 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
+import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import secateur as sc
-from benchmarks.league import done, groups, restore, save
-from benchmarks.league_models import ALIGNED, MAGNITUDE, OURS, Job, augment, folded, padded, shaped, unpadded
+from benchmarks.league import done, groups, named, plan, restore, save
+from benchmarks.league_models import (
+    ALIGNED,
+    MAGNITUDE,
+    OURS,
+    PATIENT,
+    RIVAL,
+    Job,
+    augment,
+    folded,
+    mixed,
+    padded,
+    shaped,
+    unpadded,
+)
 from benchmarks.league_steps import PLAIN, prepared
-from benchmarks.league_together import Student, Together
+from benchmarks.league_together import Student, Together, nothing_collected
 from benchmarks.resnet56 import ResNet
 from secateur.recover.samples import Samples
 from secateur.running.sandbox import seeded
@@ -65,6 +81,85 @@ def test_together_is_what_recover_does_alone(data: tuple[Tensor, Tensor]) -> Non
         )  # fmt: skip
         assert alone.history[-1].loss == pytest.approx(loss, rel=1e-4)
         close(student.net, alone.model)
+
+
+class Mirrored(nn.Module):
+    """What a network says of images and of their mirror images: the mean."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([self.net(x), self.net(x.flip(-1))]).mean(0)
+
+
+def test_mixtures_are_learnt_as_recover_does_alone(data: tuple[Tensor, Tensor]) -> None:
+    teacher, (model, _) = nets()
+    own = ResNet(1)
+    own.load_state_dict(model.state_dict())
+    student = Student(own, PATIENT.share, 5e-4, faster=2.5)
+    group, samples = Together([student], teacher, both=True), Samples(data, 16, mixed, None, torch.device("cpu"))
+    with seeded(3, 0):
+        (loss,) = [group.epoch(samples, number, 3, 0.02) for number in range(3)][-1]
+    alone = sc.recover(
+        model, Mirrored(teacher), data, epochs=3, lr=0.05, batch_size=16, weight_decay=5e-4, seed=3,
+        temperature=4.0, teacher=1.0, augment=mixed, progress=False,
+    )  # fmt: skip
+    assert alone.history[-1].loss == pytest.approx(loss, rel=1e-4)
+    close(student.net, alone.model)
+
+
+def test_mixtures_are_rectangles_of_other_images() -> None:
+    torch.manual_seed(0)
+    images = torch.arange(1.0, 401).view(-1, 1, 1, 1).expand(-1, 3, 32, 32)  # each image is one number
+    found = mixed(images)
+    number = images[:, 0, 0, 0]
+    shares = []
+    for own, other, image in zip(number, number.flip(0), found, strict=True):
+        assert torch.equal(image[0], image[1])
+        assert torch.equal(image[0], image[2])
+        there = image[0] == other
+        assert (there | (image[0] == own) | (image[0] == 0)).all()  # 0: beyond the border of a shifted image
+        rows, columns = there.any(1).nonzero(), there.any(0).nonzero()
+        if len(rows):
+            inside = image[0, rows.min() : rows.max() + 1, columns.min() : columns.max() + 1]
+            assert ((inside == other) | (inside == 0)).all()
+        shares.append(there.float().mean().item())
+    assert 0.35 < sum(share > 0.02 for share in shares) / len(shares) < 0.55
+    assert max(shares) > 0.6
+
+
+def test_runs_are_taken_in_the_order_of_their_names() -> None:
+    found = named("mixtures-rate-0.2-by2.55-100,lrp-by2.55-100-epochs-seed-1")
+    assert [str(job.row) for job in found] == [str(PATIENT), str(RIVAL)] * 3 + ["lrp"]
+    assert [job.seed for job in found] == [0, 0, 1, 1, 2, 2, 1]
+    assert all((job.speed, job.epochs) == (2.55, 100) for job in found)
+    assert len({job.name for job in plan()}) == len(plan())
+
+
+def test_nothing_is_collected_while_a_step_is_recorded() -> None:
+    class Node:
+        pass
+
+    freed = list[str]()
+
+    def ring(name: str) -> None:
+        node: Any = Node()
+        node.self = node
+        weakref.finalize(node, freed.append, name)
+
+    gc.collect()
+    ring("before")
+    with nothing_collected():
+        assert freed == ["before"]
+        ring("during")
+        for _ in range(5000):
+            ring("more")
+        assert freed == ["before"]
+    gc.collect()
+    assert freed.count("during") == 1
+    assert gc.isenabled()
 
 
 def test_stopped_runs_go_on(data: tuple[Tensor, Tensor], tmp_path: Path) -> None:
