@@ -17,6 +17,8 @@ from reproduction.few_shot import campaign as few
 from reproduction.few_shot import page as few_page
 from reproduction.fine_tune import campaign as fine
 from reproduction.fine_tune import page as fine_page
+from reproduction.shrink import SIDE
+from reproduction.shrink import shrink as smaller
 from reproduction.toy import experiment
 from reproduction.toy.recipe import FULL, QUICK, readings
 from reproduction.toy.store import default_cache
@@ -43,6 +45,13 @@ class Net(StrEnum):
     script = "script"
 
 
+def _progress() -> Progress:
+    """A bar where somebody is looking."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+
+
 @commands.callback()
 def group() -> None:
     """Run the paper's experiments and compare with its numbers."""
@@ -60,9 +69,7 @@ def toy(
     as_json: Annotated[bool, typer.Option("--json", help="Print the checks as JSON.")] = False,
 ) -> None:
     """The toy experiments: every table and figure, beside the paper's numbers."""
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+    with _progress() as bar:
         work = bar.add_task("starting", total=None)
 
         def show(text: str, done: int, total: int) -> None:
@@ -213,6 +220,19 @@ def fine_tune(
         fine.fine_tune(settings, out, _names("--criteria", criteria), modes, _range(draws), device, jobs, _line)
 
     _work_and_page(None if table_only else work, fine_page.write_page, out, pages, images)
+
+
+@commands.command()
+def shrink(
+    source: Annotated[Path, typer.Argument(help="The folder of a data set.")],
+    out: Annotated[Path, typer.Argument(help="The folder of the smaller copy.")],
+    side: Annotated[int, typer.Option(min=8, help="The shorter side of the photographs that are written.")] = SIDE,
+) -> None:
+    """A copy of a data set whose photographs are smaller, for a machine that is far away."""
+    with _progress() as bar:
+        work = bar.add_task("shrinking", total=None)
+        made = smaller(source, out, side, lambda done, of: bar.update(work, completed=done, total=of))
+    print(f"{made} photographs were made smaller")
 
 
 def _work_and_page(

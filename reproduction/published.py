@@ -65,12 +65,12 @@ class Published:
 def published(name: str, folder: Path, seed: int = 0) -> Published:
     """A data set of the paper, from its folder. If the paper draws the split at random, `seed` determines it.
 
-    scene15 (20 % of each class for training) and event8 (40 %): class folders. catsdogs: `train` and `test` with class
-    folders, or Kaggle's `train/cat.0.jpg`, of which 4005 cats and 4000 dogs are drawn for training and 2023 others for
-    testing. flowers102: `jpg`, `imagelabels.mat`, `setid.mat`; training is the official training and validation set.
-    cifar10: the binary version. aircraft: `data/images` with the lists of variants. birds: CUB-200-2011. cars: the
-    devkit's annotations, or class folders. ilsvrc: `train` (or `reference`) and `val` (or `test`) with one folder per
-    WordNet id; a subset of the classes is enough.
+    scene15 (20 % of each class for training) and event8 (40 %): class folders. catsdogs: `train` and `test` with
+    class folders, or Kaggle's `train/cat.0.jpg`, of which 4005 cats and 4000 dogs are drawn for training and 2023
+    others for testing. flowers102: `jpg`, `imagelabels.mat`, `setid.mat`; training is the official training and
+    validation set. cifar10: the binary version. aircraft: `data/images` with the lists of variants. birds:
+    CUB-200-2011, or class folders. cars: the devkit's annotations, or class folders. ilsvrc: `train` (or
+    `reference`) and `val` (or `test`) with one folder per WordNet id; a subset of the classes is enough.
     """
     if name not in _READERS:
         raise DataError(f"the data set {name!r} is not known.", fix=f"use one of {', '.join(_READERS)}")
@@ -199,6 +199,8 @@ def _aircraft(folder: Path, rng: np.random.Generator) -> Published:
 
 def _birds(folder: Path, rng: np.random.Generator) -> Published:
     root = folder / "CUB_200_2011" if (folder / "CUB_200_2011").is_dir() else folder
+    if not (root / "images.txt").exists() and (root / "train").is_dir():
+        return _two_folders("train", "test")(root, rng)
 
     def table(name: str) -> dict[str, str]:
         return dict(line.split(" ", 1) for line in _lines(root / name))
