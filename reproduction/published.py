@@ -67,10 +67,11 @@ def published(name: str, folder: Path, seed: int = 0) -> Published:
 
     scene15 (20 % of each class for training) and event8 (40 %): class folders. catsdogs: `train` and `test` with
     class folders, or Kaggle's `train/cat.0.jpg`, of which 4005 cats and 4000 dogs are drawn for training and 2023
-    others for testing. flowers102: `jpg`, `imagelabels.mat`, `setid.mat`; training is the official training and
-    validation set. cifar10: the binary version. aircraft: `data/images` with the lists of variants. birds:
-    CUB-200-2011, or class folders. cars: the devkit's annotations, or class folders. ilsvrc: `train` (or
-    `reference`) and `val` (or `test`) with one folder per WordNet id; a subset of the classes is enough.
+    others for testing. flowers102: the photographs in folders of any names, `imagelabels.mat`, `setid.mat`;
+    training is the official training and validation set. cifar10: the binary version. aircraft: `data/images` with
+    the lists of variants. birds: CUB-200-2011, or class folders. cars: the devkit's annotations, or class folders.
+    ilsvrc: `train` (or `reference`) and `val` (or `test`) with one folder per WordNet id; a subset of the classes
+    is enough.
     """
     if name not in _READERS:
         raise DataError(f"the data set {name!r} is not known.", fix=f"use one of {', '.join(_READERS)}")
@@ -151,10 +152,12 @@ def _two_folders(train: str, test: str) -> Callable[[Path, np.random.Generator],
 def _flowers(folder: Path, rng: np.random.Generator) -> Published:
     labels = _matlab(folder / "imagelabels.mat")["labels"].ravel().astype(int) - 1
     sets = _matlab(folder / "setid.mat")
+    places = {path.name: path for path in folder.rglob("image_*.jpg")}  # in `jpg`, or in class folders
 
     def samples(*parts: str) -> Samples:
-        ids = np.concatenate([sets[part].ravel().astype(int) for part in parts])
-        return _listed([(folder / "jpg" / f"image_{i:05d}.jpg", int(labels[i - 1])) for i in sorted(ids.tolist())])
+        ids = sorted(np.concatenate([sets[part].ravel().astype(int) for part in parts]).tolist())
+        names = {i: f"image_{i:05d}.jpg" for i in ids}
+        return _listed([(places.get(name, folder / "jpg" / name), int(labels[i - 1])) for i, name in names.items()])
 
     classes = tuple(str(i + 1) for i in range(int(labels.max()) + 1))
     return Published("", classes, samples("trnid", "valid"), samples("tstid"))

@@ -66,7 +66,14 @@ def test_flowers_train_on_two_of_the_official_sets(tmp_path):
         ("image_00001.jpg", 0), ("image_00002.jpg", 1), ("image_00005.jpg", 1),
     ]  # fmt: skip
     assert found.test.labels == (2, 0, 2, 0, 1, 2)
-    (tmp_path / "jpg" / "image_00009.jpg").unlink()
+    for i, label in ((3, "3"), (9, "3")):  # copies in class folders are common
+        (tmp_path / "test" / label).mkdir(parents=True, exist_ok=True)
+        (tmp_path / "jpg" / f"image_{i:05d}.jpg").rename(tmp_path / "test" / label / f"image_{i:05d}.jpg")
+    again = published("flowers102", tmp_path)
+    assert [(path.name, label) for path, label in paired(again.test)] == [
+        (path.name, label) for path, label in paired(found.test)
+    ]
+    (tmp_path / "test" / "3" / "image_00009.jpg").unlink()
     with pytest.raises(DataError, match=r"image_00009\.jpg, which does not exist"):
         published("flowers102", tmp_path)
 
@@ -117,6 +124,14 @@ def test_birds_by_the_lists_of_cub(tmp_path):
     found = published("birds", tmp_path)
     assert found.classes == ("001.Albatross", "002.Auklet")
     assert (found.train.labels, found.test.labels) == ((0, 1), (1,))
+
+
+def test_birds_by_folders(tmp_path):
+    classes(tmp_path / "train", ["001.Albatross", "002.Auklet"], 2)
+    classes(tmp_path / "test", ["001.Albatross", "002.Auklet"], 1)
+    found = published("birds", tmp_path)
+    assert found.classes == ("001.Albatross", "002.Auklet")
+    assert (found.train.labels, found.test.labels) == ((0, 0, 1, 1), (0, 1))
 
 
 def test_cars_by_the_annotations_or_by_folders(tmp_path):
