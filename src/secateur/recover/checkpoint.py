@@ -16,7 +16,7 @@ from secateur.errors import FileFormatError
 from secateur.running.processes import is_first, same_everywhere, wait
 from secateur.running.tensor_files import decode, encode, other_run, read_checkpoint, write_checkpoint
 
-FORMAT = "secateur-recover-1"
+FORMAT = "secateur-recover-2"
 _DIGESTS = ("weights", "teacher", "data", "test")  # too long to be shown
 
 
@@ -40,6 +40,8 @@ class Checkpoint:
         """The state in the file; None if there is none. The file of another run is refused."""
         if not same_everywhere(self.path.exists()):
             return None
+        if self.path.is_dir():
+            raise FileFormatError(f"{self.path} is a folder.", where=self.path, fix="a file in it")
         header, tensors = read_checkpoint(self.path, FORMAT)
         try:
             found, wanted = dict(header["settings"]), json.loads(json.dumps(self.identity))

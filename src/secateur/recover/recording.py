@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from secateur.errors import SecateurWarning
+from secateur.errors import SecateurError, SecateurWarning
 
 # Steps before a recording. In these, libraries choose their algorithms.
 _WARM_UP = 3
@@ -82,7 +82,7 @@ class Recording:
             with torch.cuda.graph(graph):
                 self._result = self._compute(*self._pair())
             self._graph, self._gradients = graph, [parameter.grad for parameter in self._parameters]
-        except RuntimeError as error:
+        except (RuntimeError, SecateurError) as error:
             self._wanted, self._result = False, None
             what = "a training step cannot be recorded as a CUDA graph, so training is slower: {error}"
             warnings.warn(SecateurWarning(what, error=str(error).partition("\n")[0]), stacklevel=2)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from secateur.arguments import check_callable, check_path
-from secateur.errors import DataError, SecateurError, TrainingError
+from secateur.errors import Argument, DataError, SecateurError, TrainingError
 from secateur.nest import select_samples
 from secateur.recover.blocks import Blocks
 from secateur.recover.checkpoint import Checkpoint
@@ -63,9 +64,7 @@ def recover(
     >>> sc.recover(result, net, data, epochs=2)
     <Recovered Sequential: 2 epochs; all epochs are done>
     """
-    asked = Recover.of(settings) or Recover()
-    if options:
-        asked = replace(asked, **options)
+    asked = _asked(settings, options)
     check_callable("progress", None if isinstance(progress, bool) else progress, "True, False, or a function f(event)")
     if checkpoint is not None:
         check_path("checkpoint", checkpoint, "a file name, such as 'run.safetensors'")
@@ -74,8 +73,12 @@ def recover(
     student = unwrap(model_of(small))
     if original is None and _asks(asked):
         raise SecateurError(
-            "there is no original to learn from.", fix="recover(small, original, data), or teacher=0 for labels alone"
-        )
+            "there is no original to learn from.",
+            fix="recover(small, original, data), or {teacher} and {blocks} for labels alone",
+            teacher=Argument("teacher", 0), blocks=Argument("blocks", 0),
+        )  # fmt: skip
+    if data is not None and asked.data is not None:
+        raise SecateurError("there are data, and other data in the settings.", fix="give one of the two")
     file = None
     if checkpoint is not None:
         asked_for = {"weights": digest(student), **_identity(asked, data, test), "processes": share()[1]}
@@ -89,6 +92,18 @@ def recover(
         known = {**small.settings, "recover": repr(asked), "trained_afterwards": True}
         return replace(done, result=replace(small, model=done.model, settings=known))
     return done
+
+
+def _asked(settings: Recover | int | None, options: Mapping[str, Any]) -> Recover:
+    """The settings with the options that are given beside them."""
+    known = [field.name for field in fields(Recover)]
+    for name in options:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1, 0.5)
+            raise SecateurError(f"`recover` takes no {name}.", where=name, fix=near[0] if near else ", ".join(known))
+    if settings is False:
+        raise SecateurError("recover(…, False) asks for no training.", fix="a number of epochs, or None for the usual")
+    return replace(Recover.of(settings) or Recover(), **options)
 
 
 def _asks(settings: Recover) -> bool:
@@ -112,6 +127,8 @@ def trained(
 ) -> Recovered:  # fmt: skip
     """`recover` of a plain model, with the random numbers that are drawn around it."""
     check_weights(small)
+    if original is not None:
+        check_weights(original)
     settings = settings.decided(small)
     asked = _asks(settings) and original is not None
     teacher = _teacher(unwrap(original), small, settings) if asked and original is not None else None
@@ -168,11 +185,13 @@ def _student(small: nn.Module, settings: Recover) -> tuple[nn.Module, Mapping[st
 
 
 def _teacher(original: nn.Module, small: nn.Module, settings: Recover) -> nn.Module:
-    """The original in evaluation mode, where the student is. Its weights are shared unless they must be rearranged."""
+    """The original in evaluation mode, where the student is. Its weights are shared unless they must be rearranged,
+    or its forward writes to them."""
     place = device_of(small)
     moved = place is not None and device_of(original) != place
     images = settings.channels_last and place is not None and place.type == "cuda" and _has_images(original)
-    if moved or images:
+    writes = any(getattr(module, "max_norm", None) is not None for module in original.modules())  # of an embedding
+    if moved or images or writes:
         teacher = copy_with(original, lambda name, old: old.detach().clone().to(place))
         return (_arranged(teacher) if images else teacher).eval()
     return shared_copy(original).eval()

@@ -8,17 +8,23 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from secateur.errors import DataError
+from secateur.errors import Argument, DataError
 from secateur.nest import select_samples, tensors_in
 from secateur.recover.settings import Augment, Recover
-from secateur.running.batches import Batch, Data, as_batch, as_data, batches, is_pair, size_of
+from secateur.running.batches import Batch, Data, as_data, batches, check_pair, checked_batch, is_pair, size_of
 from secateur.running.devices import to_device
 from secateur.running.processes import share
 
 _MARGIN = 8  # images are shifted by up to their side over this
 _MIXING = ("MixUp", "CutMix")
+# Transforms of torchvision that leave every pixel where it is.
+_STILL = (
+    "Normalize", "ToDtype", "ColorJitter", "GaussianBlur", "GaussianNoise", "Grayscale", "RandomGrayscale",
+    "RandomInvert", "RandomPosterize", "RandomSolarize", "RandomAdjustSharpness", "RandomAutocontrast",
+    "RandomEqualize", "RandomChannelPermutation", "RandomPhotometricDistort",
+)  # fmt: skip
 # Transforms of torchvision that draw nothing, and the dimensions that mirroring ones turn round.
 _PLAIN, _MIRRORS = (
     ("Normalize", "Resize", "CenterCrop", "ToDtype"),
@@ -45,12 +51,14 @@ class Samples:
             raise DataError("there are no data to train on.", fix="a pair (X, y), a list of batches or a DataLoader")
         if isinstance(data, Tensor) or not isinstance(data, Iterable) or isinstance(data, Iterator):
             raise DataError("training repeats the data: give a pair (X, y), a list or a DataLoader.")
-        if settings.held_out and test is None:
+        if settings.held_out and test is not None:
+            raise DataError("held_out divides the data, and test=… are other data to measure on.", fix="one of the two")
+        if settings.held_out:
             data, test = _split(data, settings.held_out, settings.seed)
         elif settings.patience is not None and test is None:
             raise DataError("patience needs samples that are not trained on.", fix="held_out=0.1, or test=(X, y)")
-        if is_pair(data) and not size_of(data[0]):
-            raise DataError("the data are empty: there is no sample to train on.")
+        if is_pair(data):
+            _check(data, settings)
         return cls(data, settings.batch_size, settings.augment, test, device)
 
     @property
@@ -68,26 +76,37 @@ class Samples:
         """All class numbers, if they are known and trained on as they are."""
         known = self.data[1] if is_pair(self.data) else None
         plain = isinstance(known, Tensor) and known.ndim == 1 and not known.is_floating_point()
-        return known if plain and type(self.augment).__name__ not in _MIXING else None
+        return known if plain and not (_is_transform(self.augment) and _mixes(self.augment)) else None
 
     @property
     def generators(self) -> list[torch.Generator]:
         """Generators that a loader draws its order from, if they are its own."""
-        found = [getattr(self.data, "generator", None), getattr(getattr(self.data, "sampler", None), "generator", None)]
+        found = [getattr(part, "generator", None) for part in (self.data, *self._samplers)]
         return list({id(own): own for own in found if isinstance(own, torch.Generator)}.values())
 
-    def epoch(self, drawn: Tensor | None = None) -> Iterator[Batch]:
+    @property
+    def _samplers(self) -> list[Any]:
+        """What decides about the order of a loader."""
+        batched = getattr(self.data, "batch_sampler", None)
+        found = (getattr(self.data, "sampler", None), batched, getattr(batched, "sampler", None))
+        return list({id(part): part for part in found if part is not None}.values())
+
+    def epoch(self, drawn: Tensor | None = None, number: int = 0) -> Iterator[Batch]:
         """The batches of one epoch, on the device, with altered images. Of a pair, a process gets its share of each.
 
-        Of several processes all draw the order of a pair from one state of the generator, `drawn`.
+        Of several processes all draw the order of a pair from one state of the generator, `drawn`. A sampler that
+        draws by the number of the epoch, as torch's for several processes, is told this number.
         """
+        for sampler in self._samplers:
+            if callable(getattr(sampler, "set_epoch", None)):
+                sampler.set_epoch(number)
         for inputs, targets in self._plain(drawn):
             inputs, targets = to_device(inputs, self.device), to_device(targets, self.device)
             yield (inputs, targets) if self.augment is None else altered(self.augment, inputs, targets)
 
     def _plain(self, drawn: Tensor | None) -> Iterator[Batch]:
         if not is_pair(self.data):
-            yield from map(as_batch, self.data)
+            yield from map(checked_batch, self.data)
             return
         inputs, targets = self.data
         count, (rank, world) = size_of(inputs), share()
@@ -99,14 +118,26 @@ class Samples:
         order = order.to(tensors_in(inputs)[0].device)
         for begin in range(0, count, self.batch_size):
             chunk = order[begin : begin + self.batch_size]
-            if len(chunk) < 2 * world and begin:
-                continue  # batch norm cannot train on a single sample
+            if len(chunk) < 2 * world and len(chunk) < self.batch_size and begin:
+                continue  # a rest; batch norm cannot train on a single sample
             mine = chunk[rank::world]
             yield select_samples(inputs, mine), select_samples(targets, mine)
 
     def held_batches(self) -> Iterator[Batch]:
         """What is held out, this process's share of a pair."""
         yield from batches(self.held, self.batch_size, self.device, share())
+
+
+def _check(pair: Data, settings: Recover) -> None:
+    """Refuse a pair without samples, or too few for each process."""
+    count, (_, world), size = check_pair(*pair), share(), settings.batch_size or 1
+    if not count:
+        raise DataError("the data are empty: there is no sample to train on.")
+    if min(count, size) < world:
+        raise DataError(
+            "{count} samples in {given} cannot be shared by {world} processes.", count=count, world=world,
+            given=Argument("batch_size", size), fix="{more}", more=Argument("batch_size", world),
+        )  # fmt: skip
 
 
 def _split(data: Data, held_out: float, seed: int) -> tuple[Data, Data]:
@@ -130,17 +161,67 @@ def altered(augment: Augment, inputs: Any, targets: Any) -> Batch:
     """A batch with altered images. Mixup and cutmix alter the targets as well."""
     if not isinstance(inputs, Tensor) or inputs.ndim < 3 or (isinstance(augment, str) and inputs.ndim != 4):
         raise DataError("augment alters images, and the inputs are none.", fix="augment=None, or inputs (N, C, H, W)")
+    if isinstance(targets, Tensor) and targets.ndim > 2 and _moves(augment):
+        raise DataError(
+            f"augment would move images, but not their targets of shape {tuple(targets.shape)}.",
+            fix="a DataLoader whose data set alters both, or a function of a batch that moves nothing",
+        )
     if isinstance(augment, str):
         return shifted(inputs, inputs.shape[-1] // _MARGIN), targets
-    if not type(augment).__module__.startswith("torchvision.transforms"):
+    if not _is_transform(augment):
         made, known = augment(inputs), targets
-    elif type(augment).__name__ in _MIXING:
-        made, known = augment(inputs, targets)
     else:
-        made, known = _transformed(augment, inputs), targets
+        made, known = _mixed(augment, inputs, targets) if _mixes(augment) else (_transformed(augment, inputs), targets)
     if not isinstance(made, Tensor) or made.ndim != inputs.ndim or len(made) != len(inputs):
         shape = tuple(made.shape) if isinstance(made, Tensor) else type(made).__name__
         raise DataError(f"augment made {shape} of images of shape {tuple(inputs.shape)}.")
+    return made, known
+
+
+def _is_transform(augment: Any) -> bool:
+    return type(augment).__module__.startswith("torchvision.transforms")
+
+
+def _parts(transform: Any) -> list[Any]:
+    """The transforms that one consists of, such as a Compose."""
+    parts = getattr(transform, "transforms", None)
+    return list(parts) if isinstance(parts, list | tuple | nn.ModuleList) else []
+
+
+def _mixes(transform: Any) -> bool:
+    """Whether a transform of torchvision, or a part of it, mixes the images of a batch."""
+    return type(transform).__name__ in _MIXING or any(map(_mixes, _parts(transform)))
+
+
+def _moves(augment: Augment) -> bool:
+    """Whether pixels may end in another place. Your own functions are trusted not to."""
+    if isinstance(augment, str):
+        return True
+    parts = _parts(augment)
+    return any(map(_moves, parts)) if parts else _is_transform(augment) and type(augment).__name__ not in _STILL
+
+
+def _mixed(transform: Any, images: Any, targets: Any) -> Batch:
+    """What transforms make of a batch, of which some mix its images."""
+    if type(transform).__name__ == "Compose":
+        for part in transform.transforms:
+            if _mixes(part):
+                images, targets = _mixed(part, images, targets)
+            else:
+                images = _transformed(part, images)
+        return images, targets
+    name = type(transform).__name__
+    if not all(map(_mixes, _parts(transform))):
+        raise DataError(
+            f"{name} has parts that mix batches and parts that alter an image.", fix="v2.Compose([…, mixing])"
+        )
+    if not isinstance(targets, Tensor):
+        raise DataError(f"{name} mixes labels, and there are none.", fix="your own function of a batch of images")
+    try:
+        made, known = transform(images, targets)
+    except (ValueError, TypeError) as error:
+        what = f"{name} raised {type(error).__name__}: {error}"
+        raise DataError(what, fix="num_classes=…, and class numbers") from error
     return made, known
 
 

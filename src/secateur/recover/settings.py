@@ -22,7 +22,8 @@ from secateur.running.targets import Reader
 Augment = Callable[..., Any] | str
 _USUAL: dict[str, Any] = {
     "epochs": 10, "optimizer": "sgd", "lr": 0.01, "batch_size": 64, "temperature": 4.0, "weight_decay": 5e-4,
-    "clip": 0.0,
+    # The teacher's part grows with the square of what logits differ. Without a limit, one epoch can end at chance.
+    "clip": 1.0,
 }  # fmt: skip
 _LANGUAGE: dict[str, Any] = {
     "optimizer": "adamw",
@@ -45,13 +46,14 @@ class Recover:
     the labels.
 
     `optimizer` is "sgd" (with `momentum`) or "adamw". `schedule` moves the learning rate `lr`: "cosine", "onecycle" or
-    "constant". `clip` is the largest norm of the gradient, 0 for any. `ema` is the decay of averaged weights, such as
-    0.999, which are then the result. What is None is decided by the kind of the model.
+    "constant". `clip` is the largest norm of the gradient (1), 0 for any. `ema` is the decay of averaged weights, such
+    as 0.999, which are then the result. What is None is decided by the kind of the model.
 
     `augment` alters images: a function of a batch, a transform of `torchvision.transforms.v2`, which is applied to each
     image (mixup and cutmix to the batch), or "crop-flip": shifted by up to an eighth and mirrored. `held_out` is the
-    share of the samples that is not trained on. With `patience`, the run ends when the loss on these did not fall for
-    so many epochs, and the result is the best epoch.
+    share of the samples that is not trained on; if training makes the loss on these larger, a warning says so. With
+    `patience`, the run ends when it did not fall for so many epochs, and the result is the best epoch, or the model
+    before training if no epoch is better.
 
     On CUDA, `mixed` computes in half precision, and `channels_last` orders images as convolutions like them. `compile`
     uses torch.compile, which takes a minute first. `lora` is the rank of adapters (by peft) that are trained instead of
@@ -93,12 +95,12 @@ class Recover:
         for name in ("epochs", "batch_size", "patience"):
             if getattr(self, name) is not None:
                 arguments.check_count(name, getattr(self, name))
-        for name in ("lr", "minutes", "weight_decay", "clip", "temperature", "momentum", "blocks"):
+        for name in ("lr", "minutes", "weight_decay", "clip", "temperature", "blocks"):
             if getattr(self, name) is not None:
                 arguments.check_number(name, getattr(self, name), least=0)
-        for name in ("teacher", "ema", "held_out"):
+        for name in ("teacher", "ema", "held_out", "momentum"):
             check_share(name, getattr(self, name))
-        for name in ("ema", "held_out"):
+        for name in ("ema", "held_out", "momentum"):
             if getattr(self, name) == 1:
                 raise SecateurError("{given} leaves nothing.", fix="less than 1", given=Argument(name, 1))
         for name in ("mixed", "channels_last", "compile"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from secateur.errors import Argument, DataError, FileFormatError, TrainingError
+from secateur.errors import Argument, DataError, FileFormatError, SecateurError, SecateurWarning, TrainingError
 from secateur.nest import map_tensors, select_samples, tensors_in
 from secateur.recover.blocks import Blocks
 from secateur.recover.checkpoint import Checkpoint, random_state, set_random_state
@@ -22,18 +23,20 @@ from secateur.recover.recording import Recording
 from secateur.recover.samples import Samples
 from secateur.recover.schedule import CURVES, Budget
 from secateur.recover.settings import Epoch, Recover
-from secateur.running.batches import Data, is_pair, size_of
+from secateur.running.batches import Data, check_inputs, is_pair, size_of
 from secateur.running.devices import device_of
 from secateur.running.logits import logits_of
 from secateur.running.processes import active, agree, gathered, in_step, same_everywhere, share, synchronise
 from secateur.running.progress import Listener
-from secateur.running.sandbox import evaluating, run
+from secateur.running.sandbox import evaluating, refusal, run
 from secateur.running.targets import Reader, check_targets
 
 # A file is written after an epoch if that takes no more than this share of the time.
 _WRITING = 0.1
 # Steps between two looks at the loss.
 _LOOK = 100
+# How much larger a loss on held-out samples must be than before training to be worth a warning.
+_CLEARLY = 1.1
 
 
 class Trainer:
@@ -49,8 +52,8 @@ class Trainer:
         self._parameters = [p for p in student.parameters() if p.requires_grad]
         if not self._parameters:
             raise DataError("every parameter is frozen (requires_grad=False): there is nothing to train.")
-        #: Everything that training changes.
-        self._moving: list[Tensor] = [*self._parameters, *student.buffers()]
+        # By name, since a forward may put another tensor in the place of a buffer.
+        self._buffers = _places(student)
         self._average = [t.detach().clone() for t in self._moving] if settings.ema else []
         self._device = device_of(student)
         self._cuda = self._device is not None and self._device.type == "cuda"
@@ -67,6 +70,8 @@ class Trainer:
         self._unchecked = True
         self._taken = 0
         self._budget = Budget(settings.epochs, settings.minutes)
+        #: The loss on held-out samples before training, and the weights of the best epoch.
+        self._before: float | None = None
         self._best: list[Tensor] = []
         self._good = self._snapshot()
         self.history: list[Epoch] = []
@@ -75,7 +80,8 @@ class Trainer:
     # -- the run -------------------------------------------------------------------------------------------------------
     def run(self) -> str:
         """Train until the budget is spent, or held-out samples say that it is enough. Returns why it ended."""
-        self._restore()
+        if not self._restore():
+            self._look_before()
         written, cost = time.perf_counter(), 0.0  # when the file was written, and the seconds that it took
         with self._training() as gradients:
             while not self.stopped:
@@ -98,12 +104,15 @@ class Trainer:
         if active():
             net: Any = torch.compile(self.student) if self.settings.compile else self.student
             place = [self._device.index] if self._cuda and self._device else None
-            self._net = nn.parallel.DistributedDataParallel(net, device_ids=place)
+            # A head that only helps in training has no gradient here.
+            self._net = nn.parallel.DistributedDataParallel(net, device_ids=place, find_unused_parameters=True)
         alone = self._cuda and not active() and not self._scaler.is_enabled()
         recording = Recording(self._gradients, self._parameters, alone)
         try:
             with ExitStack() as stack:
                 stack.enter_context(torch.enable_grad())
+                stack.enter_context(warnings.catch_warnings())
+                warnings.filterwarnings("ignore", "find_unused_parameters=True was specified")
                 if self._blocks is not None:
                     stack.enter_context(self._blocks)
                 yield recording
@@ -119,7 +128,7 @@ class Trainer:
         number, drawn = len(self.history), same_everywhere(torch.get_rng_state()) if active() else None
         length = min(gathered(self.samples.length or 0))
         sums, steps, rate, done = torch.zeros(3, device=self._device), 0, 0.0, 0.0
-        for inputs, targets in in_step(self.samples.epoch(drawn)):
+        for inputs, targets in in_step(self.samples.epoch(drawn, number)):
             done = self._budget.done(number + (steps / length if length else 0.0))
             if done >= 1 and (steps or number):
                 break  # the minutes are over
@@ -140,7 +149,7 @@ class Trainer:
         if steps:
             synchronise(self.student)  # batch norm statistics are each process's own
             loss, right, known = sums.tolist()
-            self._check_finite(loss, number, steps)
+            self._check_finite(loss if self._weights_are_finite() else math.nan, number, steps)
             totals = [sum(part) for part in zip(*gathered([loss, right, known, float(steps)]), strict=True)]
             accuracy = totals[1] / totals[2] if totals[2] else None
             held, held_accuracy = self._held_out()
@@ -153,14 +162,16 @@ class Trainer:
 
     def _after_epoch(self) -> None:
         """Whether it is enough."""
-        patience, losses = self.settings.patience, [row.held_out for row in self.history]
-        if patience is not None and losses and losses[-1] is not None:
-            least = min(loss for loss in losses if loss is not None)
+        patience = self.settings.patience
+        losses = [math.inf if loss is None or math.isnan(loss) else loss for loss in self._held_losses()]
+        if patience is not None and self.history:
+            least = min(losses)
             if losses[-1] == least:
                 self._best = self._snapshot()
             if least not in losses[-patience:]:
-                best = losses.index(least) + 1
-                self.stopped = f"the loss on held-out samples did not fall for {patience} epochs; this is epoch {best}"
+                best = losses.index(least)
+                which = f"this is epoch {best}" if best else "this is the model before training"
+                self.stopped = f"the loss on held-out samples did not fall for {patience} epochs; {which}"
                 return
         if self._budget.done(len(self.history)) >= 1:
             by_time = self.settings.epochs is None or len(self.history) < self.settings.epochs
@@ -169,6 +180,28 @@ class Trainer:
     def _finish(self) -> None:
         """Leave the weights that are the result in the student: those of the best epoch, and averaged if asked for."""
         self._load(self._best or self._good)
+        before, *after = self._held_losses()
+        if not self._best and after and before is not None and (after[-1] or 0.0) > _CLEARLY * before + 0.01:
+            warning = SecateurWarning(
+                "training raised the loss on held-out samples from {before} to {after}.",
+                fix="a smaller {lr}, or {patience}, which keeps the best", before=f"{before:.4g}",
+                after=f"{after[-1]:.4g}", lr=Argument("lr", self.settings.lr), patience=Argument("patience", 3),
+            )  # fmt: skip
+            warnings.warn(warning, stacklevel=2)
+
+    def _held_losses(self) -> list[float | None]:
+        """The losses on held-out samples: before training, and after each epoch."""
+        return [self._before, *(row.held_out for row in self.history)]
+
+    def _look_before(self) -> None:
+        """How good the model is before it is trained. It may be that no epoch makes it better."""
+        self._before, _ = self._held_out()
+        if self._before is not None and not math.isfinite(self._before):
+            for inputs, _ in self.samples.held_batches():
+                check_inputs(inputs)
+            raise DataError("the loss on held-out samples is not finite before any training.", fix="other samples")
+        if self._before is not None and self.settings.patience is not None:
+            self._best = self._snapshot()
 
     # -- one step ------------------------------------------------------------------------------------------------------
     def _set_rate(self, done: float) -> float:
@@ -182,12 +215,14 @@ class Trainer:
         """The gradients of one batch. Returns its loss, how many answers are right, and how many are known."""
         self._optimizer.zero_grad(set_to_none=True)
         net, teacher = self._pair(inputs)
+        if self._unchecked:
+            check_inputs(inputs)
         with self._half_precision():
             answer = None
             if teacher is not None:
                 with torch.no_grad():
-                    answer = logits_of(run(teacher, inputs))
-            output = logits_of(run(net, inputs))
+                    answer = logits_of(_answered(teacher, inputs))
+            output = logits_of(_answered(net, inputs))
             loss, right = self._objective(inputs, targets, output, answer, check=self._unchecked)
             if self._unchecked and self.settings.loss is None and output.ndim == 2 and self.samples.labels is not None:
                 # All labels at once, so that the next step can be recorded.
@@ -237,6 +272,8 @@ class Trainer:
         if not agree(flag=not math.isfinite(loss)):
             return
         self._load(self._good)
+        if is_pair(self.samples.data):
+            check_inputs(self.samples.data[0])
         self.stopped = f"the loss became {'NaN' if math.isnan(loss) else 'infinite'} in epoch {number + 1}"
         state = f"as it was after epoch {number}" if number else "as it was before training"
         raise TrainingError(
@@ -299,9 +336,19 @@ class Trainer:
 
     def _judged(self, inputs: Any, targets: Any) -> Tensor:
         """The loss of a batch, times its size; how many answers are right, and how many are known."""
-        answer = logits_of(run(self.teacher, inputs)) if self.teacher is not None else None
-        loss, right = self._objective(inputs, targets, logits_of(run(self.student, inputs)), answer)
+        answer = logits_of(_answered(self.teacher, inputs)) if self.teacher is not None else None
+        loss, right = self._objective(inputs, targets, logits_of(_answered(self.student, inputs)), answer)
         return torch.cat([size_of(inputs) * loss.float().reshape(1), right])
+
+    @property
+    def _moving(self) -> list[Tensor]:
+        """Everything that training changes."""
+        return [*self._parameters, *(owner[name] for owner, name in self._buffers)]
+
+    def _weights_are_finite(self) -> bool:
+        """A step can spoil weights although the loss before it was finite."""
+        floats = [tensor for tensor in self._moving if tensor.is_floating_point() and tensor.numel()]
+        return bool(torch.isfinite(torch.stack([t.detach().sum(dtype=torch.float32) for t in floats])).all())
 
     def _snapshot(self) -> list[Tensor]:
         """The weights that would be the result now."""
@@ -309,8 +356,12 @@ class Trainer:
 
     def _load(self, tensors: list[Tensor]) -> None:
         with torch.no_grad():
-            for own, tensor in zip(self._moving, tensors, strict=True):
-                own.copy_(tensor)
+            for number, (own, tensor) in enumerate(zip(self._moving, tensors, strict=True)):
+                if own.shape == tensor.shape:
+                    own.copy_(tensor)
+                else:  # a buffer that grows
+                    owner, name = self._buffers[number - len(self._parameters)]
+                    owner[name] = tensor.to(own.device, copy=True)
 
     def _save(self) -> None:
         assert self._file is not None
@@ -320,14 +371,15 @@ class Trainer:
                 "optimizer": self._optimizer.state_dict(), "scaler": self._scaler.state_dict(),
                 "random": gathered(map_tensors(lambda t: t.cpu(), random_state(self.samples.generators, self._device))),
                 "history": [asdict(row) for row in self.history], "taken": self._taken,
-                "seconds": self._budget.seconds, "stopped": self.stopped,
+                "seconds": self._budget.seconds, "stopped": self.stopped, "before": self._before,
             }
         )  # fmt: skip
 
-    def _restore(self) -> None:
+    def _restore(self) -> bool:
+        """Whether there was a file to go on from."""
         state = self._file.restore() if self._file is not None else None
         if state is None:
-            return
+            return False
         try:
             self._load(state["moving"])
             for mean, saved in zip(self._average, state["average"], strict=True):
@@ -336,7 +388,7 @@ class Trainer:
             self._optimizer.load_state_dict(state["optimizer"])
             self._scaler.load_state_dict(state["scaler"])
             self.history = [Epoch(**row) for row in state["history"]]
-            self._taken, self.stopped = int(state["taken"]), str(state["stopped"])
+            self._taken, self.stopped, self._before = int(state["taken"]), str(state["stopped"]), state["before"]
             self._budget.used = float(state["seconds"])
             set_random_state(state["random"][share()[0]], self.samples.generators, self._device)
         except (KeyError, TypeError, ValueError, RuntimeError, IndexError) as error:
@@ -344,6 +396,31 @@ class Trainer:
             what = f"{self._file.path} is damaged: {type(error).__name__}: {error}"
             raise FileFormatError(what, where=self._file.path) from error
         self._good = self._snapshot()
+        return True
+
+
+def _places(model: nn.Module) -> list[tuple[dict[str, Tensor], str]]:
+    """Where the buffers of a model are, each once."""
+    known, found = set[int](), list[tuple[dict[str, Tensor], str]]()
+    for module in model.modules():
+        for name, tensor in module._buffers.items():
+            if tensor is not None and id(tensor) not in known:
+                known.add(id(tensor))
+                found.append((module._buffers, name))  # type: ignore[arg-type]
+    return found
+
+
+def _answered(model: nn.Module, inputs: Any) -> Any:
+    """What a model makes of a copy of a batch: its forward may write to what it is given."""
+    try:
+        return run(model, map_tensors(torch.clone, inputs))
+    except (torch.OutOfMemoryError, SecateurError):
+        raise
+    except Exception as error:
+        if "more than 1 value per channel" in str(error):
+            what = "a batch norm cannot be trained on a batch of one sample"
+            raise DataError(f"{what}: {error}.", fix="drop_last=True for a DataLoader, or larger batches") from error
+        raise refusal(model, "a batch", inputs, error) from error
 
 
 def _optimizer(parameters: list[nn.Parameter], settings: Recover) -> torch.optim.Optimizer:

@@ -153,12 +153,7 @@ def _plain(data: Data, batch_size: int, share: tuple[int, int]) -> Iterator[Batc
     data = as_data(data)
     if is_pair(data):
         inputs, targets = data
-        count = size_of(inputs)
-        lengths = sorted(set(counts_of_samples(inputs)))
-        if len(lengths) > 1:
-            raise DataError(f"inputs have different lengths: {', '.join(map(str, lengths))}; each needs every sample.")
-        if isinstance(targets, Tensor) and (not targets.ndim or len(targets) != count):
-            raise DataError(f"{count} inputs but {len(targets) if targets.ndim else 'a single number for'} targets.")
+        count = check_pair(inputs, targets)
         rank, world = share
         order = torch.arange(count)[rank::world]
         for begin in range(0, len(order), batch_size):
@@ -171,14 +166,29 @@ def _plain(data: Data, batch_size: int, share: tuple[int, int]) -> Iterator[Batc
             f"data is a {type(data).__name__}; give an iterable of (inputs, targets), or a pair (X, y) of tensors.",
             fix="(X, None) if there are no targets" if isinstance(data, Tensor) else loader,
         )
-    for batch in data:
-        if not isinstance(batch, Mapping) and (not isinstance(batch, tuple | list) or len(batch) != 2):
-            raise DataError(
-                f"a batch is a {type(batch).__name__}"
-                + (f" of {len(batch)} items" if isinstance(batch, tuple | list) else "")
-                + "; each must be a pair (inputs, targets), with None for targets that are not known, or a dict."
-            )
-        yield as_batch(batch)
+    yield from map(checked_batch, data)
+
+
+def check_pair(inputs: Any, targets: Any) -> int:
+    """How many samples (X, y) has, if inputs and targets have as many."""
+    count = size_of(inputs)
+    lengths = sorted(set(counts_of_samples(inputs)))
+    if len(lengths) > 1:
+        raise DataError(f"inputs have different lengths: {', '.join(map(str, lengths))}; each needs every sample.")
+    if isinstance(targets, Tensor) and (not targets.ndim or len(targets) != count):
+        raise DataError(f"{count} inputs but {len(targets) if targets.ndim else 'a single number for'} targets.")
+    return count
+
+
+def checked_batch(batch: Any) -> Batch:
+    """A batch of an iterable, if it is a pair (inputs, targets) or a dict."""
+    if not isinstance(batch, Mapping) and (not isinstance(batch, tuple | list) or len(batch) != 2):
+        raise DataError(
+            f"a batch is a {type(batch).__name__}"
+            + (f" of {len(batch)} items" if isinstance(batch, tuple | list) else "")
+            + "; each must be a pair (inputs, targets), with None for targets that are not known, or a dict."
+        )
+    return as_batch(batch)
 
 
 def parts_of(inputs: Any, targets: Any, size: int) -> Iterator[Batch]:

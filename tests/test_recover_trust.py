@@ -1,0 +1,365 @@
+"""Training never makes a model silently wrong: what is trained, what is kept, and what is refused by name."""
+
+from __future__ import annotations
+
+import copy
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, TensorDataset
+
+import secateur as sc
+from secateur.errors import DataError, FileFormatError, ForwardError, SecateurError, SecateurWarning, TrainingError
+from secateur.recover import Recover
+from secateur.recover import trainer as training
+from secateur.recover.samples import Samples, altered
+from secateur.running.identity import digest
+
+v2 = pytest.importorskip("torchvision.transforms.v2")
+
+
+def points(count: int = 65) -> tuple[Tensor, Tensor]:
+    return torch.randn(count, 4, generator=torch.Generator().manual_seed(1)), torch.arange(count) % 3
+
+
+def mlp(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 3)).eval()
+
+
+def pictures(count: int = 24) -> tuple[Tensor, Tensor]:
+    return torch.rand(count, 3, 8, 8, generator=torch.Generator().manual_seed(1)), torch.arange(count) % 3
+
+
+def conv(*more: nn.Module) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), *more).eval()
+
+
+def head() -> list[nn.Module]:
+    return [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3)]
+
+
+def train(student: nn.Module, original: nn.Module | None, data: Any, **options: Any) -> Any:
+    return sc.recover(student, original, data, **{"epochs": 1, "progress": False, **options})
+
+
+# -- what is trained on ------------------------------------------------------------------------------------------------
+# A rest of one sample, which batch norm could not take, is left out.
+@pytest.mark.parametrize(
+    ("size", "steps", "samples"), [(1, 65, 65), (2, 32, 64), (13, 5, 65), (21, 4, 65), (64, 1, 64), (100, 1, 65)]
+)
+def test_every_sample_is_trained_on(size: int, steps: int, samples: int) -> None:
+    x, y = points()
+    seen = list[Tensor]()
+
+    def loss(output: Tensor, targets: Tensor) -> Tensor:
+        seen.append(targets)
+        return F.cross_entropy(output, targets)
+
+    train(mlp(), None, (x, y), teacher=0, batch_size=size, loss=loss)
+    assert (len(seen), sum(map(len, seen))) == (steps, samples)
+
+
+class Scales(nn.Module):
+    """Writes to what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.linear(x.sub_(0.5).div_(0.2))
+        return out
+
+
+def test_models_that_write_to_their_input_see_what_their_teacher_sees() -> None:
+    x, y = points(16)
+    batches = [(x.clone(), y)]
+    test = [(x.clone(), y)]
+    done = train(Scales(), Scales(), batches, lr=0.0, teacher=1.0, test=test)
+    assert done.history[0].loss == pytest.approx(0, abs=1e-6)
+    assert done.history[0].held_out == pytest.approx(0, abs=1e-6)
+    assert torch.equal(batches[0][0], x)
+    assert torch.equal(test[0][0], x)
+
+
+def test_label_maps_do_not_stay_behind() -> None:
+    x, _ = pictures()
+    maps = (x.mean(1) > 0.5).long()
+    model = conv(nn.Conv2d(4, 2, 1))
+    moving = ["crop-flip", v2.RandomHorizontalFlip(), v2.Compose([v2.ColorJitter(), v2.RandomCrop(8, padding=1)])]
+    for augment in moving:
+        with pytest.raises(DataError, match="would move images, but not their targets"):
+            train(model, None, (x, maps), teacher=0, augment=augment)
+    for augment in (v2.ColorJitter(0.1), v2.Compose([v2.ColorJitter(0.1)]), lambda images: images * 1.1):
+        assert train(model, None, (x, maps), teacher=0, augment=augment).history
+    # The teacher's answer moves with the images.
+    assert train(model, conv(nn.Conv2d(4, 2, 1)), (x, None), augment="crop-flip").history
+
+
+class Numbered(Sampler[int]):
+    """Draws by the number of the epoch, as torch's sampler for several processes."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self.epochs = count, list[int]()
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epochs.append(epoch)
+
+    def __iter__(self) -> Any:
+        drawn = torch.Generator().manual_seed(self.epochs[-1] if self.epochs else 0)
+        return iter(torch.randperm(self.count, generator=drawn).tolist())
+
+    def __len__(self) -> int:
+        return self.count
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_samplers_are_told_the_epoch(batched: bool) -> None:
+    own = Numbered(24)
+    how: dict[str, Any] = (
+        {"batch_sampler": BatchSampler(own, 8, False)} if batched else {"batch_size": 8, "sampler": own}
+    )
+    train(mlp(), None, DataLoader(TensorDataset(*points(24)), **how), teacher=0, epochs=3)
+    assert own.epochs == [0, 1, 2]
+
+
+def test_a_run_goes_on_with_the_order_of_a_batch_sampler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training, "_WRITING", math.inf)
+
+    def loader() -> Any:
+        own = RandomSampler(range(24), generator=torch.Generator().manual_seed(3))
+        return DataLoader(TensorDataset(*points(24)), batch_sampler=BatchSampler(own, 8, False))
+
+    assert digest(stopped(loader, tmp_path, mlp)) == digest(train(mlp(), None, loader(), teacher=0, epochs=4).model)
+
+
+def stopped(data: Any, folder: Path, model: Any) -> nn.Module:
+    """A run of four epochs that was stopped after two."""
+
+    def kill(event: Any) -> None:
+        if event.epoch == 3:
+            raise KeyboardInterrupt
+
+    options: dict[str, Any] = {"teacher": 0, "epochs": 4, "checkpoint": folder / "run.safetensors"}
+    with pytest.raises(KeyboardInterrupt):
+        train(model(), None, data(), progress=kill, **options)
+    resumed: nn.Module = train(model(), None, data(), **options).model
+    return resumed
+
+
+# -- what is kept ------------------------------------------------------------------------------------------------------
+class Counts(nn.Module):
+    """Puts another tensor in the place of its buffers, one of which grows."""
+
+    mean: Tensor
+    seen: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(4, 3)
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("seen", torch.zeros(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.mean = 0.9 * self.mean + 0.1 * x.mean(0)
+            self.seen = torch.cat([self.seen, x.mean().reshape(1)])
+        out: Tensor = self.linear(x - self.mean)
+        return out
+
+
+def test_buffers_that_a_forward_replaces_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training, "_WRITING", math.inf)
+    whole = train(Counts(), None, points(24), teacher=0, epochs=4, batch_size=8).model
+    assert len(whole.seen) == 12
+    again = stopped(lambda: points(24), tmp_path, Counts)
+    assert len(again.seen) == 4  # batches of 64: one an epoch
+    assert digest(again) == digest(train(Counts(), None, points(24), teacher=0, epochs=4).model)
+
+
+def test_the_best_epoch_has_its_own_buffers() -> None:
+    x, y = points(24)
+    done = train(Counts(), None, (x, y), teacher=0, epochs=30, lr=0.5, clip=0, patience=2, test=(x, (y + 1) % 3))
+    best = int(done.stopped.rpartition("epoch ")[2]) if "this is epoch" in done.stopped else 0
+    assert len(done.model.seen) == best < len(done.history)
+
+
+def test_a_model_that_no_epoch_makes_better_stays_as_it_was() -> None:
+    x, y = points(30)
+    fitted = train(mlp(), None, (x, y), teacher=0, epochs=60, lr=0.3, clip=0).model.eval()
+    wrong = (x, (y + 1) % 3)  # what is trained on says otherwise
+    before = digest(fitted)
+    done = train(fitted, None, wrong, teacher=0, epochs=20, lr=0.3, patience=3, test=(x, y))
+    assert len(done.history) == 3
+    assert done.stopped.endswith("did not fall for 3 epochs; this is the model before training")
+    assert digest(done.model) == before
+    with pytest.warns(SecateurWarning, match=r"raised the loss on held-out samples from .* to .*Fix: a smaller lr=0.3"):
+        worse = train(fitted, None, wrong, teacher=0, epochs=3, lr=0.3, test=(x, y))
+    assert digest(worse.model) != before
+
+
+def test_the_usual_settings_do_not_ruin_what_is_there() -> None:
+    """Two classes, inputs up to 16: the teacher's part of the loss is steep. Without a limit one epoch ruins the model."""
+    torch.manual_seed(0)
+    x = 16 * torch.rand(1000, 64)
+    original = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 2)).eval()
+    with torch.no_grad():
+        original[4].bias -= original(x).mean(0)
+        original[4].weight *= 20
+        original[4].bias *= 20
+        y = original(x).argmax(1)
+        student = copy.deepcopy(original)
+        for parameter in student.parameters():
+            parameter += 0.02 * parameter.std() * torch.randn_like(parameter)
+
+    def right(model: nn.Module) -> float:
+        return float((model.eval()(x).argmax(1) == y).float().mean())
+
+    assert min(y.bincount()) > 200
+    usual = [right(train(student, original, (x, y), seed=seed).model) for seed in range(3)]
+    without = [right(train(student, original, (x, y), seed=seed, clip=0).model) for seed in range(3)]
+    assert min(usual) >= right(student) - 0.02
+    assert min(without) < right(student) - 0.1  # so this is a case in point
+
+
+def test_weights_that_the_last_step_spoils_are_not_returned() -> None:
+    x, y = points(8)
+
+    def loss(output: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(output, targets) + (output.sum() * 0).abs().sqrt()  # finite, but its gradient is not
+
+    with pytest.raises(TrainingError, match="as it was before training") as caught:
+        train(mlp(), None, (x, y), teacher=0, loss=loss, clip=0)
+    assert digest(caught.value.result.model) == digest(mlp())
+
+
+def test_an_embedding_that_shrinks_what_it_looks_up_leaves_the_original_alone() -> None:
+    def words() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Embedding(20, 6, max_norm=0.5), nn.Flatten(), nn.Linear(24, 3)).eval()
+
+    original = words()
+    train(words(), original, (torch.arange(40).reshape(10, 4) % 20, None))
+    assert digest(original) == digest(words())
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("data", "match"),
+    [
+        (lambda x, y: (x[:30], y), "30 inputs but 65 targets"),
+        (lambda x, y: (x, y[:30]), "65 inputs but 30 targets"),
+        (lambda x, y: DataLoader(TensorDataset(x), 16), r"a batch is a list of 1 items; each must be a pair"),
+        (lambda x, y: DataLoader(TensorDataset(x, y, y), 16), r"a batch is a list of 3 items"),
+        (lambda x, y: [["some", "texts", "here"]], r"a batch is a list of 3 items"),
+        (lambda x, y: (torch.where(x > 2, torch.nan, x), y), "NaN or infinite"),
+        (lambda x, y: (x[:0], y[:0]), "the data are empty"),
+    ],
+)  # fmt: skip
+def test_data_that_cannot_be_trained_on(data: Any, match: str) -> None:
+    with pytest.raises(DataError, match=match):
+        train(mlp(), mlp(), data(*points()))
+
+
+def test_two_inputs_of_different_lengths() -> None:
+    x, y = points()
+    with pytest.raises(DataError, match="inputs have different lengths: 30, 65"):
+        train(mlp(), mlp(), ((x, x[:30]), y))
+
+
+def test_nan_that_comes_late_is_found_in_the_data() -> None:
+    x, y = points(640)
+    x[500:] = torch.nan
+    with pytest.raises(DataError, match="NaN or infinite"):
+        train(mlp(), mlp(), (x, y), batch_size=8)
+
+
+def test_nan_among_held_out_samples() -> None:
+    x, y = points()
+    spoilt = x.clone()
+    spoilt[3, 1] = torch.nan
+    with pytest.raises(DataError, match="NaN or infinite"):
+        train(mlp(), None, (x, y), teacher=0, test=(spoilt, y), patience=2)
+
+
+def test_a_teacher_with_nan() -> None:
+    original = mlp()
+    with torch.no_grad():
+        original[0].weight[0, 0] = torch.nan
+    with pytest.raises(SecateurError, match=r"0\.weight"):
+        train(mlp(), original, points())
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"held_out": 0.2, "test": points()}, "one of the two"),
+        ({"settings": Recover(data=points())}, "give one of the two"),
+        ({"settings": False}, "asks for no training"),
+        ({"epoch": 3}, r"`recover` takes no epoch\. Fix: epochs"),
+        ({"momentum": 2.0}, "momentum=2.0"),
+        ({"momentum": 1.0}, "momentum=1 leaves nothing"),
+    ],
+)
+def test_options_that_make_no_sense(options: dict[str, Any], match: str) -> None:
+    with pytest.raises(SecateurError, match=match):
+        sc.recover(mlp(), mlp(), points(), progress=False, **options)
+
+
+def test_no_original_is_told_what_asks_for_it() -> None:
+    with pytest.raises(SecateurError, match=r"teacher=0 and blocks=0 for labels alone"):
+        train(mlp(), None, points(), teacher=0, blocks=1.0)
+
+
+def test_a_file_that_is_a_folder(tmp_path: Path) -> None:
+    with pytest.raises(FileFormatError, match="is a folder"):
+        train(mlp(), mlp(), points(), checkpoint=tmp_path)
+
+
+def test_batch_norm_and_a_last_batch_of_one() -> None:
+    x, y = points()
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)).eval()
+    loader = DataLoader(TensorDataset(x, y), 16)  # 65 samples
+    with pytest.raises(DataError, match=r"batch of one sample.*drop_last=True"):
+        train(model, None, loader, teacher=0)
+    assert train(model, None, (x, y), teacher=0, batch_size=16).history  # of a pair, a rest of one is left out
+    with pytest.raises(DataError, match="batch of one sample"):
+        train(model, None, (x[:1], y[:1]), teacher=0)
+
+
+@pytest.mark.parametrize("x", [torch.randn(20, 5), torch.randn(20, 4).double()])
+def test_inputs_that_do_not_fit(x: Tensor) -> None:
+    with pytest.raises(ForwardError, match="Sequential does not run on a batch"):
+        train(mlp(), None, (x, torch.arange(20) % 3), teacher=0)
+
+
+# -- mixing ------------------------------------------------------------------------------------------------------------
+def test_mixing_within_other_transforms() -> None:
+    x, y = pictures()
+    model = conv(*head())
+    either = v2.RandomChoice([v2.MixUp(num_classes=3), v2.CutMix(num_classes=3)])
+    for augment in (either, v2.Compose([v2.RandomHorizontalFlip(), v2.MixUp(num_classes=3)]), v2.Compose([either])):
+        torch.manual_seed(0)
+        images, labels = altered(augment, x, y)
+        assert images.shape == x.shape
+        assert labels.shape == (24, 3)
+        torch.testing.assert_close(labels.sum(1), torch.ones(24))
+        assert Samples((x, y), 8, augment, None, None).labels is None
+        assert train(model, None, (x, y), teacher=0, augment=augment).history
+    for augment, match in (
+        (v2.RandomChoice([v2.MixUp(num_classes=3), v2.RandomHorizontalFlip()]), "parts that mix batches"),
+        (v2.MixUp(), "num_classes"),
+    ):
+        with pytest.raises(DataError, match=match):
+            train(model, None, (x, y), teacher=0, augment=augment)
+    with pytest.raises(DataError, match="mixes labels, and there are none"):
+        train(model, conv(*head()), (x, None), augment=v2.MixUp(num_classes=3))
