@@ -208,7 +208,7 @@ def test_a_model_that_no_epoch_makes_better_stays_as_it_was() -> None:
 
 
 def test_the_usual_settings_do_not_ruin_what_is_there() -> None:
-    """Two classes, inputs up to 16: the teacher's part of the loss is steep. Without a limit one epoch ruins the model."""
+    """Two classes, inputs up to 16: the teacher's part of the loss is steep. Without a limit one epoch ruins all."""
     torch.manual_seed(0)
     x = 16 * torch.rand(1000, 64)
     original = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 2)).eval()
