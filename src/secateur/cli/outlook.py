@@ -113,7 +113,7 @@ def doubt(metrics: Mapping[str, float], counts: Mapping[str, int]) -> str:
 
 
 def warn_of_harm(
-    before: Mapping[str, float], after: Mapping[str, float], tested: Mapping[str, int], rate: float | None
+    before: Mapping[str, float], after: Mapping[str, float], tested: Mapping[str, int], settings: Recover
 ) -> None:
     """Warn if training did more harm than chance explains: most often its steps were too large."""
     if PERPLEXITY in before:
@@ -121,8 +121,9 @@ def warn_of_harm(
     else:
         worse = after["overall"] < interval(before["overall"], tested["overall"])[0]
     if worse:
-        slower = f"a smaller --learning-rate than {rate:g}" if rate else "another --learning-rate"
-        warnings.warn(SecateurWarning("training made it worse.", fix=f"--clip 1, or {slower}"), stacklevel=2)
+        slower = f"a smaller --learning-rate than {settings.lr:g}" if settings.lr else "another --learning-rate"
+        fix = slower if settings.is_limited else f"--clip 1, or {slower}"
+        warnings.warn(SecateurWarning("training made it worse.", fix=fix), stacklevel=2)
 
 
 def warn_of_teacher(

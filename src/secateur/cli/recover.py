@@ -109,7 +109,7 @@ def recover(
     if after and (few := doubt(after, task.tested)):
         printer.result(few)
     if before and after:
-        warn_of_harm(before, after, task.tested, settings.decided(opened.model).lr)
+        warn_of_harm(before, after, task.tested, settings.decided(opened.model))
     printer.result(f"{done.stopped}; {summary['seconds']:.0f} s. Written to {place}")
     for line in after_training(out, task):
         printer.result(line)

@@ -40,14 +40,17 @@ class Blocks:
             parameter.requires_grad_(parameter.is_floating_point())
         kept: dict[str, Tensor | None] = {}
         with probe:
-            weights = _relevance(probe.teacher, inputs, probe._seen[1])
+            with torch.enable_grad():
+                output = logits_of(run(probe.teacher, inputs), warn=False)
             with torch.no_grad():
                 run(probe.student, inputs)
-            mine, theirs = ({name: _channels_first(t) for name, t in side.items()} for side in probe._seen)
-            for name in weights.keys() & mine.keys():
-                index = _channels(name, mine[name], theirs[name], teacher, indices)
-                if index is not None:
-                    kept[name] = None if len(index) == theirs[name].shape[1] else index
+            seen, returned = (dict(side) for side in probe._seen)
+        weights = _relevance(probe.teacher, inputs, output, returned)
+        mine, theirs = ({name: _channels_first(t) for name, t in side.items()} for side in (seen, returned))
+        for name in weights.keys() & mine.keys():
+            index = _channels(name, mine[name], theirs[name], teacher, indices)
+            if index is not None:
+                kept[name] = None if len(index) == theirs[name].shape[1] else index
         if not kept:
             raise SecateurError(
                 f"{type(teacher).__name__} has no block whose outputs both models share: an item of a list of modules "
@@ -60,7 +63,7 @@ class Blocks:
         for model, seen in zip((self.student, self.teacher), self._seen, strict=True):
             for name, module in named_modules(model):
                 if name in self.kept:
-                    self._hooks.append(module.register_forward_hook(_noting(seen, name)))
+                    self._hooks.append(module.register_forward_hook(_noting(seen, name, model)))
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -86,8 +89,14 @@ class Blocks:
         return torch.stack(parts).mean()
 
 
-def _noting(seen: dict[str, Tensor], name: str) -> Any:
+def _noting(seen: dict[str, Tensor], name: str, model: nn.Module) -> Any:
+    learning = model.training
+
     def note(module: nn.Module, inputs: Any, output: Any) -> None:
+        # While a student is trained, it also runs in evaluation mode: on held-out samples, and where its classes are
+        # looked for. These runs are not those that the loss is about.
+        if model.training != learning:
+            return
         found = [t for t in tensors_in(output) if t.is_floating_point() and t.ndim > 1]
         if found:
             seen[name] = found[0]
@@ -109,13 +118,13 @@ def _block_names(model: nn.Module) -> list[str]:
     return [name for name in names if not any(name.startswith(f"{other}.") for other in names)]
 
 
-def _relevance(teacher: nn.Module, inputs: Any, seen: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _relevance(teacher: nn.Module, inputs: Any, output: Tensor, seen: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """By block the share of the relevance of each channel, 1 on average: |activation × gradient| of what is answered.
 
-    For layers with ReLU this is what relevance propagation gives by its basic rule.
+    For layers with ReLU this is what relevance propagation gives by its basic rule. `seen` is what the blocks returned
+    on the way to `output`.
     """
     with torch.enable_grad():
-        output = logits_of(run(teacher, inputs), warn=False)
         view = Reader(teacher).view(inputs, None, output).logits
         answered = view.amax(1 if view.ndim > 1 else 0).sum()
         tensors = {name: tensor for name, tensor in seen.items() if tensor.requires_grad}

@@ -122,11 +122,20 @@ class Objective:
 
 
 def _hits(logits: Tensor, targets: Any) -> Tensor:
-    """How many class numbers are right, and how many there are. None of other targets."""
-    if not isinstance(targets, Tensor) or (targets.is_floating_point() and not one_output(logits, targets.numel())):
-        return torch.zeros(2, device=logits.device)
-    if one_output(logits, targets.numel()):
-        right, there = (logits.flatten() > 0) == (targets.flatten() > 0), targets.flatten() != IGNORED
-    else:
+    """How many class numbers are right, and how many there are. None of other targets, which a loss may have."""
+    if isinstance(targets, Tensor) and one_output(logits, targets.numel()) and targets.numel() == logits.numel():
+        known = targets.flatten()
+        right, there = (logits.flatten() > 0) == (known > 0), known != IGNORED
+        # One output tells 1 from 0. Other numbers are quantities. (Asking the device whether there are any would wait.)
+        there = there & ((known == 0) | (known == 1) | ~there).all()
+    elif (
+        isinstance(targets, Tensor)
+        and logits.ndim > 1
+        and logits.shape[1] > 1
+        and not targets.is_floating_point()
+        and targets.shape == (len(logits), *logits.shape[2:])
+    ):
         right, there = logits.argmax(1) == targets, targets != IGNORED
+    else:
+        return torch.zeros(2, device=logits.device)
     return torch.stack([(right & there).sum(), there.sum()]).float()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from secateur.arguments import check_callable, check_path
-from secateur.errors import Argument, DataError, SecateurError, TrainingError
+from secateur.errors import DataError, SecateurError, TrainingError
 from secateur.nest import select_samples
 from secateur.recover.blocks import Blocks
 from secateur.recover.checkpoint import Checkpoint
@@ -74,9 +74,8 @@ def recover(
     if original is None and _asks(asked):
         raise SecateurError(
             "there is no original to learn from.",
-            fix="recover(small, original, data), or {teacher} and {blocks} for labels alone",
-            teacher=Argument("teacher", 0), blocks=Argument("blocks", 0),
-        )  # fmt: skip
+            fix="recover(small, original, data), or teacher=0 and blocks=0 for labels alone",
+        )
     if data is not None and asked.data is not None:
         raise SecateurError("there are data, and other data in the settings.", fix="give one of the two")
     file = None

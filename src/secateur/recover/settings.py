@@ -139,6 +139,11 @@ class Recover:
         )  # fmt: skip
         return replace(own, **changes)
 
+    @property
+    def is_limited(self) -> bool:
+        """Whether gradients cannot become large."""
+        return self.clip is not None and 0 < self.clip <= 1
+
     def decided(self, model: nn.Module) -> Recover:
         """Decide what was left open."""
         usual = _USUAL | (_LANGUAGE if Reader(model).generates else {})

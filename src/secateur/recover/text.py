@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import sys
+import warnings
 from typing import Any
 
 import torch
@@ -16,6 +19,7 @@ from secateur.running.targets import Reader
 
 # The length of a sequence if nothing else is said.
 _TOKENS = 128
+_NO_LAYER = "{kind} has no linear layer for an adapter."
 
 
 @leaves_no_trace
@@ -27,7 +31,8 @@ def write_text(
     `tokens` is 128, or fewer if the model takes no more. `batch_size` sequences are written at a time.
 
     Each sequence begins with the model's mark of the start, if it has one, and a token at random. All others are drawn
-    from the probabilities that the model gives. It is something to train a smaller model on where there is no text.
+    from the probabilities that the model gives, except that no sequence ends early. The `generation_config` changes
+    nothing. It is something to train a smaller model on where there is no text.
     """
     check_count("sequences", sequences)
     check_count("batch_size", batch_size)
@@ -39,7 +44,7 @@ def write_text(
     check_count("tokens", tokens, 4)
     if most and tokens > most:
         raise DataError("{given}: this model takes at most {most}.", given=Argument("tokens", tokens), most=most)
-    device = device_of(writer)
+    device, how = device_of(writer), _drawing(writer)
     torch.manual_seed(seed)
     first = getattr(writer.config, "bos_token_id", None)
     words = writer.get_input_embeddings().weight.shape[0]
@@ -52,11 +57,26 @@ def write_text(
         more = tokens - ids.shape[1]
         with torch.no_grad():
             made = writer.generate(
-                input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=True, temperature=1.0, top_k=0, top_p=1.0,
-                min_new_tokens=more, max_new_tokens=more, pad_token_id=first or 0,
+                input_ids=ids, attention_mask=torch.ones_like(ids), generation_config=how, min_new_tokens=more,
+                max_new_tokens=more,
             )  # fmt: skip
         found.append(made[:, :tokens].cpu())
     return {"input_ids": torch.cat(found)}
+
+
+def _drawing(writer: Any) -> Any:
+    """How tokens are drawn: as the model gives them, without an early end. The copy's own settings are replaced."""
+    from transformers import GenerationConfig
+
+    kind: Any = GenerationConfig
+    first = getattr(writer.config, "bos_token_id", None)
+    marks = {"pad_token_id": first if isinstance(first, int) else 0}
+    end = getattr(getattr(writer, "generation_config", None), "eos_token_id", None)
+    if end is not None:
+        marks["eos_token_id"] = end
+    # transformers completes what it is given by the model's own settings.
+    writer.generation_config = kind(**marks)
+    return kind(do_sample=True, temperature=1.0, top_k=0, top_p=1.0, **marks)
 
 
 def with_adapters(model: nn.Module, rank: int) -> nn.Module:
@@ -68,12 +88,22 @@ def with_adapters(model: nn.Module, rank: int) -> nn.Module:
         raise SecateurError("adapters need peft.", fix="pip install peft, or {none}", none=none) from None
     plain: Any = model
     head = plain.get_output_embeddings() if hasattr(plain, "get_output_embeddings") else None
-    layers = [name for name, part in model.named_modules() if isinstance(part, nn.Linear) and part is not head]
-    if not layers:
+    # GPT-2 has linear layers of transformers' own kind, whose weights lie the other way round.
+    turned = getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", nn.Linear)
+    layers = {n: part for n, part in model.named_modules() if isinstance(part, nn.Linear | turned) and part is not head}
+    if not layers or "" in layers:
+        what = "{kind} is itself a linear layer, so an adapter has no place in it." if layers else _NO_LAYER
         kind, none = type(model).__name__, Argument("lora", 0)
-        raise SecateurError("{kind} has no linear layer for an adapter.", fix="{none}", kind=kind, none=none)
-    config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=layers)
-    found: nn.Module = get_peft_model(plain, config)
+        raise SecateurError(what, fix="{none}", kind=kind, none=none)
+    # As an expression. In a list, "0" would also mean "block.0", whatever that is.
+    names = "|".join(map(re.escape, layers))
+    first = next(iter(layers.values()))
+    config = LoraConfig(
+        r=rank, lora_alpha=2 * rank, target_modules=names, fan_in_fan_out=not isinstance(first, nn.Linear)
+    )
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "fan_in_fan_out")  # peft finds it out for each layer
+        found: nn.Module = get_peft_model(plain, config)
     return found
 
 

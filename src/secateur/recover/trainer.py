@@ -184,8 +184,8 @@ class Trainer:
         if not self._best and after and before is not None and (after[-1] or 0.0) > _CLEARLY * before + 0.01:
             warning = SecateurWarning(
                 "training raised the loss on held-out samples from {before} to {after}.",
-                fix="a smaller {lr}, or {patience}, which keeps the best", before=f"{before:.4g}",
-                after=f"{after[-1]:.4g}", lr=Argument("lr", self.settings.lr), patience=Argument("patience", 3),
+                fix="a smaller {lr}, or patience=3, which keeps the best", before=f"{before:.4g}",
+                after=f"{after[-1]:.4g}", lr=Argument("lr", self.settings.lr),
             )  # fmt: skip
             warnings.warn(warning, stacklevel=2)
 
@@ -278,8 +278,9 @@ class Trainer:
         state = f"as it was after epoch {number}" if number else "as it was before training"
         raise TrainingError(
             "{stopped}, within its first {steps} steps; the model is {state}.",
-            fix="a smaller {lr}, or {clip} to limit the gradient", stopped=self.stopped, steps=steps, state=state,
-            lr=Argument("lr", self.settings.lr), clip=Argument("clip", 1.0),
+            fix="a smaller {lr}" if self.settings.is_limited else "a smaller {lr}, or {clip} to limit the gradient",
+            stopped=self.stopped, steps=steps, state=state, lr=Argument("lr", self.settings.lr),
+            clip=Argument("clip", 1.0),
         )  # fmt: skip
 
     def _refuse_size(self, compute: Callable[[Any, Any], Tensor], inputs: Any, targets: Any, data: Data) -> NoReturn:

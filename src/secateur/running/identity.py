@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import fields, is_dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,10 +19,14 @@ from secateur.running.tensor_files import digest_of
 
 #: Iterable, but not loaders.
 _PLAIN = (str, bytes, Mapping, list, tuple, set, frozenset, np.ndarray)
+# Objects of these packages have their settings, and nothing else, in their public attributes.
+_OPEN = ("torch", "torchvision")
 
 
 def described(value: Any, without: Collection[str] = ()) -> str:
     """Settings as text that is the same in every process: functions by name, data by digest, dataclasses by field.
+
+    Transforms and losses of torch are told apart by all their arguments, other callable objects by their `repr`.
 
     >>> described(len), described({"epochs": 3})
     ('builtins.len', "{'epochs': 3}")
@@ -29,13 +35,43 @@ def described(value: Any, without: Collection[str] = ()) -> str:
         names = [field.name for field in fields(value) if field.repr and field.name not in without]
         shown = ", ".join(f"{name}={described(getattr(value, name))}" for name in names)
         return f"{type(value).__qualname__}({shown})"
+    if isinstance(value, nn.Module | partial):
+        return _callable(value)
     loader = isinstance(value, Iterable) and not isinstance(value, _PLAIN)
     if loader or is_pair(value) or any(isinstance(leaf, Tensor | np.ndarray) for leaf in leaves(value)):
         return data_identity(value)
     if callable(value):
-        named = value if hasattr(value, "__qualname__") else type(value)
-        return f"{named.__module__}.{named.__qualname__}"
-    return repr(value)
+        return _callable(value)
+    if type(value) is dict:
+        return "{" + ", ".join(f"{described(key)}: {described(item)}" for key, item in value.items()) + "}"
+    if type(value) in (list, tuple):
+        items = ", ".join(map(described, value))
+        return f"[{items}]" if isinstance(value, list) else f"({items}{',' if len(value) == 1 else ''})"
+    if isinstance(value, set | frozenset):  # whose order is another one in each process
+        return f"{type(value).__name__}({sorted(map(described, value))})"
+    return _without_addresses(repr(value))
+
+
+def _callable(value: Any) -> str:
+    """A function by its name, a callable object by its class and settings."""
+    if isinstance(value, partial):
+        return f"partial({described(value.func)}, {described(value.args)}, {described(value.keywords)})"
+    if hasattr(value, "__qualname__"):
+        return f"{value.__module__}.{value.__qualname__}"
+    kind = type(value)
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    if kind.__module__.partition(".")[0] in _OPEN:
+        # Their `repr` leaves arguments out, such as the probability of RandomApply.
+        own = {key: item for key, item in vars(value).items() if key[:1] != "_" and key != "training"}
+        if isinstance(value, nn.Module):
+            own |= {key: item for key, item in (*value._buffers.items(), *value._modules.items()) if item is not None}
+        return f"{name}({', '.join(f'{key}={described(item)}' for key, item in own.items())})"
+    shown = _without_addresses(repr(value))
+    return name if shown == _without_addresses(object.__repr__(value)) else f"{name} {shown}"
+
+
+def _without_addresses(text: str) -> str:
+    return re.sub(r" at 0x[0-9a-fA-F]+", "", text)
 
 
 def data_identity(data: Data) -> str:
