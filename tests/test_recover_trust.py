@@ -14,7 +14,15 @@ from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, TensorDataset
 
 import secateur as sc
-from secateur.errors import DataError, FileFormatError, ForwardError, SecateurError, SecateurWarning, TrainingError
+from secateur.errors import (
+    DataError,
+    EvaluationError,
+    FileFormatError,
+    ForwardError,
+    SecateurError,
+    SecateurWarning,
+    TrainingError,
+)
 from secateur.recover import Recover
 from secateur.recover import trainer as training
 from secateur.recover.samples import Samples, altered
@@ -340,6 +348,19 @@ def test_batch_norm_and_a_last_batch_of_one() -> None:
 def test_inputs_that_do_not_fit(x: Tensor) -> None:
     with pytest.raises(ForwardError, match="Sequential does not run on a batch"):
         train(mlp(), None, (x, torch.arange(20) % 3), teacher=0)
+
+
+def test_what_the_user_brings_fails_by_name() -> None:
+    x, y = pictures()
+    for loss, match in (
+        (lambda output, targets: 1 / 0, "loss raised ZeroDivisionError"),
+        (lambda output, targets: None, "loss returned a NoneType"),
+        (lambda output, targets: output.sum(1), r"loss returned a tensor of shape \(24,\).*loss.mean"),
+    ):
+        with pytest.raises(EvaluationError, match=match):
+            train(conv(*head()), None, (x, y), teacher=0, loss=loss)
+    with pytest.raises(EvaluationError, match="augment raised ZeroDivisionError"):
+        train(conv(*head()), None, (x, y), teacher=0, augment=lambda images: 1 / 0)
 
 
 # -- mixing ------------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from secateur.arguments import check_number
-from secateur.errors import Argument, DataError, SecateurError
+from secateur.errors import Argument, DataError, EvaluationError, SecateurError
 from secateur.running.logits import one_output
 from secateur.running.targets import IGNORED, Reader, default_loss
 
@@ -115,10 +115,24 @@ class Objective:
             )
             total = share * total
         if share < 1:
-            own = self.loss(wide, targets) if self.loss is not None else seen.loss(check=check)
+            own = self._given(wide, targets) if self.loss is not None else seen.loss(check=check)
             total = total + (1 - share) * own
         assert isinstance(total, Tensor)
         return total, _hits(seen.logits.detach(), known)
+
+    def _given(self, output: Tensor, targets: Any) -> Tensor:
+        """The user's own loss."""
+        assert self.loss is not None
+        try:
+            own = self.loss(output, targets)
+        except (torch.OutOfMemoryError, SecateurError):
+            raise
+        except Exception as error:
+            raise EvaluationError(f"loss raised {type(error).__name__}: {error}.") from error
+        if not isinstance(own, Tensor) or own.numel() != 1:
+            shown = f"a tensor of shape {tuple(own.shape)}" if isinstance(own, Tensor) else f"a {type(own).__name__}"
+            raise EvaluationError(f"loss returned {shown}.", fix="one number, such as loss.mean()")
+        return own.reshape(())
 
 
 def _hits(logits: Tensor, targets: Any) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from secateur.errors import Argument, DataError
+from secateur.errors import Argument, DataError, EvaluationError, SecateurError
 from secateur.nest import select_samples, tensors_in
 from secateur.recover.settings import Augment, Recover
 from secateur.running.batches import Batch, Data, as_data, batches, check_pair, checked_batch, is_pair, size_of
@@ -169,7 +169,13 @@ def altered(augment: Augment, inputs: Any, targets: Any) -> Batch:
     if isinstance(augment, str):
         return shifted(inputs, inputs.shape[-1] // _MARGIN), targets
     if not _is_transform(augment):
-        made, known = augment(inputs), targets
+        try:
+            made, known = augment(inputs), targets
+        except (torch.OutOfMemoryError, SecateurError):
+            raise
+        except Exception as error:
+            what = f"augment raised {type(error).__name__}: {error}."
+            raise EvaluationError(what, fix="a function f(images) of a batch") from error
     else:
         made, known = _mixed(augment, inputs, targets) if _mixes(augment) else (_transformed(augment, inputs), targets)
     if not isinstance(made, Tensor) or made.ndim != inputs.ndim or len(made) != len(inputs):
