@@ -26,7 +26,8 @@ import secateur as sc
 SEEDS, SHARES = (0, 1, 2), (0.5, 0.12)  # shares of the MACs
 WAYS: dict[str, dict[str, float]] = {
     "no limit": {"clip": 0}, "limit 1": {"clip": 1}, "limit 5": {"clip": 5},
-    "no limit, rate 0.003": {"clip": 0, "lr": 0.003},
+    "no limit, rate 0.003": {"clip": 0, "lr": 0.003}, "limit 1, rate 0.05": {"clip": 1, "lr": 0.05},
+    "limit 5, rate 0.05": {"clip": 5, "lr": 0.05},
 }  # fmt: skip
 Pair = tuple[Tensor, Tensor]
 

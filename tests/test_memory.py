@@ -15,6 +15,7 @@ import pytest
 import safetensors.torch
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import secateur as sc
 from command import fail, furnished, succeed
@@ -25,7 +26,7 @@ from secateur.analysis.reasons import srg
 from secateur.cli import image_task
 from secateur.cli.given_model import read_model
 from secateur.cli.options import Images, Seen, Source
-from secateur.errors import ConservationWarning, DataError, SecateurError
+from secateur.errors import ConservationWarning, DataError, SecateurError, SecateurWarning
 from secateur.files import onnx as onnx_files
 from secateur.latency import timing
 from secateur.loop import Schedule
@@ -857,3 +858,25 @@ def test_a_repair_that_looks_at_answers_keeps_no_outputs_of_layers() -> None:
     assert work._reference is not None
     assert work._reference.streams  # the original runs once more for its answers
     assert Counting.most == 1
+
+
+@pytest.mark.parametrize("kind", ["pair", "list", "loader"])
+def test_samples_that_find_no_room_are_told(kind: str) -> None:
+    """On 2,500 photographs of ImageNet's classes, that was the difference between 34 and 46 %."""
+    x = torch.rand(300, 3, 64, 64, generator=torch.Generator().manual_seed(0))
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(3, 8, 3, 4), nn.ReLU(), nn.Conv2d(8, 8, 3, 4), nn.Flatten(), nn.Linear(128, 4)]
+    net = nn.Sequential(*layers).eval()
+    made: dict[str, Any] = {
+        "pair": (x, None), "list": [(part, None) for part in x.split(25)],
+        "loader": DataLoader(TensorDataset(x, torch.zeros(300, dtype=torch.long)), 25),
+    }  # fmt: skip
+    graph = sc.analyze(net, x[:1])
+    small = sc.apply(net, sc.plan(graph, sc.score(net, None, "weight", graph=graph), remove=0.3))
+    few = "of 300 samples that a repair could use, 64 find room in the 0.016 GiB that it may take.*memory='1 GiB'"
+    with pytest.warns(SecateurWarning, match=few):
+        Repair("mean", copies=0, memory="16 MiB")(small, net, made[kind])
+    with pytest.warns(SecateurWarning, match="of 100 samples"):
+        Repair("mean", copies=0, samples=100, memory="16 MiB")(small, net, made[kind])
+    for enough in (Repair("mean", copies=0, memory="1 GiB"), Repair("mean", copies=0, samples=60, memory="16 MiB")):
+        assert enough.examine(small, net, made[kind], progress=False).divergence  # a warning would be an error

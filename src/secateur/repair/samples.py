@@ -15,7 +15,7 @@ from torch import Tensor
 from secateur.errors import Argument, DataError
 from secateur.nest import Images, describe, map_leaves, select_samples, tensors_in
 from secateur.repair.rows import Places
-from secateur.running.batches import Data, batches, check_inputs, counted, is_pair, masks_in, size_of
+from secateur.running.batches import Data, batches, check_inputs, counted, is_pair, masks_in, size_of, total_of
 from secateur.running.devices import to_device
 from secateur.running.layout import Order, unordered
 from secateur.running.processes import active, gathered, share
@@ -75,6 +75,8 @@ class Samples:
     quantities: bool = False
     #: How what is asked for lies in memory.
     order: Order = unordered
+    #: So many samples would be used if memory were no limit, as far as the data tell how many there are.
+    wanted: int = 0
     # The copies that were made last: they are asked for a few at a time.
     _made: dict[tuple[int, int], Any] = field(default_factory=dict, init=False, compare=False, repr=False)
 
@@ -94,6 +96,7 @@ class Samples:
         inputs, targets, count, quantities = [], [], 0, False
         shared = not is_pair(data) and active()
         limit, room = most, math.inf if active() else room  # processes have to agree
+        there = total_of(data)
         if is_pair(data) and size_of(data[0]) > (limit := _fitting(data[0], most, room)):
             index = torch.linspace(0, size_of(data[0]) - 1, limit, dtype=torch.float64).round().long()
             data = select_samples(tuple(data), index)
@@ -124,7 +127,8 @@ class Samples:
             tokens = joined["input_ids"].numel() if counts is None else int(counts.sum())
             alter = exchange_words if count > 1 and tokens <= FEW_TOKENS else None
         copies = min(copies, max(0, most // count - 1)) if alter is not None else 0
-        return cls(joined, count, copies, alter, held, seed, quantities)
+        wanted = min(most, there) if there is not None and not shared else count
+        return cls(joined, count, copies, alter, held, seed, quantities, wanted=max(wanted, count))
 
     @property
     def two(self) -> Any:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from secateur.arguments import check_callable, check_count, check_number
-from secateur.errors import RepairError, SecateurWarning
+from secateur.errors import Argument, RepairError, SecateurWarning
 from secateur.nest import tensors_in
 from secateur.repair.corrections import Correction, corrections_named
 from secateur.repair.layers import Layers, version
@@ -157,6 +157,8 @@ class Session:
                 device_of(original),
                 self._memory // _HELD,
             )
+        if samples.count < samples.wanted:
+            _warn_of_room(samples, self._memory)
         self._reference = Reference(original, samples, asked.rows, asked.at_once, asked.relevance, self._memory, kept)
         self._versions, self._tensors = versions, tensors
         return self._reference
@@ -202,6 +204,20 @@ class Session:
             found = None
             found, _ = corrected(methods[best], cheap=False)
         return Outcome(found.model, best, divergence, found.layers, found.errors)
+
+
+def _warn_of_room(samples: Samples, memory: int) -> None:
+    """Tell that memory, not the data, decides how good a repair is."""
+    enough = math.ceil(memory * samples.wanted / samples.count / 2**30)
+    warnings.warn(
+        SecateurWarning(
+            "of {wanted} samples that a repair could use, {count} find room in the {memory} GiB that it may take. "
+            "More make it better.",
+            fix="{more}", wanted=samples.wanted, count=samples.count, memory=f"{memory / 2**30:.2g}",
+            more=Argument("memory", f"{enough} GiB"),
+        ),
+        stacklevel=4,
+    )  # fmt: skip
 
 
 def _finite(divergence: float) -> float:
