@@ -22,7 +22,7 @@ import statistics
 import tarfile
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from torch import Tensor, nn
 
 import secateur as sc
 from benchmarks.latency_accuracy import accuracy, network
+from secateur.repair import Repair
 
 SHARES = (0.8, 0.6, 0.5)
 CLASSES, EACH, _PER_TAR = 1000, 5, 100
@@ -108,18 +109,20 @@ def halves(photos: Tensor, classes: int, draw: int, model: str, device: str) -> 
 
 
 def measured(
-    net: nn.Module, chosen: list[int], few: tuple[Tensor, Tensor], test: tuple[Tensor, Tensor]
-) -> dict[str, Any]:
+    net: nn.Module, chosen: list[int], few: tuple[Tensor, Tensor], test: tuple[Tensor, Tensor],
+    shares: Sequence[float] = SHARES, memory: str | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """Accuracy before, and after for each share of the MACs, repaired and not."""
     model = net if len(chosen) == 1000 else sc.specialize(net, chosen, few[0][:1])
     graph = sc.analyze(model, few[0][:1])
     scores = sc.score(model, few, graph=graph)
     row: dict[str, Any] = {"test": len(test[1]), "unpruned": accuracy(model, test)}
-    for share in SHARES:
+    for share in shares:
         small = sc.apply(model, sc.plan(graph, scores, keep={"macs": share}))
         row[f"cut {share:g}"] = accuracy(small, test)
         begin = time.perf_counter()
-        repaired = sc.prune(model, few, keep={"macs": share}, progress=False).model
+        asked: Any = {} if memory is None else {"repair": Repair(memory=memory)}
+        repaired = sc.prune(model, few, keep={"macs": share}, progress=False, **asked).model
         row[f"seconds {share:g}"] = round(time.perf_counter() - begin, 1)
         row[f"repaired {share:g}"] = accuracy(repaired, test)
     return row
@@ -140,7 +143,8 @@ def table(folder: Path) -> str:
         "|---" * (4 + len(names)) + "|",
     ]
     for (model, classes), found in sorted(groups.items()):
-        means = [f"{100 * statistics.mean(line[name] for line in found):.1f}" for name in names]
+        known = [[line[name] for line in found if name in line] for name in names]
+        means = [f"{100 * statistics.mean(values):.1f}" if values else "" for values in known]
         parts.append(
             f"| {model} | {classes} | {len(found)} | {sum(line['test'] for line in found)} | {' | '.join(means)} |"
         )
@@ -157,6 +161,9 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--classes", type=int, nargs="*", default=list(DRAWS))
     parser.add_argument("--part", default="0/1")
+    parser.add_argument("--shares", type=float, nargs="*", default=list(SHARES), help="of the MACs that are left")
+    parser.add_argument("--memory", help="what a repair may take, such as '8 GiB'; give another --out")
+    parser.add_argument("--draws", type=int, default=10, help="at most so many")
     parser.add_argument("--table", action="store_true")
     options = parser.parse_args()
     if options.table:
@@ -169,12 +176,13 @@ def main() -> None:
     part, parts = map(int, options.part.split("/"))
     known = [{key: line[key] for key in ("model", "classes", "draw")} for line in lines(options.out)]
     todo = [cell for cell in list(cells(options.model))[part::parts] if cell["classes"] in options.classes]
+    todo = [cell for cell in todo if cell["draw"] < options.draws]
     photos, net = photographs(options.images), network(options.model, options.weights).to(options.device)
     for cell in todo:
         if cell in known:
             continue
         chosen, (few, test) = halves(photos, cell["classes"], cell["draw"], options.model, options.device)
-        line = cell | measured(net, chosen, few, test)
+        line = cell | measured(net, chosen, few, test, options.shares, options.memory)
         with (options.out / f"imagenet-{options.model}-{part}.jsonl").open("a") as file:
             file.write(json.dumps(line) + "\n")
         print(json.dumps(line), flush=True)

@@ -191,7 +191,7 @@ def test_an_error_in_one_process_is_raised_in_all(found: list[dict]) -> None:
         "score": "DataError: an input of shape (11, 2, 5, 5) has NaN",
         "evaluate": "EvaluationError: evaluate raised ZeroDivisionError at step 0: no such number",
         "recover": "DataError: labels run from",
-        "loader": "EvaluationError: recover raised TypeError",
+        "loader": "ForwardError: Net does not run on a batch",
         "repair": "DataError: an input of shape (11, 2, 5, 5) has NaN",
     }.items():
         assert second[name].startswith(error), name

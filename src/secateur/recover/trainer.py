@@ -24,6 +24,7 @@ from secateur.recover.samples import Samples
 from secateur.recover.schedule import CURVES, Budget
 from secateur.recover.settings import Epoch, Recover
 from secateur.running.batches import Data, check_inputs, is_pair, size_of
+from secateur.running.copies import unwrap
 from secateur.running.devices import device_of
 from secateur.running.logits import logits_of
 from secateur.running.processes import active, agree, gathered, in_step, same_everywhere, share, synchronise
@@ -421,7 +422,7 @@ def _answered(model: nn.Module, inputs: Any) -> Any:
         if "more than 1 value per channel" in str(error):
             what = "a batch norm cannot be trained on a batch of one sample"
             raise DataError(f"{what}: {error}.", fix="drop_last=True for a DataLoader, or larger batches") from error
-        raise refusal(model, "a batch", inputs, error) from error
+        raise refusal(unwrap(model), "a batch", inputs, error) from error
 
 
 def _optimizer(parameters: list[nn.Parameter], settings: Recover) -> torch.optim.Optimizer:
