@@ -878,5 +878,8 @@ def test_samples_that_find_no_room_are_told(kind: str) -> None:
         Repair("mean", copies=0, memory="16 MiB")(small, net, made[kind])
     with pytest.warns(SecateurWarning, match="of 100 samples"):
         Repair("mean", copies=0, samples=100, memory="16 MiB")(small, net, made[kind])
+    # A loader that leaves samples out of its own accord.
+    loose = DataLoader(TensorDataset(x[:50], torch.zeros(50, dtype=torch.long)), 40, drop_last=True)
+    assert Repair("mean", copies=0, memory="16 MiB").examine(small, net, loose, progress=False).divergence
     for enough in (Repair("mean", copies=0, memory="1 GiB"), Repair("mean", copies=0, samples=60, memory="16 MiB")):
         assert enough.examine(small, net, made[kind], progress=False).divergence  # a warning would be an error

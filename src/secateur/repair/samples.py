@@ -127,7 +127,9 @@ class Samples:
             tokens = joined["input_ids"].numel() if counts is None else int(counts.sum())
             alter = exchange_words if count > 1 and tokens <= FEW_TOKENS else None
         copies = min(copies, max(0, most // count - 1)) if alter is not None else 0
-        wanted = min(most, there) if there is not None and not shared else count
+        # A loader may leave samples out of its own accord; here it was memory.
+        crowded = count >= limit and limit < most
+        wanted = min(most, there) if crowded and there is not None and not shared else count
         return cls(joined, count, copies, alter, held, seed, quantities, wanted=max(wanted, count))
 
     @property
