@@ -48,6 +48,7 @@ from benchmarks.league_models import (
     SPEEDS,
     SWEEP,
     TAYLOR,
+    WHOLE,
     Job,
     augment,
     macs,
@@ -80,6 +81,7 @@ def plan() -> list[Job]:
         for seed in SEEDS
         for row, speed in (*((PATIENT, speed) for speed in SPEEDS), (RIVAL, 2.55))
     ]
+    jobs += [Job(row, 1.0, 100, seed) for seed in SEEDS for row in (WHOLE, replace(WHOLE, teacher=True))]
     jobs += [Job(row, 2.55, 100, seed) for seed in SEEDS for row in FAIR]
     jobs += [Job(row, 2.55, epochs, seed) for epochs in short for seed in SEEDS for row in (OURS, *rows, *FAIR)]
     jobs += [Job(row, 2.55, epochs, seed) for epochs in (5, 1) for seed in SEEDS for row in SWEEP]
@@ -320,7 +322,9 @@ def lines(record: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in record.read_text().splitlines()] if record.exists() else []
 
 
-def table(measured: list[dict[str, Any]], speeds: Sequence[float] = SPEEDS, lengths: Sequence[int] = LENGTHS) -> str:
+def table(
+    measured: list[dict[str, Any]], speeds: Sequence[float] = (1.0, *SPEEDS), lengths: Sequence[int] = LENGTHS
+) -> str:
     """Mean of the seeds ± half of what they span, in per cent; how many seeds, where they are not three."""
     parts = []
     for speed in speeds:

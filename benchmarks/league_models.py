@@ -104,6 +104,7 @@ PARTS = [Row("lrp", True), Row("lrp", False, True), Row("lrp")]
 OTHERS = [Row(name, True, True) for name in ("taylor", "weight", "random")]
 FAIR = [replace(MAGNITUDE, teacher=True), replace(TAYLOR, teacher=True)]
 PATIENT, RIVAL = (replace(row, teacher=True, mixtures=True, rate=0.2) for row in (OURS, MAGNITUDE))
+WHOLE = Row("nothing removed")  # the same training for the whole network: what the others could reach at best
 # Other rates, for short runs.
 SWEEP = [replace(OURS, rate=rate) for rate in (0.005, 0.02, 0.2)]
 SWEEP += [replace(MAGNITUDE, rate=rate) for rate in (0.02, 0.2)]
@@ -194,6 +195,8 @@ def macs(model: nn.Module) -> int:
 
 def chosen(net: nn.Module, data: tuple[Tensor, Tensor], job: Job) -> nn.Module:
     """The smaller model of a job, before training."""
+    if job.row.choice == WHOLE.choice:
+        return copy.deepcopy(net)
     x, y = data
     index = torch.randperm(len(x), generator=torch.Generator().manual_seed(1000 + job.seed))[:SCORED].to(x.device)
     samples = x[index], y[index]

@@ -51,8 +51,8 @@ class Cell:
 
 def cells() -> Iterator[tuple[Cell, list[Row]]]:
     rows = [OURS, *PARTS, *OTHERS, MAGNITUDE, TAYLOR, *FAIR]
-    for seed in SEEDS:
-        for speed in SPEEDS:
+    for speed in reversed(SPEEDS):  # what tells the rows apart comes first
+        for seed in SEEDS:
             for choice, repair in dict.fromkeys((row.choice, row.repair) for row in rows):
                 mine = [row for row in rows if (row.choice, row.repair) == (choice, repair)]
                 yield Cell(choice, repair, speed, seed), mine

@@ -200,6 +200,9 @@ def fine_tune(
     lr: Annotated[float, typer.Option(help="Learning rate.")] = 1e-3,
     size: _Size = 224,
     score_batch: Annotated[int, typer.Option(min=1, help="Images at a time when scoring.")] = 50,
+    score_images: Annotated[
+        int, typer.Option(min=0, help="How many training images score, drawn at random. 0: all of them.")
+    ] = 0,
     device: _Device = "cpu",
     jobs: _Jobs = 1,
     out: Annotated[
@@ -214,7 +217,7 @@ def fine_tune(
         settings = fine.Settings(
             _given("--model", model), data, str(_given("--images", images)), weights, early_strides, step=step,
             steps=steps, prepare_epochs=prepare_epochs, score_batch=score_batch, size=size, epochs=epochs,
-            batch_size=batch_size, lr=lr,
+            batch_size=batch_size, lr=lr, score_images=score_images,
         )  # fmt: skip
         modes = _names("--mode", mode)
         fine.fine_tune(settings, out, _names("--criteria", criteria), modes, _range(draws), device, jobs, _line)

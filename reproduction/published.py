@@ -42,14 +42,29 @@ class Samples:
         """The indices of one class, in order."""
         return [i for i, found in enumerate(self.labels) if found == label]
 
+    def stored(self, view: View, training: bool = False, device: torch.device | str | None = None) -> Tensor:
+        """As `pixels`, but images that come as bytes keep their own size. `scaled` changes it, a batch at a time."""
+        return self.source.to(device) if isinstance(self.source, Tensor) else self.pixels(view, training, device)
+
     def pixels(self, view: View, training: bool = False, device: torch.device | str | None = None) -> Tensor:
         """All images as bytes of shape (count, channels, side, side), as `view` keeps them, on a device."""
         if isinstance(self.source, Tensor):
-            return _scaled(self.source, view.side(training), device)
+            return scaled(self.stored(view, training, device), view.side(training))
         targets = tuple(range(max(self.labels) + 1))
         # Strict: every label must have its image. Room 0: decoded images are not cached.
         reader = Photographs(tuple(map(str, targets)), self.source, self.labels, targets, view, Decoder(True, room=0))
         return reader.pixels(training, device)[0]
+
+
+def scaled(pixels: Tensor, side: int) -> Tensor:
+    """Bytes at another size. Done in parts, because the intermediate floats need four times the memory."""
+    if pixels.shape[-1] == side:
+        return pixels
+    parts = []
+    for part in torch.split(pixels, 1000):
+        wide = F.interpolate(part.float(), (side, side), mode="bilinear", antialias=True)
+        parts.append(wide.round().clamp(0, 255).to(torch.uint8))
+    return torch.cat(parts)
 
 
 @dataclass(frozen=True)
@@ -261,17 +276,6 @@ _READERS: dict[str, Callable[[Path, np.random.Generator], Published]] = {
     "cars": _cars,
     "ilsvrc": _ilsvrc,
 }
-
-
-def _scaled(pixels: Tensor, side: int, device: torch.device | str | None) -> Tensor:
-    """Bytes at another size. Done in parts, because the intermediate floats need four times the memory."""
-    if pixels.shape[-1] == side:
-        return pixels.to(device)
-    parts = []
-    for part in torch.split(pixels, 1000):
-        wide = F.interpolate(part.to(device).float(), (side, side), mode="bilinear", antialias=True)
-        parts.append(wide.round().clamp(0, 255).to(torch.uint8))
-    return torch.cat(parts)
 
 
 def _listed(rows: Sequence[tuple[Path, int]]) -> Samples:

@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from reproduction.alignment import aligned, take_back
+from reproduction.published import scaled
 from secateur.data.views import View
 from secateur.errors import DataError
 from secateur.running import accuracy as measured
@@ -27,7 +29,7 @@ _CHUNK = 1280
 
 @dataclass(frozen=True)
 class Images:
-    """Images as bytes and their classes, on the device that computes."""
+    """Images as bytes and their classes, on the device that computes. Other sizes are scaled when they are needed."""
 
     pixels: Tensor
     labels: Tensor
@@ -35,6 +37,14 @@ class Images:
 
     def __len__(self) -> int:
         return len(self.labels)
+
+    def take(self, count: int, seed: int) -> Images:
+        """So many of them, drawn at random, in order; all if there are no more."""
+        if count >= len(self):
+            return self
+        drawn = torch.randperm(len(self), generator=torch.Generator().manual_seed(seed))[:count].sort().values
+        index = drawn.to(self.labels.device)
+        return Images(self.pixels[index], self.labels[index], self.view)
 
     def batches(self, size: int) -> Inputs:
         """Inputs in order, as networks take them, without augmentation."""
@@ -51,7 +61,8 @@ class Inputs:
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         images = self.images
         for pixels, labels in zip(*(torch.split(t, self.size) for t in (images.pixels, images.labels)), strict=True):
-            yield arranged(images.view.evaluation(pixels)), labels
+            sized = scaled(pixels, images.view.side(training=False))
+            yield arranged(images.view.evaluation(sized)), labels
 
 
 @dataclass(frozen=True)
@@ -84,14 +95,17 @@ class Trainer:
         """Train. Afterwards the training flag of every module is as before."""
         arrange(model)
         flags = [(module, module.training) for module in model.modules()]
-        model.train()
+        on_gpu = any(p.is_cuda for p in model.parameters())
+        trained = aligned(model.train()) if on_gpu else model.train()
         try:
-            with Steps(model, self.schedule) as steps:
+            with Steps(trained, self.schedule) as steps:
                 for _ in range(self.schedule.epochs):
                     steps.begin_epoch()
                     for inputs, labels in self._chunks():
                         steps.take(arranged(inputs), labels)
                 self.loss = steps.loss()
+            if trained is not model:
+                take_back(trained, model)
         finally:
             for module, flag in flags:
                 module.training = flag
@@ -140,8 +154,11 @@ class Steps:
             raise DataError("every parameter is frozen (requires_grad=False): there is nothing to train.")
         self.model = model
         self.size = schedule.batch_size
-        self.optimizer = torch.optim.SGD(parameters, lr=schedule.lr, momentum=schedule.momentum)
         self.device = parameters[0].device
+        # Fused: with batches of 20, the classifier of VGG costs more in the optimizer than anywhere else.
+        self.optimizer = torch.optim.SGD(
+            parameters, lr=schedule.lr, momentum=schedule.momentum, fused=self.device.type == "cuda" or None
+        )
         self.sum = torch.zeros((), device=self.device)
         self.count = 0
         self.done = 0
@@ -232,10 +249,11 @@ def crops(images: Images, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
     batch_size = min(batch_size, count)
     order = torch.randperm(count)[: count - count % batch_size].to(images.labels.device)
     for chunk in torch.split(order, max(_CHUNK // batch_size, 1) * batch_size):
-        yield images.view.training(images.pixels[chunk]), images.labels[chunk]
+        sized = scaled(images.pixels[chunk], images.view.side(training=True))
+        yield images.view.training(sized), images.labels[chunk]
 
 
-def accuracy(model: nn.Module, images: Images, batch_size: int = 500) -> float:
+def accuracy(model: nn.Module, images: Images, batch_size: int = 250) -> float:
     """The share of images whose class has the largest output. On CUDA in half precision."""
     with half(images.labels.device):
         return measured.accuracy(model, images.batches(batch_size)).overall

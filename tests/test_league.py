@@ -22,8 +22,10 @@ from benchmarks.league_models import (
     OURS,
     PATIENT,
     RIVAL,
+    WHOLE,
     Job,
     augment,
+    chosen,
     folded,
     mixed,
     padded,
@@ -136,6 +138,16 @@ def test_runs_are_taken_in_the_order_of_their_names() -> None:
     assert [job.seed for job in found] == [0, 0, 1, 1, 2, 2, 1]
     assert all((job.speed, job.epochs) == (2.55, 100) for job in found)
     assert len({job.name for job in plan()}) == len(plan())
+
+
+def test_the_whole_network_is_trained_as_the_others_are(data: tuple[Tensor, Tensor]) -> None:
+    jobs = [job for job in plan() if job.row.choice == WHOLE.choice]
+    assert {(job.speed, job.epochs, job.row.teacher) for job in jobs} == {(1.0, 100, False), (1.0, 100, True)}
+    net = nets()[0]
+    made = chosen(net, data, jobs[0])
+    for own, found in zip(net.parameters(), made.parameters(), strict=True):
+        assert own is not found
+        assert torch.equal(own, found)
 
 
 def test_nothing_is_collected_while_a_step_is_recorded() -> None:

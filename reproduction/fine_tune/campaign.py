@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,11 +25,17 @@ from secateur.running.sandbox import seeded
 
 @dataclass(frozen=True)
 class Settings(campaign.Settings):
-    """What to do. The defaults are the paper's."""
+    """What to do. The defaults are the paper's. `score_images` of the training images score; with 0 all of them."""
 
     epochs: int = 10
     batch_size: int = 20
     lr: float = 1e-3
+    score_images: int = 0
+
+    def recorded(self) -> dict[str, Any]:
+        """What identifies a run. Runs that scored on all images were recorded before there was a choice."""
+        found = super().recorded()
+        return found if self.score_images else {k: v for k, v in found.items() if k != "score_images"}
 
     @property
     def view(self) -> View:
@@ -78,9 +85,11 @@ def prepared(settings: Settings, folder: Path, draw: int, device: str) -> tuple[
     found = published(settings.data, Path(settings.images), seed=draw)
     view = settings.view
     labels = {part: torch.tensor(getattr(found, part).labels, device=device) for part in ("train", "test")}
-    train = Images(found.train.pixels(view, True, device), labels["train"], view)
-    plain = Images(found.train.pixels(view, False, device), labels["train"], view)
-    test = Images(found.test.pixels(view, False, device), labels["test"], view)
+    train = Images(found.train.stored(view, True, device), labels["train"], view)
+    plain = Images(found.train.stored(view, False, device), labels["train"], view)
+    test = Images(found.test.stored(view, False, device), labels["test"], view)
+    if settings.score_images:
+        plain = plain.take(settings.score_images, seed=draw)
     with seeded(draw, 0, salt=4):  # layers without weights are drawn at random
         model, _ = network(settings.model, settings.weights, settings.early_strides)
         if settings.is_small:
