@@ -58,6 +58,7 @@ from benchmarks.league_models import (
 )  # fmt: skip
 from benchmarks.league_probe import fastest, probe
 from benchmarks.league_together import Student
+from benchmarks.league_together import begin as begin_together
 from benchmarks.league_worker import Worker
 from secateur.recover.checkpoint import random_state, set_random_state
 from secateur.recover.samples import Samples
@@ -157,6 +158,8 @@ def run(worker: Worker, jobs: Sequence[Job], deadline: float, backend: str = "")
     with seeded(seed, 0):
         first = done(out, jobs[0])
         losses = restore(out, jobs, students) if first else [[] for _ in jobs]
+        if epochs and not first:
+            begin_together(students, samples, seed)
         saved = told = time.time()
         for number in range(first, epochs):
             for known, loss in zip(losses, group.epoch(samples, number, epochs, RATE), strict=True):

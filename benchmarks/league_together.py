@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.league_steps import MOMENTUM, PLAIN, Flat, Functions, Layer, Teacher, compiled, prepared
+from secateur.recover.norms import settle
 from secateur.recover.samples import Samples
 from secateur.recover.schedule import CURVES
 
@@ -190,6 +191,15 @@ class Together:
         if not any(map(math.isfinite, losses)):
             raise RuntimeError(f"every loss is NaN or infinite in epoch {number + 1}: {losses}")
         return losses
+
+
+def begin(students: Sequence[Student], samples: Samples, seed: int) -> None:
+    """What `recover` does before its first epoch: batch norms learn what they divide by, which changes no answer."""
+    for student in students:
+        channels = student.inputs
+        settle(
+            student.net, samples, seed, lambda net, images, channels=channels: net(prepared(images, False, channels))
+        )
 
 
 def beside(students: Sequence[Student]) -> Iterator[Student]:

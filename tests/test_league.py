@@ -33,7 +33,7 @@ from benchmarks.league_models import (
     unpadded,
 )
 from benchmarks.league_steps import PLAIN, prepared
-from benchmarks.league_together import Student, Together, nothing_collected
+from benchmarks.league_together import Student, Together, begin, nothing_collected
 from benchmarks.resnet56 import ResNet
 from secateur.recover.samples import Samples
 from secateur.running.sandbox import seeded
@@ -73,8 +73,12 @@ def close(first: nn.Module, second: nn.Module) -> None:
 
 def test_together_is_what_recover_does_alone(data: tuple[Tensor, Tensor]) -> None:
     teacher, models = nets()
+    for model in models:
+        with torch.no_grad():
+            model.train()(3 * data[0] + 1)  # batch norms have learnt from other data
     students = copies(models)
     with seeded(3, 0):
+        begin(students, Samples(data, 16, augment, None, torch.device("cpu")), 3)
         losses = taught(students, teacher, data, range(5))
     for student, model, share, loss in zip(students, models, SHARES, losses, strict=True):
         alone = sc.recover(

@@ -19,6 +19,7 @@ from secateur.nest import map_tensors, select_samples, tensors_in
 from secateur.recover.blocks import Blocks
 from secateur.recover.checkpoint import Checkpoint, random_state, set_random_state
 from secateur.recover.loss import Objective
+from secateur.recover.norms import settle
 from secateur.recover.recording import Recording
 from secateur.recover.samples import Samples
 from secateur.recover.schedule import CURVES, Budget
@@ -82,7 +83,7 @@ class Trainer:
     def run(self) -> str:
         """Train until the budget is spent, or held-out samples say that it is enough. Returns why it ended."""
         if not self._restore():
-            self._look_before()
+            self._begin()
         written, cost = time.perf_counter(), 0.0  # when the file was written, and the seconds that it took
         with self._training() as gradients:
             while not self.stopped:
@@ -193,6 +194,14 @@ class Trainer:
     def _held_losses(self) -> list[float | None]:
         """The losses on held-out samples: before training, and after each epoch."""
         return [self._before, *(row.held_out for row in self.history)]
+
+    def _begin(self) -> None:
+        """Batch norms learn what they divide by, which changes no answer. Then a look at the model before training."""
+        if agree(flag=settle(self.student, self.samples, self.settings.seed, _answered)):
+            synchronise(self.student)  # each process has looked at its own samples
+            self._average = [t.detach().clone() for t in self._moving] if self.settings.ema else []
+            self._good = self._snapshot()
+        self._look_before()
 
     def _look_before(self) -> None:
         """How good the model is before it is trained. It may be that no epoch makes it better."""

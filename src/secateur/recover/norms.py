@@ -1,0 +1,132 @@
+"""What batch norms know of their inputs, brought up to date before training.
+
+In evaluation mode a batch norm divides by the numbers that it learnt before units left. In training mode it divides by
+those of the batch. After a removal and a repair the two differ, so that the first step would train another network than
+the one that was repaired. Here the learnt numbers become those of the data, and scale and shift make up for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from secateur.nest import map_tensors, tensors_in
+from secateur.recover.samples import Samples
+from secateur.running.devices import precise
+from secateur.running.sandbox import evaluating, seeded
+
+#: How many batches are looked at.
+_BATCHES = 16
+#: How much an output may differ afterwards, as a share of the largest one.
+_CLOSE = 1e-3
+_SALT = 7
+
+
+def settle(model: nn.Module, samples: Samples, seed: int, answer: Callable[[nn.Module, Any], Any]) -> bool:
+    """Give batch norms the mean and variance of their inputs; in evaluation mode the model computes the same as before.
+
+    `answer(model, inputs)` runs the model. Nothing is changed, and the result is False, if there is no batch norm that
+    has learnt anything and may be trained, or if the model would not compute the same: a layer of the user's own may
+    use these numbers in another way.
+    """
+    seen = [_Seen(module) for module in model.modules() if isinstance(module, _BatchNorm) and _has_learnt(module)]
+    if not seen:
+        return False
+    first: Any = None
+    with seeded(seed, 0, salt=_SALT), evaluating(model), torch.no_grad():
+        try:
+            with _watched(seen):
+                for inputs, _ in islice(samples.epoch(), _BATCHES):
+                    found = answer(model, inputs)
+                    first = first or (inputs, map_tensors(torch.clone, found))
+            if first is None:
+                return False
+            for norm in seen:
+                norm.change()
+            if _close(answer(model, first[0]), first[1]):
+                return True
+        except torch.OutOfMemoryError:  # training names a batch size that fits
+            pass
+        for norm in seen:
+            norm.undo()
+    return False
+
+
+def _has_learnt(norm: _BatchNorm) -> bool:
+    """Whether a batch norm has learnt numbers, and trained scale and shift. New ones have mean 0, variance 1."""
+    if norm.running_mean is None or norm.running_var is None or not norm.affine:
+        return False
+    trained = norm.weight.requires_grad and norm.bias.requires_grad
+    return trained and bool((norm.running_mean != 0).any() or (norm.running_var != 1).any())
+
+
+class _Seen:
+    """The inputs of a batch norm: how many, and their sums around the mean that it knows."""
+
+    def __init__(self, norm: _BatchNorm) -> None:
+        assert norm.running_mean is not None
+        assert norm.running_var is not None
+        self.norm, self.mean, self.var = norm, norm.running_mean, norm.running_var
+        self.before = [t.detach().clone() for t in self._numbers]
+        self.count = 0
+        self.wide = precise(self.mean.device)
+        self.sums = torch.zeros(2, len(self.mean), dtype=self.wide, device=self.mean.device)
+
+    @property
+    def _numbers(self) -> tuple[Tensor, ...]:
+        return self.norm.weight, self.norm.bias, self.mean, self.var
+
+    def note(self, inputs: Tensor) -> None:
+        """Count the inputs of one call. The channels are dimension 1."""
+        others = [0, *range(2, inputs.ndim)]
+        around = inputs.float() - self.mean.view(1, -1, *(1 for _ in others[1:]))
+        self.sums += torch.stack([part.sum(others, dtype=self.wide) for part in (around, around.square())])
+        self.count += inputs.numel() // len(self.mean)
+
+    def change(self) -> None:
+        """The learnt numbers become those of the inputs."""
+        moved, square = self.sums / max(self.count, 1)
+        spread = square - moved.square()
+        if not self.count or not bool(torch.isfinite(self.sums).all()):
+            return
+        weight, bias, mean, var = (t.detach().to(self.wide) for t in self._numbers)
+        old, new = (var + self.norm.eps).sqrt(), (spread.clamp_min(0) + self.norm.eps).sqrt()
+        after = weight * new / old, bias + weight * moved / old, mean + moved, spread.clamp_min(0)
+        for own, value in zip(self._numbers, after, strict=True):
+            own.copy_(value)
+
+    def undo(self) -> None:
+        """As it was."""
+        for own, value in zip(self._numbers, self.before, strict=True):
+            own.copy_(value)
+
+
+@contextmanager
+def _watched(seen: list[_Seen]) -> Iterator[None]:
+    """While the model runs, every call of these layers is noted."""
+
+    def noting(known: _Seen) -> Callable[..., None]:
+        return lambda module, args, kwargs: known.note(args[0] if args else kwargs["input"])
+
+    hooks = [known.norm.register_forward_pre_hook(noting(known), with_kwargs=True) for known in seen]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _close(found: Any, known: Any) -> bool:
+    """Whether numbers are nearly the same. Infinite ones, as of masks, must stay; NaN is never the same."""
+    for one, other in zip(tensors_in(found), tensors_in(known), strict=True):
+        if other.is_floating_point() and other.numel():
+            most = float(torch.where(other.isfinite(), other, 0).abs().max())
+            if not torch.allclose(one, other, rtol=0, atol=_CLOSE * most):
+                return False
+    return True

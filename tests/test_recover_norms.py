@@ -1,0 +1,193 @@
+"""Batch norms before training: their numbers become those of the data, and the model computes the same."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import secateur as sc
+from secateur.recover import Recover
+from secateur.recover.norms import settle
+from secateur.recover.samples import Samples
+
+
+class Net(nn.Module):
+    """Two batch norms, of which the second is used twice, and one of vectors."""
+
+    def __init__(self, width=6):
+        super().__init__()
+        self.first, self.norm1 = nn.Conv2d(3, width, 3, padding=1), nn.BatchNorm2d(width)
+        self.again, self.norm2 = nn.Conv2d(width, width, 3, padding=1, bias=False), nn.BatchNorm2d(width)
+        self.last, self.norm3 = nn.Linear(width, 4), nn.BatchNorm1d(4)
+
+    def forward(self, x):
+        x = F.relu(self.norm1(self.first(x)))
+        x = F.relu(self.norm2(self.again(x)))
+        x = F.relu(self.norm2(input=self.again(x)))
+        return self.norm3(self.last(x.mean((2, 3))))
+
+
+def known(seed=0, net=Net, **sizes):
+    """A network that has learnt from other data than those of the tests."""
+    torch.manual_seed(seed)
+    made = net(**sizes)
+    with torch.no_grad():
+        for _ in range(5):
+            made.train()(2 * torch.randn(20, 3, 5, 5) + 0.5)
+        for parameter in made.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    return made.eval()
+
+
+def images(count=40, seed=1):
+    drawn = torch.Generator().manual_seed(seed)
+    return torch.randn(count, 3, 5, 5, generator=drawn), torch.randint(4, (count,), generator=drawn)
+
+
+def samples(data, size=100, augment=None):
+    return Samples(data, size, augment, None, torch.device("cpu"))
+
+
+def settled(net, data, size=100):
+    return settle(net, samples(data, size), 0, lambda model, x: model(x))
+
+
+def state(net):
+    return {name: tensor.clone() for name, tensor in net.state_dict().items()}
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.integers(0, 1000), st.integers(1, 9), st.integers(2, 50))
+def test_the_answers_stay_and_training_begins_with_them(seed, width, count):
+    net, data = known(seed, width=width), images(count, seed)
+    # Used twice, a batch norm cannot have the numbers of both calls.
+    net.forward = lambda x: net.norm3(
+        net.last(F.relu(net.norm2(net.again(F.relu(net.norm1(net.first(x)))))).mean((2, 3)))
+    )
+    before = net(data[0]).detach()
+    assert settled(net, data)
+    torch.testing.assert_close(net(data[0]), before, rtol=1e-3, atol=1e-3 * float(before.abs().max()))
+    trained = net.train()(data[0])  # by the batch's own numbers
+    torch.testing.assert_close(trained, before, rtol=1e-2, atol=1e-2 * float(before.abs().max()))
+
+
+def test_the_numbers_are_mean_and_variance_of_all_inputs_of_all_calls():
+    net, (x, y) = known(), images()
+    sizes = state(net)
+    with torch.no_grad():
+        first = net.first(x)
+        second = net.again(F.relu(net.norm1(first)))
+        third = net.again(F.relu(net.norm2(second)))
+        both = torch.cat([second, third])
+        last = net.last(F.relu(net.norm2(third)).mean((2, 3)))
+    assert settled(net, (x, y), size=7)  # the last batch is smaller
+    for norm, seen in ((net.norm1, first), (net.norm2, both), (net.norm3, last)):
+        rows = seen.transpose(0, 1).flatten(1)
+        torch.testing.assert_close(norm.running_mean, rows.mean(1), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(norm.running_var, ((rows - rows.mean(1, keepdim=True)) ** 2).mean(1))
+    changed = [name for name, tensor in net.state_dict().items() if not torch.equal(tensor, sizes[name])]
+    parts = ("weight", "bias", "running_mean", "running_var")
+    assert changed == [f"norm{number}.{part}" for number in (1, 2, 3) for part in parts]
+    assert not any(module._forward_pre_hooks for module in net.modules())
+    assert not net.training
+
+
+def test_a_channel_that_never_changes_stays_finite_and_the_same():
+    net, data = known(), images()
+    with torch.no_grad():
+        net.first.weight[2] = 0
+    before = net(data[0]).detach()
+    assert settled(net, data)
+    torch.testing.assert_close(net(data[0]), before, rtol=1e-4, atol=1e-5)
+    assert all(torch.isfinite(tensor).all() for tensor in net.state_dict().values())
+    assert net.norm1.running_var[2] == 0
+
+
+def test_new_and_frozen_norms_and_those_without_numbers_are_left_alone():
+    fresh, frozen, (x, y) = Net().eval(), known(), images()
+    for norm in (frozen.norm1, frozen.norm2):
+        norm.weight.requires_grad_(False)
+    frozen.norm3.bias.requires_grad_(False)
+    plain = nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4, affine=False), nn.BatchNorm2d(4, track_running_stats=False)
+    )
+    plain.train()(x)
+    for net in (fresh, frozen, plain.eval()):
+        before, drawn = state(net), torch.get_rng_state()
+        assert not settled(net, (x, y))
+        assert torch.equal(torch.get_rng_state(), drawn)
+        assert all(torch.equal(tensor, before[name]) for name, tensor in net.state_dict().items())
+
+
+def test_answers_that_are_masked_stay_masked():
+    class Masked(Net):
+        def forward(self, x):
+            return super().forward(x).index_fill(1, torch.tensor([1]), -torch.inf)
+
+    net, data = known(net=Masked), images()
+    before = net(data[0]).detach()
+    assert settled(net, data)
+    torch.testing.assert_close(net(data[0]), before, rtol=1e-3, atol=1e-4)
+
+
+class Own(nn.BatchNorm2d):
+    """Uses its mean in another way."""
+
+    def forward(self, x):
+        return super().forward(x) + self.running_mean.view(1, -1, 1, 1).square()
+
+
+class Noisy(nn.Module):
+    """Answers that are never the same twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
+
+    def forward(self, x):
+        return self.norm(self.conv(x)) + torch.randn(4, 1, 1)
+
+
+@pytest.mark.parametrize("make", [lambda: nn.Sequential(nn.Conv2d(3, 4, 3), Own(4)), Noisy])
+def test_a_model_that_would_compute_something_else_is_left_as_it_was(make):
+    net, data = known(net=make), images()
+    before = state(net)
+    assert not settled(net, data)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in net.state_dict().items())
+
+
+def test_inputs_that_are_not_finite_change_nothing_and_are_refused_in_training():
+    net, (x, y) = known(), images()
+    x[3, 0, 0, 0] = torch.nan
+    before = state(net)
+    assert not settled(net, (x, y))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in net.state_dict().items())
+    with pytest.raises(sc.errors.DataError, match=r"NaN|infinite"):
+        sc.recover(net, None, (x, y), epochs=1, teacher=0, progress=False)
+
+
+def test_recover_begins_with_the_answers_of_the_model_it_is_given():
+    """With a rate of nearly 0, only the numbers of the batch norms could change the answers."""
+    net, data = known(), images()
+    small = sc.prune(net, data, remove=0.5, repair=None, progress=False).model
+    norms = [module for module in small.modules() if isinstance(module, nn.BatchNorm2d)]
+    with torch.no_grad():
+        for norm in norms:  # far from what it reads
+            norm.running_var.mul_(9)
+            norm.running_mean.add_(1)
+    before, kept = small(data[0]).detach(), state(small)
+    asked = Recover(epochs=3, lr=1e-9, batch_size=40, ema=0.9)
+    for settings_ in (asked, Recover(epochs=3, lr=1e-9, batch_size=40)):
+        found = sc.recover(small, net, data, settings_, progress=False).model.eval()
+        torch.testing.assert_close(found(data[0]), before, rtol=0, atol=0.05 * float(before.std()))
+    assert all(torch.equal(tensor, kept[name]) for name, tensor in small.state_dict().items())
+    # What it would be without: the batch norms learn other numbers, and the answers move by a multiple of that.
+    other = copy.deepcopy(small).train()
+    with torch.no_grad():
+        for _ in range(3):
+            other(data[0])
+    assert (other.eval()(data[0]) - before).abs().max() > 0.2 * before.std()
