@@ -29,7 +29,7 @@ from secateur.running.devices import device_of
 from secateur.running.logits import logits_of
 from secateur.running.processes import active, agree, gathered, in_step, same_everywhere, share, synchronise
 from secateur.running.progress import Listener
-from secateur.running.sandbox import evaluating, refusal, run
+from secateur.running.sandbox import evaluating, refusal, run, spoilt
 from secateur.running.targets import Reader, check_targets
 
 # A file is written after an epoch if that takes no more than this share of the time.
@@ -150,7 +150,8 @@ class Trainer:
         if steps:
             synchronise(self.student)  # batch norm statistics are each process's own
             loss, right, known = sums.tolist()
-            self._check_finite(loss if self._weights_are_finite() else math.nan, number, steps)
+            # A step can spoil weights although the loss before it was finite.
+            self._check_finite(loss if spoilt(self.student) is None else math.nan, number, steps)
             totals = [sum(part) for part in zip(*gathered([loss, right, known, float(steps)]), strict=True)]
             accuracy = totals[1] / totals[2] if totals[2] else None
             held, held_accuracy = self._held_out()
@@ -347,14 +348,13 @@ class Trainer:
         """Everything that training changes."""
         return [*self._parameters, *(owner[name] for owner, name in self._buffers)]
 
-    def _weights_are_finite(self) -> bool:
-        """A step can spoil weights although the loss before it was finite."""
-        floats = [tensor for tensor in self._moving if tensor.is_floating_point() and tensor.numel()]
-        return bool(torch.isfinite(torch.stack([t.detach().sum(dtype=torch.float32) for t in floats])).all())
-
     def _snapshot(self) -> list[Tensor]:
         """The weights that would be the result now."""
-        return [t.detach().clone() for t in (self._average or self._moving)]
+        if not self._average:
+            return [t.detach().clone() for t in self._moving]
+        # Infinity, as in a mask of attention, has no average: what is there now counts.
+        pairs = zip(self._average, self._moving, strict=True)
+        return [torch.where(mean.isfinite(), mean, now.detach()) for mean, now in pairs]
 
     def _load(self, tensors: list[Tensor]) -> None:
         with torch.no_grad():
