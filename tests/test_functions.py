@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import functools
 import math
 import subprocess
@@ -19,10 +20,15 @@ from torch import Tensor, nn
 import secateur as sc
 from secateur.errors import FileFormatError
 from secateur.recover import Recover, Recovered
-from secateur.running.identity import described
+from secateur.running.identity import described, named
 
 GAIN: Any = 2.0
 Function = Callable[..., Any]
+
+
+class Kind(enum.Enum):
+    ONE = 1
+    TWO = 2
 
 
 def add(by: Any) -> Function:
@@ -83,6 +89,29 @@ def writing(begin: int) -> Function:
     return change
 
 
+def catching(both: bool) -> Function:
+    """The same instructions. An error of the second call is caught, or is not."""
+    if both:
+
+        def change(x: Tensor) -> None:
+            try:
+                mean(x)
+                total(x)
+            except ValueError:
+                mean(x)
+    else:
+
+        def change(x: Tensor) -> None:
+            try:
+                mean(x)
+            except ValueError:
+                mean(x)
+            else:
+                total(x)
+
+    return change
+
+
 def mean(x: Tensor) -> Tensor:
     return x.mean()
 
@@ -103,6 +132,7 @@ def pairs() -> list[tuple[Function, Function]]:
             (frozenset("abcd"), frozenset("abce")), (torch.float32, torch.float64), (weights, weights.flip(0)),
             (weights, weights.double()), (np.arange(3), np.arange(3) + 1), (np.float32(1), np.float32(2)),
             (add(1), add(2)), (functools.partial(add, 1), functools.partial(add, 2)), (dropped, other), (F, math),
+            (range(3), range(4)), (slice(3), slice(4)), (Kind.ONE, Kind.TWO), (Tensor.sin, Tensor.cos),
         ]
     ]  # fmt: skip
     return [
@@ -115,11 +145,15 @@ def pairs() -> list[tuple[Function, Function]]:
         (lambda x: [x + i for i in range(3)], lambda x: [x + i for i in range(4)]),
         (lambda x: (lambda y: y + 1)(x), lambda x: (lambda y: y + 2)(x)),
         (choosing(True), choosing(False)),
+        (catching(True), catching(False)),
         (calling(mean), calling(total)),
         (calling(lambda x: x), calling(lambda x: -x)),
         (recursive(1), recursive(2)),
         (through_a_partial(1), through_a_partial(2)),
         (functools.partial(lambda x, by: x + by, by=1), functools.partial(lambda x, by: x - by, by=1)),
+        (functools.partial(lambda x, a: x - a, a=1), functools.partial(lambda a, x: a - x, a=1)),
+        (functools.partial(F.nll_loss, weight=weights, a=1), functools.partial(F.nll_loss, weight=weights, a=2)),
+        (functools.partial(F.nll_loss, weights, 1), functools.partial(F.nll_loss, weights, 2)),
     ]
 
 
@@ -150,6 +184,29 @@ def test_what_changes_while_it_runs_does_not_count() -> None:
     with torch.no_grad():
         net.weight.zero_()
     assert described(looking) == before
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_tensors_without_ordinary_memory() -> None:
+    """Views that a flag negates or conjugates count as what they show; of nested ones, only that they are some."""
+    numbers = torch.tensor([1.0 + 2.0j])
+    assert described(add(numbers.conj())) == described(add(torch.tensor([1.0 - 2.0j])))
+    assert described(add(numbers.conj().imag)) == described(add(torch.tensor([-2.0])))
+    assert " at 0x" not in described(add(torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])))
+    assert described(add(torch.eye(2).to_sparse())) == described(add(2 * torch.eye(2).to_sparse()))
+
+
+def test_transforms_around_it_count() -> None:
+    for v in (pytest.importorskip("torchvision.transforms"), pytest.importorskip("torchvision.transforms.v2")):
+        one, other = (calling(v.Compose([v.RandomCrop(size)])) for size in (3, 4))
+        assert described(one) != described(other)
+
+
+def test_a_correction_of_what_changes_no_weight_goes_on() -> None:
+    one, other = (lambda x: x + 1), (lambda x: x + 2)
+    assert named(one) == named(other) != named(mean)
+    assert named(functools.partial(one, by=1)) == named(functools.partial(other, by=1))
+    assert named(functools.partial(one, by=1)) != named(functools.partial(one, by=2))
 
 
 def test_a_name_that_is_the_only_one_is_enough() -> None:

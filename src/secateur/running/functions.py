@@ -6,6 +6,7 @@ import dis
 import hashlib
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
+from enum import Enum
 from functools import partial
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
@@ -18,7 +19,9 @@ from secateur.running.tensor_files import digest_of
 
 _DIGITS = 16
 # Values that nobody can change in place.
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, np.generic)
+_PLAIN = (
+    bool, int, float, complex, str, bytes, type(None), range, slice, Enum, torch.dtype, torch.device, np.generic,
+)  # fmt: skip
 # The functions around the one that is described: it may refer to them, or to itself.
 _above: ContextVar[tuple[FunctionType, ...]] = ContextVar("above", default=())
 
@@ -52,8 +55,10 @@ def content(function: FunctionType, described: Callable[[Any], str]) -> str:
 def _instructions(code: CodeType, described: Callable[[Any], str]) -> Iterator[str]:
     """The bytecode with its constants and names, and that of all functions within. No lines: comments may move them."""
     for part in _within(code):
-        arguments = part.co_argcount, part.co_posonlyargcount, part.co_kwonlyargcount, part.co_flags
-        yield f"{part.co_code.hex()} {arguments} {part.co_names} {part.co_freevars} {part.co_cellvars}"
+        counts = part.co_argcount, part.co_posonlyargcount, part.co_kwonlyargcount
+        arguments = counts, part.co_varnames[: part.co_argcount + part.co_kwonlyargcount], part.co_flags
+        yield f"{part.co_code.hex()} {part.co_exceptiontable.hex()} {arguments}"
+        yield f"{part.co_names} {part.co_freevars} {part.co_cellvars}"
         yield str([described(value) for value in part.co_consts if not isinstance(value, CodeType)])
 
 
@@ -88,8 +93,8 @@ def _held(value: Any, described: Callable[[Any], str]) -> str:
     if isinstance(value, frozenset):  # whose order is another one in each process
         return f"{kind}({sorted(_held(item, described) for item in value)})"
     if isinstance(value, Tensor):
-        plain = value.layout == torch.strided and not value.is_meta and not value.is_quantized
-        return f"{kind} {digest_of([('', value)]) if plain else tuple(value.shape)}"
+        odd = value.layout != torch.strided or value.is_nested or value.is_meta or value.is_quantized
+        return kind if odd else f"{kind} {digest_of([('', value)])}"
     if isinstance(value, np.ndarray):
         numbers = value.tobytes() if value.dtype.kind in "biufc" else b""
         return f"{kind} {value.shape} {value.dtype} {hashlib.sha256(numbers).hexdigest()}"
@@ -99,5 +104,5 @@ def _held(value: Any, described: Callable[[Any], str]) -> str:
         return value.__name__
     if isinstance(value, _PLAIN):
         return f"{kind} {value!r}"
-    known = isinstance(value, partial) or (callable(value) and hasattr(value, "__qualname__"))
-    return described(value) if known else kind
+    known = isinstance(value, partial) or hasattr(value, "__qualname__") or kind.startswith("torchvision.transforms.")
+    return described(value) if callable(value) and known else kind

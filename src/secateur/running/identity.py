@@ -57,10 +57,9 @@ def described(value: Any, without: Collection[str] = ()) -> str:
 def _callable(value: Any) -> str:
     """A function by its name, a callable object by its class and settings."""
     if isinstance(value, partial):
-        return f"partial({described(value.func)}, {described(value.args)}, {described(value.keywords)})"
+        return _partial(value, described(value.func))
     if hasattr(value, "__qualname__"):
-        name = f"{value.__module__}.{value.__qualname__}"
-        return f"{name} {content(value, described)}" if is_nameless(value) else name
+        return f"{_name(value)} {content(value, described)}" if is_nameless(value) else _name(value)
     kind = type(value)
     name = f"{kind.__module__}.{kind.__qualname__}"
     if kind.__module__.partition(".")[0] in _OPEN:
@@ -75,7 +74,18 @@ def _callable(value: Any) -> str:
 
 def named(function: Any) -> str:
     """A function by its name alone, anything else as described."""
-    return f"{function.__module__}.{function.__qualname__}" if is_nameless(function) else described(function)
+    if isinstance(function, partial):
+        return _partial(function, named(function.func))
+    return _name(function) if is_nameless(function) else described(function)
+
+
+def _name(function: Any) -> str:
+    return f"{getattr(function, '__module__', None)}.{function.__qualname__}"  # methods of C have no module
+
+
+def _partial(value: partial[Any], function: str) -> str:
+    given = [*map(described, value.args), *(f"{name}={described(item)}" for name, item in value.keywords.items())]
+    return f"partial({', '.join([function, *given])})"
 
 
 def _without_addresses(text: str) -> str:
