@@ -153,7 +153,7 @@ class Trainer:
             # A step can spoil weights although the loss before it was finite.
             self._check_finite(loss if spoilt(self.student) is None else math.nan, number, steps)
             totals = [sum(part) for part in zip(*gathered([loss, right, known, float(steps)]), strict=True)]
-            accuracy = totals[1] / totals[2] if totals[2] else None
+            accuracy = _share(totals[1], totals[2])
             held, held_accuracy = self._held_out()
             self.history.append(
                 Epoch(number + 1, self.settings.epochs, totals[0] / totals[3], accuracy, rate, held, held_accuracy,
@@ -335,7 +335,7 @@ class Trainer:
         total, hits, known, seen = (sum(part) for part in zip(*gathered([*sums.tolist(), float(count)]), strict=True))
         if not seen:
             raise DataError("the held-out data are empty.")
-        return total / seen, hits / known if known else None
+        return total / seen, _share(hits, known)
 
     def _judged(self, inputs: Any, targets: Any) -> Tensor:
         """The loss of a batch, times its size; how many answers are right, and how many are known."""
@@ -399,6 +399,11 @@ class Trainer:
             raise FileFormatError(what, where=self._file.path) from error
         self._good = self._snapshot()
         return True
+
+
+def _share(right: float, known: float) -> float | None:
+    """The accuracy; None if no target is known, or some are no classes."""
+    return right / known if known > 0 else None
 
 
 def _places(model: nn.Module) -> list[tuple[dict[str, Tensor], str]]:
