@@ -78,6 +78,7 @@ def work(rank: int, folder: str) -> None:
     fewer = Repair(samples=6, copies=2).examine(small, net(), mine)
     lonely = Repair(copies=2).examine(small, net(), [(x, y)] if rank == 1 else [])
     uneven = recover(net(), None, mine, Recover.scenario1(epochs=2)).model
+    averaged = recover(net(), None, mine, Recover.scenario1(epochs=2), ema=0.9).model
     counts = [(x, (torch.arange(11) % (2 if rank else 4)).double())]  # process 1 sees 0 and 1 alone
     counted = recover(
         nn.Sequential(nn.Flatten(), nn.Linear(50, 1)).double(), None, counts, epochs=1, teacher=0.0, test=counts,
@@ -88,7 +89,8 @@ def work(rank: int, folder: str) -> None:
             "errors": {name: _raised(function) for name, function in failures(rank).items()},
             "after": [torch.from_numpy(v) for v in score(net(), (x, y), "taylor").units.values()],
             "closer": closer.model.state_dict(), "fewer": fewer.model.state_dict(), "lonely": lonely.model.state_dict(),
-            "uneven": digest(uneven), "counted": [counted.history[0].accuracy, counted.history[0].held_out_accuracy],
+            "uneven": digest(uneven), "averaged": digest(averaged),
+            "counted": [counted.history[0].accuracy, counted.history[0].held_out_accuracy],
             "pair": {n: [torch.from_numpy(v) for v in s.units.values()] for n, s in pair.items()},
             "own": {n: [torch.from_numpy(v) for v in s.units.values()] for n, s in own.items()},
             "empty": [torch.from_numpy(v) for v in empty.units.values()],
@@ -233,3 +235,4 @@ def test_no_process_tells_an_accuracy_of_counts(found: list[dict]) -> None:
 
 def test_fine_tuning_with_unequal_numbers_of_batches_ends(found: list[dict]) -> None:
     assert found[0]["uneven"] == found[1]["uneven"] != digest(net())
+    assert found[0]["averaged"] == found[1]["averaged"] != digest(net())

@@ -148,7 +148,7 @@ class Trainer:
             raise DataError(f"there is no batch to train on{' a second time' if number else ''}.", fix=fix)
         self._unchecked = False
         if steps:
-            synchronise(self.student)  # batch norm statistics are each process's own
+            synchronise(self.student, self._average)  # batch norm statistics are each process's own
             loss, right, known = sums.tolist()
             # A step can spoil weights although the loss before it was finite.
             self._check_finite(loss if spoilt(self.student) is None else math.nan, number, steps)
@@ -260,13 +260,15 @@ class Trainer:
         self._taken += 1
         if self._average:
             decay = min(self.settings.ema, (1 + self._taken) / (10 + self._taken))
-            with torch.no_grad():
-                pairs = list(zip(self._average, self._moving, strict=True))
-                real = [(mean, now.detach()) for mean, now in pairs if mean.is_floating_point()]
-                torch._foreach_lerp_([mean for mean, _ in real], [now for _, now in real], 1 - decay)
-                for mean, now in pairs:
-                    if not mean.is_floating_point():
-                        mean.copy_(now)
+            means, values = list[Tensor](), list[Tensor]()
+            for place, now in enumerate(tensor.detach() for tensor in self._moving):
+                mean = self._average[place]
+                if mean.is_floating_point() and mean.shape == now.shape:
+                    means.append(mean)
+                    values.append(now)
+                else:  # whole numbers, and buffers that grow
+                    self._average[place] = now.clone()
+            torch._foreach_lerp_(means, values, 1 - decay)
 
     # -- what can go wrong ---------------------------------------------------------------------------------------------
     def _check_finite(self, loss: float, number: int, steps: int) -> None:
@@ -384,8 +386,7 @@ class Trainer:
             return False
         try:
             self._load(state["moving"])
-            for mean, saved in zip(self._average, state["average"], strict=True):
-                mean.copy_(saved)
+            self._average = [t.to(own.device) for t, own in zip(state["average"], self._average, strict=True)]
             self._best = [t.to(own.device) for t, own in zip(state["best"], self._moving, strict=bool(state["best"]))]
             self._optimizer.load_state_dict(state["optimizer"])
             self._scaler.load_state_dict(state["scaler"])
