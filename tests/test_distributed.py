@@ -78,12 +78,19 @@ def work(rank: int, folder: str) -> None:
     fewer = Repair(samples=6, copies=2).examine(small, net(), mine)
     lonely = Repair(copies=2).examine(small, net(), [(x, y)] if rank == 1 else [])
     uneven = recover(net(), None, mine, Recover.scenario1(epochs=2)).model
+    averaged = recover(net(), None, mine, Recover.scenario1(epochs=2), ema=0.9).model
+    counts = [(x, (torch.arange(11) % (2 if rank else 4)).double())]  # process 1 sees 0 and 1 alone
+    counted = recover(
+        nn.Sequential(nn.Flatten(), nn.Linear(50, 1)).double(), None, counts, epochs=1, teacher=0.0, test=counts,
+        loss=lambda output, known: F.poisson_nll_loss(output[:, 0], known),
+    )  # fmt: skip
     torch.save(
         {
             "errors": {name: _raised(function) for name, function in failures(rank).items()},
             "after": [torch.from_numpy(v) for v in score(net(), (x, y), "taylor").units.values()],
             "closer": closer.model.state_dict(), "fewer": fewer.model.state_dict(), "lonely": lonely.model.state_dict(),
-            "uneven": digest(uneven),
+            "uneven": digest(uneven), "averaged": digest(averaged),
+            "counted": [counted.history[0].accuracy, counted.history[0].held_out_accuracy],
             "pair": {n: [torch.from_numpy(v) for v in s.units.values()] for n, s in pair.items()},
             "own": {n: [torch.from_numpy(v) for v in s.units.values()] for n, s in own.items()},
             "empty": [torch.from_numpy(v) for v in empty.units.values()],
@@ -222,5 +229,10 @@ def test_a_repair_uses_the_samples_of_all_processes(found: list[dict]) -> None:
     assert any(not torch.equal(found[0]["closer"][name], value) for name, value in found[0]["fewer"].items())
 
 
+def test_no_process_tells_an_accuracy_of_counts(found: list[dict]) -> None:
+    assert [each["counted"] for each in found] == [[None, None], [None, None]]
+
+
 def test_fine_tuning_with_unequal_numbers_of_batches_ends(found: list[dict]) -> None:
     assert found[0]["uneven"] == found[1]["uneven"] != digest(net())
+    assert found[0]["averaged"] == found[1]["averaged"] != digest(net())

@@ -61,6 +61,31 @@ def test_bfloat16_comes_back_as_bfloat16(tmp_path: Path) -> None:
     assert {p.dtype for p in again.parameters()} == {torch.bfloat16}
 
 
+class Turned(nn.Module):
+    """Complex factors in a buffer, as rotary embeddings have; and a number that is a view into a larger tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 8), nn.Linear(8, 2)
+        self.register_buffer("turn", torch.polar(torch.ones(1), torch.tensor([0.7])))
+        self.register_buffer("scale", torch.rand(1, 3)[:, 0])
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.last(self.first(x).relu()) * self.scale
+        return torch.view_as_real(torch.view_as_complex(y) * self.turn)
+
+
+def test_buffers_that_are_complex_or_views_come_back(tmp_path: Path) -> None:
+    model, x = Turned().eval(), torch.rand(6, 3)
+    small = sc.prune(model, (x, torch.arange(6) % 2), remove=0.3, recover=1, checkpoint=tmp_path / "run").model.eval()
+    sc.save(small, tmp_path / "m")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        again = sc.load(tmp_path / "m", Turned()).eval()
+    assert again.turn.is_complex()
+    assert torch.equal(again(x), small(x))
+
+
 def test_plans_round_trip_and_compare() -> None:
     *_, plan = pruned("transformer")
     assert sc.Plan.from_json(plan.to_json()) == plan

@@ -251,11 +251,12 @@ def test_adapters_of_plain_networks() -> None:
 
 
 # -- accuracy ----------------------------------------------------------------------------------------------------------
-def hits(logits: Tensor, targets: Any) -> tuple[float, float]:
-    """How many are right, and how many there are, with a loss of one's own."""
+def hits(logits: Tensor, targets: Any) -> tuple[float, float] | None:
+    """How many are right, and how many there are, with a loss of one's own; None if targets are no classes."""
     objective = Objective(Reader(nn.Identity()), 0.0, 1.0, lambda output, known: output.sum())
     _, right = objective(torch.zeros(len(logits), 2), targets, logits, None)
-    return float(right[0]), float(right[1])
+    assert bool(right.isnan().all()) or bool(right.isfinite().all())
+    return None if bool(right.isnan().all()) else (float(right[0]), float(right[1]))
 
 
 def test_quantities_have_no_accuracy() -> None:
@@ -263,8 +264,8 @@ def test_quantities_have_no_accuracy() -> None:
     logits = torch.tensor([[9.0], [11.0], [-1.0], [10.0]])
     quantities = torch.tensor([9.5, 10.5, 10.0, 0.0])
     for known in (quantities, quantities[:, None], quantities.long(), torch.tensor([0.0, 1.0, 0.5, 1.0])):
-        assert hits(logits, known) == (0, 0)
-        assert hits(logits[:, 0], known) == (0, 0)
+        assert hits(logits, known) is None
+        assert hits(logits[:, 0], known) is None
     for known in (torch.tensor([1.0, 0.0, 0.0, 1.0]), torch.tensor([1, 0, 0, 1]), torch.tensor([[1], [0], [0], [1]])):
         assert hits(logits, known) == (3, 4)
         assert hits(logits[:, 0], known) == (3, 4)
@@ -277,9 +278,9 @@ def test_targets_of_another_shape_have_no_accuracy() -> None:
     assert hits(logits, torch.tensor([0, 1, 1])) == (2, 3)
     assert hits(logits, torch.tensor([0, -100, 1])) == (1, 2)
     for known in (torch.eye(3).long(), torch.ones(3, 2).long(), torch.tensor(1), torch.ones(1).long()):
-        assert hits(logits, known) == (0, 0)
-    assert hits(torch.zeros(4, 3), torch.ones(4, 3).long()) == (0, 0)
-    assert hits(torch.zeros(4, 1), torch.ones(4, 3).long()) == (0, 0)
+        assert hits(logits, known) is None
+    assert hits(torch.zeros(4, 3), torch.ones(4, 3).long()) is None
+    assert hits(torch.zeros(4, 1), torch.ones(4, 3).long()) is None
     positions = torch.eye(3).expand(2, 3, 3)  # (samples, classes, positions): each position has its own class
     assert Objective(Reader(nn.Conv1d(3, 3, 1)), 0.0, 1.0, lambda output, known: output.sum())(
         torch.zeros(2, 3, 3), torch.tensor([[0, 1, 2], [0, 0, -100]]), positions, None
@@ -296,6 +297,34 @@ def test_a_regression_reports_no_accuracy() -> None:
     done = sc.recover(net, None, (x, (y > 10.5).float()), **options)
     expected = ((net(x)[:, 0] > 0) == (y > 10.5)).float().mean()
     assert done.history[0].accuracy == pytest.approx(float(expected))
+
+
+@pytest.mark.parametrize("size", [1, 3, 12])
+def test_counts_have_no_accuracy_in_batches_of_any_size(size: int) -> None:
+    """Numbers from 0 to 3: batches of a few may hold 0 and 1 alone."""
+    torch.manual_seed(0)
+    x, counts = torch.rand(12, 3), torch.tensor([0.0, 1, 2, 1, 0, 3, 1, 1, 0, 0, 1, 2])
+    classes = counts.clamp_max(1)
+
+    def accuracies(trained: Tensor, held: Tensor) -> tuple[float | None, float | None]:
+        done = sc.recover(
+            nn.Linear(3, 1), None, (x, trained), test=(x, held), teacher=0.0, epochs=1, batch_size=size,
+            loss=lambda output, known: F.poisson_nll_loss(output[:, 0], known), progress=False,
+        )  # fmt: skip
+        return done.history[0].accuracy, done.history[0].held_out_accuracy
+
+    assert accuracies(counts, counts) == (None, None)
+    kept, known = accuracies(counts, classes), accuracies(classes, counts)
+    assert kept[0] is None is known[1]
+    assert kept[1] is not None is not known[0]
+
+
+def test_batches_without_labels_take_no_part_in_the_accuracy() -> None:
+    torch.manual_seed(0)
+    net, x = nn.Linear(3, 4), torch.rand(8, 3)
+    right = net(x).argmax(1)
+    batches = [(x[:4], right[:4]), (x[4:], None)]
+    assert sc.recover(net, net, batches, epochs=1, lr=1e-6, progress=False).history[0].accuracy == 1
 
 
 # -- by what a run is recognised ---------------------------------------------------------------------------------------

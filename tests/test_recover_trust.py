@@ -149,14 +149,14 @@ def test_a_run_goes_on_with_the_order_of_a_batch_sampler(tmp_path: Path, monkeyp
     assert digest(stopped(loader, tmp_path, mlp)) == digest(train(mlp(), None, loader(), teacher=0, epochs=4).model)
 
 
-def stopped(data: Any, folder: Path, model: Any) -> nn.Module:
+def stopped(data: Any, folder: Path, model: Any, ema: float = 0.0) -> nn.Module:
     """A run of four epochs that was stopped after two."""
 
     def kill(event: Any) -> None:
         if event.epoch == 3:
             raise KeyboardInterrupt
 
-    options: dict[str, Any] = {"teacher": 0, "epochs": 4, "checkpoint": folder / "run.safetensors"}
+    options: dict[str, Any] = {"teacher": 0, "epochs": 4, "ema": ema, "checkpoint": folder / "run.safetensors"}
     with pytest.raises(KeyboardInterrupt):
         train(model(), None, data(), progress=kill, **options)
     resumed: nn.Module = train(model(), None, data(), **options).model
@@ -185,13 +185,15 @@ class Counts(nn.Module):
         return out
 
 
-def test_buffers_that_a_forward_replaces_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("ema", [0.0, 0.9])
+def test_buffers_that_a_forward_replaces_are_kept(ema: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Averages of weights have the buffer that grows as it is."""
     monkeypatch.setattr(training, "_WRITING", math.inf)
-    whole = train(Counts(), None, points(24), teacher=0, epochs=4, batch_size=8).model
+    whole = train(Counts(), None, points(24), teacher=0, epochs=4, batch_size=8, ema=ema).model
     assert len(whole.seen) == 12
-    again = stopped(lambda: points(24), tmp_path, Counts)
+    again = stopped(lambda: points(24), tmp_path, Counts, ema)
     assert len(again.seen) == 4  # batches of 64: one an epoch
-    assert digest(again) == digest(train(Counts(), None, points(24), teacher=0, epochs=4).model)
+    assert digest(again) == digest(train(Counts(), None, points(24), teacher=0, epochs=4, ema=ema).model)
 
 
 def test_the_best_epoch_has_its_own_buffers() -> None:

@@ -152,7 +152,7 @@ class CriterionError(SecateurError):
 
 
 class NotFiniteError(SecateurError):
-    """The model's own weights hold NaN or infinity."""
+    """The model's own weights hold NaN or infinity, or its buffers hold NaN."""
 
 
 class LoopError(SecateurError):

@@ -19,7 +19,7 @@ from secateur.files.architecture import note_of
 from secateur.files.fingerprint import answer, answer_gap, differences, settings
 from secateur.files.pretrained_folder import build_from
 from secateur.plans.plan import Plan
-from secateur.running.copies import unwrap
+from secateur.running.copies import named_tensors, unwrap
 from secateur.running.sandbox import leaves_no_trace
 from secateur.running.tensor_files import fill, parse_json, read_sealed, sealed
 from secateur.surgery.cut import cut
@@ -168,7 +168,10 @@ def load(path: str | os.PathLike[str], model: nn.Module | None = None) -> nn.Mod
         remember(small, bigger, plan)
     kinds = {tensor.dtype for tensor in state.values() if tensor.is_floating_point()}
     if len(kinds) == 1:
-        small.to(kinds.pop())
+        kind = kinds.pop()
+        for _, tensor in named_tensors(small):
+            if tensor.is_floating_point():  # `small.to(kind)` would make complex numbers real
+                tensor.data = tensor.data.to(kind)
     fill(_own_tensors(small), state, folder, type(model).__name__)
     _recognise(small, data.get("fingerprint"), folder)
     return small

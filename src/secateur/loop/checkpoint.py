@@ -26,7 +26,7 @@ from secateur.recover.checkpoint import Checkpoint as Training
 from secateur.relevance.conservation import Conservation, Flow
 from secateur.results.history import History
 from secateur.running.batches import Data
-from secateur.running.identity import data_identity, described, digest, digest_of_text, numbers
+from secateur.running.identity import data_identity, described, digest, digest_of_text, named, numbers
 from secateur.running.processes import is_first, same_everywhere, wait
 from secateur.running.tensor_files import decode, encode, fill, other_run, read_checkpoint, write_checkpoint
 from secateur.structure.graph import Graph
@@ -190,7 +190,8 @@ def identity(settings: Settings, data: Data) -> dict[str, Any]:
     # Each process may bring its own share of the data: that of the first one counts.
     shared = {
         "data": data_identity(data), "loss": described(criterion.loss), "batch_size": schedule.batch_size,
-        "finetune": described(schedule.finetune), "evaluate": described(settings.evaluate),
+        # By name, so that a run goes on when such a function failed and was corrected.
+        "finetune": named(schedule.finetune), "evaluate": named(settings.evaluate),
         "recover": described(settings.recover),
         "watch": None if settings.watch is None else data_identity(tuple(settings.watch)),
     }  # fmt: skip

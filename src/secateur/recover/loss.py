@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -92,7 +93,7 @@ class Objective:
     def __call__(
         self, inputs: Any, targets: Any, output: Tensor, answer: Tensor | None, check: bool = True
     ) -> tuple[Tensor, Tensor]:
-        """The loss, and two numbers: how many answers are right, and how many targets there are.
+        """The loss, and two numbers: how many answers are right, and how many targets there are; NaN of no classes.
 
         Checking asks the device for numbers.
         """
@@ -136,12 +137,15 @@ class Objective:
 
 
 def _hits(logits: Tensor, targets: Any) -> Tensor:
-    """How many class numbers are right, and how many there are. None of other targets, which a loss may have."""
+    """How many class numbers are right, and how many there are. NaN if targets are no classes, as a loss of the user's
+    own may have: so is the sum over all batches, whatever other batches hold."""
+    if targets is None:
+        return torch.zeros(2, device=logits.device)
     if isinstance(targets, Tensor) and one_output(logits, targets.numel()) and targets.numel() == logits.numel():
         known = targets.flatten()
         right, there = (logits.flatten() > 0) == (known > 0), known != IGNORED
         # One output tells 1 from 0. Other numbers are quantities. (Asking the device whether there are any would wait.)
-        there = there & ((known == 0) | (known == 1) | ~there).all()
+        classes = ((known == 0) | (known == 1) | ~there).all()
     elif (
         isinstance(targets, Tensor)
         and logits.ndim > 1
@@ -150,6 +154,7 @@ def _hits(logits: Tensor, targets: Any) -> Tensor:
         and targets.shape == (len(logits), *logits.shape[2:])
     ):
         right, there = logits.argmax(1) == targets, targets != IGNORED
+        classes = there.new_ones(())
     else:
-        return torch.zeros(2, device=logits.device)
-    return torch.stack([(right & there).sum(), there.sum()]).float()
+        return torch.full((2,), math.nan, device=logits.device)
+    return torch.where(classes, torch.stack([(right & there).sum(), there.sum()]).float(), math.nan)

@@ -156,7 +156,8 @@ class Recover:
 
 @dataclass(frozen=True)
 class Epoch(Event):
-    """One epoch of training. `accuracy` is that on the samples trained on, before each step; None without labels.
+    """One epoch of training. `accuracy` is that on the samples trained on, before each step; None if there are no
+    labels, or targets that are no classes.
 
     `held_out` and `held_out_accuracy` are the loss and the accuracy on samples that are not trained on, if there are
     any. `lr` is the learning rate of its last step, and `seconds` the time since the beginning.

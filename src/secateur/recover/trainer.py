@@ -30,7 +30,7 @@ from secateur.running.devices import device_of
 from secateur.running.logits import logits_of
 from secateur.running.processes import active, agree, gathered, in_step, same_everywhere, share, synchronise
 from secateur.running.progress import Listener
-from secateur.running.sandbox import evaluating, refusal, run
+from secateur.running.sandbox import evaluating, refusal, run, spoilt
 from secateur.running.targets import Reader, check_targets
 
 # A file is written after an epoch if that takes no more than this share of the time.
@@ -149,11 +149,12 @@ class Trainer:
             raise DataError(f"there is no batch to train on{' a second time' if number else ''}.", fix=fix)
         self._unchecked = False
         if steps:
-            synchronise(self.student)  # batch norm statistics are each process's own
+            synchronise(self.student, self._average)  # batch norm statistics are each process's own
             loss, right, known = sums.tolist()
-            self._check_finite(loss if self._weights_are_finite() else math.nan, number, steps)
+            # A step can spoil weights although the loss before it was finite.
+            self._check_finite(loss if spoilt(self.student) is None else math.nan, number, steps)
             totals = [sum(part) for part in zip(*gathered([loss, right, known, float(steps)]), strict=True)]
-            accuracy = totals[1] / totals[2] if totals[2] else None
+            accuracy = _share(totals[1], totals[2])
             held, held_accuracy = self._held_out()
             self.history.append(
                 Epoch(number + 1, self.settings.epochs, totals[0] / totals[3], accuracy, rate, held, held_accuracy,
@@ -268,13 +269,15 @@ class Trainer:
         self._taken += 1
         if self._average:
             decay = min(self.settings.ema, (1 + self._taken) / (10 + self._taken))
-            with torch.no_grad():
-                pairs = list(zip(self._average, self._moving, strict=True))
-                real = [(mean, now.detach()) for mean, now in pairs if mean.is_floating_point()]
-                torch._foreach_lerp_([mean for mean, _ in real], [now for _, now in real], 1 - decay)
-                for mean, now in pairs:
-                    if not mean.is_floating_point():
-                        mean.copy_(now)
+            means, values = list[Tensor](), list[Tensor]()
+            for place, now in enumerate(tensor.detach() for tensor in self._moving):
+                mean = self._average[place]
+                if mean.is_floating_point() and mean.shape == now.shape:
+                    means.append(mean)
+                    values.append(now)
+                else:  # whole numbers, and buffers that grow
+                    self._average[place] = now.clone()
+            torch._foreach_lerp_(means, values, 1 - decay)
 
     # -- what can go wrong ---------------------------------------------------------------------------------------------
     def _check_finite(self, loss: float, number: int, steps: int) -> None:
@@ -343,7 +346,7 @@ class Trainer:
         total, hits, known, seen = (sum(part) for part in zip(*gathered([*sums.tolist(), float(count)]), strict=True))
         if not seen:
             raise DataError("the held-out data are empty.")
-        return total / seen, hits / known if known else None
+        return total / seen, _share(hits, known)
 
     def _judged(self, inputs: Any, targets: Any) -> Tensor:
         """The loss of a batch, times its size; how many answers are right, and how many are known."""
@@ -356,14 +359,13 @@ class Trainer:
         """Everything that training changes."""
         return [*self._parameters, *(owner[name] for owner, name in self._buffers)]
 
-    def _weights_are_finite(self) -> bool:
-        """A step can spoil weights although the loss before it was finite."""
-        floats = [tensor for tensor in self._moving if tensor.is_floating_point() and tensor.numel()]
-        return bool(torch.isfinite(torch.stack([t.detach().sum(dtype=torch.float32) for t in floats])).all())
-
     def _snapshot(self) -> list[Tensor]:
         """The weights that would be the result now."""
-        return [t.detach().clone() for t in (self._average or self._moving)]
+        if not self._average:
+            return [t.detach().clone() for t in self._moving]
+        # Infinity, as in a mask of attention, has no average: what is there now counts.
+        pairs = zip(self._average, self._moving, strict=True)
+        return [torch.where(mean.isfinite(), mean, now.detach()) for mean, now in pairs]
 
     def _load(self, tensors: list[Tensor]) -> None:
         with torch.no_grad():
@@ -393,8 +395,7 @@ class Trainer:
             return False
         try:
             self._load(state["moving"])
-            for mean, saved in zip(self._average, state["average"], strict=True):
-                mean.copy_(saved)
+            self._average = [t.to(own.device) for t, own in zip(state["average"], self._average, strict=True)]
             self._best = [t.to(own.device) for t, own in zip(state["best"], self._moving, strict=bool(state["best"]))]
             self._optimizer.load_state_dict(state["optimizer"])
             self._scaler.load_state_dict(state["scaler"])
@@ -408,6 +409,11 @@ class Trainer:
             raise FileFormatError(what, where=self._file.path) from error
         self._good = self._snapshot()
         return True
+
+
+def _share(right: float, known: float) -> float | None:
+    """The accuracy; None if no target is known, or some are no classes."""
+    return right / known if known > 0 else None
 
 
 def _places(model: nn.Module) -> list[tuple[dict[str, Tensor], str]]:

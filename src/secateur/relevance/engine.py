@@ -32,7 +32,7 @@ from secateur.relevance.weights import Weights, path_of
 from secateur.running.copies import check_followed, unwrap
 from secateur.running.goals import tapping
 from secateur.running.logits import logits_of
-from secateur.running.sandbox import isolated, run
+from secateur.running.sandbox import isolated, run, spoilt
 
 Start = Callable[[Tensor], Tensor]
 _SAFE, _ATTENTIVE = "alpha1beta0", "attnlrp"
@@ -281,7 +281,5 @@ def _remedy(model: nn.Module, composite: Composite, output: Tensor) -> str:
 
 
 def _blame(model: nn.Module) -> str:
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-            return f" (`{name}` has values that are not finite)"
-    return ""
+    name = spoilt(model)
+    return "" if name is None else f" (`{name}` has values that are not finite)"

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from secateur.nest import leaves, tensors_in
 from secateur.running.batches import Data, as_batch, as_tensors, is_pair
+from secateur.running.functions import content, is_nameless
 from secateur.running.sandbox import seeded
 from secateur.running.tensor_files import digest_of
 
@@ -26,6 +27,7 @@ _OPEN = ("torch", "torchvision")
 def described(value: Any, without: Collection[str] = ()) -> str:
     """Settings as text that is the same in every process: functions by name, data by digest, dataclasses by field.
 
+    Lambdas and functions within functions share their names with others, and are told apart by what they do.
     Transforms and losses of torch are told apart by all their arguments, other callable objects by their `repr`.
 
     >>> described(len), described({"epochs": 3})
@@ -55,9 +57,9 @@ def described(value: Any, without: Collection[str] = ()) -> str:
 def _callable(value: Any) -> str:
     """A function by its name, a callable object by its class and settings."""
     if isinstance(value, partial):
-        return f"partial({described(value.func)}, {described(value.args)}, {described(value.keywords)})"
+        return _partial(value, described(value.func))
     if hasattr(value, "__qualname__"):
-        return f"{value.__module__}.{value.__qualname__}"
+        return f"{_name(value)} {content(value, described)}" if is_nameless(value) else _name(value)
     kind = type(value)
     name = f"{kind.__module__}.{kind.__qualname__}"
     if kind.__module__.partition(".")[0] in _OPEN:
@@ -68,6 +70,22 @@ def _callable(value: Any) -> str:
         return f"{name}({', '.join(f'{key}={described(item)}' for key, item in own.items())})"
     shown = _without_addresses(repr(value))
     return name if shown == _without_addresses(object.__repr__(value)) else f"{name} {shown}"
+
+
+def named(function: Any) -> str:
+    """A function by its name alone, anything else as described."""
+    if isinstance(function, partial):
+        return _partial(function, named(function.func))
+    return _name(function) if is_nameless(function) else described(function)
+
+
+def _name(function: Any) -> str:
+    return f"{getattr(function, '__module__', None)}.{function.__qualname__}"  # methods of C have no module
+
+
+def _partial(value: partial[Any], function: str) -> str:
+    given = [*map(described, value.args), *(f"{name}={described(item)}" for name, item in value.keywords.items())]
+    return f"partial({', '.join([function, *given])})"
 
 
 def _without_addresses(text: str) -> str:

@@ -150,13 +150,13 @@ def wait() -> None:
     agree()
 
 
-def synchronise(model: nn.Module) -> None:
-    """Give every process the first one's parameters and buffers."""
+def synchronise(model: nn.Module, more: Sequence[Tensor] = ()) -> None:
+    """Give every process the first one's parameters and buffers, and `more` tensors."""
     if not active():
         return
     agree()
     with torch.no_grad():
-        for tensor in [*model.parameters(), *model.buffers()]:
+        for tensor in [*model.parameters(), *model.buffers(), *more]:
             held: Tensor = tensor.data.contiguous()
             dist.broadcast(held, 0)
             tensor.data.copy_(held)

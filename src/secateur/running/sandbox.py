@@ -21,7 +21,7 @@ from torch.compiler import set_stance
 
 from secateur.errors import ForwardError, NotFiniteError, UnsupportedModelError
 from secateur.nest import Images, describe, map_tensors, tensors_in
-from secateur.running.copies import check_followed, named_tensors, unwrap
+from secateur.running.copies import check_followed, named_modules, named_parameters, named_tensors, tensors_of, unwrap
 from secateur.running.devices import dtype_of
 
 #: What a model is called on: a tensor, a tuple of positional inputs, or a mapping of named inputs.
@@ -259,23 +259,51 @@ def to_meta(example: Example) -> Example:
 
 
 def check_weights(model: nn.Module) -> None:
-    """Refuse weights that are NaN or infinite by name."""
+    """Refuse weights that are NaN or infinite, and buffers that are NaN, by name.
+
+    Infinity in a buffer is ordinary: a mask of attention holds it, and so does a smallest value before any was seen.
+    """
     model = unwrap(model)
     check_followed(model)
-    floats = [(name, tensor.detach()) for name, tensor in named_tensors(model) if tensor.is_floating_point()]
-    empty = next((name for name, tensor in floats if tensor.is_meta), None)
+    empty = next((name for name, tensor in _floats(model) if tensor.is_meta), None)
     if empty is not None:
         raise UnsupportedModelError(
             f"`{empty}` of {type(model).__name__} is on the meta device and holds no numbers.",
             fix="model.to_empty(device='cpu'), then load its weights",
         )
+    name = spoilt(model)
+    if name is None:
+        return
+    values = "NaN or infinite" if name in _always_finite(model) else "NaN"
+    raise NotFiniteError(
+        f"`{name}` of {type(model).__name__} has {values} values, so no result would mean anything.",
+        fix="load sound weights; look for a diverged training run or an overflow in half precision",
+    )
+
+
+def spoilt(model: nn.Module) -> str | None:
+    """The first parameter or buffer of a model with numbers that it must not have; None if all are sound."""
+    floats = _floats(model)
     # NaN and infinity survive in a sum, which is cheap and asks the device only once.
     totals = [tensor.sum(dtype=torch.float32).to(floats[0][1].device) for _, tensor in floats]
     if not totals or bool(torch.isfinite(torch.stack(totals)).all()):
-        return
+        return None
+    strict = _always_finite(model)
     for name, tensor in floats:
-        if not bool(torch.isfinite(tensor).all()):
-            raise NotFiniteError(
-                f"`{name}` of {type(model).__name__} has NaN or infinite values, so no result would mean anything.",
-                fix="load sound weights; look for a diverged training run or an overflow in half precision",
-            )
+        if bool((~torch.isfinite(tensor) if name in strict else tensor.isnan()).any()):
+            return name
+    return None
+
+
+def _floats(model: nn.Module) -> list[tuple[str, Tensor]]:
+    return [(name, tensor.detach()) for name, tensor in named_tensors(model) if tensor.is_floating_point()]
+
+
+def _always_finite(model: nn.Module) -> set[str]:
+    """The tensors in which infinity is as bad as NaN: parameters, and the buffers of norms with running statistics.
+
+    An infinite mean makes every output of a batch norm infinite or NaN, and an infinite variance makes it a constant,
+    whatever the network has learnt. Frozen batch norms hold their scale and shift as buffers, too.
+    """
+    norms = [(path, m) for path, m in named_modules(model) if "running_var" in m._buffers]
+    return {name for name, _ in (*named_parameters(model), *tensors_of(norms))}

@@ -152,7 +152,8 @@ def digest_of(named: Iterable[tuple[str, Tensor]]) -> str:
     found = hashlib.sha256()
     for name, tensor in named:
         found.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-        flat = tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8)
+        plain = tensor.detach().resolve_conj().resolve_neg()  # torch only marks conjugate and negative views
+        flat = plain.contiguous().cpu().as_strided((plain.numel(),), (1,)).view(torch.uint8)
         found.update(np.ascontiguousarray(flat.numpy()).data)
     return found.hexdigest()
 

@@ -1,0 +1,292 @@
+"""A run that goes on recognises lambdas and functions within functions by what they do, not by their name alone."""
+
+from __future__ import annotations
+
+import enum
+import functools
+import math
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import secateur as sc
+from secateur.errors import FileFormatError
+from secateur.recover import Recover, Recovered
+from secateur.running.identity import described, named
+
+GAIN: Any = 2.0
+Function = Callable[..., Any]
+
+
+class Kind(enum.Enum):
+    ONE = 1
+    TWO = 2
+
+
+def add(by: Any) -> Function:
+    def change(x: Tensor) -> Tensor:
+        return x + by
+
+    return change
+
+
+def default(by: Any) -> Function:
+    return lambda x, by=by: x + by
+
+
+def keyword(by: Any) -> Function:
+    def change(x: Tensor, *, by: Any = by) -> Tensor:
+        return x + by
+
+    return change
+
+
+def inner(by: Any) -> Function:
+    return lambda x: (lambda: x + by)()
+
+
+def calling(function: Function) -> Function:
+    return lambda x: function(x)
+
+
+def choosing(flag: bool) -> Function:
+    return (lambda x: x in {"a", "b", "c", "d"}) if flag else (lambda x: x in {"a", "b", "c", "e"})
+
+
+def recursive(step: int) -> Function:
+    def down(n: int) -> int:
+        return 0 if n < 1 else down(n - step)
+
+    return down
+
+
+def through_a_partial(step: int) -> Function:
+    def down(n: int) -> int:
+        return 0 if n < 1 else later()
+
+    later = functools.partial(lambda m: down(m - step), 1)
+    return down
+
+
+def writing(begin: int) -> Function:
+    """It counts its calls: the number is no setting."""
+    calls, seen = begin, []
+
+    def change(x: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        seen.append(calls)
+        return x
+
+    return change
+
+
+def catching(both: bool) -> Function:
+    """The same instructions. An error of the second call is caught, or is not."""
+    if both:
+
+        def change(x: Tensor) -> None:
+            try:
+                mean(x)
+                total(x)
+            except ValueError:
+                mean(x)
+    else:
+
+        def change(x: Tensor) -> None:
+            try:
+                mean(x)
+            except ValueError:
+                mean(x)
+            else:
+                total(x)
+
+    return change
+
+
+def mean(x: Tensor) -> Tensor:
+    return x.mean()
+
+
+def total(x: Tensor) -> Tensor:
+    return x.sum()
+
+
+def pairs() -> list[tuple[Function, Function]]:
+    """Functions of the same name that do different things."""
+    dropped, other = nn.Dropout(0.1), nn.Dropout(0.2)
+    weights = torch.tensor([0.2, 0.8])
+    found = [
+        (make(one), make(two))
+        for make in (add, default, keyword, inner)
+        for one, two in [
+            (1, 2), (1, 1.0), (0.0, -0.0), (1, True), ("a", "b"), (None, 1), ((1, (2,)), (1, (3,))), (mean, total),
+            (frozenset("abcd"), frozenset("abce")), (torch.float32, torch.float64), (weights, weights.flip(0)),
+            (weights, weights.double()), (np.arange(3), np.arange(3) + 1), (np.float32(1), np.float32(2)),
+            (add(1), add(2)), (functools.partial(add, 1), functools.partial(add, 2)), (dropped, other), (F, math),
+            (range(3), range(4)), (slice(3), slice(4)), (Kind.ONE, Kind.TWO), (Tensor.sin, Tensor.cos),
+        ]
+    ]  # fmt: skip
+    return [
+        *found,
+        (lambda x: x + 1, lambda x: x + 2),
+        (lambda x: x + 1, lambda x: x - 1),
+        (lambda x: x.sin(), lambda x: x.cos()),
+        (lambda x: F.relu(x), lambda x: F.gelu(x)),
+        (lambda x, y: x - y, lambda y, x: x - y),
+        (lambda x: [x + i for i in range(3)], lambda x: [x + i for i in range(4)]),
+        (lambda x: (lambda y: y + 1)(x), lambda x: (lambda y: y + 2)(x)),
+        (choosing(True), choosing(False)),
+        (catching(True), catching(False)),
+        (calling(mean), calling(total)),
+        (calling(lambda x: x), calling(lambda x: -x)),
+        (recursive(1), recursive(2)),
+        (through_a_partial(1), through_a_partial(2)),
+        (functools.partial(lambda x, by: x + by, by=1), functools.partial(lambda x, by: x - by, by=1)),
+        (functools.partial(lambda x, a: x - a, a=1), functools.partial(lambda a, x: a - x, a=1)),
+        (functools.partial(F.nll_loss, weight=weights, a=1), functools.partial(F.nll_loss, weight=weights, a=2)),
+        (functools.partial(F.nll_loss, weights, 1), functools.partial(F.nll_loss, weights, 2)),
+    ]
+
+
+def test_functions_of_the_same_name_are_told_apart() -> None:
+    for (one, other), (again, _) in zip(pairs(), pairs(), strict=True):
+        assert described(one) != described(other), described(one)
+        assert described(one) == described(again)
+        assert " at 0x" not in described(one)
+
+
+def test_numbers_of_the_module_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    functions = [lambda x: x * GAIN, lambda x: (lambda: x * GAIN)()]
+    before = [described(f) for f in functions]
+    monkeypatch.setattr(sys.modules[__name__], "GAIN", 3.0)
+    assert not set(before) & {described(f) for f in functions}
+    monkeypatch.setattr(sys.modules[__name__], "GAIN", 2.0)
+    assert [described(f) for f in functions] == before
+
+
+def test_what_changes_while_it_runs_does_not_count() -> None:
+    function = writing(0)
+    before = described(function)
+    function(torch.zeros(1))
+    assert described(function) == before == described(writing(5))
+    net = nn.Linear(2, 2)
+    looking = add(net)
+    before = described(looking)
+    with torch.no_grad():
+        net.weight.zero_()
+    assert described(looking) == before
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_tensors_without_ordinary_memory() -> None:
+    """Views that a flag negates or conjugates count as what they show; of nested ones, only that they are some."""
+    numbers = torch.tensor([1.0 + 2.0j])
+    assert described(add(numbers.conj())) == described(add(torch.tensor([1.0 - 2.0j])))
+    assert described(add(numbers.conj().imag)) == described(add(torch.tensor([-2.0])))
+    assert " at 0x" not in described(add(torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])))
+    assert described(add(torch.eye(2).to_sparse())) == described(add(2 * torch.eye(2).to_sparse()))
+
+
+def test_transforms_around_it_count() -> None:
+    for v in (pytest.importorskip("torchvision.transforms"), pytest.importorskip("torchvision.transforms.v2")):
+        one, other = (calling(v.Compose([v.RandomCrop(size)])) for size in (3, 4))
+        assert described(one) != described(other)
+
+
+def test_a_correction_of_what_changes_no_weight_goes_on() -> None:
+    one, other = (lambda x: x + 1), (lambda x: x + 2)
+    assert named(one) == named(other) != named(mean)
+    assert named(functools.partial(one, by=1)) == named(functools.partial(other, by=1))
+    assert named(functools.partial(one, by=1)) != named(functools.partial(one, by=2))
+
+
+def test_a_name_that_is_the_only_one_is_enough() -> None:
+    assert described(mean) == f"{__name__}.mean"
+
+    @functools.wraps(mean)
+    def wrapped(x: Tensor) -> Tensor:
+        return mean(x)
+
+    assert described(wrapped) == f"{__name__}.mean"
+
+
+def test_variables_without_a_value_yet() -> None:
+    def change(x: Tensor) -> Tensor:
+        return x + later
+
+    before = described(change)
+    later = 3
+    assert described(change) != before
+
+
+def test_functions_are_the_same_in_a_new_process() -> None:
+    code = (
+        "import test_functions as t; from secateur.running.identity import described\n"
+        "print([described(f) for pair in t.pairs() for f in pair])"
+    )
+    found = {
+        subprocess.run(
+            [sys.executable, "-c", code], cwd=Path(__file__).parent, capture_output=True, text=True, check=True,
+            env={"PYTHONHASHSEED": seed, "OMP_NUM_THREADS": "1", "PATH": "", "PYTHONPATH": ":".join(sys.path)},
+        ).stdout.strip()
+        for seed in ("1", "2")
+    }  # fmt: skip
+    assert found == {str([described(f) for pair in pairs() for f in pair])}
+
+
+def trained(file: Path, shift: float = 0.1, weight: float = 1.0) -> Recovered:
+    torch.manual_seed(0)
+    net, data = nn.Sequential(nn.Flatten(), nn.Linear(12, 2)), (torch.rand(12, 3, 2, 2), torch.arange(12) % 2)
+    settings = Recover(
+        epochs=2, teacher=0.0, augment=lambda x: x + shift, loss=lambda out, known: weight * F.cross_entropy(out, known)
+    )
+    return sc.recover(net, None, data, settings, checkpoint=file, progress=False)
+
+
+def test_training_goes_on_with_the_same_lambdas_only(tmp_path: Path) -> None:
+    file = tmp_path / "training.safetensors"
+    first = trained(file)
+    code = (
+        "import sys, pathlib, test_functions as t\n"
+        "print([p.tolist() for p in t.trained(pathlib.Path(sys.argv[1])).model.parameters()])"
+    )
+    written = file.stat().st_mtime_ns
+    again = subprocess.run(
+        [sys.executable, "-c", code, str(file)], cwd=Path(__file__).parent, capture_output=True, text=True, check=True,
+        env={"OMP_NUM_THREADS": "1", "PATH": "", "PYTHONPATH": ":".join(sys.path)},
+    )  # fmt: skip
+    assert again.stdout.strip() == str([p.tolist() for p in first.model.parameters()])
+    assert file.stat().st_mtime_ns == written  # nothing was trained again
+    for change in ({"shift": 0.2}, {"weight": 2.0}):
+        with pytest.raises(FileFormatError, match=r"belongs to another run.*settings"):
+            trained(file, **change)
+
+
+def test_a_pruning_run_with_another_loss_is_refused(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    net, x = nn.Sequential(nn.Linear(4, 12), nn.ReLU(), nn.Linear(12, 2)), torch.rand(12, 4)
+
+    def run(weight: float, shown: str = "loss") -> sc.Result:
+        def measured(model: nn.Module) -> dict[str, float]:
+            return {"overall": float(model(x).mean()), shown: 0.0}
+
+        loss = lambda out, known: weight * F.cross_entropy(out, known)  # noqa: E731
+        settings = Recover(epochs=1, teacher=0.0, loss=loss)
+        return sc.prune(
+            net, (x, torch.arange(12) % 2), remove=0.3, schedule=0.15, recover=settings, evaluate=measured,
+            checkpoint=tmp_path / "run.safetensors", progress=False,
+        )  # fmt: skip
+
+    run(1.0)
+    run(1.0, "other")  # a measure that was corrected changes no weight
+    with pytest.raises(FileFormatError, match="other recover"):
+        run(2.0)
