@@ -35,6 +35,7 @@ from torch import Tensor, nn
 
 from benchmarks.league_models import (
     FAIR,
+    FIELD,
     LENGTHS,
     MAGNITUDE,
     OTHERS,
@@ -42,7 +43,6 @@ from benchmarks.league_models import (
     PARTS,
     PATIENT,
     RATE,
-    RECIPE,
     RIVAL,
     SEEDS,
     SPEEDS,
@@ -50,9 +50,7 @@ from benchmarks.league_models import (
     TAYLOR,
     WHOLE,
     Job,
-    augment,
     macs,
-    mixed,
     padded,
     unpadded,
 )  # fmt: skip
@@ -83,6 +81,9 @@ def plan() -> list[Job]:
         for row, speed in (*((PATIENT, speed) for speed in SPEEDS), (RIVAL, 2.55))
     ]
     jobs += [Job(row, 1.0, 100, seed) for seed in SEEDS for row in (WHOLE, replace(WHOLE, teacher=True))]
+    ours, *others, whole = FIELD
+    field = [(ours, speed) for speed in SPEEDS] + [(row, 2.55) for row in others] + [(whole, 1.0)]
+    jobs += [Job(row, speed, 100, seed) for seed in SEEDS for row, speed in field]
     jobs += [Job(row, 2.55, 100, seed) for seed in SEEDS for row in FAIR]
     jobs += [Job(row, 2.55, epochs, seed) for epochs in short for seed in SEEDS for row in (OURS, *rows, *FAIR)]
     jobs += [Job(row, 2.55, epochs, seed) for epochs in (5, 1) for seed in SEEDS for row in SWEEP]
@@ -153,8 +154,8 @@ def run(worker: Worker, jobs: Sequence[Job], deadline: float, backend: str = "")
     group = worker.group(jobs, backend if epochs else "")
     students = group.students
     course: list[dict[int, float]] = [{} for _ in jobs]  # accuracies on the way; those before a stop are in the output
-    altered = mixed if jobs[0].row.mixtures else augment
-    samples = Samples(worker.train, RECIPE["batch_size"], altered, None, torch.device(worker.device))
+    recipe = jobs[0].row.recipe
+    samples = Samples(worker.train, recipe.batch_size, recipe.augment, None, torch.device(worker.device))
     with seeded(seed, 0):
         first = done(out, jobs[0])
         losses = restore(out, jobs, students) if first else [[] for _ in jobs]
@@ -162,7 +163,7 @@ def run(worker: Worker, jobs: Sequence[Job], deadline: float, backend: str = "")
             begin_together(students, samples, seed)
         saved = told = time.time()
         for number in range(first, epochs):
-            for known, loss in zip(losses, group.epoch(samples, number, epochs, RATE), strict=True):
+            for known, loss in zip(losses, group.epoch(samples, number, epochs, RATE, recipe.curve), strict=True):
                 known.append(loss)
             now = time.time()
             print(f"seed {seed}, {len(jobs)} students ({group.way}), epoch {number + 1}/{epochs}: {now - told:.2f} s, "
@@ -193,12 +194,12 @@ def named(only: str) -> list[Job]:
 
 
 def groups(out: Path, jobs: Iterable[Job], most: int) -> list[list[Job]]:
-    """Runs of one seed, length and kind of batch that stand at the same epoch, in the order of their first one."""
+    """Runs of one seed, length and recipe that stand at the same epoch, in the order of their first one."""
     known = {(r["row"], r["speed"], r["epochs"], r["seed"]) for r in lines(out / "results.jsonl")}
-    found: list[tuple[tuple[int, int, int, bool], int, list[Job]]] = []
+    found: list[tuple[tuple[int, int, int, str], int, list[Job]]] = []
     for number, job in enumerate(jobs):
         if (str(job.row), job.speed, job.epochs, job.seed) not in known:
-            key = job.seed, job.epochs, done(out, job), job.row.mixtures
+            key = job.seed, job.epochs, done(out, job), job.row.recipe.name
             fitting = (g for other, first, g in found if other == key and len(g) < most and number - first < NEAR)
             members = next(fitting, None)
             if members is None:

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 
 import secateur as sc
-from benchmarks.league_steps import INPUTS, TEMPERATURE
+from benchmarks.league_steps import INPUTS
 from benchmarks.resnet56 import ResNet
 from secateur.loop import Schedule
 from secateur.recover.samples import shifted
+from secateur.recover.schedule import CURVES
 from secateur.repair import Repair
 
 SPEEDS, LENGTHS, SEEDS = (2.1, 2.55, 4.0), (0, 1, 5, 20, 100), (0, 1, 2)
@@ -50,25 +51,48 @@ def mixed(images: Tensor) -> Tensor:
     return torch.where((rows[:, :, None] & columns[:, None])[:, None] & chosen, images.flip(0), images)
 
 
-RECIPE: dict[str, Any] = {"batch_size": 500, "weight_decay": 5e-4, "temperature": TEMPERATURE}
+def crops(images: Tensor) -> Tensor:
+    """Shifted and mirrored, as everybody does it."""
+    return shifted(images, 4)
+
+
+def steps(done: float) -> float:
+    """A tenth of the rate from 60 % of the training on, a hundredth from 80 % on."""
+    return 0.1 ** ((done >= 0.6) + (done >= 0.8))
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How students are trained. Those that differ in it are not trained together."""
+
+    name: str = ""
+    batch_size: int = 500
+    augment: Callable[[Tensor], Tensor] = augment
+    curve: Callable[[float], float] = CURVES["cosine"]
+    #: The teacher's share in the loss, and whether it answers mirrored images too, so that the mean counts.
+    share: float = TEACHER
+    both: bool = False
+
+
+DECAY = 5e-4  # of the weights, in all recipes
+USUAL, MIXTURES = Recipe(), Recipe("mixtures", augment=mixed, share=1.0, both=True)
+#: That of DepGraph's experiments (`reproduce/main.py` of Torch-Pruning), with a rate of 0.01.
+SMALL = Recipe("small batches", 128, crops, steps)
 
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the table: how units are chosen, whether they are repaired, and whether there is a teacher.
-
-    With `mixtures`, the teacher is all: it answers mixtures of images, and the mean of its answers to an image and to
-    its mirror image counts.
-    """
+    """A line of the table: how units are chosen, whether they are repaired, whether there is a teacher, and how it is
+    trained."""
 
     choice: str
     repair: bool = False
     teacher: bool = False
-    mixtures: bool = False
+    recipe: Recipe = USUAL
     rate: float = RATE
 
     def __str__(self) -> str:
-        named = {"repair": self.repair, "teacher": self.teacher, "mixtures": self.mixtures}
+        named = {"repair": self.repair, "teacher": self.teacher, self.recipe.name: bool(self.recipe.name)}
         more = [word for word, is_there in named.items() if is_there]
         rate = f", rate {self.rate:g}" if self.rate != RATE else ""
         return " + ".join([self.choice, *more]) + rate
@@ -76,7 +100,7 @@ class Row:
     @property
     def share(self) -> float:
         """The teacher's share in the loss."""
-        return (1.0 if self.mixtures else TEACHER) if self.teacher else 0.0
+        return self.recipe.share if self.teacher else 0.0
 
 
 @dataclass(frozen=True)
@@ -103,8 +127,9 @@ MAGNITUDE, TAYLOR = Row("Torch-Pruning magnitude"), Row("Torch-Pruning taylor")
 PARTS = [Row("lrp", True), Row("lrp", False, True), Row("lrp")]
 OTHERS = [Row(name, True, True) for name in ("taylor", "weight", "random")]
 FAIR = [replace(MAGNITUDE, teacher=True), replace(TAYLOR, teacher=True)]
-PATIENT, RIVAL = (replace(row, teacher=True, mixtures=True, rate=0.2) for row in (OURS, MAGNITUDE))
+PATIENT, RIVAL = (replace(row, teacher=True, recipe=MIXTURES, rate=0.2) for row in (OURS, MAGNITUDE))
 WHOLE = Row("nothing removed")  # the same training for the whole network: what the others could reach at best
+FIELD = [replace(row, recipe=SMALL, rate=0.01) for row in (OURS, PARTS[0], MAGNITUDE, WHOLE)]
 # Other rates, for short runs.
 SWEEP = [replace(OURS, rate=rate) for rate in (0.005, 0.02, 0.2)]
 SWEEP += [replace(MAGNITUDE, rate=rate) for rate in (0.02, 0.2)]

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.league_models import MAGNITUDE, OTHERS, OURS, PARTS, RECIPE, SPEEDS, TAYLOR, Job
+from benchmarks.league_models import MAGNITUDE, OTHERS, OURS, PARTS, SPEEDS, TAYLOR, USUAL, Job
 from benchmarks.league_together import WARM_UP, Together
 from benchmarks.league_worker import Worker
 
@@ -23,7 +23,7 @@ _ROUNDS = 3
 
 def timed(group: Together, worker: Worker, steps: int) -> float:
     """Seconds of a step, the median of some rounds."""
-    x, y = (t[: RECIPE["batch_size"]] for t in worker.train)
+    x, y = (t[: USUAL.batch_size] for t in worker.train)
     for _ in range(WARM_UP + 2):
         group.step(x, y, 1e-4)
     found = []

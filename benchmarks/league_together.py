@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -177,13 +177,16 @@ class Together:
             if in_turn:
                 torch.cuda.synchronize()
 
-    def epoch(self, samples: Samples, number: int, epochs: int, lr: float) -> list[float]:
+    def epoch(
+        self, samples: Samples, number: int, epochs: int, lr: float,
+        curve: Callable[[float], float] = CURVES["cosine"],
+    ) -> list[float]:  # fmt: skip
         """The mean loss of each student. One that became NaN or infinite does not stop the others."""
         for student in self.students:
             student.sums.zero_()
         steps, length = 0, samples.length or 1
         for x, y in samples.epoch():
-            self.step(x, y, lr * CURVES["cosine"]((number + steps / length) / epochs))
+            self.step(x, y, lr * curve((number + steps / length) / epochs))
             steps += 1
         losses = [float(student.sums[0]) / steps for student in self.students]
         for student in self.students:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from benchmarks.cifar import read
-from benchmarks.league_models import RATE, RECIPE, Job, chosen, folded, padded, shaped
+from benchmarks.league_models import DECAY, RATE, Job, chosen, folded, padded, shaped
 from benchmarks.league_together import Student, Together
 from benchmarks.resnet56 import resnet56
 
@@ -36,9 +36,9 @@ class Worker:
         students = []
         for job in jobs:
             net = padded(self.prepared(job)).to(self.device, memory_format=order)
-            students.append(Student(net, job.row.share, RECIPE["weight_decay"], faster=job.row.rate / RATE))
+            students.append(Student(net, job.row.share, DECAY, faster=job.row.rate / RATE))
         teacher = self.teacher if any(job.row.teacher for job in jobs) else None
-        return Together(students, teacher, recorded, backend, both=jobs[0].row.mixtures)
+        return Together(students, teacher, recorded, backend, both=jobs[0].row.recipe.both)
 
     def prepared(self, job: Job) -> nn.Module:
         path = self.out / "models" / job.prepared

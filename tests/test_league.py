@@ -18,14 +18,17 @@ import secateur as sc
 from benchmarks.league import done, groups, named, plan, restore, save
 from benchmarks.league_models import (
     ALIGNED,
+    FIELD,
     MAGNITUDE,
     OURS,
     PATIENT,
     RIVAL,
+    SMALL,
     WHOLE,
     Job,
     augment,
     chosen,
+    crops,
     folded,
     mixed,
     padded,
@@ -114,6 +117,33 @@ def test_mixtures_are_learnt_as_recover_does_alone(data: tuple[Tensor, Tensor]) 
     )  # fmt: skip
     assert alone.history[-1].loss == pytest.approx(loss, rel=1e-4)
     close(student.net, alone.model)
+
+
+def test_small_batches_are_trained_as_torch_does_it(data: tuple[Tensor, Tensor]) -> None:
+    """Torch-Pruning's own experiments: SGD, and a rate that is divided by 10 after 60 and after 80 of 100 epochs."""
+    _, (model, _) = nets()
+    own, epochs = ResNet(1), 10
+    own.load_state_dict(model.state_dict())
+    student = Student(own, 0.0, 5e-4)
+    assert {row.recipe for row in FIELD} == {SMALL}
+    assert {row.rate for row in FIELD} == {0.01}
+    device = torch.device("cpu")
+    with seeded(3, 0):
+        group, samples = Together([student], None), Samples(data, 16, crops, None, device)
+        for number in range(epochs):
+            group.epoch(samples, number, epochs, 0.01, SMALL.curve)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, weight_decay=5e-4)
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [6, 8], 0.1)
+    model.train()
+    with seeded(3, 0):
+        samples = Samples(data, 16, crops, None, device)
+        for _ in range(epochs):
+            for x, y in samples.epoch():
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(model(x), y).backward()
+                optimizer.step()
+            scheduler.step()
+    close(student.net, model)
 
 
 def test_mixtures_are_rectangles_of_other_images() -> None:
