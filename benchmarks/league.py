@@ -9,6 +9,11 @@ one GPU. The same command goes on: finished runs are lines of `runs/results.json
 Accuracy is that of the last epoch on all 10,000 test images; nothing is chosen by it. `--prepare` makes the smaller
 models beforehand; those of Torch-Pruning need it installed. `--probe` prints the seconds of a step. `--fastest` times
 some steps first, with and without the compiler, and takes the faster way. `--unpruned` measures the whole network.
+
+The rows "nothing removed" train the whole network as the others are trained, and keep it in `runs/whole`. A second
+league can begin there, with the better network as the original and as the teacher:
+
+    python -m benchmarks.league --data DATA --weights runs/whole/NAME.safetensors --out further
 """
 
 from __future__ import annotations
@@ -57,7 +62,7 @@ from benchmarks.league_models import (
 from benchmarks.league_probe import fastest, probe
 from benchmarks.league_together import Student
 from benchmarks.league_together import begin as begin_together
-from benchmarks.league_worker import Worker
+from benchmarks.league_worker import Worker, keep
 from secateur.recover.checkpoint import random_state, set_random_state
 from secateur.recover.samples import Samples
 from secateur.running.accuracy import accuracy
@@ -181,10 +186,13 @@ def run(worker: Worker, jobs: Sequence[Job], deadline: float, backend: str = "")
             if over and number + 1 < epochs:
                 return
     for job, net, student, known, way in zip(jobs, small, students, losses, course, strict=True):
+        if job.row.choice == WHOLE.choice:
+            keep(out / "whole" / f"{job.name}.safetensors", unpadded(student.net, net))
         yield {
             **asdict(job), "row": str(job.row), "accuracy": measured(worker, student, net), "course": way,
             "loss": known[-1] if known else None, "macs": macs(net), "params": sum(p.numel() for p in net.parameters()),
             "seconds": round(time.time() - begin, 1), "together": len(jobs), "way": group.way,
+            "from": Path(worker.weights).stem,
         }  # fmt: skip
 
 

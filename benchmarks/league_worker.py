@@ -17,6 +17,14 @@ from benchmarks.league_together import Student, Together
 from benchmarks.resnet56 import resnet56
 
 
+def keep(file: Path, net: nn.Module) -> None:
+    """Write the weights of a network, unless another process was faster."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    half = file.with_suffix(f".{os.getpid()}")
+    safetensors.torch.save_file({name: tensor.contiguous() for name, tensor in net.state_dict().items()}, half)
+    half.unlink() if file.exists() else half.rename(file)
+
+
 class Worker:
     """Runs jobs, one after another, with the data in the memory of the device."""
 
@@ -27,7 +35,8 @@ class Worker:
         self.train, self.test = read(Path(options.data), self.device)
         if options.samples:
             self.train, self.test = ((x[: options.samples], y[: options.samples]) for x, y in (self.train, self.test))
-        self.net = resnet56(Path(options.weights)).to(self.device)
+        self.weights = options.weights
+        self.net = resnet56(Path(self.weights)).to(self.device)
         self.teacher = folded(self.net)
 
     def group(self, jobs: Sequence[Job], backend: str = "", recorded: bool = True) -> Together:
@@ -43,9 +52,5 @@ class Worker:
     def prepared(self, job: Job) -> nn.Module:
         path = self.out / "models" / job.prepared
         if not path.exists():
-            model = chosen(self.net, self.train, job)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            half = path.with_suffix(f".{os.getpid()}")
-            safetensors.torch.save_file({k: v.contiguous() for k, v in model.state_dict().items()}, half)
-            half.unlink() if path.exists() else half.rename(path)  # another process may have been faster
+            keep(path, chosen(self.net, self.train, job))
         return shaped(safetensors.torch.load_file(path)).to(self.device).eval()
