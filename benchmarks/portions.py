@@ -1,0 +1,205 @@
+"""What takes hours on a GPU, in portions of minutes: several commands side by side, and small results in one file.
+
+    python -m benchmarks.portions --data DATA --out OUT --minutes 25 --only league,scenes --jobs 4
+    python -m benchmarks.portions --list
+
+DATA holds what the commands read: `cifar` (pieces of `benchmarks.cifar`), `cifar-10-batches-bin`, `scene15`,
+`cats_dogs`, `flowers`, `birds`, `imagenet` (tar files of `benchmarks.imagenet`) and the weights as files. A command
+begins as soon as its data are there, so that they may still be on their way, and in the order of the list. What is not
+ready when the minutes are over is ended, and goes on from its files when the same call is given again. `OUT.tar`
+always holds the results so far without weights and checkpoints; unpack it beside OUT to go on elsewhere.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.league import plan
+from benchmarks.league_models import FAIR, MAGNITUDE, OTHERS, OURS, PARTS, SEEDS, SMALL, SPEEDS, TAYLOR, WHOLE, Job
+
+#: Results are kept every so many seconds. Larger files are weights or checkpoints.
+EVERY, LARGEST = 10.0, 4 << 20
+#: Commands are told to begin nothing new so many seconds before the end.
+EARLY = 5.0
+#: How long a command may take to end when it is asked to.
+POLITE = 20.0
+
+
+@dataclass(frozen=True)
+class Command:
+    """`{data}`, `{out}` and `{minutes}` in the text are filled in when it begins."""
+
+    name: str
+    text: str
+    needs: tuple[str, ...]
+
+
+def _league(name: str, jobs: Sequence[Job], weights: str = "{data}/resnet56_cifar10.safetensors") -> Command:
+    text = f"-m benchmarks.league --data {{data}}/cifar --weights {weights} --compiled --processes 1 --most 11"
+    needs = ("cifar/cifar10-0.webps", "cifar/cifar10-1.webps", weights.removeprefix("{data}/"))
+    only = ",".join(job.name for job in jobs)
+    return Command(name, f"{text} --minutes {{minutes}} --out {{out}}/{name} --only {only}", needs)
+
+
+def _scenes(part: int, parts: int) -> Command:
+    given = "--weights {data}/resnet50.safetensors --images {data}/scene15 --out {out}/scenes"
+    text = f"-m benchmarks.league_scenes {given}"
+    more = f"--part {part}/{parts} --minutes {{minutes}}" if parts else "--train"
+    needs = ("scene15.ready", "resnet50.safetensors", *(("{out}/scenes/scenes.safetensors",) if parts else ()))
+    return Command(f"scenes-{part}of{parts}" if parts else "scenes-train", f"{text} {more}", needs)
+
+
+def _paper(model: str, data: str, draws: str, more: str = "", mode: str = "physical") -> Command:
+    weights = {"resnet50": "resnet50.safetensors"}.get(model, f"{model}_features.safetensors")
+    folder, ready = {
+        "cifar10": ("cifar-10-batches-bin", "cifar-10-batches-bin.ready"),
+        "flowers102": ("flowers", "flowers.ready"),
+        "catsdogs": ("cats_dogs", "cats_dogs.ready"),
+    }.get(data, (data, f"{data}.ready"))
+    early = " --early-strides" if model == "resnet50" else ""
+    text = f"-m reproduction fine-tune --model {model} --data {data} --images {{data}}/{folder} --device cuda"
+    text += f" --weights {{data}}/{weights}{early} --mode {mode} --draws {draws} --out {{out}}/paper {more}"
+    return Command(f"paper-{model}-{data}-{draws.replace(':', 'to')}", text, (ready, weights))
+
+
+def missing() -> list[Job]:
+    """Runs that the page of the league lacks: some seeds, and what the whole network has after the same training."""
+    later = SEEDS[1:]
+    found = [Job(row, 2.55, 100, seed) for seed in later for row in (*PARTS[1:], *OTHERS)]
+    found += [Job(WHOLE, 1.0, 100, seed) for seed in SEEDS]
+    rows = (OURS, *PARTS, *OTHERS, MAGNITUDE, TAYLOR, *FAIR)
+    return found + [Job(row, 2.55, 20, seed) for seed in later for row in rows]
+
+
+def small() -> list[Job]:
+    """Torch-Pruning's own recipe."""
+    return [job for job in plan() if job.row.recipe == SMALL]
+
+
+def further() -> list[Job]:
+    """A league that begins with the network that was trained further."""
+    rows = [*((OURS, speed) for speed in SPEEDS), (MAGNITUDE, 2.55)]
+    return [Job(row, speed, 100, seed) for seed in SEEDS for row, speed in rows]
+
+
+def commands() -> list[Command]:
+    """Everything, the most important first."""
+    few, less = "--steps 6 --prepare-epochs 12 --epochs 2 --score-images 5000", "--prepare-epochs 50 --epochs 5"
+    whole = f"{{out}}/league/whole/{Job(WHOLE, 1.0, 100, 0).name}.safetensors"
+    found = [_league("league", missing()), _league("league-small", small())]
+    found += [_league("league-further", further(), whole)]
+    found += [_scenes(0, 0), *(_scenes(part, 4) for part in range(4))]
+    found += [
+        _paper("alexnet", "cifar10", "2", few),
+        _paper("resnet50", "cifar10", "2", few, "paper"),
+        _paper("vgg16", "cifar10", "1", few),
+        *(_paper(model, "flowers102", "1", f"--steps 8 {less}") for model in ("alexnet", "vgg16")),
+        _paper("resnet50", "flowers102", "1", f"--steps 8 {less}", "paper"),
+        _paper("vgg16", "cifar10", "1:2", few),
+        _paper("vgg16", "scene15", "2", "--steps 11"),
+        _paper("resnet50", "scene15", "2", "--steps 11", "paper"),
+        _paper("vgg16", "catsdogs", "2", f"--steps 12 {less}"),
+        _paper("resnet50", "catsdogs", "2", f"--steps 12 {less}", "paper"),
+    ]
+    imagenet = "-m benchmarks.imagenet --images {data}/imagenet --out {out}/imagenet --weights {data}"
+    found += [
+        Command(f"imagenet-{model}", f"{imagenet}/{model}.safetensors --model {model}", (f"{model}.safetensors", ready))
+        for model, ready in (("efficientnet_lite0", "imagenet.ready"), ("resnet50", "imagenet.ready"))
+    ]
+    return [*found, Command("compiled", "-m benchmarks.compiled", ())]
+
+
+class Running:
+    """A command that has begun, in a group of processes of its own."""
+
+    def __init__(self, command: Command, data: Path, out: Path, deadline: float) -> None:
+        self.name, self.begin = command.name, time.time()
+        given = {"data": str(data), "out": str(out), "minutes": f"{(deadline - EARLY - time.time()) / 60:.2f}"}
+        words = [word.format(**given) for word in command.text.split()]
+        log = (out / "logs" / f"{command.name}.log").open("a")
+        self.process = subprocess.Popen([sys.executable, *words], stdout=log, stderr=log, start_new_session=True)
+        log.close()
+
+    def end(self) -> None:
+        """Ask it to end, and then end it."""
+        for sent, seconds in ((signal.SIGTERM, POLITE), (signal.SIGKILL, POLITE)):
+            try:
+                os.killpg(self.process.pid, sent)
+                self.process.wait(seconds)
+            except (ProcessLookupError, subprocess.TimeoutExpired):
+                continue
+
+
+def ready(command: Command, data: Path, out: Path) -> bool:
+    """Whether everything that it reads is there."""
+    places = (need.format(out=out) for need in command.needs)
+    return all((data / place).exists() for place in places)  # an absolute place stays what it is
+
+
+def work(todo: Sequence[Command], data: Path, out: Path, minutes: float, jobs: int) -> Iterator[str]:
+    """Run commands side by side until all are done or the minutes are over. Yields a line for each that ends."""
+    out, deadline = out.resolve(), time.time() + 60 * minutes
+    (out / "logs").mkdir(parents=True, exist_ok=True)
+    waiting, running, kept = list(todo), list[Running](), 0.0
+    try:
+        while (waiting or running) and time.time() < deadline:
+            for one in [one for one in running if one.process.poll() is not None]:
+                running.remove(one)
+                status = one.process.returncode
+                how = "done" if status == 0 else f"failed with {status}"
+                yield f"{one.name}: {how} after {time.time() - one.begin:.0f} s"
+            for command in [c for c in waiting if ready(c, data, out)][: max(0, jobs - len(running))]:
+                waiting.remove(command)
+                running.append(Running(command, data, out, deadline))
+                yield f"{command.name}: begins"
+            if time.time() - kept > EVERY:
+                keep(out)
+                kept = time.time()
+            time.sleep(0.2)
+    finally:
+        for one in running:
+            one.end()
+        keep(out)
+    for one in running:
+        yield f"{one.name}: ended after {time.time() - one.begin:.0f} s, with {one.process.returncode}"
+    yield from (f"{command.name}: not begun" for command in waiting)
+
+
+def keep(out: Path) -> None:
+    """Pack the small files of a folder, those of the commands that run included."""
+    half = out.with_suffix(".part")
+    with tarfile.open(half, "w:gz") as archive:
+        for path in sorted(out.rglob("*")):
+            light = path.suffix != ".safetensors" or path.parent.name == "whole"  # which a further league begins with
+            if path.is_file() and light and path.stat().st_size < LARGEST:
+                archive.add(path, path.relative_to(out.parent))
+    half.replace(out.with_suffix(".tar"))
+
+
+def main(given: argparse.Namespace) -> None:
+    todo = [c for c in commands() if not given.only or any(part in c.name for part in given.only.split(","))]
+    if given.list:
+        print("\n".join(f"{c.name}: python {c.text}" for c in todo))
+        return
+    for line in work(todo, given.data.resolve(), given.out, given.minutes, given.jobs):
+        print(line, flush=True)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, default=Path("data"))
+    parser.add_argument("--out", type=Path, default=Path("portions"))
+    parser.add_argument("--minutes", type=float, default=25.0)
+    parser.add_argument("--jobs", type=int, default=6, help="commands at a time")
+    parser.add_argument("--only", default="", help="commands whose names have one of these in them: A,B")
+    parser.add_argument("--list", action="store_true", help="print the commands and do nothing")
+    main(parser.parse_args())

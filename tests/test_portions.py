@@ -1,0 +1,78 @@
+"""Commands side by side, in the order of a list, until the minutes are over."""
+
+from __future__ import annotations
+
+import tarfile
+import time
+from pathlib import Path
+
+import pytest
+
+from benchmarks import portions
+from benchmarks.league import named
+from benchmarks.portions import Command, commands, further, missing, small, work
+from reproduction.published import names
+
+
+def python(name: str, code: str, *needs: str) -> Command:
+    """A command that runs code, which holds no spaces."""
+    return Command(name, f"-c {code}", needs)
+
+
+def test_commands_begin_when_their_data_are_there_and_end_in_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(portions, "EVERY", 0.1)
+    data, out = tmp_path / "data", tmp_path / "out"
+    data.mkdir()
+    written = "__import__('pathlib').Path('{out}/%s').write_text('there')"
+    todo = [
+        python("late", written % "late.json", "late.ready", "{out}/first.json"),
+        python("never", "pass", "missing.ready"),
+        python("first", written % "first.json"),
+        python("fails", "raise(SystemExit(3))"),
+        python("long", "print('here',flush=True);__import__('time').sleep(600)"),
+    ]
+    found, begin = [], time.time()
+    for line in work(todo, data, out, minutes=0.15, jobs=2):
+        found.append(line)
+        if line.startswith("fails: failed"):
+            (data / "late.ready").touch()  # data that arrive meanwhile
+    assert time.time() - begin < 60
+    order = [line.split(":")[0] for line in found if line.endswith("begins")]
+    assert order[:2] == ["first", "fails"]
+    assert set(order) == {"first", "fails", "late", "long"}
+    assert any(line.startswith("fails: failed with 3") for line in found)
+    assert any(line.startswith("long: ended") for line in found)
+    assert found[-1] == "never: not begun"
+    with tarfile.open(tmp_path / "out.tar") as archive:
+        assert {"out/first.json", "out/late.json", "out/logs/long.log"} <= set(archive.getnames())
+        log = archive.extractfile("out/logs/long.log")
+        assert log is not None
+        assert log.read() == b"here\n"
+
+
+def test_only_small_results_travel(tmp_path: Path) -> None:
+    sizes = {"a.json": 10, "models/b.safetensors": 10, "whole/c.safetensors": 10, "large.json": portions.LARGEST}
+    for name, size in sizes.items():
+        path = tmp_path / "out" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(bytes(size))
+    portions.keep(tmp_path / "out")
+    with tarfile.open(tmp_path / "out.tar") as archive:
+        assert archive.getnames() == ["out/a.json", "out/whole/c.safetensors"]
+
+
+def test_the_commands_of_the_list_exist() -> None:
+    found = commands()
+    assert len({command.name for command in found}) == len(found)
+    for command in found:
+        words = command.text.format(data="DATA", out="OUT", minutes=1).split()
+        module = Path(portions.__file__).parents[1].joinpath(*words[1].split("."))
+        assert words[0] == "-m"
+        assert module.with_suffix(".py").exists() or (module / "__main__.py").exists()
+        if "fine-tune" in words:
+            assert words[words.index("--data") + 1] in names()
+    for jobs in (missing(), small(), further()):
+        chosen = named(",".join(job.name for job in jobs))
+        assert set(chosen) == set(jobs)  # names of no others
