@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -30,3 +31,11 @@ def write_photos(
             pixels = (np.array(colour) + noise).clip(0, 255).astype(np.uint8)
             Image.fromarray(pixels).save(folder / f"{i:02d}.png")
     return root
+
+
+def camera_notes(orientation: int) -> bytes:
+    """EXIF as some cameras write it: with the version of GPS as text, which pillow reads but cannot write."""
+    place = 8 + 2 + 2 * 12 + 4  # of the second directory, after a header and a directory with two entries
+    first = struct.pack("<HHHII", 2, 0x0112, 3, 1, orientation) + struct.pack("<HHIII", 0x8825, 4, 1, place, 0)
+    second = struct.pack("<HHHI4sI", 1, 0, 2, 4, b"\2\3\0\0", 0)
+    return b"Exif\0\0" + struct.pack("<2sHI", b"II", 42, 8) + first + second

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from torchvision import transforms as T
 
-from photos import write_photos
+from photos import camera_notes, write_photos
 from secateur.data.images import load, read
 from secateur.data.views import IMAGENET_MEAN, IMAGENET_STD, View
 from secateur.errors import DataError, SecateurWarning
@@ -168,6 +168,38 @@ def test_grey_transparent_deep_and_turned_images(tmp_path: Path) -> None:
     assert torch.equal(x[3], x[4])
     one, _ = load([tmp_path / "grey.png"], View(26, mean=(0.0,), std=(1.0,)))
     assert torch.equal(one[0, 0], x[0, 0])
+
+
+#: What a viewer does with rows and columns for each way of holding a camera, by the text of EXIF: where its first row
+#: and its first column are.
+_SEEN = {
+    1: lambda a: a,  # top, left
+    2: lambda a: a[:, ::-1],  # top, right
+    3: lambda a: a[::-1, ::-1],  # bottom, right
+    4: lambda a: a[::-1],  # bottom, left
+    5: lambda a: a.swapaxes(0, 1),  # left, top
+    6: lambda a: a[::-1].swapaxes(0, 1),  # right, top
+    7: lambda a: a[::-1, ::-1].swapaxes(0, 1),  # right, bottom
+    8: lambda a: a[:, ::-1].swapaxes(0, 1),  # left, bottom
+}
+
+
+@pytest.mark.parametrize("held", _SEEN)
+def test_photographs_are_upright_whatever_else_a_camera_wrote(held: int, tmp_path: Path) -> None:
+    pixels = np.random.default_rng(2).integers(0, 256, (20, 20, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(tmp_path / "a.png", exif=camera_notes(held))
+    with Image.open(tmp_path / "a.png") as file, pytest.raises(TypeError):
+        file.getexif().tobytes()  # so that the picture is one of those
+    seen = View(20, "squash").decode(tmp_path / "a.png").permute(1, 2, 0).numpy()
+    assert np.array_equal(seen, _SEEN[held](pixels))
+
+
+@pytest.mark.parametrize("notes", [b"Exif\0\0II*\0\xff\xff\xff\x7f", b"Exif\0\0nothing", camera_notes(9)])
+def test_damaged_metadata_do_not_spoil_a_photograph(notes: bytes, tmp_path: Path) -> None:
+    pixels = np.random.default_rng(3).integers(0, 256, (20, 20, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(tmp_path / "a.png", exif=notes)
+    seen = View(20, "squash").decode(tmp_path / "a.png").permute(1, 2, 0).numpy()
+    assert np.array_equal(seen, pixels)
 
 
 def test_the_cache_does_not_change_what_is_seen(tmp_path: Path) -> None:

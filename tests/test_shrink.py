@@ -9,6 +9,7 @@ import pytest
 from PIL import Image
 from typer.testing import CliRunner
 
+from photos import camera_notes
 from reproduction.__main__ import commands
 from reproduction.published import published
 from reproduction.shrink import shrink
@@ -61,6 +62,14 @@ def test_what_is_turned_stays_turned(tmp_path: Path) -> None:
     shrink(tmp_path / "in", tmp_path / "out", 40)
     with Image.open(tmp_path / "out" / "a.jpg") as made:
         assert made.getexif()[274] == 6
+
+
+def test_what_a_camera_wrote_besides_does_no_harm(tmp_path: Path) -> None:
+    photograph(tmp_path / "in" / "a.jpg", 120, 80, exif=camera_notes(8))
+    assert shrink(tmp_path / "in", tmp_path / "out", 40) == 1
+    with Image.open(tmp_path / "out" / "a.jpg") as made:
+        assert made.size == (60, 40)
+        assert made.getexif()[274] == 8
 
 
 def test_a_stopped_copy_goes_on(birds: Path, tmp_path: Path) -> None:

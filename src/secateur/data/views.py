@@ -18,6 +18,32 @@ Fit = Literal["crop", "squash"]
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 # Images that are cropped, and all images for training, are kept this much larger than the network's input.
 _MARGIN = 256 / 224
+_ORIENTATION = 0x0112  # the tag of EXIF
+
+
+def orientation(image: Any) -> int:
+    """How the camera was held, from 1 to 8 as in EXIF: 1 also where nobody knows.
+
+    Metadata that cannot be read do not spoil a picture, so they count as none.
+    """
+    try:
+        found = image.getexif().get(_ORIENTATION, 1)
+    except Exception:  # pillow raises many kinds of errors on damaged metadata
+        return 1
+    return found if found in range(1, 9) else 1
+
+
+def upright(image: Any) -> Any:
+    """The picture as it is meant to be seen. `ImageOps.exif_transpose` also writes all other metadata anew, and fails
+    where a camera wrote a tag that pillow cannot."""
+    from PIL.Image import Transpose
+
+    turns = (
+        None, Transpose.FLIP_LEFT_RIGHT, Transpose.ROTATE_180, Transpose.FLIP_TOP_BOTTOM, Transpose.TRANSPOSE,
+        Transpose.ROTATE_270, Transpose.TRANSVERSE, Transpose.ROTATE_90,
+    )  # fmt: skip
+    turn = turns[orientation(image) - 1]
+    return image if turn is None else image.transpose(turn)
 
 
 @dataclass(frozen=True)
@@ -55,11 +81,11 @@ class View:
 
     def decode(self, path: Path, training: bool = False) -> Tensor:
         """Read a file as bytes, channels first: rotated by its EXIF tag, grey or RGB, scaled to a square."""
-        from PIL import Image, ImageOps
+        from PIL import Image
 
         side = self.side(training)
         with Image.open(path) as file:
-            image: Any = ImageOps.exif_transpose(file)
+            image: Any = upright(file)
             if image.mode.startswith("I"):  # 16 bits: pillow would clip them to 8
                 image = Image.fromarray((np.asarray(image).astype(np.int64) >> 8).clip(0, 255).astype(np.uint8))
             image = image.convert("RGB" if self.channels == 3 else "L")
