@@ -3,12 +3,12 @@
     python -m benchmarks.portions --data DATA --out OUT --minutes 25 --only league,scenes --jobs 4
     python -m benchmarks.portions --list
 
-DATA holds what the commands read: `cifar` (pieces of `benchmarks.cifar`), `cifar-10-batches-bin`, `scene15`,
-`cats_dogs`, `flowers`, `birds`, `cars`, `imagenet` (tar files of `benchmarks.imagenet`) and the weights as files. A
-command begins as soon as its data are there, so that they may still be on their way, and in the order of the list. A
-folder is there when an empty file `NAME.ready` lies beside it. What is not ready when the minutes are over is ended,
-and goes on from its files when the same call is given again. `OUT.tar` always holds the results so far without weights
-and checkpoints; unpack it beside OUT to go on elsewhere.
+DATA holds what the commands read, and `benchmarks.packs` brings it in parts: `cifar` (pieces of `benchmarks.cifar`),
+`cifar-10-batches-bin`, `scene15`, `cats_dogs`, `flowers`, `birds`, `cars`, `imagenet` (tar files of
+`benchmarks.imagenet`) and the weights as files. A command begins as soon as its data are there, so that they may still
+be on their way, and in the order of the list. A folder is there when an empty file `NAME.ready` lies beside it. What is
+not ready when the minutes are over is ended, and goes on from its files when the same call is given again. `OUT.tar`
+always holds the results so far without weights and checkpoints; unpack it beside OUT to go on elsewhere.
 """
 
 from __future__ import annotations
