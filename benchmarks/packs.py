@@ -29,8 +29,8 @@ SETS = {
     "birds": ("birds",),
     "cars": ("cars",),
 }
-#: A file in a tar file has a header, and fills whole blocks.
-_BLOCK = 512
+#: A file in a tar file has a header, with two blocks more for a long name, and fills whole blocks.
+_BLOCK, _HEADER, _END = 512, 3 * 512, 20 * 512
 _BINARY = "cifar-10-batches-bin"
 
 
@@ -43,7 +43,7 @@ def pack(data: Path, out: Path, most: float) -> Iterator[Path]:
         groups = list(_shared(files, most * 2**20))
         for index, group in enumerate(groups):
             path = out / f"{number:02}-{name}-{index}of{len(groups)}.tar"
-            with tarfile.open(path, "w") as archive:
+            with tarfile.open(path, "w", format=tarfile.GNU_FORMAT) as archive:
                 for file in group:
                     archive.add(file, file.relative_to(data))
             yield path
@@ -60,14 +60,15 @@ def _files(data: Path, parts: tuple[str, ...]) -> Iterator[Path]:
 
 def _shared(files: list[Path], most: float) -> Iterator[list[Path]]:
     """The files in groups, in order, each of which fits."""
-    group, left = list[Path](), most - 20 * _BLOCK  # the end of a tar file
+    room = most - _END
+    group, left = list[Path](), room
     for file in files:
-        size = 2 * _BLOCK + -(-file.stat().st_size // _BLOCK) * _BLOCK
-        if size > most - 20 * _BLOCK:
+        size = _HEADER + -(-file.stat().st_size // _BLOCK) * _BLOCK
+        if size > room:
             raise SystemExit(f"{file} alone is larger than {most / 2**20:g} MiB: raise --most.")
         if size > left:
             yield group
-            group, left = [], most - 20 * _BLOCK
+            group, left = [], room
         group.append(file)
         left -= size
     yield group

@@ -39,6 +39,15 @@ def test_packs_bring_every_file_in_any_order_and_say_when_a_folder_is_whole(tmp_
     assert not list(there.rglob("*.part"))
 
 
+def test_many_small_files_with_long_names_fit_too(tmp_path: Path) -> None:
+    known = data_of(tmp_path / "here", {f"flowers/{'a class with a long name ' * 5}/{i}.jpg": 500 for i in range(2000)})
+    paths = list(packs.pack(tmp_path / "here", tmp_path / "packs", most=1.0))
+    assert all(path.stat().st_size <= MIB for path in paths)
+    for path in paths:
+        packs.unpack(path, tmp_path / "there")
+    assert {name: (tmp_path / "there" / name).read_bytes() for name in known} == known
+
+
 def test_sets_that_lack_a_part_are_left_out(tmp_path: Path) -> None:
     data_of(tmp_path / "here", {"cifar/cifar10-0.webps": 10, "cats_dogs/train/cat/1.jpg": 10})
     paths = list(packs.pack(tmp_path / "here", tmp_path / "packs", most=1.0))
