@@ -60,6 +60,10 @@ def state(net):
     return {name: tensor.clone() for name, tensor in net.state_dict().items()}
 
 
+def changed(net, before):
+    return [name for name, tensor in net.state_dict().items() if not torch.equal(tensor, before[name])]
+
+
 @settings(max_examples=15, deadline=None)
 @given(st.integers(0, 1000), st.integers(1, 9), st.integers(2, 50))
 def test_the_answers_stay_and_training_begins_with_them(seed, width, count):
@@ -89,9 +93,8 @@ def test_the_numbers_are_mean_and_variance_of_all_inputs_of_all_calls():
         rows = seen.transpose(0, 1).flatten(1)
         torch.testing.assert_close(norm.running_mean, rows.mean(1), rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(norm.running_var, ((rows - rows.mean(1, keepdim=True)) ** 2).mean(1))
-    changed = [name for name, tensor in net.state_dict().items() if not torch.equal(tensor, sizes[name])]
     parts = ("weight", "bias", "running_mean", "running_var")
-    assert changed == [f"norm{number}.{part}" for number in (1, 2, 3) for part in parts]
+    assert changed(net, sizes) == [f"norm{number}.{part}" for number in (1, 2, 3) for part in parts]
     assert not any(module._forward_pre_hooks for module in net.modules())
     assert not net.training
 
@@ -121,6 +124,20 @@ def test_new_and_frozen_norms_and_those_without_numbers_are_left_alone():
         assert not settled(net, (x, y))
         assert torch.equal(torch.get_rng_state(), drawn)
         assert all(torch.equal(tensor, before[name]) for name, tensor in net.state_dict().items())
+
+
+@pytest.mark.parametrize("part", ["weight", "bias", "scaled"])
+def test_norms_without_a_scale_or_shift_of_their_own_are_left_alone(part):
+    """The others learn."""
+    net, data = known(), images()
+    if part == "scaled":
+        nn.utils.parametrizations.weight_norm(net.norm1)
+    else:
+        net.norm1.register_parameter(part, None)
+    before, sizes = net(data[0]).detach(), state(net)
+    assert settled(net, data)
+    torch.testing.assert_close(net(data[0]), before, rtol=1e-3, atol=1e-3 * float(before.abs().max()))
+    assert {name.partition(".")[0] for name in changed(net, sizes)} == {"norm2", "norm3"}
 
 
 def test_answers_that_are_masked_stay_masked():

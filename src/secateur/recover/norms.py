@@ -59,11 +59,15 @@ def settle(model: nn.Module, samples: Samples, seed: int, answer: Callable[[nn.M
 
 
 def _has_learnt(norm: _BatchNorm) -> bool:
-    """Whether a batch norm has learnt numbers, and trained scale and shift. New ones have mean 0, variance 1."""
-    if norm.running_mean is None or norm.running_var is None or not norm.affine:
+    """Whether a batch norm has learnt numbers, and trains a scale and a shift of its own.
+
+    New ones have mean 0 and variance 1. A scale that a parametrization computes cannot be written to.
+    """
+    mean, var = norm._buffers.get("running_mean"), norm._buffers.get("running_var")
+    scale, shift = norm._parameters.get("weight"), norm._parameters.get("bias")
+    if mean is None or var is None or scale is None or shift is None:
         return False
-    trained = norm.weight.requires_grad and norm.bias.requires_grad
-    return trained and bool((norm.running_mean != 0).any() or (norm.running_var != 1).any())
+    return scale.requires_grad and shift.requires_grad and bool((mean != 0).any() or (var != 1).any())
 
 
 class _Seen:
