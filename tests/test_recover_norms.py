@@ -140,6 +140,28 @@ def test_norms_without_a_scale_or_shift_of_their_own_are_left_alone(part):
     assert {name.partition(".")[0] for name in changed(net, sizes)} == {"norm2", "norm3"}
 
 
+class Freezing(Net):
+    """Its second norm never learns, and of the third no scale is trained."""
+
+    def train(self, mode=True):
+        super().train(mode)
+        self.norm2.eval()
+        self.norm3.weight.requires_grad_(False)
+        return self
+
+
+def test_norms_that_a_model_keeps_in_evaluation_mode_are_left_alone():
+    net, data = known(net=Freezing), images()
+    with torch.no_grad():
+        net.norm2.running_mean.add_(1)
+    net.norm3.weight.requires_grad_(True)
+    net.norm1.train()
+    flags, sizes = [module.training for module in net.modules()], state(net)
+    assert settled(net, data)
+    assert {name.partition(".")[0] for name in changed(net, sizes)} == {"norm1"}
+    assert [module.training for module in net.modules()] == flags
+
+
 def test_answers_that_are_masked_stay_masked():
     class Masked(Net):
         def forward(self, x):

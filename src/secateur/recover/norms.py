@@ -19,7 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from secateur.nest import map_tensors, tensors_in
 from secateur.recover.samples import Samples
 from secateur.running.devices import precise
-from secateur.running.sandbox import evaluating, seeded
+from secateur.running.sandbox import evaluating, seeded, training
 
 #: How many batches are looked at.
 _BATCHES = 16
@@ -35,7 +35,7 @@ def settle(model: nn.Module, samples: Samples, seed: int, answer: Callable[[nn.M
     has learnt anything and may be trained, or if the model would not compute the same: a layer of the user's own may
     use these numbers in another way.
     """
-    seen = [_Seen(module) for module in model.modules() if isinstance(module, _BatchNorm) and _has_learnt(module)]
+    seen = [_Seen(norm) for norm in _learning(model)]
     if not seen:
         return False
     first: Any = None
@@ -56,6 +56,15 @@ def settle(model: nn.Module, samples: Samples, seed: int, answer: Callable[[nn.M
         for norm in seen:
             norm.undo()
     return False
+
+
+def _learning(model: nn.Module) -> list[_BatchNorm]:
+    """Batch norms that have learnt something, and that go on learning in training mode."""
+    known = [module for module in model.modules() if isinstance(module, _BatchNorm) and _has_learnt(module)]
+    if not known:
+        return []
+    with training(model):  # which may freeze parameters as well
+        return [norm for norm in known if norm.training and _has_learnt(norm)]
 
 
 def _has_learnt(norm: _BatchNorm) -> bool:

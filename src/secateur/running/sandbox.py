@@ -168,6 +168,18 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
+@contextmanager
+def training(model: nn.Module) -> Iterator[None]:
+    """Training mode, as the model's own `train` sets it: some keep a part frozen. Each module's own flag restored."""
+    flags = [(module, module.training) for module in model.modules()]
+    try:
+        model.train()
+        yield
+    finally:
+        for module, flag in flags:
+            module.training = flag
+
+
 def arguments(example: Example) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The positional and named arguments that a model is called with."""
     if isinstance(example, Mapping):
