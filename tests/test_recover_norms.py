@@ -162,6 +162,78 @@ def test_norms_that_a_model_keeps_in_evaluation_mode_are_left_alone():
     assert [module.training for module in net.modules()] == flags
 
 
+class Last(nn.BatchNorm1d):
+    """Of sequences whose channels come last."""
+
+    def forward(self, x):
+        return super().forward(x.transpose(1, 2)).transpose(1, 2)
+
+
+class Larger(nn.BatchNorm1d):
+    """Of other numbers than it is called on."""
+
+    def forward(self, x):
+        return torch.batch_norm(
+            2 * x + 1, self.weight, self.bias, self.running_mean, self.running_var, self.training, 0.1, self.eps, True
+        )
+
+
+@pytest.mark.parametrize(
+    ("kind", "rows"),
+    [(Last, lambda z: z.flatten(0, 1)), (Larger, lambda z: (2 * z + 1).transpose(1, 2).flatten(0, 1))],
+)
+@pytest.mark.parametrize("length", [5, 7])
+def test_subclasses_learn_what_they_divide_by(kind, rows, length):
+    torch.manual_seed(0)
+    net, x = nn.Sequential(nn.Linear(3, 5), kind(5 if kind is Last else length)), torch.randn(40, length, 3)
+    for _ in range(5):
+        net.train()(3 * torch.randn(40, length, 3) + 1)
+    wanted = rows(net.eval()[0](x).detach())
+    assert settle(net, samples((x, torch.zeros(40)), 7), 0, lambda model, x: model(x))
+    torch.testing.assert_close(net[1].running_mean, wanted.mean(0), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(net[1].running_var, wanted.var(0, unbiased=False), rtol=1e-4, atol=1e-5)
+
+
+def test_what_a_hook_makes_of_an_input_counts():
+    net, (x, y) = nn.SyncBatchNorm.convert_sync_batchnorm(known()), images()
+    net.norm1.register_forward_pre_hook(lambda module, args: (3 * args[0] - 1,))
+    wanted = (3 * net.first(x) - 1).detach()
+    assert settled(net, (x, y))
+    torch.testing.assert_close(net.norm1.running_mean, wanted.mean((0, 2, 3)), rtol=1e-4, atol=1e-5)
+
+
+class Gain(nn.BatchNorm2d):
+    """Its scale is one more than its weight."""
+
+    def forward(self, x):
+        return F.batch_norm(x, self.running_mean, self.running_var, self.weight + 1, self.bias, self.training)
+
+
+class Always(nn.BatchNorm2d):
+    """Divides by the numbers of the batch in evaluation mode, too."""
+
+    def forward(self, x):
+        return F.batch_norm(x, self.running_mean.clone(), self.running_var.clone(), self.weight, self.bias, True)
+
+
+@pytest.mark.parametrize("kind", [Gain, Always])
+def test_norms_that_use_their_numbers_in_another_way_are_left_alone(kind):
+    """The others learn."""
+
+    class Odd(Net):
+        def __init__(self):
+            super().__init__()
+            self.norm1 = kind(6)
+
+    net, data = known(net=Odd), images()
+    with torch.no_grad():
+        net.norm1.running_mean.add_(1)
+    before, sizes = net(data[0]).detach(), state(net)
+    assert settled(net, data)
+    torch.testing.assert_close(net(data[0]), before, rtol=1e-3, atol=1e-3 * float(before.abs().max()))
+    assert {name.partition(".")[0] for name in changed(net, sizes)} == {"norm2", "norm3"}
+
+
 def test_answers_that_are_masked_stay_masked():
     class Masked(Net):
         def forward(self, x):

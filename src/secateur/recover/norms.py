@@ -7,16 +7,18 @@ the one that was repaired. Here the learnt numbers become those of the data, and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.overrides import TorchFunctionMode
 
 from secateur.nest import map_tensors, tensors_in
+from secateur.ops.norm import BatchNorm
+from secateur.ops.table import Call, Site, lookup
 from secateur.recover.samples import Samples
 from secateur.running.devices import precise
 from secateur.running.sandbox import evaluating, seeded, training
@@ -26,6 +28,7 @@ _BATCHES = 16
 #: How much an output may differ afterwards, as a share of the largest one.
 _CLOSE = 1e-3
 _SALT = 7
+_NAMES = ("weight", "bias", "running_mean", "running_var")
 
 
 def settle(model: nn.Module, samples: Samples, seed: int, answer: Callable[[nn.Module, Any], Any]) -> bool:
@@ -41,7 +44,7 @@ def settle(model: nn.Module, samples: Samples, seed: int, answer: Callable[[nn.M
     first: Any = None
     with seeded(seed, 0, salt=_SALT), evaluating(model), torch.no_grad():
         try:
-            with _watched(seen):
+            with _Watched(seen):
                 for inputs, _ in islice(samples.epoch(), _BATCHES):
                     found = answer(model, inputs)
                     first = first or (inputs, map_tensors(torch.clone, found))
@@ -88,6 +91,8 @@ class _Seen:
         self.norm, self.mean, self.var = norm, norm.running_mean, norm.running_var
         self.before = [t.detach().clone() for t in self._numbers]
         self.count = 0
+        #: Every call takes these four numbers, and nothing else, in the usual way.
+        self.usual = True
         self.wide = precise(self.mean.device)
         self.sums = torch.zeros(2, len(self.mean), dtype=self.wide, device=self.mean.device)
 
@@ -95,8 +100,11 @@ class _Seen:
     def _numbers(self) -> tuple[Tensor, ...]:
         return self.norm.weight, self.norm.bias, self.mean, self.var
 
-    def note(self, inputs: Tensor) -> None:
+    def note(self, call: Call) -> None:
         """Count the inputs of one call. The channels are dimension 1."""
+        inputs = call["input"]
+        self.usual &= not call["training"] and call["eps"] == self.norm.eps
+        self.usual &= all(call[name] is own for name, own in zip(_NAMES, self._numbers, strict=True))
         others = [0, *range(2, inputs.ndim)]
         around = inputs.float() - self.mean.view(1, -1, *(1 for _ in others[1:]))
         self.sums += torch.stack([part.sum(others, dtype=self.wide) for part in (around, around.square())])
@@ -106,7 +114,7 @@ class _Seen:
         """The learnt numbers become those of the inputs."""
         moved, square = self.sums / max(self.count, 1)
         spread = square - moved.square()
-        if not self.count or not bool(torch.isfinite(self.sums).all()):
+        if not self.count or not self.usual or not bool(torch.isfinite(self.sums).all()):
             return
         weight, bias, mean, var = (t.detach().to(self.wide) for t in self._numbers)
         old, new = (var + self.norm.eps).sqrt(), (spread.clamp_min(0) + self.norm.eps).sqrt()
@@ -120,19 +128,25 @@ class _Seen:
             own.copy_(value)
 
 
-@contextmanager
-def _watched(seen: list[_Seen]) -> Iterator[None]:
-    """While the model runs, every call of these layers is noted."""
+class _Watched(TorchFunctionMode):
+    """While the model runs, every call that divides by the numbers of these layers is noted.
 
-    def noting(known: _Seen) -> Callable[..., None]:
-        return lambda module, args, kwargs: known.note(args[0] if args else kwargs["input"])
+    What a module is called on need not be what is normalised: a subclass may turn it round first.
+    """
 
-    hooks = [known.norm.register_forward_pre_hook(noting(known), with_kwargs=True) for known in seen]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
+    def __init__(self, seen: list[_Seen]) -> None:
+        super().__init__()
+        self._seen = {id(known.mean): known for known in seen}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        operation, kwargs = lookup(func), kwargs or {}
+        if isinstance(operation, BatchNorm):
+            call = Call(operation, func, args, kwargs, Site("", "", 0))
+            if id(call["running_mean"]) in self._seen:
+                self._seen[id(call["running_mean"])].note(call)
+        return func(*args, **kwargs)
 
 
 def _close(found: Any, known: Any) -> bool:
