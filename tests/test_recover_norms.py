@@ -99,6 +99,22 @@ def test_the_numbers_are_mean_and_variance_of_all_inputs_of_all_calls():
     assert not net.training
 
 
+@pytest.mark.parametrize(
+    ("kind", "mean", "close"), [(torch.float64, 1e6, 1e-9), (torch.float64, 0.0, 1e-12), (torch.float32, 1e4, 1e-3)]
+)
+def test_no_digits_are_lost(kind, mean, close):
+    """Neither of inputs in double precision, nor of a variance that is small beside the mean, known or not."""
+    (x, y), net = images(), nn.Sequential(nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(75, 4)).to(kind).eval()
+    x = x.to(kind) + mean
+    net[0].running_mean.fill_(0.5)
+    net[0].running_var.fill_(max(mean**2, 1.0))
+    before, rows = net(x).detach(), x.double().transpose(0, 1).flatten(1)
+    assert settled(net, (x, y), size=7)
+    torch.testing.assert_close(net[0].running_mean, rows.mean(1).to(kind), rtol=1e-7, atol=close)
+    torch.testing.assert_close(net[0].running_var, rows.var(1, unbiased=False).to(kind), rtol=close, atol=0)
+    torch.testing.assert_close(net(x), before, rtol=0, atol=max(close**0.5, 1e-9) * 1e-2)
+
+
 def test_a_channel_that_never_changes_stays_finite_and_the_same():
     net, data = known(), images()
     with torch.no_grad():

@@ -83,7 +83,7 @@ def _has_learnt(norm: _BatchNorm) -> bool:
 
 
 class _Seen:
-    """The inputs of a batch norm: how many, and their sums around the mean that it knows."""
+    """The inputs of a batch norm: how many, their mean, and the sum of their squared distances from it."""
 
     def __init__(self, norm: _BatchNorm) -> None:
         assert norm.running_mean is not None
@@ -94,7 +94,7 @@ class _Seen:
         #: Every call takes these four numbers, and nothing else, in the usual way.
         self.usual = True
         self.wide = precise(self.mean.device)
-        self.sums = torch.zeros(2, len(self.mean), dtype=self.wide, device=self.mean.device)
+        self.middle, self.squares = torch.zeros(2, len(self.mean), dtype=self.wide, device=self.mean.device)
 
     @property
     def _numbers(self) -> tuple[Tensor, ...]:
@@ -105,20 +105,27 @@ class _Seen:
         inputs = call["input"]
         self.usual &= not call["training"] and call["eps"] == self.norm.eps
         self.usual &= all(call[name] is own for name, own in zip(_NAMES, self._numbers, strict=True))
-        others = [0, *range(2, inputs.ndim)]
-        around = inputs.float() - self.mean.view(1, -1, *(1 for _ in others[1:]))
-        self.sums += torch.stack([part.sum(others, dtype=self.wide) for part in (around, around.square())])
-        self.count += inputs.numel() // len(self.mean)
+        others, count = [0, *range(2, inputs.ndim)], inputs.numel() // len(self.mean)
+        if not count:
+            return
+        # Around their own mean, since squares of large numbers have no digits left for a small variance.
+        around = inputs.to(torch.promote_types(inputs.dtype, torch.float32))
+        middle = around.mean(others, dtype=self.wide)
+        around = around - middle.to(around.dtype).view(1, -1, *(1 for _ in others[1:]))
+        squares = around.square().sum(others, dtype=self.wide)
+        total, apart = self.count + count, middle - self.middle
+        self.middle += apart * (count / total)
+        self.squares += squares + apart.square() * (self.count * (count / total))
+        self.count = total
 
     def change(self) -> None:
         """The learnt numbers become those of the inputs."""
-        moved, square = self.sums / max(self.count, 1)
-        spread = square - moved.square()
-        if not self.count or not self.usual or not bool(torch.isfinite(self.sums).all()):
+        if not self.count or not self.usual or not bool(torch.isfinite(self.middle + self.squares).all()):
             return
         weight, bias, mean, var = (t.detach().to(self.wide) for t in self._numbers)
-        old, new = (var + self.norm.eps).sqrt(), (spread.clamp_min(0) + self.norm.eps).sqrt()
-        after = weight * new / old, bias + weight * moved / old, mean + moved, spread.clamp_min(0)
+        middle, spread = self.middle.to(self.mean.dtype).to(self.wide), self.squares / self.count
+        old, new = (var + self.norm.eps).sqrt(), (spread + self.norm.eps).sqrt()
+        after = weight * new / old, bias + weight * (middle - mean) / old, middle, spread
         for own, value in zip(self._numbers, after, strict=True):
             own.copy_(value)
 
