@@ -1,6 +1,8 @@
 """Batch norms before training: their numbers become those of the data, and the model computes the same."""
 
 import copy
+from collections import namedtuple
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from transformers.modeling_outputs import BaseModelOutput
 
 import secateur as sc
 from secateur.recover import Recover
@@ -277,6 +280,48 @@ class Noisy(nn.Module):
 
     def forward(self, x):
         return self.norm(self.conv(x)) + torch.randn(4, 1, 1)
+
+
+@dataclass
+class Held:
+    """An answer with a field."""
+
+    scores: object
+
+
+class Plain:
+    """An answer of the user's own."""
+
+    def __init__(self, scores):
+        self.scores = scores
+
+
+Named = namedtuple("Named", ["scores"])
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda y: (y, None), lambda y: {"deep": [{"scores": (y,)}]}, lambda y: Held({"a": Plain([y])}),
+        Held, Plain, Named,
+        lambda y: BaseModelOutput(last_hidden_state=y), lambda y: torch.complex(torch.zeros_like(y), y),
+        torch.distributions.Exponential, lambda y: {"scores": y[y[:, 0] > y[:, 0].mean().round()]},
+    ],
+)  # fmt: skip
+def test_every_kind_of_answer_is_compared(wrap):
+    """With what is as it was, the answer is taken for the same; with numbers that are used otherwise, it is not."""
+
+    class Wrapped(Net):
+        used = 0.0
+
+        def forward(self, x):
+            return wrap(super().forward(x) + 5 + self.used * self.norm1.running_mean.sum())
+
+    net, data = known(net=Wrapped), images()
+    assert settled(copy.deepcopy(net), data)
+    net.used, before = 1.0, state(net)
+    assert not settled(net, data)
+    assert not changed(net, before)
 
 
 @pytest.mark.parametrize("make", [lambda: nn.Sequential(nn.Conv2d(3, 4, 3), Own(4)), Noisy])

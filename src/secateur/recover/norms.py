@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
-from secateur.nest import map_tensors, tensors_in
+from secateur.nest import tensors_of_output
 from secateur.ops.norm import BatchNorm
 from secateur.ops.table import Call, Site, lookup
 from secateur.recover.samples import Samples
@@ -47,12 +47,12 @@ def settle(model: nn.Module, samples: Samples, seed: int, answer: Callable[[nn.M
             with _Watched(seen):
                 for inputs, _ in islice(samples.epoch(), _BATCHES):
                     found = answer(model, inputs)
-                    first = first or (inputs, map_tensors(torch.clone, found))
+                    first = first or (inputs, _tensors(found))
             if first is None:
                 return False
             for norm in seen:
                 norm.change()
-            if _close(answer(model, first[0]), first[1]):
+            if _close(_tensors(answer(model, first[0])), first[1]):
                 return True
         except torch.OutOfMemoryError:  # training names a batch size that fits
             pass
@@ -156,11 +156,22 @@ class _Watched(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _close(found: Any, known: Any) -> bool:
-    """Whether numbers are nearly the same. Infinite ones, as of masks, must stay; NaN is never the same."""
-    for one, other in zip(tensors_in(found), tensors_in(known), strict=True):
-        if other.is_floating_point() and other.numel():
+def _tensors(output: Any) -> list[Tensor]:
+    """Copies of all tensors that a model answers with, also in objects: the next call may write to the same memory."""
+    return [tensor.detach().clone() for tensor in tensors_of_output(output)]
+
+
+def _close(found: list[Tensor], known: list[Tensor]) -> bool:
+    """Whether numbers are nearly the same. Infinite ones, as of masks, must stay; NaN is never the same.
+
+    Of whole numbers the shape counts, since rounding can change which of two classes is the larger one.
+    """
+    if [(t.shape, t.dtype) for t in found] != [(t.shape, t.dtype) for t in known]:
+        return False
+    pairs = [pair for pair in zip(found, known, strict=True) if pair[1].is_floating_point() or pair[1].is_complex()]
+    for one, other in pairs:
+        if other.numel():
             most = float(torch.where(other.isfinite(), other, 0).abs().max())
             if not torch.allclose(one, other, rtol=0, atol=_CLOSE * most):
                 return False
-    return True
+    return bool(pairs)
