@@ -282,6 +282,108 @@ class Noisy(nn.Module):
         return self.norm(self.conv(x)) + torch.randn(4, 1, 1)
 
 
+class Training(Net):
+    """Does not run in evaluation mode."""
+
+    def forward(self, x):
+        if not self.training:
+            raise RuntimeError("only in training")
+        return super().forward(x)
+
+
+class Structured(Net):
+    """Its answers have another form in training."""
+
+    def forward(self, x):
+        y = super().forward(x)
+        return (y[:2], y) if self.training else y
+
+
+class Scaled(Net):
+    """Its norms see other numbers in training."""
+
+    def forward(self, x):
+        return super().forward(x if self.training else 3 * x.pow(3) + 1)
+
+
+class Noted(Net):
+    """Notes the mode elsewhere."""
+
+    mode = False
+
+    def train(self, mode=True):
+        self.mode = mode
+        return super().train(mode)
+
+    def forward(self, x):
+        return super().forward(x if self.mode else x.exp())
+
+
+@pytest.mark.parametrize("kind", [Training, Structured, Scaled, Noted])
+def test_models_that_do_something_else_in_training_are_left_as_they_were(kind):
+    net, data = known(net=kind), images()
+    before = state(net)
+    assert not settled(net, data)
+    assert not changed(net, before)
+    if kind is not Structured:
+        assert len(sc.recover(net, None, data, epochs=1, teacher=0, progress=False).history) == 1
+
+
+class Helped(Net):
+    """Has a head that only helps in training, and drops numbers by hand."""
+
+    def __init__(self):
+        super().__init__()
+        self.aside = nn.BatchNorm1d(4)
+
+    def forward(self, x):
+        y = F.dropout(super().forward(x), 0.3, self.training)
+        return {"logits": y, "helps": self.aside(y.square())} if self.training else y
+
+
+class Froze(Net):
+    """Freezes a norm each time that it runs."""
+
+    def forward(self, x):
+        self.norm2.eval()
+        return super().forward(x)
+
+
+@pytest.mark.parametrize(("kind", "others"), [(Helped, ["norm1", "norm2", "norm3"]), (Froze, ["norm1", "norm3"])])
+def test_norms_that_training_uses_in_another_way_are_left_alone(kind, others):
+    net, data = known(net=kind), images()
+    with torch.no_grad():
+        for name in ("norm2", "aside") if kind is Helped else ("norm2",):
+            getattr(net, name).running_mean.add_(1)
+    before, sizes = net(data[0]).detach(), state(net)
+    assert settled(net, data)
+    torch.testing.assert_close(net(data[0]), before, rtol=1e-3, atol=1e-3 * float(before.abs().max()))
+    assert sorted({name.partition(".")[0] for name in changed(net, sizes)}) == others
+
+
+class Counting(Net):
+    """Counts its calls in a buffer, and remembers its last input."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("last_seen", torch.zeros(1))
+
+    def forward(self, x):
+        self.calls += 1
+        self.last_seen = x.flatten()
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("kind", [Counting, Noisy])
+def test_nothing_else_is_changed(kind):
+    net, data = known(net=kind), images()
+    before, flags = state(net), [module.training for module in net.modules()]
+    assert settled(net, data, size=9) is (kind is Counting)
+    assert all("norm" in name and "tracked" not in name for name in changed(net, before))
+    assert [module.training for module in net.modules()] == flags
+
+
 @dataclass
 class Held:
     """An answer with a field."""

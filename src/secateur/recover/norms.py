@@ -7,7 +7,9 @@ the one that was repaired. Here the learnt numbers become those of the data, and
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import islice
 from typing import Any
 
@@ -17,10 +19,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
 from secateur.nest import tensors_of_output
+from secateur.ops.activation import Identity
 from secateur.ops.norm import BatchNorm
 from secateur.ops.table import Call, Site, lookup
 from secateur.recover.samples import Samples
 from secateur.running.devices import precise
+from secateur.running.logits import logits_of
+from secateur.running.modes import module_reads_training, reads_training
+from secateur.running.processes import active
 from secateur.running.sandbox import evaluating, seeded, training
 
 #: How many batches are looked at.
@@ -36,26 +42,31 @@ def settle(model: nn.Module, samples: Samples, seed: int, answer: Callable[[nn.M
 
     `answer(model, inputs)` runs the model. Nothing is changed, and the result is False, if there is no batch norm that
     has learnt anything and may be trained, or if the model would not compute the same: a layer of the user's own may
-    use these numbers in another way.
+    use these numbers in another way. Nor is it if the model does not run in evaluation mode, or does something else
+    there than in training: the inputs of its norms would be others.
     """
     seen = [_Seen(norm) for norm in _learning(model)]
-    if not seen:
-        return False
     first: Any = None
-    with seeded(seed, 0, salt=_SALT), evaluating(model), torch.no_grad():
-        try:
-            with _Watched(seen):
-                for inputs, _ in islice(samples.epoch(), _BATCHES):
-                    found = answer(model, inputs)
-                    first = first or (inputs, _tensors(found))
-            if first is None:
-                return False
-            for norm in seen:
-                norm.change()
-            if _close(_tensors(answer(model, first[0])), first[1]):
-                return True
-        except torch.OutOfMemoryError:  # training names a batch size that fits
-            pass
+    with seeded(seed, 0, salt=_SALT), torch.no_grad():
+        with _unmoved(model):
+            for inputs, _ in islice(samples.epoch() if seen else (), _BATCHES):
+                with evaluating(model), _Watched(seen, _Seen.note):
+                    found = _asked(answer, model, inputs)
+                if found is None:
+                    return False
+                if first is None:
+                    with _unmoved(model):
+                        first, seen = (inputs, found), _alike(model, seen, answer, inputs, found)
+                if not seen:
+                    return False
+        if first is None:
+            return False
+        for norm in seen:
+            norm.change()
+        with _unmoved(model), evaluating(model):
+            found = _asked(answer, model, first[0])
+        if found is not None and _close(found, first[1]):
+            return True
         for norm in seen:
             norm.undo()
     return False
@@ -90,7 +101,7 @@ class _Seen:
         assert norm.running_var is not None
         self.norm, self.mean, self.var = norm, norm.running_mean, norm.running_var
         self.before = [t.detach().clone() for t in self._numbers]
-        self.count = 0
+        self.count = self.calls = 0
         #: Every call takes these four numbers, and nothing else, in the usual way.
         self.usual = True
         self.wide = precise(self.mean.device)
@@ -103,6 +114,7 @@ class _Seen:
     def note(self, call: Call) -> None:
         """Count the inputs of one call. The channels are dimension 1."""
         inputs = call["input"]
+        self.calls += 1
         self.usual &= not call["training"] and call["eps"] == self.norm.eps
         self.usual &= all(call[name] is own for name, own in zip(_NAMES, self._numbers, strict=True))
         others, count = [0, *range(2, inputs.ndim)], inputs.numel() // len(self.mean)
@@ -141,8 +153,9 @@ class _Watched(TorchFunctionMode):
     What a module is called on need not be what is normalised: a subclass may turn it round first.
     """
 
-    def __init__(self, seen: list[_Seen]) -> None:
+    def __init__(self, seen: list[_Seen], note: Callable[[_Seen, Call], None]) -> None:
         super().__init__()
+        self._note = note
         self._seen = {id(known.mean): known for known in seen}
 
     def __torch_function__(
@@ -152,13 +165,65 @@ class _Watched(TorchFunctionMode):
         if isinstance(operation, BatchNorm):
             call = Call(operation, func, args, kwargs, Site("", "", 0))
             if id(call["running_mean"]) in self._seen:
-                self._seen[id(call["running_mean"])].note(call)
+                self._note(self._seen[id(call["running_mean"])], call)
         return func(*args, **kwargs)
 
 
-def _tensors(output: Any) -> list[Tensor]:
-    """Copies of all tensors that a model answers with, also in objects: the next call may write to the same memory."""
-    return [tensor.detach().clone() for tensor in tensors_of_output(output)]
+class _Undropped(TorchFunctionMode):
+    """Dropout does nothing, wherever it is called."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        operation, kwargs = lookup(func), kwargs or {}
+        if isinstance(operation, Identity) and operation.scales:
+            return args[0] if args else kwargs["input"]
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def _unmoved(model: nn.Module) -> Iterator[None]:
+    """Buffers are as before afterwards: some change in every forward."""
+    held = [(own._buffers, name, t) for own in model.modules() for name, t in own._buffers.items() if t is not None]
+    before = [tensor.detach().clone() for _, _, tensor in held]
+    try:
+        yield
+    finally:
+        for (owner, name, tensor), value in zip(held, before, strict=True):
+            owner[name] = tensor.copy_(value) if tensor.shape == value.shape else value
+
+
+def _alike(
+    model: nn.Module, seen: list[_Seen], answer: Callable[[nn.Module, Any], Any], inputs: Any, known: list[Tensor]
+) -> list[_Seen]:
+    """The norms that training uses as evaluation does; none if the model's code does something else in training."""
+    if reads_training(model):
+        if active():  # what it does in training may wait for another process
+            return []
+        with training(model), _Undropped():
+            for module in model.modules():
+                module.training &= module_reads_training(module) and not isinstance(module, _BatchNorm)
+            found = _asked(answer, model, inputs)
+        if found is None or not _close(found[:1], known[:1]):
+            return []
+    if active():  # as a norm over all processes does
+        return seen
+    calls = Counter[int]()
+    with training(model), _Watched(seen, lambda norm, call: calls.update([id(norm)] if call["training"] else [])):
+        found = _asked(answer, model, inputs)
+    return [norm for norm in seen if found is not None and calls[id(norm)] == norm.calls > 0]
+
+
+def _asked(answer: Callable[[nn.Module, Any], Any], model: nn.Module, inputs: Any) -> list[Tensor] | None:
+    """Copies of the tensors that a model answers with, the one that counts first. None if it does not run.
+
+    If that happens in training as well, it says why, and which batch size would fit into memory.
+    """
+    try:
+        output = answer(model, inputs)
+        return [tensor.detach().clone() for tensor in (logits_of(output, warn=False), *tensors_of_output(output))]
+    except Exception:
+        return None
 
 
 def _close(found: list[Tensor], known: list[Tensor]) -> bool:

@@ -21,7 +21,15 @@ from torch.compiler import set_stance
 
 from secateur.errors import ForwardError, NotFiniteError, UnsupportedModelError
 from secateur.nest import Images, describe, map_tensors, tensors_in
-from secateur.running.copies import check_followed, named_modules, named_parameters, named_tensors, tensors_of, unwrap
+from secateur.running.copies import (
+    check_followed,
+    named_modules,
+    named_parameters,
+    named_tensors,
+    set_mode,
+    tensors_of,
+    unwrap,
+)
 from secateur.running.devices import dtype_of
 
 #: What a model is called on: a tensor, a tuple of positional inputs, or a mapping of named inputs.
@@ -170,12 +178,16 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def training(model: nn.Module) -> Iterator[None]:
-    """Training mode, as the model's own `train` sets it: some keep a part frozen. Each module's own flag restored."""
+    """Training mode, as the model's own `train` sets it, which may keep a part frozen or note the mode elsewhere.
+
+    Afterwards each module's own flag is as before.
+    """
     flags = [(module, module.training) for module in model.modules()]
     try:
-        model.train()
+        set_mode(model, True)
         yield
     finally:
+        set_mode(model, flags[0][1])
         for module, flag in flags:
             module.training = flag
 
