@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler, TensorDataset
 
 import secateur as sc
 from secateur.errors import (
@@ -72,6 +72,83 @@ def test_every_sample_is_trained_on(size: int, steps: int, samples: int) -> None
 
     train(mlp(), None, (x, y), teacher=0, batch_size=size, loss=loss)
     assert (len(seen), sum(map(len, seen))) == (steps, samples)
+
+
+class Stream:
+    """Batches that can be read once, all in the same memory."""
+
+    def __init__(self, count: int) -> None:
+        self.place, self.rest = torch.empty(8, 3, 8, 8), iter(range(count))
+
+    def __iter__(self) -> Any:
+        return self
+
+    def __next__(self) -> Any:
+        drawn = torch.Generator().manual_seed(next(self.rest))
+        return self.place.copy_(torch.rand(8, 3, 8, 8, generator=drawn)), torch.arange(8) % 3
+
+
+class Read(IterableDataset[Any]):
+    """A stream as a data set: whoever reads it takes something from all others."""
+
+    def __init__(self, count: int) -> None:
+        self.stream = Stream(count)
+
+    def __iter__(self) -> Any:
+        return iter(self.stream)
+
+
+class Once:
+    """No iterator itself, but each time it is asked for one, it is the same."""
+
+    def __init__(self, count: int) -> None:
+        self.stream = Stream(count)
+
+    def __iter__(self) -> Any:
+        return self.stream
+
+
+def known_norm() -> nn.Module:
+    """A network with a batch norm that has learnt something, which looks at batches before training."""
+    model = conv(nn.BatchNorm2d(4), nn.Sequential(nn.Conv2d(4, 4, 1), nn.ReLU()), *head())
+    for _ in range(3):
+        model.train()(torch.rand(8, 3, 8, 8))
+    return model.eval()
+
+
+def in_place(images: Tensor) -> Tensor:
+    return images.mul_(2)
+
+
+@pytest.mark.parametrize("count", [3, 16, 20])
+@pytest.mark.parametrize("kind", [Once, lambda count: DataLoader(Read(count), batch_size=None)])
+@pytest.mark.parametrize(("blocks", "augment"), [(0.0, None), (1.0, None), (0.0, in_place)])
+def test_batches_that_come_once_are_trained_on(count: int, kind: Any, blocks: float, augment: Any) -> None:
+    """Also those that were looked at before, each once, and in their order."""
+    model, seen = known_norm(), list[Tensor]()
+
+    class Seeing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = model
+
+        def forward(self, x: Tensor) -> Tensor:
+            if torch.is_grad_enabled():
+                seen.append(x.clone())
+            out: Tensor = self.body(x)
+            return out
+
+    result = sc.prune(Seeing(), (torch.rand(8, 3, 8, 8), None), remove=0.2, repair=None, progress=False)
+    seen.clear()
+    train(result, result.original, kind(count), blocks=blocks, augment=augment)
+    wanted = [batch[0].clone() * (2 if augment else 1) for batch in Stream(count)]
+    assert torch.equal(torch.stack(seen[-count:]), torch.stack(wanted))
+    assert len(seen) == count + (blocks > 0)  # the relevance of blocks has gradients, too
+
+
+def test_no_batch_to_look_at() -> None:
+    with pytest.raises(DataError, match="no batch"):
+        train(mlp(), mlp(), Once(0), blocks=1.0)
 
 
 class Scales(nn.Module):

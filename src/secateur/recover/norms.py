@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import islice
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ from secateur.recover.samples import Samples
 from secateur.running.devices import precise
 from secateur.running.logits import logits_of
 from secateur.running.modes import module_reads_training, reads_training
-from secateur.running.processes import active
+from secateur.running.processes import active, share
 from secateur.running.sandbox import evaluating, seeded, training
 
 #: How many batches are looked at.
@@ -46,10 +45,12 @@ def settle(model: nn.Module, samples: Samples, seed: int, answer: Callable[[nn.M
     there than in training: the inputs of its norms would be others.
     """
     seen = [_Seen(norm) for norm in _learning(model)]
+    if not seen:
+        return False
     first: Any = None
-    with seeded(seed, 0, salt=_SALT), torch.no_grad():
+    with seeded(seed, share()[0], salt=_SALT), torch.no_grad():
         with _unmoved(model):
-            for inputs, _ in islice(samples.epoch() if seen else (), _BATCHES):
+            for inputs, _ in samples.look(_BATCHES):
                 with evaluating(model), _Watched(seen, _Seen.note):
                     found = _asked(answer, model, inputs)
                 if found is None:

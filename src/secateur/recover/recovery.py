@@ -138,7 +138,10 @@ def trained(
     student, kinds = _student(small, settings)
     blocks = None
     if settings.blocks and teacher is not None and original is not None:
-        first = select_samples(next(samples.epoch())[0], slice(64))
+        looked = next(samples.look(1), None)
+        if looked is None:
+            raise DataError("there is no batch to train on.")
+        first = select_samples(looked[0], slice(64))
         blocks = Blocks.of(student, teacher, (small, unwrap(original)), first)
     reader, trainable = Reader(student), {id(p) for p in student.parameters() if p.requires_grad}
     net = with_adapters(student, settings.lora) if settings.lora else student

@@ -393,6 +393,7 @@ class Trainer:
         state = self._file.restore() if self._file is not None else None
         if state is None:
             return False
+        self.samples.forget()
         try:
             self._load(state["moving"])
             self._average = [t.to(own.device) for t, own in zip(state["average"], self._average, strict=True)]
