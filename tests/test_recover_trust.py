@@ -273,6 +273,57 @@ def test_buffers_that_a_forward_replaces_are_kept(ema: float, tmp_path: Path, mo
     assert digest(again) == digest(train(Counts(), None, points(24), teacher=0, epochs=4, ema=ema).model)
 
 
+class Waves(nn.Module):
+    """Its weights are complex; of its real ones there may be none."""
+
+    def __init__(self, real: bool) -> None:
+        super().__init__()
+        drawn = torch.Generator().manual_seed(0)
+        self.first = nn.Parameter(torch.randn(4, 3, dtype=torch.cfloat, generator=drawn))
+        self.shift = nn.Parameter(torch.zeros(3)) if real else None
+        self.register_buffer("turn", torch.tensor([1j, torch.inf]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert isinstance(self.turn, Tensor)
+        out = (x.to(torch.cfloat) @ self.first * self.turn[0]).abs()
+        return out if self.shift is None else out + self.shift
+
+
+@pytest.mark.parametrize("real", [False, True])
+def test_complex_weights_have_averages(real: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, y = points(16)
+    options: dict[str, Any] = {
+        "teacher": 0.0, "ema": 0.9, "lr": 0.5, "momentum": 0.0, "weight_decay": 0.0, "clip": 0.0, "schedule": "constant"
+    }  # fmt: skip
+    by_hand, mean = Waves(real), Waves(real).first.detach().clone()
+    for step in range(1, 4):
+        own = list(by_hand.parameters())
+        gradients = torch.autograd.grad(F.cross_entropy(by_hand(x), y), own)
+        with torch.no_grad():
+            for parameter, gradient in zip(own, gradients, strict=True):
+                parameter.sub_(0.5 * gradient)
+        keep = min(0.9, (1 + step) / (10 + step))
+        mean = keep * mean + (1 - keep) * by_hand.first.detach()
+    found = train(Waves(real), None, (x, y), epochs=3, **options).model
+    torch.testing.assert_close(found.first.detach(), mean)
+    assert torch.equal(found.turn, Waves(real).turn)
+
+    after_epoch = training.Trainer._after_epoch
+
+    def killed(self: training.Trainer) -> None:
+        after_epoch(self)
+        if len(self.history) == 2:
+            self._save()
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(training.Trainer, "_after_epoch", killed)
+    with pytest.raises(KeyboardInterrupt):
+        train(Waves(real), None, (x, y), epochs=3, checkpoint=tmp_path / "run", **options)
+    monkeypatch.undo()
+    again = train(Waves(real), None, (x, y), epochs=3, checkpoint=tmp_path / "run", **options).model
+    assert torch.equal(again.first, found.first)
+
+
 def test_the_best_epoch_has_its_own_buffers() -> None:
     x, y = points(24)
     done = train(Counts(), None, (x, y), teacher=0, epochs=30, lr=0.5, clip=0, patience=2, test=(x, (y + 1) % 3))

@@ -272,7 +272,7 @@ class Trainer:
             means, values = list[Tensor](), list[Tensor]()
             for place, now in enumerate(tensor.detach() for tensor in self._moving):
                 mean = self._average[place]
-                if mean.is_floating_point() and mean.shape == now.shape:
+                if (mean.is_floating_point() or mean.is_complex()) and mean.shape == now.shape:
                     means.append(mean)
                     values.append(now)
                 else:  # whole numbers, and buffers that grow
