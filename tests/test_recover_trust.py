@@ -19,6 +19,7 @@ from secateur.errors import (
     EvaluationError,
     FileFormatError,
     ForwardError,
+    NotFiniteError,
     SecateurError,
     SecateurWarning,
     TrainingError,
@@ -419,6 +420,67 @@ def test_nan_that_comes_late_is_found_in_the_data() -> None:
     x[500:] = torch.nan
     with pytest.raises(DataError, match="NaN or infinite"):
         train(mlp(), mlp(), (x, y), batch_size=8)
+
+
+class Spoils(torch.autograd.Function):
+    """The same numbers, with a gradient that has a NaN in its imaginary part."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0] + complex(0, math.nan)
+
+
+class Hidden(Waves):
+    """No NaN ever leaves it."""
+
+    spoils = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = Spoils.apply(self.first) if self.spoils else self.first  # type: ignore[no-untyped-call]
+        return (x.to(torch.cfloat) @ first).abs().nan_to_num()
+
+
+@pytest.mark.parametrize("number", [complex(math.nan, 0), complex(0, math.nan), complex(0, math.inf)])
+def test_complex_weights_and_inputs_that_are_not_finite(number: complex) -> None:
+    x, y = points(16)
+    spoilt = Hidden(real=True)
+    spoilt.first.data[1, 1] = number
+    with pytest.raises(NotFiniteError, match="first"):
+        train(spoilt, None, (x, y), teacher=0)
+    waves = x.to(torch.cfloat)
+    waves[3, 2] = number
+    with pytest.raises(DataError, match="NaN or infinite"):
+        train(Hidden(real=True), None, (waves, y), teacher=0)
+
+
+def test_complex_weights_that_the_last_step_spoils() -> None:
+    model, (x, y) = Hidden(real=False), points(16)
+    model.spoils = True
+    with pytest.raises(TrainingError, match="NaN in epoch 1") as caught:
+        train(model, None, (x, y), teacher=0, clip=0.0)
+    assert torch.equal(caught.value.result.model.first, model.first)
+
+
+def test_complex_answers_and_losses() -> None:
+    """Refused where only their real parts would count; your own loss may take them."""
+    x, y = points(16)
+
+    class Complex(Waves):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.to(torch.cfloat) @ self.first
+
+    model = Complex(real=False)
+    for data, teacher in (((x, y), 0.0), ((x, y), 0.5), ((x, None), 1.0)):
+        with pytest.raises(DataError, match="complex numbers"):
+            train(model, copy.deepcopy(model), data, teacher=teacher)
+    with pytest.raises(EvaluationError, match="complex number"):
+        train(model, None, (x, y), teacher=0, loss=lambda output, targets: output.mean())
+    done = train(model, None, (x, y), teacher=0, loss=lambda output, targets: F.cross_entropy(output.abs(), targets))
+    assert done.history[0].accuracy is None
 
 
 def test_nan_among_held_out_samples() -> None:

@@ -308,8 +308,8 @@ def check_weights(model: nn.Module) -> None:
 def spoilt(model: nn.Module) -> str | None:
     """The first parameter or buffer of a model with numbers that it must not have; None if all are sound."""
     floats = _floats(model)
-    # NaN and infinity survive in a sum, which is cheap and asks the device only once.
-    totals = [tensor.sum(dtype=torch.float32).to(floats[0][1].device) for _, tensor in floats]
+    # NaN and infinity survive in a sum, which is cheap and asks the device only once; of a complex one, in its size.
+    totals = [_total(tensor).to(floats[0][1].device) for _, tensor in floats]
     if not totals or bool(torch.isfinite(torch.stack(totals)).all()):
         return None
     strict = _always_finite(model)
@@ -319,8 +319,14 @@ def spoilt(model: nn.Module) -> str | None:
     return None
 
 
+def _total(tensor: Tensor) -> Tensor:
+    return tensor.sum(dtype=torch.complex64).abs() if tensor.is_complex() else tensor.sum(dtype=torch.float32)
+
+
 def _floats(model: nn.Module) -> list[tuple[str, Tensor]]:
-    return [(name, tensor.detach()) for name, tensor in named_tensors(model) if tensor.is_floating_point()]
+    """Tensors that can hold NaN."""
+    named = named_tensors(model)
+    return [(name, tensor.detach()) for name, tensor in named if tensor.is_floating_point() or tensor.is_complex()]
 
 
 def _always_finite(model: nn.Module) -> set[str]:
