@@ -361,6 +361,35 @@ def test_norms_that_training_uses_in_another_way_are_left_alone(kind, others):
     assert sorted({name.partition(".")[0] for name in changed(net, sizes)}) == others
 
 
+class Domains(Net):
+    """Small and large numbers have norms of their own, which share a scale and a shift."""
+
+    def __init__(self):
+        super().__init__()
+        self.other = nn.BatchNorm1d(4)
+        self.other.weight, self.other.bias = self.norm3.weight, self.norm3.bias
+
+    def forward(self, x):
+        x = F.relu(self.norm1(self.first(x)))
+        norm = self.norm3 if float(x.detach().mean()) > 0.6 else self.other
+        return norm(self.last(x.mean((2, 3))))
+
+
+def test_norms_that_share_a_scale_are_left_alone():
+    """What one of them made up for, the other would divide by as well. They may meet in no batch."""
+    net, (x, y) = known(net=Domains), images()
+    with torch.no_grad():
+        net.other.running_mean.add_(1)
+    parts = [x, 3 * x]
+    before, sizes = [net(part).detach() for part in parts], state(net)
+    for first, second in ((x, 3 * x), (3 * x, x)):
+        tried = copy.deepcopy(net)
+        assert settled(tried, [(first, y), (second, y)])
+        for part, answer in zip(parts, before, strict=True):
+            torch.testing.assert_close(tried(part), answer, rtol=1e-3, atol=1e-3 * float(answer.abs().max()))
+        assert {name.partition(".")[0] for name in changed(tried, sizes)} == {"norm1"}
+
+
 class Counting(Net):
     """Counts its calls in a buffer, and remembers its last input."""
 

@@ -75,11 +75,19 @@ def settle(model: nn.Module, samples: Samples, seed: int, answer: Callable[[nn.M
 
 def _learning(model: nn.Module) -> list[_BatchNorm]:
     """Batch norms that have learnt something, and that go on learning in training mode."""
+    owners = Counter(id(tensor) for module in model.modules() for tensor in _own(module))
     known = [module for module in model.modules() if isinstance(module, _BatchNorm) and _has_learnt(module)]
+    # What one layer makes up for, another one with the same scale would do as well.
+    known = [norm for norm in known if all(owners[id(tensor)] == 1 for tensor in _own(norm))]
     if not known:
         return []
     with training(model):  # which may freeze parameters as well
         return [norm for norm in known if norm.training and _has_learnt(norm)]
+
+
+def _own(module: nn.Module) -> list[Tensor]:
+    """The tensors that a module itself holds."""
+    return [t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None]
 
 
 def _has_learnt(norm: _BatchNorm) -> bool:
