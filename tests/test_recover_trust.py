@@ -491,6 +491,21 @@ def test_nan_among_held_out_samples() -> None:
         train(mlp(), None, (x, y), teacher=0, test=(spoilt, y), patience=2)
 
 
+def test_numbers_that_half_precision_cannot_hold() -> None:
+    """A variance above 65504 would be infinite, and all that is divided by it 0."""
+    x, y = points(32)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3)).eval()
+    with torch.no_grad():
+        model[0].weight.mul_(2000)
+    with pytest.raises(TrainingError, match="running_var` has learnt numbers that are infinite in float16") as caught:
+        train(copy.deepcopy(model).half(), None, (x, y), teacher=0)
+    found = caught.value.result.model
+    assert found[1].running_var.dtype == torch.float32
+    assert torch.isfinite(found(x)).all()
+    assert train(copy.deepcopy(model).bfloat16(), None, (x, y), teacher=0).model[1].running_var.isfinite().all()
+
+
 def test_a_teacher_with_nan() -> None:
     original = mlp()
     with torch.no_grad():
