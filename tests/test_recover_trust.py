@@ -491,6 +491,19 @@ def test_nan_among_held_out_samples() -> None:
         train(mlp(), None, (x, y), teacher=0, test=(spoilt, y), patience=2)
 
 
+@pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("blocks", [0.0, 1.0])
+def test_models_and_data_in_half_precision(kind: torch.dtype, blocks: float) -> None:
+    """The student is trained in full precision. Its teacher, and the data, stay as they are."""
+    x, y = points(32)
+    result = sc.prune(mlp(), (x, y), remove=0.3, repair=None, progress=False)
+    whole = train(result, result.original, (x, y), blocks=blocks).history[0]
+    half = copy.deepcopy(result.model).to(kind), copy.deepcopy(mlp()).to(kind)
+    done = train(half[0], half[1], (x.to(kind), y), blocks=blocks, test=(x.to(kind), y))
+    assert done.history[0].loss == pytest.approx(whole.loss, rel=0.05)
+    assert {p.dtype for p in done.model.parameters()} == {kind}
+
+
 def test_numbers_that_half_precision_cannot_hold() -> None:
     """A variance above 65504 would be infinite, and all that is divided by it 0."""
     x, y = points(32)
