@@ -390,6 +390,22 @@ def test_norms_that_share_a_scale_are_left_alone():
         assert {name.partition(".")[0] for name in changed(tried, sizes)} == {"norm1"}
 
 
+def test_norms_in_compiled_parts_learn():
+    class Compiled(Net):
+        def __init__(self):
+            super().__init__()
+            self.part = torch.compile(lambda x: F.relu(self.norm1(x)), backend="eager")
+
+        def forward(self, x):
+            return self.norm3(self.last(F.relu(self.norm2(self.again(self.part(self.first(x))))).mean((2, 3))))
+
+    net, data = known(net=Compiled), images()
+    before, sizes = net(data[0]).detach(), state(net)
+    assert settled(net, data)
+    torch.testing.assert_close(net(data[0]), before, rtol=1e-3, atol=1e-3 * float(before.abs().max()))
+    assert {name.partition(".")[0] for name in changed(net, sizes)} == {"norm1", "norm2", "norm3"}
+
+
 class Counting(Net):
     """Counts its calls in a buffer, and remembers its last input."""
 

@@ -26,7 +26,7 @@ from secateur.running.devices import precise
 from secateur.running.logits import logits_of
 from secateur.running.modes import module_reads_training, reads_training
 from secateur.running.processes import active, share
-from secateur.running.sandbox import evaluating, seeded, training
+from secateur.running.sandbox import as_written, evaluating, seeded, training
 
 #: How many batches are looked at.
 _BATCHES = 16
@@ -48,7 +48,7 @@ def settle(model: nn.Module, samples: Samples, seed: int, answer: Callable[[nn.M
     if not seen:
         return False
     first: Any = None
-    with seeded(seed, share()[0], salt=_SALT), torch.no_grad():
+    with seeded(seed, share()[0], salt=_SALT), torch.no_grad(), as_written():  # a compiled part would compile the watch
         with _unmoved(model):
             for inputs, _ in samples.look(_BATCHES):
                 with evaluating(model), _Watched(seen, _Seen.note):
