@@ -147,6 +147,13 @@ def test_batches_that_come_once_are_trained_on(count: int, kind: Any, blocks: fl
     assert len(seen) == count + (blocks > 0)  # the relevance of blocks has gradients, too
 
 
+def test_held_out_batches_that_come_once_are_measured_on_each_time() -> None:
+    data = points(32)
+    test = [(data[0][begin : begin + 8], data[1][begin : begin + 8]) for begin in range(0, 32, 8)]
+    found = train(mlp(), None, data, teacher=0, epochs=2, test=iter(test)).history
+    assert found == train(mlp(), None, data, teacher=0, epochs=2, test=test).history
+
+
 def test_no_batch_to_look_at() -> None:
     with pytest.raises(DataError, match="no batch"):
         train(mlp(), mlp(), Once(0), blocks=1.0)

@@ -15,7 +15,17 @@ from torch.utils.data import DataLoader, IterableDataset
 from secateur.errors import Argument, DataError, EvaluationError, SecateurError
 from secateur.nest import map_tensors, select_samples, tensors_in
 from secateur.recover.settings import Augment, Recover
-from secateur.running.batches import Batch, Data, as_data, batches, check_pair, checked_batch, is_pair, size_of
+from secateur.running.batches import (
+    Batch,
+    Data,
+    as_data,
+    batches,
+    check_pair,
+    checked_batch,
+    is_pair,
+    repeatable,
+    size_of,
+)
 from secateur.running.devices import to_device
 from secateur.running.processes import share
 
@@ -56,6 +66,8 @@ class Samples:
             raise DataError("there are no data to train on.", fix="a pair (X, y), a list of batches or a DataLoader")
         if isinstance(data, Tensor) or not isinstance(data, Iterable) or isinstance(data, Iterator):
             raise DataError("training repeats the data: give a pair (X, y), a list or a DataLoader.")
+        if test is not None:
+            test = repeatable(test)  # it is measured on before training and after each epoch
         if settings.held_out and test is not None:
             raise DataError("held_out divides the data, and test=… are other data to measure on.", fix="one of the two")
         if settings.held_out:
