@@ -390,6 +390,17 @@ def test_norms_that_share_a_scale_are_left_alone():
         assert {name.partition(".")[0] for name in changed(tried, sizes)} == {"norm1"}
 
 
+def test_norms_that_do_not_track_any_longer_learn():
+    """What they divide by in evaluation mode stays as it is while they are trained."""
+    net, data = known(), images()
+    for norm in (net.norm1, net.norm3):
+        norm.track_running_stats = False
+    before, sizes = net(data[0]).detach(), state(net)
+    assert settled(net, data)
+    torch.testing.assert_close(net(data[0]), before, rtol=1e-3, atol=1e-3 * float(before.abs().max()))
+    assert {name.partition(".")[0] for name in changed(net, sizes)} == {"norm1", "norm2", "norm3"}
+
+
 def test_norms_in_compiled_parts_learn():
     class Compiled(Net):
         def __init__(self):

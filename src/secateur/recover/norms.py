@@ -165,7 +165,8 @@ class _Watched(TorchFunctionMode):
     def __init__(self, seen: list[_Seen], note: Callable[[_Seen, Call], None]) -> None:
         super().__init__()
         self._note = note
-        self._seen = {id(known.mean): known for known in seen}
+        # By any of the two: without `track_running_stats`, training has no mean.
+        self._seen = {id(own): known for known in seen for own in (known.mean, known.norm.weight)}
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -173,8 +174,9 @@ class _Watched(TorchFunctionMode):
         operation, kwargs = lookup(func), kwargs or {}
         if isinstance(operation, BatchNorm):
             call = Call(operation, func, args, kwargs, Site("", "", 0))
-            if id(call["running_mean"]) in self._seen:
-                self._note(self._seen[id(call["running_mean"])], call)
+            known = self._seen.get(id(call["weight"])) or self._seen.get(id(call["running_mean"]))
+            if known is not None:
+                self._note(known, call)
         return func(*args, **kwargs)
 
 
