@@ -445,6 +445,29 @@ class Following(Net):
         return super().forward(x)
 
 
+class Keeping(Net):
+    """Counts its calls in an attribute, and keeps what it once made of a weight."""
+
+    calls, kept = 0, None
+
+    def forward(self, x):
+        self.calls += 1
+        if self.kept is None:
+            self.kept = self.last.weight.sum()
+        return super().forward(x) + self.kept
+
+
+def test_attributes_are_as_before():
+    """What is kept must have gradients in training."""
+    net, data = known(net=Keeping), images()
+    net.calls, net.kept = 3, None
+    assert settled(net, data, size=9)
+    assert (net.calls, net.kept) == (3, None)
+    net.kept = known_before = torch.ones(())
+    assert settled(net, data, size=9)
+    assert net.kept is known_before
+
+
 @pytest.mark.parametrize("kind", [Counting, Following, Noisy])
 def test_nothing_else_is_changed(kind):
     net, data = known(net=kind), images()

@@ -194,14 +194,19 @@ class _Undropped(TorchFunctionMode):
 
 @contextmanager
 def _unmoved(model: nn.Module) -> Iterator[None]:
-    """All tensors are as before afterwards: forwards write to buffers, and some to weights, as an encoder that follows
-    another one."""
+    """All tensors and attributes are as before afterwards: forwards write to buffers, some to weights, as an encoder
+    that follows another one, and some keep what has no gradients here, or count their calls."""
+    attributes = [(vars(module), dict(vars(module))) for module in model.modules()]
     places: list[dict[str, Any]] = [own for m in model.modules() for own in (m._parameters, m._buffers)]
     held = [(own, name, tensor) for own in places for name, tensor in own.items() if tensor is not None]
     before = [tensor.detach().clone() for _, _, tensor in held]
     try:
         yield
     finally:
+        for own, known in attributes:
+            for name in own.keys() - known.keys():
+                del own[name]
+            own.update(known)
         for (owner, name, tensor), value in zip(held, before, strict=True):
             if tensor.shape != value.shape:  # a buffer that grows in place
                 tensor.data = value
