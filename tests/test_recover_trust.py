@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler, TensorDataset
 
 import secateur as sc
 from secateur.errors import (
@@ -19,6 +19,7 @@ from secateur.errors import (
     EvaluationError,
     FileFormatError,
     ForwardError,
+    NotFiniteError,
     SecateurError,
     SecateurWarning,
     TrainingError,
@@ -72,6 +73,90 @@ def test_every_sample_is_trained_on(size: int, steps: int, samples: int) -> None
 
     train(mlp(), None, (x, y), teacher=0, batch_size=size, loss=loss)
     assert (len(seen), sum(map(len, seen))) == (steps, samples)
+
+
+class Stream:
+    """Batches that can be read once, all in the same memory."""
+
+    def __init__(self, count: int) -> None:
+        self.place, self.rest = torch.empty(8, 3, 8, 8), iter(range(count))
+
+    def __iter__(self) -> Any:
+        return self
+
+    def __next__(self) -> Any:
+        drawn = torch.Generator().manual_seed(next(self.rest))
+        return self.place.copy_(torch.rand(8, 3, 8, 8, generator=drawn)), torch.arange(8) % 3
+
+
+class Read(IterableDataset[Any]):
+    """A stream as a data set: whoever reads it takes something from all others."""
+
+    def __init__(self, count: int) -> None:
+        self.stream = Stream(count)
+
+    def __iter__(self) -> Any:
+        return iter(self.stream)
+
+
+class Once:
+    """No iterator itself, but each time it is asked for one, it is the same."""
+
+    def __init__(self, count: int) -> None:
+        self.stream = Stream(count)
+
+    def __iter__(self) -> Any:
+        return self.stream
+
+
+def known_norm() -> nn.Module:
+    """A network with a batch norm that has learnt something, which looks at batches before training."""
+    model = conv(nn.BatchNorm2d(4), nn.Sequential(nn.Conv2d(4, 4, 1), nn.ReLU()), *head())
+    for _ in range(3):
+        model.train()(torch.rand(8, 3, 8, 8))
+    return model.eval()
+
+
+def in_place(images: Tensor) -> Tensor:
+    return images.mul_(2)
+
+
+@pytest.mark.parametrize("count", [3, 16, 20])
+@pytest.mark.parametrize("kind", [Once, lambda count: DataLoader(Read(count), batch_size=None)])
+@pytest.mark.parametrize(("blocks", "augment"), [(0.0, None), (1.0, None), (0.0, in_place)])
+def test_batches_that_come_once_are_trained_on(count: int, kind: Any, blocks: float, augment: Any) -> None:
+    """Also those that were looked at before, each once, and in their order."""
+    model, seen = known_norm(), list[Tensor]()
+
+    class Seeing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = model
+
+        def forward(self, x: Tensor) -> Tensor:
+            if torch.is_grad_enabled():
+                seen.append(x.clone())
+            out: Tensor = self.body(x)
+            return out
+
+    result = sc.prune(Seeing(), (torch.rand(8, 3, 8, 8), None), remove=0.2, repair=None, progress=False)
+    seen.clear()
+    train(result, result.original, kind(count), blocks=blocks, augment=augment)
+    wanted = [batch[0].clone() * (2 if augment else 1) for batch in Stream(count)]
+    assert torch.equal(torch.stack(seen[-count:]), torch.stack(wanted))
+    assert len(seen) == count + (blocks > 0)  # the relevance of blocks has gradients, too
+
+
+def test_held_out_batches_that_come_once_are_measured_on_each_time() -> None:
+    data = points(32)
+    test = [(data[0][begin : begin + 8], data[1][begin : begin + 8]) for begin in range(0, 32, 8)]
+    found = train(mlp(), None, data, teacher=0, epochs=2, test=iter(test)).history
+    assert found == train(mlp(), None, data, teacher=0, epochs=2, test=test).history
+
+
+def test_no_batch_to_look_at() -> None:
+    with pytest.raises(DataError, match="no batch"):
+        train(mlp(), mlp(), Once(0), blocks=1.0)
 
 
 class Scales(nn.Module):
@@ -196,6 +281,57 @@ def test_buffers_that_a_forward_replaces_are_kept(ema: float, tmp_path: Path, mo
     assert digest(again) == digest(train(Counts(), None, points(24), teacher=0, epochs=4, ema=ema).model)
 
 
+class Waves(nn.Module):
+    """Its weights are complex; of its real ones there may be none."""
+
+    def __init__(self, real: bool) -> None:
+        super().__init__()
+        drawn = torch.Generator().manual_seed(0)
+        self.first = nn.Parameter(torch.randn(4, 3, dtype=torch.cfloat, generator=drawn))
+        self.shift = nn.Parameter(torch.zeros(3)) if real else None
+        self.register_buffer("turn", torch.tensor([1j, torch.inf]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert isinstance(self.turn, Tensor)
+        out = (x.to(torch.cfloat) @ self.first * self.turn[0]).abs()
+        return out if self.shift is None else out + self.shift
+
+
+@pytest.mark.parametrize("real", [False, True])
+def test_complex_weights_have_averages(real: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, y = points(16)
+    options: dict[str, Any] = {
+        "teacher": 0.0, "ema": 0.9, "lr": 0.5, "momentum": 0.0, "weight_decay": 0.0, "clip": 0.0, "schedule": "constant"
+    }  # fmt: skip
+    by_hand, mean = Waves(real), Waves(real).first.detach().clone()
+    for step in range(1, 4):
+        own = list(by_hand.parameters())
+        gradients = torch.autograd.grad(F.cross_entropy(by_hand(x), y), own)
+        with torch.no_grad():
+            for parameter, gradient in zip(own, gradients, strict=True):
+                parameter.sub_(0.5 * gradient)
+        keep = min(0.9, (1 + step) / (10 + step))
+        mean = keep * mean + (1 - keep) * by_hand.first.detach()
+    found = train(Waves(real), None, (x, y), epochs=3, **options).model
+    torch.testing.assert_close(found.first.detach(), mean)
+    assert torch.equal(found.turn, Waves(real).turn)
+
+    after_epoch = training.Trainer._after_epoch
+
+    def killed(self: training.Trainer) -> None:
+        after_epoch(self)
+        if len(self.history) == 2:
+            self._save()
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(training.Trainer, "_after_epoch", killed)
+    with pytest.raises(KeyboardInterrupt):
+        train(Waves(real), None, (x, y), epochs=3, checkpoint=tmp_path / "run", **options)
+    monkeypatch.undo()
+    again = train(Waves(real), None, (x, y), epochs=3, checkpoint=tmp_path / "run", **options).model
+    assert torch.equal(again.first, found.first)
+
+
 def test_the_best_epoch_has_its_own_buffers() -> None:
     x, y = points(24)
     done = train(Counts(), None, (x, y), teacher=0, epochs=30, lr=0.5, clip=0, patience=2, test=(x, (y + 1) % 3))
@@ -293,12 +429,101 @@ def test_nan_that_comes_late_is_found_in_the_data() -> None:
         train(mlp(), mlp(), (x, y), batch_size=8)
 
 
+class Spoils(torch.autograd.Function):
+    """The same numbers, with a gradient that has a NaN in its imaginary part."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0] + complex(0, math.nan)
+
+
+class Hidden(Waves):
+    """No NaN ever leaves it."""
+
+    spoils = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = Spoils.apply(self.first) if self.spoils else self.first  # type: ignore[no-untyped-call]
+        return (x.to(torch.cfloat) @ first).abs().nan_to_num()
+
+
+@pytest.mark.parametrize("number", [complex(math.nan, 0), complex(0, math.nan), complex(0, math.inf)])
+def test_complex_weights_and_inputs_that_are_not_finite(number: complex) -> None:
+    x, y = points(16)
+    spoilt = Hidden(real=True)
+    spoilt.first.data[1, 1] = number
+    with pytest.raises(NotFiniteError, match="first"):
+        train(spoilt, None, (x, y), teacher=0)
+    waves = x.to(torch.cfloat)
+    waves[3, 2] = number
+    with pytest.raises(DataError, match="NaN or infinite"):
+        train(Hidden(real=True), None, (waves, y), teacher=0)
+
+
+def test_complex_weights_that_the_last_step_spoils() -> None:
+    model, (x, y) = Hidden(real=False), points(16)
+    model.spoils = True
+    with pytest.raises(TrainingError, match="NaN in epoch 1") as caught:
+        train(model, None, (x, y), teacher=0, clip=0.0)
+    assert torch.equal(caught.value.result.model.first, model.first)
+
+
+def test_complex_answers_and_losses() -> None:
+    """Refused where only their real parts would count; your own loss may take them."""
+    x, y = points(16)
+
+    class Complex(Waves):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.to(torch.cfloat) @ self.first
+
+    model = Complex(real=False)
+    for data, teacher in (((x, y), 0.0), ((x, y), 0.5), ((x, None), 1.0)):
+        with pytest.raises(DataError, match="complex numbers"):
+            train(model, copy.deepcopy(model), data, teacher=teacher)
+    with pytest.raises(EvaluationError, match="complex number"):
+        train(model, None, (x, y), teacher=0, loss=lambda output, targets: output.mean())
+    done = train(model, None, (x, y), teacher=0, loss=lambda output, targets: F.cross_entropy(output.abs(), targets))
+    assert done.history[0].accuracy is None
+
+
 def test_nan_among_held_out_samples() -> None:
     x, y = points()
     spoilt = x.clone()
     spoilt[3, 1] = torch.nan
     with pytest.raises(DataError, match="NaN or infinite"):
         train(mlp(), None, (x, y), teacher=0, test=(spoilt, y), patience=2)
+
+
+@pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("blocks", [0.0, 1.0])
+def test_models_and_data_in_half_precision(kind: torch.dtype, blocks: float) -> None:
+    """The student is trained in full precision. Its teacher, and the data, stay as they are."""
+    x, y = points(32)
+    result = sc.prune(mlp(), (x, y), remove=0.3, repair=None, progress=False)
+    whole = train(result, result.original, (x, y), blocks=blocks).history[0]
+    half = copy.deepcopy(result.model).to(kind), copy.deepcopy(mlp()).to(kind)
+    done = train(half[0], half[1], (x.to(kind), y), blocks=blocks, test=(x.to(kind), y))
+    assert done.history[0].loss == pytest.approx(whole.loss, rel=0.05)
+    assert {p.dtype for p in done.model.parameters()} == {kind}
+
+
+def test_numbers_that_half_precision_cannot_hold() -> None:
+    """A variance above 65504 would be infinite, and all that is divided by it 0."""
+    x, y = points(32)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3)).eval()
+    with torch.no_grad():
+        model[0].weight.mul_(2000)
+    with pytest.raises(TrainingError, match="running_var` has learnt numbers that are infinite in float16") as caught:
+        train(copy.deepcopy(model).half(), None, (x, y), teacher=0)
+    found = caught.value.result.model
+    assert found[1].running_var.dtype == torch.float32
+    assert torch.isfinite(found(x)).all()
+    assert train(copy.deepcopy(model).bfloat16(), None, (x, y), teacher=0).model[1].running_var.isfinite().all()
 
 
 def test_a_teacher_with_nan() -> None:

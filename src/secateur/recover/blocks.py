@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from secateur.errors import SecateurError
-from secateur.nest import tensors_in
+from secateur.nest import map_tensors, tensors_in
 from secateur.repair.layerwise import kept_indices
 from secateur.repair.reference import Kept
 from secateur.running.copies import named_modules, shared_copy
+from secateur.running.devices import full
 from secateur.running.logits import logits_of
 from secateur.running.sandbox import run
 from secateur.running.targets import Reader
@@ -43,7 +44,7 @@ class Blocks:
             with torch.enable_grad():
                 output = logits_of(run(probe.teacher, inputs), warn=False)
             with torch.no_grad():
-                run(probe.student, inputs)
+                run(probe.student, map_tensors(full, inputs))
             seen, returned = (dict(side) for side in probe._seen)
         weights = _relevance(probe.teacher, inputs, output, returned)
         mine, theirs = ({name: _channels_first(t) for name, t in side.items()} for side in (seen, returned))

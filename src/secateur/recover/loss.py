@@ -47,6 +47,7 @@ def distillation_loss(
             f"the student answers {tuple(output.shape)}, the teacher {tuple(answer.shape)}: they have other outputs.",
             fix="the original that the student was pruned from; after `specialize`, the specialised one",
         )
+    _check_real(output)
     if targets is None:
         teacher = 1.0
     loss = teacher * temperature**2 * _divergence(output, answer.detach(), temperature, counts) if teacher else 0.0
@@ -72,6 +73,15 @@ def _divergence(output: Tensor, answer: Tensor, temperature: float, counts: Tens
         return each.mean()
     here = counts.to(each.device).flatten(1)
     return (torch.where(here, each, 0).sum(1) / here.sum(1).clamp_min(1)).mean()
+
+
+def _check_real(output: Tensor) -> None:
+    """Refuse complex answers, of which only the real parts would be compared."""
+    if output.is_complex():
+        raise DataError(
+            "the model answers complex numbers, which are no logits.",
+            fix="return real ones, such as output.abs(); or your own loss of labels, without a teacher",
+        )
 
 
 def check_share(name: str, value: Any) -> None:
@@ -116,6 +126,8 @@ class Objective:
             )
             total = share * total
         if share < 1:
+            if self.loss is None:
+                _check_real(output)
             own = self._given(wide, targets) if self.loss is not None else seen.loss(check=check)
             total = total + (1 - share) * own
         assert isinstance(total, Tensor)
@@ -133,6 +145,8 @@ class Objective:
         if not isinstance(own, Tensor) or own.numel() != 1:
             shown = f"a tensor of shape {tuple(own.shape)}" if isinstance(own, Tensor) else f"a {type(own).__name__}"
             raise EvaluationError(f"loss returned {shown}.", fix="one number, such as loss.mean()")
+        if own.is_complex():
+            raise EvaluationError("loss returned a complex number.", fix="a real one, such as loss.abs()")
         return own.reshape(())
 
 
@@ -141,6 +155,8 @@ def _hits(logits: Tensor, targets: Any) -> Tensor:
     own may have: so is the sum over all batches, whatever other batches hold."""
     if targets is None:
         return torch.zeros(2, device=logits.device)
+    if logits.is_complex():
+        return torch.full((2,), math.nan, device=logits.device)
     if isinstance(targets, Tensor) and one_output(logits, targets.numel()) and targets.numel() == logits.numel():
         known = targets.flatten()
         right, there = (logits.flatten() > 0) == (known > 0), known != IGNORED

@@ -138,7 +138,10 @@ def trained(
     student, kinds = _student(small, settings)
     blocks = None
     if settings.blocks and teacher is not None and original is not None:
-        first = select_samples(next(samples.epoch())[0], slice(64))
+        looked = next(samples.look(1), None)
+        if looked is None:
+            raise DataError("there is no batch to train on.")
+        first = select_samples(looked[0], slice(64))
         blocks = Blocks.of(student, teacher, (small, unwrap(original)), first)
     reader, trainable = Reader(student), {id(p) for p in student.parameters() if p.requires_grad}
     net = with_adapters(student, settings.lora) if settings.lora else student
@@ -148,7 +151,8 @@ def trained(
         whole = merged(net) if settings.lora else student
         for parameter in whole.parameters():
             parameter.requires_grad_(id(parameter) in trainable)
-        _restored(whole, kinds)
+        if _too_large(whole, kinds) is None:
+            _restored(whole, kinds)
         return Recovered(whole, tuple(trainer.history), stopped)
 
     try:
@@ -156,7 +160,16 @@ def trained(
     except TrainingError as error:
         error.result = ended(trainer.stopped or error.what)
         raise
-    return ended(stopped)
+    done = ended(stopped)
+    name = _too_large(done.model, kinds)
+    if name is not None:
+        spoilt = TrainingError(
+            f"`{name}` has learnt numbers that are infinite in {str(kinds[name]).removeprefix('torch.')}.",
+            where=name, fix="the smaller model in another number format, such as model.bfloat16()",
+        )  # fmt: skip
+        spoilt.result = done
+        raise spoilt
+    return done
 
 
 def _data(small: nn.Module, original: nn.Module | None, data: Data, settings: Recover) -> Data:
@@ -206,6 +219,15 @@ def _arranged(model: nn.Module) -> nn.Module:
     if place is not None and place.type == "cuda" and _has_images(model):
         model.to(memory_format=torch.channels_last)
     return model
+
+
+def _too_large(model: nn.Module, kinds: Mapping[str, torch.dtype]) -> str | None:
+    """The first tensor with finite numbers that would not be so in the number format it had."""
+    for name, tensor in named_tensors(model):
+        kind = kinds.get(name, tensor.dtype)
+        if kind in _HALF and tensor.dtype != kind and bool((tensor.isfinite() & tensor.to(kind).isinf()).any()):
+            return name
+    return None
 
 
 def _restored(model: nn.Module, kinds: Mapping[str, torch.dtype]) -> None:

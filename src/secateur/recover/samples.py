@@ -3,20 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
 
 from secateur.errors import Argument, DataError, EvaluationError, SecateurError
-from secateur.nest import select_samples, tensors_in
+from secateur.nest import map_tensors, select_samples, tensors_in
 from secateur.recover.settings import Augment, Recover
-from secateur.running.batches import Batch, Data, as_data, batches, check_pair, checked_batch, is_pair, size_of
+from secateur.running.batches import (
+    Batch,
+    Data,
+    as_data,
+    batches,
+    check_pair,
+    checked_batch,
+    is_pair,
+    repeatable,
+    size_of,
+)
 from secateur.running.devices import to_device
 from secateur.running.processes import share
 
+_END: Any = object()
 _MARGIN = 8  # images are shifted by up to their side over this
 _MIXING = ("MixUp", "CutMix")
 # Transforms of torchvision that leave every pixel where it is.
@@ -41,6 +54,8 @@ class Samples:
     augment: Augment | None
     held: Data
     device: torch.device | None
+    #: Batches that were looked at before training, and the iterator that has the others.
+    _ahead: list[tuple[list[Batch], Iterator[Any]]] = field(default_factory=list, repr=False, compare=False)
 
     @classmethod
     def of(cls, data: Data, settings: Recover, test: Data, device: torch.device | None) -> Samples:
@@ -51,6 +66,8 @@ class Samples:
             raise DataError("there are no data to train on.", fix="a pair (X, y), a list of batches or a DataLoader")
         if isinstance(data, Tensor) or not isinstance(data, Iterable) or isinstance(data, Iterator):
             raise DataError("training repeats the data: give a pair (X, y), a list or a DataLoader.")
+        if test is not None:
+            test = repeatable(test)  # it is measured on before training and after each epoch
         if settings.held_out and test is not None:
             raise DataError("held_out divides the data, and test=… are other data to measure on.", fix="one of the two")
         if settings.held_out:
@@ -97,14 +114,55 @@ class Samples:
         Of several processes all draw the order of a pair from one state of the generator, `drawn`. A sampler that
         draws by the number of the epoch, as torch's for several processes, is told this number.
         """
+        self._tell(number)
+        yield from map(self._made, self._plain(drawn))
+
+    def look(self, count: int) -> Iterator[Batch]:
+        """Up to `count` batches, before training. The first epoch begins with them where they may not come again."""
+        if self._repeats:
+            yield from islice(self.epoch(), count)
+            return
+        if not self._ahead:
+            self._tell(0)
+            self._ahead.append(([], iter(self.data)))
+        known, rest = self._ahead[0]
+        for number in range(count):
+            if number == len(known):
+                batch = next(rest, _END)
+                if batch is _END:
+                    return
+                # A copy, since the next batch may come in the same memory, and a function of images may write to it.
+                known.append(_copied(checked_batch(batch)))
+            yield self._made(_copied(known[number]))
+
+    def forget(self) -> None:
+        """The next epoch begins anew: it is not the first."""
+        self._ahead.clear()
+
+    @property
+    def _repeats(self) -> bool:
+        """Whether the data are known to be the same when they are read again. Other iterables may be streams."""
+        if isinstance(self.data, DataLoader):
+            return not isinstance(self.data.dataset, IterableDataset) and not any(
+                isinstance(sampler, Iterator) for sampler in self._samplers
+            )
+        return isinstance(self.data, tuple | list)
+
+    def _tell(self, number: int) -> None:
         for sampler in self._samplers:
             if callable(getattr(sampler, "set_epoch", None)):
                 sampler.set_epoch(number)
-        for inputs, targets in self._plain(drawn):
-            inputs, targets = to_device(inputs, self.device), to_device(targets, self.device)
-            yield (inputs, targets) if self.augment is None else altered(self.augment, inputs, targets)
+
+    def _made(self, batch: Batch) -> Batch:
+        inputs, targets = (to_device(part, self.device) for part in batch)
+        return (inputs, targets) if self.augment is None else altered(self.augment, inputs, targets)
 
     def _plain(self, drawn: Tensor | None) -> Iterator[Batch]:
+        if self._ahead:
+            known, rest = self._ahead.pop()
+            yield from known
+            yield from map(checked_batch, rest)
+            return
         if not is_pair(self.data):
             yield from map(checked_batch, self.data)
             return
@@ -126,6 +184,11 @@ class Samples:
     def held_batches(self) -> Iterator[Batch]:
         """What is held out, this process's share of a pair."""
         yield from batches(self.held, self.batch_size, self.device, share())
+
+
+def _copied(batch: Batch) -> Batch:
+    inputs, targets = batch
+    return map_tensors(torch.clone, inputs), map_tensors(torch.clone, targets)
 
 
 def _check(pair: Data, settings: Recover) -> None:

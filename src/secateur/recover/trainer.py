@@ -26,7 +26,7 @@ from secateur.recover.schedule import CURVES, Budget
 from secateur.recover.settings import Epoch, Recover
 from secateur.running.batches import Data, check_inputs, is_pair, size_of
 from secateur.running.copies import unwrap
-from secateur.running.devices import device_of
+from secateur.running.devices import device_of, full
 from secateur.running.logits import logits_of
 from secateur.running.processes import active, agree, gathered, in_step, same_everywhere, share, synchronise
 from secateur.running.progress import Listener
@@ -198,7 +198,7 @@ class Trainer:
 
     def _begin(self) -> None:
         """Batch norms learn what they divide by, which changes no answer. Then a look at the model before training."""
-        if agree(flag=settle(self.student, self.samples, self.settings.seed, _answered)):
+        if agree(flag=settle(self.student, self.samples, self.settings.seed, _learnt)):
             synchronise(self.student)  # each process has looked at its own samples
             self._average = [t.detach().clone() for t in self._moving] if self.settings.ema else []
             self._good = self._snapshot()
@@ -233,7 +233,7 @@ class Trainer:
             if teacher is not None:
                 with torch.no_grad():
                     answer = logits_of(_answered(teacher, inputs))
-            output = logits_of(_answered(net, inputs))
+            output = logits_of(_learnt(net, inputs))
             loss, right = self._objective(inputs, targets, output, answer, check=self._unchecked)
             if self._unchecked and self.settings.loss is None and output.ndim == 2 and self.samples.labels is not None:
                 # All labels at once, so that the next step can be recorded.
@@ -272,7 +272,7 @@ class Trainer:
             means, values = list[Tensor](), list[Tensor]()
             for place, now in enumerate(tensor.detach() for tensor in self._moving):
                 mean = self._average[place]
-                if mean.is_floating_point() and mean.shape == now.shape:
+                if (mean.is_floating_point() or mean.is_complex()) and mean.shape == now.shape:
                     means.append(mean)
                     values.append(now)
                 else:  # whole numbers, and buffers that grow
@@ -351,7 +351,7 @@ class Trainer:
     def _judged(self, inputs: Any, targets: Any) -> Tensor:
         """The loss of a batch, times its size; how many answers are right, and how many are known."""
         answer = logits_of(_answered(self.teacher, inputs)) if self.teacher is not None else None
-        loss, right = self._objective(inputs, targets, logits_of(_answered(self.student, inputs)), answer)
+        loss, right = self._objective(inputs, targets, logits_of(_learnt(self.student, inputs)), answer)
         return torch.cat([size_of(inputs) * loss.float().reshape(1), right])
 
     @property
@@ -393,6 +393,7 @@ class Trainer:
         state = self._file.restore() if self._file is not None else None
         if state is None:
             return False
+        self.samples.forget()
         try:
             self._load(state["moving"])
             self._average = [t.to(own.device) for t, own in zip(state["average"], self._average, strict=True)]
@@ -438,6 +439,11 @@ def _answered(model: nn.Module, inputs: Any) -> Any:
             what = "a batch norm cannot be trained on a batch of one sample"
             raise DataError(f"{what}: {error}.", fix="drop_last=True for a DataLoader, or larger batches") from error
         raise refusal(unwrap(model), "a batch", inputs, error) from error
+
+
+def _learnt(student: nn.Module, inputs: Any) -> Any:
+    """What a student makes of a batch. It is trained in full precision, also if the model that was given is not."""
+    return _answered(student, map_tensors(full, inputs))
 
 
 def _optimizer(parameters: list[nn.Parameter], settings: Recover) -> torch.optim.Optimizer:

@@ -269,5 +269,6 @@ def counted(masks: Sequence[Tensor], shape: Sequence[int]) -> Tensor | None:
 def check_inputs(inputs: Any) -> None:
     """Refuse NaN and infinity, which would silently spoil every sum."""
     for tensor in tensors_in(inputs):
-        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+        holds = tensor.is_floating_point() or tensor.is_complex()
+        if holds and not bool(torch.isfinite(tensor).all()):
             raise DataError(f"an input of shape {tuple(tensor.shape)} has NaN or infinite values.")

@@ -8,7 +8,7 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from secateur.nest import map_tensors
 
@@ -26,6 +26,11 @@ def dtype_of(model: nn.Module) -> torch.dtype | None:
 def to_device(value: Any, device: torch.device | None) -> Any:
     """The same nest with its tensors on `device`."""
     return map_tensors(lambda t: t if device is None or t.device == device else t.to(device), value)
+
+
+def full(tensor: Tensor) -> Tensor:
+    """Numbers of half precision in full precision; others as they are."""
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
 def precise(device: torch.device) -> torch.dtype:

@@ -22,6 +22,11 @@ def reads_training(model: nn.Module) -> bool:
     return any(map(_kind_reads_training, kinds))
 
 
+def module_reads_training(module: nn.Module) -> bool:
+    """Whether a module's own code names the mode."""
+    return any(map(_kind_reads_training, type(module).__mro__))
+
+
 @cache
 def _kind_reads_training(kind: type) -> bool:
     if kind.__module__.startswith(_ONLY_DROP):

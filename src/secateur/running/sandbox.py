@@ -21,7 +21,15 @@ from torch.compiler import set_stance
 
 from secateur.errors import ForwardError, NotFiniteError, UnsupportedModelError
 from secateur.nest import Images, describe, map_tensors, tensors_in
-from secateur.running.copies import check_followed, named_modules, named_parameters, named_tensors, tensors_of, unwrap
+from secateur.running.copies import (
+    check_followed,
+    named_modules,
+    named_parameters,
+    named_tensors,
+    set_mode,
+    tensors_of,
+    unwrap,
+)
 from secateur.running.devices import dtype_of
 
 #: What a model is called on: a tensor, a tuple of positional inputs, or a mapping of named inputs.
@@ -168,6 +176,22 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
+@contextmanager
+def training(model: nn.Module) -> Iterator[None]:
+    """Training mode, as the model's own `train` sets it, which may keep a part frozen or note the mode elsewhere.
+
+    Afterwards each module's own flag is as before.
+    """
+    flags = [(module, module.training) for module in model.modules()]
+    try:
+        set_mode(model, True)
+        yield
+    finally:
+        set_mode(model, flags[0][1])
+        for module, flag in flags:
+            module.training = flag
+
+
 def arguments(example: Example) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The positional and named arguments that a model is called with."""
     if isinstance(example, Mapping):
@@ -284,8 +308,8 @@ def check_weights(model: nn.Module) -> None:
 def spoilt(model: nn.Module) -> str | None:
     """The first parameter or buffer of a model with numbers that it must not have; None if all are sound."""
     floats = _floats(model)
-    # NaN and infinity survive in a sum, which is cheap and asks the device only once.
-    totals = [tensor.sum(dtype=torch.float32).to(floats[0][1].device) for _, tensor in floats]
+    # NaN and infinity survive in a sum, which is cheap and asks the device only once; of a complex one, in its size.
+    totals = [_total(tensor).to(floats[0][1].device) for _, tensor in floats]
     if not totals or bool(torch.isfinite(torch.stack(totals)).all()):
         return None
     strict = _always_finite(model)
@@ -295,8 +319,14 @@ def spoilt(model: nn.Module) -> str | None:
     return None
 
 
+def _total(tensor: Tensor) -> Tensor:
+    return tensor.sum(dtype=torch.complex64).abs() if tensor.is_complex() else tensor.sum(dtype=torch.float32)
+
+
 def _floats(model: nn.Module) -> list[tuple[str, Tensor]]:
-    return [(name, tensor.detach()) for name, tensor in named_tensors(model) if tensor.is_floating_point()]
+    """Tensors that can hold NaN."""
+    named = named_tensors(model)
+    return [(name, tensor.detach()) for name, tensor in named if tensor.is_floating_point() or tensor.is_complex()]
 
 
 def _always_finite(model: nn.Module) -> set[str]:
