@@ -229,3 +229,11 @@ def test_empty_folders_are_refused(tmp_path: Path, make, says) -> None:
 def test_too_few_images(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"'blue' has 4, .*at least 5 needed"):
         read(write_photos(tmp_path / "set"), least=5)
+
+
+@pytest.mark.parametrize("kind", [np.float32, np.int32])
+def test_pictures_of_32_bits_are_refused_for_nothing_says_what_is_white(kind: type, tmp_path: Path) -> None:
+    pixels = np.random.default_rng(4).integers(0, 256, (20, 20)).astype(kind)
+    Image.fromarray(pixels / kind(255) if kind is np.float32 else pixels).save(tmp_path / "a.tif")
+    with pytest.raises(DataError, match=r"a\.tif.*no known range; save it with 8 or 16 bits"):
+        load([tmp_path / "a.tif"], strict=True)

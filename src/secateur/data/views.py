@@ -46,6 +46,14 @@ def upright(image: Any) -> Any:
     return image if turn is None else image.transpose(turn)
 
 
+def _check_depth(image: Any) -> None:
+    """Refuse numbers of 32 bits: nothing says which of them is white, and pillow clips them to 8 bits."""
+    # What pillow calls `I` has 16 bits where the format has no more.
+    if image.mode == "F" or (image.mode == "I" and image.format not in ("PNG", "PPM")):
+        kind = "floating point" if image.mode == "F" else "32 bits"
+        raise ValueError(f"its pixels are numbers of {kind}, which have no known range; save it with 8 or 16 bits")
+
+
 @dataclass(frozen=True)
 class View:
     """What a network sees of a photograph.
@@ -85,6 +93,7 @@ class View:
 
         side = self.side(training)
         with Image.open(path) as file:
+            _check_depth(file)
             image: Any = upright(file)
             if image.mode.startswith("I"):  # 16 bits: pillow would clip them to 8
                 image = Image.fromarray((np.asarray(image).astype(np.int64) >> 8).clip(0, 255).astype(np.uint8))
