@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ from PIL import Image
 from torchvision import transforms as T
 
 from photos import camera_notes, write_photos
-from secateur.data.images import load, read
+from secateur.data.images import images_in, load, read
 from secateur.data.views import IMAGENET_MEAN, IMAGENET_STD, View
 from secateur.errors import DataError, SecateurWarning
 
@@ -237,3 +238,37 @@ def test_pictures_of_32_bits_are_refused_for_nothing_says_what_is_white(kind: ty
     Image.fromarray(pixels / kind(255) if kind is np.float32 else pixels).save(tmp_path / "a.tif")
     with pytest.raises(DataError, match=r"a\.tif.*no known range; save it with 8 or 16 bits"):
         load([tmp_path / "a.tif"], strict=True)
+
+
+def test_links_are_followed_and_hidden_folders_are_not(tmp_path: Path) -> None:
+    root = write_photos(tmp_path / "set", ("cat", "dog"), per_class=2)
+    more = write_photos(tmp_path / "more", ("shared",), per_class=3) / "shared"
+    (root / "cat" / "linked").symlink_to(more)
+    (root / "cat" / "round").symlink_to(root)
+    (root / "dog" / "again").symlink_to(root / "dog")
+    (root / "dog" / ".ipynb_checkpoints").mkdir()
+    (root / "dog" / ".ipynb_checkpoints" / "00-checkpoint.png").write_bytes((root / "dog" / "00.png").read_bytes())
+    names = [path.relative_to(root / "cat").as_posix() for path in images_in(root / "cat")]
+    assert names == ["00.png", "01.png", "linked/00.png", "linked/01.png", "linked/02.png"]
+    assert [path.name for path in images_in(root / "dog")] == ["00.png", "01.png"]
+
+
+def test_a_folder_that_may_not_be_read_is_not_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root, listed = write_photos(tmp_path / "set", ("cat", "dog")), os.scandir
+    (root / "cat" / "locked").mkdir()
+
+    def scandir(path):
+        if Path(path).name == "locked":
+            raise PermissionError(13, "Permission denied", str(path))
+        return listed(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    with pytest.raises(DataError, match=r"the folder .*locked cannot be read: Permission denied.*Fix"):
+        read(root)
+
+
+def test_pictures_that_are_rarely_readable_are_named(tmp_path: Path) -> None:
+    root = write_photos(tmp_path / "set", ("cat", "dog"))
+    (root / "cat" / "phone.HEIC").write_bytes(b"\0\0\0\x24ftypheic")
+    with pytest.warns(SecateurWarning, match=r"1 broken image: .*phone\.HEIC"):
+        assert read(root).counts == {"cat": 4, "dog": 4}

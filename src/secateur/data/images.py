@@ -22,6 +22,8 @@ from secateur.data.views import View
 from secateur.errors import Argument, DataError, SecateurWarning
 
 SUFFIXES = (".jpg", ".jpeg", ".jfif", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
+# Pictures too, which pillow reads with what some systems lack: those that it cannot read are named, not passed over.
+_RARE = (".avif", ".heic", ".heif", ".jp2", ".jpe", ".jxl", ".apng", ".tga", ".pbm", ".pnm", ".dib", ".mpo")
 _CACHE_BYTES = 2**29  # of decoded photographs, if nothing else is said
 _AHEAD = 2  # batches that are decoded while the network computes
 
@@ -322,12 +324,32 @@ def load(
 
 
 def _is_image(path: Path) -> bool:
-    return path.suffix.lower() in SUFFIXES and not path.name.startswith(".") and path.is_file()
+    return path.suffix.lower() in (*SUFFIXES, *_RARE) and not path.name.startswith(".") and path.is_file()
 
 
 def images_in(folder: Path) -> list[Path]:
-    """Every image in a folder and its subfolders, sorted by path."""
-    return sorted(path for path in folder.rglob("*") if _is_image(path))
+    """Every image in a folder and its subfolders, sorted by path.
+
+    Links are followed. What is hidden is left out: programs keep copies of the pictures there.
+    """
+    found, above = list[Path](), {folder: (Path(os.path.realpath(folder)),)}
+    for name, folders, files in os.walk(folder, onerror=_refuse, followlinks=True):
+        place = Path(name)
+        found += [path for path in map(place.joinpath, files) if _is_image(path)]
+        way, folders[:] = above.pop(place), [inside for inside in folders if not inside.startswith(".")]
+        for inside in list(folders):
+            real = Path(os.path.realpath(place / inside))
+            if any(real in (passed, *passed.parents) for passed in way):  # a link upwards leads round in circles
+                folders.remove(inside)
+            else:
+                above[place / inside] = (*way, real)
+    return sorted(found)
+
+
+def _refuse(error: OSError) -> None:
+    """A folder that cannot be listed must not pass for an empty one."""
+    what = f"the folder {error.filename} cannot be read: {error.strerror}."
+    raise DataError(what, where=error.filename, fix="allow reading it, or move it away") from error
 
 
 def in_turn(paths: Sequence[Path]) -> list[Path]:
