@@ -14,6 +14,7 @@ from PIL import Image
 from torchvision import transforms as T
 
 from photos import camera_notes, write_photos
+from secateur.cli.image_task import digest
 from secateur.data.images import images_in, load, read
 from secateur.data.views import IMAGENET_MEAN, IMAGENET_STD, View
 from secateur.errors import DataError, SecateurWarning
@@ -272,3 +273,37 @@ def test_pictures_that_are_rarely_readable_are_named(tmp_path: Path) -> None:
     (root / "cat" / "phone.HEIC").write_bytes(b"\0\0\0\x24ftypheic")
     with pytest.warns(SecateurWarning, match=r"1 broken image: .*phone\.HEIC"):
         assert read(root).counts == {"cat": 4, "dog": 4}
+
+
+def test_pictures_that_lie_elsewhere_or_have_another_ending_are_not_passed_over(tmp_path: Path) -> None:
+    root = write_photos(tmp_path / "set", ("cat", "dog"))
+    picture = (root / "cat" / "00.png").read_bytes()
+    (root / "loose.png").write_bytes(picture)
+    with pytest.warns(SecateurWarning, match=r"1 picture beside the class folders of .*set is left out.*loose\.png"):
+        assert read(root).counts == {"cat": 4, "dog": 4}
+    with pytest.raises(DataError, match=r"loose\.png.*Fix"):
+        read(root, strict=True)
+    (root / "loose.png").unlink()
+    (root / "cat" / "without_ending").write_bytes(picture)
+    (root / "cat" / "notes.txt").write_text("no picture")
+    with pytest.warns(SecateurWarning, match=r"1 picture .*unknown ending is left out.*without_ending.*Fix: .*\.jpg"):
+        assert read(root).counts == {"cat": 4, "dog": 4}
+    (root / "cat" / "without_ending").unlink()
+    (root / "cat" / "gone.png").symlink_to(tmp_path / "nowhere.png")
+    with pytest.warns(SecateurWarning, match=r"1 broken image: .*gone\.png"):
+        assert read(root).counts == {"cat": 4, "dog": 4}
+
+
+def test_names_that_are_no_text(tmp_path: Path) -> None:
+    odd = os.fsdecode(b"caf\xe9")
+    root = write_photos(tmp_path / "set", ("cat", "dog"))
+    try:
+        (root / "cat" / "00.png").rename(root / "cat" / f"{odd}.png")
+    except OSError:
+        pytest.skip("this system has no such names")
+    photos = read(root)
+    assert photos.draw(4).counts == {"cat": 4, "dog": 4}
+    assert digest(photos).startswith("8 images")
+    (root / "cat").rename(root / odd)
+    with pytest.raises(DataError, match=r"caf.*is no text in UTF-8.*Fix: another name"):
+        read(root)

@@ -281,7 +281,7 @@ def digest(photos: Photographs | None) -> str | None:
         return None
     found = hashlib.sha256()
     for path, label in zip(photos.paths, photos.labels, strict=True):
-        found.update(f"{path.name} {path.stat().st_size} {label}\n".encode())
+        found.update(f"{path.name} {path.stat().st_size} {label}\n".encode(errors="surrogateescape"))
     return f"{len(photos)} images, {found.hexdigest()[:16]}"
 
 

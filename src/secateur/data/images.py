@@ -6,7 +6,7 @@ import os
 import threading
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
@@ -288,8 +288,14 @@ def read(
             where=root,
             fix=f"put the images of each class into a folder of its own, such as {root / 'cat'}",
         )
+    for name in names:
+        if name != name.encode(errors="replace").decode():
+            what = f"the name of the class folder {root / name} is no text in UTF-8."
+            raise DataError(what, where=root, fix="another name for the folder")
     decoder, numbers = decoder if decoder is not None else Decoder(strict), tuple(range(len(names)))
-    listed = [(path, label) for label in numbers for path in images_in(root / names[label])]
+    files = [_files_in(root / name) for name in names]
+    listed = [(path, label) for label in numbers for path in files[label] if _is_image(path)]
+    _tell_of_others(root, {path for some in files for path in some}.difference(path for path, _ in listed), decoder)
     with _pool() as pool:
         list(pool.map(decoder.check, [path for path, _ in listed]))
     decoder.complain([path for path, _ in listed if path in decoder.broken])
@@ -313,7 +319,7 @@ def load(
     """Single files as network inputs, and the paths of those that could be read."""
     view, decoder = view if view is not None else View(), Decoder(strict)
     files = [Path(path) for path in paths]
-    absent = [path for path in files if not path.is_file()]
+    absent = [path for path in files if not path.is_file() and not path.is_symlink()]
     if absent:
         raise DataError(f"there is no image {', '.join(map(str, absent[:5]))}.")
     good = [(path, pixels) for path in files if (pixels := decoder(path, view)) is not None]
@@ -324,18 +330,53 @@ def load(
 
 
 def _is_image(path: Path) -> bool:
-    return path.suffix.lower() in (*SUFFIXES, *_RARE) and not path.name.startswith(".") and path.is_file()
+    if path.suffix.lower() not in (*SUFFIXES, *_RARE) or path.name.startswith("."):
+        return False
+    return path.is_file() or (path.is_symlink() and not path.exists())  # a link to nowhere is a broken picture
+
+
+def _tell_of_others(root: Path, others: Iterable[Path], decoder: Decoder) -> None:
+    """Pictures that are not read: beside the class folders, or, of the other files in them, with an unknown ending."""
+    loose = sorted(item for item in root.iterdir() if _is_image(item))
+    odd = sorted(path for path in others if path.is_file() and _opens(path))
+    for paths, where, fix in (
+        (loose, f"beside the class folders of {root}", "move them into folders, or away"),
+        (odd, f"in {root} with an unknown ending", f"names that end in {', '.join(SUFFIXES)}"),
+    ):
+        if paths:
+            count = "1 picture" if len(paths) == 1 else f"{len(paths)} pictures"
+            named = f"{', '.join(map(str, paths[:3]))}{', …' if len(paths) > 3 else ''}"
+            what = f"{count} {where} {'is' if len(paths) == 1 else 'are'} left out: {named}."
+            if decoder.strict:
+                raise DataError(what, where=paths[0], fix=fix)
+            warnings.warn(SecateurWarning(what, where=paths[0], fix=fix), stacklevel=3)
+
+
+def _opens(path: Path) -> bool:
+    """Whether a file begins as a picture does."""
+    from PIL import Image
+
+    try:
+        with Image.open(path):
+            return True
+    except Exception:  # whatever it is, it is no picture
+        return False
 
 
 def images_in(folder: Path) -> list[Path]:
-    """Every image in a folder and its subfolders, sorted by path.
+    """Every image in a folder and its subfolders, sorted by path."""
+    return [path for path in _files_in(folder) if _is_image(path)]
+
+
+def _files_in(folder: Path) -> list[Path]:
+    """Every file in a folder and its subfolders, sorted by path.
 
     Links are followed. What is hidden is left out: programs keep copies of the pictures there.
     """
     found, above = list[Path](), {folder: (Path(os.path.realpath(folder)),)}
     for name, folders, files in os.walk(folder, onerror=_refuse, followlinks=True):
         place = Path(name)
-        found += [path for path in map(place.joinpath, files) if _is_image(path)]
+        found += [place / file for file in files if not file.startswith(".")]
         way, folders[:] = above.pop(place), [inside for inside in folders if not inside.startswith(".")]
         for inside in list(folders):
             real = Path(os.path.realpath(place / inside))
