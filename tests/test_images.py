@@ -307,3 +307,20 @@ def test_names_that_are_no_text(tmp_path: Path) -> None:
     (root / "cat").rename(root / odd)
     with pytest.raises(DataError, match=r"caf.*is no text in UTF-8.*Fix: another name"):
         read(root)
+
+
+@pytest.mark.parametrize("size", [(3000, 2), (2, 3000)])
+def test_a_thin_picture_takes_no_more_memory_than_others(size, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pixels = np.random.default_rng(5).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(tmp_path / "a.png")
+    whole = T.Compose([T.Resize(18), T.CenterCrop(18), T.PILToTensor()])(Image.fromarray(pixels))
+    made, resize = [], Image.Image.resize
+
+    def watched(image, *args, **options):
+        made.append(resize(image, *args, **options))
+        return made[-1]
+
+    monkeypatch.setattr(Image.Image, "resize", watched)
+    seen = View(16).decode(tmp_path / "a.png")
+    assert int((seen.int() - whole.int()).abs().max()) <= 1  # a centre that is a few millionths of a pixel off
+    assert all(np.prod(image.size) <= 18 * 18 for image in made)

@@ -373,7 +373,8 @@ def _files_in(folder: Path) -> list[Path]:
 
     Links are followed. What is hidden is left out: programs keep copies of the pictures there.
     """
-    found, above = list[Path](), {folder: (Path(os.path.realpath(folder)),)}
+    found = list[Path]()
+    above: dict[Path, tuple[Path, ...]] = {folder: (Path(os.path.realpath(folder)),)}
     for name, folders, files in os.walk(folder, onerror=_refuse, followlinks=True):
         place = Path(name)
         found += [place / file for file in files if not file.startswith(".")]
