@@ -77,9 +77,9 @@ def compare(
     printer.json({**json.loads(found.to_json()), **task.counts, "files": list(map(str, files))})
     longest = max(found.curves.values(), key=lambda curve: float(curve.removed[-1])).removed
     printer.result(curves_table(found.curves, longest[:: max(1, (len(longest) - 1) // 6)].tolist(), "units"))
-    printer.result(known_within(len(task.test)))
+    printer.result(known_within(task.tested["overall"]))
     printer.result(str(found))
-    used = f"{len(task.reference)} images to score on, {len(task.test)} to test on"
+    used = f"{len(task.reference)} images to score on, {task.tested['overall']} to test on"
     printer.result(f"\n{used}. Written to {out}: comparison.json, comparison.png")
 
 
