@@ -8,7 +8,7 @@ from typing import Any
 from secateur import atomic
 from secateur.cli.given_model import output_names, outputs_in
 from secateur.cli.output import Printer, table
-from secateur.data.text import read_text
+from secateur.data.text import read_lines
 from secateur.errors import DataError
 from secateur.models import Opened
 from secateur.models.hub import tokenizer_of
@@ -74,7 +74,7 @@ def _texts(given: str, limit: int, printer: Printer) -> list[str]:
         if not given.strip():
             raise DataError("the text is empty.", fix="a sentence in quotes, or a file")
         return [given]
-    lines = [line.strip() for line in read_text(path).splitlines() if line.strip()]
+    lines = [line.strip() for line in read_lines(path).split("\n") if line.strip()]
     if len(lines) > limit:
         printer.note(f"the first {limit} of {len(lines)} lines; --limit for more")
     return lines[:limit]

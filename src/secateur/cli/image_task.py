@@ -106,7 +106,9 @@ class Task:
             del asked
             release()  # what an export and a session took is not there for the repair otherwise
         self.measured[size_of(model)] = found
-        unseen = [name for name, target in zip(self.names, self.test.targets, strict=True) if target not in found.classes]
+        unseen = [
+            name for name, target in zip(self.names, self.test.targets, strict=True) if target not in found.classes
+        ]
         if unseen:  # that none of no images is right would read as if all were wrong
             what = f"no image to test on can be read of {', '.join(unseen)}."
             raise DataError(what, fix="repair the images, or give others by --test")

@@ -17,7 +17,7 @@ from secateur.cli.given_model import count_outputs
 from secateur.cli.options import Texts
 from secateur.cli.outcome import answered, time_files, write_page
 from secateur.cli.output import Printer
-from secateur.data.text import Batch, Sentences, Tokens, in_batches, read_sentences, read_text
+from secateur.data.text import Batch, Sentences, Tokens, in_batches, read_lines, read_sentences
 from secateur.errors import Argument, DataError
 from secateur.files.architecture import note_of
 from secateur.files.session import fixed_batch
@@ -237,9 +237,9 @@ def _running(opened: Opened, tokenizer: Any, given: Texts) -> TextTask:
             f"{type(model).__name__} does not foretell the next token, so that plain text is not enough.",
             fix="--labels, if it is a classifier of texts; else the Python functions",
         )
-    tokens = Tokens.of(read_text(given.text), tokenizer)  # type: ignore[arg-type]
+    tokens = Tokens.of(read_lines(given.text), tokenizer)  # type: ignore[arg-type]
     if given.test_text is not None:
-        held, name = Tokens.of(read_text(given.test_text), tokenizer), str(given.test_text)
+        held, name = Tokens.of(read_lines(given.test_text), tokenizer), str(given.test_text)
     else:
         (tokens, held), name = tokens.split(_HELD_OUT), f"the last fifth of {given.text}"
     ids = tokens.sequences(given.tokens, given.sequences, str(given.text))
@@ -253,7 +253,7 @@ def write_text_task(opened: Opened, teacher: nn.Module, given: Texts, seed: int)
     ids = write_text(teacher, given.sequences, given.tokens, seed)["input_ids"]
     held = None
     if given.test_text is not None:
-        held = Tokens.of(read_text(given.test_text), tokenizer), str(given.test_text)
+        held = Tokens.of(read_lines(given.test_text), tokenizer), str(given.test_text)
     return _language(opened, tokenizer, given, ids, " that the teacher wrote", held)
 
 
