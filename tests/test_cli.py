@@ -400,6 +400,10 @@ def test_an_option_that_took_another_for_its_value_is_named(place: Place, tmp_pa
     found = invoke("export", *place.model, "--int8", "--out", tmp_path / "net.onnx")
     assert found.exit_code == 2
     assert "--int8 needs a value, and took --out for it" in " ".join(found.output.replace("│", " ").split())
+    found = invoke("prune", *place.job, "--max-drop", 7, "--out", tmp_path / "small")  # after `--no-report`, a flag
+    assert found.exit_code == 2
+    assert "Invalid value for '--max-drop'" in found.output
+    assert "needs a value" not in found.output
 
 
 def test_only_commands_that_go_on_say_so(place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

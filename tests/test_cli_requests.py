@@ -209,6 +209,17 @@ def test_options_that_make_no_sense_are_refused_before_anything_is_read(given, w
     assert not (tmp_path / "s").exists()
 
 
+def test_options_without_what_they_speak_of_are_not_passed_over(tmp_path: Path) -> None:
+    args = ["prune", "nowhere.py:make", "--remove", 0.5, "--out", tmp_path / "s"]
+    training = ["--images", "nowhere", "--learning-rate", 0.1, "--lora", 4]
+    said = fail(*args, *training)
+    assert "warning: --learning-rate says how to train, but nothing asks for training, so it has no effect." in said
+    assert "Fix: --epochs or --minutes, or leave out --lora." in said
+    for asking in (["--epochs", 0], ["--minutes", 1]):
+        assert "has no effect" not in fail(*args, *training, *asking)
+    assert "--columns says more about --labels, which is missing" in fail(*args, "--text", "a.csv", "--columns", "a,b")
+
+
 def test_a_count_of_macs_is_still_a_count(place: Place, tmp_path: Path) -> None:
     wanted = 50_000  # of 92 184
     found = succeed("prune", *place.job, "--keep-macs", wanted, "--out", tmp_path / "s")
@@ -228,6 +239,10 @@ def test_pixels_run_from_0_to_1(place: Place, tmp_path: Path) -> None:
     said = fail(*args, "--mean", "123,116,103", "--std", "58,57,57")
     assert "--mean 123,116,103 is for pixels from 0 to 255" in said
     assert "Fix: divide by 255, --mean 0.482,0.455,0.404." in said
+    for odd in ("nan", "inf", "-inf"):
+        said = invoke(*args, f"--mean={odd},0,0", "--std", "1,1,1")
+        assert said.exit_code == 2
+        assert "is not a list of numbers such as 0.5,0.5,0.5" in " ".join(said.stderr.replace("│", " ").split())
     assert "--std 0.227,0.224,0.224." in fail(*args, "--mean", "0.5,0.5,0.5", "--std", "58,57,57")
     assert invoke(*args, "--mean", "0,0,0", "--std", "1,1,1").exit_code == 0
 

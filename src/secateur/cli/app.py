@@ -86,6 +86,8 @@ class Commands(TyperGroup):
 
 def _swallowed(error: Exception, given: list[str]) -> str:
     """If an option is missing that was given: which option before it took its name for a value."""
+    if "Missing" not in type(error).__name__:  # what has a wrong value was not swallowed
+        return ""
     missing = set(getattr(getattr(error, "param", None), "opts", ()))
     for before, word in pairwise(given):
         if word in missing and before.startswith("--"):

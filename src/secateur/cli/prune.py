@@ -148,6 +148,9 @@ def prune(
         )
     o.check_target(step, remove, keep, max_drop, max_drift)
     o.check_criteria(criterion)
+    chosen = getattr(ctx.get_parameter_source("epochs"), "name", "") == "COMMANDLINE"  # 0 epochs may be a script's
+    if not epochs and training.minutes is None and not chosen:
+        training.check()
     ctx.with_resource(limited(memory))  # reading, writing, timing and the report are part of it
     texts.check(images)
     check_folder(out, images=images.images, test=images.test)
