@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import re
+import shutil
 import sys
 import warnings
 from pathlib import Path
@@ -12,10 +14,12 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
+from typer.testing import CliRunner
 
 from command import Place, fail, furnished, invoke, step_done, succeed
 from photos import write_photos
 from secateur.cli import image_task
+from secateur.cli.app import app
 from secateur.cli.messages import message_of, warnings_as_lines
 from secateur.cli.output import Printer, ProgressLines
 from secateur.cli.run_folder import Run
@@ -397,3 +401,27 @@ def test_escape_sequences_in_names_do_not_reach_the_terminal(place: Place, tmp_p
         said = result.stdout + result.stderr
         assert not set(said) & set("\x1b\x07\u202e"), repr(said)
         assert "\\x1b[" in said
+
+
+def test_a_terminal_of_few_letters_loses_no_result(place: Place, tmp_path: Path) -> None:
+    shutil.copytree(place.train, tmp_path / "set")
+    (tmp_path / "set" / "red").rename(tmp_path / "set" / "röt→")
+    args = ["prune", *place.model, "--images", tmp_path / "set", "--remove", 0.3, "--round-to", 1, "--no-latency"]
+    args += ["--per-class", 3, "--no-report", "--out", tmp_path / "s"]
+    found = CliRunner(charset="latin-1").invoke(app, [str(arg) for arg in args])
+    assert found.exit_code == 0, found.output
+    assert "röt\\u2192" in found.stdout
+
+
+def test_a_full_disk_is_named_with_the_file(place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", full)
+    said = fail("explain", *place.model, place.test, "--limit", 1, "--out", tmp_path / "maps")
+    assert re.search(r"maps/000-\S+\.png could not be written: No space left on device. Fix: make room", said)
+    assert not list((tmp_path / "maps").iterdir())
+    monkeypatch.setattr("torch.onnx.export", full)
+    said = fail("export", *place.model, "--out", tmp_path / "net.onnx")
+    assert "net.onnx could not be written: No space left on device. Fix: make room" in said
+    assert not (tmp_path / "net.onnx").exists()

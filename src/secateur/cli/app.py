@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Iterator, Mapping
@@ -54,6 +55,8 @@ class Commands(TyperGroup):
     """Commands whose errors are one readable line, unless `--debug` is given, before or after the command."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if isinstance(sys.stdout, io.TextIOWrapper):  # a result must not be lost to a letter that a terminal lacks
+            sys.stdout.reconfigure(errors="backslashreplace")
         if "--debug" in args:
             os.environ["SECATEUR_DEBUG"] = "1"
             args = [arg for arg in args if arg != "--debug"]

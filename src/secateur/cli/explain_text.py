@@ -48,7 +48,8 @@ def explain_texts(
     said = [_said(seen, text, tokenizer, names) for seen, text in found]
     first = sum(text.first_token for _, text in found) / len(found)
     file = out if out.suffix.lower() in (".html", ".htm") else out / _PAGE
-    atomic.write(file, page(words, said, first).encode())
+    with atomic.naming_failures(file):
+        atomic.write(file, page(words, said, first).encode())
     worst = max(seen.conservation.worst for seen, _ in found)
     entries = [
         {"text": text, "explained": what, "words": [word.text for word in row], "relevance": [w.relevance for w in row]}
