@@ -67,6 +67,7 @@ def test_an_unwritable_place_is_named_before_the_work(place: Place, tmp_path: Pa
     (tmp_path / "file").write_text("mine")
     said = fail("prune", *place.job, "--remove", 0.3, "--out", tmp_path / "file" / "small")
     assert f"secateur: error: {tmp_path / 'file'} is a file; --out is a folder." in said.splitlines()
+    assert "is a file; --out is a folder" in fail("demo", "--out", tmp_path / "file").splitlines()[-1]
     monkeypatch.setattr("os.access", lambda path, mode: Path(path) != tmp_path)  # root may write anywhere
     for command in ("prune", "compare"):
         args = [word for word in place.job if command == "prune" or word not in ("--round-to", "1", "--no-latency")]
@@ -254,6 +255,13 @@ def test_pixels_run_from_0_to_1(place: Place, tmp_path: Path) -> None:
 def test_devices_that_are_not_called_so(place: Place) -> None:
     assert "there is no device 'gpu'. Fix: --device cuda, or auto" in fail("inspect", place.net, "--device", "gpu")
     assert "--device cuda:1, or auto" in fail("inspect", place.net, "--device", "GPU:1")
+
+
+def test_parts_of_a_data_set_are_no_classes(place: Place, tmp_path: Path) -> None:
+    net = f"{place.net}?classes=2"  # as many outputs as there are parts
+    said = fail("prune", net, "--images", place.root, "--remove", 0.3, "--out", tmp_path / "s")
+    assert f"the folders in {place.root} are parts of a data set (test, train), not classes" in said
+    assert f"Fix: one of them, such as {place.root / 'train'}" in said
 
 
 def test_images_to_test_on_must_be_others(place: Place, tmp_path: Path) -> None:

@@ -24,6 +24,8 @@ from secateur.errors import Argument, DataError, SecateurWarning
 SUFFIXES = (".jpg", ".jpeg", ".jfif", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
 # Pictures too, which pillow reads with what some systems lack: those that it cannot read are named, not passed over.
 _RARE = (".avif", ".heic", ".heif", ".jp2", ".jpe", ".jxl", ".apng", ".tga", ".pbm", ".pnm", ".dib", ".mpo")
+# What the parts of a data set are called: folders of class folders.
+_PARTS = {"train", "training", "test", "testing", "val", "valid", "validation", "dev"}
 _CACHE_BYTES = 2**29  # of decoded photographs, if nothing else is said
 _AHEAD = 2  # batches that are decoded while the network computes
 
@@ -295,6 +297,10 @@ def read(
     decoder, numbers = decoder if decoder is not None else Decoder(strict), tuple(range(len(names)))
     files = [_files_in(root / name) for name in names]
     listed = [(path, label) for label in numbers for path in files[label] if _is_image(path)]
+    inside = bool(listed) and all(path.parent.parent != root for path, _ in listed)
+    if inside and {name.casefold() for name in names} <= _PARTS:
+        what = f"the folders in {root} are parts of a data set ({', '.join(names)}), not classes."
+        raise DataError(what, where=root, fix=f"one of them, such as {root / names[-1]}")
     _tell_of_others(root, {path for some in files for path in some}.difference(path for path, _ in listed), decoder)
     with _pool() as pool:
         list(pool.map(decoder.check, [path for path, _ in listed]))
