@@ -7,6 +7,7 @@ import json
 import logging
 import re
 import shutil
+import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -131,6 +132,23 @@ def test_the_same_weights_in_another_file_go_on(place: Place, tmp_path: Path, mo
     copy = tmp_path / "copy.safetensors"
     copy.write_bytes(Path(place.weights).read_bytes())
     assert "going on with the unfinished run" in invoke(*args, "--weights", copy).stderr
+
+
+def test_two_runs_never_write_into_one_folder_at_once(place: Place, tmp_path: Path, monkeypatch) -> None:
+    pytest.importorskip("fcntl")
+    usual, said = image_task.Task.accuracy, []
+
+    def meanwhile(self, model):
+        monkeypatch.setattr(image_task.Task, "accuracy", usual)
+        args = [sys.executable, "-m", "secateur", "prune", *place.job, "--remove", "0.6", "--out", str(tmp_path / "s")]
+        said.append(subprocess.run(args, capture_output=True, text=True).stderr)
+        return usual(self, model)
+
+    monkeypatch.setattr(image_task.Task, "accuracy", meanwhile)
+    succeed("prune", *place.job, "--remove", 0.3, "--out", tmp_path / "s")
+    assert f"another run is writing to {tmp_path / 's'}. Fix: wait for it, or another --out." in said[0]
+    assert json.loads((tmp_path / "s" / "run.json").read_text())["asked"]["remove"] == 0.3
+    succeed("prune", *place.job, "--remove", 0.6, "--out", tmp_path / "s")
 
 
 def test_an_impossible_target_leaves_nothing_behind(place: Place, tmp_path: Path) -> None:

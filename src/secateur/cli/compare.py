@@ -14,7 +14,7 @@ from secateur.cli.given_model import read_model
 from secateur.cli.image_task import read_task
 from secateur.cli.outlook import known_within
 from secateur.cli.output import Printer, curves_table
-from secateur.cli.run_folder import Run, check_folder, request
+from secateur.cli.run_folder import Run, check_folder, only_run, request
 from secateur.errors import SecateurError
 from secateur.loop.compare import compare as run_compare
 from secateur.loop.settings import Schedule
@@ -63,6 +63,7 @@ def compare(
         raise SecateurError(
             "a comparison needs images that are not used for scoring.", fix="--test, or a smaller --per-class"
         )
+    ctx.with_resource(only_run(out))
     run = Run.begin(out, request(ctx, task, criteria=chosen), fresh, printer)
     with run.working():
         found = run_compare(
