@@ -269,6 +269,19 @@ def test_explain_takes_the_lines_of_a_file(desk: Desk, tmp_path: Path) -> None:
     assert (tmp_path / "out" / "words.html").is_file()
 
 
+def test_texts_that_are_cut_are_told(desk: Desk, tmp_path: Path) -> None:
+    long = "the cat is great . " * 40  # 200 tokens, the model takes 128
+    found = invoke("explain", f"hf:{desk.model}", "--text", long, "--out", tmp_path / "why.html")
+    assert found.exit_code == 0, found.output
+    assert "has 200 tokens; the first 128 of them are explained" in found.stderr
+    rows = [f"{text},{i % 2}" for i, text in enumerate(["the cat is great", long] * 20)]
+    (tmp_path / "t.csv").write_text("\n".join(["text,label", *rows]))
+    job = [f"hf:{desk.classifier}", "--text", tmp_path / "t.csv", "--labels", "--tokens", 16, "--keep-params", 0.8]
+    found = invoke("prune", *job, "--no-latency", "--no-report", "--round-to", 1, "--out", tmp_path / "s")
+    assert "t.csv, 16 of them cut after 16 tokens" in found.stderr
+    assert "t.csv, 4 of them cut after 16 tokens" in found.stderr
+
+
 def test_export_takes_token_numbers(desk: Desk, tmp_path: Path) -> None:
     found = succeed("export", f"hf:{desk.model}", "--out", tmp_path / "m.pt2")
     assert found["input"] == [None, None]

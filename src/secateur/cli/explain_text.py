@@ -11,7 +11,7 @@ from secateur.cli.output import Printer, table
 from secateur.data.text import read_lines
 from secateur.errors import DataError
 from secateur.models import Opened
-from secateur.models.hub import tokenizer_of
+from secateur.models.hub import longest_text, tokenizer_of
 from secateur.relevance.explain import Explanation, explain
 from secateur.relevance.text import Text, Word, page
 from secateur.running.devices import device_of, to_device
@@ -28,13 +28,15 @@ def explain_texts(
 ) -> None:  # fmt: skip
     """Explain a sentence, or each line of a file, and write one page."""
     tokenizer, texts = tokenizer_of(opened.origin.model), _texts(given, limit, printer)
-    reader = Reader(opened.model)
+    reader, most = Reader(opened.model), min(_LONGEST, longest_text(opened.model, tokenizer))
     names = [] if reader.generates else output_names(opened)
     wanted, other = (_class(word, tokenizer, names) for word in (target, against))
     found: list[tuple[Explanation, Text]] = []
     with printer.stage(f"explaining {len(texts)} {'text' if len(texts) == 1 else 'texts'}"):
         for text in texts:
-            tokens = tokenizer(text, return_tensors="pt", truncation=True, max_length=_LONGEST)
+            tokens = tokenizer(text, return_tensors="pt", truncation=True, max_length=most)
+            if (whole := len(tokenizer(text, verbose=False)["input_ids"])) > most:
+                printer.note(f"{_short(text)!r} has {whole} tokens; the first {most} of them are explained")
             if not tokens["input_ids"].shape[1]:
                 raise DataError(f"{text!r} has no tokens.")
             inputs = to_device(dict(tokens), device_of(opened.model))

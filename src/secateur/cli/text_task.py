@@ -296,10 +296,19 @@ def _labelled(opened: Opened, tokenizer: Any, given: Texts) -> TextTask:
     else:
         (texts, held), where = texts.split(_HELD_OUT), f"the last fifth of {given.text}"
     drawn, tested = texts.draw(given.sequences), held.draw(given.test_sequences or _TEST[1])
-    about = f"{_of_classes(drawn)} of {given.text}", f"{_of_classes(tested)} of {where}"
+    about = tuple(
+        f"{_of_classes(texts)} of {name}{_cut(texts.texts, tokenizer, given.tokens)}"
+        for texts, name in ((drawn, given.text), (tested, where))
+    )
     reference = drawn.batches(tokenizer, 16, given.tokens)
     test = tested.batches(tokenizer, 16, given.tokens) if len(tested) else None
-    return TextTask(opened, tokenizer, given.tokens, reference, test, about, drawn.classes)
+    return TextTask(opened, tokenizer, given.tokens, reference, test, (about[0], about[1]), drawn.classes)
+
+
+def _cut(texts: Sequence[str], tokenizer: Any, length: int) -> str:
+    """How many texts lose their end, in words."""
+    longer = sum(len(ids) > length for ids in tokenizer(list(texts), verbose=False)["input_ids"]) if texts else 0
+    return f", {longer} of them cut after {length} tokens" if longer else ""
 
 
 def _of_classes(texts: Sentences) -> str:
