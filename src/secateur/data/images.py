@@ -274,10 +274,11 @@ def read(
 ) -> Photographs:  # fmt: skip
     """The photographs in a folder of class folders; classes are the folders' names, sorted.
 
-    `view` says what a network sees of them (default: the centre, ImageNet's mean and deviation). The first bytes of
-    every file are checked: what is no image is reported and skipped, or refused with `strict`. A class with fewer than
-    `least` images is an error. A `decoder` that reads several folders decides what is kept of all of them, and whether
-    it is strict.
+    `view` says what a network sees of them (default: the centre, ImageNet's mean and deviation). Subfolders and links
+    are followed, hidden folders are not. The first bytes of every file are checked: what is no image is reported and
+    skipped, or refused with `strict`; so are images beside the class folders or without an ending that says so. A class
+    with fewer than `least` images is an error. A `decoder` that reads several folders decides what is kept of all of
+    them, and whether it is strict.
     """
     root = Path(folder)
     if not root.is_dir():
