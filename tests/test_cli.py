@@ -35,6 +35,7 @@ from secateur.errors import Argument
 from secateur.files import onnx, session
 from secateur.models import build, open_model
 from secateur.recover.trainer import Trainer
+from secateur.running.accuracy import interval
 from secateur.running.progress import Evaluating, Repairing
 from secateur.runtimes import Setup
 from secateur.runtimes.clock import Clock
@@ -399,6 +400,10 @@ def test_an_option_that_took_another_for_its_value_is_named(place: Place, tmp_pa
     found = invoke("export", *place.model, "--int8", "--out", tmp_path / "net.onnx")
     assert found.exit_code == 2
     assert "--int8 needs a value, and took --out for it" in " ".join(found.output.replace("│", " ").split())
+    found = invoke("prune", *place.job, "--max-drop", 7, "--out", tmp_path / "small")  # after `--no-report`, a flag
+    assert found.exit_code == 2
+    assert "Invalid value for '--max-drop'" in found.output
+    assert "needs a value" not in found.output
 
 
 def test_only_commands_that_go_on_say_so(place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -502,6 +507,24 @@ def test_broken_images_are_named(place: Place, tmp_path: Path) -> None:
     assert "secateur: error: 1 broken image:" in said
     assert [line for line in said.splitlines() if "torn.jpg" in line] == said.splitlines()[-1:]  # one line
     assert "torn.jpg" in said
+
+
+def test_broken_test_images_count_neither_as_tested_nor_as_wrong(place: Place, tmp_path: Path) -> None:
+    test = write_photos(tmp_path / "test", per_class=4)
+
+    def cut(*paths: Path) -> None:
+        for path in paths:  # their heads are fine
+            path.write_bytes(path.read_bytes()[:200])
+
+    cut(test / "red" / "00.png")
+    job = [*place.model, "--images", place.train, "--test", test, "--round-to", 1, "--no-latency", "--no-report"]
+    found = succeed("prune", *job, "--remove", 0.3, "--out", tmp_path / "out")
+    assert found["images"]["test"] == 11
+    assert found["intervals"]["before"]["red"][1] == 1 > found["intervals"]["before"]["red"][0]
+    assert found["intervals"]["before"]["red"] == list(interval(1.0, 3))
+    cut(*(test / "red").glob("*.png"))
+    said = fail("prune", *job, "--remove", 0.3, "--out", tmp_path / "other")
+    assert "no image to test on can be read of red." in said
 
 
 def test_a_drop_that_is_not_allowed(place: Place, tmp_path: Path) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import re
+import shutil
+import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -12,10 +15,12 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
+from typer.testing import CliRunner
 
 from command import Place, fail, furnished, invoke, step_done, succeed
 from photos import write_photos
 from secateur.cli import image_task
+from secateur.cli.app import app
 from secateur.cli.messages import message_of, warnings_as_lines
 from secateur.cli.output import Printer, ProgressLines
 from secateur.cli.run_folder import Run
@@ -63,6 +68,7 @@ def test_an_unwritable_place_is_named_before_the_work(place: Place, tmp_path: Pa
     (tmp_path / "file").write_text("mine")
     said = fail("prune", *place.job, "--remove", 0.3, "--out", tmp_path / "file" / "small")
     assert f"secateur: error: {tmp_path / 'file'} is a file; --out is a folder." in said.splitlines()
+    assert "is a file; --out is a folder" in fail("demo", "--out", tmp_path / "file").splitlines()[-1]
     monkeypatch.setattr("os.access", lambda path, mode: Path(path) != tmp_path)  # root may write anywhere
     for command in ("prune", "compare"):
         args = [word for word in place.job if command == "prune" or word not in ("--round-to", "1", "--no-latency")]
@@ -126,6 +132,23 @@ def test_the_same_weights_in_another_file_go_on(place: Place, tmp_path: Path, mo
     copy = tmp_path / "copy.safetensors"
     copy.write_bytes(Path(place.weights).read_bytes())
     assert "going on with the unfinished run" in invoke(*args, "--weights", copy).stderr
+
+
+def test_two_runs_never_write_into_one_folder_at_once(place: Place, tmp_path: Path, monkeypatch) -> None:
+    pytest.importorskip("fcntl")
+    usual, said = image_task.Task.accuracy, []
+
+    def meanwhile(self, model):
+        monkeypatch.setattr(image_task.Task, "accuracy", usual)
+        args = [sys.executable, "-m", "secateur", "prune", *place.job, "--remove", "0.6", "--out", str(tmp_path / "s")]
+        said.append(subprocess.run(args, capture_output=True, text=True).stderr)
+        return usual(self, model)
+
+    monkeypatch.setattr(image_task.Task, "accuracy", meanwhile)
+    succeed("prune", *place.job, "--remove", 0.3, "--out", tmp_path / "s")
+    assert f"another run is writing to {tmp_path / 's'}. Fix: wait for it, or another --out." in said[0]
+    assert json.loads((tmp_path / "s" / "run.json").read_text())["asked"]["remove"] == 0.3
+    succeed("prune", *place.job, "--remove", 0.6, "--out", tmp_path / "s")
 
 
 def test_an_impossible_target_leaves_nothing_behind(place: Place, tmp_path: Path) -> None:
@@ -209,6 +232,17 @@ def test_options_that_make_no_sense_are_refused_before_anything_is_read(given, w
     assert not (tmp_path / "s").exists()
 
 
+def test_options_without_what_they_speak_of_are_not_passed_over(tmp_path: Path) -> None:
+    args = ["prune", "nowhere.py:make", "--remove", 0.5, "--out", tmp_path / "s"]
+    training = ["--images", "nowhere", "--learning-rate", 0.1, "--lora", 4]
+    said = fail(*args, *training)
+    assert "warning: --learning-rate says how to train, but nothing asks for training, so it has no effect." in said
+    assert "Fix: --epochs or --minutes, or leave out --lora." in said
+    for asking in (["--epochs", 0], ["--minutes", 1]):
+        assert "has no effect" not in fail(*args, *training, *asking)
+    assert "--columns says more about --labels, which is missing" in fail(*args, "--text", "a.csv", "--columns", "a,b")
+
+
 def test_a_count_of_macs_is_still_a_count(place: Place, tmp_path: Path) -> None:
     wanted = 50_000  # of 92 184
     found = succeed("prune", *place.job, "--keep-macs", wanted, "--out", tmp_path / "s")
@@ -228,6 +262,10 @@ def test_pixels_run_from_0_to_1(place: Place, tmp_path: Path) -> None:
     said = fail(*args, "--mean", "123,116,103", "--std", "58,57,57")
     assert "--mean 123,116,103 is for pixels from 0 to 255" in said
     assert "Fix: divide by 255, --mean 0.482,0.455,0.404." in said
+    for odd in ("nan", "inf", "-inf"):
+        said = invoke(*args, f"--mean={odd},0,0", "--std", "1,1,1")
+        assert said.exit_code == 2
+        assert "is not a list of numbers such as 0.5,0.5,0.5" in " ".join(said.stderr.replace("│", " ").split())
     assert "--std 0.227,0.224,0.224." in fail(*args, "--mean", "0.5,0.5,0.5", "--std", "58,57,57")
     assert invoke(*args, "--mean", "0,0,0", "--std", "1,1,1").exit_code == 0
 
@@ -235,6 +273,13 @@ def test_pixels_run_from_0_to_1(place: Place, tmp_path: Path) -> None:
 def test_devices_that_are_not_called_so(place: Place) -> None:
     assert "there is no device 'gpu'. Fix: --device cuda, or auto" in fail("inspect", place.net, "--device", "gpu")
     assert "--device cuda:1, or auto" in fail("inspect", place.net, "--device", "GPU:1")
+
+
+def test_parts_of_a_data_set_are_no_classes(place: Place, tmp_path: Path) -> None:
+    net = f"{place.net}?classes=2"  # as many outputs as there are parts
+    said = fail("prune", net, "--images", place.root, "--remove", 0.3, "--out", tmp_path / "s")
+    assert f"the folders in {place.root} are parts of a data set (test, train), not classes" in said
+    assert f"Fix: one of them, such as {place.root / 'train'}" in said
 
 
 def test_images_to_test_on_must_be_others(place: Place, tmp_path: Path) -> None:
@@ -382,3 +427,27 @@ def test_escape_sequences_in_names_do_not_reach_the_terminal(place: Place, tmp_p
         said = result.stdout + result.stderr
         assert not set(said) & set("\x1b\x07\u202e"), repr(said)
         assert "\\x1b[" in said
+
+
+def test_a_terminal_of_few_letters_loses_no_result(place: Place, tmp_path: Path) -> None:
+    shutil.copytree(place.train, tmp_path / "set")
+    (tmp_path / "set" / "red").rename(tmp_path / "set" / "röt→")
+    args = ["prune", *place.model, "--images", tmp_path / "set", "--remove", 0.3, "--round-to", 1, "--no-latency"]
+    args += ["--per-class", 3, "--no-report", "--out", tmp_path / "s"]
+    found = CliRunner(charset="latin-1").invoke(app, [str(arg) for arg in args])
+    assert found.exit_code == 0, found.output
+    assert "röt\\u2192" in found.stdout
+
+
+def test_a_full_disk_is_named_with_the_file(place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", full)
+    said = fail("explain", *place.model, place.test, "--limit", 1, "--out", tmp_path / "maps")
+    assert re.search(r"maps/000-\S+\.png could not be written: No space left on device. Fix: make room", said)
+    assert not list((tmp_path / "maps").iterdir())
+    monkeypatch.setattr("torch.onnx.export", full)
+    said = fail("export", *place.model, "--out", tmp_path / "net.onnx")
+    assert "net.onnx could not be written: No space left on device. Fix: make room" in said
+    assert not (tmp_path / "net.onnx").exists()

@@ -18,7 +18,7 @@ from PIL import Image
 
 import secateur as sc
 from command import fail, invoke, succeed
-from secateur.data.text import Tokens, read_sentences, read_text
+from secateur.data.text import Tokens, read_lines, read_sentences, read_text
 from secateur.errors import DataError, ModelError, SecateurError
 from secateur.models import build, open_model
 from secateur.models.hub import tokenizer_of
@@ -269,6 +269,19 @@ def test_explain_takes_the_lines_of_a_file(desk: Desk, tmp_path: Path) -> None:
     assert (tmp_path / "out" / "words.html").is_file()
 
 
+def test_texts_that_are_cut_are_told(desk: Desk, tmp_path: Path) -> None:
+    long = "the cat is great . " * 40  # 200 tokens, the model takes 128
+    found = invoke("explain", f"hf:{desk.model}", "--text", long, "--out", tmp_path / "why.html")
+    assert found.exit_code == 0, found.output
+    assert "has 200 tokens; the first 128 of them are explained" in found.stderr
+    rows = [f"{text},{i % 2}" for i, text in enumerate(["the cat is great", long] * 20)]
+    (tmp_path / "t.csv").write_text("\n".join(["text,label", *rows]))
+    job = [f"hf:{desk.classifier}", "--text", tmp_path / "t.csv", "--labels", "--tokens", 16, "--keep-params", 0.8]
+    found = invoke("prune", *job, "--no-latency", "--no-report", "--round-to", 1, "--out", tmp_path / "s")
+    assert "t.csv, 16 of them cut after 16 tokens" in found.stderr
+    assert "t.csv, 4 of them cut after 16 tokens" in found.stderr
+
+
 def test_export_takes_token_numbers(desk: Desk, tmp_path: Path) -> None:
     found = succeed("export", f"hf:{desk.model}", "--out", tmp_path / "m.pt2")
     assert found["input"] == [None, None]
@@ -437,6 +450,31 @@ def test_files_that_are_no_text(tmp_path: Path) -> None:
         read_text(file)
     file.write_bytes(b"\xef\xbb\xbfhello")
     assert read_text(file) == "hello"
+    file.write_text("hello", encoding="utf-16")
+    with pytest.raises(DataError, match=r"no text in UTF-8.*iconv -f utf-16 "):
+        read_text(file)
+    file.write_text("hello", encoding="utf-16-le")
+    with pytest.raises(DataError, match=r"byte 1 is zero.*iconv -f utf-16le "):
+        read_text(file)
+
+
+def test_lines_end_alike_wherever_a_text_was_written(tmp_path: Path) -> None:
+    file = tmp_path / "a.txt"
+    file.write_bytes(b"a\r\nb\nc\rd\x0ce")
+    assert read_lines(file) == "a\nb\nc\nd\x0ce"
+
+
+def test_labels_are_spelt_as_the_model_spells_them(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text("text,label\na,No\nb,NO\nc,Yes\n")
+    assert read_sentences(tmp_path / "t.csv", 3, ("No", "NO", "yes")).labels == (0, 1, 2)
+    (tmp_path / "t.csv").write_text("text,label\na,no\n")
+    with pytest.raises(DataError, match="'no' is no label of this model"):
+        read_sentences(tmp_path / "t.csv", 3, ("No", "NO", "yes"))
+
+
+def test_a_table_may_hold_long_texts(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text(f"text,label\n{'a' * 200_000},1\n")
+    assert len(read_sentences(tmp_path / "t.csv", 2).texts[0]) == 200_000
 
 
 def test_tables_of_all_kinds(tmp_path: Path) -> None:
@@ -474,6 +512,14 @@ def test_tables_of_all_kinds(tmp_path: Path) -> None:
         ("t.csv", "text,label\na,0\nb\n", "line 3 has nothing in 'label'"),
         ("t.jsonl", '{"text": "a", "label": 0}\n{"text"', "line 2 is no JSON"),
         ("t.jsonl", "[1]\n", "line 1 is no object"),
+        ("t.csv", 'label,text\n1,a\n1,"to be or\n0,next\n1,last\n', "after line 2: unexpected end.*two for each"),
+        ("t.tsv", 'text\tlabel\n"yes" he said\t1\n', "after line 1: .*Fix: quotes around a text"),
+        ("t.csv", "text,text,label\na,b,1\n", "several columns called 'text'"),
+        ("t.csv", "text;label\na;1\n", "There are text;label. Fix: commas between the cells"),
+        ("t.csv", "text,label\na\0b,1\n", "byte 12 is zero"),
+        ("t.csv", f"text,label\na,{'1' * 5000}\n", "is no label of this model"),
+        ("t.jsonl", f'{{"text": "a", "label": {"1" * 5000}}}\n', "line 1 is no JSON"),
+        ("t.jsonl", '{"text": "\\ud800 a", "label": 1}\n', "line 1 has half a character in 'text'"),
     ],
 )  # fmt: skip
 def test_tables_that_are_refused(tmp_path: Path, name: str, content: str, match: str) -> None:

@@ -731,3 +731,21 @@ def test_two_inputs_as_arrays_through_the_whole_run() -> None:
         small = prune(Both(), data, remove=0.4, progress=False, **options).model
         assert small(*tensors).shape == (20, 3)
         assert small.c.in_features < 12
+
+
+@pytest.mark.parametrize("kind", [np.uint16, np.uint32, np.uint64])
+def test_class_numbers_may_have_no_sign(kind: type) -> None:
+    torch.manual_seed(0)
+    net, x, y = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3)), torch.randn(12, 4), torch.arange(12) % 3
+    known = score(net, (x, y), "taylor").units
+    for targets in (y.numpy().astype(kind), torch.as_tensor(y.numpy().astype(kind))):
+        found = score(net, (x, targets), "taylor").units
+        assert all(np.array_equal(found[site], known[site]) for site in known)
+
+
+def test_what_is_masked_is_not_data() -> None:
+    net, x, y = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3)), np.ones((12, 4), np.float32), [0, 1, 2] * 4
+    masked = np.ma.masked_array(x, np.arange(48).reshape(12, 4) == 5)
+    with pytest.raises(DataError, match=r"1 number of an array is masked.*Fix: array\.filled"):
+        score(net, (masked, y), "taylor")
+    score(net, (np.ma.masked_array(x), y), "taylor")

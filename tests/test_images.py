@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,8 @@ from PIL import Image
 from torchvision import transforms as T
 
 from photos import camera_notes, write_photos
-from secateur.data.images import load, read
+from secateur.cli.image_task import digest
+from secateur.data.images import images_in, load, read
 from secateur.data.views import IMAGENET_MEAN, IMAGENET_STD, View
 from secateur.errors import DataError, SecateurWarning
 
@@ -229,3 +231,96 @@ def test_empty_folders_are_refused(tmp_path: Path, make, says) -> None:
 def test_too_few_images(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"'blue' has 4, .*at least 5 needed"):
         read(write_photos(tmp_path / "set"), least=5)
+
+
+@pytest.mark.parametrize("kind", [np.float32, np.int32])
+def test_pictures_of_32_bits_are_refused_for_nothing_says_what_is_white(kind: type, tmp_path: Path) -> None:
+    pixels = np.random.default_rng(4).integers(0, 256, (20, 20)).astype(kind)
+    Image.fromarray(pixels / kind(255) if kind is np.float32 else pixels).save(tmp_path / "a.tif")
+    with pytest.raises(DataError, match=r"a\.tif.*no known range; save it with 8 or 16 bits"):
+        load([tmp_path / "a.tif"], strict=True)
+
+
+def test_links_are_followed_and_hidden_folders_are_not(tmp_path: Path) -> None:
+    root = write_photos(tmp_path / "set", ("cat", "dog"), per_class=2)
+    more = write_photos(tmp_path / "more", ("shared",), per_class=3) / "shared"
+    (root / "cat" / "linked").symlink_to(more)
+    (root / "cat" / "round").symlink_to(root)
+    (root / "dog" / "again").symlink_to(root / "dog")
+    (root / "dog" / ".ipynb_checkpoints").mkdir()
+    (root / "dog" / ".ipynb_checkpoints" / "00-checkpoint.png").write_bytes((root / "dog" / "00.png").read_bytes())
+    names = [path.relative_to(root / "cat").as_posix() for path in images_in(root / "cat")]
+    assert names == ["00.png", "01.png", "linked/00.png", "linked/01.png", "linked/02.png"]
+    assert [path.name for path in images_in(root / "dog")] == ["00.png", "01.png"]
+
+
+def test_a_folder_that_may_not_be_read_is_not_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root, listed = write_photos(tmp_path / "set", ("cat", "dog")), os.scandir
+    (root / "cat" / "locked").mkdir()
+
+    def scandir(path):
+        if Path(path).name == "locked":
+            raise PermissionError(13, "Permission denied", str(path))
+        return listed(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    with pytest.raises(DataError, match=r"the folder .*locked cannot be read: Permission denied.*Fix"):
+        read(root)
+
+
+def test_pictures_that_are_rarely_readable_are_named(tmp_path: Path) -> None:
+    root = write_photos(tmp_path / "set", ("cat", "dog"))
+    (root / "cat" / "phone.HEIC").write_bytes(b"\0\0\0\x24ftypheic")
+    with pytest.warns(SecateurWarning, match=r"1 broken image: .*phone\.HEIC"):
+        assert read(root).counts == {"cat": 4, "dog": 4}
+
+
+def test_pictures_that_lie_elsewhere_or_have_another_ending_are_not_passed_over(tmp_path: Path) -> None:
+    root = write_photos(tmp_path / "set", ("cat", "dog"))
+    picture = (root / "cat" / "00.png").read_bytes()
+    (root / "loose.png").write_bytes(picture)
+    with pytest.warns(SecateurWarning, match=r"1 picture beside the class folders of .*set is left out.*loose\.png"):
+        assert read(root).counts == {"cat": 4, "dog": 4}
+    with pytest.raises(DataError, match=r"loose\.png.*Fix"):
+        read(root, strict=True)
+    (root / "loose.png").unlink()
+    (root / "cat" / "without_ending").write_bytes(picture)
+    (root / "cat" / "notes.txt").write_text("no picture")
+    with pytest.warns(SecateurWarning, match=r"1 picture .*unknown ending is left out.*without_ending.*Fix: .*\.jpg"):
+        assert read(root).counts == {"cat": 4, "dog": 4}
+    (root / "cat" / "without_ending").unlink()
+    (root / "cat" / "gone.png").symlink_to(tmp_path / "nowhere.png")
+    with pytest.warns(SecateurWarning, match=r"1 broken image: .*gone\.png"):
+        assert read(root).counts == {"cat": 4, "dog": 4}
+
+
+def test_names_that_are_no_text(tmp_path: Path) -> None:
+    odd = os.fsdecode(b"caf\xe9")
+    root = write_photos(tmp_path / "set", ("cat", "dog"))
+    try:
+        (root / "cat" / "00.png").rename(root / "cat" / f"{odd}.png")
+    except OSError:
+        pytest.skip("this system has no such names")
+    photos = read(root)
+    assert photos.draw(4).counts == {"cat": 4, "dog": 4}
+    assert digest(photos).startswith("8 images")
+    (root / "cat").rename(root / odd)
+    with pytest.raises(DataError, match=r"caf.*is no text in UTF-8.*Fix: another name"):
+        read(root)
+
+
+@pytest.mark.parametrize("size", [(3000, 2), (2, 3000)])
+def test_a_thin_picture_takes_no_more_memory_than_others(size, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pixels = np.random.default_rng(5).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(tmp_path / "a.png")
+    whole = T.Compose([T.Resize(18), T.CenterCrop(18), T.PILToTensor()])(Image.fromarray(pixels))
+    made, resize = [], Image.Image.resize
+
+    def watched(image, *args, **options):
+        made.append(resize(image, *args, **options))
+        return made[-1]
+
+    monkeypatch.setattr(Image.Image, "resize", watched)
+    seen = View(16).decode(tmp_path / "a.png")
+    assert int((seen.int() - whole.int()).abs().max()) <= 1  # a centre that is a few millionths of a pixel off
+    assert all(np.prod(image.size) <= 18 * 18 for image in made)

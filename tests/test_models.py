@@ -16,7 +16,7 @@ from secateur.errors import FileFormatError, ModelError
 from secateur.models import Origin, build, open_model
 from secateur.models.hub import hub_view
 from secateur.models.origin import view_of
-from secateur.models.weights import fill
+from secateur.models.weights import fill, read_weights
 
 NET = """
 from torch import nn
@@ -223,3 +223,9 @@ def test_a_damaged_origin_is_refused(net: str, tmp_path: Path) -> None:
     sc.save(small, tmp_path / "m", about={"origin": {"model": net}})
     with pytest.raises(FileFormatError, match="not described properly"):
         open_model(str(tmp_path / "m"), original=net)
+
+
+def test_an_empty_file_of_weights_is_said_to_be_empty(tmp_path: Path) -> None:
+    (tmp_path / "net.pt").write_bytes(b"")
+    with pytest.raises(FileFormatError, match=r"net\.pt is not a file of weights, or damaged: it is empty"):
+        read_weights(tmp_path / "net.pt")

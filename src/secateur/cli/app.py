@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Iterator, Mapping
@@ -54,6 +55,8 @@ class Commands(TyperGroup):
     """Commands whose errors are one readable line, unless `--debug` is given, before or after the command."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if isinstance(sys.stdout, io.TextIOWrapper):  # a result must not be lost to a letter that a terminal lacks
+            sys.stdout.reconfigure(errors="backslashreplace")
         if "--debug" in args:
             os.environ["SECATEUR_DEBUG"] = "1"
             args = [arg for arg in args if arg != "--debug"]
@@ -86,6 +89,8 @@ class Commands(TyperGroup):
 
 def _swallowed(error: Exception, given: list[str]) -> str:
     """If an option is missing that was given: which option before it took its name for a value."""
+    if "Missing" not in type(error).__name__:  # what has a wrong value was not swallowed
+        return ""
     missing = set(getattr(getattr(error, "param", None), "opts", ()))
     for before, word in pairwise(given):
         if word in missing and before.startswith("--"):

@@ -14,7 +14,7 @@ from secateur.cli.given_model import read_model
 from secateur.cli.image_task import read_task
 from secateur.cli.outlook import known_within
 from secateur.cli.output import Printer, curves_table
-from secateur.cli.run_folder import Run, check_folder, request
+from secateur.cli.run_folder import Run, check_folder, only_run, request
 from secateur.errors import SecateurError
 from secateur.loop.compare import compare as run_compare
 from secateur.loop.settings import Schedule
@@ -63,6 +63,7 @@ def compare(
         raise SecateurError(
             "a comparison needs images that are not used for scoring.", fix="--test, or a smaller --per-class"
         )
+    ctx.with_resource(only_run(out))
     run = Run.begin(out, request(ctx, task, criteria=chosen), fresh, printer)
     with run.working():
         found = run_compare(
@@ -77,9 +78,9 @@ def compare(
     printer.json({**json.loads(found.to_json()), **task.counts, "files": list(map(str, files))})
     longest = max(found.curves.values(), key=lambda curve: float(curve.removed[-1])).removed
     printer.result(curves_table(found.curves, longest[:: max(1, (len(longest) - 1) // 6)].tolist(), "units"))
-    printer.result(known_within(len(task.test)))
+    printer.result(known_within(task.tested["overall"]))
     printer.result(str(found))
-    used = f"{len(task.reference)} images to score on, {len(task.test)} to test on"
+    used = f"{len(task.reference)} images to score on, {task.tested['overall']} to test on"
     printer.result(f"\n{used}. Written to {out}: comparison.json, comparison.png")
 
 

@@ -11,6 +11,7 @@ from torch import nn
 from secateur.analysis.reasons import some_of
 from secateur.cli.outlook import known_within
 from secateur.cli.output import Printer, curves_table, headline, percent
+from secateur.cli.run_folder import check_folder, check_model
 from secateur.demo import REFERENCE, Digits, demonstrate, train
 from secateur.files.saved import save
 from secateur.latency.timing import time_batches
@@ -32,6 +33,8 @@ def demo(
 
     Example: secateur demo --out my-demo
     """
+    check_folder(out)
+    check_model(out)
     printer = Printer(as_json=False)
     printer.note("this takes a minute or two, and less than 1 GiB of memory")
     digits, classes = Digits.load(), [0, 1, 4, 7]

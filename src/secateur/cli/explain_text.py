@@ -8,10 +8,10 @@ from typing import Any
 from secateur import atomic
 from secateur.cli.given_model import output_names, outputs_in
 from secateur.cli.output import Printer, table
-from secateur.data.text import read_text
+from secateur.data.text import read_lines
 from secateur.errors import DataError
 from secateur.models import Opened
-from secateur.models.hub import tokenizer_of
+from secateur.models.hub import longest_text, tokenizer_of
 from secateur.relevance.explain import Explanation, explain
 from secateur.relevance.text import Text, Word, page
 from secateur.running.devices import device_of, to_device
@@ -28,13 +28,15 @@ def explain_texts(
 ) -> None:  # fmt: skip
     """Explain a sentence, or each line of a file, and write one page."""
     tokenizer, texts = tokenizer_of(opened.origin.model), _texts(given, limit, printer)
-    reader = Reader(opened.model)
+    reader, most = Reader(opened.model), min(_LONGEST, longest_text(opened.model, tokenizer))
     names = [] if reader.generates else output_names(opened)
     wanted, other = (_class(word, tokenizer, names) for word in (target, against))
     found: list[tuple[Explanation, Text]] = []
     with printer.stage(f"explaining {len(texts)} {'text' if len(texts) == 1 else 'texts'}"):
         for text in texts:
-            tokens = tokenizer(text, return_tensors="pt", truncation=True, max_length=_LONGEST)
+            tokens = tokenizer(text, return_tensors="pt", truncation=True, max_length=most)
+            if (whole := len(tokenizer(text, verbose=False)["input_ids"])) > most:
+                printer.note(f"{_short(text)!r} has {whole} tokens; the first {most} of them are explained")
             if not tokens["input_ids"].shape[1]:
                 raise DataError(f"{text!r} has no tokens.")
             inputs = to_device(dict(tokens), device_of(opened.model))
@@ -48,7 +50,8 @@ def explain_texts(
     said = [_said(seen, text, tokenizer, names) for seen, text in found]
     first = sum(text.first_token for _, text in found) / len(found)
     file = out if out.suffix.lower() in (".html", ".htm") else out / _PAGE
-    atomic.write(file, page(words, said, first).encode())
+    with atomic.naming_failures(file):
+        atomic.write(file, page(words, said, first).encode())
     worst = max(seen.conservation.worst for seen, _ in found)
     entries = [
         {"text": text, "explained": what, "words": [word.text for word in row], "relevance": [w.relevance for w in row]}
@@ -74,7 +77,7 @@ def _texts(given: str, limit: int, printer: Printer) -> list[str]:
         if not given.strip():
             raise DataError("the text is empty.", fix="a sentence in quotes, or a file")
         return [given]
-    lines = [line.strip() for line in read_text(path).splitlines() if line.strip()]
+    lines = [line.strip() for line in read_lines(path).split("\n") if line.strip()]
     if len(lines) > limit:
         printer.note(f"the first {limit} of {len(lines)} lines; --limit for more")
     return lines[:limit]

@@ -106,7 +106,13 @@ class Task:
             del asked
             release()  # what an export and a session took is not there for the repair otherwise
         self.measured[size_of(model)] = found
-        shares = [found.classes.get(target, 0.0) for target in self.test.targets]
+        unseen = [
+            name for name, target in zip(self.names, self.test.targets, strict=True) if target not in found.classes
+        ]
+        if unseen:  # that none of no images is right would read as if all were wrong
+            what = f"no image to test on can be read of {', '.join(unseen)}."
+            raise DataError(what, fix="repair the images, or give others by --test")
+        shares = [found.classes[target] for target in self.test.targets]
         return {"overall": found.overall, **dict(zip(self.names, shares, strict=True))}
 
     @property
@@ -127,7 +133,7 @@ class Task:
     @property
     def counts(self) -> dict[str, Any]:
         """How many samples are used for what, for JSON."""
-        return {"images": {"reference": len(self.reference), "test": len(self.test) if self.test is not None else 0}}
+        return {"images": {"reference": len(self.reference), "test": self.tested.get("overall", 0)}}
 
     @property
     def load(self) -> tuple[float, float]:
@@ -136,10 +142,11 @@ class Task:
 
     @property
     def tested(self) -> dict[str, int]:
-        """How many images each accuracy is measured on, by its name."""
+        """How many images each accuracy is measured on, by its name. Those that turn out to be broken do not count."""
         if self.test is None:
             return {}
-        return {"overall": len(self.test), **dict(zip(self.names, self.test.counts.values(), strict=True))}
+        good = self.test.readable()
+        return {"overall": len(good), **dict(zip(self.names, good.counts.values(), strict=True))}
 
     @property
     def names(self) -> list[str]:
@@ -239,7 +246,7 @@ class Task:
         view = self.reference.view
         about = {
             "images scored on": str(len(self.reference)),
-            "images tested on": str(len(self.test)) if self.test is not None else "none",
+            "images tested on": str(self.tested.get("overall", "none")),
             "outputs": "; ".join(f"{title(name)}: {_described(members)}" for name, members in self.outputs.items()),
             **({"merged by": self.merge} if self.merge is not None else {}),
             **more,
@@ -281,7 +288,7 @@ def digest(photos: Photographs | None) -> str | None:
         return None
     found = hashlib.sha256()
     for path, label in zip(photos.paths, photos.labels, strict=True):
-        found.update(f"{path.name} {path.stat().st_size} {label}\n".encode())
+        found.update(f"{path.name} {path.stat().st_size} {label}\n".encode(errors="surrogateescape"))
     return f"{len(photos)} images, {found.hexdigest()[:16]}"
 
 

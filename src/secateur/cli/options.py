@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
@@ -17,7 +19,15 @@ import typer
 from secateur.analysis.specialize import Merge
 from secateur.criteria.registry import criterion_named, known_criteria
 from secateur.data.views import Fit, View
-from secateur.errors import Argument, CriterionError, DataError, SecateurError, TargetError, TrainingError
+from secateur.errors import (
+    Argument,
+    CriterionError,
+    DataError,
+    SecateurError,
+    SecateurWarning,
+    TargetError,
+    TrainingError,
+)
 from secateur.plans.targets import Target, check_share
 from secateur.recover import Recover
 from secateur.relevance.composites import PRESETS
@@ -144,6 +154,8 @@ class Texts:
         for option in (name for name, value in given.items() if value):
             fix = "--test-text" if option == "--test" else f"leave out {option}"
             raise DataError(f"{option} is for images, but --text is given.", fix=fix)
+        if self.columns and not self.labels:
+            raise DataError("--columns says more about --labels, which is missing.", fix="--labels as well, or neither")
         if self.text and self.test_text and self.test_text.resolve() == self.text.resolve():
             what = f"--text and --test-text are the same file, {self.text}."
             raise DataError(what, fix="another --test-text, or none: then the last fifth is held out")
@@ -158,6 +170,16 @@ class Training:
     batch_size: Annotated[int | None, _training(min=2, help=_BATCH_SIZE)] = None
     clip: Annotated[float | None, _training(min=0.0, help=_CLIP)] = None
     lora: Annotated[int | None, _training(min=0, help=_LORA)] = None
+
+    def check(self) -> None:
+        """Warn of options about training where there is none."""
+        given = {
+            "--learning-rate": self.learning_rate, "--batch-size": self.batch_size, "--clip": self.clip,
+            "--lora": self.lora,
+        }  # fmt: skip
+        for option in (name for name, value in given.items() if value is not None):
+            what = f"{option} says how to train, but nothing asks for training, so it has no effect."
+            warnings.warn(SecateurWarning(what, fix=f"--epochs or --minutes, or leave out {option}"), stacklevel=2)
 
     def settings(self, **more: Any) -> Recover:
         """As the Python function takes them."""
@@ -228,6 +250,8 @@ def _numbers(text: str | None, option: str) -> tuple[float, ...] | None:
         return None
     try:
         found = tuple(float(part) for part in text.split(","))
+        if not all(map(math.isfinite, found)):
+            raise ValueError
     except ValueError:
         raise typer.BadParameter(f"{text!r} is not a list of numbers such as 0.5,0.5,0.5", param_hint=option) from None
     if not all(number <= 1 for number in found):

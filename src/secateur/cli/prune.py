@@ -15,7 +15,7 @@ from secateur.cli.image_task import Task, read_task
 from secateur.cli.outcome import Quantised
 from secateur.cli.outlook import doubt, next_steps, outlook
 from secateur.cli.output import Printer, headline, intervals, sides
-from secateur.cli.run_folder import Run, check_folder, check_model, need_packages, request, write_model
+from secateur.cli.run_folder import Run, check_folder, check_model, need_packages, only_run, request, write_model
 from secateur.cli.text_task import TextTask, read_text_task
 from secateur.errors import SecateurError
 from secateur.files.onnx import Exports, export
@@ -148,6 +148,9 @@ def prune(
         )
     o.check_target(step, remove, keep, max_drop, max_drift)
     o.check_criteria(criterion)
+    chosen = getattr(ctx.get_parameter_source("epochs"), "name", "") == "COMMANDLINE"  # 0 epochs may be a script's
+    if not epochs and training.minutes is None and not chosen:
+        training.check()
     ctx.with_resource(limited(memory))  # reading, writing, timing and the report are part of it
     texts.check(images)
     check_folder(out, images=images.images, test=images.test)
@@ -175,6 +178,7 @@ def prune(
     for line in task.introduction():
         printer.note(line)
     setup = Setup.of(task.example(), runtime, batch, threads)
+    ctx.with_resource(only_run(out))
     run = Run.begin(out, request(ctx, task), fresh, printer)
     trained = None
     if epochs or training.minutes is not None:

@@ -18,7 +18,7 @@ from secateur.cli.image_task import Task
 from secateur.cli.outlook import after_training, doubt, training_outlook, warn_of_harm, warn_of_teacher
 from secateur.cli.output import Printer, intervals, percent
 from secateur.cli.prune import task_of
-from secateur.cli.run_folder import Run, check_folder, check_model, request
+from secateur.cli.run_folder import Run, check_folder, check_model, only_run, request
 from secateur.cli.text_task import TextTask, write_text_task
 from secateur.errors import SecateurError
 from secateur.files.pretrained import save_pretrained
@@ -79,6 +79,7 @@ def recover(
     if isinstance(task, TextTask):
         for line in task.introduction("trained on"):
             printer.note(line)
+    ctx.with_resource(only_run(out))
     run = Run.begin(out, request(ctx, task), fresh, printer)
     printer.note(training_outlook(task, whole, settings.decided(opened.model)))
     measure = task.evaluate

@@ -6,7 +6,7 @@ import importlib.util
 import json
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -96,6 +96,34 @@ def keep_apart(out: Path, folder: Path, option: str, *, above: bool = True) -> N
             f"--out {out} {how} the folder of {option}, {folder}: what is written would be mixed with your images.",
             fix="another --out, beside that folder",
         )
+
+
+@contextmanager
+def only_run(out: Path) -> Iterator[None]:
+    """Make the folder, and refuse other runs in it until this one ends: each would replace some files of the other.
+
+    Where the system cannot tell, nothing is refused. The lock of a killed process is gone with it.
+    """
+    handle = None
+    with suppress(ImportError, OSError):
+        import fcntl
+
+        out.mkdir(parents=True, exist_ok=True)
+        handle = os.open(out, os.O_RDONLY)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(handle)
+            raise SecateurError(
+                f"another run is writing to {out}.", where=out, fix="wait for it, or another --out"
+            ) from None
+    try:
+        yield
+    finally:
+        if handle is not None:
+            with suppress(OSError):
+                fcntl.flock(handle, fcntl.LOCK_UN)  # processes that this one started may still hold the folder
+            os.close(handle)
 
 
 def request(ctx: typer.Context, task: Task | TextTask, **chosen: Any) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from secateur.cli.given_model import count_outputs
 from secateur.cli.options import Texts
 from secateur.cli.outcome import answered, time_files, write_page
 from secateur.cli.output import Printer
-from secateur.data.text import Batch, Sentences, Tokens, in_batches, read_sentences, read_text
+from secateur.data.text import Batch, Sentences, Tokens, in_batches, read_lines, read_sentences
 from secateur.errors import Argument, DataError
 from secateur.files.architecture import note_of
 from secateur.files.session import fixed_batch
@@ -237,9 +237,9 @@ def _running(opened: Opened, tokenizer: Any, given: Texts) -> TextTask:
             f"{type(model).__name__} does not foretell the next token, so that plain text is not enough.",
             fix="--labels, if it is a classifier of texts; else the Python functions",
         )
-    tokens = Tokens.of(read_text(given.text), tokenizer)  # type: ignore[arg-type]
+    tokens = Tokens.of(read_lines(given.text), tokenizer)  # type: ignore[arg-type]
     if given.test_text is not None:
-        held, name = Tokens.of(read_text(given.test_text), tokenizer), str(given.test_text)
+        held, name = Tokens.of(read_lines(given.test_text), tokenizer), str(given.test_text)
     else:
         (tokens, held), name = tokens.split(_HELD_OUT), f"the last fifth of {given.text}"
     ids = tokens.sequences(given.tokens, given.sequences, str(given.text))
@@ -253,7 +253,7 @@ def write_text_task(opened: Opened, teacher: nn.Module, given: Texts, seed: int)
     ids = write_text(teacher, given.sequences, given.tokens, seed)["input_ids"]
     held = None
     if given.test_text is not None:
-        held = Tokens.of(read_text(given.test_text), tokenizer), str(given.test_text)
+        held = Tokens.of(read_lines(given.test_text), tokenizer), str(given.test_text)
     return _language(opened, tokenizer, given, ids, " that the teacher wrote", held)
 
 
@@ -296,10 +296,19 @@ def _labelled(opened: Opened, tokenizer: Any, given: Texts) -> TextTask:
     else:
         (texts, held), where = texts.split(_HELD_OUT), f"the last fifth of {given.text}"
     drawn, tested = texts.draw(given.sequences), held.draw(given.test_sequences or _TEST[1])
-    about = f"{_of_classes(drawn)} of {given.text}", f"{_of_classes(tested)} of {where}"
+    about = tuple(
+        f"{_of_classes(texts)} of {name}{_cut(texts.texts, tokenizer, given.tokens)}"
+        for texts, name in ((drawn, given.text), (tested, where))
+    )
     reference = drawn.batches(tokenizer, 16, given.tokens)
     test = tested.batches(tokenizer, 16, given.tokens) if len(tested) else None
-    return TextTask(opened, tokenizer, given.tokens, reference, test, about, drawn.classes)
+    return TextTask(opened, tokenizer, given.tokens, reference, test, (about[0], about[1]), drawn.classes)
+
+
+def _cut(texts: Sequence[str], tokenizer: Any, length: int) -> str:
+    """How many texts lose their end, in words."""
+    longer = sum(len(ids) > length for ids in tokenizer(list(texts), verbose=False)["input_ids"]) if texts else 0
+    return f", {longer} of them cut after {length} tokens" if longer else ""
 
 
 def _of_classes(texts: Sentences) -> str:

@@ -6,7 +6,7 @@ import os
 import threading
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
@@ -22,6 +22,10 @@ from secateur.data.views import View
 from secateur.errors import Argument, DataError, SecateurWarning
 
 SUFFIXES = (".jpg", ".jpeg", ".jfif", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
+# Pictures too, which pillow reads with what some systems lack: those that it cannot read are named, not passed over.
+_RARE = (".avif", ".heic", ".heif", ".jp2", ".jpe", ".jxl", ".apng", ".tga", ".pbm", ".pnm", ".dib", ".mpo")
+# What the parts of a data set are called: folders of class folders.
+_PARTS = {"train", "training", "test", "testing", "val", "valid", "validation", "dev"}
 _CACHE_BYTES = 2**29  # of decoded photographs, if nothing else is said
 _AHEAD = 2  # batches that are decoded while the network computes
 
@@ -270,10 +274,11 @@ def read(
 ) -> Photographs:  # fmt: skip
     """The photographs in a folder of class folders; classes are the folders' names, sorted.
 
-    `view` says what a network sees of them (default: the centre, ImageNet's mean and deviation). The first bytes of
-    every file are checked: what is no image is reported and skipped, or refused with `strict`. A class with fewer than
-    `least` images is an error. A `decoder` that reads several folders decides what is kept of all of them, and whether
-    it is strict.
+    `view` says what a network sees of them (default: the centre, ImageNet's mean and deviation). Subfolders and links
+    are followed, hidden folders are not. The first bytes of every file are checked: what is no image is reported and
+    skipped, or refused with `strict`; so are images beside the class folders or without an ending that says so. A class
+    with fewer than `least` images is an error. A `decoder` that reads several folders decides what is kept of all of
+    them, and whether it is strict.
     """
     root = Path(folder)
     if not root.is_dir():
@@ -286,8 +291,18 @@ def read(
             where=root,
             fix=f"put the images of each class into a folder of its own, such as {root / 'cat'}",
         )
+    for name in names:
+        if name != name.encode(errors="replace").decode():
+            what = f"the name of the class folder {root / name} is no text in UTF-8."
+            raise DataError(what, where=root, fix="another name for the folder")
     decoder, numbers = decoder if decoder is not None else Decoder(strict), tuple(range(len(names)))
-    listed = [(path, label) for label in numbers for path in images_in(root / names[label])]
+    files = [_files_in(root / name) for name in names]
+    listed = [(path, label) for label in numbers for path in files[label] if _is_image(path)]
+    inside = bool(listed) and all(path.parent.parent != root for path, _ in listed)
+    if inside and {name.casefold() for name in names} <= _PARTS:
+        what = f"the folders in {root} are parts of a data set ({', '.join(names)}), not classes."
+        raise DataError(what, where=root, fix=f"one of them, such as {root / names[-1]}")
+    _tell_of_others(root, {path for some in files for path in some}.difference(path for path, _ in listed), decoder)
     with _pool() as pool:
         list(pool.map(decoder.check, [path for path, _ in listed]))
     decoder.complain([path for path, _ in listed if path in decoder.broken])
@@ -311,7 +326,7 @@ def load(
     """Single files as network inputs, and the paths of those that could be read."""
     view, decoder = view if view is not None else View(), Decoder(strict)
     files = [Path(path) for path in paths]
-    absent = [path for path in files if not path.is_file()]
+    absent = [path for path in files if not path.is_file() and not path.is_symlink()]
     if absent:
         raise DataError(f"there is no image {', '.join(map(str, absent[:5]))}.")
     good = [(path, pixels) for path in files if (pixels := decoder(path, view)) is not None]
@@ -322,12 +337,68 @@ def load(
 
 
 def _is_image(path: Path) -> bool:
-    return path.suffix.lower() in SUFFIXES and not path.name.startswith(".") and path.is_file()
+    if path.suffix.lower() not in (*SUFFIXES, *_RARE) or path.name.startswith("."):
+        return False
+    return path.is_file() or (path.is_symlink() and not path.exists())  # a link to nowhere is a broken picture
+
+
+def _tell_of_others(root: Path, others: Iterable[Path], decoder: Decoder) -> None:
+    """Pictures that are not read: beside the class folders, or, of the other files in them, with an unknown ending."""
+    loose = sorted(item for item in root.iterdir() if _is_image(item))
+    odd = sorted(path for path in others if path.is_file() and _opens(path))
+    for paths, where, fix in (
+        (loose, f"beside the class folders of {root}", "move them into folders, or away"),
+        (odd, f"in {root} with an unknown ending", f"names that end in {', '.join(SUFFIXES)}"),
+    ):
+        if paths:
+            count = "1 picture" if len(paths) == 1 else f"{len(paths)} pictures"
+            named = f"{', '.join(map(str, paths[:3]))}{', …' if len(paths) > 3 else ''}"
+            what = f"{count} {where} {'is' if len(paths) == 1 else 'are'} left out: {named}."
+            if decoder.strict:
+                raise DataError(what, where=paths[0], fix=fix)
+            warnings.warn(SecateurWarning(what, where=paths[0], fix=fix), stacklevel=3)
+
+
+def _opens(path: Path) -> bool:
+    """Whether a file begins as a picture does."""
+    from PIL import Image
+
+    try:
+        with Image.open(path):
+            return True
+    except Exception:  # whatever it is, it is no picture
+        return False
 
 
 def images_in(folder: Path) -> list[Path]:
     """Every image in a folder and its subfolders, sorted by path."""
-    return sorted(path for path in folder.rglob("*") if _is_image(path))
+    return [path for path in _files_in(folder) if _is_image(path)]
+
+
+def _files_in(folder: Path) -> list[Path]:
+    """Every file in a folder and its subfolders, sorted by path.
+
+    Links are followed. What is hidden is left out: programs keep copies of the pictures there.
+    """
+    found = list[Path]()
+    above: dict[Path, tuple[Path, ...]] = {folder: (Path(os.path.realpath(folder)),)}
+    for name, folders, files in os.walk(folder, onerror=_refuse, followlinks=True):
+        place = Path(name)
+        found += [place / file for file in files if not file.startswith(".")]
+        way, folders[:] = above.pop(place), [inside for inside in folders if not inside.startswith(".")]
+        for inside in list(folders):
+            real = Path(os.path.realpath(place / inside))
+            if any(real in (passed, *passed.parents) for passed in way):  # a link upwards leads round in circles
+                folders.remove(inside)
+            else:
+                above[place / inside] = (*way, real)
+    return sorted(found)
+
+
+def _refuse(error: OSError) -> None:
+    """A folder that cannot be listed must not pass for an empty one."""
+    what = f"the folder {error.filename} cannot be read: {error.strerror}."
+    raise DataError(what, where=error.filename, fix="allow reading it, or move it away") from error
 
 
 def in_turn(paths: Sequence[Path]) -> list[Path]:

@@ -6,6 +6,8 @@ import csv
 import io
 import json
 import os
+import shlex
+from codecs import BOM_UTF16_BE, BOM_UTF16_LE
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -41,11 +43,23 @@ def read_text(path: str | os.PathLike[str]) -> str:
         raise DataError(
             f"{file} is no text in UTF-8: byte {error.start} is {error.object[error.start]:#04x}.",
             where=file,
-            fix=f"convert it: iconv -f latin1 -t utf-8 {file}",
+            fix=_converted(file, "utf-16" if error.object.startswith((BOM_UTF16_LE, BOM_UTF16_BE)) else "latin1"),
         ) from None
+    if "\0" in text:
+        what = f"{file} is no text in UTF-8: byte {text.index(chr(0))} is zero, as in UTF-16 or in what is no text."
+        raise DataError(what, where=file, fix=_converted(file, "utf-16le"))
     if not text.strip():
         raise DataError(f"{file} is empty.", where=file)
     return text
+
+
+def read_lines(path: str | os.PathLike[str]) -> str:
+    r"""A text file whose lines end in \n, wherever it was written: a model has hardly seen others."""
+    return read_text(path).replace("\r\n", "\n").replace("\r", "\n")
+
+
+def _converted(file: Path, encoding: str) -> str:
+    return f"convert it: iconv -f {encoding} -t utf-8 {shlex.quote(str(file))}"
 
 
 # -- running text ------------------------------------------------------------------------------------------------------
@@ -169,7 +183,9 @@ def read_sentences(
     if not rows:
         raise DataError(f"{file} has no rows below its header.", where=file)
     text, label = columns if columns is not None else _columns(file, rows[0][1])
-    known = {name.casefold(): number for number, name in enumerate(names)}
+    plain = Counter(name.casefold() for name in names)
+    known = {name.casefold(): number for number, name in enumerate(names) if plain[name.casefold()] == 1}
+    known |= {name: number for number, name in enumerate(names)}
     texts, labels = [], []
     for line, row in rows:
         for column in (text, label):
@@ -178,6 +194,8 @@ def read_sentences(
                 raise DataError(f"{file}, line {line} has nothing in {column!r}; it has {there}.", where=file)
         if isinstance(row[text], list | dict):
             raise DataError(f"{file}, line {line} has a {type(row[text]).__name__} in {text!r}, no text.", where=file)
+        if any("\ud800" <= letter <= "\udfff" for letter in str(row[text])):
+            raise DataError(f"{file}, line {line} has half a character in {text!r}: a surrogate.", where=file)
         texts.append(str(row[text]))
         labels.append(_label(row[label], known, outputs, f"{file}, line {line}"))
     return Sentences(tuple(texts), tuple(labels), tuple(names) or tuple(f"class {i}" for i in range(outputs)))
@@ -187,11 +205,21 @@ def _rows(file: Path, text: str) -> list[tuple[int, Mapping[str, Any]]]:
     """The rows of a table with their line numbers."""
     delimiter = _TABLES[file.suffix.lower()]
     if delimiter:
+        # Strict: a quotation mark that nothing closes would take all rows below it for one text.
+        reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+        table: list[tuple[int, Mapping[str, Any]]] = []
+        longest = csv.field_size_limit(_LARGEST)
         try:
-            reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter)
-            table: list[tuple[int, Mapping[str, Any]]] = [(reader.line_num, row) for row in reader]
+            table.extend((reader.line_num, row) for row in reader)
         except csv.Error as error:
-            raise DataError(f"{file} cannot be read as a table: {error}.", where=file) from error
+            good = table[-1][0] if table else 1
+            what = f"{file} cannot be read as a table, after line {good}: {error}."
+            fix = 'quotes around a text, and two for each quotation mark in it: "say ""yes"""'
+            raise DataError(what, where=file, fix=fix) from error
+        finally:
+            csv.field_size_limit(longest)
+        if twice := [name for name, count in Counter(reader.fieldnames or ()).items() if count > 1 and name]:
+            raise DataError(f"{file} has several columns called {twice[0]!r}.", where=file, fix="a name for each")
         if longer := [line for line, row in table if None in row]:
             what = f"{file}, line {longer[0]} has more cells than the header."
             raise DataError(what, where=file, fix="put texts that hold the separator into quotes")
@@ -201,7 +229,7 @@ def _rows(file: Path, text: str) -> list[tuple[int, Mapping[str, Any]]]:
         if line.strip():
             try:
                 row = json.loads(line)
-            except (json.JSONDecodeError, RecursionError) as error:
+            except (ValueError, RecursionError) as error:
                 raise DataError(f"{file}, line {number} is no JSON: {error}.", where=file) from error
             if not isinstance(row, dict):
                 raise DataError(f"{file}, line {number} is no object with a text and a label.", where=file)
@@ -216,6 +244,8 @@ def _columns(file: Path, row: Mapping[str, Any]) -> tuple[str, str]:
     if text is None or label is None:
         missing = " and ".join(what for what, found in (("the text", text), ("the label", label)) if found is None)
         fact = f"{file}: which column holds {missing}? There are {', '.join(map(str, there.values()))}."
+        if len(there) == 1 and any(mark in next(iter(there)) for mark in ";,\t|"):
+            raise DataError(fact, where=file, fix="commas between the cells of a .csv, tabs in a .tsv")
         columns = Argument("columns", "TEXT,LABEL")
         raise DataError("{fact}", where=file, fix="{columns}", fact=fact, columns=columns)
     return text, label
@@ -224,9 +254,10 @@ def _columns(file: Path, row: Mapping[str, Any]) -> tuple[str, str]:
 def _label(value: Any, known: Mapping[str, int], outputs: int, where: str) -> int:
     """The number of a class."""
     word = str(value).strip()
-    if word.casefold() in known:
-        return known[word.casefold()]
-    if word.isdecimal() and int(word) < outputs:
+    for spelt in (word, word.casefold()):
+        if spelt in known:
+            return known[spelt]
+    if word.isdecimal() and len(word) < 10 and int(word) < outputs:
         return int(word)
     names = f" or {', '.join(list(known)[:8])}" if known else ""
     raise DataError(f"{where}: {word!r} is no label of this model.", fix=f"a number from 0 to {outputs - 1}{names}")

@@ -18,6 +18,7 @@ Fit = Literal["crop", "squash"]
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 # Images that are cropped, and all images for training, are kept this much larger than the network's input.
 _MARGIN = 256 / 224
+_THIN = 16  # a picture is scaled as a whole if it is at most so many times as long as wide
 _ORIENTATION = 0x0112  # the tag of EXIF
 
 
@@ -44,6 +45,14 @@ def upright(image: Any) -> Any:
     )  # fmt: skip
     turn = turns[orientation(image) - 1]
     return image if turn is None else image.transpose(turn)
+
+
+def _check_depth(image: Any) -> None:
+    """Refuse numbers of 32 bits: nothing says which of them is white, and pillow clips them to 8 bits."""
+    # What pillow calls `I` has 16 bits where the format has no more.
+    if image.mode == "F" or (image.mode == "I" and image.format not in ("PNG", "PPM")):
+        kind = "floating point" if image.mode == "F" else "32 bits"
+        raise ValueError(f"its pixels are numbers of {kind}, which have no known range; save it with 8 or 16 bits")
 
 
 @dataclass(frozen=True)
@@ -85,6 +94,7 @@ class View:
 
         side = self.side(training)
         with Image.open(path) as file:
+            _check_depth(file)
             image: Any = upright(file)
             if image.mode.startswith("I"):  # 16 bits: pillow would clip them to 8
                 image = Image.fromarray((np.asarray(image).astype(np.int64) >> 8).clip(0, 255).astype(np.uint8))
@@ -94,10 +104,15 @@ class View:
         else:
             width, height = image.size
             short = min(width, height)
-            width, height = int(side * width / short), int(side * height / short)
-            image = image.resize((width, height), Image.Resampling.BILINEAR)
-            left, top = round((width - side) / 2), round((height - side) / 2)
-            image = image.crop((left, top, left + side, top + side))
+            scaled = int(side * width / short), int(side * height / short)
+            left, top = round((scaled[0] - side) / 2), round((scaled[1] - side) / 2)
+            if max(scaled) <= _THIN * side:
+                image = image.resize(scaled, Image.Resampling.BILINEAR)
+                image = image.crop((left, top, left + side, top + side))
+            else:  # the whole of a thin picture may be larger than the memory
+                across, down = width / scaled[0], height / scaled[1]
+                box = left * across, top * down, (left + side) * across, (top + side) * down
+                image = image.resize((side, side), Image.Resampling.BILINEAR, box)
         pixels = torch.from_numpy(np.array(image))
         return pixels.permute(2, 0, 1).contiguous() if pixels.ndim == 3 else pixels[None]
 

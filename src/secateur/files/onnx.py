@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import inspect
 import io
 import math
@@ -185,10 +186,12 @@ def _to_onnx(
     return outputs
 
 
-def _untold(model: nn.Module, error: Exception, who: str, fix: str) -> SecateurError:
+def _untold(model: nn.Module, error: Exception, who: str, fix: str) -> Exception:
     """What to do if torch cannot translate a model. Its own message is pages long; the cause says it in a line."""
     while error.__cause__ is not None and isinstance(error.__cause__, Exception):
         error = error.__cause__
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):  # not the model's fault
+        return error
     reason = " ".join(str(error).split())[:300]
     what = f"{who} cannot translate {type(model).__name__} ({type(error).__name__}: {reason})."
     return SecateurError(what, where=type(model).__name__, fix=fix)

@@ -46,7 +46,8 @@ def read_weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     except MemoryError:
         raise
     except Exception as error:  # torch's reader raises many kinds of errors on damaged files
-        raise FileFormatError(f"{file} is not a file of weights, or damaged: {error}") from error
+        reason = str(error) or ("it is empty" if not file.stat().st_size else type(error).__name__)
+        raise FileFormatError(f"{file} is not a file of weights, or damaged: {reason}") from error
     for key in _WRAPPERS:
         if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
             content = content[key]

@@ -396,7 +396,8 @@ def draw(images: Any, heat: Tensor, path: Path, clip: float = 0.995) -> Path:
         axes[row][1].imshow(flat.numpy(), cmap="seismic", vmin=-limit, vmax=limit)
         for axis in axes[row]:
             axis.set_axis_off()
-    figure.savefig(path, dpi=100, format="png")
+    with atomic.naming_failures(path), atomic.replacing(path) as staged:
+        figure.savefig(staged, dpi=100, format="png")
     return path
 
 

@@ -32,6 +32,7 @@ Data = Any
 Batch = tuple[Any, Any]
 
 _ARRAYS = (Tensor, np.ndarray)
+_UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
 
 
 def is_pair(data: Data) -> bool:
@@ -73,7 +74,7 @@ def as_batch(batch: Any) -> Batch:
         if labels is not None and targets is not None:
             raise DataError("there are labels among the inputs, and targets beside them.", fix="give one of the two")
         targets = labels if targets is None else targets
-    known = _from_numbers(targets) if _are_numbers(targets) else map_leaves(_tensor, targets)
+    known = _from_numbers(targets) if _are_numbers(targets) else map_leaves(_signed, targets)
     return _as_images(as_tensors(inputs), lists_samples(known)), known
 
 
@@ -129,11 +130,20 @@ def _from_numbers(targets: Any) -> Tensor:
 def _tensor(value: Any) -> Any:
     if not isinstance(value, np.ndarray):
         return value
+    if isinstance(value, np.ma.MaskedArray) and (masked := int(np.ma.getmaskarray(value).sum())):
+        what = f"{masked} {'number of an array is' if masked == 1 else 'numbers of an array are'} masked."
+        raise DataError(what, fix="array.filled(…), with what the model shall see in their place")
     try:
         # torch neither reads backwards nor takes what it must not write to.
         return torch.as_tensor(value if value.flags.writeable and value.flags.c_contiguous else value.copy())
     except (TypeError, ValueError) as error:
         raise DataError(f"an array of {value.dtype} cannot become a tensor: {error}") from error
+
+
+def _signed(targets: Any) -> Any:
+    """Class numbers of a kind that torch can hold but hardly compute with, as others."""
+    found = _tensor(targets)
+    return found.long() if isinstance(found, Tensor) and found.dtype in _UNSIGNED else found
 
 
 def batches(
