@@ -76,6 +76,40 @@ def through_a_partial(step: int) -> Function:
     return down
 
 
+def calling_each_other(count: int, last: int) -> Function:
+    """Every function refers to all of them."""
+    everyone: dict[str, Function] = {}
+    for i in range(count):
+        step = last if i == count - 1 else 0
+        body = ", ".join(f"f{j}" for j in range(count))
+        exec(f"f{i} = lambda x: ({body}, {step})", everyone)
+    return everyone["f0"]
+
+
+def on_top_of_each_other(count: int, last: int) -> Function:
+    """Every function refers to all that were made before it."""
+    made: tuple[Function, ...] = ((lambda last: lambda x: x + last)(last),)
+    for _ in range(count):
+        made = (*made, (lambda below: lambda x: [f(x) for f in below])(made))
+    return made[-1]
+
+
+def one_below_the_other(count: int, last: int) -> Function:
+    function: Function = (lambda last: lambda x: x + last)(last)
+    for _ in range(count):
+        function = calling(function)
+    return function
+
+
+def in_sets(step: int) -> Function:
+    """A set of functions that refer to the set."""
+    found: frozenset[Function]
+    first = lambda x: [f(x) for f in found]  # noqa: E731
+    others = [(lambda i: lambda x: (x + i, found))(i) for i in range(8)]
+    found = frozenset([first, *others, (lambda x: x + step)])
+    return first
+
+
 def writing(begin: int) -> Function:
     """It counts its calls: the number is no setting."""
     calls, seen = begin, []
@@ -150,6 +184,10 @@ def pairs() -> list[tuple[Function, Function]]:
         (calling(lambda x: x), calling(lambda x: -x)),
         (recursive(1), recursive(2)),
         (through_a_partial(1), through_a_partial(2)),
+        (calling_each_other(40, 1), calling_each_other(40, 2)),
+        (on_top_of_each_other(40, 1), on_top_of_each_other(40, 2)),
+        (one_below_the_other(2000, 1), one_below_the_other(2000, 2)),
+        (in_sets(1), in_sets(2)),
         (functools.partial(lambda x, by: x + by, by=1), functools.partial(lambda x, by: x - by, by=1)),
         (functools.partial(lambda x, a: x - a, a=1), functools.partial(lambda a, x: a - x, a=1)),
         (functools.partial(F.nll_loss, weight=weights, a=1), functools.partial(F.nll_loss, weight=weights, a=2)),

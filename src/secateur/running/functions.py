@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dis
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from enum import Enum
 from functools import partial
@@ -22,8 +22,25 @@ _DIGITS = 16
 _PLAIN = (
     bool, int, float, complex, str, bytes, type(None), range, slice, Enum, torch.dtype, torch.device, np.generic,
 )  # fmt: skip
-# The functions around the one that is described: it may refer to them, or to itself.
-_above: ContextVar[tuple[FunctionType, ...]] = ContextVar("above", default=())
+_DEEPEST = 2  # sets within sets
+
+
+class _Reading:
+    """What a description has reached so far, each with how to read it, and its number in the order of reaching."""
+
+    def __init__(self) -> None:
+        self.things: list[tuple[Any, Callable[[], Iterable[str]]]] = []  # kept, so that no id is given twice
+        self._numbers: dict[int, int] = {}
+
+    def number(self, thing: Any, parts: Callable[[], Iterable[str]]) -> int:
+        if id(thing) not in self._numbers:
+            self._numbers[id(thing)] = len(self.things)
+            self.things.append((thing, parts))
+        return self._numbers[id(thing)]
+
+
+_reading: ContextVar[_Reading | None] = ContextVar("reading", default=None)
+_depth: ContextVar[int] = ContextVar("depth", default=0)
 
 
 def is_nameless(function: Any) -> bool:
@@ -38,18 +55,47 @@ def content(function: FunctionType, described: Callable[[Any], str]) -> str:
     lists, dicts and other objects only the type counts, and variables that the function writes to do not count, since
     they may change while it runs: a counter is no setting. `described` is for all other values.
     """
-    above = _above.get()
-    if function in above:
-        return f"itself {len(above) - above.index(function)}"
-    token = _above.set((*above, function))
+    return once(function, partial(_parts, function, described))
+
+
+def once(thing: Any, parts: Callable[[], Iterable[str]]) -> str:
+    """A digest of the parts of a thing; while another one is read, the number of the thing in the order of reaching.
+
+    So each thing is read once, however many paths lead to it, and things may refer to each other.
+    """
+    if (reading := _reading.get()) is not None:
+        return f"number {reading.number(thing, parts)}"
+    reading = _Reading()
+    reading.number(thing, parts)
+    token = _reading.set(reading)
+    digest = hashlib.sha256()
     try:
-        parts = [*_instructions(function.__code__, described)]
-        parts += [f"default {_held(value, described)}" for value in function.__defaults__ or ()]
-        for named in (function.__kwdefaults__ or {}, _read(function)):
-            parts += [f"{name} {_held(value, described)}" for name, value in named.items()]
+        for number, (_, read) in enumerate(reading.things):  # the list grows meanwhile
+            digest.update("\n".join([f"number {number}", *read(), ""]).encode("utf-8", "surrogatepass"))
     finally:
-        _above.reset(token)
-    return hashlib.sha256("\n".join(parts).encode("utf-8", "surrogatepass")).hexdigest()[:_DIGITS]
+        _reading.reset(token)
+    return digest.hexdigest()[:_DIGITS]
+
+
+def unordered(items: Iterable[Any], described: Callable[[Any], str]) -> list[str]:
+    """Descriptions of the items of a set, in the same order in every process.
+
+    Each item is described by itself: numbers would depend on the order in which the set is read.
+    """
+    depth = _depth.get()
+    tokens = _reading.set(None), _depth.set(depth + 1)
+    try:
+        return sorted(_kind(item) if depth > _DEEPEST else described(item) for item in items)
+    finally:
+        _reading.reset(tokens[0])
+        _depth.reset(tokens[1])
+
+
+def _parts(function: FunctionType, described: Callable[[Any], str]) -> Iterator[str]:
+    yield from _instructions(function.__code__, described)
+    yield from (f"default {_held(value, described)}" for value in function.__defaults__ or ())
+    for named in (function.__kwdefaults__ or {}, _read(function)):
+        yield from (f"{name} {_held(value, described)}" for name, value in named.items())
 
 
 def _instructions(code: CodeType, described: Callable[[Any], str]) -> Iterator[str]:
@@ -86,12 +132,16 @@ def _read(function: FunctionType) -> dict[str, Any]:
     return {name: value for name, value in found.items() if name not in written}
 
 
+def _kind(value: Any) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
 def _held(value: Any, described: Callable[[Any], str]) -> str:
-    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    kind = _kind(value)
     if isinstance(value, tuple):
         return f"{kind}({', '.join(_held(item, described) for item in value)})"
     if isinstance(value, frozenset):  # whose order is another one in each process
-        return f"{kind}({sorted(_held(item, described) for item in value)})"
+        return f"{kind}({unordered(value, lambda item: _held(item, described))})"
     if isinstance(value, Tensor):
         odd = value.layout != torch.strided or value.is_nested or value.is_meta or value.is_quantized
         return kind if odd else f"{kind} {digest_of([('', value)])}"

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from secateur.nest import leaves, tensors_in
 from secateur.running.batches import Data, as_batch, as_tensors, is_pair
-from secateur.running.functions import content, is_nameless
+from secateur.running.functions import content, is_nameless, unordered
 from secateur.running.sandbox import seeded
 from secateur.running.tensor_files import digest_of
 
@@ -50,7 +50,7 @@ def described(value: Any, without: Collection[str] = ()) -> str:
         items = ", ".join(map(described, value))
         return f"[{items}]" if isinstance(value, list) else f"({items}{',' if len(value) == 1 else ''})"
     if isinstance(value, set | frozenset):  # whose order is another one in each process
-        return f"{type(value).__name__}({sorted(map(described, value))})"
+        return f"{type(value).__name__}({unordered(value, described)})"
     return _without_addresses(repr(value))
 
 
