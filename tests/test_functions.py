@@ -105,9 +105,94 @@ def in_sets(step: int) -> Function:
     """A set of functions that refer to the set."""
     found: frozenset[Function]
     first = lambda x: [f(x) for f in found]  # noqa: E731
-    others = [(lambda i: lambda x: (x + i, found))(i) for i in range(8)]
+    others = [(lambda by: lambda x: (x + by, found))(i) for i in range(8)]
     found = frozenset([first, *others, (lambda x: x + step)])
     return first
+
+
+#: Functions that read `gain`, and have other variables of that name within.
+SHADOWS = {
+    "a variable of a function within": """
+def f(x):
+    def within():
+        gain = 1
+        def deepest():
+            nonlocal gain
+            gain += 1
+        deepest()
+    return x * gain, within()
+""",
+    "an argument of a function within": """
+def f(x):
+    def within(gain):
+        def deepest():
+            nonlocal gain
+            del gain
+        deepest()
+    return x * gain, within(1)
+""",
+    "a variable of a comprehension": "f = lambda x: [[(lambda: gain)() for gain in x], gain]",
+    "read in the body of a class": """
+def f(x):
+    class Within:
+        by = gain
+    return x * Within.by
+""",
+    "read and set in the body of a class": """
+def f(x):
+    class Within:
+        gain = gain
+    return x * Within.gain
+""",
+    "perhaps set in the body of a class": """
+def f(x):
+    class Within:
+        if x:
+            gain = 1
+        by = gain
+    return x * Within.by
+""",
+    "read in a method": """
+def f(x):
+    class Within:
+        gain = 1
+        def method(self):
+            return gain
+    return x * Within().method()
+""",
+    "read by a default": "f = lambda x: (lambda y=gain: x * y)()",
+}
+#: Functions that have a variable `gain` of their own, and no other.
+OWN = {
+    "set in the body of a class": """
+def f(x):
+    class Within:
+        gain = 1
+        by = gain
+    return x * Within.by
+""",
+    "a variable of a function within": "f = lambda x: (lambda gain: lambda: x * gain)(1)()",
+    "written before it is read": """
+def f(x):
+    global gain
+    gain = 1
+    return (lambda: x * gain)()
+""",
+}
+
+
+def of_the_module(code: str, gain: int) -> Function:
+    names: dict[str, Any] = {"gain": gain, "__name__": __name__}
+    exec(code, names)
+    names["f"].__qualname__ = "<lambda>"
+    return names["f"]
+
+
+def around_it(code: str, gain: int) -> Function:
+    names: dict[str, Any] = {"__name__": __name__}
+    inside = "".join(f"    {line}\n" for line in code.strip().splitlines())
+    exec(f"def make(gain):\n{inside}    return f", names)
+    return names["make"](gain)
 
 
 def writing(begin: int) -> Function:
@@ -255,6 +340,17 @@ def test_a_name_that_is_the_only_one_is_enough() -> None:
         return mean(x)
 
     assert described(wrapped) == f"{__name__}.mean"
+
+
+@pytest.mark.parametrize("make", [of_the_module, around_it])
+def test_variables_of_the_same_name_are_told_apart(make: Callable[[str, int], Function]) -> None:
+    for what, code in SHADOWS.items():
+        if not (make is around_it and " set in the body" in what):  # Python reads the module's variable there
+            assert described(make(code, 1)) != described(make(code, 2)), what
+        assert described(make(code, 1)) == described(make(code, 1)), what
+    for what, code in OWN.items():
+        if not (make is around_it and "global" in code):
+            assert described(make(code, 1)) == described(make(code, 2)), what
 
 
 def test_variables_without_a_value_yet() -> None:

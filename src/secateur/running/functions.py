@@ -5,6 +5,7 @@ from __future__ import annotations
 import dis
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from contextvars import ContextVar
 from enum import Enum
 from functools import partial
@@ -117,19 +118,41 @@ def _within(code: CodeType) -> Iterator[CodeType]:
 
 def _read(function: FunctionType) -> dict[str, Any]:
     """The variables of a function's surroundings that it reads and does not write."""
-    read, written = set[str](), set[str]()
-    for step in (step for part in _within(function.__code__) for step in dis.get_instructions(part)):
-        if step.opname.startswith(("STORE_", "DELETE_")) and step.opname.endswith(("_DEREF", "_GLOBAL")):
-            written.add(str(step.argval))
-        elif step.opname == "LOAD_GLOBAL":
-            read.add(str(step.argval))
-    found = {name: function.__globals__[name] for name in sorted(read) if name in function.__globals__}
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        try:
-            found[name] = cell.cell_contents
-        except ValueError:  # a variable that has no value yet
-            found.pop(name, None)
-    return {name: value for name, value in found.items() if name not in written}
+    code = function.__code__
+    read, written = {("around", name) for name in code.co_freevars}, set[tuple[str, str]]()
+    for scope, name, writes in _uses(code, frozenset(code.co_freevars)):
+        (written if writes else read).add((scope, name))
+    found = {("global", name): function.__globals__[name] for _, name in read if name in function.__globals__}
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        with suppress(ValueError):  # a variable that has no value yet
+            found["around", name] = cell.cell_contents
+    return {" ".join(key): found[key] for key in sorted((read & found.keys()) - written)}
+
+
+def _uses(code: CodeType, around: frozenset[str]) -> Iterator[tuple[str, str, bool]]:
+    """What code, and the code within it, reads and writes: the scope, the name, and whether it writes.
+
+    `around`: the names that mean variables around the outermost function. Functions within it may have variables of
+    their own with the same names.
+    """
+    own = set[str]()  # what the body of a class has surely set itself
+    surely = not code.co_exceptiontable
+    for step in dis.get_instructions(code):
+        name, writes = str(step.argval), step.opname.startswith(("STORE_", "DELETE_"))
+        surely = surely and step.opcode not in (*dis.hasjrel, *dis.hasjabs)
+        if step.opcode in dis.hasfree and name in around:
+            yield "around", name, writes
+        elif step.opname.endswith(("_GLOBAL", "_FROM_DICT_OR_GLOBALS")):
+            yield "global", name, writes
+        elif step.opname == "LOAD_NAME" and name not in own:
+            yield "global", name, False
+        elif step.opname == "STORE_NAME" and surely:
+            own.add(name)
+        elif step.opname == "DELETE_NAME":
+            own.discard(name)
+    for value in code.co_consts:
+        if isinstance(value, CodeType):
+            yield from _uses(value, around & set(value.co_freevars) - set(code.co_cellvars))
 
 
 def _kind(value: Any) -> str:
