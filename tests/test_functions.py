@@ -31,6 +31,41 @@ class Kind(enum.Enum):
     TWO = 2
 
 
+class Quiet(enum.Enum):
+    """Its members look the same, and one is an object with an address."""
+
+    OBJECT = object()
+    ONE = 1
+    TWO = 2
+
+    def __repr__(self) -> str:
+        return "quiet"
+
+
+class Doing(enum.Enum):
+    """Members that are callable."""
+
+    ADD = 1
+    TAKE = -1
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x + self.value
+
+
+class Several(tuple[int, ...], enum.Enum):
+    FEW = (1, 2)
+    MANY = (1, 2, 3)
+
+
+class Options(enum.Flag):
+    A = 1
+    B = 2
+
+
+def renumbered(value: Any) -> enum.Enum:
+    return enum.Enum("Renumbered", {"ONE": value}, module=__name__).ONE  # type: ignore[attr-defined,no-any-return]
+
+
 def add(by: Any) -> Function:
     def change(x: Tensor) -> Tensor:
         return x + by
@@ -287,6 +322,23 @@ def test_functions_of_the_same_name_are_told_apart() -> None:
         assert " at 0x" not in described(one)
 
 
+def members() -> list[tuple[Any, Any]]:
+    shift = lambda by: lambda x: x + by  # noqa: E731
+    return [
+        (Quiet.ONE, Quiet.TWO), (Quiet.OBJECT, Quiet.ONE), (Doing.ADD, Doing.TAKE), (Several.FEW, Several.MANY),
+        (Options.A, Options.A | Options.B), (Kind.ONE, Quiet.ONE), (renumbered(1), renumbered(2)),
+        (renumbered(object()), renumbered(object)), (renumbered(shift(1)), renumbered(shift(2))),
+    ]  # fmt: skip
+
+
+def test_members_of_enums_count_by_class_name_and_value() -> None:
+    for (one, other), (again, _) in zip(members(), members(), strict=True):
+        for around in (lambda x: x, add, lambda x: functools.partial(mean, x), lambda x: {"of": [x]}):
+            assert described(around(one)) != described(around(other)), one
+            assert described(around(one)) == described(around(again))
+            assert "0x" not in described(around(one))
+
+
 def test_numbers_of_the_module_count(monkeypatch: pytest.MonkeyPatch) -> None:
     functions = [lambda x: x * GAIN, lambda x: (lambda: x * GAIN)()]
     before = [described(f) for f in functions]
@@ -365,7 +417,7 @@ def test_variables_without_a_value_yet() -> None:
 def test_functions_are_the_same_in_a_new_process() -> None:
     code = (
         "import test_functions as t; from secateur.running.identity import described\n"
-        "print([described(f) for pair in t.pairs() for f in pair])"
+        "print([described(f) for pair in [*t.pairs(), *t.members()] for f in pair])"
     )
     found = {
         subprocess.run(
@@ -374,7 +426,7 @@ def test_functions_are_the_same_in_a_new_process() -> None:
         ).stdout.strip()
         for seed in ("1", "2")
     }  # fmt: skip
-    assert found == {str([described(f) for pair in pairs() for f in pair])}
+    assert found == {str([described(f) for pair in [*pairs(), *members()] for f in pair])}
 
 
 def trained(file: Path, shift: float = 0.1, weight: float = 1.0) -> Recovered:

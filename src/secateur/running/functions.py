@@ -21,7 +21,7 @@ from secateur.running.tensor_files import digest_of
 _DIGITS = 16
 # Values that nobody can change in place.
 _PLAIN = (
-    bool, int, float, complex, str, bytes, type(None), range, slice, Enum, torch.dtype, torch.device, np.generic,
+    bool, int, float, complex, str, bytes, type(None), range, slice, torch.dtype, torch.device, np.generic,
 )  # fmt: skip
 _DEEPEST = 2  # sets within sets
 
@@ -90,6 +90,11 @@ def unordered(items: Iterable[Any], described: Callable[[Any], str]) -> list[str
     finally:
         _reading.reset(tokens[0])
         _depth.reset(tokens[1])
+
+
+def member(value: Enum, described: Callable[[Any], str]) -> str:
+    """A member of an enum by class, name and value: its `repr` may be any, and an object's has an address."""
+    return f"{_kind(value)}.{value._name_} {described(value._value_)}"
 
 
 def _parts(function: FunctionType, described: Callable[[Any], str]) -> Iterator[str]:
@@ -161,6 +166,8 @@ def _kind(value: Any) -> str:
 
 def _held(value: Any, described: Callable[[Any], str]) -> str:
     kind = _kind(value)
+    if issubclass(type(value), Enum):
+        return member(value, described)
     if isinstance(value, tuple):
         return f"{kind}({', '.join(_held(item, described) for item in value)})"
     if isinstance(value, frozenset):  # whose order is another one in each process

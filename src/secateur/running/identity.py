@@ -6,6 +6,7 @@ import hashlib
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import fields, is_dataclass
+from enum import Enum
 from functools import partial
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from secateur.nest import leaves, tensors_in
 from secateur.running.batches import Data, as_batch, as_tensors, is_pair
-from secateur.running.functions import content, is_nameless, unordered
+from secateur.running.functions import content, is_nameless, member, unordered
 from secateur.running.sandbox import seeded
 from secateur.running.tensor_files import digest_of
 
@@ -33,6 +34,8 @@ def described(value: Any, without: Collection[str] = ()) -> str:
     >>> described(len), described({"epochs": 3})
     ('builtins.len', "{'epochs': 3}")
     """
+    if issubclass(type(value), Enum):
+        return member(value, described)
     if is_dataclass(value) and not isinstance(value, type):
         names = [field.name for field in fields(value) if field.repr and field.name not in without]
         shown = ", ".join(f"{name}={described(getattr(value, name))}" for name in names)
