@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import functools
 import math
+import operator
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -284,7 +287,8 @@ def pairs() -> list[tuple[Function, Function]]:
         for one, two in [
             (1, 2), (1, 1.0), (0.0, -0.0), (1, True), ("a", "b"), (None, 1), ((1, (2,)), (1, (3,))), (mean, total),
             (frozenset("abcd"), frozenset("abce")), (torch.float32, torch.float64), (weights, weights.flip(0)),
-            (weights, weights.double()), (np.arange(3), np.arange(3) + 1), (np.float32(1), np.float32(2)),
+            (weights, weights.double()), (np.arange(3), np.arange(3) + 1), (np.array(["a"]), np.array(["b"])),
+            (np.array([mean], dtype=object), np.array([total], dtype=object)), (np.float32(1), np.float32(2)),
             (add(1), add(2)), (functools.partial(add, 1), functools.partial(add, 2)), (dropped, other), (F, math),
             (range(3), range(4)), (slice(3), slice(4)), (Kind.ONE, Kind.TWO), (Tensor.sin, Tensor.cos),
         ]
@@ -337,6 +341,217 @@ def test_members_of_enums_count_by_class_name_and_value() -> None:
             assert described(around(one)) != described(around(other)), one
             assert described(around(one)) == described(around(again))
             assert "0x" not in described(around(one))
+
+
+class Scaled:
+    """An object that does not tell its settings, and counts its calls."""
+
+    def __init__(self, by: Any) -> None:
+        self.set(by)
+        self.calls = 0
+
+    def set(self, by: Any) -> None:
+        self.by = by
+
+    def apply(self, x: Tensor) -> Tensor:
+        self.note()
+        return x * self.by
+
+    def note(self) -> None:
+        self.calls += 1
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.apply(x)
+
+    def __iter__(self) -> Any:
+        raise AssertionError("it is no loader")
+
+    @classmethod
+    def of_the_class(cls, x: Tensor) -> Tensor:
+        return x
+
+    @staticmethod
+    def of_nobody(x: Tensor) -> Tensor:
+        return x
+
+
+class Shortened(Scaled):
+    __slots__ = ("to",)
+
+    def __init__(self, by: Any) -> None:
+        super().__init__(1)
+        self.to = by
+
+    def __repr__(self) -> str:
+        return f"Shortened at {object.__repr__(self)}"
+
+
+class Silent(nn.Module):
+    """It has no `extra_repr`."""
+
+    def __init__(self, by: Any) -> None:
+        super().__init__()
+        self.by, self.inner, self.calls = by, nn.Dropout(0.1), 0
+        self.register_buffer("share", torch.ones(2) if isinstance(by, Tensor) else torch.zeros(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.inner(x * self.by)
+
+
+@dataclasses.dataclass
+class Field:
+    by: Any
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x * self.by
+
+
+def of_a_local_class(by: Any) -> Function:
+    class Local:
+        def __call__(self, x: Tensor) -> Tensor:
+            return x * by
+
+    return Local()
+
+
+def decorated(by: Any) -> Function:
+    @functools.lru_cache
+    def change(x: Tensor) -> Tensor:
+        return x * by
+
+    return change
+
+
+def objects() -> list[tuple[Any, Any]]:
+    """Callables that differ in what their objects hold."""
+    values = [(1, 2), (1, True), ("a", "b"), (mean, total), (add(1), add(2)), (torch.ones(2), torch.zeros(2))]
+    kinds: tuple[Any, ...] = (Scaled, Shortened, Silent, Field, of_a_local_class, decorated)
+    kinds = (*kinds, lambda by: functools.cache(add(by)), lambda by: staticmethod(add(by)))
+    return [
+        *((kind(one), kind(two)) for kind in kinds for one, two in values),
+        *((kind(one).__call__, kind(two).__call__) for kind in (Scaled, Silent, Field) for one, two in values),
+        *((Scaled(one).apply, Scaled(two).apply) for one, two in values),
+        (Scaled(Scaled(1).apply), Scaled(Scaled(2).apply)), (Scaled(Scaled(1)), Scaled(Scaled(2))),
+        (Scaled.of_the_class, Shortened.of_the_class), (Scaled(1).apply, Scaled(1)), (Scaled(1), Shortened(1)),
+        ({1: 2}.get, {1: 3}.get), ("a".join, "b".join), (torch.ones(2).mul, torch.zeros(2).mul), (np.sin, np.cos),
+        (np.add.reduce, np.multiply.reduce), (operator.itemgetter(1), operator.itemgetter(2)),
+        (np.vectorize(add(1)), np.vectorize(add(2))), (weakref.ref(mean), weakref.ref(total)),
+        (functools.partial(mean, object()), functools.partial(mean, object)),
+    ]  # fmt: skip
+
+
+def test_objects_are_told_apart_by_what_they_hold() -> None:
+    for (one, other), (again, _) in zip(objects(), objects(), strict=True):
+        for around in (lambda x: x, add, calling, functools.partial, lambda x: [x]):
+            assert described(around(one)) != described(around(other)), described(around(one))
+            assert described(around(one)) == described(around(again))
+            assert " at 0x" not in described(around(one))
+
+
+def test_what_an_object_counts_while_it_is_used_does_not_count() -> None:
+    for make in (Scaled, Silent, Shortened):
+        for use in (lambda f: f, add, lambda f: f.__call__):
+            function = make(1.0)
+            before = described(use(function))
+            function(torch.zeros(1))
+            assert described(use(function)) == before
+            assert function.calls
+    scaled = Scaled(1)
+    before = described(scaled.apply)
+    scaled.apply(torch.zeros(1))
+    assert described(scaled.apply) == before
+    scaled.set(2)
+    assert described(scaled.apply) != before
+
+
+def test_objects_that_refer_to_themselves() -> None:
+    def made(by: int) -> Scaled:
+        scaled, other = Scaled(by), Scaled(0)
+        scaled.by, other.by = other.apply, (scaled.apply, by)
+        return scaled
+
+    assert described(made(1)) == described(made(1)) != described(made(2))
+    assert described(made(1).apply) == described(made(1).apply) != described(made(2).apply)
+
+
+def test_a_function_in_a_cache_is_that_function() -> None:
+    assert described(functools.cache(mean)) == described(mean)
+
+
+class Curious:
+    """An object whose code must not run."""
+
+    ready = False
+
+    def __init__(self) -> None:
+        self.by = 1
+        self.ready = True
+
+    def __getattr__(self, name: str) -> Any:
+        raise AssertionError(name)
+
+    @property
+    def dataset(self) -> Any:
+        raise AssertionError
+
+    @property
+    def __wrapped__(self) -> Any:
+        raise AssertionError
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        raise AssertionError
+
+    def __repr__(self) -> str:
+        raise ValueError("it cannot be shown")
+
+    def __eq__(self, other: object) -> bool:
+        raise AssertionError
+
+    def __hash__(self) -> int:
+        raise AssertionError
+
+    def __bool__(self) -> bool:
+        raise AssertionError
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x
+
+
+class Answering(Curious):
+    """It has an attribute of every name."""
+
+    def __getattr__(self, name: str) -> Any:
+        return Answering()
+
+    def __repr__(self) -> str:
+        return "Answering()"
+
+
+class Passing(nn.Module):
+    """It was not initialised, and asks itself for everything."""
+
+    def __init__(self) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+
+@pytest.mark.parametrize("kind", [Curious, Answering, Passing])
+def test_objects_are_not_asked_for_attributes(kind: Any) -> None:
+    for around in (
+        lambda x: x,
+        add,
+        calling,
+        functools.partial,
+        lambda x: x.__call__,
+        lambda x: functools.partial(mean, x),
+    ):
+        assert described(around(kind())) == described(around(kind()))
+        assert named(around(kind()))
+        assert " at 0x" not in described(around(kind()))
 
 
 def test_numbers_of_the_module_count(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -417,7 +632,7 @@ def test_variables_without_a_value_yet() -> None:
 def test_functions_are_the_same_in_a_new_process() -> None:
     code = (
         "import test_functions as t; from secateur.running.identity import described\n"
-        "print([described(f) for pair in [*t.pairs(), *t.members()] for f in pair])"
+        "print([described(f) for pair in [*t.pairs(), *t.members(), *t.objects()] for f in pair])"
     )
     found = {
         subprocess.run(
@@ -426,7 +641,7 @@ def test_functions_are_the_same_in_a_new_process() -> None:
         ).stdout.strip()
         for seed in ("1", "2")
     }  # fmt: skip
-    assert found == {str([described(f) for pair in [*pairs(), *members()] for f in pair])}
+    assert found == {str([described(f) for pair in [*pairs(), *members(), *objects()] for f in pair])}
 
 
 def trained(file: Path, shift: float = 0.1, weight: float = 1.0) -> Recovered:

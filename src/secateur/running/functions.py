@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from secateur.running.attributes import has_weights
 from secateur.running.tensor_files import digest_of
 
 _DIGITS = 16
@@ -31,13 +32,14 @@ class _Reading:
 
     def __init__(self) -> None:
         self.things: list[tuple[Any, Callable[[], Iterable[str]]]] = []  # kept, so that no id is given twice
-        self._numbers: dict[int, int] = {}
+        self._numbers: dict[tuple[int, str], int] = {}
 
-    def number(self, thing: Any, parts: Callable[[], Iterable[str]]) -> int:
-        if id(thing) not in self._numbers:
-            self._numbers[id(thing)] = len(self.things)
+    def number(self, thing: Any, parts: Callable[[], Iterable[str]], use: str) -> int:
+        key = id(thing), use
+        if key not in self._numbers:
+            self._numbers[key] = len(self.things)
             self.things.append((thing, parts))
-        return self._numbers[id(thing)]
+        return self._numbers[key]
 
 
 _reading: ContextVar[_Reading | None] = ContextVar("reading", default=None)
@@ -46,7 +48,7 @@ _depth: ContextVar[int] = ContextVar("depth", default=0)
 
 def is_nameless(function: Any) -> bool:
     """Whether it is a lambda, or a function within a function: there may be others of the same name."""
-    return isinstance(function, FunctionType) and "<" in function.__qualname__  # <lambda>, or f.<locals>.g
+    return type(function) is FunctionType and "<" in function.__qualname__  # <lambda>, or f.<locals>.g
 
 
 def content(function: FunctionType, described: Callable[[Any], str]) -> str:
@@ -59,15 +61,16 @@ def content(function: FunctionType, described: Callable[[Any], str]) -> str:
     return once(function, partial(_parts, function, described))
 
 
-def once(thing: Any, parts: Callable[[], Iterable[str]]) -> str:
+def once(thing: Any, parts: Callable[[], Iterable[str]], use: str = "") -> str:
     """A digest of the parts of a thing; while another one is read, the number of the thing in the order of reaching.
 
-    So each thing is read once, however many paths lead to it, and things may refer to each other.
+    So each thing is read once, or once for each use of it, however many paths lead to it, and things may refer to each
+    other.
     """
     if (reading := _reading.get()) is not None:
-        return f"number {reading.number(thing, parts)}"
+        return f"number {reading.number(thing, parts, use)}"
     reading = _Reading()
-    reading.number(thing, parts)
+    reading.number(thing, parts, use)
     token = _reading.set(reading)
     digest = hashlib.sha256()
     try:
@@ -99,14 +102,14 @@ def member(value: Enum, described: Callable[[Any], str]) -> str:
 
 def _parts(function: FunctionType, described: Callable[[Any], str]) -> Iterator[str]:
     yield from _instructions(function.__code__, described)
-    yield from (f"default {_held(value, described)}" for value in function.__defaults__ or ())
+    yield from (f"default {held(value, described)}" for value in function.__defaults__ or ())
     for named in (function.__kwdefaults__ or {}, _read(function)):
-        yield from (f"{name} {_held(value, described)}" for name, value in named.items())
+        yield from (f"{name} {held(value, described)}" for name, value in named.items())
 
 
 def _instructions(code: CodeType, described: Callable[[Any], str]) -> Iterator[str]:
     """The bytecode with its constants and names, and that of all functions within. No lines: comments may move them."""
-    for part in _within(code):
+    for part in within(code):
         counts = part.co_argcount, part.co_posonlyargcount, part.co_kwonlyargcount
         arguments = counts, part.co_varnames[: part.co_argcount + part.co_kwonlyargcount], part.co_flags
         yield f"{part.co_code.hex()} {part.co_exceptiontable.hex()} {arguments}"
@@ -114,11 +117,12 @@ def _instructions(code: CodeType, described: Callable[[Any], str]) -> Iterator[s
         yield str([described(value) for value in part.co_consts if not isinstance(value, CodeType)])
 
 
-def _within(code: CodeType) -> Iterator[CodeType]:
+def within(code: CodeType) -> Iterator[CodeType]:
+    """Code, and the code of all functions and classes within it."""
     yield code
     for value in code.co_consts:
         if isinstance(value, CodeType):
-            yield from _within(value)
+            yield from within(value)
 
 
 def _read(function: FunctionType) -> dict[str, Any]:
@@ -164,25 +168,27 @@ def _kind(value: Any) -> str:
     return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
-def _held(value: Any, described: Callable[[Any], str]) -> str:
+def held(value: Any, described: Callable[[Any], str]) -> str:
+    """A value that a function or an object refers to: in full, unless it may change while a run uses it."""
     kind = _kind(value)
     if issubclass(type(value), Enum):
         return member(value, described)
-    if isinstance(value, tuple):
-        return f"{kind}({', '.join(_held(item, described) for item in value)})"
-    if isinstance(value, frozenset):  # whose order is another one in each process
-        return f"{kind}({unordered(value, lambda item: _held(item, described))})"
-    if isinstance(value, Tensor):
+    if issubclass(type(value), tuple):
+        return f"{kind}({', '.join(held(item, described) for item in value)})"
+    if issubclass(type(value), frozenset):  # whose order is another one in each process
+        return f"{kind}({unordered(value, lambda item: held(item, described))})"
+    if issubclass(type(value), Tensor):
         odd = value.layout != torch.strided or value.is_nested or value.is_meta or value.is_quantized
         return kind if odd else f"{kind} {digest_of([('', value)])}"
-    if isinstance(value, np.ndarray):
-        numbers = value.tobytes() if value.dtype.kind in "biufc" else b""
+    if issubclass(type(value), np.ndarray):
+        if value.dtype.hasobject:
+            return f"{kind} {value.shape} {[held(item, described) for item in value.ravel().tolist()]}"
+        numbers = value.tobytes()
         return f"{kind} {value.shape} {value.dtype} {hashlib.sha256(numbers).hexdigest()}"
-    if isinstance(value, nn.Module):  # weights may be trained meanwhile; transforms and losses have none
-        return described(value) if next(value.parameters(), None) is None else kind
-    if isinstance(value, ModuleType):
-        return value.__name__
-    if isinstance(value, _PLAIN):
+    if issubclass(type(value), ModuleType):
+        return str(vars(value).get("__name__"))
+    if issubclass(type(value), _PLAIN):
         return f"{kind} {value!r}"
-    known = isinstance(value, partial) or hasattr(value, "__qualname__") or kind.startswith("torchvision.transforms.")
-    return described(value) if callable(value) and known else kind
+    if issubclass(type(value), nn.Module) and has_weights(value):  # they may be trained meanwhile
+        return kind
+    return described(value) if callable(value) else kind

@@ -7,20 +7,26 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
-from functools import partial
+from functools import cache, partial
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from secateur.nest import leaves, tensors_in
+from secateur.running.attributes import own_attributes, qualified_name
 from secateur.running.batches import Data, as_batch, as_tensors, is_pair
 from secateur.running.functions import content, is_nameless, member, unordered
+from secateur.running.objects import class_name, state
 from secateur.running.sandbox import seeded
 from secateur.running.tensor_files import digest_of
 
 #: Iterable, but not loaders.
 _PLAIN = (str, bytes, Mapping, list, tuple, set, frozenset, np.ndarray)
+_CONTAINERS = (list, tuple, set, frozenset, Mapping, Tensor, np.ndarray)
+_CACHED = type(cache(len))
 # Objects of these packages have their settings, and nothing else, in their public attributes.
 _OPEN = ("torch", "torchvision")
 
@@ -36,48 +42,119 @@ def described(value: Any, without: Collection[str] = ()) -> str:
     """
     if issubclass(type(value), Enum):
         return member(value, described)
-    if is_dataclass(value) and not isinstance(value, type):
+    kind = type(value)
+    if is_dataclass(kind):
         names = [field.name for field in fields(value) if field.repr and field.name not in without]
-        shown = ", ".join(f"{name}={described(getattr(value, name))}" for name in names)
-        return f"{type(value).__qualname__}({shown})"
-    if isinstance(value, nn.Module | partial):
+        shown = ", ".join(f"{name}={described(item)}" for name, item in _fields(value, names).items())
+        name = class_name(kind, described) if "<" in kind.__qualname__ else kind.__qualname__
+        return f"{name}({shown})"
+    if issubclass(kind, partial):
+        return _partial(value, described(value.func))
+    if issubclass(kind, nn.Module):
+        return _object(value)
+    if issubclass(kind, _CONTAINERS):
+        if is_pair(value) or any(issubclass(type(leaf), Tensor | np.ndarray) for leaf in leaves(value)):
+            return data_identity(value)
+    elif callable(value):
         return _callable(value)
-    loader = isinstance(value, Iterable) and not isinstance(value, _PLAIN)
-    if loader or is_pair(value) or any(isinstance(leaf, Tensor | np.ndarray) for leaf in leaves(value)):
+    elif issubclass(kind, Iterable) and not issubclass(kind, _PLAIN):
         return data_identity(value)
-    if callable(value):
-        return _callable(value)
-    if type(value) is dict:
+    if kind is dict:
         return "{" + ", ".join(f"{described(key)}: {described(item)}" for key, item in value.items()) + "}"
-    if type(value) in (list, tuple):
+    if kind in (list, tuple):
         items = ", ".join(map(described, value))
-        return f"[{items}]" if isinstance(value, list) else f"({items}{',' if len(value) == 1 else ''})"
-    if isinstance(value, set | frozenset):  # whose order is another one in each process
-        return f"{type(value).__name__}({unordered(value, described)})"
-    return _without_addresses(repr(value))
+        return f"[{items}]" if kind is list else f"({items}{',' if len(value) == 1 else ''})"
+    if issubclass(kind, set | frozenset):  # whose order is another one in each process
+        return f"{kind.__name__}({unordered(value, described)})"
+    return _shown(value)
+
+
+def _fields(value: Any, names: Iterable[str]) -> dict[str, Any]:
+    held = own_attributes(value)
+    return {name: held[name] if name in held else _asked(value, name, "without a value") for name in names}
+
+
+def _asked(value: Any, name: str, otherwise: Any) -> Any:
+    """An attribute that a value is supposed to have, if its code does not fail."""
+    try:
+        return getattr(value, name, otherwise)
+    except Exception:
+        return otherwise
 
 
 def _callable(value: Any) -> str:
     """A function by its name, a callable object by its class and settings."""
-    if isinstance(value, partial):
-        return _partial(value, described(value.func))
-    if hasattr(value, "__qualname__"):
-        return f"{_name(value)} {content(value, described)}" if is_nameless(value) else _name(value)
     kind = type(value)
-    name = f"{kind.__module__}.{kind.__qualname__}"
-    if kind.__module__.partition(".")[0] in _OPEN:
+    if kind is FunctionType:
+        # What a compiler makes of a function counts as that function.
+        plain = vars(value).get("_torchdynamo_orig_callable")
+        if plain is not None:
+            return described(plain)
+        return f"{_name(value)} {content(value, described)}" if is_nameless(value) else _name(value)
+    if kind is staticmethod:
+        return described(value.__func__)
+    if kind is _CACHED:
+        return described(own_attributes(value).get("__wrapped__"))
+    if kind is torch.jit.ScriptFunction:
+        code, constants = value.code_with_constants
+        numbers = digest_of(sorted(constants.const_mapping.items()))
+        return f"torch.jit.ScriptFunction {digest_of_text(code)} {numbers}"
+    if kind is MethodType:
+        return _method(described(value.__func__), value.__self__, value.__func__)
+    if issubclass(kind, type):
+        return class_name(value, described)
+    if qualified_name(value) is not None:
+        owner = getattr(value, "__self__", None)  # of C, like the name
+        return _name(value) if owner is None or type(owner) is ModuleType else _method(_name(value), owner, value)
+    return _object(value)
+
+
+def _method(name: str, owner: Any, function: Any) -> str:
+    """A method, and the object to which it belongs."""
+    kind = type(owner)
+    if issubclass(kind, type):
+        return f"{name} of {class_name(owner, described)}"
+    if issubclass(kind, (*_CONTAINERS, str, bytes, Enum, partial)) or is_dataclass(kind):
+        return f"{name} of {described(owner)}"
+    return f"{name} of {_object(owner, (qualified_name(function) or '__call__').rpartition('.')[2])}"
+
+
+def _object(value: Any, method: str = "__call__") -> str:
+    """An object by its class, its `repr` and its attributes."""
+    kind = type(value)
+    name = class_name(kind, described)
+    if kind.__module__.partition(".")[0] in _OPEN and kind.__module__ != "torch._ops":
         # Their `repr` leaves arguments out, such as the probability of RandomApply.
-        own = {key: item for key, item in vars(value).items() if key[:1] != "_" and key != "training"}
-        if isinstance(value, nn.Module):
-            own |= {key: item for key, item in (*value._buffers.items(), *value._modules.items()) if item is not None}
+        held = own_attributes(value)
+        own = {key: item for key, item in held.items() if key[:1] != "_" and key != "training"}
+        if issubclass(kind, nn.Module):
+            parts = {**(held.get("_buffers") or {}), **(held.get("_modules") or {})}
+            own |= {key: item for key, item in parts.items() if item is not None}
         return f"{name}({', '.join(f'{key}={described(item)}' for key, item in own.items())})"
-    shown = _without_addresses(repr(value))
-    return name if shown == _without_addresses(object.__repr__(value)) else f"{name} {shown}"
+    shown = _without_addresses(_own_text(value))
+    return " ".join(part for part in (name, shown, state(value, described, method)) if part)
+
+
+def _shown(value: Any) -> str:
+    """A value by its `repr`; by its class and attributes as well, if that has addresses only."""
+    text = _own_text(value)
+    return text if text == _without_addresses(text) != "" else f"<{_object(value)}>"
+
+
+def _own_text(value: Any) -> str:
+    """The `repr` of an object, if its class has one of its own."""
+    shows: Any = type(value).__repr__
+    if shows is object.__repr__:
+        return ""
+    try:
+        return repr(value)
+    except Exception:  # whatever the user's code raises: then only class and attributes count
+        return ""
 
 
 def named(function: Any) -> str:
     """A function by its name alone, anything else as described."""
-    if isinstance(function, partial):
+    if issubclass(type(function), partial):
         return _partial(function, named(function.func))
     return _name(function) if is_nameless(function) else described(function)
 
@@ -104,8 +181,8 @@ def data_identity(data: Data) -> str:
         return "none"
     if isinstance(data, list | tuple | Tensor | np.ndarray | Mapping):
         return _digest(*(data if isinstance(data, list | tuple) and not is_pair(data) else [data]))
-    dataset = getattr(data, "dataset", None)
-    facts = [type(data).__qualname__, _length(data), getattr(data, "batch_size", None)]
+    dataset = _asked(data, "dataset", None)
+    facts = [type(data).__qualname__, _length(data), _asked(data, "batch_size", None)]
     if dataset is not None:
         facts += [type(dataset).__qualname__, _length(dataset), _first_sample(dataset)]
     return " ".join(str(fact) for fact in facts)

@@ -1,0 +1,42 @@
+"""What an object holds, without running its code: it may compute attributes, count the questions, or raise."""
+
+from __future__ import annotations
+
+from types import GetSetDescriptorType, MemberDescriptorType
+from typing import Any
+
+from torch import nn
+
+
+def own_attributes(value: Any) -> dict[str, Any]:
+    """What an object holds itself, in its `__dict__` and its slots. Properties and `__getattr__` are not asked."""
+    try:
+        found = dict(object.__getattribute__(value, "__dict__"))
+    except (AttributeError, TypeError):  # it has none
+        found = {}
+    for kind in type(value).__mro__:
+        slots = vars(kind).items() if "__slots__" in vars(kind) else ()
+        for name, slot in slots:
+            if type(slot) is MemberDescriptorType:
+                try:
+                    found.setdefault(name, slot.__get__(value, kind))
+                except AttributeError:  # it was never set
+                    continue
+    return found
+
+
+def qualified_name(value: Any) -> str | None:
+    """The name of a function or class, if Python itself keeps it; what objects say of themselves does not count."""
+    for kind in type(value).__mro__:
+        slot = vars(kind).get("__qualname__")
+        if slot is not None:
+            name = slot.__get__(value, kind) if type(slot) in (GetSetDescriptorType, MemberDescriptorType) else None
+            return name if isinstance(name, str) else None
+    return None
+
+
+def has_weights(module: nn.Module) -> bool:
+    """Whether there are parameters in a module, which may not have been initialised."""
+    held = own_attributes(module)
+    modules = [item for item in (held.get("_modules") or {}).values() if item is not None]
+    return any(item is not None for item in (held.get("_parameters") or {}).values()) or any(map(has_weights, modules))

@@ -1,0 +1,86 @@
+"""What a user's class or object is, as a short text: a run recognises transforms and losses by it when it goes on."""
+
+from __future__ import annotations
+
+import dis
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import FunctionType
+from typing import Any
+
+from torch import nn
+
+from secateur.running.attributes import has_weights, own_attributes
+from secateur.running.functions import content, held, once, within
+
+# Where an object gets its state. All other methods with double underscores may be called while a run uses it.
+_FIRST = frozenset({"__init__", "__new__", "__post_init__", "__init_subclass__", "__set_name__", "__setstate__"})
+# What every module has.
+_OF_MODULES = frozenset({*vars(nn.Module()), "__dict__", "__weakref__"})
+
+
+def class_name(kind: type, described: Callable[[Any], str]) -> str:
+    """A class by its name. One within a function shares its name with others: what its methods do counts as well."""
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    return f"{name} {once(kind, partial(_members, kind, described))}" if "<" in kind.__qualname__ else name
+
+
+def _members(kind: type, described: Callable[[Any], str]) -> Iterator[str]:
+    yield from (class_name(base, described) for base in kind.__bases__)
+    for name, value in sorted(vars(kind).items()):
+        functions = list(_functions(value))
+        yield from (f"{name} {content(function, described)}" for function in functions)
+        if not functions and name[:1] != "_":
+            yield f"{name} {held(value, described)}"
+
+
+def _functions(value: Any) -> Iterator[FunctionType]:
+    """The functions of which an entry of a class is made."""
+    if isinstance(value, property):
+        found = [value.fget, value.fset, value.fdel]
+    else:
+        found = [value.__func__ if isinstance(value, staticmethod | classmethod) else value]
+    yield from (function for function in found if isinstance(function, FunctionType))
+
+
+def state(value: Any, described: Callable[[Any], str], method: str = "__call__") -> str:
+    """A digest of the attributes of an object of which a method is used; nothing if it has none that count.
+
+    What its methods write while it is used does not count: a counter is no setting. Neither do weights, which may be
+    trained meanwhile, and the buffers beside them.
+    """
+    counted = _counted(value, method)
+    return once(value, partial(_attributes, counted, described), method) if counted else ""
+
+
+def _counted(value: Any, method: str) -> dict[str, Any]:
+    found = own_attributes(value)
+    if issubclass(type(value), nn.Module):
+        parts = [found.get(name) or {} for name in ("_modules", "_buffers")]
+        found = {name: item for name, item in found.items() if name not in _OF_MODULES}
+        found |= parts[0] | ({} if has_weights(value) else parts[1])
+    written = _written(type(value), method)
+    # A function is no counter: np.vectorize writes its own again whenever it is called.
+    return {name: found[name] for name in sorted(found) if name not in written or type(found[name]) is FunctionType}
+
+
+def _attributes(counted: dict[str, Any], described: Callable[[Any], str]) -> Iterator[str]:
+    return (f"{name} {held(item, described)}" for name, item in counted.items())
+
+
+def _written(kind: type, method: str) -> set[str]:
+    """The attributes that the methods of a class write while an object is used, not only when it is made."""
+    methods: dict[str, list[FunctionType]] = {}
+    for base in kind.__mro__:
+        for name, value in vars(base).items():
+            methods.setdefault(name, []).extend(_functions(value))
+    called = [n for n in methods if n in (method, "forward") or (n[:2] == n[-2:] == "__" and n not in _FIRST)]
+    written, seen = set[str](), set(called)
+    for name in called:  # the list grows meanwhile
+        for code in (code for function in methods[name] for code in within(function.__code__)):
+            steps = [step for step in dis.get_instructions(code) if step.opcode in dis.hasname]
+            written |= {step.argval for step in steps if step.opname in ("STORE_ATTR", "DELETE_ATTR")}
+            more = [n for n in code.co_names if n in methods and n not in seen and n not in _FIRST]
+            called += more
+            seen |= set(more)
+    return written
