@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import datetime
 import enum
 import functools
 import math
 import operator
+import re
 import subprocess
 import sys
+import types
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -291,6 +295,8 @@ def pairs() -> list[tuple[Function, Function]]:
             (np.array([mean], dtype=object), np.array([total], dtype=object)), (np.float32(1), np.float32(2)),
             (add(1), add(2)), (functools.partial(add, 1), functools.partial(add, 2)), (dropped, other), (F, math),
             (range(3), range(4)), (slice(3), slice(4)), (Kind.ONE, Kind.TWO), (Tensor.sin, Tensor.cos),
+            (torch.channels_last, torch.preserve_format), (Path("a"), Path("b")), (re.compile("a"), re.compile("b")),
+            (10**5000, 10**5000 + 1), (datetime.date(2020, 1, 1), datetime.date(2020, 1, 2)), (math, operator),
         ]
     ]  # fmt: skip
     return [
@@ -584,6 +590,64 @@ def test_tensors_without_ordinary_memory() -> None:
     assert described(add(numbers.conj().imag)) == described(add(torch.tensor([-2.0])))
     assert " at 0x" not in described(add(torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])))
     assert described(add(torch.eye(2).to_sparse())) == described(add(2 * torch.eye(2).to_sparse()))
+
+
+class Chain(list[Any]):
+    def __call__(self, x: Tensor) -> Tensor:
+        for function in self:
+            x = function(x)
+        return x
+
+
+class Two(NamedTuple):
+    one: Any
+    two: Any
+
+
+def itself(by: Any) -> list[Any]:
+    found: list[Any] = [by]
+    found.append({"again": found, "too": functools.partial(mean, found)})
+    return found
+
+
+def test_everything_in_a_container_counts() -> None:
+    weights = torch.ones(2)
+    for one, other in ((1, 2), ("a", "b"), (add(1), add(2)), (weights, weights + 1), (np.ones(2), np.zeros(2))):
+        makes: list[Function] = [
+            lambda x: [weights, x], lambda x: (weights, x), lambda x: {"weights": weights, "x": x}, lambda x: Two(x, 1),
+            lambda x: collections.OrderedDict(x=x), lambda x: collections.deque([x]), lambda x: Chain([x]),
+            lambda x: collections.UserList([x]), lambda x: collections.defaultdict(int, x=x), itself,
+            lambda x: types.MappingProxyType({"x": x}),
+        ]  # fmt: skip
+        for make in makes:
+            assert described(make(one)) != described(make(other)), described(make(one))
+            assert described(make(one)) == described(make(one))
+            assert described(functools.partial(mean, make(one))) != described(functools.partial(mean, make(other)))
+    assert described(range(3)) != described(range(1, 4))
+    assert described(bytearray(b"a")) != described(bytearray(b"b"))
+    assert described({}.get) == described({}.get) != described({1: 2}.get)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+def test_odd_tensors_as_arguments() -> None:
+    """Their numbers count, if they have some."""
+    sparse = torch.eye(2).to_sparse()
+    kinds: list[Any] = [
+        (sparse, 2 * sparse), (sparse.to_sparse_csr(), 2 * sparse.to_sparse_csr()), (sparse, sparse.to_sparse_csr()),
+        (sparse.to_sparse_csc(), 2 * sparse.to_sparse_csc()),
+        (torch.ones(2, device="meta"), torch.ones(3, device="meta")), (sparse, torch.eye(2)),
+        *((torch.nested.nested_tensor([torch.ones(2), by * torch.ones(3)]), sparse) for by in (1, 2)),
+        (torch.nested.nested_tensor([torch.ones(2)]), torch.nested.nested_tensor([torch.zeros(2)])),
+        (nn.parameter.UninitializedParameter(), torch.ones(2)), (torch.tensor(math.nan), torch.tensor(math.inf)),
+        (np.array([1, None]), np.array([2, None])), (np.array("2020", "M8[D]"), np.array("2021", "M8[D]")),
+        (np.zeros(2, [("a", "f4")]), np.ones(2, [("a", "f4")])),
+    ]  # fmt: skip
+    for one, other in kinds:
+        for around in (lambda x: x, lambda x: functools.partial(mean, x), lambda x: {"of": [x]}):
+            assert described(around(one)) != described(around(other))
+            assert described(around(one)) == described(around(one))
+        assert described(add(one)) == described(add(one))
 
 
 def test_transforms_around_it_count() -> None:

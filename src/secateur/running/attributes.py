@@ -40,3 +40,14 @@ def has_weights(module: nn.Module) -> bool:
     held = own_attributes(module)
     modules = [item for item in (held.get("_modules") or {}).values() if item is not None]
     return any(item is not None for item in (held.get("_parameters") or {}).values()) or any(map(has_weights, modules))
+
+
+def own_text(value: Any) -> str:
+    """The `repr` of a value, if its class has one of its own that works. Python shows integers only up to a length."""
+    shows: Any = type(value).__repr__
+    if shows is object.__repr__:
+        return ""
+    try:
+        return repr(value)
+    except Exception:  # whatever the user's code raises
+        return int.__format__(value, "x") if issubclass(type(value), int) else ""

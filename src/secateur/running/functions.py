@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import dis
 import hashlib
+import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from contextvars import ContextVar
+from datetime import date, time, timedelta
 from enum import Enum
 from functools import partial
+from numbers import Number
+from pathlib import PurePath
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
@@ -16,13 +20,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from secateur.running.attributes import has_weights
-from secateur.running.tensor_files import digest_of
+from secateur.running.attributes import has_weights, own_text
+from secateur.running.tensor_files import digest_of, is_odd
 
 _DIGITS = 16
 # Values that nobody can change in place.
 _PLAIN = (
-    bool, int, float, complex, str, bytes, type(None), range, slice, torch.dtype, torch.device, np.generic,
+    Number, str, bytes, type(None), type(...), range, slice, PurePath, date, time, timedelta, re.Pattern, np.generic,
+    np.dtype, torch.dtype, torch.device, torch.layout, torch.memory_format, torch.qscheme,
 )  # fmt: skip
 _DEEPEST = 2  # sets within sets
 
@@ -178,8 +183,7 @@ def held(value: Any, described: Callable[[Any], str]) -> str:
     if issubclass(type(value), frozenset):  # whose order is another one in each process
         return f"{kind}({unordered(value, lambda item: held(item, described))})"
     if issubclass(type(value), Tensor):
-        odd = value.layout != torch.strided or value.is_nested or value.is_meta or value.is_quantized
-        return kind if odd else f"{kind} {digest_of([('', value)])}"
+        return kind if is_odd(value) else f"{kind} {digest_of([('', value)])}"
     if issubclass(type(value), np.ndarray):
         if value.dtype.hasobject:
             return f"{kind} {value.shape} {[held(item, described) for item in value.ravel().tolist()]}"
@@ -188,7 +192,7 @@ def held(value: Any, described: Callable[[Any], str]) -> str:
     if issubclass(type(value), ModuleType):
         return str(vars(value).get("__name__"))
     if issubclass(type(value), _PLAIN):
-        return f"{kind} {value!r}"
+        return f"{kind} {own_text(value)}"
     if issubclass(type(value), nn.Module) and has_weights(value):  # they may be trained meanwhile
         return kind
     return described(value) if callable(value) else kind

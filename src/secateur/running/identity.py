@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import re
+from array import array
+from collections import UserList, deque
 from collections.abc import Collection, Iterable, Mapping
+from contextvars import ContextVar
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from functools import cache, partial
@@ -14,21 +17,26 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedTensorMixin
 
-from secateur.nest import leaves, tensors_in
-from secateur.running.attributes import own_attributes, qualified_name
+from secateur.nest import tensors_in
+from secateur.running.attributes import own_attributes, own_text, qualified_name
 from secateur.running.batches import Data, as_batch, as_tensors, is_pair
-from secateur.running.functions import content, is_nameless, member, unordered
+from secateur.running.functions import content, held, is_nameless, member, unordered
 from secateur.running.objects import class_name, state
 from secateur.running.sandbox import seeded
-from secateur.running.tensor_files import digest_of
+from secateur.running.tensor_files import digest_of, is_odd
 
-#: Iterable, but not loaders.
-_PLAIN = (str, bytes, Mapping, list, tuple, set, frozenset, np.ndarray)
-_CONTAINERS = (list, tuple, set, frozenset, Mapping, Tensor, np.ndarray)
+_CONTAINERS = (list, tuple, set, frozenset, Mapping, deque, UserList)
+#: Iterable, but no loaders.
+_TEXTS = (str, bytes, bytearray, range, array)
 _CACHED = type(cache(len))
 # Objects of these packages have their settings, and nothing else, in their public attributes.
 _OPEN = ("torch", "torchvision")
+
+
+# The containers around the value that is described: it may refer to them.
+_above: ContextVar[tuple[int, ...]] = ContextVar("above", default=())
 
 
 def described(value: Any, without: Collection[str] = ()) -> str:
@@ -42,6 +50,21 @@ def described(value: Any, without: Collection[str] = ()) -> str:
     """
     if issubclass(type(value), Enum):
         return member(value, described)
+    above = _above.get()
+    if id(value) in above:
+        return f"what it is in, {len(above) - above.index(id(value))} above"
+    kind = type(value)
+    if not issubclass(kind, (*_CONTAINERS, partial)) and not is_dataclass(kind):
+        return _described(value)
+    token = _above.set((*above, id(value)))
+    try:
+        return _composed(value, without)
+    finally:
+        _above.reset(token)
+
+
+def _composed(value: Any, without: Collection[str]) -> str:
+    """A container, a dataclass or a partial."""
     kind = type(value)
     if is_dataclass(kind):
         names = [field.name for field in fields(value) if field.repr and field.name not in without]
@@ -50,22 +73,30 @@ def described(value: Any, without: Collection[str] = ()) -> str:
         return f"{name}({shown})"
     if issubclass(kind, partial):
         return _partial(value, described(value.func))
+    if issubclass(kind, Mapping):
+        items = "{" + ", ".join(f"{described(key)}: {described(item)}" for key, item in value.items()) + "}"
+    elif issubclass(kind, set | frozenset):  # whose order is another one in each process
+        return f"{kind.__name__}({unordered(value, described)})"
+    else:
+        items = ", ".join(map(described, value))
+        items = f"({items}{',' if len(value) == 1 else ''})" if issubclass(kind, tuple) else f"[{items}]"
+    if kind in (dict, list, tuple):
+        return items
+    return " ".join(part for part in (class_name(kind, described), items, state(value, described)) if part)
+
+
+def _described(value: Any) -> str:
+    kind = type(value)
     if issubclass(kind, nn.Module):
         return _object(value)
-    if issubclass(kind, _CONTAINERS):
-        if is_pair(value) or any(issubclass(type(leaf), Tensor | np.ndarray) for leaf in leaves(value)):
-            return data_identity(value)
-    elif callable(value):
-        return _callable(value)
-    elif issubclass(kind, Iterable) and not issubclass(kind, _PLAIN):
+    if issubclass(kind, ModuleType) or (issubclass(kind, np.ndarray) and value.dtype.kind not in "biufc"):
+        return held(value, described)  # the repr of a module has a path; such arrays cannot become tensors
+    if issubclass(kind, Tensor | np.ndarray):
         return data_identity(value)
-    if kind is dict:
-        return "{" + ", ".join(f"{described(key)}: {described(item)}" for key, item in value.items()) + "}"
-    if kind in (list, tuple):
-        items = ", ".join(map(described, value))
-        return f"[{items}]" if kind is list else f"({items}{',' if len(value) == 1 else ''})"
-    if issubclass(kind, set | frozenset):  # whose order is another one in each process
-        return f"{kind.__name__}({unordered(value, described)})"
+    if callable(value):
+        return _callable(value)
+    if issubclass(kind, Iterable) and not issubclass(kind, _TEXTS):
+        return data_identity(value)
     return _shown(value)
 
 
@@ -114,7 +145,7 @@ def _method(name: str, owner: Any, function: Any) -> str:
     kind = type(owner)
     if issubclass(kind, type):
         return f"{name} of {class_name(owner, described)}"
-    if issubclass(kind, (*_CONTAINERS, str, bytes, Enum, partial)) or is_dataclass(kind):
+    if issubclass(kind, (*_CONTAINERS, *_TEXTS, Tensor, np.ndarray, Enum, partial)) or is_dataclass(kind):
         return f"{name} of {described(owner)}"
     return f"{name} of {_object(owner, (qualified_name(function) or '__call__').rpartition('.')[2])}"
 
@@ -131,25 +162,14 @@ def _object(value: Any, method: str = "__call__") -> str:
             parts = {**(held.get("_buffers") or {}), **(held.get("_modules") or {})}
             own |= {key: item for key, item in parts.items() if item is not None}
         return f"{name}({', '.join(f'{key}={described(item)}' for key, item in own.items())})"
-    shown = _without_addresses(_own_text(value))
+    shown = _without_addresses(own_text(value))
     return " ".join(part for part in (name, shown, state(value, described, method)) if part)
 
 
 def _shown(value: Any) -> str:
     """A value by its `repr`; by its class and attributes as well, if that has addresses only."""
-    text = _own_text(value)
+    text = own_text(value)
     return text if text == _without_addresses(text) != "" else f"<{_object(value)}>"
-
-
-def _own_text(value: Any) -> str:
-    """The `repr` of an object, if its class has one of its own."""
-    shows: Any = type(value).__repr__
-    if shows is object.__repr__:
-        return ""
-    try:
-        return repr(value)
-    except Exception:  # whatever the user's code raises: then only class and attributes count
-        return ""
 
 
 def named(function: Any) -> str:
@@ -215,7 +235,33 @@ def _digest(*samples: Any) -> str:
         sample = as_batch(sample) if pair or isinstance(sample, Mapping) else as_tensors(sample)
         tensors += tensors_in(sample)
         plain += [item for item in sample if isinstance(item, int | float | str)] if pair else []
-    return digest_of((str(i), tensor) for i, tensor in enumerate(tensors)) + (f" {plain}" if plain else "")
+    parts = [(str(i), part) for i, tensor in enumerate(tensors) for part in _ordinary(tensor)]
+    plain += [f"{tensor.dtype} {tensor.layout} {_form(tensor)}" for tensor in tensors if is_odd(tensor)]
+    return digest_of(parts) + (f" {plain}" if plain else "")
+
+
+def _ordinary(tensor: Tensor) -> list[Tensor]:
+    """The tensors with ordinary memory that hold the numbers of a tensor; none if it has no numbers."""
+    if not is_odd(tensor):
+        return [tensor]
+    if isinstance(tensor, UninitializedTensorMixin) or tensor.is_meta:
+        return []
+    if tensor.is_nested:
+        return [part for item in tensor.unbind() for part in _ordinary(item)]
+    if tensor.is_quantized:
+        return [tensor.int_repr(), tensor.dequantize()]
+    if tensor.layout == torch.sparse_coo:
+        whole = tensor.coalesce()
+        return [whole.indices(), whole.values()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    return [tensor.to_dense()]
+
+
+def _form(tensor: Tensor) -> tuple[int, ...]:
+    return () if isinstance(tensor, UninitializedTensorMixin) or tensor.is_nested else tuple(tensor.shape)
 
 
 # -- a model's numbers -------------------------------------------------------------------------------------------------
