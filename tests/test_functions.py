@@ -592,6 +592,94 @@ def test_tensors_without_ordinary_memory() -> None:
     assert described(add(torch.eye(2).to_sparse())) == described(add(2 * torch.eye(2).to_sparse()))
 
 
+def decorator(by: Any) -> Function:
+    def decorate(function: Function) -> Function:
+        @functools.wraps(function)
+        def changed(x: Tensor) -> Tensor:
+            return function(x) * by
+
+        return changed
+
+    return decorate
+
+
+def with_a_default(by: Any) -> Function:
+    @functools.wraps(mean)
+    def changed(x: Tensor, by: Any = by) -> Tensor:
+        return mean(x) * by
+
+    return changed
+
+
+def with_an_attribute(by: Any) -> Function:
+    def change(x: Tensor) -> Tensor:
+        change.calls += 1  # type: ignore[attr-defined]
+        return x * change.by  # type: ignore[attr-defined,no-any-return]
+
+    change.by, change.calls = by, 0  # type: ignore[attr-defined]
+    return change
+
+
+@decorator(2)
+def doubled(x: Tensor) -> Tensor:
+    return x
+
+
+class Method:
+    @staticmethod
+    @decorator(3)
+    def tripled(x: Tensor) -> Tensor:
+        return x
+
+
+def test_what_decorators_make_counts() -> None:
+    for make in (
+        lambda by: decorator(by)(mean),
+        with_a_default,
+        with_an_attribute,
+        lambda by: decorator(2)(decorator(by)(mean)),
+    ):
+        for one, other in ((1, 2), (mean, total), (add(1), add(2))):
+            for around in (lambda x: x, add):
+                assert described(around(make(one))) != described(around(make(other)))
+                assert described(around(make(one))) == described(around(make(one)))
+    assert described(doubled) == f"{__name__}.doubled"
+    assert described(Method.tripled) == f"{__name__}.Method.tripled"
+    counting = with_an_attribute(2)
+    before = described(counting)
+    counting(torch.zeros(1))
+    assert described(counting) == before
+
+
+class Times(nn.Module):
+    def __init__(self, by: float) -> None:
+        super().__init__()
+        self.by = by
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.by
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated")
+def test_what_torch_compiled_counts() -> None:
+    x = torch.ones(3)
+    makes: list[Function] = [
+        lambda by: torch.jit.trace(lambda x: x * by, x), lambda by: torch.jit.trace(lambda x: x.clamp(max=by), x),
+        lambda by: torch.jit.trace(Times(by), x), lambda by: torch.jit.trace(nn.Sequential(Times(1.0), Times(by)), x),
+        lambda by: torch.jit.script(Times(by)), lambda by: torch.jit.script(nn.Sequential(nn.Dropout(by / 4))),
+        lambda by: torch.jit.script(nn.BCEWithLogitsLoss(x * by)),
+        lambda by: torch.compile(lambda x: x * by, backend="eager"),
+        lambda by: torch.compile(Times(by), backend="eager"), lambda by: torch.fx.symbolic_trace(Times(by)),
+        lambda by: torch.vmap(lambda x: x * by), lambda by: torch.no_grad()(lambda x: x * by),
+    ]  # fmt: skip
+    for i, make in enumerate(makes):
+        for around in (lambda x: x, add):
+            one = described(around(make(1.0)))
+            assert one != described(around(make(2.0))), i
+            assert one == described(around(make(1.0))), i
+            assert " at 0x" not in one
+
+
 class Chain(list[Any]):
     def __call__(self, x: Tensor) -> Tensor:
         for function in self:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dis
 import hashlib
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from contextvars import ContextVar
@@ -20,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from secateur.running.attributes import has_weights, own_text
+from secateur.running.attributes import has_weights, own_attributes, own_text
 from secateur.running.tensor_files import digest_of, is_odd
 
 _DIGITS = 16
@@ -29,7 +30,7 @@ _PLAIN = (
     Number, str, bytes, type(None), type(...), range, slice, PurePath, date, time, timedelta, re.Pattern, np.generic,
     np.dtype, torch.dtype, torch.device, torch.layout, torch.memory_format, torch.qscheme,
 )  # fmt: skip
-_DEEPEST = 2  # sets within sets
+_DEEPEST, _MOST_DECORATORS = 2, 100  # sets within sets; decorators of one function
 
 
 class _Reading:
@@ -52,8 +53,46 @@ _depth: ContextVar[int] = ContextVar("depth", default=0)
 
 
 def is_nameless(function: Any) -> bool:
-    """Whether it is a lambda, or a function within a function: there may be others of the same name."""
-    return type(function) is FunctionType and "<" in function.__qualname__  # <lambda>, or f.<locals>.g
+    """Whether it is a lambda, or a function within a function: there may be others of the same name.
+
+    A function that a decorator made has the name of another one, and counts by it, if that name leads to it or if it
+    has no variables around it.
+    """
+    if type(function) is not FunctionType:
+        return False
+    if "<" in function.__qualname__:  # <lambda>, or f.<locals>.g
+        return True
+    return "<" in function.__code__.co_qualname and bool(_variables(function)) and not _is_found(function)
+
+
+def _variables(function: FunctionType) -> list[str]:
+    """The variables around a function and the defaults of its arguments, without the function that it decorates."""
+    inner = vars(function).get("__wrapped__")
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    defaults = [str(i) for i, _ in enumerate(function.__defaults__ or ())]
+    found = [*defaults, *(function.__kwdefaults__ or ())]
+    for name, cell in cells:
+        with suppress(ValueError):  # a variable that has no value yet
+            if cell.cell_contents is not inner:
+                found.append(name)
+    return found
+
+
+def _is_found(function: FunctionType) -> bool:
+    """Whether the name of a function leads to it."""
+    innermost = function
+    for _ in range(_MOST_DECORATORS):
+        inner = vars(innermost).get("__wrapped__")
+        if type(inner) is not FunctionType:
+            break
+        innermost = inner
+    for names in (innermost.__globals__, own_attributes(sys.modules.get(function.__module__))):
+        found: Any = names
+        for name in function.__qualname__.split("."):
+            found = (found if isinstance(found, dict) else own_attributes(found)).get(name)
+        if found is function or (isinstance(found, staticmethod | classmethod) and found.__func__ is function):
+            return True
+    return False
 
 
 def content(function: FunctionType, described: Callable[[Any], str]) -> str:
@@ -108,7 +147,10 @@ def member(value: Enum, described: Callable[[Any], str]) -> str:
 def _parts(function: FunctionType, described: Callable[[Any], str]) -> Iterator[str]:
     yield from _instructions(function.__code__, described)
     yield from (f"default {held(value, described)}" for value in function.__defaults__ or ())
-    for named in (function.__kwdefaults__ or {}, _read(function)):
+    names = {name for code in within(function.__code__) for name in code.co_names}
+    own = {f"attribute {name}": value for name, value in sorted(vars(function).items()) if name in names}
+    own = {name: value for name, value in own.items() if name.partition(" ")[2] not in stored(function)}
+    for named in (function.__kwdefaults__ or {}, _read(function), own):
         yield from (f"{name} {held(value, described)}" for name, value in named.items())
 
 
@@ -120,6 +162,12 @@ def _instructions(code: CodeType, described: Callable[[Any], str]) -> Iterator[s
         yield f"{part.co_code.hex()} {part.co_exceptiontable.hex()} {arguments}"
         yield f"{part.co_names} {part.co_freevars} {part.co_cellvars}"
         yield str([described(value) for value in part.co_consts if not isinstance(value, CodeType)])
+
+
+def stored(function: FunctionType) -> set[str]:
+    """The names of all attributes that a function writes or deletes, of whatever object."""
+    steps = (step for code in within(function.__code__) for step in dis.get_instructions(code))
+    return {step.argval for step in steps if step.opname in ("STORE_ATTR", "DELETE_ATTR")}
 
 
 def within(code: CodeType) -> Iterator[CodeType]:

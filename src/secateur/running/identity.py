@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import is_lazy
 
 from secateur.nest import tensors_in
-from secateur.running.attributes import own_attributes, own_text, qualified_name
+from secateur.running.attributes import has_weights, own_attributes, own_text, qualified_name
 from secateur.running.batches import Data, as_batch, as_tensors, is_pair
 from secateur.running.functions import content, held, is_nameless, member, unordered
 from secateur.running.objects import class_name, state
@@ -127,9 +127,7 @@ def _callable(value: Any) -> str:
     if kind is _CACHED:
         return described(own_attributes(value).get("__wrapped__"))
     if kind is torch.jit.ScriptFunction:
-        code, constants = value.code_with_constants
-        numbers = digest_of(sorted(constants.const_mapping.items()))
-        return f"torch.jit.ScriptFunction {digest_of_text(code)} {numbers}"
+        return f"torch.jit.ScriptFunction {_scripted(value)}"
     if kind is MethodType:
         return _method(described(value.__func__), value.__self__, value.__func__)
     if issubclass(kind, type):
@@ -138,6 +136,26 @@ def _callable(value: Any) -> str:
         owner = getattr(value, "__self__", None)  # of C, like the name
         return _name(value) if owner is None or type(owner) is ModuleType else _method(_name(value), owner, value)
     return _object(value)
+
+
+def _scripted(value: Any) -> str:
+    """A digest of what torch has compiled: its instructions and its constants, without lines and files."""
+    graph = value.inlined_graph
+    nodes = [node for node in graph.findAllNodes("prim::Constant") if node.hasAttribute("value")]
+    numbers = [node.t("value") for node in nodes if node.kindOf("value") == "t"]
+    text = re.sub(r"___torch_mangle_\d+\.", "", graph.str(False))  # which tells classes of one process apart
+    return digest_of_text(f"{text} {value.code} {_digest(*numbers)}")
+
+
+def _attributes(compiled: Any) -> list[str]:
+    """The attributes of all modules in a compiled one; buffers, if there are no weights that may be trained."""
+    numbers = not has_weights(compiled)
+    found = [f"{name} {_digest(tensor)}" for name, tensor in compiled.named_buffers()] if numbers else []
+    for path, module in compiled.named_modules():
+        kinds = module._concrete_type.get_attributes() if issubclass(type(module), torch.jit.ScriptModule) else {}
+        names = sorted(name for name, (kind, _) in kinds.items() if name != "training" and str(kind) != "Tensor")
+        found += [f"{path}.{name} {described(module._c.getattr(name))}" for name in names]
+    return found
 
 
 def _method(name: str, owner: Any, function: Any) -> str:
@@ -154,6 +172,10 @@ def _object(value: Any, method: str = "__call__") -> str:
     """An object by its class, its `repr` and its attributes."""
     kind = type(value)
     name = class_name(kind, described)
+    if issubclass(kind, torch.jit.ScriptModule):
+        return f"{name} {_scripted(value)} {digest_of_text(str(_attributes(value)))}"
+    if (kind.__module__, kind.__name__) == ("torch._dynamo.eval_frame", "OptimizedModule"):  # slow to import
+        return described(value._orig_mod)
     if kind.__module__.partition(".")[0] in _OPEN and kind.__module__ != "torch._ops":
         # Their `repr` leaves arguments out, such as the probability of RandomApply.
         held = own_attributes(value)
@@ -244,7 +266,7 @@ def _ordinary(tensor: Tensor) -> list[Tensor]:
     """The tensors with ordinary memory that hold the numbers of a tensor; none if it has no numbers."""
     if not is_odd(tensor):
         return [tensor]
-    if isinstance(tensor, UninitializedTensorMixin) or tensor.is_meta:
+    if is_lazy(tensor) or tensor.is_meta:
         return []
     if tensor.is_nested:
         return [part for item in tensor.unbind() for part in _ordinary(item)]
@@ -261,7 +283,7 @@ def _ordinary(tensor: Tensor) -> list[Tensor]:
 
 
 def _form(tensor: Tensor) -> tuple[int, ...]:
-    return () if isinstance(tensor, UninitializedTensorMixin) or tensor.is_nested else tuple(tensor.shape)
+    return () if is_lazy(tensor) or tensor.is_nested else tuple(tensor.shape)
 
 
 # -- a model's numbers -------------------------------------------------------------------------------------------------

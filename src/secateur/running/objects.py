@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dis
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import FunctionType
@@ -11,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from secateur.running.attributes import has_weights, own_attributes
-from secateur.running.functions import content, held, once, within
+from secateur.running.functions import content, held, once, stored, within
 
 # Where an object gets its state. All other methods with double underscores may be called while a run uses it.
 _FIRST = frozenset({"__init__", "__new__", "__post_init__", "__init_subclass__", "__set_name__", "__setstate__"})
@@ -77,10 +76,10 @@ def _written(kind: type, method: str) -> set[str]:
     called = [n for n in methods if n in (method, "forward") or (n[:2] == n[-2:] == "__" and n not in _FIRST)]
     written, seen = set[str](), set(called)
     for name in called:  # the list grows meanwhile
-        for code in (code for function in methods[name] for code in within(function.__code__)):
-            steps = [step for step in dis.get_instructions(code) if step.opcode in dis.hasname]
-            written |= {step.argval for step in steps if step.opname in ("STORE_ATTR", "DELETE_ATTR")}
-            more = [n for n in code.co_names if n in methods and n not in seen and n not in _FIRST]
+        for function in methods[name]:
+            written |= stored(function)
+            names = {n for code in within(function.__code__) for n in code.co_names}
+            more = [n for n in methods if n in names and n not in seen and n not in _FIRST]
             called += more
             seen |= set(more)
     return written
