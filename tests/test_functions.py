@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import collections
 import dataclasses
 import datetime
@@ -742,6 +743,106 @@ def test_transforms_around_it_count() -> None:
     for v in (pytest.importorskip("torchvision.transforms"), pytest.importorskip("torchvision.transforms.v2")):
         one, other = (calling(v.Compose([v.RandomCrop(size)])) for size in (3, 4))
         assert described(one) != described(other)
+
+
+class Given:
+    """Settings of a class, with an object that refers to itself."""
+
+    by: Any = 1
+
+    def __init__(self) -> None:
+        self.given = self
+
+    @property
+    def computed(self) -> Any:
+        raise AssertionError("nobody asked")
+
+
+def given(by: Any) -> Given:
+    found = Given()
+    found.by = by
+    return found
+
+
+def of_a_class(by: Any) -> Any:
+    class Options:
+        pass
+
+    setattr(Options, "by", by)
+    return Options()
+
+
+def a_module(by: Any) -> types.ModuleType:
+    found = types.ModuleType("settings")
+    found.by = by  # type: ignore[attr-defined]
+    return found
+
+
+class Listing:
+    def __init__(self, by: Any) -> None:
+        self.by = [by]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x * self.by[0]
+
+
+def test_lists_and_options_that_are_only_read_count() -> None:
+    frozen = dataclasses.make_dataclass("frozen", ["by"], frozen=True, slots=True)
+    makes: list[Function] = [
+        lambda by: [by], lambda by: {"by": by}, lambda by: {by}, lambda by: collections.deque([by]), frozen, Field,
+        lambda by: types.SimpleNamespace(by=by), lambda by: argparse.Namespace(by=by), itself, Listing,
+        lambda by: types.MappingProxyType({"by": [by]}), lambda by: collections.OrderedDict(by=by),
+        lambda by: collections.defaultdict(list, by=by), lambda by: dataclasses.make_dataclass("open", ["by"])(by),
+    ]  # fmt: skip
+    for make in makes:
+        for one, other in ((1, 2), ("a", "b"), (mean, total), (add(1), add(2)), ((1,), (2,))):
+            for around in (add, default, keyword, inner, calling):
+                assert described(around(make(one))) != described(around(make(other))), make(one)
+                assert described(around(make(one))) == described(around(make(one)))
+
+
+def test_plain_settings_that_are_read_from_objects_count() -> None:
+    read: list[Function] = [lambda o: lambda x: x * o.by, lambda o: lambda x: (lambda: x * o.by)()]
+    for make in (given, of_a_class, a_module, lambda by: type("Options", (), {"by": by})):
+        for around in read:
+            for one, other in ((1, 2), (1, 1.0), ("a", "b"), (Kind.ONE, Kind.TWO)):
+                assert described(around(make(one))) != described(around(make(other)))
+                assert described(around(make(one))) == described(around(make(one)))
+    assert described((lambda o: lambda x: o.computed)(given(1))) == described(
+        (lambda o: lambda x: o.computed)(given(2))
+    )
+
+
+def noting(log: list[Any]) -> Function:
+    def change(x: Tensor) -> Tensor:
+        log.append(x)
+        return x
+
+    return change
+
+
+def caching(known: dict[Any, Any]) -> Function:
+    def change(x: Tensor) -> Tensor:
+        known[len(known)] = x
+        return x
+
+    return change
+
+
+def stepping(counter: Any) -> Function:
+    def change(x: Tensor) -> Tensor:
+        counter.by += 1
+        return x
+
+    return change
+
+
+def test_what_a_function_alters_does_not_count() -> None:
+    for make, held in ((noting, []), (caching, {}), (stepping, given(0)), (stepping, types.SimpleNamespace(by=1))):
+        function = make(held)  # type: ignore[operator]
+        before = described(function)
+        function(torch.zeros(1))
+        assert described(function) == before
 
 
 def test_a_correction_of_what_changes_no_weight_goes_on() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from types import GetSetDescriptorType, MemberDescriptorType
 from typing import Any
 
@@ -23,6 +24,15 @@ def own_attributes(value: Any) -> dict[str, Any]:
                 except AttributeError:  # it was never set
                     continue
     return found
+
+
+def plain_attributes(value: Any, names: Collection[str], kinds: tuple[type, ...]) -> dict[str, Any]:
+    """Those attributes of an object, or of its class, that have one of these names and are values of these kinds."""
+    found: dict[str, Any] = {}
+    classes = value.__mro__ if issubclass(type(value), type) else type(value).__mro__
+    for part in (*(vars(kind) for kind in reversed(classes)), own_attributes(value)):
+        found |= {name: part[name] for name in names if name in part}
+    return {name: found[name] for name in sorted(found) if issubclass(type(found[name]), kinds)}
 
 
 def qualified_name(value: Any) -> str | None:

@@ -6,22 +6,25 @@ import dis
 import hashlib
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from argparse import Namespace
+from collections import UserList, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from contextvars import ContextVar
+from dataclasses import is_dataclass
 from datetime import date, time, timedelta
 from enum import Enum
 from functools import partial
 from numbers import Number
 from pathlib import PurePath
-from types import CodeType, FunctionType, ModuleType
+from types import CodeType, FunctionType, MappingProxyType, ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from secateur.running.attributes import has_weights, own_attributes, own_text
+from secateur.running.attributes import has_weights, own_attributes, own_text, plain_attributes
 from secateur.running.tensor_files import digest_of, is_odd
 
 _DIGITS = 16
@@ -30,6 +33,12 @@ _PLAIN = (
     Number, str, bytes, type(None), type(...), range, slice, PurePath, date, time, timedelta, re.Pattern, np.generic,
     np.dtype, torch.dtype, torch.device, torch.layout, torch.memory_format, torch.qscheme,
 )  # fmt: skip
+# Values that can be changed, and the names of the methods that do.
+_ALTERABLE = (list, set, dict, MappingProxyType, deque, UserList, bytearray, SimpleNamespace, Namespace)
+_ALTERING = frozenset(
+    "append appendleft extend extendleft insert pop popleft popitem remove discard clear add update setdefault sort "
+    "reverse rotate move_to_end setattr delattr __dict__ vars".split()
+)
 _DEEPEST, _MOST_DECORATORS = 2, 100  # sets within sets; decorators of one function
 
 
@@ -98,9 +107,11 @@ def _is_found(function: FunctionType) -> bool:
 def content(function: FunctionType, described: Callable[[Any], str]) -> str:
     """A digest of the code of a function, its defaults, and the values that it reads from around it.
 
-    Equal functions have the same in every process with the same version of Python. Lines and files do not count. Of
-    lists, dicts and other objects only the type counts, and variables that the function writes to do not count, since
-    they may change while it runs: a counter is no setting. `described` is for all other values.
+    Equal functions have the same in every process with the same version of Python. Lines and files do not count.
+    Variables that the function writes to do not count, since they change while it runs: a counter is no setting. Of
+    lists, dicts and the like only the type counts if the function alters any of them itself, as by `append`. Of other
+    objects and modules, attributes count that the function reads and that are plain values. `described` is for
+    functions and callable objects.
     """
     return once(function, partial(_parts, function, described))
 
@@ -144,14 +155,30 @@ def member(value: Enum, described: Callable[[Any], str]) -> str:
     return f"{_kind(value)}.{value._name_} {described(value._value_)}"
 
 
+class Use:
+    """What functions do with the values that they refer to."""
+
+    def __init__(self, functions: Iterable[FunctionType] = (), *, alters: bool = False) -> None:
+        self.reads, self.writes, self.alters = set[str](), set[str](), alters
+        for step in (step for f in functions for code in within(f.__code__) for step in dis.get_instructions(code)):
+            if step.opname.startswith(("STORE_", "DELETE_")) and step.opname.endswith(("_SUBSCR", "_SLICE")):
+                self.alters = True
+            elif step.opname in ("STORE_ATTR", "DELETE_ATTR"):
+                self.writes.add(step.argval)
+            elif step.opcode in dis.hasname and step.opname.startswith(("LOAD_", "IMPORT_FROM")):
+                self.reads.add(step.argval)
+        self.alters = self.alters or not self.reads.isdisjoint(_ALTERING)
+
+
 def _parts(function: FunctionType, described: Callable[[Any], str]) -> Iterator[str]:
+    use = Use([function])
     yield from _instructions(function.__code__, described)
-    yield from (f"default {held(value, described)}" for value in function.__defaults__ or ())
-    names = {name for code in within(function.__code__) for name in code.co_names}
-    own = {f"attribute {name}": value for name, value in sorted(vars(function).items()) if name in names}
-    own = {name: value for name, value in own.items() if name.partition(" ")[2] not in stored(function)}
+    yield from (f"default {held(value, described, use)}" for value in function.__defaults__ or ())
+    own = {
+        f"attribute {name}": vars(function)[name] for name in sorted((use.reads - use.writes) & vars(function).keys())
+    }
     for named in (function.__kwdefaults__ or {}, _read(function), own):
-        yield from (f"{name} {held(value, described)}" for name, value in named.items())
+        yield from (f"{name} {held(value, described, use)}" for name, value in named.items())
 
 
 def _instructions(code: CodeType, described: Callable[[Any], str]) -> Iterator[str]:
@@ -162,12 +189,6 @@ def _instructions(code: CodeType, described: Callable[[Any], str]) -> Iterator[s
         yield f"{part.co_code.hex()} {part.co_exceptiontable.hex()} {arguments}"
         yield f"{part.co_names} {part.co_freevars} {part.co_cellvars}"
         yield str([described(value) for value in part.co_consts if not isinstance(value, CodeType)])
-
-
-def stored(function: FunctionType) -> set[str]:
-    """The names of all attributes that a function writes or deletes, of whatever object."""
-    steps = (step for code in within(function.__code__) for step in dis.get_instructions(code))
-    return {step.argval for step in steps if step.opname in ("STORE_ATTR", "DELETE_ATTR")}
 
 
 def within(code: CodeType) -> Iterator[CodeType]:
@@ -221,26 +242,44 @@ def _kind(value: Any) -> str:
     return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
-def held(value: Any, described: Callable[[Any], str]) -> str:
-    """A value that a function or an object refers to: in full, unless it may change while a run uses it."""
-    kind = _kind(value)
-    if issubclass(type(value), Enum):
+def held(value: Any, described: Callable[[Any], str], use: Use) -> str:
+    """A value that a function or an object refers to: in full, unless it may change while it is used so."""
+    name, kind = _kind(value), type(value)
+    if issubclass(kind, Enum):
         return member(value, described)
-    if issubclass(type(value), tuple):
-        return f"{kind}({', '.join(held(item, described) for item in value)})"
-    if issubclass(type(value), frozenset):  # whose order is another one in each process
-        return f"{kind}({unordered(value, lambda item: held(item, described))})"
-    if issubclass(type(value), Tensor):
-        return kind if is_odd(value) else f"{kind} {digest_of([('', value)])}"
-    if issubclass(type(value), np.ndarray):
+    if issubclass(kind, tuple):
+        return f"{name}({', '.join(held(item, described, use) for item in value)})"
+    if issubclass(kind, frozenset):  # whose order is another one in each process
+        return f"{name}({unordered(value, lambda item: held(item, described, use))})"
+    if issubclass(kind, Tensor):
+        return name if is_odd(value) else f"{name} {digest_of([('', value)])}"
+    if issubclass(kind, np.ndarray):
         if value.dtype.hasobject:
-            return f"{kind} {value.shape} {[held(item, described) for item in value.ravel().tolist()]}"
-        numbers = value.tobytes()
-        return f"{kind} {value.shape} {value.dtype} {hashlib.sha256(numbers).hexdigest()}"
-    if issubclass(type(value), ModuleType):
-        return str(vars(value).get("__name__"))
-    if issubclass(type(value), _PLAIN):
-        return f"{kind} {own_text(value)}"
-    if issubclass(type(value), nn.Module) and has_weights(value):  # they may be trained meanwhile
-        return kind
-    return described(value) if callable(value) else kind
+            return f"{name} {value.shape} {[held(item, described, use) for item in value.ravel().tolist()]}"
+        return f"{name} {value.shape} {value.dtype} {hashlib.sha256(value.tobytes()).hexdigest()}"
+    if issubclass(kind, _PLAIN):
+        return f"{name} {own_text(value)}"
+    if issubclass(kind, ModuleType):
+        name = str(vars(value).get("__name__"))
+    elif issubclass(kind, nn.Module) and has_weights(value):  # they may be trained meanwhile
+        return name
+    elif callable(value):
+        name = described(value)
+    elif issubclass(kind, _ALTERABLE) or is_dataclass(kind):
+        fixed = is_dataclass(kind) and getattr(kind, "__dataclass_params__").frozen
+        return name if use.alters and not fixed else f"{name} {once(value, partial(_items, value, described, use))}"
+    plain = plain_attributes(value, use.reads - use.writes, (*_PLAIN, Enum))
+    return " ".join([name, *(f"{key}={held(item, described, use)}" for key, item in plain.items())])
+
+
+def _items(value: Any, described: Callable[[Any], str], use: Use) -> Iterable[str]:
+    """What is in a container, or in an object that is one."""
+    kind = type(value)
+    own = [
+        f"{name} {held(item, described, use)}" for name, item in own_attributes(value).items() if name not in use.writes
+    ]
+    if issubclass(kind, Mapping):
+        return [*own, *(f"{held(key, described, use)}: {held(item, described, use)}" for key, item in value.items())]
+    if issubclass(kind, set):
+        return [*own, *unordered(value, lambda item: held(item, described, use))]
+    return [*own, *(held(item, described, use) for item in value)] if issubclass(kind, Iterable) else own

@@ -22,7 +22,7 @@ from torch.nn.parameter import is_lazy
 from secateur.nest import tensors_in
 from secateur.running.attributes import has_weights, own_attributes, own_text, qualified_name
 from secateur.running.batches import Data, as_batch, as_tensors, is_pair
-from secateur.running.functions import content, held, is_nameless, member, unordered
+from secateur.running.functions import Use, content, held, is_nameless, member, unordered
 from secateur.running.objects import class_name, state
 from secateur.running.sandbox import seeded
 from secateur.running.tensor_files import digest_of, is_odd
@@ -90,7 +90,7 @@ def _described(value: Any) -> str:
     if issubclass(kind, nn.Module):
         return _object(value)
     if issubclass(kind, ModuleType) or (issubclass(kind, np.ndarray) and value.dtype.kind not in "biufc"):
-        return held(value, described)  # the repr of a module has a path; such arrays cannot become tensors
+        return held(value, described, Use())  # the repr of a module has a path; such arrays cannot become tensors
     if issubclass(kind, Tensor | np.ndarray):
         return data_identity(value)
     if callable(value):

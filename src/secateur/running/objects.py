@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from secateur.running.attributes import has_weights, own_attributes
-from secateur.running.functions import content, held, once, stored, within
+from secateur.running.functions import Use, content, held, once, within
 
 # Where an object gets its state. All other methods with double underscores may be called while a run uses it.
 _FIRST = frozenset({"__init__", "__new__", "__post_init__", "__init_subclass__", "__set_name__", "__setstate__"})
@@ -30,7 +30,7 @@ def _members(kind: type, described: Callable[[Any], str]) -> Iterator[str]:
         functions = list(_functions(value))
         yield from (f"{name} {content(function, described)}" for function in functions)
         if not functions and name[:1] != "_":
-            yield f"{name} {held(value, described)}"
+            yield f"{name} {held(value, described, Use(alters=True))}"
 
 
 def _functions(value: Any) -> Iterator[FunctionType]:
@@ -48,38 +48,36 @@ def state(value: Any, described: Callable[[Any], str], method: str = "__call__")
     What its methods write while it is used does not count: a counter is no setting. Neither do weights, which may be
     trained meanwhile, and the buffers beside them.
     """
-    counted = _counted(value, method)
-    return once(value, partial(_attributes, counted, described), method) if counted else ""
+    use = Use(_used(type(value), method))
+    counted = _counted(value, use)
+    return once(value, partial(_attributes, counted, described, use), method) if counted else ""
 
 
-def _counted(value: Any, method: str) -> dict[str, Any]:
+def _counted(value: Any, use: Use) -> dict[str, Any]:
     found = own_attributes(value)
     if issubclass(type(value), nn.Module):
         parts = [found.get(name) or {} for name in ("_modules", "_buffers")]
         found = {name: item for name, item in found.items() if name not in _OF_MODULES}
         found |= parts[0] | ({} if has_weights(value) else parts[1])
-    written = _written(type(value), method)
     # A function is no counter: np.vectorize writes its own again whenever it is called.
-    return {name: found[name] for name in sorted(found) if name not in written or type(found[name]) is FunctionType}
+    return {name: found[name] for name in sorted(found) if name not in use.writes or type(found[name]) is FunctionType}
 
 
-def _attributes(counted: dict[str, Any], described: Callable[[Any], str]) -> Iterator[str]:
-    return (f"{name} {held(item, described)}" for name, item in counted.items())
+def _attributes(counted: dict[str, Any], described: Callable[[Any], str], use: Use) -> Iterator[str]:
+    return (f"{name} {held(item, described, use)}" for name, item in counted.items())
 
 
-def _written(kind: type, method: str) -> set[str]:
-    """The attributes that the methods of a class write while an object is used, not only when it is made."""
+def _used(kind: type, method: str) -> Iterator[FunctionType]:
+    """The functions of a class that may run while an object is used, not only when it is made."""
     methods: dict[str, list[FunctionType]] = {}
     for base in kind.__mro__:
         for name, value in vars(base).items():
             methods.setdefault(name, []).extend(_functions(value))
     called = [n for n in methods if n in (method, "forward") or (n[:2] == n[-2:] == "__" and n not in _FIRST)]
-    written, seen = set[str](), set(called)
+    seen = set(called)
     for name in called:  # the list grows meanwhile
-        for function in methods[name]:
-            written |= stored(function)
-            names = {n for code in within(function.__code__) for n in code.co_names}
-            more = [n for n in methods if n in names and n not in seen and n not in _FIRST]
-            called += more
-            seen |= set(more)
-    return written
+        yield from methods[name]
+        names = {n for function in methods[name] for code in within(function.__code__) for n in code.co_names}
+        more = [n for n in methods if n in names and n not in seen and n not in _FIRST]
+        called += more
+        seen |= set(more)
