@@ -768,7 +768,7 @@ def of_a_class(by: Any) -> Any:
     class Options:
         pass
 
-    setattr(Options, "by", by)
+    Options.by = by  # type: ignore[attr-defined]
     return Options()
 
 
@@ -811,6 +811,27 @@ def test_plain_settings_that_are_read_from_objects_count() -> None:
     assert described((lambda o: lambda x: o.computed)(given(1))) == described(
         (lambda o: lambda x: o.computed)(given(2))
     )
+
+
+class Reading:
+    def __init__(self, options: Any) -> None:
+        self.options = options
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x * self.options.by
+
+
+def test_of_options_what_is_read_counts() -> None:
+    """Others may be names of folders with the time of the start."""
+    reading, passing = (
+        [lambda o: lambda x: x * o.by, Reading],
+        [add, keyword, default, lambda o: lambda x: (x * o.by, str(o)), Listing],
+    )
+    for kind in (argparse.Namespace, types.SimpleNamespace, dataclasses.make_dataclass("Options", ["by", "folder"])):
+        for around in (*reading, *passing):
+            a, b, c = (described(around(kind(by=by, folder=at))) for by, at in ((1, "a"), (1, "b"), (2, "a")))
+            assert a != c
+            assert (a == b) == (around in reading)
 
 
 def noting(log: list[Any]) -> Function:

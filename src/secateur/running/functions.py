@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dis
 import hashlib
 import re
@@ -35,10 +36,10 @@ _PLAIN = (
 )  # fmt: skip
 # Values that can be changed, and the names of the methods that do.
 _ALTERABLE = (list, set, dict, MappingProxyType, deque, UserList, bytearray, SimpleNamespace, Namespace)
-_ALTERING = frozenset(
-    "append appendleft extend extendleft insert pop popleft popitem remove discard clear add update setdefault sort "
-    "reverse rotate move_to_end setattr delattr __dict__ vars".split()
-)
+_ALTERING = frozenset({
+    "append", "appendleft", "extend", "extendleft", "insert", "pop", "popleft", "popitem", "remove", "discard", "clear",
+    "add", "update", "setdefault", "sort", "reverse", "rotate", "move_to_end", "setattr", "delattr", "__dict__", "vars",
+})  # fmt: skip
 _DEEPEST, _MOST_DECORATORS = 2, 100  # sets within sets; decorators of one function
 
 
@@ -159,15 +160,30 @@ class Use:
     """What functions do with the values that they refer to."""
 
     def __init__(self, functions: Iterable[FunctionType] = (), *, alters: bool = False) -> None:
-        self.reads, self.writes, self.alters = set[str](), set[str](), alters
-        for step in (step for f in functions for code in within(f.__code__) for step in dis.get_instructions(code)):
-            if step.opname.startswith(("STORE_", "DELETE_")) and step.opname.endswith(("_SUBSCR", "_SLICE")):
-                self.alters = True
-            elif step.opname in ("STORE_ATTR", "DELETE_ATTR"):
-                self.writes.add(step.argval)
-            elif step.opcode in dis.hasname and step.opname.startswith(("LOAD_", "IMPORT_FROM")):
-                self.reads.add(step.argval)
+        self.reads, self.writes, self.alters, self.whole = set[str](), set[str](), alters, True
+        self._wholes = set[str]()  # names of variables and attributes that are not read for an attribute alone
+        for steps in ([*dis.get_instructions(code)] for f in functions for code in within(f.__code__)):
+            for step, after in zip(steps, [*steps[1:], None], strict=True):
+                self._note(step, after is not None and after.opname in ("LOAD_ATTR", "LOAD_METHOD"))
         self.alters = self.alters or not self.reads.isdisjoint(_ALTERING)
+
+    def _note(self, step: dis.Instruction, for_an_attribute: bool) -> None:
+        if step.opname.startswith(("STORE_", "DELETE_")) and step.opname.endswith(("_SUBSCR", "_SLICE")):
+            self.alters = True
+        elif step.opname in ("STORE_ATTR", "DELETE_ATTR"):
+            self.writes.add(step.argval)
+        elif step.opcode in dis.hasname and step.opname.startswith(("LOAD_", "IMPORT_FROM")):
+            self.reads.add(step.argval)
+        if step.opname.startswith("LOAD_") and step.opname != "LOAD_CLOSURE" and not for_an_attribute:
+            self._wholes.add(str(step.argval))
+
+    def of(self, name: str) -> Use:
+        """What is done with the value of a variable or attribute: is it read as a whole, or some attributes of it?"""
+        if name in self._wholes:
+            return self
+        found = copy.copy(self)
+        found.whole = False
+        return found
 
 
 def _parts(function: FunctionType, described: Callable[[Any], str]) -> Iterator[str]:
@@ -177,8 +193,9 @@ def _parts(function: FunctionType, described: Callable[[Any], str]) -> Iterator[
     own = {
         f"attribute {name}": vars(function)[name] for name in sorted((use.reads - use.writes) & vars(function).keys())
     }
-    for named in (function.__kwdefaults__ or {}, _read(function), own):
-        yield from (f"{name} {held(value, described, use)}" for name, value in named.items())
+    yield from (f"{name} {held(value, described, use)}" for name, value in (function.__kwdefaults__ or {}).items())
+    for name, value in {**_read(function), **own}.items():
+        yield f"{name} {held(value, described, use.of(name.rpartition(' ')[2]))}"
 
 
 def _instructions(code: CodeType, described: Callable[[Any], str]) -> Iterator[str]:
@@ -242,6 +259,11 @@ def _kind(value: Any) -> str:
     return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
+def _is_frozen(kind: Any) -> bool:
+    parameters: Any = vars(kind).get("__dataclass_params__")
+    return parameters is not None and bool(parameters.frozen)
+
+
 def held(value: Any, described: Callable[[Any], str], use: Use) -> str:
     """A value that a function or an object refers to: in full, unless it may change while it is used so."""
     name, kind = _kind(value), type(value)
@@ -266,8 +288,13 @@ def held(value: Any, described: Callable[[Any], str], use: Use) -> str:
     elif callable(value):
         name = described(value)
     elif issubclass(kind, _ALTERABLE) or is_dataclass(kind):
-        fixed = is_dataclass(kind) and getattr(kind, "__dataclass_params__").frozen
-        return name if use.alters and not fixed else f"{name} {once(value, partial(_items, value, described, use))}"
+        # Other options may well be paths with a date.
+        if not use.whole and (is_dataclass(kind) or issubclass(kind, SimpleNamespace | Namespace)):
+            read = {key: item for key, item in own_attributes(value).items() if key in use.reads - use.writes}
+            return " ".join([name, *(f"{key}={held(read[key], described, use.of(key))}" for key in sorted(read))])
+        if use.alters and not _is_frozen(kind):
+            return name
+        return f"{name} {once(value, partial(_items, value, described, use))}"
     plain = plain_attributes(value, use.reads - use.writes, (*_PLAIN, Enum))
     return " ".join([name, *(f"{key}={held(item, described, use)}" for key, item in plain.items())])
 

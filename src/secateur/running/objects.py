@@ -64,7 +64,7 @@ def _counted(value: Any, use: Use) -> dict[str, Any]:
 
 
 def _attributes(counted: dict[str, Any], described: Callable[[Any], str], use: Use) -> Iterator[str]:
-    return (f"{name} {held(item, described, use)}" for name, item in counted.items())
+    return (f"{name} {held(item, described, use.of(name))}" for name, item in counted.items())
 
 
 def _used(kind: type, method: str) -> Iterator[FunctionType]:
