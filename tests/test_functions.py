@@ -834,6 +834,54 @@ def test_of_options_what_is_read_counts() -> None:
             assert (a == b) == (around in reading)
 
 
+class Augmenter:
+    """No callable: a lambda calls its methods, or reads its property."""
+
+    def __init__(self, by: Any) -> None:
+        self.by, self.started, self.calls = by, object(), 0
+        self.folder = f"run {id(self)}"
+
+    def apply(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.scaled(x)
+
+    def scaled(self, x: Tensor) -> Tensor:
+        return x * self.twice
+
+    @property
+    def twice(self) -> Any:
+        return 2 * self.by
+
+    def passed(self, x: Tensor) -> Tensor:
+        return passed_on(self, x)
+
+    def looked_up(self, x: Tensor) -> Tensor:
+        return x * getattr(self, "".join(["b", "y"]))
+
+
+def passed_on(augmenter: Augmenter, x: Tensor) -> Tensor:
+    return x * augmenter.by
+
+
+def test_methods_that_are_called_count() -> None:
+    reads: list[Function] = [
+        lambda o: lambda x: o.apply(x), lambda o: lambda x: x * o.twice, lambda o: o.scaled,
+        lambda o: lambda x: (lambda: o.apply)()(x), lambda o: calling(o.apply),
+    ]  # fmt: skip
+    for around in reads:
+        for one, other in ((1, 2), (mean, total), (add(1), add(2)), ([1], [2])):
+            assert described(around(Augmenter(one))) != described(around(Augmenter(other)))
+            assert described(around(Augmenter(one))) == described(around(Augmenter(one)))  # its folder is not read
+        augmenter = Augmenter(1)
+        before = described(around(augmenter))
+        augmenter.apply(torch.zeros(1))
+        assert described(around(augmenter)) == before
+    for around in (lambda o: lambda x: o.passed(x), lambda o: o.looked_up):
+        one, other = Augmenter(1), Augmenter(2)
+        one.folder = other.folder = "run"
+        assert described(around(one)) != described(around(other))
+
+
 def noting(log: list[Any]) -> Function:
     def change(x: Tensor) -> Tensor:
         log.append(x)

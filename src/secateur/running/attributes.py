@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from types import GetSetDescriptorType, MemberDescriptorType
+from collections.abc import Collection, Iterator
+from functools import cached_property
+from types import FunctionType, GetSetDescriptorType, MemberDescriptorType
 from typing import Any
 
 from torch import nn
@@ -24,6 +25,22 @@ def own_attributes(value: Any) -> dict[str, Any]:
                 except AttributeError:  # it was never set
                     continue
     return found
+
+
+def static(kind: type, name: str) -> Any:
+    """What a class or a class above it has under a name, as it is: properties are not asked, and nothing is bound."""
+    return next((vars(part)[name] for part in kind.__mro__ if name in vars(part)), None)
+
+
+def functions_of(value: Any) -> Iterator[FunctionType]:
+    """The functions of which an entry of a class is made."""
+    if isinstance(value, property):
+        found = [value.fget, value.fset, value.fdel]
+    elif type(value) is cached_property:
+        found = [value.func]
+    else:
+        found = [value.__func__ if isinstance(value, staticmethod | classmethod) else value]
+    yield from (function for function in found if isinstance(function, FunctionType))
 
 
 def plain_attributes(value: Any, names: Collection[str], kinds: tuple[type, ...]) -> dict[str, Any]:

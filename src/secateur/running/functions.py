@@ -18,14 +18,14 @@ from enum import Enum
 from functools import partial
 from numbers import Number
 from pathlib import PurePath
-from types import CodeType, FunctionType, MappingProxyType, ModuleType, SimpleNamespace
+from types import CodeType, FunctionType, MappingProxyType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from secateur.running.attributes import has_weights, own_attributes, own_text, plain_attributes
+from secateur.running.attributes import functions_of, has_weights, own_attributes, own_text, plain_attributes, static
 from secateur.running.tensor_files import digest_of, is_odd
 
 _DIGITS = 16
@@ -161,11 +161,17 @@ class Use:
 
     def __init__(self, functions: Iterable[FunctionType] = (), *, alters: bool = False) -> None:
         self.reads, self.writes, self.alters, self.whole = set[str](), set[str](), alters, True
+        self.unknown = False  # may they read more attributes of their object than can be seen?
         self._wholes = set[str]()  # names of variables and attributes that are not read for an attribute alone
-        for steps in ([*dis.get_instructions(code)] for f in functions for code in within(f.__code__)):
-            for step, after in zip(steps, [*steps[1:], None], strict=True):
-                self._note(step, after is not None and after.opname in ("LOAD_ATTR", "LOAD_METHOD"))
+        for function in functions:
+            own = function.__code__.co_varnames[:1]
+            for code in within(function.__code__):
+                steps = [step for step in dis.get_instructions(code) if step.opname != "COPY"]  # that of `a.b += 1`
+                for step, after in zip(steps, [*steps[1:], None], strict=True):
+                    self._note(step, after is not None and after.opname in ("LOAD_ATTR", "LOAD_METHOD"))
+                    self.unknown = self.unknown or _passes(step, after, own)
         self.alters = self.alters or not self.reads.isdisjoint(_ALTERING)
+        self.unknown = self.unknown or not self.reads.isdisjoint(("getattr", "hasattr", "vars", "__dict__"))
 
     def _note(self, step: dis.Instruction, for_an_attribute: bool) -> None:
         if step.opname.startswith(("STORE_", "DELETE_")) and step.opname.endswith(("_SUBSCR", "_SLICE")):
@@ -184,6 +190,14 @@ class Use:
         found = copy.copy(self)
         found.whole = False
         return found
+
+
+def _passes(step: dis.Instruction, after: dis.Instruction | None, own: tuple[str, ...]) -> bool:
+    """Whether a step loads the object of a method for more than one of its attributes."""
+    names = step.argval if isinstance(step.argval, tuple) else (step.argval,)
+    if not step.opname.startswith("LOAD_") or step.opname in ("LOAD_CLOSURE", "LOAD_CONST") or not {*own} & {*names}:
+        return False
+    return after is None or not after.opname.endswith(("_ATTR", "LOAD_METHOD"))
 
 
 def _parts(function: FunctionType, described: Callable[[Any], str]) -> Iterator[str]:
@@ -291,10 +305,12 @@ def held(value: Any, described: Callable[[Any], str], use: Use) -> str:
         # Other options may well be paths with a date.
         if not use.whole and (is_dataclass(kind) or issubclass(kind, SimpleNamespace | Namespace)):
             read = {key: item for key, item in own_attributes(value).items() if key in use.reads - use.writes}
-            return " ".join([name, *(f"{key}={held(read[key], described, use.of(key))}" for key in sorted(read))])
-        if use.alters and not _is_frozen(kind):
-            return name
-        return f"{name} {once(value, partial(_items, value, described, use))}"
+            name = " ".join([name, *(f"{key}={held(read[key], described, use.of(key))}" for key in sorted(read))])
+        elif not use.alters or _is_frozen(kind):
+            name = f"{name} {once(value, partial(_items, value, described, use))}"
+    if not issubclass(kind, type | ModuleType):
+        methods = [method for key in sorted(use.reads) for method in functions_of(static(kind, key))]
+        name = " ".join([name, *(described(MethodType(method, value)) for method in methods)])
     plain = plain_attributes(value, use.reads - use.writes, (*_PLAIN, Enum))
     return " ".join([name, *(f"{key}={held(item, described, use)}" for key, item in plain.items())])
 

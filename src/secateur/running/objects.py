@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from secateur.running.attributes import has_weights, own_attributes
+from secateur.running.attributes import functions_of, has_weights, own_attributes, static
 from secateur.running.functions import Use, content, held, once, within
 
 # Where an object gets its state. All other methods with double underscores may be called while a run uses it.
@@ -27,28 +27,20 @@ def class_name(kind: type, described: Callable[[Any], str]) -> str:
 def _members(kind: type, described: Callable[[Any], str]) -> Iterator[str]:
     yield from (class_name(base, described) for base in kind.__bases__)
     for name, value in sorted(vars(kind).items()):
-        functions = list(_functions(value))
+        functions = list(functions_of(value))
         yield from (f"{name} {content(function, described)}" for function in functions)
         if not functions and name[:1] != "_":
             yield f"{name} {held(value, described, Use(alters=True))}"
 
 
-def _functions(value: Any) -> Iterator[FunctionType]:
-    """The functions of which an entry of a class is made."""
-    if isinstance(value, property):
-        found = [value.fget, value.fset, value.fdel]
-    else:
-        found = [value.__func__ if isinstance(value, staticmethod | classmethod) else value]
-    yield from (function for function in found if isinstance(function, FunctionType))
-
-
 def state(value: Any, described: Callable[[Any], str], method: str = "__call__") -> str:
     """A digest of the attributes of an object of which a method is used; nothing if it has none that count.
 
-    What its methods write while it is used does not count: a counter is no setting. Neither do weights, which may be
-    trained meanwhile, and the buffers beside them.
+    Those count that its methods read. What they write while it is used does not: a counter is no setting. Neither do
+    weights, which may be trained meanwhile, and the buffers beside them.
     """
     use = Use(_used(type(value), method))
+    use.unknown = use.unknown or not [*functions_of(static(type(value), method))]  # it is written in C
     counted = _counted(value, use)
     return once(value, partial(_attributes, counted, described, use), method) if counted else ""
 
@@ -59,6 +51,8 @@ def _counted(value: Any, use: Use) -> dict[str, Any]:
         parts = [found.get(name) or {} for name in ("_modules", "_buffers")]
         found = {name: item for name, item in found.items() if name not in _OF_MODULES}
         found |= parts[0] | ({} if has_weights(value) else parts[1])
+    if not use.unknown:  # what is not read may well be the time of the start
+        found = {name: item for name, item in found.items() if name in use.reads}
     # A function is no counter: np.vectorize writes its own again whenever it is called.
     return {name: found[name] for name in sorted(found) if name not in use.writes or type(found[name]) is FunctionType}
 
@@ -72,7 +66,7 @@ def _used(kind: type, method: str) -> Iterator[FunctionType]:
     methods: dict[str, list[FunctionType]] = {}
     for base in kind.__mro__:
         for name, value in vars(base).items():
-            methods.setdefault(name, []).extend(_functions(value))
+            methods.setdefault(name, []).extend(functions_of(value))
     called = [n for n in methods if n in (method, "forward") or (n[:2] == n[-2:] == "__" and n not in _FIRST)]
     seen = set(called)
     for name in called:  # the list grows meanwhile
