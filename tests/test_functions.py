@@ -834,6 +834,28 @@ def test_of_options_what_is_read_counts() -> None:
             assert (a == b) == (around in reading)
 
 
+class Compared(nn.Module):
+    """A loss with a network of its own."""
+
+    def __init__(self, by: float) -> None:
+        super().__init__()
+        self.net, self.by = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2, affine=False)), by
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.by * (self.net(x) - self.net(y)).square().mean()
+
+
+def test_of_a_loss_with_a_network_its_settings_count() -> None:
+    for around in (lambda x: x, add, calling, functools.partial, lambda loss: loss.forward):
+        loss = Compared(0.5)
+        before = described(around(loss))
+        assert before == described(around(Compared(0.5))) != described(around(Compared(0.6)))
+        with torch.no_grad():
+            loss.net[0].weight.zero_()
+        loss(torch.rand(3, 2), torch.rand(3, 2))
+        assert described(around(loss)) == before
+
+
 class Augmenter:
     """No callable: a lambda calls its methods, or reads its property."""
 

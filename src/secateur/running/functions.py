@@ -297,8 +297,8 @@ def held(value: Any, described: Callable[[Any], str], use: Use) -> str:
         return f"{name} {own_text(value)}"
     if issubclass(kind, ModuleType):
         name = str(vars(value).get("__name__"))
-    elif issubclass(kind, nn.Module) and has_weights(value):  # they may be trained meanwhile
-        return name
+    elif issubclass(kind, nn.Module) and has_weights(value) and kind.__module__.startswith("torch"):
+        return name  # weights may be trained meanwhile, and buffers beside them
     elif callable(value):
         name = described(value)
     elif issubclass(kind, _ALTERABLE) or is_dataclass(kind):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import lru_cache, partial
 from types import FunctionType
 from typing import Any
 
@@ -39,10 +39,16 @@ def state(value: Any, described: Callable[[Any], str], method: str = "__call__")
     Those count that its methods read. What they write while it is used does not: a counter is no setting. Neither do
     weights, which may be trained meanwhile, and the buffers beside them.
     """
-    use = Use(_used(type(value), method))
-    use.unknown = use.unknown or not [*functions_of(static(type(value), method))]  # it is written in C
+    use = _use(type(value), method)
     counted = _counted(value, use)
     return once(value, partial(_attributes, counted, described, use), method) if counted else ""
+
+
+@lru_cache(256)
+def _use(kind: type, method: str) -> Use:
+    use = Use(_used(kind, method))
+    use.unknown = use.unknown or not [*functions_of(static(kind, method))]  # it is written in C
+    return use
 
 
 def _counted(value: Any, use: Use) -> dict[str, Any]:
