@@ -856,6 +856,52 @@ def test_of_a_loss_with_a_network_its_settings_count() -> None:
         assert described(around(loss)) == before
 
 
+class Sized(nn.Module):
+    def __init__(self, by: Any) -> None:
+        super().__init__()
+        self.by, self.folder = [by], object.__repr__(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.by[0]
+
+
+class Computing:
+    def __init__(self, by: Any) -> None:
+        self.by = by
+
+    @functools.cached_property
+    def twice(self) -> Any:
+        return 2 * self.by
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x * self.twice
+
+
+def test_lists_of_modules_count_and_what_is_computed_does_not() -> None:
+    for make in (Sized, Computing):
+        assert described(make(1)) == described(make(1)) != described(make(2))
+    computing = Computing(1)
+    before = described(computing)
+    computing(torch.zeros(1))
+    assert described(computing) == before
+
+
+class Refusing(type):
+    def __getattr__(cls, name: str) -> Any:
+        raise AssertionError(name)
+
+
+class Refused(metaclass=Refusing):
+    def __call__(self, x: Tensor) -> Tensor:
+        return x
+
+
+def test_classes_of_classes_are_not_asked() -> None:
+    for value in (Refused, Refused(), Refused().__call__):
+        for around in (lambda x: x, add, calling, lambda o: lambda x: o.by(x)):
+            assert described(around(value)) == described(around(value))
+
+
 class Augmenter:
     """No callable: a lambda calls its methods, or reads its property."""
 

@@ -32,6 +32,11 @@ def static(kind: type, name: str) -> Any:
     return next((vars(part)[name] for part in kind.__mro__ if name in vars(part)), None)
 
 
+def is_record(kind: type) -> bool:
+    """Whether a class is a dataclass. Its metaclass is not asked."""
+    return static(kind, "__dataclass_fields__") is not None
+
+
 def functions_of(value: Any) -> Iterator[FunctionType]:
     """The functions of which an entry of a class is made."""
     if isinstance(value, property):

@@ -12,7 +12,6 @@ from collections import UserList, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from contextvars import ContextVar
-from dataclasses import is_dataclass
 from datetime import date, time, timedelta
 from enum import Enum
 from functools import partial
@@ -25,7 +24,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from secateur.running.attributes import functions_of, has_weights, own_attributes, own_text, plain_attributes, static
+from secateur.running.attributes import (
+    functions_of,
+    has_weights,
+    is_record,
+    own_attributes,
+    own_text,
+    plain_attributes,
+    static,
+)
 from secateur.running.tensor_files import digest_of, is_odd
 
 _DIGITS = 16
@@ -301,9 +308,9 @@ def held(value: Any, described: Callable[[Any], str], use: Use) -> str:
         return name  # weights may be trained meanwhile, and buffers beside them
     elif callable(value):
         name = described(value)
-    elif issubclass(kind, _ALTERABLE) or is_dataclass(kind):
+    elif issubclass(kind, _ALTERABLE) or is_record(kind):
         # Other options may well be paths with a date.
-        if not use.whole and (is_dataclass(kind) or issubclass(kind, SimpleNamespace | Namespace)):
+        if not use.whole and (is_record(kind) or issubclass(kind, SimpleNamespace | Namespace)):
             read = {key: item for key, item in own_attributes(value).items() if key in use.reads - use.writes}
             name = " ".join([name, *(f"{key}={held(read[key], described, use.of(key))}" for key in sorted(read))])
         elif not use.alters or _is_frozen(kind):

@@ -8,7 +8,7 @@ from array import array
 from collections import UserList, deque
 from collections.abc import Collection, Iterable, Mapping
 from contextvars import ContextVar
-from dataclasses import fields, is_dataclass
+from dataclasses import fields
 from enum import Enum
 from functools import cache, partial
 from types import FunctionType, MethodType, ModuleType
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from secateur.nest import tensors_in
-from secateur.running.attributes import has_weights, own_attributes, own_text, qualified_name
+from secateur.running.attributes import has_weights, is_record, own_attributes, own_text, qualified_name
 from secateur.running.batches import Data, as_batch, as_tensors, is_pair
 from secateur.running.functions import Use, content, held, is_nameless, member, unordered
 from secateur.running.objects import class_name, state
@@ -54,7 +54,7 @@ def described(value: Any, without: Collection[str] = ()) -> str:
     if id(value) in above:
         return f"what it is in, {len(above) - above.index(id(value))} above"
     kind = type(value)
-    if not issubclass(kind, (*_CONTAINERS, partial)) and not is_dataclass(kind):
+    if not issubclass(kind, (*_CONTAINERS, partial)) and not is_record(kind):
         return _described(value)
     token = _above.set((*above, id(value)))
     try:
@@ -66,7 +66,7 @@ def described(value: Any, without: Collection[str] = ()) -> str:
 def _composed(value: Any, without: Collection[str]) -> str:
     """A container, a dataclass or a partial."""
     kind = type(value)
-    if is_dataclass(kind):
+    if is_record(kind):
         names = [field.name for field in fields(value) if field.repr and field.name not in without]
         shown = ", ".join(f"{name}={described(item)}" for name, item in _fields(value, names).items())
         name = class_name(kind, described) if "<" in kind.__qualname__ else kind.__qualname__
@@ -163,7 +163,7 @@ def _method(name: str, owner: Any, function: Any) -> str:
     kind = type(owner)
     if issubclass(kind, type):
         return f"{name} of {class_name(owner, described)}"
-    if issubclass(kind, (*_CONTAINERS, *_TEXTS, Tensor, np.ndarray, Enum, partial)) or is_dataclass(kind):
+    if issubclass(kind, (*_CONTAINERS, *_TEXTS, Tensor, np.ndarray, Enum, partial)) or is_record(kind):
         return f"{name} of {described(owner)}"
     return f"{name} of {_object(owner, (qualified_name(function) or '__call__').rpartition('.')[2])}"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from types import FunctionType
 from typing import Any
 
@@ -52,13 +52,15 @@ def _use(kind: type, method: str) -> Use:
 
 
 def _counted(value: Any, use: Use) -> dict[str, Any]:
-    found = own_attributes(value)
-    if issubclass(type(value), nn.Module):
-        parts = [found.get(name) or {} for name in ("_modules", "_buffers")]
-        found = {name: item for name, item in found.items() if name not in _OF_MODULES}
-        found |= parts[0] | ({} if has_weights(value) else parts[1])
+    kind, held, found = type(value), own_attributes(value), own_attributes(value)
     if not use.unknown:  # what is not read may well be the time of the start
         found = {name: item for name, item in found.items() if name in use.reads}
+    if issubclass(kind, nn.Module):
+        found = {name: item for name, item in found.items() if name not in _OF_MODULES}
+        found |= held.get("_modules") or {}
+        found |= {} if has_weights(value) else held.get("_buffers") or {}
+    # These are computed from others.
+    found = {name: item for name, item in found.items() if type(static(kind, name)) is not cached_property}
     # A function is no counter: np.vectorize writes its own again whenever it is called.
     return {name: found[name] for name in sorted(found) if name not in use.writes or type(found[name]) is FunctionType}
 
@@ -70,7 +72,7 @@ def _attributes(counted: dict[str, Any], described: Callable[[Any], str], use: U
 def _used(kind: type, method: str) -> Iterator[FunctionType]:
     """The functions of a class that may run while an object is used, not only when it is made."""
     methods: dict[str, list[FunctionType]] = {}
-    for base in kind.__mro__:
+    for base in (base for base in kind.__mro__ if base is not nn.Module):
         for name, value in vars(base).items():
             methods.setdefault(name, []).extend(functions_of(value))
     called = [n for n in methods if n in (method, "forward") or (n[:2] == n[-2:] == "__" and n not in _FIRST)]
