@@ -39,7 +39,8 @@ def state(value: Any, described: Callable[[Any], str], method: str = "__call__")
     Those count that its methods read. What they write while it is used does not: a counter is no setting. Neither do
     weights, which may be trained meanwhile, and the buffers beside them.
     """
-    use = _use(type(value), method)
+    kind: Any = type(value)
+    use = _use(kind, method)
     counted = _counted(value, use)
     return once(value, partial(_attributes, counted, described, use), method) if counted else ""
 
