@@ -886,6 +886,29 @@ def test_lists_of_modules_count_and_what_is_computed_does_not() -> None:
     assert described(computing) == before
 
 
+class Decorated:
+    def __init__(self, by: Any) -> None:
+        self.by, self.calls, self.folder = by, 0, object.__repr__(self)
+
+    @functools.lru_cache  # noqa: B019
+    def once(self, x: int) -> Any:
+        return x * self.by
+
+    @torch.no_grad()
+    def __call__(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x * self.once(1)
+
+
+def test_methods_that_are_decorated_count() -> None:
+    for around in (lambda o: o, lambda o: o.__call__, lambda o: lambda x: o.once(2), add):
+        assert described(around(Decorated(1))) != described(around(Decorated(2)))
+    decorated = Decorated(1)
+    before = described(decorated)
+    decorated(torch.zeros(1))
+    assert described(decorated) == before
+
+
 class Refusing(type):
     def __getattr__(cls, name: str) -> Any:
         raise AssertionError(name)

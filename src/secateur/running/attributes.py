@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from functools import cached_property
+from functools import cache, cached_property
 from types import FunctionType, GetSetDescriptorType, MemberDescriptorType
 from typing import Any
 
 from torch import nn
+
+_CACHED = type(cache(len))
 
 
 def own_attributes(value: Any) -> dict[str, Any]:
@@ -38,14 +40,19 @@ def is_record(kind: type) -> bool:
 
 
 def functions_of(value: Any) -> Iterator[FunctionType]:
-    """The functions of which an entry of a class is made."""
+    """The functions of which an entry of a class is made, and those that they decorate."""
     if isinstance(value, property):
         found = [value.fget, value.fset, value.fdel]
     elif type(value) is cached_property:
         found = [value.func]
     else:
         found = [value.__func__ if isinstance(value, staticmethod | classmethod) else value]
-    yield from (function for function in found if isinstance(function, FunctionType))
+    for function in found:  # the list grows meanwhile
+        if isinstance(function, FunctionType):
+            yield function
+        inner = own_attributes(function).get("__wrapped__") if type(function) in (FunctionType, _CACHED) else None
+        if inner is not None and not any(inner is known for known in found):
+            found.append(inner)
 
 
 def plain_attributes(value: Any, names: Collection[str], kinds: tuple[type, ...]) -> dict[str, Any]:

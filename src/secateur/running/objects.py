@@ -53,13 +53,14 @@ def _use(kind: type, method: str) -> Use:
 
 
 def _counted(value: Any, use: Use) -> dict[str, Any]:
-    kind, held, found = type(value), own_attributes(value), own_attributes(value)
+    kind, own = type(value), own_attributes(value)
+    found = own
     if not use.unknown:  # what is not read may well be the time of the start
         found = {name: item for name, item in found.items() if name in use.reads}
     if issubclass(kind, nn.Module):
         found = {name: item for name, item in found.items() if name not in _OF_MODULES}
-        found |= held.get("_modules") or {}
-        found |= {} if has_weights(value) else held.get("_buffers") or {}
+        found |= own.get("_modules") or {}
+        found |= {} if has_weights(value) else own.get("_buffers") or {}
     # These are computed from others.
     found = {name: item for name, item in found.items() if type(static(kind, name)) is not cached_property}
     # A function is no counter: np.vectorize writes its own again whenever it is called.
