@@ -18,6 +18,7 @@ import numpy as np
 import safetensors.torch
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from secateur import atomic
 from secateur.errors import CheckpointError, FileFormatError
@@ -156,6 +157,13 @@ def digest_of(named: Iterable[tuple[str, Tensor]]) -> str:
         flat = plain.contiguous().cpu().as_strided((plain.numel(),), (1,)).view(torch.uint8)
         found.update(np.ascontiguousarray(flat.numpy()).data)
     return found.hexdigest()
+
+
+def is_odd(tensor: Tensor) -> bool:
+    """Whether a tensor has no ordinary memory: sparse, nested, quantized, without a shape yet, on the meta device."""
+    return is_lazy(tensor) or (
+        tensor.layout != torch.strided or tensor.is_nested or tensor.is_meta or tensor.is_quantized
+    )
 
 
 def fill(
