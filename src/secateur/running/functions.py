@@ -262,7 +262,8 @@ def _uses(code: CodeType, around: frozenset[str]) -> Iterator[tuple[str, str, bo
         name, writes = str(step.argval), step.opname.startswith(("STORE_", "DELETE_"))
         surely = surely and step.opcode not in (*dis.hasjrel, *dis.hasjabs)
         if step.opcode in dis.hasfree and name in around:
-            yield "around", name, writes
+            # From Python 3.12 on, comprehensions are a part of the function, with variables of their own beside these.
+            yield "around", name, writes and name not in code.co_cellvars
         elif step.opname.endswith(("_GLOBAL", "_FROM_DICT_OR_GLOBALS")):
             yield "global", name, writes
         elif step.opname == "LOAD_NAME" and name not in own:
