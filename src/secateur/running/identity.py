@@ -23,7 +23,7 @@ from secateur.nest import tensors_in
 from secateur.running.attributes import has_weights, is_record, own_attributes, own_text, qualified_name
 from secateur.running.batches import Data, as_batch, as_tensors, is_pair
 from secateur.running.functions import Use, content, held, is_nameless, member, unordered
-from secateur.running.objects import class_name, state
+from secateur.running.objects import WHOLE, class_name, state
 from secateur.running.sandbox import seeded
 from secateur.running.tensor_files import digest_of, is_odd
 
@@ -159,13 +159,21 @@ def _attributes(compiled: Any) -> list[str]:
 
 
 def _method(name: str, owner: Any, function: Any) -> str:
-    """A method, and the object to which it belongs."""
+    """A method, and what it reads of the object to which it belongs.
+
+    The rest does not count: such an object may be a whole program, with a model, folders and the time of its start.
+    """
     kind = type(owner)
     if issubclass(kind, type):
         return f"{name} of {class_name(owner, described)}"
-    if issubclass(kind, (*_CONTAINERS, *_TEXTS, Tensor, np.ndarray, Enum, partial)) or is_record(kind):
+    plain = (*_CONTAINERS, *_TEXTS, Tensor, np.ndarray, Enum, partial)
+    if issubclass(kind, plain) or kind.__module__.partition(".")[0] in _OPEN:
         return f"{name} of {described(owner)}"
-    return f"{name} of {_object(owner, (qualified_name(function) or '__call__').rpartition('.')[2])}"
+    method = (qualified_name(function) or "__call__").rpartition(".")[2]
+    if method in WHOLE or type(function) is not FunctionType:  # of what is written in C, nobody sees what it reads
+        return f"{name} of {_object(owner, method)}"
+    read = state(owner, described, method, whole=False)
+    return " ".join(part for part in (f"{name} of {class_name(kind, described)}", read) if part)
 
 
 def _object(value: Any, method: str = "__call__") -> str:

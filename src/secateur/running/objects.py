@@ -14,6 +14,8 @@ from secateur.running.functions import Use, content, held, once, within
 
 # Where an object gets its state. All other methods with double underscores may be called while a run uses it.
 _FIRST = frozenset({"__init__", "__new__", "__post_init__", "__init_subclass__", "__set_name__", "__setstate__"})
+# What runs when an object is used as a function. The last is what torch calls `__call__`.
+WHOLE = ("__call__", "forward", "_wrapped_call_impl")
 # What every module has.
 _OF_MODULES = frozenset({*vars(nn.Module()), "__dict__", "__weakref__"})
 
@@ -33,15 +35,15 @@ def _members(kind: type, described: Callable[[Any], str]) -> Iterator[str]:
             yield f"{name} {held(value, described, Use(alters=True))}"
 
 
-def state(value: Any, described: Callable[[Any], str], method: str = "__call__") -> str:
+def state(value: Any, described: Callable[[Any], str], method: str = "__call__", *, whole: bool = True) -> str:
     """A digest of the attributes of an object of which a method is used; nothing if it has none that count.
 
-    Those count that its methods read. What they write while it is used does not: a counter is no setting. Neither do
-    weights, which may be trained meanwhile, and the buffers beside them.
+    Those count that its methods read; all, if they hand the `whole` object to others. What they write while it is used
+    does not: a counter is no setting. Neither do weights, which may be trained meanwhile, and the buffers beside them.
     """
     kind: Any = type(value)
     use = _use(kind, method)
-    counted = _counted(value, use)
+    counted = _counted(value, use, whole and use.unknown)
     return once(value, partial(_attributes, counted, described, use), method) if counted else ""
 
 
@@ -52,10 +54,10 @@ def _use(kind: type, method: str) -> Use:
     return use
 
 
-def _counted(value: Any, use: Use) -> dict[str, Any]:
+def _counted(value: Any, use: Use, every: bool) -> dict[str, Any]:
     kind, own = type(value), own_attributes(value)
     found = own
-    if not use.unknown:  # what is not read may well be the time of the start
+    if not every:  # what is not read may well be the time of the start
         found = {name: item for name, item in found.items() if name in use.reads}
     if issubclass(kind, nn.Module):
         found = {name: item for name, item in found.items() if name not in _OF_MODULES}
@@ -77,11 +79,13 @@ def _used(kind: type, method: str) -> Iterator[FunctionType]:
     for base in (base for base in kind.__mro__ if base is not nn.Module):
         for name, value in vars(base).items():
             methods.setdefault(name, []).extend(functions_of(value))
-    called = [n for n in methods if n in (method, "forward") or (n[:2] == n[-2:] == "__" and n not in _FIRST)]
+    called = [method]
+    if method in WHOLE:
+        called = [n for n in methods if n in WHOLE or (n[:2] == n[-2:] == "__" and n not in _FIRST)]
     seen = set(called)
     for name in called:  # the list grows meanwhile
-        yield from methods[name]
-        names = {n for function in methods[name] for code in within(function.__code__) for n in code.co_names}
+        yield from methods.get(name, ())
+        names = {n for function in methods.get(name, ()) for code in within(function.__code__) for n in code.co_names}
         more = [n for n in methods if n in names and n not in seen and n not in _FIRST]
         called += more
         seen |= set(more)
