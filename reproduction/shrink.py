@@ -10,7 +10,7 @@ from pathlib import Path
 from PIL import Image
 
 from secateur.data.images import SUFFIXES
-from secateur.data.views import orientation
+from secateur.data.views import ORIENTATION, orientation
 from secateur.errors import DataError
 
 #: The shorter side of what is written, and the quality of its JPEG.
@@ -65,7 +65,7 @@ def _smaller(path: Path, half: Path, side: int) -> bool:
     try:
         with Image.open(path) as image:
             kind, scale, turned = image.format, side / min(image.size), Image.Exif()
-            turned[0x0112] = orientation(image)  # other tags may be such that pillow cannot write them
+            turned[ORIENTATION] = orientation(image)  # other tags may be such that pillow cannot write them
             if scale >= 1:
                 return False
             width, height = (max(side, round(scale * length)) for length in image.size)

@@ -19,7 +19,7 @@ IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 # Images that are cropped, and all images for training, are kept this much larger than the network's input.
 _MARGIN = 256 / 224
 _THIN = 16  # a picture is scaled as a whole if it is at most so many times as long as wide
-_ORIENTATION = 0x0112  # the tag of EXIF
+ORIENTATION = 0x0112  # the tag of EXIF
 
 
 def orientation(image: Any) -> int:
@@ -28,7 +28,7 @@ def orientation(image: Any) -> int:
     Metadata that cannot be read do not spoil a picture, so they count as none.
     """
     try:
-        found = image.getexif().get(_ORIENTATION, 1)
+        found = image.getexif().get(ORIENTATION, 1)
     except Exception:  # pillow raises many kinds of errors on damaged metadata
         return 1
     return found if found in range(1, 9) else 1

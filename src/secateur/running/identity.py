@@ -172,7 +172,7 @@ def _method(name: str, owner: Any, function: Any) -> str:
     method = (qualified_name(function) or "__call__").rpartition(".")[2]
     if method in WHOLE or type(function) is not FunctionType:  # of what is written in C, nobody sees what it reads
         return f"{name} of {_object(owner, method)}"
-    read = state(owner, described, method, whole=False)
+    read = state(owner, described, method)
     return " ".join(part for part in (f"{name} of {class_name(kind, described)}", read) if part)
 
 

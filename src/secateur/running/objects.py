@@ -35,29 +35,31 @@ def _members(kind: type, described: Callable[[Any], str]) -> Iterator[str]:
             yield f"{name} {held(value, described, Use(alters=True))}"
 
 
-def state(value: Any, described: Callable[[Any], str], method: str = "__call__", *, whole: bool = True) -> str:
+def state(value: Any, described: Callable[[Any], str], method: str = "__call__") -> str:
     """A digest of the attributes of an object of which a method is used; nothing if it has none that count.
 
-    Those count that its methods read; all, if they hand the `whole` object to others. What they write while it is used
-    does not: a counter is no setting. Neither do weights, which may be trained meanwhile, and the buffers beside them.
+    Those count that its methods read. What they write while it is used does not: a counter is no setting. Neither do
+    weights, which may be trained meanwhile, and the buffers beside them.
     """
     kind: Any = type(value)
     use = _use(kind, method)
-    counted = _counted(value, use, whole and use.unknown)
+    counted = _counted(value, use)
     return once(value, partial(_attributes, counted, described, use), method) if counted else ""
 
 
 @lru_cache(256)
 def _use(kind: type, method: str) -> Use:
     use = Use(_used(kind, method))
+    # An object with many methods may be a whole program, of which those things must not count that are not seen here.
+    use.unknown = use.unknown and method in WHOLE
     use.unknown = use.unknown or not [*functions_of(static(kind, method))]  # it is written in C
     return use
 
 
-def _counted(value: Any, use: Use, every: bool) -> dict[str, Any]:
+def _counted(value: Any, use: Use) -> dict[str, Any]:
     kind, own = type(value), own_attributes(value)
     found = own
-    if not every:  # what is not read may well be the time of the start
+    if not use.unknown:  # what is not read may well be the time of the start
         found = {name: item for name, item in found.items() if name in use.reads}
     if issubclass(kind, nn.Module):
         found = {name: item for name, item in found.items() if name not in _OF_MODULES}
