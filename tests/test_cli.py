@@ -377,6 +377,16 @@ def test_recover_trains_what_prune_wrote(place: Place, tmp_path: Path) -> None:
     assert "has 7 outputs, the smaller model 3" in wide
 
 
+def test_steps_without_a_repair_that_lose_accuracy_say_so(place: Place, tmp_path: Path) -> None:
+    args = ["prune", *place.job, "--remove", 0.7, "--step", 0.35, "--criterion", "random", "--round-to", 1]
+    told = [
+        invoke(*args, *more, "--out", tmp_path / str(i)).stderr
+        for i, more in enumerate(([], ["--repair", "none"], ["--repair", "best"]))
+    ]
+    assert ["nothing was repaired" in text for text in told] == [True, False, False]
+    assert "Fix: --repair best, or leave them out" in told[0]
+
+
 def test_training_that_does_harm_is_named(place: Place, tmp_path: Path) -> None:
     """And the smaller model is not called the unpruned one, whose weights might be wrong."""
     small = tmp_path / "small"

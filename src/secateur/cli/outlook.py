@@ -112,18 +112,28 @@ def doubt(metrics: Mapping[str, float], counts: Mapping[str, int]) -> str:
     )
 
 
+def _worse(before: Mapping[str, float], after: Mapping[str, float], tested: Mapping[str, int]) -> bool:
+    """Whether a model has become worse than chance explains."""
+    if PERPLEXITY in before:
+        return after[PERPLEXITY] > before[PERPLEXITY] * (1 + _FEW)
+    return after["overall"] < interval(before["overall"], tested["overall"])[0]
+
+
 def warn_of_harm(
     before: Mapping[str, float], after: Mapping[str, float], tested: Mapping[str, int], settings: Recover
 ) -> None:
     """Warn if training did more harm than chance explains: most often its steps were too large."""
-    if PERPLEXITY in before:
-        worse = after[PERPLEXITY] > before[PERPLEXITY] * (1 + _FEW)
-    else:
-        worse = after["overall"] < interval(before["overall"], tested["overall"])[0]
-    if worse:
+    if _worse(before, after, tested):
         slower = f"a smaller --learning-rate than {settings.lr:g}" if settings.lr else "another --learning-rate"
         fix = slower if settings.is_limited else f"--clip 1, or {slower}"
         warnings.warn(SecateurWarning("training made it worse.", fix=fix), stacklevel=2)
+
+
+def warn_of_steps(before: Mapping[str, float], after: Mapping[str, float], tested: Mapping[str, int]) -> None:
+    """Warn if a run by the paper's Algorithm 1 has lost accuracy: whoever asks for steps may expect a repair."""
+    if _worse(before, after, tested):
+        what = "nothing was repaired: --step and --rescore ask for the paper's algorithm, which only removes."
+        warnings.warn(SecateurWarning(what, fix="--repair best, or leave them out"), stacklevel=2)
 
 
 def warn_of_teacher(

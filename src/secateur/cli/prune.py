@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,7 +14,7 @@ from secateur.cli import options as o
 from secateur.cli.given_model import read_model
 from secateur.cli.image_task import Task, read_task
 from secateur.cli.outcome import Quantised
-from secateur.cli.outlook import doubt, next_steps, outlook
+from secateur.cli.outlook import doubt, next_steps, outlook, warn_of_steps
 from secateur.cli.output import Printer, headline, intervals, sides
 from secateur.cli.run_folder import Run, check_folder, check_model, need_packages, only_run, request, write_model
 from secateur.cli.text_task import TextTask, read_text_task
@@ -214,10 +215,18 @@ def prune(
     release()  # ONNX Runtime needs memory of its own
     timed = setup if latency else None
     files, quantised = _write(run, task, result, printer, onnx=onnx, int8=int8, setup=timed, report=report)
+    metrics = _measured(result)
+    if metrics and paper and repair == "auto":
+        warn_of_steps(metrics[0], metrics[-1], task.tested)
     for line in next_steps(out, task, source, images, texts, result, files, uniform):
         printer.result(line)
     if quantised is not None and quantised.refused:  # a script that asked for the file must not go on without it
         raise SecateurError(f"model.int8.onnx was not written; everything else was. {quantised.refused}")
+
+
+def _measured(result: Result) -> list[Mapping[str, float]]:
+    """What was measured of the models that were kept, the unpruned one first."""
+    return [row.metrics for row in result.history if row.held and row.metrics]
 
 
 def task_of(opened: Opened, images: o.Images, texts: o.Texts, seed: int, narrow: bool) -> Task | TextTask:
@@ -267,7 +276,7 @@ def _write(
     one = select_samples(example, slice(1))
     had, has = (measure(model, one, latency=False) for model in (task.model, result.model))
     before, after = sides(had, has, timings)
-    metrics = [row.metrics for row in result.history if row.held and row.metrics]
+    metrics = _measured(result)
     blocks = [block.name for block in result.plan.blocks] if result.plan is not None else []
     accuracy = {} if quantised is None or quantised.accuracy is None else {"int8": quantised.accuracy}
     rows = [] if quantised is None else quantised.rows(metrics[0] if metrics else {}, task.tested)
