@@ -36,7 +36,6 @@ from secateur.running.accuracy import accuracy
 
 SPEEDS, LENGTHS, SEEDS, SCORED = (2.0, 4.0), (0, 5, 50), (0, 1, 2), 10  # images of each class that score and repair
 RATES = {5: 0.005, 50: 0.01}
-VIEW = View(224, "squash")
 
 
 @dataclass(frozen=True)
@@ -64,30 +63,35 @@ class Scenes:
     def __init__(self, given: argparse.Namespace) -> None:
         found = published("scene15", given.images)
         few = slice(None, None, given.every)
+        self.view = View(given.side, "squash")
         train, test = found.train.take(range(len(found.train))[few]), found.test.take(range(len(found.test))[few])
         self.device, self.file = given.device, given.out / "scenes.safetensors"
-        self.train = train.pixels(VIEW, True, given.device), torch.tensor(train.labels, device=given.device)
-        self.test = test.pixels(VIEW, False, given.device), torch.tensor(test.labels, device=given.device)
+        self.train = train.pixels(self.view, True, given.device), torch.tensor(train.labels, device=given.device)
+        self.test = test.pixels(self.view, False, given.device), torch.tensor(test.labels, device=given.device)
         torch.manual_seed(0)
         self.net = with_classes(network("resnet50", given.weights), len(found.classes)).to(given.device)
         if self.file.exists():
             self.net.load_state_dict(safetensors.torch.load_file(self.file))
+        if given.device == "cpu":  # `recover` does so itself on a GPU
+            self.net.to(memory_format=torch.channels_last)
         self.net.eval()
 
     def trained(self, model: nn.Module, teacher: nn.Module | None, settings: Recover) -> nn.Module:
-        given = replace(settings, batch_size=64, augment=VIEW.training, teacher=0.9 if teacher is not None else 0.0)
+        given = replace(settings, batch_size=64, augment=self.view.training, teacher=0.9 if teacher is not None else 0.0)
+        if self.device == "cpu":  # `recover` does so itself on a GPU
+            model = model.to(memory_format=torch.channels_last)
         return sc.recover(model, teacher, self.train, given, progress=False).model.eval()
 
     def accuracy(self, model: nn.Module) -> float:
         batches = zip(*(tensor.split(250) for tensor in self.test), strict=True)
-        return accuracy(model, [(VIEW.evaluation(x), y) for x, y in batches]).overall
+        return accuracy(model, [(self.view.evaluation(x), y) for x, y in batches]).overall
 
     def scored(self, seed: int) -> tuple[Tensor, Tensor]:
         """Some images of each class."""
         order = torch.randperm(len(self.train[1]), generator=torch.Generator().manual_seed(seed)).to(self.device)
         labels = self.train[1][order]
         index = torch.cat([order[labels == label][:SCORED] for label in labels.unique()])
-        return VIEW.evaluation(self.train[0][index]), self.train[1][index]
+        return self.view.evaluation(self.train[0][index]), self.train[1][index]
 
     def chosen(self, cell: Cell) -> nn.Module:
         """The smaller model of a cell, before training."""
@@ -133,7 +137,8 @@ def main(given: argparse.Namespace) -> None:
     if not scenes.file.exists():
         raise SystemExit(f"{scenes.file} is missing: train the network first (--train).")
     known = {(line["row"], line["speed"], line["epochs"], line["seed"]) for line in lines(given.out)}
-    for cell, rows in list(cells())[part::parts]:
+    one = scenes.view.evaluation(scenes.test[0][:1])
+    for cell, rows in [both for both in cells() if both[0].speed in given.speeds][part::parts]:
         lengths = [n for n in LENGTHS if n <= (given.epochs or n)]
         asked = dict.fromkeys((r if n else replace(r, teacher=False), n) for n in lengths for r in rows)
         todo = [(r, n) for r, n in asked if (str(r), cell.speed, n, cell.seed) not in known]
@@ -150,7 +155,7 @@ def main(given: argparse.Namespace) -> None:
                 settings = Recover(epochs=epochs, lr=RATES[epochs], seed=cell.seed)
                 model = scenes.trained(small, scenes.net if row.teacher else None, settings)
             line = asdict(cell) | {"row": str(row), "epochs": epochs, "accuracy": scenes.accuracy(model)}
-            line |= {"macs": macs(small, scenes.test[0][:1, :, :224, :224].float())}
+            line |= {"side": given.side, "macs": macs(small, one)}
             line |= {"prepared": round(ready, 1), "seconds": round(time.perf_counter() - start, 1)}
             with (given.out / f"scenes-{part}.jsonl").open("a") as file:
                 file.write(json.dumps(line) + "\n")
@@ -170,6 +175,8 @@ if __name__ == "__main__":
     parser.add_argument("--part", default="0/1")
     parser.add_argument("--minutes", type=float, default=60.0, help="nothing new is begun after these")
     parser.add_argument("--epochs", type=int, default=0, help="only runs of at most so many")
+    parser.add_argument("--speeds", type=float, nargs="*", default=list(SPEEDS), help="what the MACs are divided by")
+    parser.add_argument("--side", type=int, default=224, help="of the images; give another --out")
     parser.add_argument("--every", type=int, default=1, help="every so many-th image, to try it out")
     parser.add_argument("--train", action="store_true", help="train the unpruned network")
     parser.add_argument("--table", action="store_true")

@@ -868,6 +868,20 @@ def test_history_as_rows(tmp_path: Path) -> None:
     assert str(result).count("\n") >= 3
 
 
+def test_a_run_in_steps_says_that_nothing_was_repaired() -> None:
+    tuned = Schedule(step=0.1, finetune=lambda model, step: None)
+    told = {
+        "default": prune(net(), data(), remove=0.2),
+        "steps": prune(net(), data(), remove=0.2, schedule=0.1),
+        "steps, trained": prune(net(), data(), remove=0.2, schedule=0.1, recover=1),
+        "steps, repaired": prune(net(), data(), remove=0.2, schedule=0.1, repair="best"),
+        "own training": prune(net(), data(), remove=0.2, schedule=tuned),
+        "at once, as asked": prune(net(), data(), remove=0.2, repair=None, schedule=Schedule(one_shot=True)),
+    }
+    warned = {name for name, result in told.items() if "nothing was repaired" in str(result)}
+    assert warned == {"steps", "steps, trained"}
+
+
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True

@@ -137,8 +137,17 @@ class Record:
         return f"<{type(self).__name__} of {name}: {self.cost_before} → {self.cost_after}; {self.stopped}>"
 
     def __str__(self) -> str:
-        told = "" if self.reasons is None else f"\n{self.reasons.summary()}"
-        return f"{self.cost_before} → {self.cost_after}; {self.stopped}\n{self.history}{told}"
+        told = [self._unrepaired(), "" if self.reasons is None else self.reasons.summary()]
+        lines = [f"{self.cost_before} → {self.cost_after}; {self.stopped}", str(self.history), *filter(None, told)]
+        return "\n".join(lines)
+
+    def _unrepaired(self) -> str:
+        """A line for whoever asked for steps and may expect a repair; empty if there was one, or training of one's own."""
+        asked = self.settings
+        if not asked or asked.get("repair") or asked.get("finetune") or asked.get("one_shot") or len(self.history) < 2:
+            return ""
+        what = "nothing was repaired: steps ask for the paper's algorithm, which only removes."
+        return f"{what} repair='best' repairs, if there are samples"
 
 
 # What JSON may hold for a field, by its type.
