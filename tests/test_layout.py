@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -10,9 +11,17 @@ from torch import Tensor, nn
 
 import secateur as sc
 from oracle import random_scores
+from secateur.plans import Limits
 from secateur.repair import Repair, reference
 from secateur.running import accuracy as evaluation
-from secateur.running.layout import channels_last, in_best_order, order_for, unordered
+from secateur.running.layout import (
+    bears_channels_last,
+    channels_last,
+    in_best_order,
+    learns_channels_last,
+    order_for,
+    unordered,
+)
 
 
 class Net(nn.Module):
@@ -103,3 +112,74 @@ def test_a_repair_runs_channels_last_to_the_same_effect(monkeypatch: pytest.Monk
     for (name, a), b in zip(found.model.state_dict().items(), plain.model.state_dict().values(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4, msg=name)
         assert a.is_contiguous()
+
+
+class Turned(torch.autograd.Function):
+    """A user's own function, whose gradient asks for the usual order."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0].view(len(gradients[0]), -1).view_as(gradients[0])
+
+
+class Trained(nn.Module):
+    """A classifier that notes in which order its weights are while it is trained."""
+
+    def __init__(self, kind: str = "") -> None:
+        super().__init__()
+        self.conv, self.more, self.norm = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8)
+        self.head, self.kind, self.noted = nn.Linear(8 * 25, 4), kind, list[bool]()
+
+    def forward(self, x: Tensor) -> Any:
+        if self.training and len(x) > 2:  # no first look
+            self.noted.append(self.conv.weight.is_contiguous())
+        y = self.conv(x).relu()
+        y = self.norm(self.more(Turned.apply(y) if self.kind == "gradient" else y)).relu()
+        if self.kind == "training" and self.training:
+            y = y.view(len(x), -1).view(len(x), 8, 5, 5)
+        if self.kind == "memory":
+            y = torch.as_strided(y, y.shape, (y[0].numel(), y[0, 0].numel(), y.shape[-1], 1))
+        return self.head(y.view(len(x), -1) if self.kind == "view" else y.flatten(1))
+
+
+@pytest.mark.parametrize(
+    ("kind", "bears", "learns"),
+    [
+        ("", True, True),
+        ("view", False, False),
+        ("memory", False, True),
+        ("gradient", True, False),
+        ("training", True, False),
+    ],
+)
+def test_training_is_in_the_usual_order_where_code_asks_for_it(kind: str, bears: bool, learns: bool) -> None:
+    torch.manual_seed(0)
+    model, x = Trained(kind).eval(), torch.randn(24, 3, 9, 9)
+    y = torch.arange(24) % 4
+    assert (bears_channels_last(model, x[:2]), learns_channels_last(model, x[:2])) == (bears, learns)
+    before = copy.deepcopy(model.state_dict())
+    first = Limits(only=["conv"])
+    small = sc.prune(model, (x, None), "weight", remove=0.25, limits=first, repair=None, progress=False).model
+    run = {"epochs": 2, "batch_size": 8, "lr": 0.01, "progress": False}
+    found = sc.recover(small, model, (x, y), **run).model
+    usual = sc.recover(small, model, (x, y), channels_last=False, **run).model
+    assert set(usual.noted) == {True}
+    assert set(found.noted) == {not (bears and learns)}
+    for (name, a), b in zip(found.state_dict().items(), usual.state_dict().values(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5, msg=name)
+    for net in (found, usual, small, model):
+        assert all(tensor.is_contiguous() for tensor in net.state_dict().values())
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    assert not model.noted
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_number_formats_have_their_own_rounding(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, 9, 9, dtype=dtype)
+    assert bears_channels_last(Trained().to(dtype).eval(), x)
+    assert not bears_channels_last(Trained("memory").to(dtype).eval(), x)

@@ -134,7 +134,7 @@ def test_batches_that_come_once_are_trained_on(count: int, kind: Any, blocks: fl
             self.body = model
 
         def forward(self, x: Tensor) -> Tensor:
-            if torch.is_grad_enabled():
+            if torch.is_grad_enabled() and len(x) > 2:  # a look at two samples is no training
                 seen.append(x.clone())
             out: Tensor = self.body(x)
             return out

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from secateur.arguments import check_callable, check_path
 from secateur.errors import DataError, SecateurError, TrainingError
-from secateur.nest import select_samples
+from secateur.nest import map_tensors, select_samples
 from secateur.recover.blocks import Blocks
 from secateur.recover.checkpoint import Checkpoint
 from secateur.recover.samples import Samples
@@ -23,14 +23,16 @@ from secateur.recover.trainer import Trainer
 from secateur.results.history import Record
 from secateur.running.batches import Data
 from secateur.running.copies import copy_with, named_tensors, shared_copy, unwrap
-from secateur.running.devices import device_of
+from secateur.running.devices import device_of, full
 from secateur.running.identity import data_identity, described, digest
-from secateur.running.processes import active, check_same, same_everywhere, share, together
+from secateur.running.layout import bears_channels_last, has_images, learns_channels_last
+from secateur.running.processes import active, agree, check_same, same_everywhere, share, together
 from secateur.running.progress import Line, Listener
 from secateur.running.sandbox import check_weights, leaves_no_trace, seeded
 from secateur.running.targets import Reader
 
 _HALF = (torch.float16, torch.bfloat16)
+_SALT = 8
 
 
 @leaves_no_trace
@@ -130,18 +132,19 @@ def trained(
         check_weights(original)
     settings = settings.decided(small)
     asked = _asks(settings) and original is not None
-    teacher = _teacher(unwrap(original), small, settings) if asked and original is not None else None
+    teacher = _teacher(unwrap(original), small) if asked and original is not None else None
     for model in (small, teacher):
         if model is not None:
             check_same(model)
     samples = Samples.of(_data(small, original, data, settings), settings, test, device_of(small))
-    student, kinds = _student(small, settings)
+    student, kinds = _student(small)
+    if settings.channels_last and has_images(student):
+        few = _looked(samples, settings, 2)
+        student = _arranged(student, map_tensors(full, few), training=True)
+        teacher = _arranged(teacher, few, training=False) if teacher is not None else None
     blocks = None
     if settings.blocks and teacher is not None and original is not None:
-        looked = next(samples.look(1), None)
-        if looked is None:
-            raise DataError("there is no batch to train on.")
-        first = select_samples(looked[0], slice(64))
+        first = _looked(samples, settings, 64)
         blocks = Blocks.of(student, teacher, (small, unwrap(original)), first)
     reader, trainable = Reader(student), {id(p) for p in student.parameters() if p.requires_grad}
     net = with_adapters(student, settings.lora) if settings.lora else student
@@ -184,7 +187,7 @@ def _data(small: nn.Module, original: nn.Module | None, data: Data, settings: Re
     return write_text(original, seed=settings.seed)
 
 
-def _student(small: nn.Module, settings: Recover) -> tuple[nn.Module, Mapping[str, torch.dtype]]:
+def _student(small: nn.Module) -> tuple[nn.Module, Mapping[str, torch.dtype]]:
     """A copy to train, in float32, and the number formats that it had."""
     kinds = {name: tensor.dtype for name, tensor in named_tensors(small)}
 
@@ -192,33 +195,34 @@ def _student(small: nn.Module, settings: Recover) -> tuple[nn.Module, Mapping[st
         new = old.detach().clone()
         return new.float() if old.dtype in _HALF else new
 
-    student = copy_with(small, fresh)
-    return _arranged(student) if settings.channels_last else student, kinds
+    return copy_with(small, fresh), kinds
 
 
-def _teacher(original: nn.Module, small: nn.Module, settings: Recover) -> nn.Module:
-    """The original in evaluation mode, where the student is. Its weights are shared unless they must be rearranged,
-    or its forward writes to them."""
+def _teacher(original: nn.Module, small: nn.Module) -> nn.Module:
+    """The original in evaluation mode, where the student is. Weights are shared unless its forward writes to them."""
     place = device_of(small)
     moved = place is not None and device_of(original) != place
-    images = settings.channels_last and place is not None and place.type == "cuda" and _has_images(original)
     writes = any(getattr(module, "max_norm", None) is not None for module in original.modules())  # of an embedding
-    if moved or images or writes:
-        teacher = copy_with(original, lambda name, old: old.detach().clone().to(place))
-        return (_arranged(teacher) if images else teacher).eval()
+    if moved or writes:
+        return copy_with(original, lambda name, old: old.detach().clone().to(place)).eval()
     return shared_copy(original).eval()
 
 
-def _has_images(model: nn.Module) -> bool:
-    return any(parameter.ndim == 4 for parameter in model.parameters())
+def _looked(samples: Samples, settings: Recover, count: int) -> Any:
+    """Some samples of a batch, before training."""
+    with seeded(settings.seed, share()[0], salt=_SALT):
+        looked = next(samples.look(1), None)
+    if looked is None:
+        raise DataError("there is no batch to train on.")
+    return select_samples(looked[0], slice(count))
 
 
-def _arranged(model: nn.Module) -> nn.Module:
-    """A model of images on a GPU in the order that convolutions like, in place."""
-    place = device_of(model)
-    if place is not None and place.type == "cuda" and _has_images(model):
-        model.to(memory_format=torch.channels_last)
-    return model
+def _arranged(model: nn.Module, sample: Any, training: bool) -> nn.Module:
+    """A model of images in the order that convolutions like, if it bears that, in all processes alike."""
+    for bears in (bears_channels_last, learns_channels_last)[: 1 + training]:
+        if agree(flag=not bears(model, sample)):
+            return model
+    return model.to(memory_format=torch.channels_last)
 
 
 def _too_large(model: nn.Module, kinds: Mapping[str, torch.dtype]) -> str | None:

@@ -55,10 +55,11 @@ class Recover:
     `patience`, the run ends when it did not fall for so many epochs, and the result is the best epoch, or the model
     before training if no epoch is better.
 
-    On CUDA, `mixed` computes in half precision, and `channels_last` orders images as convolutions like them. `compile`
-    uses torch.compile, which takes a minute first. `lora` is the rank of adapters (by peft) that are trained instead of
-    the weights, and then merged into them. `data` are the samples, if not those that `prune` is given. `seed` decides
-    every random choice.
+    On CUDA, `mixed` computes in half precision. `channels_last` orders images as convolutions like them, also on a CPU,
+    unless the model asks for the usual order, as `view` after convolutions mostly does. `compile` uses torch.compile,
+    which takes a minute first. `lora` is the rank of adapters (by peft) that are trained instead of the weights, and
+    then merged into them. `data` are the samples, if not those that `prune` is given. `seed` decides every random
+    choice.
 
     >>> Recover(epochs=20, lr=0.05)
     Recover(epochs=20, lr=0.05)

@@ -142,7 +142,7 @@ class Record:
         return "\n".join(lines)
 
     def _unrepaired(self) -> str:
-        """A line for whoever asked for steps and may expect a repair; empty if there was one, or training of one's own."""
+        """A line for whoever asked for steps and may expect a repair; empty after a repair or training of one's own."""
         asked = self.settings
         if not asked or asked.get("repair") or asked.get("finetune") or asked.get("one_shot") or len(self.history) < 2:
             return ""
