@@ -15,8 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from secateur.errors import DataError
 from secateur.relevance import RelevancePass
-from secateur.relevance._cuda_graphs import Recording, _shape_of, as_if_recording
+from secateur.relevance._cuda_graphs import Recording, _shape_of
 from secateur.relevance.starts import starter
+from secateur.running.capture import as_if_recording
 
 
 def test_one_thread_after_the_other_tells_models_that_they_are_recorded() -> None:

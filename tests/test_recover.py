@@ -6,6 +6,7 @@ import copy
 import functools
 import math
 import os
+import random
 import tempfile
 from contextlib import nullcontext
 from datetime import timedelta
@@ -838,6 +839,97 @@ def test_what_was_measured_before_the_training_is_not_said_of_the_trained_model(
     assert ["12.3 %</" in page.partition("<table")[0] for page in pages] == [True, False]
 
 
+#: What waiting for a device that is not there would mean, the last one now.
+modes: list[Any] = [0]
+
+
+def recording(compute: Any, weights: Any, models: Any, monkeypatch: pytest.MonkeyPatch) -> Recording:
+    """One that behaves as if there was a GPU."""
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    steps = Recording(compute, weights, models, wanted=False)
+    monkeypatch.setattr(steps, "_wanted", True)
+    monkeypatch.setattr(steps, "_aside", nullcontext)
+    return steps
+
+
+class Replayed:
+    """A recorded step. A replay repeats what was computed with the random numbers of then, and runs no Python."""
+
+    def replay(self) -> None:
+        pass
+
+
+class Stateful(nn.Module):
+    """A linear model with a batch norm, whose forward does things that a replay would not do."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.calls = kind, 0
+        self.norm, self.head = nn.BatchNorm1d(3), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        factor = 1.0
+        if self.kind == "torch":
+            factor = float(torch.rand(()))
+        elif self.kind == "python":
+            factor = random.random()
+        elif self.kind == "numpy":
+            factor = float(np.random.rand())
+        elif self.kind == "count":
+            self.calls += 1
+            factor = 1 / self.calls
+        elif self.kind == "waits" and modes[-1] == "error":
+            raise RuntimeError("called a synchronizing CUDA operation")
+        return factor * self.head(self.norm(x))
+
+
+@pytest.mark.parametrize("kind", ["torch", "python", "numpy", "count", "waits"])
+def test_a_step_that_a_replay_would_not_repeat_is_not_recorded(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And its rehearsal leaves no trace: random numbers, statistics and counts are as without it."""
+    found = []
+    said = {"count": "Stateful.calls changes from 4 to 5", "waits": "called a synchronizing"}
+    for pretend in (False, True):
+        random.seed(0), np.random.seed(0), torch.manual_seed(0)
+        model, x = Stateful(kind).train(), torch.randn(4, 3)
+        weights = list(model.parameters())
+
+        def compute(x: Tensor, y: Tensor | None, model: nn.Module = model, weights: Any = weights) -> Tensor:
+            loss = model(x).square().sum()
+            for weight, gradient in zip(weights, torch.autograd.grad(loss, weights), strict=True):
+                weight.grad = gradient
+            return loss.detach().reshape(1)
+
+        numbers = []
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.cuda, "CUDAGraph", Replayed)
+            patch.setattr(torch.cuda, "graph", nullcontext)
+            steps: Any = recording(compute, weights, [model], patch) if pretend else compute
+            for number in range(7):
+                told = pytest.warns(SecateurWarning, match=said.get(kind, "random numbers are drawn"))
+                with told if pretend and number == 3 else nullcontext():
+                    numbers.append(float(steps(x + number, None)))
+        found.append((numbers, [w.grad.tolist() for w in weights], model.norm.running_mean.tolist(), model.calls))
+    assert found[0] == found[1]
+
+
+def test_a_step_is_recorded_after_a_rehearsal_without_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model, x = Stateful("").train(), torch.randn(4, 3)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Replayed)
+    monkeypatch.setattr(torch.cuda, "graph", nullcontext)
+    calls: list[int] = []
+
+    def compute(x: Tensor, y: Tensor | None) -> Tensor:
+        calls.append(int(model.norm.num_batches_tracked))
+        return model(x).detach().sum().reshape(1)
+
+    steps = recording(compute, list(model.parameters()), [model], monkeypatch)
+    for _ in range(6):
+        steps(x, None)
+    assert calls == [0, 1, 2, 3, 4, 4]  # four steps, the rehearsal, and the recording; then replays
+
+
 def test_a_step_that_cannot_be_recorded_is_taken_plainly_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
     """What CUDA does when a model asks for numbers during a recording."""
 
@@ -852,9 +944,7 @@ def test_a_step_that_cannot_be_recorded_is_taken_plainly_and_said(monkeypatch: p
 
     monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
     monkeypatch.setattr(torch.cuda, "graph", refuse)
-    steps = Recording(compute, [weight], wanted=False)
-    monkeypatch.setattr(steps, "_wanted", True)
-    monkeypatch.setattr(steps, "_aside", nullcontext)
+    steps = recording(compute, [weight], [], monkeypatch)
 
     def step(number: float) -> float:
         found = float(steps(torch.full((3, 2), number), torch.zeros(3)))

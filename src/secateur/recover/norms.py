@@ -8,8 +8,7 @@ the one that was repaired. Here the learnt numbers become those of the data, and
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ from secateur.running.devices import precise
 from secateur.running.logits import logits_of
 from secateur.running.modes import module_reads_training, reads_training
 from secateur.running.processes import active, share
-from secateur.running.sandbox import as_written, evaluating, seeded, training
+from secateur.running.sandbox import as_written, evaluating, seeded, training, unmoved
 
 #: How many batches are looked at.
 _BATCHES = 16
@@ -49,14 +48,14 @@ def settle(model: nn.Module, samples: Samples, seed: int, answer: Callable[[nn.M
         return False
     first: Any = None
     with seeded(seed, share()[0], salt=_SALT), torch.no_grad(), as_written():  # a compiled part would compile the watch
-        with _unmoved(model):
+        with unmoved(model):
             for inputs, _ in samples.look(_BATCHES):
                 with evaluating(model), _Watched(seen, _Seen.note):
                     found = _asked(answer, model, inputs)
                 if found is None:
                     return False
                 if first is None:
-                    with _unmoved(model):
+                    with unmoved(model):
                         first, seen = (inputs, found), _alike(model, seen, answer, inputs, found)
                 if not seen:
                     return False
@@ -64,7 +63,7 @@ def settle(model: nn.Module, samples: Samples, seed: int, answer: Callable[[nn.M
             return False
         for norm in seen:
             norm.change()
-        with _unmoved(model), evaluating(model):
+        with unmoved(model), evaluating(model):
             found = _asked(answer, model, first[0])
         if found is not None and _close(found, first[1]):
             return True
@@ -190,27 +189,6 @@ class _Undropped(TorchFunctionMode):
         if isinstance(operation, Identity) and operation.scales:
             return args[0] if args else kwargs["input"]
         return func(*args, **kwargs)
-
-
-@contextmanager
-def _unmoved(model: nn.Module) -> Iterator[None]:
-    """All tensors and attributes are as before afterwards: forwards write to buffers, some to weights, as an encoder
-    that follows another one, and some keep what has no gradients here, or count their calls."""
-    attributes = [(vars(module), dict(vars(module))) for module in model.modules()]
-    places: list[dict[str, Any]] = [own for m in model.modules() for own in (m._parameters, m._buffers)]
-    held = [(own, name, tensor) for own in places for name, tensor in own.items() if tensor is not None]
-    before = [tensor.detach().clone() for _, _, tensor in held]
-    try:
-        yield
-    finally:
-        for own, known in attributes:
-            for name in own.keys() - known.keys():
-                del own[name]
-            own.update(known)
-        for (owner, name, tensor), value in zip(held, before, strict=True):
-            if tensor.shape != value.shape:  # a buffer that grows in place
-                tensor.data = value
-            owner[name] = tensor.copy_(value)
 
 
 def _alike(

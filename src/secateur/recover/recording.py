@@ -1,16 +1,22 @@
-"""Training steps on a GPU as one recorded graph, so that it need not wait for the host at every layer."""
+"""Training steps on a GPU as one recorded graph, so that it need not wait for the host at every layer.
+
+A replay runs no Python. So before the recording a step is rehearsed and taken back: nothing is recorded if the step
+waits for the GPU, draws random numbers on the processor, or changes a number that a module keeps in Python.
+"""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from secateur.errors import SecateurError, SecateurWarning
+from secateur.running.capture import Host, as_if_recording, never_waiting
+from secateur.running.sandbox import drawing_again, unmoved
 
 # Steps before a recording. In these, libraries choose their algorithms.
 _WARM_UP = 3
@@ -22,8 +28,10 @@ Compute = Callable[[Any, Any], Tensor]
 class Recording:
     """Computes gradients. Batches of tensors, all of the shape of the first one, are replayed as a graph."""
 
-    def __init__(self, compute: Compute, parameters: Sequence[nn.Parameter], wanted: bool) -> None:
-        self._compute, self._parameters, self._wanted = compute, parameters, wanted
+    def __init__(
+        self, compute: Compute, parameters: Sequence[nn.Parameter], models: Sequence[nn.Module], wanted: bool
+    ) -> None:
+        self._compute, self._parameters, self._models, self._wanted = compute, parameters, models, wanted
         self._stream = torch.cuda.Stream() if wanted else None  # type: ignore[no-untyped-call]
         self._graph: Any = None
         self._held: list[Tensor] = []
@@ -68,15 +76,18 @@ class Recording:
         here = torch.cuda.current_stream()
         assert self._stream is not None
         self._stream.wait_stream(here)
-        with torch.cuda.stream(self._stream):
-            yield
-        here.wait_stream(self._stream)
+        try:
+            with torch.cuda.stream(self._stream):
+                yield
+        finally:
+            here.wait_stream(self._stream)
 
     def _record(self) -> None:
         """Record one step, without running it. A model that asks the device for numbers cannot be recorded."""
         gradients = [parameter.grad for parameter in self._parameters]
         graph = torch.cuda.CUDAGraph()
         try:
+            self._rehearse()
             for parameter in self._parameters:
                 parameter.grad = None  # so that gradients are allocated in the memory of the graph
             with torch.cuda.graph(graph):
@@ -88,6 +99,19 @@ class Recording:
             warnings.warn(SecateurWarning(what, error=str(error).partition("\n")[0]), stacklevel=2)
         for parameter, gradient in zip(self._parameters, gradients, strict=True):
             parameter.grad = gradient
+
+    def _rehearse(self) -> None:
+        """Take a step as if it was recorded, and take it back. An error where a replay would do something else."""
+        with ExitStack() as stack:
+            for model in self._models:
+                stack.enter_context(unmoved(model))
+            for entered in (drawing_again(), self._aside(), as_if_recording(), never_waiting()):
+                stack.enter_context(entered)
+            before = Host(self._models)
+            self._compute(*self._pair())
+            change = before.change()
+        if change:
+            raise SecateurError(change)
 
 
 def _form(tensor: Tensor) -> tuple[Any, ...]:

@@ -7,7 +7,6 @@ changed weights or modules end a recording. The first replay must give the same 
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -20,13 +19,12 @@ from secateur.nest import describe, leaves, map_tensors, tensors_in
 from secateur.relevance.accelerators import Attempt, Deviation
 from secateur.relevance.forward import check_input
 from secateur.relevance.ledger import Batch
+from secateur.running.capture import as_if_recording, never_waiting, turn
 from secateur.running.sandbox import isolated
 
 if TYPE_CHECKING:
     from secateur.relevance.engine import RelevancePass, Start
 
-# One recording at a time: what is set for it holds for all threads, and each would give back what another has set.
-_turn = threading.RLock()
 # Batches of the same shape before a recording is made. It takes as long as a few of them.
 _PATIENCE = 4
 
@@ -85,7 +83,7 @@ class Recording:
         self._members = list(_members(engine.model))
         self._seed = torch.zeros_like(batch.output)
         self._forward, self._backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        with _turn, torch.cuda.device(device), torch.inference_mode(False), isolated(engine.model, [batch.output]):
+        with turn, torch.cuda.device(device), torch.inference_mode(False), isolated(engine.model, [batch.output]):
             self._inputs = [tensor.detach().clone() for tensor in tensors_in(inputs)]
             mine = iter(self._inputs)
             nest, attempt = map_tensors(lambda _: next(mine), inputs), Attempt(expected=True)
@@ -108,7 +106,7 @@ class Recording:
     def _rehearse(self, engine: RelevancePass, inputs: Any, attempt: Attempt) -> None:
         """Run as if this was the recording. An error where something waits for the device."""
         propagation, entries = engine.begin(inputs, attempt)
-        with as_if_recording(), _never_waiting():
+        with as_if_recording(), never_waiting():
             propagation.backward.run(engine.forward.run(propagation, attempt, entries), self._seed)
 
     def play(self, engine: RelevancePass, inputs: Any, start: Start) -> Batch:
@@ -137,30 +135,6 @@ class Recording:
         return all(
             members.get(name) is member and _state(member) == state for members, name, member, state in self._members
         )
-
-
-@contextmanager
-def _never_waiting() -> Iterator[None]:
-    """An error where something waits for the device. Torch does not recover well if that happens in a recording."""
-    before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
-
-
-@contextmanager
-def as_if_recording() -> Iterator[None]:
-    """A model that asks is told that it is recorded. Those of transformers then do not look into their masks, for which
-    they would wait for the device."""
-    with _turn:
-        asked = torch.cuda.is_current_stream_capturing
-        torch.cuda.is_current_stream_capturing = lambda: True
-        try:
-            yield
-        finally:
-            torch.cuda.is_current_stream_capturing = asked
 
 
 @contextmanager

@@ -66,12 +66,18 @@ def leaves_no_trace(function: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
-class _RandomState:
+class RandomState:
     """The state of all random number generators that a user's code may draw from."""
 
     def __init__(self, devices: Sequence[int]) -> None:
         self.cpu, self.python, self.numpy = torch.get_rng_state(), random.getstate(), np.random.get_state()
         self.cuda = [(device, torch.cuda.get_rng_state(device)) for device in devices]
+
+    def has_moved(self) -> bool:
+        """Whether anything was drawn on the processor since."""
+        now = RandomState([])
+        same = self.python == now.python and all(map(np.array_equal, self.numpy, now.numpy))
+        return not (same and torch.equal(self.cpu, now.cpu))
 
     def restore(self) -> None:
         torch.set_rng_state(self.cpu)
@@ -112,7 +118,7 @@ def _cuda_devices() -> list[int]:
 @contextmanager
 def drawing_again() -> Iterator[None]:
     """All random number generators as they were before."""
-    state = _RandomState(_cuda_devices())
+    state = RandomState(_cuda_devices())
     try:
         yield
     finally:
@@ -154,9 +160,31 @@ def isolated(model: nn.Module, entries: Sequence[Tensor]) -> Iterator[None]:
 
 
 @contextmanager
+def unmoved(model: nn.Module) -> Iterator[None]:
+    """All tensors and attributes are as before afterwards: forwards write to buffers, some to weights, as an encoder
+    that follows another one, and some keep what has no gradients here, or count their calls."""
+    attributes = [(vars(module), dict(vars(module))) for module in model.modules()]
+    places: list[dict[str, Any]] = [own for m in model.modules() for own in (m._parameters, m._buffers)]
+    held = [(own, name, tensor) for own in places for name, tensor in own.items() if tensor is not None]
+    before = [tensor.detach().clone() for _, _, tensor in held]
+    try:
+        yield
+    finally:
+        for own, known in attributes:
+            for name in own.keys() - known.keys():
+                del own[name]
+            own.update(known)
+        with torch.no_grad():
+            for (owner, name, tensor), value in zip(held, before, strict=True):
+                if tensor.shape != value.shape:  # a buffer that grows in place
+                    tensor.data = value
+                owner[name] = tensor.copy_(value)
+
+
+@contextmanager
 def forked(tensors: Iterable[Tensor]) -> Iterator[None]:
     """Random numbers that are drawn inside are given back, on the CPU and on the devices of these tensors."""
-    state = _RandomState(sorted({t.device.index or 0 for t in tensors if t.is_cuda}))
+    state = RandomState(sorted({t.device.index or 0 for t in tensors if t.is_cuda}))
     try:
         yield
     finally:
