@@ -141,6 +141,7 @@ def main(given: argparse.Namespace) -> None:
         lengths = [n for n in LENGTHS if n <= (given.epochs or n)]
         asked = dict.fromkeys((r if n else replace(r, teacher=False), n) for n in lengths for r in rows)
         todo = [(r, n) for r, n in asked if (str(r), cell.speed, n, cell.seed) not in known]
+        todo = [(r, n) for r, n in todo if not given.rows or str(r) in given.rows]
         if not todo or time.perf_counter() - begin > 60 * given.minutes:
             continue
         start = time.perf_counter()
@@ -175,6 +176,7 @@ if __name__ == "__main__":
     parser.add_argument("--minutes", type=float, default=60.0, help="nothing new is begun after these")
     parser.add_argument("--epochs", type=int, default=0, help="only runs of at most so many")
     parser.add_argument("--speeds", type=float, nargs="*", default=list(SPEEDS), help="what the MACs are divided by")
+    parser.add_argument("--rows", nargs="*", default=[], help="only these, such as 'lrp + repair'")
     parser.add_argument("--side", type=int, default=224, help="of the images; give another --out")
     parser.add_argument("--every", type=int, default=1, help="every so many-th image, to try it out")
     parser.add_argument("--train", action="store_true", help="train the unpruned network")
