@@ -164,7 +164,7 @@ def run(worker: Worker, jobs: Sequence[Job], deadline: float, backend: str = "")
     with seeded(seed, 0):
         first = done(out, jobs[0])
         losses = restore(out, jobs, students) if first else [[] for _ in jobs]
-        if epochs and not first:
+        if epochs and not first and not worker.as_they_are:
             begin_together(students, samples, seed)
         saved = told = time.time()
         for number in range(first, epochs):
@@ -192,7 +192,7 @@ def run(worker: Worker, jobs: Sequence[Job], deadline: float, backend: str = "")
             **asdict(job), "row": str(job.row), "accuracy": measured(worker, student, net), "course": way,
             "loss": known[-1] if known else None, "macs": macs(net), "params": sum(p.numel() for p in net.parameters()),
             "seconds": round(time.time() - begin, 1), "together": len(jobs), "way": group.way,
-            "from": Path(worker.weights).stem,
+            "from": Path(worker.weights).stem, "norms": "as they are" if worker.as_they_are else "learnt before",
         }  # fmt: skip
 
 
@@ -376,6 +376,7 @@ if __name__ == "__main__":
     parser.add_argument("--steps", type=int, default=10, help="of the probe")
     parser.add_argument("--compiled", action="store_true", help="compile the steps")
     parser.add_argument("--fastest", action="store_true", help="measure first whether compiled steps are faster")
+    parser.add_argument("--norms-as-they-are", action="store_true", help="batch norms learn nothing before training")
     parser.add_argument("--unpruned", action="store_true", help="how accurate the whole network is")
     parser.add_argument("--no-mps", action="store_true")
     parser.add_argument("--probe", action="store_true", help="see whether it runs, and how fast")

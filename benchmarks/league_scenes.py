@@ -1,4 +1,4 @@
-"""The league of ResNet-50 on Scene 15, smaller: MACs divided by 2 and 4, then trained for 0, 5 or 50 epochs.
+"""The league of ResNet-50 on Scene 15, smaller: MACs divided by 2 and 4, then trained for 0, 5 or 20 epochs.
 
     python -m benchmarks.league_scenes --weights resnet50.safetensors --images scene15 --out runs --train
     python -m benchmarks.league_scenes --weights resnet50.safetensors --images scene15 --out runs --part 0/4 --minutes 8
@@ -36,8 +36,9 @@ from secateur.loop import Schedule
 from secateur.recover import Recover
 from secateur.running.accuracy import accuracy
 
-SPEEDS, LENGTHS, SEEDS, SCORED = (2.0, 4.0), (0, 5, 50), (0, 1, 2), 10  # images of each class that score and repair
-RATES = {5: 0.005, 50: 0.01}
+SPEEDS, LENGTHS, SEEDS, SCORED = (2.0, 4.0), (0, 5, 20), (0, 1, 2), 10  # images of each class that score and repair
+PREPARED = 50  # epochs of the unpruned network
+RATES = {5: 0.005, 20: 0.01}
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,7 @@ def main(given: argparse.Namespace) -> None:
     scenes = Scenes(given)
     print(f"{len(scenes.train[1])} images to train on, {len(scenes.test[1])} to measure", flush=True)
     if given.train:
-        scenes.net = scenes.trained(scenes.net, None, Recover(epochs=given.epochs or 50, lr=0.01))
+        scenes.net = scenes.trained(scenes.net, None, Recover(epochs=given.epochs or PREPARED, lr=0.01))
         safetensors.torch.save_file({k: v.contiguous() for k, v in scenes.net.state_dict().items()}, scenes.file)
         print(f"unpruned: {100 * scenes.accuracy(scenes.net):.2f} %, {time.perf_counter() - begin:.0f} s", flush=True)
         return

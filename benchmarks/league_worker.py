@@ -35,7 +35,7 @@ class Worker:
         self.train, self.test = read(Path(options.data), self.device)
         if options.samples:
             self.train, self.test = ((x[: options.samples], y[: options.samples]) for x, y in (self.train, self.test))
-        self.weights = options.weights
+        self.weights, self.as_they_are = options.weights, options.norms_as_they_are
         self.net = resnet56(Path(self.weights)).to(self.device)
         self.teacher = folded(self.net)
 

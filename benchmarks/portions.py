@@ -1,6 +1,6 @@
 """What takes hours on a GPU, in portions of minutes: several commands side by side, and small results in one file.
 
-    python -m benchmarks.portions --data DATA --out OUT --minutes 25 --only league,scenes --jobs 4
+    python -m benchmarks.portions --data DATA --out OUT --minutes 25 --only league,scenes --most 12
     python -m benchmarks.portions --list
 
 DATA holds what the commands read, and `benchmarks.packs` brings it in parts: `cifar` (pieces of `benchmarks.cifar`),
@@ -8,7 +8,9 @@ DATA holds what the commands read, and `benchmarks.packs` brings it in parts: `c
 `benchmarks.imagenet`) and the weights as files. A command begins as soon as its data are there, so that they may still
 be on their way, and in the order of the list. A folder is there when an empty file `NAME.ready` lies beside it. What is
 not ready when the minutes are over is ended, and goes on from its files when the same call is given again. `OUT.tar`
-always holds the results so far without weights and checkpoints; unpack it beside OUT to go on elsewhere.
+always holds the results so far without weights and checkpoints; unpack it beside OUT to go on elsewhere. Where CUDA MPS
+works, the processes share the GPU, and one that is killed can take others with it: nothing is ended before the minutes
+are over.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.league import plan
+import torch
+
+from benchmarks.league import plan, share_gpu
 from benchmarks.league_models import FAIR, MAGNITUDE, OTHERS, OURS, PARTS, SEEDS, SMALL, SPEEDS, TAYLOR, WHOLE, Job
 
 #: Results are kept every so many seconds. Larger files are weights or checkpoints.
@@ -37,18 +41,21 @@ POLITE = 20.0
 
 @dataclass(frozen=True)
 class Command:
-    """`{data}`, `{out}` and `{minutes}` in the text are filled in when it begins."""
+    """`{data}`, `{out}` and `{minutes}` in the text are filled in when it begins. It computes in `width` processes."""
 
     name: str
     text: str
-    needs: tuple[str, ...]
+    needs: tuple[str, ...] = ()
+    width: int = 1
 
 
-def _league(name: str, jobs: Sequence[Job], weights: str = "{data}/resnet56_cifar10.safetensors") -> Command:
+def _league(
+    name: str, jobs: Sequence[Job], weights: str = "{data}/resnet56_cifar10.safetensors", more: str = ""
+) -> Command:
     text = f"-m benchmarks.league --data {{data}}/cifar --weights {weights} --compiled --processes 1 --most 11"
     needs = ("cifar/cifar10-0.webps", "cifar/cifar10-1.webps", weights.removeprefix("{data}/"))
     only = ",".join(job.name for job in jobs)
-    return Command(name, f"{text} --minutes {{minutes}} --out {{out}}/{name} --only {only}", needs)
+    return Command(name, f"{text}{more} --minutes {{minutes}} --out {{out}}/{name} --only {only}", needs)
 
 
 def _scenes(part: int, parts: int) -> Command:
@@ -59,26 +66,35 @@ def _scenes(part: int, parts: int) -> Command:
     return Command(f"scenes-{part}of{parts}" if parts else "scenes-train", f"{text} {more}", needs)
 
 
-def _paper(model: str, data: str, draws: str, more: str = "", mode: str = "physical") -> Command:
+def _paper(model: str, data: str, draw: int) -> Command:
+    """A draw of a cell of the paper's table, all criteria at a time. ResNets are masked, as in the paper."""
     weights = {"resnet50": "resnet50.safetensors"}.get(model, f"{model}_features.safetensors")
-    folder, ready = {
-        "cifar10": ("cifar-10-batches-bin", "cifar-10-batches-bin.ready"),
-        "flowers102": ("flowers", "flowers.ready"),
-        "catsdogs": ("cats_dogs", "cats_dogs.ready"),
-    }.get(data, (data, f"{data}.ready"))
-    early = " --early-strides" if model == "resnet50" else ""
+    folder = {"cifar10": "cifar-10-batches-bin", "flowers102": "flowers", "catsdogs": "cats_dogs"}.get(data, data)
+    less = "--prepare-epochs 50 --epochs 5"
+    # VGG's convolutions take the GPU as long as everything else in this list together.
+    epochs = 1 if model == "vgg16" else 2
+    more = {
+        "scene15": "--steps 11",
+        "catsdogs": f"--steps 12 {less}",
+        "flowers102": f"--steps 8 {less}",
+        "cifar10": f"--steps 6 --prepare-epochs 12 --epochs {epochs} --score-images 5000",
+    }[data]
+    more += " --mode paper --early-strides" if model == "resnet50" else " --mode physical"
     text = f"-m reproduction fine-tune --model {model} --data {data} --images {{data}}/{folder} --device cuda"
-    text += f" --weights {{data}}/{weights}{early} --mode {mode} --draws {draws} --out {{out}}/paper {more}"
-    return Command(f"paper-{model}-{data}-{draws.replace(':', 'to')}", text, (ready, weights))
+    text += (
+        f" --weights {{data}}/{weights} --draws {draw}:{draw + 1} --jobs 4 --out {{out}}/paper-{model}-{data} {more}"
+    )
+    return Command(f"paper-{model}-{data}-{draw}", text, (f"{folder}.ready", weights), 4)
 
 
-def missing() -> list[Job]:
+def missing(seed: int) -> list[Job]:
     """Runs that the page of the league lacks: some seeds, and what the whole network has after the same training."""
-    later = SEEDS[1:]
-    found = [Job(row, 2.55, 100, seed) for seed in later for row in (*PARTS[1:], *OTHERS)]
-    found += [Job(WHOLE, 1.0, 100, seed) for seed in SEEDS]
+    whole = Job(WHOLE, 1.0, 100, seed)
+    if not seed:
+        return [whole]
     rows = (OURS, *PARTS, *OTHERS, MAGNITUDE, TAYLOR, *FAIR)
-    return found + [Job(row, 2.55, 20, seed) for seed in later for row in rows]
+    found = [Job(row, 2.55, 100, seed) for row in (*PARTS[1:], *OTHERS)]
+    return [*found, whole, *(Job(row, 2.55, 20, seed) for row in rows)]
 
 
 def small() -> list[Job]:
@@ -86,47 +102,41 @@ def small() -> list[Job]:
     return [job for job in plan() if job.row.recipe == SMALL]
 
 
-def further() -> list[Job]:
+def further(seed: int) -> list[Job]:
     """A league that begins with the network that was trained further."""
-    rows = [*((OURS, speed) for speed in SPEEDS), (MAGNITUDE, 2.55)]
-    return [Job(row, speed, 100, seed) for seed in SEEDS for row, speed in rows]
+    return [Job(row, speed, 100, seed) for row, speed in [*((OURS, speed) for speed in SPEEDS), (MAGNITUDE, 2.55)]]
 
 
 def commands() -> list[Command]:
     """Everything, the most important first."""
-    few, less = "--steps 6 --prepare-epochs 12 --epochs 2 --score-images 5000", "--prepare-epochs 50 --epochs 5"
-    found = [_league("league", missing()), _scenes(0, 0), *(_scenes(part, 4) for part in range(4))]
-    found += [
-        _paper("alexnet", "cifar10", "2", few),
-        _paper("resnet50", "cifar10", "2", few, "paper"),
-        _paper("vgg16", "cifar10", "1", few),
-        *(_paper(model, "flowers102", "1", f"--steps 8 {less}") for model in ("alexnet", "vgg16")),
-        _paper("resnet50", "flowers102", "1", f"--steps 8 {less}", "paper"),
-        Command("compiled", "-m benchmarks.compiled", ()),
-        _paper("vgg16", "cifar10", "1:2", few),
-        _paper("vgg16", "scene15", "2", "--steps 11"),
-        _paper("resnet50", "scene15", "2", "--steps 11", "paper"),
-        _paper("vgg16", "catsdogs", "2", f"--steps 12 {less}"),
-        _paper("resnet50", "catsdogs", "2", f"--steps 12 {less}", "paper"),
-    ]
+    # The page's other runs are of a time when nothing was done about batch norms.
+    found = [_league(f"league-{seed}", missing(seed), more=" --norms-as-they-are") for seed in SEEDS]
+    found += [Command("compiled", "-m benchmarks.compiled"), _scenes(0, 0), *(_scenes(part, 4) for part in range(4))]
+    first = [("alexnet", "cifar10"), ("resnet50", "cifar10"), ("alexnet", "flowers102"), ("resnet50", "flowers102")]
+    found += [_paper(*cell, draw) for cell in first for draw in (0, 1)]
+    found += [_paper("vgg16", data, 0) for data in ("flowers102", "cifar10")]
+    # What nobody asked for: whether a network that was trained further ends higher.
+    whole = f"{{out}}/league-0/whole/{missing(0)[0].name}.safetensors"
+    found += [_league(f"further-{seed}", further(seed), whole) for seed in SEEDS]
+    cells = [(model, data) for data in ("scene15", "catsdogs") for model in ("resnet50", "vgg16")]
+    found += [_paper(*cell, draw) for cell in cells for draw in (0, 1)]
+    found += [_paper("vgg16", data, 1) for data in ("flowers102", "cifar10")]
+    pair = "-m reproduction few-shot --model resnet50 --early-strides --data birds+cars --images {data} --device cuda"
+    pair += " --weights {data}/resnet50.safetensors --draws 5 --jobs 2 --out {out}/pairs"
+    found.append(Command("pairs", pair, ("birds.ready", "cars.ready", "resnet50.safetensors"), 2))
     imagenet = "-m benchmarks.imagenet --images {data}/imagenet --out {out}/imagenet --weights {data}"
     found += [
         Command(f"imagenet-{model}", f"{imagenet}/{model}.safetensors --model {model}", (f"{model}.safetensors", ready))
         for model, ready in (("efficientnet_lite0", "imagenet.ready"), ("resnet50", "imagenet.ready"))
     ]
-    pair = "-m reproduction few-shot --model resnet50 --early-strides --data birds+cars --images {data} --device cuda"
-    pair += " --weights {data}/resnet50.safetensors --draws 5 --out {out}/pairs"
-    found.append(Command("pairs", pair, ("birds.ready", "cars.ready", "resnet50.safetensors")))
-    # What nobody asked for: whether another recipe, or a network that was trained further, ends higher.
-    whole = f"{{out}}/league/whole/{Job(WHOLE, 1.0, 100, 0).name}.safetensors"
-    return [*found, _league("league-small", small()), _league("league-further", further(), whole)]
+    return [*found, _league("league-small", small())]
 
 
 class Running:
     """A command that has begun, in a group of processes of its own."""
 
     def __init__(self, command: Command, data: Path, out: Path, deadline: float) -> None:
-        self.name, self.begin = command.name, time.time()
+        self.name, self.width, self.begin = command.name, command.width, time.time()
         given = {"data": str(data), "out": str(out), "minutes": f"{(deadline - EARLY - time.time()) / 60:.2f}"}
         words = [word.format(**given) for word in command.text.split()]
         log = (out / "logs" / f"{command.name}.log").open("a")
@@ -149,8 +159,11 @@ def ready(command: Command, data: Path, out: Path) -> bool:
     return all((data / place).exists() for place in places)  # an absolute place stays what it is
 
 
-def work(todo: Sequence[Command], data: Path, out: Path, minutes: float, jobs: int) -> Iterator[str]:
-    """Run commands side by side until all are done or the minutes are over. Yields a line for each that ends."""
+def work(todo: Sequence[Command], data: Path, out: Path, minutes: float, most: int) -> Iterator[str]:
+    """Run commands side by side, in at most so many processes, until all are done or the minutes are over.
+
+    Yields a line for each that begins or ends.
+    """
     out, deadline = out.resolve(), time.time() + 60 * minutes
     (out / "logs").mkdir(parents=True, exist_ok=True)
     waiting, running, kept = list(todo), list[Running](), 0.0
@@ -161,7 +174,9 @@ def work(todo: Sequence[Command], data: Path, out: Path, minutes: float, jobs: i
                 status = one.process.returncode
                 how = "done" if status == 0 else f"failed with {status}"
                 yield f"{one.name}: {how} after {time.time() - one.begin:.0f} s"
-            for command in [c for c in waiting if ready(c, data, out)][: max(0, jobs - len(running))]:
+            for command in [c for c in waiting if ready(c, data, out)]:
+                if running and sum(one.width for one in running) + command.width > most:
+                    break  # what is further down in the list does not overtake it
                 waiting.remove(command)
                 running.append(Running(command, data, out, deadline))
                 yield f"{command.name}: begins"
@@ -194,7 +209,9 @@ def main(given: argparse.Namespace) -> None:
     if given.list:
         print("\n".join(f"{c.name}: python {c.text}" for c in todo))
         return
-    for line in work(todo, given.data.resolve(), given.out, given.minutes, given.jobs):
+    if torch.cuda.is_available():
+        share_gpu()
+    for line in work(todo, given.data.resolve(), given.out, given.minutes, given.most):
         print(line, flush=True)
 
 
@@ -203,7 +220,7 @@ if __name__ == "__main__":
     parser.add_argument("--data", type=Path, default=Path("data"))
     parser.add_argument("--out", type=Path, default=Path("portions"))
     parser.add_argument("--minutes", type=float, default=25.0)
-    parser.add_argument("--jobs", type=int, default=6, help="commands at a time")
+    parser.add_argument("--most", type=int, default=16, help="processes at a time")
     parser.add_argument("--only", default="", help="commands whose names have one of these in them: A,B")
     parser.add_argument("--list", action="store_true", help="print the commands and do nothing")
     main(parser.parse_args())

@@ -86,7 +86,7 @@ def test_together_is_what_recover_does_alone(data: tuple[Tensor, Tensor]) -> Non
     for student, model, share, loss in zip(students, models, SHARES, losses, strict=True):
         alone = sc.recover(
             model, teacher if share else None, data, epochs=5, lr=0.05, batch_size=16, weight_decay=5e-4, seed=3,
-            temperature=4.0, teacher=share, clip=0, augment=augment, progress=False,
+            temperature=4.0, teacher=share, clip=0, augment=augment, channels_last=False, progress=False,
         )  # fmt: skip
         assert alone.history[-1].loss == pytest.approx(loss, rel=1e-4)
         close(student.net, alone.model)

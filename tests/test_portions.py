@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks import portions
 from benchmarks.league import named
+from benchmarks.league_models import SEEDS
 from benchmarks.portions import Command, commands, further, missing, small, work
 from reproduction.published import names
 
@@ -34,7 +35,7 @@ def test_commands_begin_when_their_data_are_there_and_end_in_time(
         python("long", "print('here',flush=True);__import__('time').sleep(600)"),
     ]
     found, begin = [], time.time()
-    for line in work(todo, data, out, minutes=0.15, jobs=2):
+    for line in work(todo, data, out, minutes=0.15, most=2):
         found.append(line)
         if line.startswith("fails: failed"):
             (data / "late.ready").touch()  # data that arrive meanwhile
@@ -73,6 +74,6 @@ def test_the_commands_of_the_list_exist() -> None:
         assert module.with_suffix(".py").exists() or (module / "__main__.py").exists()
         if "fine-tune" in words:
             assert words[words.index("--data") + 1] in names()
-    for jobs in (missing(), small(), further()):
+    for jobs in (*map(missing, SEEDS), small(), *map(further, SEEDS)):
         chosen = named(",".join(job.name for job in jobs))
         assert set(chosen) == set(jobs)  # names of no others
