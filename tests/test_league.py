@@ -113,7 +113,7 @@ def test_mixtures_are_learnt_as_recover_does_alone(data: tuple[Tensor, Tensor]) 
         (loss,) = [group.epoch(samples, number, 3, 0.02) for number in range(3)][-1]
     alone = sc.recover(
         model, Mirrored(teacher), data, epochs=3, lr=0.05, batch_size=16, weight_decay=5e-4, seed=3,
-        temperature=4.0, teacher=1.0, clip=0, augment=mixed, progress=False,
+        temperature=4.0, teacher=1.0, clip=0, augment=mixed, channels_last=False, progress=False,
     )  # fmt: skip
     assert alone.history[-1].loss == pytest.approx(loss, rel=1e-4)
     close(student.net, alone.model)
