@@ -21,13 +21,13 @@ from benchmarks import cifar
 SETS = {
     "cifar": ("cifar", "resnet56_cifar10.safetensors"),
     "resnet50": ("resnet50.safetensors",),
-    "scene15": ("scene15",),
     "features": ("vgg16_features.safetensors", "alexnet_features.safetensors", "efficientnet_lite0.safetensors"),
+    "scene15": ("scene15",),
     "flowers": ("flowers",),
     "cats_dogs": ("cats_dogs",),
-    "imagenet": ("imagenet",),
     "birds": ("birds",),
     "cars": ("cars",),
+    "imagenet": ("imagenet",),
 }
 #: A file in a tar file has a header, with two blocks more for a long name, and fills whole blocks.
 _BLOCK, _HEADER, _END = 512, 3 * 512, 20 * 512

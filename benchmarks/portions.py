@@ -9,8 +9,8 @@ DATA holds what the commands read, and `benchmarks.packs` brings it in parts: `c
 be on their way, and in the order of the list. A folder is there when an empty file `NAME.ready` lies beside it. What is
 not ready when the minutes are over is ended, and goes on from its files when the same call is given again. `OUT.tar`
 always holds the results so far without weights and checkpoints; unpack it beside OUT to go on elsewhere. Where CUDA MPS
-works, the processes share the GPU, and one that is killed can take others with it: nothing is ended before the minutes
-are over.
+works, the processes share the GPU, and one that fails can take others with it: what fails is begun once more, and
+nothing is ended before the minutes are over.
 """
 
 from __future__ import annotations
@@ -89,12 +89,16 @@ def _paper(model: str, data: str, draw: int) -> Command:
 
 def missing(seed: int) -> list[Job]:
     """Runs that the page of the league lacks: some seeds, and what the whole network has after the same training."""
-    whole = Job(WHOLE, 1.0, 100, seed)
     if not seed:
-        return [whole]
+        return [whole(seed)]
     rows = (OURS, *PARTS, *OTHERS, MAGNITUDE, TAYLOR, *FAIR)
     found = [Job(row, 2.55, 100, seed) for row in (*PARTS[1:], *OTHERS)]
-    return [*found, whole, *(Job(row, 2.55, 20, seed) for row in rows)]
+    return [*found, *(Job(row, 2.55, 20, seed) for row in rows)]
+
+
+def whole(seed: int) -> Job:
+    """The whole network, trained as the others are."""
+    return Job(WHOLE, 1.0, 100, seed)
 
 
 def small() -> list[Job]:
@@ -110,20 +114,25 @@ def further(seed: int) -> list[Job]:
 def commands() -> list[Command]:
     """Everything, the most important first."""
     # The page's other runs are of a time when nothing was done about batch norms.
-    found = [_league(f"league-{seed}", missing(seed), more=" --norms-as-they-are") for seed in SEEDS]
+    as_before = " --norms-as-they-are"
+    found = [_league(f"league-{seed}", missing(seed), more=as_before) for seed in (*SEEDS[1:], 0)]
     found += [Command("compiled", "-m benchmarks.compiled"), _scenes(0, 0), *(_scenes(part, 4) for part in range(4))]
-    found += [_paper(model, "cifar10", draw) for draw in (0, 1) for model in ("alexnet", "resnet50", "vgg16")][:-1]
+    found += [_paper(model, "cifar10", 0) for model in ("vgg16", "resnet50", "alexnet")]  # what takes longest first
     found += [_paper(model, "flowers102", 0) for model in ("alexnet", "resnet50", "vgg16")]
-    # What nobody asked for: whether a network that was trained further ends higher.
-    whole = f"{{out}}/league-0/whole/{missing(0)[0].name}.safetensors"
-    found += [_league(f"further-{seed}", further(seed), whole) for seed in SEEDS]
-    cells = [(model, data) for data in ("scene15", "catsdogs") for model in ("resnet50", "vgg16")]
-    found += [_paper(*cell, draw) for cell in cells for draw in (0, 1)]
-    found += [_paper(model, "flowers102", 1) for model in ("alexnet", "resnet50", "vgg16")]
-    found.append(_paper("vgg16", "cifar10", 1))
     pair = "-m reproduction few-shot --model resnet50 --early-strides --data birds+cars --images {data} --device cuda"
     pair += " --weights {data}/resnet50.safetensors --draws 5 --jobs 2 --out {out}/pairs"
     found.append(Command("pairs", pair, ("birds.ready", "cars.ready", "resnet50.safetensors"), 2))
+    old = [(model, data) for data in ("scene15", "catsdogs") for model in ("resnet50", "vgg16")]
+    found += [_paper(*cell, 1) for cell in old]
+    # What nobody asked for: whether a network that was trained further ends higher.
+    start = f"{{out}}/league-0/whole/{whole(0).name}.safetensors"
+    found.append(_league("further-0", further(0), start))
+    found += [_paper(model, "cifar10", 1) for model in ("resnet50", "alexnet")]
+    found += [_paper(*cell, 0) for cell in old]
+    found += [_paper(model, "flowers102", 1) for model in ("alexnet", "resnet50", "vgg16")]
+    found.append(_paper("vgg16", "cifar10", 1))
+    found += [_league(f"whole-{seed}", [whole(seed)], more=as_before) for seed in SEEDS[1:]]
+    found += [_league(f"further-{seed}", further(seed), start) for seed in SEEDS[1:]]
     imagenet = "-m benchmarks.imagenet --images {data}/imagenet --out {out}/imagenet --weights {data}"
     found += [
         Command(f"imagenet-{model}", f"{imagenet}/{model}.safetensors --model {model}", (f"{model}.safetensors", ready))
@@ -166,7 +175,7 @@ def work(todo: Sequence[Command], data: Path, out: Path, minutes: float, most: i
     """
     out, deadline = out.resolve(), time.time() + 60 * minutes
     (out / "logs").mkdir(parents=True, exist_ok=True)
-    waiting, running, kept = list(todo), list[Running](), 0.0
+    waiting, running, again, kept = list(todo), list[Running](), set[str](), 0.0
     try:
         while (waiting or running) and time.time() < deadline:
             for one in [one for one in running if one.process.poll() is not None]:
@@ -174,6 +183,9 @@ def work(todo: Sequence[Command], data: Path, out: Path, minutes: float, most: i
                 status = one.process.returncode
                 how = "done" if status == 0 else f"failed with {status}"
                 yield f"{one.name}: {how} after {time.time() - one.begin:.0f} s"
+                if status and one.name not in again:  # it goes on from its files
+                    again.add(one.name)
+                    waiting.insert(0, next(command for command in todo if command.name == one.name))
             for command in [c for c in waiting if ready(c, data, out)]:
                 if running and sum(one.width for one in running) + command.width > most:
                     break  # what is further down in the list does not overtake it

@@ -11,7 +11,7 @@ import pytest
 from benchmarks import portions
 from benchmarks.league import named
 from benchmarks.league_models import SEEDS
-from benchmarks.portions import Command, commands, further, missing, small, work
+from benchmarks.portions import Command, commands, further, missing, small, whole, work
 from reproduction.published import names
 
 
@@ -42,6 +42,7 @@ def test_commands_begin_when_their_data_are_there_and_end_in_time(
     assert time.time() - begin < 60
     order = [line.split(":")[0] for line in found if line.endswith("begins")]
     assert order[:2] == ["first", "fails"]
+    assert order.count("fails") == 2  # what fails is begun once more
     assert set(order) == {"first", "fails", "late", "long"}
     assert any(line.startswith("fails: failed with 3") for line in found)
     assert any(line.startswith("long: ended") for line in found)
@@ -74,6 +75,6 @@ def test_the_commands_of_the_list_exist() -> None:
         assert module.with_suffix(".py").exists() or (module / "__main__.py").exists()
         if "fine-tune" in words:
             assert words[words.index("--data") + 1] in names()
-    for jobs in (*map(missing, SEEDS), small(), *map(further, SEEDS)):
+    for jobs in (*map(missing, SEEDS), [whole(1)], small(), *map(further, SEEDS)):
         chosen = named(",".join(job.name for job in jobs))
         assert set(chosen) == set(jobs)  # names of no others
