@@ -58,12 +58,13 @@ def _league(
     return Command(name, f"{text}{more} --minutes {{minutes}} --out {{out}}/{name} --only {only}", needs)
 
 
-def _scenes(part: int, parts: int) -> Command:
+def _scenes(part: int, parts: int, speed: int = 0) -> Command:
+    """A part of the league of scenes with MACs divided by `speed`. Without parts, the network that it begins with."""
     given = "--weights {data}/resnet50.safetensors --images {data}/scene15 --out {out}/scenes"
-    text = f"-m benchmarks.league_scenes {given}"
-    more = f"--part {part}/{parts} --minutes {{minutes}}" if parts else "--train"
+    more = f"--part {part}/{parts} --speeds {speed} --minutes {{minutes}}" if parts else "--train"
     needs = ("scene15.ready", "resnet50.safetensors", *(("{out}/scenes/scenes.safetensors",) if parts else ()))
-    return Command(f"scenes-{part}of{parts}" if parts else "scenes-train", f"{text} {more}", needs)
+    name = f"scenes-by{speed}-{part}of{parts}" if parts else "scenes-train"
+    return Command(name, f"-m benchmarks.league_scenes {given} {more}", needs)
 
 
 def _paper(model: str, data: str, draw: int) -> Command:
@@ -116,14 +117,17 @@ def commands() -> list[Command]:
     # The page's other runs are of a time when nothing was done about batch norms.
     as_before = " --norms-as-they-are"
     found = [_league(f"league-{seed}", missing(seed), more=as_before) for seed in (*SEEDS[1:], 0)]
-    found += [Command("compiled", "-m benchmarks.compiled"), _scenes(0, 0), *(_scenes(part, 4) for part in range(4))]
-    found += [_paper(model, "cifar10", 0) for model in ("vgg16", "resnet50", "alexnet")]  # what takes longest first
-    found += [_paper(model, "flowers102", 0) for model in ("alexnet", "resnet50", "vgg16")]
+    found += [Command("compiled", "-m benchmarks.compiled"), _scenes(0, 0)]
+    found += [_paper(model, "cifar10", 0) for model in ("resnet50", "alexnet")]
+    found += [_scenes(part, 4, 4) for part in range(4)]
+    found += [_paper(model, "flowers102", 0) for model in ("resnet50", "alexnet")]
+    found += [_paper("vgg16", data, 0) for data in ("cifar10", "flowers102")]
     pair = "-m reproduction few-shot --model resnet50 --early-strides --data birds+cars --images {data} --device cuda"
     pair += " --weights {data}/resnet50.safetensors --draws 5 --jobs 2 --out {out}/pairs"
     found.append(Command("pairs", pair, ("birds.ready", "cars.ready", "resnet50.safetensors"), 2))
     old = [(model, data) for data in ("scene15", "catsdogs") for model in ("resnet50", "vgg16")]
     found += [_paper(*cell, 1) for cell in old]
+    found += [_scenes(part, 4, 2) for part in range(4)]
     # What nobody asked for: whether a network that was trained further ends higher.
     start = f"{{out}}/league-0/whole/{whole(0).name}.safetensors"
     found.append(_league("further-0", further(0), start))
