@@ -123,7 +123,7 @@ def commands() -> list[Command]:
     found += [_paper(model, "flowers102", 0) for model in ("resnet50", "alexnet")]
     found += [_paper("vgg16", data, 0) for data in ("cifar10", "flowers102")]
     pair = "-m reproduction few-shot --model resnet50 --early-strides --data birds+cars --images {data} --device cuda"
-    pair += " --weights {data}/resnet50.safetensors --draws 5 --jobs 2 --out {out}/pairs"
+    pair += " --weights {data}/resnet50.safetensors --draws 3 --mode paper --jobs 2 --out {out}/pairs"
     found.append(Command("pairs", pair, ("birds.ready", "cars.ready", "resnet50.safetensors"), 2))
     old = [(model, data) for data in ("scene15", "catsdogs") for model in ("resnet50", "vgg16")]
     found += [_paper(*cell, 1) for cell in old]
