@@ -260,13 +260,14 @@ def finish(worker: Worker, jobs: Sequence[Job], deadline: float, backend: str) -
         place(worker.out, job).unlink(missing_ok=True)
 
 
-def cuda_works() -> bool:
-    """Whether CUDA works with the environment as it is now."""
+def cuda_works(**more: str) -> bool:
+    """Whether CUDA works with the environment as it is now, and with more of it."""
     code = "import torch; torch.ones(8, device='cuda').sum().item()"
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60).returncode == 0
+    run = subprocess.run([sys.executable, "-c", code], env=os.environ | more, capture_output=True, timeout=60)
+    return run.returncode == 0
 
 
-def share_gpu() -> None:
+def share_gpu() -> bool:
     """Let several processes compute on the GPU at the same time (CUDA MPS), where that works."""
     place = {name: mkdtemp(prefix="mps-") for name in ("CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY")}
     os.environ |= place
@@ -281,6 +282,7 @@ def share_gpu() -> None:
     else:
         atexit.register(subprocess.run, ["nvidia-cuda-mps-control"], input=b"quit", capture_output=True, timeout=20)
     print("processes share the GPU" if good else "processes take turns on the GPU: CUDA MPS does not work", flush=True)
+    return good
 
 
 def main(options: argparse.Namespace) -> None:

@@ -28,7 +28,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.league import plan, share_gpu
+from benchmarks.league import cuda_works, plan, share_gpu
 from benchmarks.league_models import FAIR, MAGNITUDE, OTHERS, OURS, PARTS, SEEDS, SMALL, SPEEDS, TAYLOR, WHOLE, Job
 
 #: Results are kept every so many seconds. Larger files are weights or checkpoints.
@@ -37,16 +37,20 @@ EVERY, LARGEST = 10.0, 4 << 20
 EARLY = 5.0
 #: How long a command may take to end when it is asked to.
 POLITE = 20.0
+#: What lets a process wait where others share the GPU. The league's many short operations would otherwise do so.
+GENTLE = {"CUDA_MPS_CLIENT_PRIORITY": "1"}
 
 
 @dataclass(frozen=True)
 class Command:
-    """`{data}`, `{out}` and `{minutes}` in the text are filled in when it begins. It computes in `width` processes."""
+    """`{data}`, `{out}` and `{minutes}` in the text are filled in when it begins. It computes in `width` processes.
+    Those of others wait for what is `urgent`."""
 
     name: str
     text: str
     needs: tuple[str, ...] = ()
     width: int = 1
+    urgent: bool = False
 
 
 def _league(
@@ -55,7 +59,7 @@ def _league(
     text = f"-m benchmarks.league --data {{data}}/cifar --weights {weights} --compiled --processes 1 --most 11"
     needs = ("cifar/cifar10-0.webps", "cifar/cifar10-1.webps", weights.removeprefix("{data}/"))
     only = ",".join(job.name for job in jobs)
-    return Command(name, f"{text}{more} --minutes {{minutes}} --out {{out}}/{name} --only {only}", needs)
+    return Command(name, f"{text}{more} --minutes {{minutes}} --out {{out}}/{name} --only {only}", needs, urgent=True)
 
 
 def _scenes(part: int, parts: int, speed: int = 0) -> Command:
@@ -148,12 +152,15 @@ def commands() -> list[Command]:
 class Running:
     """A command that has begun, in a group of processes of its own."""
 
-    def __init__(self, command: Command, data: Path, out: Path, deadline: float) -> None:
+    def __init__(self, command: Command, data: Path, out: Path, deadline: float, gentle: bool) -> None:
         self.name, self.width, self.begin = command.name, command.width, time.time()
         given = {"data": str(data), "out": str(out), "minutes": f"{(deadline - EARLY - time.time()) / 60:.2f}"}
         words = [word.format(**given) for word in command.text.split()]
         log = (out / "logs" / f"{command.name}.log").open("a")
-        self.process = subprocess.Popen([sys.executable, *words], stdout=log, stderr=log, start_new_session=True)
+        env = os.environ | (GENTLE if gentle and not command.urgent else {})
+        self.process = subprocess.Popen(
+            [sys.executable, *words], env=env, stdout=log, stderr=log, start_new_session=True
+        )
         log.close()
 
     def end(self) -> None:
@@ -172,8 +179,11 @@ def ready(command: Command, data: Path, out: Path) -> bool:
     return all((data / place).exists() for place in places)  # an absolute place stays what it is
 
 
-def work(todo: Sequence[Command], data: Path, out: Path, minutes: float, most: int) -> Iterator[str]:
-    """Run commands side by side, in at most so many processes, until all are done or the minutes are over.
+def work(
+    todo: Sequence[Command], data: Path, out: Path, minutes: float, most: int, gentle: bool = False
+) -> Iterator[str]:
+    """Run commands side by side, in at most so many processes, until all are done or the minutes are over. If `gentle`,
+    those that are not urgent let others go first.
 
     Yields a line for each that begins or ends.
     """
@@ -194,7 +204,7 @@ def work(todo: Sequence[Command], data: Path, out: Path, minutes: float, most: i
                 if running and sum(one.width for one in running) + command.width > most:
                     break  # what is further down in the list does not overtake it
                 waiting.remove(command)
-                running.append(Running(command, data, out, deadline))
+                running.append(Running(command, data, out, deadline, gentle))
                 yield f"{command.name}: begins"
             if time.time() - kept > EVERY:
                 keep(out)
@@ -225,9 +235,8 @@ def main(given: argparse.Namespace) -> None:
     if given.list:
         print("\n".join(f"{c.name}: python {c.text}" for c in todo))
         return
-    if torch.cuda.is_available():
-        share_gpu()
-    for line in work(todo, given.data.resolve(), given.out, given.minutes, given.most):
+    gentle = torch.cuda.is_available() and share_gpu() and cuda_works(**GENTLE)
+    for line in work(todo, given.data.resolve(), given.out, given.minutes, given.most, gentle):
         print(line, flush=True)
 
 

@@ -740,7 +740,7 @@ def test_two_processes_train_as_one() -> None:
 def test_on_a_gpu(options: dict, tmp_path: Path) -> None:
     """Recorded steps give what plain ones on the CPU give, and resume."""
     samples = data(100)
-    result = sc.prune(net(dropout=0.0), samples, remove=0.5, progress=False)
+    result = sc.prune(net(dropout=0.0), data(), remove=0.5, progress=False)
     run = {"epochs": 4, "lr": 0.01, "batch_size": 16, "ema": 0.5, **options}
     on_cpu = sc.recover(result, None, samples, progress=False, **run).model
     small, original = copy.deepcopy(result.model).cuda(), copy.deepcopy(result.original).cuda()

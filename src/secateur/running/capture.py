@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -21,7 +22,9 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 def never_waiting() -> Iterator[None]:
     """An error where something waits for the device. Torch does not recover well if that happens in a recording."""
     before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
+    with turn, warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch calls it a prototype, which no user can do anything about
+        torch.cuda.set_sync_debug_mode("error")
     try:
         yield
     finally:
