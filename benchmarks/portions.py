@@ -8,15 +8,17 @@ DATA holds what the commands read, and `benchmarks.packs` brings it in parts: `c
 `benchmarks.imagenet`) and the weights as files. A command begins as soon as its data are there, so that they may still
 be on their way, and in the order of the list. A folder is there when an empty file `NAME.ready` lies beside it. What is
 not ready when the minutes are over is ended, and goes on from its files when the same call is given again. `OUT.tar`
-always holds the results so far without weights and checkpoints; unpack it beside OUT to go on elsewhere. Where CUDA MPS
-works, the processes share the GPU, and one that fails can take others with it: what fails is begun once more, and
-nothing is ended before the minutes are over.
+always holds the results so far without weights and checkpoints; unpack it beside OUT to go on elsewhere. Runs of the
+leagues that `docs/results/league` has are not repeated. Where CUDA MPS works, the processes share the GPU, and one that
+fails can take others with it: what fails is begun once more, and nothing is ended before the minutes are over.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -28,7 +30,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.league import cuda_works, plan, share_gpu
+from benchmarks.league import cuda_works, lines, plan, share_gpu
 from benchmarks.league_models import FAIR, MAGNITUDE, OTHERS, OURS, PARTS, SEEDS, SMALL, SPEEDS, TAYLOR, WHOLE, Job
 
 #: Results are kept every so many seconds. Larger files are weights or checkpoints.
@@ -37,19 +39,26 @@ EVERY, LARGEST = 10.0, 4 << 20
 EARLY = 5.0
 #: How long a command may take to end when it is asked to.
 POLITE = 20.0
+#: The share of the GPU's memory that commands may fill.
+FREE = 0.95
+#: Results that are not measured again.
+KEPT = Path(__file__).parents[1] / "docs/results/league"
+#: What the leagues compare with.
+RIVALS = "torch_pruning"
 #: What lets a process wait where others share the GPU. The league's many short operations would otherwise do so.
 GENTLE = {"CUDA_MPS_CLIENT_PRIORITY": "1"}
 
 
 @dataclass(frozen=True)
 class Command:
-    """`{data}`, `{out}` and `{minutes}` in the text are filled in when it begins. It computes in `width` processes.
-    Those of others wait for what is `urgent`."""
+    """`{data}`, `{out}` and `{minutes}` in the text are filled in when it begins. It computes in `width` processes,
+    each with so much `memory` of the GPU (GiB, at most). Those of others wait for what is `urgent`."""
 
     name: str
     text: str
     needs: tuple[str, ...] = ()
     width: int = 1
+    memory: int = 9
     urgent: bool = False
 
 
@@ -59,7 +68,8 @@ def _league(
     text = f"-m benchmarks.league --data {{data}}/cifar --weights {weights} --compiled --processes 1 --most 11"
     needs = ("cifar/cifar10-0.webps", "cifar/cifar10-1.webps", weights.removeprefix("{data}/"))
     only = ",".join(job.name for job in jobs)
-    return Command(name, f"{text}{more} --minutes {{minutes}} --out {{out}}/{name} --only {only}", needs, urgent=True)
+    text += f"{more} --minutes {{minutes}} --out {{out}}/{name} --only {only}"
+    return Command(name, text, needs, memory=6 + 2 * len(jobs), urgent=True)
 
 
 def _scenes(part: int, parts: int, speed: int = 0) -> Command:
@@ -89,7 +99,8 @@ def _paper(model: str, data: str, draw: int) -> Command:
     text += (
         f" --weights {{data}}/{weights} --draws {draw}:{draw + 1} --jobs 4 --out {{out}}/paper-{model}-{data} {more}"
     )
-    return Command(f"paper-{model}-{data}-{draw}", text, (f"{folder}.ready", weights), 4)
+    memory = {"vgg16": 20, "alexnet": 14}.get(model, 12)
+    return Command(f"paper-{model}-{data}-{draw}", text, (f"{folder}.ready", weights), 4, memory)
 
 
 def missing(seed: int) -> list[Job]:
@@ -98,7 +109,9 @@ def missing(seed: int) -> list[Job]:
         return [whole(seed)]
     rows = (OURS, *PARTS, *OTHERS, MAGNITUDE, TAYLOR, *FAIR)
     found = [Job(row, 2.55, 100, seed) for row in (*PARTS[1:], *OTHERS)]
-    return [*found, *(Job(row, 2.55, 20, seed) for row in rows)]
+    found += [Job(row, 2.55, 20, seed) for row in rows]
+    kept = {(line["row"], line["speed"], line["epochs"], line["seed"]) for line in lines(KEPT / "results.jsonl")}
+    return [job for job in found if (str(job.row), job.speed, job.epochs, job.seed) not in kept]
 
 
 def whole(seed: int) -> Job:
@@ -120,18 +133,19 @@ def commands() -> list[Command]:
     """Everything, the most important first."""
     # The page's other runs are of a time when nothing was done about batch norms.
     as_before = " --norms-as-they-are"
-    found = [_league(f"league-{seed}", missing(seed), more=as_before) for seed in (*SEEDS[1:], 0)]
-    found += [Command("compiled", "-m benchmarks.compiled"), _scenes(0, 0)]
-    found += [_paper(model, "cifar10", 0) for model in ("resnet50", "alexnet")]
+    found = [_league(f"league-{seed}", jobs, more=as_before) for seed in SEEDS[1:] if (jobs := missing(seed))]
+    found += [_scenes(0, 0), _paper("resnet50", "cifar10", 0)]
     found += [_scenes(part, 4, 4) for part in range(4)]
-    found += [_paper(model, "flowers102", 0) for model in ("resnet50", "alexnet")]
-    found += [_paper("vgg16", data, 0) for data in ("cifar10", "flowers102")]
+    found += [_paper(model, "cifar10", 0) for model in ("alexnet", "vgg16")]
+    found += [_league("league-0", missing(0), more=as_before)]
+    found += [_scenes(part, 4, 2) for part in range(4)]
+    found += [_paper(model, "flowers102", 0) for model in ("resnet50", "alexnet", "vgg16")]
     pair = "-m reproduction few-shot --model resnet50 --early-strides --data birds+cars --images {data} --device cuda"
     pair += " --weights {data}/resnet50.safetensors --draws 3 --mode paper --jobs 2 --out {out}/pairs"
     found.append(Command("pairs", pair, ("birds.ready", "cars.ready", "resnet50.safetensors"), 2))
+    found.append(Command("compiled", "-m benchmarks.compiled"))
     old = [(model, data) for data in ("scene15", "catsdogs") for model in ("resnet50", "vgg16")]
     found += [_paper(*cell, 1) for cell in old]
-    found += [_scenes(part, 4, 2) for part in range(4)]
     # What nobody asked for: whether a network that was trained further ends higher.
     start = f"{{out}}/league-0/whole/{whole(0).name}.safetensors"
     found.append(_league("further-0", further(0), start))
@@ -153,7 +167,7 @@ class Running:
     """A command that has begun, in a group of processes of its own."""
 
     def __init__(self, command: Command, data: Path, out: Path, deadline: float, gentle: bool) -> None:
-        self.name, self.width, self.begin = command.name, command.width, time.time()
+        self.name, self.command, self.begin = command.name, command, time.time()
         given = {"data": str(data), "out": str(out), "minutes": f"{(deadline - EARLY - time.time()) / 60:.2f}"}
         words = [word.format(**given) for word in command.text.split()]
         log = (out / "logs" / f"{command.name}.log").open("a")
@@ -180,10 +194,16 @@ def ready(command: Command, data: Path, out: Path) -> bool:
 
 
 def work(
-    todo: Sequence[Command], data: Path, out: Path, minutes: float, most: int, gentle: bool = False
+    todo: Sequence[Command],
+    data: Path,
+    out: Path,
+    minutes: float,
+    most: int,
+    memory: float = float("inf"),
+    gentle: bool = False,
 ) -> Iterator[str]:
-    """Run commands side by side, in at most so many processes, until all are done or the minutes are over. If `gentle`,
-    those that are not urgent let others go first.
+    """Run commands side by side, in at most so many processes and so many GiB, until all are done or the minutes are
+    over. If `gentle`, those that are not urgent let others go first.
 
     Yields a line for each that begins or ends.
     """
@@ -201,7 +221,9 @@ def work(
                     again.add(one.name)
                     waiting.insert(0, next(command for command in todo if command.name == one.name))
             for command in [c for c in waiting if ready(c, data, out)]:
-                if running and sum(one.width for one in running) + command.width > most:
+                together = [command, *(one.command for one in running)]
+                taken = sum(one.width * one.memory for one in together)
+                if running and (sum(one.width for one in together) > most or taken > memory):
                     break  # what is further down in the list does not overtake it
                 waiting.remove(command)
                 running.append(Running(command, data, out, deadline, gentle))
@@ -235,8 +257,15 @@ def main(given: argparse.Namespace) -> None:
     if given.list:
         print("\n".join(f"{c.name}: python {c.text}" for c in todo))
         return
+    if any("league" in c.text for c in todo) and importlib.util.find_spec(RIVALS) is None:
+        raise SystemExit(f"{RIVALS} is missing, with which the leagues compare: pip install torch-pruning")
+    scenes = given.out / "scenes"
+    scenes.mkdir(parents=True, exist_ok=True)
+    for file in KEPT.glob("scenes-*.jsonl"):
+        shutil.copy(file, scenes / file.name)
     gentle = torch.cuda.is_available() and share_gpu() and cuda_works(**GENTLE)
-    for line in work(todo, given.data.resolve(), given.out, given.minutes, given.most, gentle):
+    memory = FREE * torch.cuda.mem_get_info()[1] / 2**30 if torch.cuda.is_available() else float("inf")
+    for line in work(todo, given.data.resolve(), given.out, given.minutes, given.most, memory, gentle):
         print(line, flush=True)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tarfile
 import time
 from pathlib import Path
@@ -52,6 +53,26 @@ def test_commands_begin_when_their_data_are_there_and_end_in_time(
         log = archive.extractfile("out/logs/long.log")
         assert log is not None
         assert log.read() == b"here\n"
+
+
+def test_commands_leave_room_in_the_memory(tmp_path: Path) -> None:
+    two = [Command(name, f"-c print('{name}')", width=2, memory=10) for name in ("first", "second")]
+    found = list(work(two, tmp_path, tmp_path / "out", minutes=0.5, most=16, memory=39))
+    assert [line.split(" after")[0] for line in found] == [
+        "first: begins", "first: done", "second: begins", "second: done"
+    ]  # fmt: skip
+    found = list(work(two, tmp_path, tmp_path / "out", minutes=0.5, most=16, memory=40))
+    assert [line.split(" after")[0] for line in found[:2]] == ["first: begins", "second: begins"]
+
+
+def test_runs_of_the_page_are_not_repeated() -> None:
+    kept = [json.loads(line) for line in (portions.KEPT / "results.jsonl").open()]
+    known = {(line["row"], line["epochs"], line["seed"]) for line in kept if line["speed"] == 2.55}
+    for seed in SEEDS[1:]:
+        todo = {(str(job.row), job.epochs, job.seed) for job in missing(seed)}
+        assert not todo & known
+        wanted = {(row, 20) for row, epochs, _ in known if epochs == 20}
+        assert wanted == {(row, n) for row, n, number in todo | known if number == seed and n == 20}
 
 
 def test_only_small_results_travel(tmp_path: Path) -> None:
