@@ -743,7 +743,7 @@ def test_random_numbers_of_the_model_s_device_are_given_back(monkeypatch: pytest
 
     net = Parts()
     monkeypatch.setattr(net, "parameters", lambda: iter([OnDevice()]))
-    monkeypatch.setattr("secateur.running.sandbox._RandomState", State)
+    monkeypatch.setattr("secateur.running.sandbox.RandomState", State)
     with isolated(net, []):
         pass
     assert seen == [[3]]
