@@ -8,9 +8,10 @@ DATA holds what the commands read, and `benchmarks.packs` brings it in parts: `c
 `benchmarks.imagenet`) and the weights as files. A command begins as soon as its data are there, so that they may still
 be on their way, and in the order of the list. A folder is there when an empty file `NAME.ready` lies beside it. What is
 not ready when the minutes are over is ended, and goes on from its files when the same call is given again. `OUT.tar`
-always holds the results so far without weights and checkpoints; unpack it beside OUT to go on elsewhere. Runs of the
-leagues that `docs/results/league` has are not repeated. Where CUDA MPS works, the processes share the GPU, and one that
-fails can take others with it: what fails is begun once more, and nothing is ended before the minutes are over.
+always holds the results so far without weights and checkpoints; unpack it beside OUT to go on elsewhere. Runs that
+`docs/results/league` and `docs/results/paper` have are not repeated: copy what came home there. Where CUDA MPS works,
+the processes share the GPU, and one that fails can take others with it: what fails is begun once more, and nothing is
+ended before the minutes are over.
 """
 
 from __future__ import annotations
@@ -41,8 +42,9 @@ EARLY = 5.0
 POLITE = 20.0
 #: The share of the GPU's memory that commands may fill.
 FREE = 0.95
-#: Results that are not measured again.
-KEPT = Path(__file__).parents[1] / "docs/results/league"
+#: Results that are not measured again: lines of the leagues, and the runs of the paper's cells in folders as in OUT.
+RESULTS = Path(__file__).parents[1] / "docs/results"
+KEPT, PAPER = RESULTS / "league", RESULTS / "paper"
 #: What the leagues compare with.
 RIVALS = "torch_pruning"
 #: What lets a process wait where others share the GPU. The league's many short operations would otherwise do so.
@@ -129,28 +131,26 @@ def further(seed: int) -> list[Job]:
 
 def commands() -> list[Command]:
     """Everything, the most important first."""
-    # The page's other runs are of a time when nothing was done about batch norms.
-    as_before = " --norms-as-they-are"
-    found = [_league(f"league-{seed}", jobs, more=as_before) for seed in SEEDS[1:] if (jobs := missing(seed))]
-    found += [_scenes(0, 0), _paper("resnet50", "cifar10", 0)]
-    found += [_scenes(part, 4, 4) for part in range(4)]
-    found += [_paper(model, "cifar10", 0) for model in ("alexnet", "vgg16")]
-    found += [_league("league-0", missing(0), more=as_before)]
-    found += [_scenes(part, 4, 2) for part in range(4)]
+    old = [(model, data) for data in ("scene15", "catsdogs") for model in ("resnet50", "vgg16")]
+    # What no page has yet, then second draws. Of the old cells, the first draw is on the page.
+    found = [_paper(model, "cifar10", 0) for model in ("resnet50", "alexnet", "vgg16")]
     found += [_paper(model, "flowers102", 0) for model in ("resnet50", "alexnet", "vgg16")]
+    found += [_paper(*cell, 1) for cell in old]
     pair = "-m reproduction few-shot --model resnet50 --early-strides --data birds+cars --images {data} --device cuda"
     pair += " --weights {data}/resnet50.safetensors --draws 3 --mode paper --jobs 2 --out {out}/pairs"
     found.append(Command("pairs", pair, ("birds.ready", "cars.ready", "resnet50.safetensors"), 2))
+    found += [_paper(model, "cifar10", 1) for model in ("resnet50", "alexnet")]
+    found += [_paper(model, "flowers102", 1) for model in ("alexnet", "resnet50", "vgg16")]
+    found.append(_paper("vgg16", "cifar10", 1))
+    found += [_scenes(0, 0), *(_scenes(part, 4, speed) for speed in (4, 2) for part in range(4))]
     found.append(Command("compiled", "-m benchmarks.compiled"))
-    old = [(model, data) for data in ("scene15", "catsdogs") for model in ("resnet50", "vgg16")]
-    found += [_paper(*cell, 1) for cell in old]
+    # The page's other runs are of a time when nothing was done about batch norms.
+    as_before = " --norms-as-they-are"
+    found += [_league(f"league-{seed}", jobs, more=as_before) for seed in SEEDS[1:] if (jobs := missing(seed))]
+    found.append(_league("league-0", missing(0), more=as_before))
     # What nobody asked for: whether a network that was trained further ends higher.
     start = f"{{out}}/league-0/whole/{whole(0).name}.safetensors"
     found.append(_league("further-0", further(0), start))
-    found += [_paper(model, "cifar10", 1) for model in ("resnet50", "alexnet")]
-    found += [_paper(*cell, 0) for cell in old]
-    found += [_paper(model, "flowers102", 1) for model in ("alexnet", "resnet50", "vgg16")]
-    found.append(_paper("vgg16", "cifar10", 1))
     found += [_league(f"whole-{seed}", [whole(seed)], more=as_before) for seed in SEEDS[1:]]
     found += [_league(f"further-{seed}", further(seed), start) for seed in SEEDS[1:]]
     imagenet = "-m benchmarks.imagenet --images {data}/imagenet --out {out}/imagenet --weights {data}"
@@ -261,6 +261,8 @@ def main(given: argparse.Namespace) -> None:
     scenes.mkdir(parents=True, exist_ok=True)
     for file in KEPT.glob("scenes-*.jsonl"):
         shutil.copy(file, scenes / file.name)
+    if PAPER.exists():
+        shutil.copytree(PAPER, given.out, dirs_exist_ok=True)
     gentle = torch.cuda.is_available() and share_gpu() and cuda_works(**GENTLE)
     memory = FREE * torch.cuda.mem_get_info()[1] / 2**30 if torch.cuda.is_available() else float("inf")
     for line in work(todo, given.data.resolve(), given.out, given.minutes, given.most, memory, gentle):

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from reproduction.campaign import Settings
-from reproduction.runs import Folder, areas, at
+from reproduction.runs import Folder, Run, areas, at
 from secateur.atomic import write
 from secateur.errors import SecateurError
 from secateur.results.comparison import Curve
@@ -61,13 +61,24 @@ def heading(folder: Folder, command: str, usual: Settings) -> list[str]:
             continue
         option = f"--{key.replace('_', '-')}"
         text += f" {option}" if value is True else f" {option} {value}"
-    text += f" --draws {1 + max(run.draw for run in runs)} --mode {','.join(dict.fromkeys(run.mode for run in runs))}"
-    lines = [f"## {model} on {data}", "", f"    {text}", ""]
+    first, last = (choose(run.draw for run in runs) for choose in (min, max))
+    drawn = f"{first}:{last + 1}" if first else str(last + 1)
+    text += f" --draws {drawn} --mode {','.join(dict.fromkeys(run.mode for run in runs))}"
+    lines = [f"## {model} on {data}{later(runs, ', draw ')}", "", f"    {text}", ""]
     machine = folder.path / "machine.json"
     if machine.exists():
         known = json.loads(machine.read_text("utf-8"))
         lines += [f"Computed on {known['device']} with torch {known['torch']}.", ""]
     return lines
+
+
+def later(runs: Sequence[Run], before: str) -> str:
+    """What tells runs without the first draw from those with it: `before` and the number of the draw.
+
+    The files of the first need not be at hand. The others then have a section and figures of their own on the page.
+    """
+    first = min(run.draw for run in runs)
+    return f"{before}{first}" if first else ""
 
 
 def table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

@@ -138,6 +138,24 @@ def test_the_page_has_the_tables_and_figures(tuned):
     assert page.count("| accuracy (%) |") == 3
 
 
+def test_later_draws_alone_stand_beside_the_first_one(tuned, tmp_path):
+    """Also if the files of the first draw are no longer at hand: its section and its figures stay."""
+    folder, first = tmp_path / "Split-scene15", tuned / "Split-scene15"
+    folder.mkdir()
+    (folder / "settings.json").write_bytes((first / "settings.json").read_bytes())
+    for file in first.glob("00-*.json"):
+        (folder / file.name.replace("00-", "02-", 1)).write_bytes(file.read_bytes())
+    (tmp_path / "fine-tune.md").write_bytes((tuned / "fine-tune.md").read_bytes())
+    told("fine-tune", "--table-only", "--out", tmp_path)
+    page = (tmp_path / "fine-tune.md").read_text()
+    assert page.startswith((tuned / "fine-tune.md").read_text().rstrip())
+    section = page[page.index("## Split on scene15, draw 2\n") :]
+    assert "--draws 2:3 --mode physical" in section
+    figures = re.findall(r"\]\((.*?\.png)\)", section)
+    assert len(figures) == 3
+    assert all("-physical-2" in name and (tmp_path / name).exists() for name in figures)
+
+
 def test_finished_runs_are_not_repeated_and_other_settings_are_refused(tuned, made, monkeypatch):
     def never(*_, **__):
         raise AssertionError("computed again")

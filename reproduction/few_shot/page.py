@@ -12,7 +12,7 @@ import numpy as np
 from reproduction import page, pictures
 from reproduction.few_shot.campaign import Settings, grid
 from reproduction.image_reference import margin
-from reproduction.page import Curves, accuracies, figure, heading, table
+from reproduction.page import Curves, accuracies, figure, heading, later, table
 from reproduction.runs import Folder, Run, at, by_criterion, by_mode, curves
 from secateur.results.comparison import Curve
 
@@ -47,10 +47,10 @@ def _section(pages: Path, folder: Folder) -> list[str]:
     ]
     if settings["model"] in ("vgg16", "alexnet"):
         lines += ["If the weights have no classifier, one is trained on the training images of the data set.", ""]
-    modes = by_mode(runs)
+    modes, name = by_mode(runs), f"few-shot-{folder.path.name}{later(runs, '-')}"
     real = {mode: curves(mine) for mode, mine in modes.items()}
     lines += figure(
-        pages, f"few-shot-{folder.path.name}", "Accuracy over filters and over MACs",
+        pages, name, "Accuracy over filters and over MACs",
         lambda: pictures.curves([pictures.panels(mode, found) for mode, found in real.items()]),
     )  # fmt: skip
     for mode, found in real.items():
@@ -62,7 +62,7 @@ def _section(pages: Path, folder: Folder) -> list[str]:
             counted = {name: [run.paper_curve for run in mine] for name, mine in by_criterion(modes[mode]).items()}
             lines += accuracies(f"{where} MACs left as the paper counts them", counted, "macs", _SHARES, _cell)
         lines += _leads(found, mode, model if data == "ilsvrc" else "")
-    lines += _grids(runs, folder, pages)
+    lines += _grids(runs, folder, pages, name)
     return lines
 
 
@@ -110,7 +110,7 @@ def lead(lrp: Sequence[Curve], other: Sequence[Curve], over: str) -> tuple[float
     return max(found) if found else (0.0, 0.0)
 
 
-def _grids(runs: Sequence[Run], folder: Folder, pages: Path) -> list[str]:
+def _grids(runs: Sequence[Run], folder: Folder, pages: Path, name: str) -> list[str]:
     step = folder.settings()["step"]
     found: dict[str, dict[tuple[float, float], float]] = {}
     for criterion, chosen in by_criterion(runs).items():
@@ -122,4 +122,4 @@ def _grids(runs: Sequence[Run], folder: Folder, pages: Path) -> list[str]:
         return []
     caption = "Accuracy by share of filters (rows) and of fully connected neurons (columns) gone, physical mode"
     title = "physical mode: filters and fully connected neurons gone"
-    return figure(pages, f"few-shot-{folder.path.name}-grid", caption, lambda: pictures.heat(title, found))
+    return figure(pages, f"{name}-grid", caption, lambda: pictures.heat(title, found))

@@ -11,7 +11,7 @@ import numpy as np
 from reproduction import page, pictures
 from reproduction.fine_tune.campaign import Settings
 from reproduction.image_reference import UNITS, printed, rate
-from reproduction.page import accuracies, figure, heading, table
+from reproduction.page import accuracies, figure, heading, later, table
 from reproduction.runs import Folder, Run, by_criterion, by_mode, curves, filters
 from reproduction.uncoupled import paper_cost
 from secateur.results.history import Row
@@ -47,7 +47,7 @@ def _section(pages: Path, folder: Folder) -> list[str]:
         lines += _compared(runs, mode, model, data)
         lines += accuracies(f"{where} filters gone", found, "removed", _RATES, _cell)
         lines += accuracies(f"{where} MACs really left", found, "macs", _SHARES, _cell)
-        lines += _figures(runs, mode, f"fine-tune-{name}-{mode}", pages)
+        lines += _figures(runs, mode, f"fine-tune-{name}-{mode}{later(runs, '-')}", pages)
     return lines
 
 
