@@ -131,28 +131,28 @@ def further(seed: int) -> list[Job]:
 
 def commands() -> list[Command]:
     """Everything, the most important first."""
+    # The page's other runs are of a time when nothing was done about batch norms.
+    as_before = " --norms-as-they-are"
+    found = [_league("league-0", missing(0), more=as_before)]
+    # Does a network that was trained further end higher? DepGraph's best, too, has 100 epochs before it is cut.
+    start = f"{{out}}/league-0/whole/{whole(0).name}.safetensors"
+    found.append(_league("further-0", further(0), start))
     old = [(model, data) for data in ("scene15", "catsdogs") for model in ("resnet50", "vgg16")]
     # What no page has yet, then second draws. Of the old cells, the first draw is on the page.
-    found = [_paper(model, "cifar10", 0) for model in ("resnet50", "alexnet", "vgg16")]
+    found += [_paper(model, "cifar10", 0) for model in ("resnet50", "alexnet", "vgg16")]
     found += [_paper(model, "flowers102", 0) for model in ("resnet50", "alexnet", "vgg16")]
     found += [_paper(*cell, 1) for cell in old]
     pair = "-m reproduction few-shot --model resnet50 --early-strides --data birds+cars --images {data} --device cuda"
     pair += " --weights {data}/resnet50.safetensors --draws 3 --mode paper --jobs 2 --out {out}/pairs"
     found.append(Command("pairs", pair, ("birds.ready", "cars.ready", "resnet50.safetensors"), 2))
+    found += [_league(f"further-{seed}", further(seed), start) for seed in SEEDS[1:]]
     found += [_paper(model, "cifar10", 1) for model in ("resnet50", "alexnet")]
     found += [_paper(model, "flowers102", 1) for model in ("alexnet", "resnet50", "vgg16")]
     found.append(_paper("vgg16", "cifar10", 1))
     found += [_scenes(0, 0), *(_scenes(part, 4, speed) for speed in (4, 2) for part in range(4))]
     found.append(Command("compiled", "-m benchmarks.compiled"))
-    # The page's other runs are of a time when nothing was done about batch norms.
-    as_before = " --norms-as-they-are"
     found += [_league(f"league-{seed}", jobs, more=as_before) for seed in SEEDS[1:] if (jobs := missing(seed))]
-    found.append(_league("league-0", missing(0), more=as_before))
-    # What nobody asked for: whether a network that was trained further ends higher.
-    start = f"{{out}}/league-0/whole/{whole(0).name}.safetensors"
-    found.append(_league("further-0", further(0), start))
     found += [_league(f"whole-{seed}", [whole(seed)], more=as_before) for seed in SEEDS[1:]]
-    found += [_league(f"further-{seed}", further(seed), start) for seed in SEEDS[1:]]
     imagenet = "-m benchmarks.imagenet --images {data}/imagenet --out {out}/imagenet --weights {data}"
     found += [
         Command(f"imagenet-{model}", f"{imagenet}/{model}.safetensors --model {model}", (f"{model}.safetensors", ready))
