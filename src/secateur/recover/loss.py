@@ -137,7 +137,7 @@ class Objective:
         """The user's own loss."""
         assert self.loss is not None
         try:
-            own = self.loss(output, targets)
+            own = self.loss(output.contiguous(), targets)  # a `view` may ask for the usual order
         except (torch.OutOfMemoryError, SecateurError):
             raise
         except Exception as error:

@@ -25,7 +25,7 @@ from secateur.running.batches import Data
 from secateur.running.copies import copy_with, named_tensors, shared_copy, unwrap
 from secateur.running.devices import device_of, full
 from secateur.running.identity import data_identity, described, digest
-from secateur.running.layout import bears_channels_last, has_images, learns_channels_last
+from secateur.running.layout import arrange, bears_channels_last, has_images, learns_channels_last
 from secateur.running.processes import active, agree, check_same, same_everywhere, share, together
 from secateur.running.progress import Line, Listener
 from secateur.running.sandbox import check_weights, leaves_no_trace, seeded
@@ -137,7 +137,7 @@ def trained(
         if model is not None:
             check_same(model)
     samples = Samples.of(_data(small, original, data, settings), settings, test, device_of(small))
-    student, kinds = _student(small)
+    student, forms = _student(small)
     if settings.channels_last and has_images(student):
         few = _looked(samples, settings, 2)
         student = _arranged(student, map_tensors(full, few), training=True)
@@ -154,8 +154,8 @@ def trained(
         whole = merged(net) if settings.lora else student
         for parameter in whole.parameters():
             parameter.requires_grad_(id(parameter) in trainable)
-        if _too_large(whole, kinds) is None:
-            _restored(whole, kinds)
+        if _too_large(whole, forms) is None:
+            _restored(whole, forms)
         return Recovered(whole, tuple(trainer.history), stopped)
 
     try:
@@ -164,10 +164,10 @@ def trained(
         error.result = ended(trainer.stopped or error.what)
         raise
     done = ended(stopped)
-    name = _too_large(done.model, kinds)
+    name = _too_large(done.model, forms)
     if name is not None:
         spoilt = TrainingError(
-            f"`{name}` has learnt numbers that are infinite in {str(kinds[name]).removeprefix('torch.')}.",
+            f"`{name}` has learnt numbers that are infinite in {str(forms[name].dtype).removeprefix('torch.')}.",
             where=name, fix="the smaller model in another number format, such as model.bfloat16()",
         )  # fmt: skip
         spoilt.result = done
@@ -187,15 +187,15 @@ def _data(small: nn.Module, original: nn.Module | None, data: Data, settings: Re
     return write_text(original, seed=settings.seed)
 
 
-def _student(small: nn.Module) -> tuple[nn.Module, Mapping[str, torch.dtype]]:
-    """A copy to train, in float32, and the number formats that it had."""
-    kinds = {name: tensor.dtype for name, tensor in named_tensors(small)}
+def _student(small: nn.Module) -> tuple[nn.Module, Mapping[str, Tensor]]:
+    """A copy to train, in float32, and tensors without numbers in the formats and the order in memory that it had."""
+    forms = {name: torch.empty_like(tensor, device="meta") for name, tensor in named_tensors(small)}
 
     def fresh(name: str, old: Tensor) -> Tensor:
         new = old.detach().clone()
         return new.float() if old.dtype in _HALF else new
 
-    return copy_with(small, fresh), kinds
+    return copy_with(small, fresh), forms
 
 
 def _teacher(original: nn.Module, small: nn.Module) -> nn.Module:
@@ -222,19 +222,22 @@ def _arranged(model: nn.Module, sample: Any, training: bool) -> nn.Module:
     for bears in (bears_channels_last, learns_channels_last)[: 1 + training]:
         if agree(flag=not bears(model, sample)):
             return model
-    return model.to(memory_format=torch.channels_last)
+    return arrange(model)
 
 
-def _too_large(model: nn.Module, kinds: Mapping[str, torch.dtype]) -> str | None:
+def _too_large(model: nn.Module, forms: Mapping[str, Tensor]) -> str | None:
     """The first tensor with finite numbers that would not be so in the number format it had."""
     for name, tensor in named_tensors(model):
-        kind = kinds.get(name, tensor.dtype)
+        kind = forms.get(name, tensor).dtype
         if kind in _HALF and tensor.dtype != kind and bool((tensor.isfinite() & tensor.to(kind).isinf()).any()):
             return name
     return None
 
 
-def _restored(model: nn.Module, kinds: Mapping[str, torch.dtype]) -> None:
+def _restored(model: nn.Module, forms: Mapping[str, Tensor]) -> None:
     """Number formats and order in memory as they were."""
     for name, tensor in named_tensors(model):
-        tensor.data = tensor.data.to(kinds.get(name, tensor.dtype)).contiguous()
+        form = forms.get(name, tensor)
+        if form.shape != tensor.shape:  # a buffer that grew
+            form = torch.empty(tensor.shape, dtype=form.dtype)
+        tensor.data = torch.empty_like(form, device=tensor.device).copy_(tensor.data)

@@ -439,7 +439,8 @@ def _answered(model: nn.Module, inputs: Any) -> Any:
         if "more than 1 value per channel" in str(error):
             what = "a batch norm cannot be trained on a batch of one sample"
             raise DataError(f"{what}: {error}.", fix="drop_last=True for a DataLoader, or larger batches") from error
-        raise refusal(unwrap(model), "a batch", inputs, error) from error
+        order = "reshape instead of view in its forward, or channels_last=False" if "view size" in str(error) else ""
+        raise refusal(unwrap(model), "a batch", inputs, error, order) from error
 
 
 def _learnt(student: nn.Module, inputs: Any) -> Any:

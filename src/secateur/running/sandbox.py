@@ -178,7 +178,9 @@ def unmoved(model: nn.Module) -> Iterator[None]:
             for (owner, name, tensor), value in zip(held, before, strict=True):
                 if tensor.shape != value.shape:  # a buffer that grows in place
                     tensor.data = value
-                owner[name] = tensor.copy_(value)
+                elif not torch.equal(tensor, value):  # a write would count, and an expanded tensor bears none
+                    tensor.copy_(value)
+                owner[name] = tensor
 
 
 @contextmanager
@@ -256,10 +258,10 @@ def run_or_explain(model: nn.Module, example: Example) -> Any:
         raise refusal(model, "the example", example, error) from error
 
 
-def refusal(model: nn.Module, what: str, inputs: Example, error: Exception) -> ForwardError:
-    """The user's own error with the inputs' shapes, and a fix where number formats do not match."""
+def refusal(model: nn.Module, what: str, inputs: Example, error: Exception, fix: str = "") -> ForwardError:
+    """The user's own error with the inputs' shapes, and a fix, such as where number formats do not match."""
     text = f"{type(model).__name__} does not run on {what} ({describe(inputs)}): {type(error).__name__}: {error}"
-    return ForwardError(text, fix=_conversion(model, inputs, str(error)))
+    return ForwardError(text, fix=fix or _conversion(model, inputs, str(error)))
 
 
 def _conversion(model: nn.Module, inputs: Example, error: str) -> str:
