@@ -109,8 +109,8 @@ class Trainer:
             # A head that only helps in training has no gradient here.
             self._net = nn.parallel.DistributedDataParallel(net, device_ids=place, find_unused_parameters=True)
         alone = self._cuda and not active() and not self._scaler.is_enabled()
-        models = [model for model in (self.student, self.teacher) if model is not None]
-        recording = Recording(self._gradients, self._parameters, models, alone)
+        asked = [part for part in (self.student, self.teacher, self.settings.loss) if part is not None]
+        recording = Recording(self._gradients, self._parameters, asked, alone)
         try:
             with ExitStack() as stack:
                 stack.enter_context(torch.enable_grad())
