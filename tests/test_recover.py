@@ -605,6 +605,8 @@ def test_a_language_model_learns_from_text_that_its_teacher_writes(language: nn.
     assert write_text(short, 3)["input_ids"].shape == (3, 12)
     with pytest.raises(DataError, match="tokens=13: this model takes at most 12"):
         write_text(short, 3, 13)
+    short.config.bos_token_id = 40  # beyond its words, as the usual settings are for a small model
+    assert int(write_text(short, 3)["input_ids"].max()) < 40
     small = sc.prune(language, [(text, None)], "weight", remove=0.3, progress=False, repair=None)
     done = sc.recover(small, language, None, epochs=1, batch_size=64, progress=False)
     assert done.history[0].accuracy is not None  # of the next token
