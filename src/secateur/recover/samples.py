@@ -26,7 +26,6 @@ from secateur.running.batches import (
     repeatable,
     size_of,
 )
-from secateur.running.devices import to_device
 from secateur.running.processes import share
 
 _END: Any = object()
@@ -131,9 +130,8 @@ class Samples:
                 batch = next(rest, _END)
                 if batch is _END:
                     return
-                # A copy, since the next batch may come in the same memory, and a function of images may write to it.
-                known.append(_copied(checked_batch(batch)))
-            yield self._made(_copied(known[number]))
+                known.append(_copied(checked_batch(batch), None))  # the next batch may come in the same memory
+            yield self._made(known[number])
 
     def forget(self) -> None:
         """The next epoch begins anew: it is not the first."""
@@ -154,7 +152,7 @@ class Samples:
                 sampler.set_epoch(number)
 
     def _made(self, batch: Batch) -> Batch:
-        inputs, targets = (to_device(part, self.device) for part in batch)
+        inputs, targets = _copied(batch, self.device)
         return (inputs, targets) if self.augment is None else altered(self.augment, inputs, targets)
 
     def _plain(self, drawn: Tensor | None) -> Iterator[Batch]:
@@ -183,12 +181,14 @@ class Samples:
 
     def held_batches(self) -> Iterator[Batch]:
         """What is held out, this process's share of a pair."""
-        yield from batches(self.held, self.batch_size, self.device, share())
+        for batch in batches(self.held, self.batch_size, share=share()):
+            yield _copied(batch, self.device)
 
 
-def _copied(batch: Batch) -> Batch:
-    inputs, targets = batch
-    return map_tensors(torch.clone, inputs), map_tensors(torch.clone, targets)
+def _copied(batch: Batch, device: torch.device | None) -> Batch:
+    """A batch of its own, on the device: a forward, a loss or a function of images may write to it."""
+    inputs, targets = (map_tensors(lambda t: t.to(device or t.device, copy=True), part) for part in batch)
+    return inputs, targets
 
 
 def _check(pair: Data, settings: Recover) -> None:

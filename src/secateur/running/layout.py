@@ -82,7 +82,7 @@ def learns_channels_last(model: nn.Module, sample: Any) -> bool:
 
 def _slopes(model: nn.Module, sample: Any) -> list[Tensor]:
     """The gradients of a sum of logits, each with a weight of its own, so that they do not cancel out."""
-    said = logits_of(run(model, sample), warn=False)
+    said = _said(model, sample)
     weights = torch.linspace(0.5, 1, said.numel(), dtype=said.dtype, device=said.device).view(said.shape)
     learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
     found = torch.autograd.grad((said * weights).sum(), learning, allow_unused=True) if learning else ()
@@ -124,8 +124,7 @@ def _convolves(model: nn.Module) -> bool:
 def _agree(model: nn.Module, other: nn.Module, sample: Any, order: Order = channels_last) -> bool:
     """Whether another model says the same to a sample in another order."""
     try:  # which of several tensors is the answer does not matter here, so nothing is said about it
-        outputs = run(model, sample), run(other, order(sample))
-        expected, found = (logits_of(output, warn=False) for output in outputs)
+        expected, found = _said(model, sample), _said(other, order(sample))
     except Exception as error:  # a `view` may ask for the usual order
         log.debug("channels last are not taken: %s", error)
         return False
@@ -135,6 +134,11 @@ def _agree(model: nn.Module, other: nn.Module, sample: Any, order: Order = chann
         return torch.equal(found, expected)
     rounding = max(_ROUNDING, _STEPS * torch.finfo(found.dtype).eps)
     return bool((found - expected).abs().max() <= rounding * expected.abs().max())
+
+
+def _said(model: nn.Module, sample: Any) -> Tensor:
+    """What a model answers to a copy of a sample, since its forward may write to that."""
+    return logits_of(run(model, map_tensors(torch.clone, sample)), warn=False)
 
 
 def unordered(inputs: Any) -> Any:
