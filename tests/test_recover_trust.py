@@ -191,6 +191,10 @@ def test_label_maps_do_not_stay_behind() -> None:
     for augment in moving:
         with pytest.raises(DataError, match="would move images, but not their targets"):
             train(model, None, (x, maps), teacher=0, augment=augment)
+        for targets in ((torch.arange(len(x)), maps), [{"boxes": torch.rand(2, 4)} for _ in x]):
+            with pytest.raises(DataError, match="would move images, but not their targets"):
+                altered(augment, x, targets)
+    assert torch.equal(altered("crop-flip", x, (torch.arange(len(x)), torch.rand(len(x))))[1][0], torch.arange(len(x)))
     for augment in (v2.ColorJitter(0.1), v2.Compose([v2.ColorJitter(0.1)]), lambda images: images * 1.1):
         assert train(model, None, (x, maps), teacher=0, augment=augment).history
     # The teacher's answer moves with the images.

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from secateur.errors import Argument, DataError, EvaluationError, SecateurError
-from secateur.nest import map_tensors, select_samples, tensors_in
+from secateur.nest import lists_samples, map_tensors, select_samples, tensors_in
 from secateur.recover.settings import Augment, Recover
 from secateur.running.batches import (
     Batch,
@@ -224,9 +224,10 @@ def altered(augment: Augment, inputs: Any, targets: Any) -> Batch:
     """A batch with altered images. Mixup and cutmix alter the targets as well."""
     if not isinstance(inputs, Tensor) or inputs.ndim < 3 or (isinstance(augment, str) and inputs.ndim != 4):
         raise DataError("augment alters images, and the inputs are none.", fix="augment=None, or inputs (N, C, H, W)")
-    if isinstance(targets, Tensor) and targets.ndim > 2 and _moves(augment):
+    places = next((f" of shape {tuple(t.shape)}" for t in tensors_in(targets) if t.ndim > 2), None)
+    if (places is not None or lists_samples(targets)) and _moves(augment):  # maps, or dicts with boxes
         raise DataError(
-            f"augment would move images, but not their targets of shape {tuple(targets.shape)}.",
+            f"augment would move images, but not their targets{places or ', a dict for each'}.",
             fix="a DataLoader whose data set alters both, or a function of a batch that moves nothing",
         )
     if isinstance(augment, str):
