@@ -837,6 +837,8 @@ def test_what_was_measured_before_the_training_is_not_said_of_the_trained_model(
     assert "0.123" in str(found._facts())
     assert "0.123" not in str(trained._facts())
     assert "Recover(epochs=1" in trained._facts()["recover"]
+    assert found.reasons is not None
+    assert ["drift of the heat maps" in str(item) for item in (found, trained)] == [True, False]
     pages = [item.report(tmp_path / "a.html", page=Page(latency=False)).read_text() for item in (found, trained)]
     assert ["12.3 %</" in page.partition("<table")[0] for page in pages] == [True, False]
 

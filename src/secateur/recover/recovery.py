@@ -91,7 +91,7 @@ def recover(
     if isinstance(small, Record):
         # What the run measured is not of this model.
         known = {**small.settings, "recover": repr(asked), "trained_afterwards": True}
-        return replace(done, result=replace(small, model=done.model, settings=known))
+        return replace(done, result=replace(small, model=done.model, settings=known, reasons=None))
     return done
 
 
