@@ -699,3 +699,16 @@ def test_a_loss_without_a_gradient_is_refused() -> None:
 
     with pytest.raises(DataError, match=r"depends on no parameter that is trained.*no detach\(\)"):
         train(mlp(), None, points(), teacher=0, loss=cut)
+
+
+def test_a_teacher_of_quantities_is_warned_of(recwarn: pytest.WarningsRecorder) -> None:
+    x, y = points()
+    loss = F.binary_cross_entropy_with_logits
+    shares = F.one_hot(y, 3).float()
+    for targets, asked in ((x[:, :3], 0.0), (shares, 0.9), (y, 0.9)):
+        own = F.cross_entropy if targets is y else loss
+        train(mlp(), mlp(1), (x, targets), loss=own, teacher=asked, epochs=2)
+    assert not recwarn
+    with pytest.warns(SecateurWarning, match="the targets are no classes, .*Fix: teacher=0") as told:
+        train(mlp(), mlp(1), [(x[:30], (x[:30, :3] > 0).float())] * 2, loss=loss, epochs=2)
+    assert len(told) == 1

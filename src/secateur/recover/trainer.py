@@ -18,7 +18,7 @@ from secateur.errors import Argument, DataError, FileFormatError, SecateurError,
 from secateur.nest import map_tensors, select_samples, tensors_in
 from secateur.recover.blocks import Blocks
 from secateur.recover.checkpoint import Checkpoint, random_state, set_random_state
-from secateur.recover.loss import Objective
+from secateur.recover.loss import Objective, warn_of_quantities
 from secateur.recover.norms import settle
 from secateur.recover.recording import Recording
 from secateur.recover.samples import Samples
@@ -236,6 +236,8 @@ class Trainer:
                 with torch.no_grad():
                     answer = logits_of(_answered(teacher, inputs))
             output = logits_of(_learnt(net, inputs))
+            if answer is not None and self.settings.loss is not None and not self._taken:
+                warn_of_quantities(output, targets)
             loss, right = self._objective(inputs, targets, output, answer, check=self._unchecked)
             if self._unchecked and self.settings.loss is None and output.ndim == 2 and self.samples.labels is not None:
                 # All labels at once, so that the next step can be recorded.
