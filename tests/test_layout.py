@@ -265,3 +265,15 @@ def test_a_view_that_fails_later_is_told_what_helps() -> None:
     with pytest.raises(sc.errors.ForwardError, match="channels_last=False"):
         sc.recover(Later(), None, batches, **run)
     assert sc.recover(Later(), None, batches, channels_last=False, **run).history
+
+
+def test_a_model_whose_numbers_became_too_large_is_in_the_order_that_was_given() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    with torch.no_grad():
+        model[0].weight.mul_(2000)
+    with pytest.raises(sc.errors.TrainingError, match="infinite in float16") as caught:
+        sc.recover(model.half(), None, (torch.randn(12, 3, 9, 9), torch.arange(12) % 8), teacher=0, progress=False)
+    found = caught.value.result.model[0].weight
+    assert found.dtype == torch.float32
+    assert found.is_contiguous()

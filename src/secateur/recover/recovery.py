@@ -154,8 +154,7 @@ def trained(
         whole = merged(net) if settings.lora else student
         for parameter in whole.parameters():
             parameter.requires_grad_(id(parameter) in trainable)
-        if _too_large(whole, forms) is None:
-            _restored(whole, forms)
+        _restored(whole, forms, formats=_too_large(whole, forms) is None)
         return Recovered(whole, tuple(trainer.history), stopped)
 
     try:
@@ -234,10 +233,11 @@ def _too_large(model: nn.Module, forms: Mapping[str, Tensor]) -> str | None:
     return None
 
 
-def _restored(model: nn.Module, forms: Mapping[str, Tensor]) -> None:
-    """Number formats and order in memory as they were."""
+def _restored(model: nn.Module, forms: Mapping[str, Tensor], formats: bool) -> None:
+    """The order in memory as it was, and the number formats, if the numbers fit."""
     for name, tensor in named_tensors(model):
         form = forms.get(name, tensor)
         if form.shape != tensor.shape:  # a buffer that grew
             form = torch.empty(tensor.shape, dtype=form.dtype)
-        tensor.data = torch.empty_like(form, device=tensor.device).copy_(tensor.data)
+        kind = form.dtype if formats else tensor.dtype
+        tensor.data = torch.empty_like(form, dtype=kind, device=tensor.device).copy_(tensor.data)
