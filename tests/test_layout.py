@@ -277,3 +277,20 @@ def test_a_model_whose_numbers_became_too_large_is_in_the_order_that_was_given()
     found = caught.value.result.model[0].weight
     assert found.dtype == torch.float32
     assert found.is_contiguous()
+
+
+def test_inputs_that_point_into_others_are_looked_at_as_a_whole() -> None:
+    """On a GPU, an index beyond the samples would end the process."""
+    failed: list[str] = []
+
+    class Chosen(Net):
+        def forward(self, x: Tensor, chosen: Tensor) -> Any:
+            if chosen.max() >= len(x):
+                failed.append("index")
+            return super().forward(x)[chosen]
+
+    torch.manual_seed(0)
+    batches = [((torch.randn(6, 3, 9, 9), torch.tensor([0, 5, 3])), torch.arange(3))] * 2
+    found = sc.recover(Chosen(), Chosen(), batches, epochs=1, progress=False)
+    assert found.history
+    assert not failed

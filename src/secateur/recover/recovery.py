@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from secateur.arguments import check_callable, check_path
 from secateur.errors import DataError, SecateurError, TrainingError
-from secateur.nest import map_tensors, select_samples
+from secateur.nest import counts_of_samples, map_tensors, select_samples
 from secateur.recover.blocks import Blocks
 from secateur.recover.checkpoint import Checkpoint
 from secateur.recover.samples import Samples
@@ -208,12 +208,13 @@ def _teacher(original: nn.Module, small: nn.Module) -> nn.Module:
 
 
 def _looked(samples: Samples, settings: Recover, count: int) -> Any:
-    """Some samples of a batch, before training."""
+    """Some samples of a batch, before training; all, where its tensors have not as many."""
     with seeded(settings.seed, share()[0], salt=_SALT):
         looked = next(samples.look(1), None)
     if looked is None:
         raise DataError("there is no batch to train on.")
-    return select_samples(looked[0], slice(count))
+    alike = len(set(counts_of_samples(looked[0]))) == 1  # else one may hold the numbers of others' samples
+    return select_samples(looked[0], slice(count)) if alike else looked[0]
 
 
 def _arranged(model: nn.Module, sample: Any, training: bool) -> nn.Module:
