@@ -651,6 +651,16 @@ def test_batches_of_the_user_are_not_written_to(kind: str) -> None:
     assert torch.equal(torch.cat([targets for _, targets in batches]), maps)
 
 
+def test_data_with_gradients_get_none() -> None:
+    x, y = points()
+    x, wanted = x.requires_grad_(), x[:, :3].detach().clone().requires_grad_()
+    for data in ((x, y), [(x, y)]):
+        train(mlp(), mlp(1), data)
+    train(mlp(), None, (x, wanted), teacher=0, loss=F.mse_loss)
+    assert x.grad is None
+    assert wanted.grad is None
+
+
 def test_losses_below_zero_that_fall_are_no_harm(recwarn: pytest.WarningsRecorder) -> None:
     x, _ = points()
     y = x[:, :3]

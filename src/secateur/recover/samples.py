@@ -187,7 +187,7 @@ class Samples:
 
 def _copied(batch: Batch, device: torch.device | None) -> Batch:
     """A batch of its own, on the device: a forward, a loss or a function of images may write to it."""
-    inputs, targets = (map_tensors(lambda t: t.to(device or t.device, copy=True), part) for part in batch)
+    inputs, targets = (map_tensors(lambda t: t.detach().to(device or t.device, copy=True), part) for part in batch)
     return inputs, targets
 
 
