@@ -126,6 +126,14 @@ class Turned(torch.autograd.Function):
         return gradients[0].view(len(gradients[0]), -1).view_as(gradients[0])
 
 
+class Misread(Turned):
+    """One whose gradient takes the numbers as they lie in the memory, as a kernel may."""
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0].as_strided(gradients[0].shape, torch.empty(gradients[0].shape).stride()).contiguous()
+
+
 class Trained(nn.Module):
     """A classifier that notes in which order its weights are while it is trained."""
 
@@ -133,15 +141,18 @@ class Trained(nn.Module):
         super().__init__()
         self.conv, self.more, self.norm = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8)
         self.head, self.kind, self.noted = nn.Linear(8 * 25, 4), kind, list[bool]()
+        if kind == "memory, no answer":  # as of a head that begins with zeros
+            self.head.load_state_dict({name: tensor * 0 for name, tensor in self.head.state_dict().items()})
 
     def forward(self, x: Tensor) -> Any:
         if self.training and len(x) > 2:  # no first look
             self.noted.append(self.conv.weight.is_contiguous())
         y = self.conv(x).relu()
-        y = self.norm(self.more(Turned.apply(y) if self.kind == "gradient" else y)).relu()
+        function = {"gradient": Turned, "silent gradient": Misread}.get(self.kind)
+        y = self.norm(self.more(function.apply(y) if function else y)).relu()
         if self.kind == "training" and self.training:
             y = y.view(len(x), -1).view(len(x), 8, 5, 5)
-        if self.kind == "memory":
+        if self.kind in ("memory", "memory, no answer"):
             y = torch.as_strided(y, y.shape, (y[0].numel(), y[0, 0].numel(), y.shape[-1], 1))
         return self.head(y.view(len(x), -1) if self.kind == "view" else y.flatten(1))
 
@@ -151,8 +162,10 @@ class Trained(nn.Module):
     [
         ("", True, True),
         ("view", False, False),
-        ("memory", False, True),
+        ("memory", False, False),
+        ("memory, no answer", True, False),
         ("gradient", True, False),
+        ("silent gradient", True, False),
         ("training", True, False),
     ],
 )
@@ -183,3 +196,101 @@ def test_number_formats_have_their_own_rounding(dtype: torch.dtype) -> None:
     x = torch.randn(2, 3, 9, 9, dtype=dtype)
     assert bears_channels_last(Trained().to(dtype).eval(), x)
     assert not bears_channels_last(Trained("memory").to(dtype).eval(), x)
+
+
+class Maps(nn.Module):
+    """A map of classes, by weights of all dimensions, some of whose sizes are 1; and what else a model may do."""
+
+    def __init__(self, kind: str = "") -> None:
+        super().__init__()
+        self.conv, self.each = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1, groups=8)
+        self.frames, self.head, self.kind = nn.Conv3d(8, 8, (1, 3, 3), padding=(0, 1, 1)), nn.Conv2d(8, 4, 1), kind
+        self.slow = nn.Parameter(torch.zeros(8), requires_grad=False)
+        self.register_buffer("places", torch.rand(1, 8, 1, 9, 9))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.each(self.conv(x).relu())
+        if self.kind == "follows" and self.training:
+            with torch.no_grad():
+                self.slow.mul_(0.5).add_(self.each.bias + 1)
+        y = self.frames(y[:, :, None] + self.places)[:, :, 0].relu() + self.slow.view(-1, 1, 1)
+        found: Tensor = self.head(y)
+        if self.training or self.kind not in ("boxes", "mask"):
+            return found
+        return found > 0 if self.kind == "mask" else found.flatten(2).transpose(1, 2)[:, :0]
+
+
+def viewed(output: Tensor, targets: Tensor) -> Tensor:
+    """A user's own loss."""
+    return nn.functional.mse_loss(output.sigmoid().view(-1), targets.view(-1))
+
+
+@pytest.mark.parametrize("kind", ["", "follows", "boxes", "mask", "ordered"])
+def test_trained_maps_are_in_the_order_that_was_given(kind: str) -> None:
+    torch.manual_seed(0)
+    model, x, y = Maps(kind).eval(), torch.randn(12, 3, 9, 9), torch.rand(12, 4, 9, 9)
+    if kind == "ordered":
+        for conv in (model.conv, model.each, model.head):
+            conv.to(memory_format=torch.channels_last)
+    assert bears_channels_last(model, x[:2]) is (kind != "boxes")
+    assert learns_channels_last(model, x[:2]) is (kind != "mask")
+    run = {"epochs": 2, "batch_size": 4, "teacher": 0, "loss": viewed, "progress": False}
+    found = sc.recover(model, None, (x, y), **run).model
+    usual = sc.recover(model, None, (x, y), channels_last=False, **run).model
+    for (name, a), b in zip(found.state_dict().items(), usual.state_dict().values(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6, msg=name)
+    for name, tensor in model.state_dict().items():
+        assert found.state_dict()[name].stride() == tensor.stride(), name
+    assert found.train()(x).stride() == model.train()(x).stride()
+
+
+def test_a_look_writes_to_no_weight() -> None:
+    model = Maps("follows")
+    before = copy.deepcopy(model.state_dict())
+    versions = [tensor._version for tensor in model.state_dict().values()]
+    assert learns_channels_last(model, torch.randn(2, 3, 9, 9))
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    others = [name for name, v in zip(before, versions, strict=True) if model.state_dict()[name]._version != v]
+    assert others == ["slow"]  # which was written to, and is as it was
+
+
+def test_a_view_that_fails_later_is_told_what_helps() -> None:
+    class Later(Net):
+        def forward(self, x: Tensor) -> Any:
+            y = self.conv(x)  # where a map is one number, any order is the usual one
+            return self.head(y.view(len(x), y[0].numel()).unflatten(1, (8, -1)).mean(2))
+
+    batches = [(torch.randn(4, 3, size, size), torch.arange(4)) for size in (3, 9)]
+    run = {"epochs": 1, "teacher": 0, "progress": False}
+    with pytest.raises(sc.errors.ForwardError, match="channels_last=False"):
+        sc.recover(Later(), None, batches, **run)
+    assert sc.recover(Later(), None, batches, channels_last=False, **run).history
+
+
+def test_a_model_whose_numbers_became_too_large_is_in_the_order_that_was_given() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    with torch.no_grad():
+        model[0].weight.mul_(2000)
+    with pytest.raises(sc.errors.TrainingError, match="infinite in float16") as caught:
+        sc.recover(model.half(), None, (torch.randn(12, 3, 9, 9), torch.arange(12) % 8), teacher=0, progress=False)
+    found = caught.value.result.model[0].weight
+    assert found.dtype == torch.float32
+    assert found.is_contiguous()
+
+
+def test_inputs_that_point_into_others_are_looked_at_as_a_whole() -> None:
+    """On a GPU, an index beyond the samples would end the process."""
+    failed: list[str] = []
+
+    class Chosen(Net):
+        def forward(self, x: Tensor, chosen: Tensor) -> Any:
+            if chosen.max() >= len(x):
+                failed.append("index")
+            return super().forward(x)[chosen]
+
+    torch.manual_seed(0)
+    batches = [((torch.randn(6, 3, 9, 9), torch.tensor([0, 5, 3])), torch.arange(3))] * 2
+    found = sc.recover(Chosen(), Chosen(), batches, epochs=1, progress=False)
+    assert found.history
+    assert not failed

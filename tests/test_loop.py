@@ -877,9 +877,11 @@ def test_a_run_in_steps_says_that_nothing_was_repaired() -> None:
         "steps, repaired": prune(net(), data(), remove=0.2, schedule=0.1, repair="best"),
         "own training": prune(net(), data(), remove=0.2, schedule=tuned),
         "at once, as asked": prune(net(), data(), remove=0.2, repair=None, schedule=Schedule(one_shot=True)),
+        "no samples": prune(net(), [(data()[0][:1], None)], "weight", remove=0.2),
     }
     warned = {name for name, result in told.items() if "nothing was repaired" in str(result)}
-    assert warned == {"steps", "steps, trained"}
+    assert warned == {"steps", "steps, trained", "no samples"}
+    assert "steps ask" not in str(told["no samples"])  # nobody asked for steps
 
 
 class Terminal(io.StringIO):

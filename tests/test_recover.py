@@ -605,6 +605,8 @@ def test_a_language_model_learns_from_text_that_its_teacher_writes(language: nn.
     assert write_text(short, 3)["input_ids"].shape == (3, 12)
     with pytest.raises(DataError, match="tokens=13: this model takes at most 12"):
         write_text(short, 3, 13)
+    short.config.bos_token_id = 40  # beyond its words, as the usual settings are for a small model
+    assert int(write_text(short, 3)["input_ids"].max()) < 40
     small = sc.prune(language, [(text, None)], "weight", remove=0.3, progress=False, repair=None)
     done = sc.recover(small, language, None, epochs=1, batch_size=64, progress=False)
     assert done.history[0].accuracy is not None  # of the next token
@@ -835,6 +837,8 @@ def test_what_was_measured_before_the_training_is_not_said_of_the_trained_model(
     assert "0.123" in str(found._facts())
     assert "0.123" not in str(trained._facts())
     assert "Recover(epochs=1" in trained._facts()["recover"]
+    assert found.reasons is not None
+    assert ["drift of the heat maps" in str(item) for item in (found, trained)] == [True, False]
     pages = [item.report(tmp_path / "a.html", page=Page(latency=False)).read_text() for item in (found, trained)]
     assert ["12.3 %</" in page.partition("<table")[0] for page in pages] == [True, False]
 
@@ -865,7 +869,7 @@ class Stateful(nn.Module):
 
     def __init__(self, kind: str) -> None:
         super().__init__()
-        self.kind, self.calls = kind, 0
+        self.kind, self.calls, self.shares = kind, 0, {"of all": [1.0]}
         self.norm, self.head = nn.BatchNorm1d(3), nn.Linear(3, 2)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -879,23 +883,42 @@ class Stateful(nn.Module):
         elif self.kind == "count":
             self.calls += 1
             factor = 1 / self.calls
+        elif self.kind == "list":
+            self.shares = {"of all": [self.shares["of all"][0] / 2]}
+            factor = self.shares["of all"][0]
         elif self.kind == "waits" and modes[-1] == "error":
             raise RuntimeError("called a synchronizing CUDA operation")
         return factor * self.head(self.norm(x))
 
 
-@pytest.mark.parametrize("kind", ["torch", "python", "numpy", "count", "waits"])
+class Weakening:
+    """A user's own loss, which counts its calls."""
+
+    def __init__(self, counts: bool) -> None:
+        self.counts, self.calls = counts, 0
+
+    def __call__(self, output: Tensor) -> Tensor:
+        self.calls += self.counts
+        return output.square().sum() / (1 + self.calls)
+
+
+@pytest.mark.parametrize("kind", ["torch", "python", "numpy", "count", "list", "loss", "waits"])
 def test_a_step_that_a_replay_would_not_repeat_is_not_recorded(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """And its rehearsal leaves no trace: random numbers, statistics and counts are as without it."""
     found = []
-    said = {"count": "Stateful.calls changes from 4 to 5", "waits": "called a synchronizing"}
+    said = {
+        "count": "Stateful.calls changes from 4 to 5", "loss": "Weakening.calls changes from 4 to 5",
+        "list": "Stateful.shares changes from", "waits": "called a synchronizing",
+    }  # fmt: skip
     for pretend in (False, True):
         random.seed(0), np.random.seed(0), torch.manual_seed(0)
-        model, x = Stateful(kind).train(), torch.randn(4, 3)
+        model, x, judge = Stateful(kind).train(), torch.randn(4, 3), Weakening(kind == "loss")
         weights = list(model.parameters())
 
-        def compute(x: Tensor, y: Tensor | None, model: nn.Module = model, weights: Any = weights) -> Tensor:
-            loss = model(x).square().sum()
+        def compute(
+            x: Tensor, y: Tensor | None, model: nn.Module = model, weights: Any = weights, judge: Any = judge
+        ) -> Tensor:
+            loss = judge(model(x))
             for weight, gradient in zip(weights, torch.autograd.grad(loss, weights), strict=True):
                 weight.grad = gradient
             return loss.detach().reshape(1)
@@ -904,12 +927,16 @@ def test_a_step_that_a_replay_would_not_repeat_is_not_recorded(kind: str, monkey
         with monkeypatch.context() as patch:
             patch.setattr(torch.cuda, "CUDAGraph", Replayed)
             patch.setattr(torch.cuda, "graph", nullcontext)
-            steps: Any = recording(compute, weights, [model], patch) if pretend else compute
+            steps: Any = (
+                recording(compute, weights, [model, judge.__call__, len, Weakening], patch) if pretend else compute
+            )
             for number in range(7):
                 told = pytest.warns(SecateurWarning, match=said.get(kind, "random numbers are drawn"))
                 with told if pretend and number == 3 else nullcontext():
                     numbers.append(float(steps(x + number, None)))
-        found.append((numbers, [w.grad.tolist() for w in weights], model.norm.running_mean.tolist(), model.calls))
+        found.append(
+            (numbers, [w.grad.tolist() for w in weights], model.norm.running_mean.tolist(), model.calls, judge.calls)
+        )
     assert found[0] == found[1]
 
 

@@ -191,6 +191,10 @@ def test_label_maps_do_not_stay_behind() -> None:
     for augment in moving:
         with pytest.raises(DataError, match="would move images, but not their targets"):
             train(model, None, (x, maps), teacher=0, augment=augment)
+        for targets in ((torch.arange(len(x)), maps), [{"boxes": torch.rand(2, 4)} for _ in x]):
+            with pytest.raises(DataError, match="would move images, but not their targets"):
+                altered(augment, x, targets)
+    assert torch.equal(altered("crop-flip", x, (torch.arange(len(x)), torch.rand(len(x))))[1][0], torch.arange(len(x)))
     for augment in (v2.ColorJitter(0.1), v2.Compose([v2.ColorJitter(0.1)]), lambda images: images * 1.1):
         assert train(model, None, (x, maps), teacher=0, augment=augment).history
     # The teacher's answer moves with the images.
@@ -611,3 +615,110 @@ def test_mixing_within_other_transforms() -> None:
             train(model, None, (x, y), teacher=0, augment=augment)
     with pytest.raises(DataError, match="mixes labels, and there are none"):
         train(model, conv(*head()), (x, None), augment=v2.MixUp(num_classes=3))
+
+
+# -- the user's data and the numbers that are told ---------------------------------------------------------------------
+class Writes(nn.Module):
+    """A model that alters what it is given, and answers a map."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 3, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.conv(x.mul_(0.5))
+        return found
+
+
+def dimmed(images: Tensor) -> Tensor:
+    return images.mul_(0.5)
+
+
+def emptied(output: Tensor, targets: Tensor) -> Tensor:
+    loss = F.cross_entropy(output, targets.clone())
+    targets.zero_()
+    return loss
+
+
+@pytest.mark.parametrize("kind", ["list", "loader"])
+def test_batches_of_the_user_are_not_written_to(kind: str) -> None:
+    x, _ = pictures()
+    maps = torch.randint(3, (len(x), 8, 8))
+    batches = [(x[:12].clone(), maps[:12].clone()), (x[12:].clone(), maps[12:].clone())]
+    data: Any = batches if kind == "list" else DataLoader(batches, batch_size=None)
+    train(Writes(), Writes(), data, augment=dimmed, loss=emptied, test=batches, epochs=2, blocks=0)
+    assert torch.equal(torch.cat([inputs for inputs, _ in batches]), x)
+    assert torch.equal(torch.cat([targets for _, targets in batches]), maps)
+
+
+def test_data_with_gradients_get_none() -> None:
+    x, y = points()
+    x, wanted = x.requires_grad_(), x[:, :3].detach().clone().requires_grad_()
+    for data in ((x, y), [(x, y)]):
+        train(mlp(), mlp(1), data)
+    train(mlp(), None, (x, wanted), teacher=0, loss=F.mse_loss)
+    assert x.grad is None
+    assert wanted.grad is None
+
+
+def test_losses_below_zero_that_fall_are_no_harm(recwarn: pytest.WarningsRecorder) -> None:
+    x, _ = points()
+    y = x[:, :3]
+
+    def likeness(output: Tensor, targets: Tensor) -> Tensor:
+        return -2 - F.cosine_similarity(output, targets).mean()
+
+    run = {"teacher": 0, "loss": likeness, "schedule": "constant", "clip": 0}
+    found = train(mlp(), None, (x, y), lr=1e-3, test=(x, y), **run)
+    assert found.history[-1].held_out < -1
+    assert not recwarn
+    with pytest.warns(SecateurWarning, match="raised the loss on held-out samples from -.* to -1"):
+        train(mlp(), None, (x, y), lr=0.1, test=(x, -y), epochs=20, **run)
+
+
+def test_sums_are_exact_whatever_the_default_number_format_is() -> None:
+    x, y = points(3000)
+    model = mlp()
+    with torch.no_grad():
+        output = model(x)
+    right, loss = float((output.argmax(1) == y).float().mean()), float(F.cross_entropy(output, y))
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        row = train(model, None, (x, y), teacher=0, lr=0.0, batch_size=100, test=(x, y)).history[0]
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert (row.accuracy, row.held_out_accuracy) == pytest.approx((right, right), rel=1e-6)
+    assert (row.loss, row.held_out) == pytest.approx((loss, loss), rel=1e-5)
+
+
+def test_targets_that_are_nan_are_named() -> None:
+    x, _ = points()
+    y = torch.zeros(len(x), 3)
+    y[3] = math.nan
+    with pytest.raises(TrainingError, match=r"some targets are NaN; .*Fix: a loss that leaves them out, or a smaller"):
+        train(mlp(), None, (x, y), teacher=0, loss=F.mse_loss)
+    masked = train(
+        mlp(), None, (x, y), teacher=0, loss=lambda output, known: (output - known).nan_to_num().square().mean()
+    )
+    assert math.isfinite(masked.history[0].loss)
+
+
+def test_a_loss_without_a_gradient_is_refused() -> None:
+    def cut(output: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(output.detach(), targets)
+
+    with pytest.raises(DataError, match=r"depends on no parameter that is trained.*no detach\(\)"):
+        train(mlp(), None, points(), teacher=0, loss=cut)
+
+
+def test_a_teacher_of_quantities_is_warned_of(recwarn: pytest.WarningsRecorder) -> None:
+    x, y = points()
+    loss = F.binary_cross_entropy_with_logits
+    shares = F.one_hot(y, 3).float()
+    for targets, asked in ((x[:, :3], 0.0), (shares, 0.9), (y, 0.9)):
+        own = F.cross_entropy if targets is y else loss
+        train(mlp(), mlp(1), (x, targets), loss=own, teacher=asked, epochs=2)
+    assert not recwarn
+    with pytest.warns(SecateurWarning, match="the targets are no classes, .*Fix: teacher=0") as told:
+        train(mlp(), mlp(1), [(x[:30], (x[:30, :3] > 0).float())] * 2, loss=loss, epochs=2)
+    assert len(told) == 1

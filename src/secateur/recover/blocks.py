@@ -42,7 +42,7 @@ class Blocks:
         kept: dict[str, Tensor | None] = {}
         with probe:
             with torch.enable_grad():
-                output = logits_of(run(probe.teacher, inputs), warn=False)
+                output = logits_of(run(probe.teacher, map_tensors(torch.clone, inputs)), warn=False)
             with torch.no_grad():
                 run(probe.student, map_tensors(full, inputs))
             seen, returned = (dict(side) for side in probe._seen)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -12,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from secateur.arguments import check_number
-from secateur.errors import Argument, DataError, EvaluationError, SecateurError
+from secateur.errors import Argument, DataError, EvaluationError, SecateurError, SecateurWarning
 from secateur.running.logits import one_output
-from secateur.running.targets import IGNORED, Reader, default_loss
+from secateur.running.targets import IGNORED, Reader, are_shares, default_loss
 
 #: `f(output, targets)` returns a loss.
 Loss = Callable[[Tensor, Any], Tensor]
@@ -91,6 +92,16 @@ def check_share(name: str, value: Any) -> None:
         raise SecateurError("{given} is no share.", fix="a number from 0 to 1", given=Argument(name, value))
 
 
+def warn_of_quantities(output: Tensor, targets: Any) -> None:
+    """Warn if targets are no classes: what a teacher answers is compared as logits of classes."""
+    if output.ndim in (0, 1, 3) or output.shape[1] == 1:  # one has two classes; tokens have theirs elsewhere
+        return
+    real = isinstance(targets, Tensor) and targets.is_floating_point() and targets.shape == output.shape
+    if real and not are_shares(targets):
+        what = "the targets are no classes, but what the teacher answers is compared as logits of classes."
+        warnings.warn(SecateurWarning(what, fix="{none}", none=Argument("teacher", 0)), stacklevel=2)
+
+
 @dataclass(frozen=True)
 class Objective:
     """What a student is trained for. `read` of the same student finds the targets."""
@@ -137,7 +148,7 @@ class Objective:
         """The user's own loss."""
         assert self.loss is not None
         try:
-            own = self.loss(output, targets)
+            own = self.loss(output.contiguous(), targets)  # a `view` may ask for the usual order
         except (torch.OutOfMemoryError, SecateurError):
             raise
         except Exception as error:

@@ -1,7 +1,7 @@
 """Training steps on a GPU as one recorded graph, so that it need not wait for the host at every layer.
 
 A replay runs no Python. So before the recording a step is rehearsed and taken back: nothing is recorded if the step
-waits for the GPU, draws random numbers on the processor, or changes a number that a module keeps in Python.
+waits for the GPU, draws random numbers on the processor, or changes a number that a module or a loss keeps in Python.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Recording:
     """Computes gradients. Batches of tensors, all of the shape of the first one, are replayed as a graph."""
 
     def __init__(
-        self, compute: Compute, parameters: Sequence[nn.Parameter], models: Sequence[nn.Module], wanted: bool
+        self, compute: Compute, parameters: Sequence[nn.Parameter], models: Sequence[object], wanted: bool
     ) -> None:
         self._compute, self._parameters, self._models, self._wanted = compute, parameters, models, wanted
         self._stream = torch.cuda.Stream() if wanted else None  # type: ignore[no-untyped-call]

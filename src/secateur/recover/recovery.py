@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from secateur.arguments import check_callable, check_path
 from secateur.errors import DataError, SecateurError, TrainingError
-from secateur.nest import map_tensors, select_samples
+from secateur.nest import counts_of_samples, map_tensors, select_samples
 from secateur.recover.blocks import Blocks
 from secateur.recover.checkpoint import Checkpoint
 from secateur.recover.samples import Samples
@@ -25,7 +25,7 @@ from secateur.running.batches import Data
 from secateur.running.copies import copy_with, named_tensors, shared_copy, unwrap
 from secateur.running.devices import device_of, full
 from secateur.running.identity import data_identity, described, digest
-from secateur.running.layout import bears_channels_last, has_images, learns_channels_last
+from secateur.running.layout import arrange, bears_channels_last, has_images, learns_channels_last
 from secateur.running.processes import active, agree, check_same, same_everywhere, share, together
 from secateur.running.progress import Line, Listener
 from secateur.running.sandbox import check_weights, leaves_no_trace, seeded
@@ -91,7 +91,7 @@ def recover(
     if isinstance(small, Record):
         # What the run measured is not of this model.
         known = {**small.settings, "recover": repr(asked), "trained_afterwards": True}
-        return replace(done, result=replace(small, model=done.model, settings=known))
+        return replace(done, result=replace(small, model=done.model, settings=known, reasons=None))
     return done
 
 
@@ -137,7 +137,7 @@ def trained(
         if model is not None:
             check_same(model)
     samples = Samples.of(_data(small, original, data, settings), settings, test, device_of(small))
-    student, kinds = _student(small)
+    student, forms = _student(small)
     if settings.channels_last and has_images(student):
         few = _looked(samples, settings, 2)
         student = _arranged(student, map_tensors(full, few), training=True)
@@ -154,8 +154,7 @@ def trained(
         whole = merged(net) if settings.lora else student
         for parameter in whole.parameters():
             parameter.requires_grad_(id(parameter) in trainable)
-        if _too_large(whole, kinds) is None:
-            _restored(whole, kinds)
+        _restored(whole, forms, formats=_too_large(whole, forms) is None)
         return Recovered(whole, tuple(trainer.history), stopped)
 
     try:
@@ -164,10 +163,10 @@ def trained(
         error.result = ended(trainer.stopped or error.what)
         raise
     done = ended(stopped)
-    name = _too_large(done.model, kinds)
+    name = _too_large(done.model, forms)
     if name is not None:
         spoilt = TrainingError(
-            f"`{name}` has learnt numbers that are infinite in {str(kinds[name]).removeprefix('torch.')}.",
+            f"`{name}` has learnt numbers that are infinite in {str(forms[name].dtype).removeprefix('torch.')}.",
             where=name, fix="the smaller model in another number format, such as model.bfloat16()",
         )  # fmt: skip
         spoilt.result = done
@@ -187,15 +186,15 @@ def _data(small: nn.Module, original: nn.Module | None, data: Data, settings: Re
     return write_text(original, seed=settings.seed)
 
 
-def _student(small: nn.Module) -> tuple[nn.Module, Mapping[str, torch.dtype]]:
-    """A copy to train, in float32, and the number formats that it had."""
-    kinds = {name: tensor.dtype for name, tensor in named_tensors(small)}
+def _student(small: nn.Module) -> tuple[nn.Module, Mapping[str, Tensor]]:
+    """A copy to train, in float32, and tensors without numbers in the formats and the order in memory that it had."""
+    forms = {name: torch.empty_like(tensor, device="meta") for name, tensor in named_tensors(small)}
 
     def fresh(name: str, old: Tensor) -> Tensor:
         new = old.detach().clone()
         return new.float() if old.dtype in _HALF else new
 
-    return copy_with(small, fresh), kinds
+    return copy_with(small, fresh), forms
 
 
 def _teacher(original: nn.Module, small: nn.Module) -> nn.Module:
@@ -209,12 +208,13 @@ def _teacher(original: nn.Module, small: nn.Module) -> nn.Module:
 
 
 def _looked(samples: Samples, settings: Recover, count: int) -> Any:
-    """Some samples of a batch, before training."""
+    """Some samples of a batch, before training; all, where its tensors have not as many."""
     with seeded(settings.seed, share()[0], salt=_SALT):
         looked = next(samples.look(1), None)
     if looked is None:
         raise DataError("there is no batch to train on.")
-    return select_samples(looked[0], slice(count))
+    alike = len(set(counts_of_samples(looked[0]))) == 1  # else one may hold the numbers of others' samples
+    return select_samples(looked[0], slice(count)) if alike else looked[0]
 
 
 def _arranged(model: nn.Module, sample: Any, training: bool) -> nn.Module:
@@ -222,19 +222,23 @@ def _arranged(model: nn.Module, sample: Any, training: bool) -> nn.Module:
     for bears in (bears_channels_last, learns_channels_last)[: 1 + training]:
         if agree(flag=not bears(model, sample)):
             return model
-    return model.to(memory_format=torch.channels_last)
+    return arrange(model)
 
 
-def _too_large(model: nn.Module, kinds: Mapping[str, torch.dtype]) -> str | None:
+def _too_large(model: nn.Module, forms: Mapping[str, Tensor]) -> str | None:
     """The first tensor with finite numbers that would not be so in the number format it had."""
     for name, tensor in named_tensors(model):
-        kind = kinds.get(name, tensor.dtype)
+        kind = forms.get(name, tensor).dtype
         if kind in _HALF and tensor.dtype != kind and bool((tensor.isfinite() & tensor.to(kind).isinf()).any()):
             return name
     return None
 
 
-def _restored(model: nn.Module, kinds: Mapping[str, torch.dtype]) -> None:
-    """Number formats and order in memory as they were."""
+def _restored(model: nn.Module, forms: Mapping[str, Tensor], formats: bool) -> None:
+    """The order in memory as it was, and the number formats, if the numbers fit."""
     for name, tensor in named_tensors(model):
-        tensor.data = tensor.data.to(kinds.get(name, tensor.dtype)).contiguous()
+        form = forms.get(name, tensor)
+        if form.shape != tensor.shape:  # a buffer that grew
+            form = torch.empty(tensor.shape, dtype=form.dtype)
+        kind = form.dtype if formats else tensor.dtype
+        tensor.data = torch.empty_like(form, dtype=kind, device=tensor.device).copy_(tensor.data)

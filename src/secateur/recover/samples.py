@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from secateur.errors import Argument, DataError, EvaluationError, SecateurError
-from secateur.nest import map_tensors, select_samples, tensors_in
+from secateur.nest import lists_samples, map_tensors, select_samples, tensors_in
 from secateur.recover.settings import Augment, Recover
 from secateur.running.batches import (
     Batch,
@@ -26,7 +26,6 @@ from secateur.running.batches import (
     repeatable,
     size_of,
 )
-from secateur.running.devices import to_device
 from secateur.running.processes import share
 
 _END: Any = object()
@@ -131,9 +130,8 @@ class Samples:
                 batch = next(rest, _END)
                 if batch is _END:
                     return
-                # A copy, since the next batch may come in the same memory, and a function of images may write to it.
-                known.append(_copied(checked_batch(batch)))
-            yield self._made(_copied(known[number]))
+                known.append(_copied(checked_batch(batch), None))  # the next batch may come in the same memory
+            yield self._made(known[number])
 
     def forget(self) -> None:
         """The next epoch begins anew: it is not the first."""
@@ -154,7 +152,7 @@ class Samples:
                 sampler.set_epoch(number)
 
     def _made(self, batch: Batch) -> Batch:
-        inputs, targets = (to_device(part, self.device) for part in batch)
+        inputs, targets = _copied(batch, self.device)
         return (inputs, targets) if self.augment is None else altered(self.augment, inputs, targets)
 
     def _plain(self, drawn: Tensor | None) -> Iterator[Batch]:
@@ -183,12 +181,14 @@ class Samples:
 
     def held_batches(self) -> Iterator[Batch]:
         """What is held out, this process's share of a pair."""
-        yield from batches(self.held, self.batch_size, self.device, share())
+        for batch in batches(self.held, self.batch_size, share=share()):
+            yield _copied(batch, self.device)
 
 
-def _copied(batch: Batch) -> Batch:
-    inputs, targets = batch
-    return map_tensors(torch.clone, inputs), map_tensors(torch.clone, targets)
+def _copied(batch: Batch, device: torch.device | None) -> Batch:
+    """A batch of its own, on the device: a forward, a loss or a function of images may write to it."""
+    inputs, targets = (map_tensors(lambda t: t.detach().to(device or t.device, copy=True), part) for part in batch)
+    return inputs, targets
 
 
 def _check(pair: Data, settings: Recover) -> None:
@@ -224,9 +224,10 @@ def altered(augment: Augment, inputs: Any, targets: Any) -> Batch:
     """A batch with altered images. Mixup and cutmix alter the targets as well."""
     if not isinstance(inputs, Tensor) or inputs.ndim < 3 or (isinstance(augment, str) and inputs.ndim != 4):
         raise DataError("augment alters images, and the inputs are none.", fix="augment=None, or inputs (N, C, H, W)")
-    if isinstance(targets, Tensor) and targets.ndim > 2 and _moves(augment):
+    places = next((f" of shape {tuple(t.shape)}" for t in tensors_in(targets) if t.ndim > 2), None)
+    if (places is not None or lists_samples(targets)) and _moves(augment):  # maps, or dicts with boxes
         raise DataError(
-            f"augment would move images, but not their targets of shape {tuple(targets.shape)}.",
+            f"augment would move images, but not their targets{places or ', a dict for each'}.",
             fix="a DataLoader whose data set alters both, or a function of a batch that moves nothing",
         )
     if isinstance(augment, str):

@@ -46,13 +46,12 @@ def write_text(
         raise DataError("{given}: this model takes at most {most}.", given=Argument("tokens", tokens), most=most)
     device, how = device_of(writer), _drawing(writer)
     torch.manual_seed(seed)
-    first = getattr(writer.config, "bos_token_id", None)
-    words = writer.get_input_embeddings().weight.shape[0]
+    first, words = _start(writer), len(writer.get_input_embeddings().weight)
     found = []
     for begin in range(0, sequences, batch_size):
         count = min(batch_size, sequences - begin)
         ids = torch.randint(words, (count, 1), device=device)
-        if isinstance(first, int):
+        if first is not None:
             ids = torch.cat([torch.full_like(ids, first), ids], 1)
         more = tokens - ids.shape[1]
         with torch.no_grad():
@@ -64,13 +63,18 @@ def write_text(
     return {"input_ids": torch.cat(found)}
 
 
+def _start(writer: Any) -> int | None:
+    """The mark of the start. A small model may have the usual settings, whose mark lies beyond its words."""
+    first = getattr(writer.config, "bos_token_id", None)
+    return first if isinstance(first, int) and first < len(writer.get_input_embeddings().weight) else None
+
+
 def _drawing(writer: Any) -> Any:
     """How tokens are drawn: as the model gives them, without an early end. The copy's own settings are replaced."""
     from transformers import GenerationConfig
 
     kind: Any = GenerationConfig
-    first = getattr(writer.config, "bos_token_id", None)
-    marks = {"pad_token_id": first if isinstance(first, int) else 0}
+    marks = {"pad_token_id": _start(writer) or 0}
     end = getattr(getattr(writer, "generation_config", None), "eos_token_id", None)
     if end is not None:
         marks["eos_token_id"] = end

@@ -18,7 +18,7 @@ from secateur.errors import Argument, DataError, FileFormatError, SecateurError,
 from secateur.nest import map_tensors, select_samples, tensors_in
 from secateur.recover.blocks import Blocks
 from secateur.recover.checkpoint import Checkpoint, random_state, set_random_state
-from secateur.recover.loss import Objective
+from secateur.recover.loss import Objective, warn_of_quantities
 from secateur.recover.norms import settle
 from secateur.recover.recording import Recording
 from secateur.recover.samples import Samples
@@ -37,8 +37,8 @@ from secateur.running.targets import Reader, check_targets
 _WRITING = 0.1
 # Steps between two looks at the loss.
 _LOOK = 100
-# How much larger a loss on held-out samples must be than before training to be worth a warning.
-_CLEARLY = 1.1
+# By which share of itself a loss on held-out samples must be larger than before training to be worth a warning.
+_CLEARLY = 0.1
 
 
 class Trainer:
@@ -109,8 +109,8 @@ class Trainer:
             # A head that only helps in training has no gradient here.
             self._net = nn.parallel.DistributedDataParallel(net, device_ids=place, find_unused_parameters=True)
         alone = self._cuda and not active() and not self._scaler.is_enabled()
-        models = [model for model in (self.student, self.teacher) if model is not None]
-        recording = Recording(self._gradients, self._parameters, models, alone)
+        asked = [part for part in (self.student, self.teacher, self.settings.loss) if part is not None]
+        recording = Recording(self._gradients, self._parameters, asked, alone)
         try:
             with ExitStack() as stack:
                 stack.enter_context(torch.enable_grad())
@@ -130,7 +130,7 @@ class Trainer:
     def _epoch(self, gradients: Recording) -> None:
         number, drawn = len(self.history), same_everywhere(torch.get_rng_state()) if active() else None
         length = min(gathered(self.samples.length or 0))
-        sums, steps, rate, done = torch.zeros(3, device=self._device), 0, 0.0, 0.0
+        sums, steps, rate, done = self._sums(), 0, 0.0, 0.0
         for inputs, targets in in_step(self.samples.epoch(drawn, number)):
             done = self._budget.done(number + (steps / length if length else 0.0))
             if done >= 1 and (steps or number):
@@ -185,11 +185,12 @@ class Trainer:
         """Leave the weights that are the result in the student: those of the best epoch, and averaged if asked for."""
         self._load(self._best or self._good)
         before, *after = self._held_losses()
-        if not self._best and after and before is not None and (after[-1] or 0.0) > _CLEARLY * before + 0.01:
+        last = after[-1] if after else None
+        if not self._best and before is not None and last is not None and last - before > _CLEARLY * abs(before) + 0.01:
             warning = SecateurWarning(
                 "training raised the loss on held-out samples from {before} to {after}.",
                 fix="a smaller {lr}, or patience=3, which keeps the best", before=f"{before:.4g}",
-                after=f"{after[-1]:.4g}", lr=Argument("lr", self.settings.lr),
+                after=f"{last:.4g}", lr=Argument("lr", self.settings.lr),
             )  # fmt: skip
             warnings.warn(warning, stacklevel=2)
 
@@ -235,6 +236,8 @@ class Trainer:
                 with torch.no_grad():
                     answer = logits_of(_answered(teacher, inputs))
             output = logits_of(_learnt(net, inputs))
+            if answer is not None and self.settings.loss is not None and not self._taken:
+                warn_of_quantities(output, targets)
             loss, right = self._objective(inputs, targets, output, answer, check=self._unchecked)
             if self._unchecked and self.settings.loss is None and output.ndim == 2 and self.samples.labels is not None:
                 # All labels at once, so that the next step can be recorded.
@@ -242,6 +245,9 @@ class Trainer:
                 self._unchecked = False
             if self._blocks is not None:
                 loss = loss + self.settings.blocks * self._blocks.loss()
+        if not loss.requires_grad:
+            what = "the loss depends on no parameter that is trained."
+            raise DataError(what, fix="no detach(), item() or no_grad() between these and the loss")
         agree()  # nobody waits for the gradients of a process that has none
         self._scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
         return torch.cat([loss.detach().float().reshape(1), right])
@@ -288,11 +294,14 @@ class Trainer:
         self._load(self._good)
         if is_pair(self.samples.data):
             check_inputs(self.samples.data[0])
+        known = tensors_in(self.samples.data[1]) if is_pair(self.samples.data) else []
+        odd = ", and some targets are NaN" if any(bool(tensor.isnan().any()) for tensor in known) else ""
+        fix = "a smaller {lr}" if self.settings.is_limited else "a smaller {lr}, or {clip} to limit the gradient"
         self.stopped = f"the loss became {'NaN' if math.isnan(loss) else 'infinite'} in epoch {number + 1}"
         state = f"as it was after epoch {number}" if number else "as it was before training"
         raise TrainingError(
-            "{stopped}, within its first {steps} steps; the model is {state}.",
-            fix="a smaller {lr}" if self.settings.is_limited else "a smaller {lr}, or {clip} to limit the gradient",
+            "{stopped}, within its first {steps} steps{odd}; the model is {state}.",
+            fix=f"a loss that leaves them out, or {fix}" if odd else fix, odd=odd,
             stopped=self.stopped, steps=steps, state=state, lr=Argument("lr", self.settings.lr),
             clip=Argument("clip", 1.0),
         )  # fmt: skip
@@ -334,7 +343,7 @@ class Trainer:
         """Loss and accuracy on the samples that are held out, of the weights that would be the result."""
         if self.samples.held is None:
             return None, None
-        now, sums, count = [t.detach().clone() for t in self._moving], torch.zeros(3, device=self._device), 0
+        now, sums, count = [t.detach().clone() for t in self._moving], self._sums(), 0
         self._load(self._snapshot())
         with evaluating(self.student), torch.no_grad(), self._half_precision():
             for inputs, targets in self.samples.held_batches():
@@ -354,6 +363,10 @@ class Trainer:
         answer = logits_of(_answered(self.teacher, inputs)) if self.teacher is not None else None
         loss, right = self._objective(inputs, targets, logits_of(_learnt(self.student, inputs)), answer)
         return torch.cat([size_of(inputs) * loss.float().reshape(1), right])
+
+    def _sums(self) -> Tensor:
+        """Of the loss, what is right, and what is known. In full precision, whatever the default is."""
+        return torch.zeros(3, device=self._device, dtype=torch.float32)
 
     @property
     def _moving(self) -> list[Tensor]:
@@ -439,7 +452,8 @@ def _answered(model: nn.Module, inputs: Any) -> Any:
         if "more than 1 value per channel" in str(error):
             what = "a batch norm cannot be trained on a batch of one sample"
             raise DataError(f"{what}: {error}.", fix="drop_last=True for a DataLoader, or larger batches") from error
-        raise refusal(unwrap(model), "a batch", inputs, error) from error
+        order = "reshape instead of view in its forward, or channels_last=False" if "view size" in str(error) else ""
+        raise refusal(unwrap(model), "a batch", inputs, error, order) from error
 
 
 def _learnt(student: nn.Module, inputs: Any) -> Any:

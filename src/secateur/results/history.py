@@ -142,12 +142,11 @@ class Record:
         return "\n".join(lines)
 
     def _unrepaired(self) -> str:
-        """A line for whoever asked for steps and may expect a repair; empty after a repair or training of one's own."""
+        """A line for whoever may expect a repair, as after steps; empty after one, or after training of one's own."""
         asked = self.settings
         if not asked or asked.get("repair") or asked.get("finetune") or asked.get("one_shot") or len(self.history) < 2:
             return ""
-        what = "nothing was repaired: steps ask for the paper's algorithm, which only removes."
-        return f"{what} repair='best' repairs, if there are samples"
+        return "nothing was repaired, as in the paper's algorithm. repair='best' repairs, if there are samples"
 
 
 # What JSON may hold for a field, by its type.

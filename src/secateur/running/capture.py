@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import reprlib
 import threading
 import warnings
+from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
 
-from secateur.running.sandbox import RandomState
+from secateur.running.sandbox import RandomState, parts_of
 
 #: One recording at a time: what is set for it holds for all threads, and each would give back what another has set.
 turn = threading.RLock()
@@ -45,24 +46,31 @@ def as_if_recording() -> Iterator[None]:
 
 
 class Host:
-    """What Python has at some time: the state of its random numbers, and plain attributes of modules."""
+    """What Python has at some time: the state of its random numbers, and plain attributes of modules and objects."""
 
-    def __init__(self, models: Iterable[nn.Module]) -> None:
+    def __init__(self, models: Iterable[object]) -> None:
         self._random = RandomState([])
-        self._modules = [module for model in models for module in model.modules()]
-        self._known = [_plain(module) for module in self._modules]
+        self._parts = [part for model in models for part in parts_of(model)]
+        self._known = [_plain(vars(part)) for part in self._parts]
 
     def change(self) -> str:
         """What has changed since, in words; empty if nothing has."""
         if self._random.has_moved():
             return "random numbers are drawn on the processor"
-        for module, known in zip(self._modules, self._known, strict=True):
-            now = _plain(module)
+        for part, known in zip(self._parts, self._known, strict=True):
+            now = _plain(vars(part))
             for name in known.keys() | now.keys():
-                if known.get(name) is not now.get(name) and known.get(name) != now.get(name):
-                    return f"{type(module).__name__}.{name} changes from {known.get(name)!r} to {now.get(name)!r}"
+                was, is_now = known.get(name), now.get(name)
+                if was is not is_now and was != is_now:
+                    shown = f"from {reprlib.repr(was)} to {reprlib.repr(is_now)}"
+                    return f"{type(part).__name__}.{name} changes {shown}"
         return ""
 
 
-def _plain(module: nn.Module) -> dict[str, Any]:
-    return {name: value for name, value in vars(module).items() if isinstance(value, _PLAIN)}
+def _plain(value: Any) -> Any:
+    """Plain values as they are now, also those in containers."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | deque):
+        return [_plain(item) for item in value]
+    return value if isinstance(value, _PLAIN) else None

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache, wraps
 from itertools import islice
+from types import MethodType
 from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
@@ -159,12 +160,22 @@ def isolated(model: nn.Module, entries: Sequence[Tensor]) -> Iterator[None]:
         yield
 
 
+def parts_of(given: object) -> list[Any]:
+    """The modules of a model; another object itself, or that of a method, if it has attributes."""
+    owner = given.__self__ if isinstance(given, MethodType) else given
+    if isinstance(owner, nn.Module):
+        return list(owner.modules())
+    return [owner] if isinstance(getattr(owner, "__dict__", None), dict) else []
+
+
 @contextmanager
-def unmoved(model: nn.Module) -> Iterator[None]:
+def unmoved(model: object) -> Iterator[None]:
     """All tensors and attributes are as before afterwards: forwards write to buffers, some to weights, as an encoder
     that follows another one, and some keep what has no gradients here, or count their calls."""
-    attributes = [(vars(module), dict(vars(module))) for module in model.modules()]
-    places: list[dict[str, Any]] = [own for m in model.modules() for own in (m._parameters, m._buffers)]
+    parts = parts_of(model)
+    attributes = [(vars(part), dict(vars(part))) for part in parts]
+    modules = [part for part in parts if isinstance(part, nn.Module)]
+    places: list[dict[str, Any]] = [own for m in modules for own in (m._parameters, m._buffers)]
     held = [(own, name, tensor) for own in places for name, tensor in own.items() if tensor is not None]
     before = [tensor.detach().clone() for _, _, tensor in held]
     try:
@@ -178,7 +189,9 @@ def unmoved(model: nn.Module) -> Iterator[None]:
             for (owner, name, tensor), value in zip(held, before, strict=True):
                 if tensor.shape != value.shape:  # a buffer that grows in place
                     tensor.data = value
-                owner[name] = tensor.copy_(value)
+                elif not torch.equal(tensor, value):  # a write would count, and an expanded tensor bears none
+                    tensor.copy_(value)
+                owner[name] = tensor
 
 
 @contextmanager
@@ -256,10 +269,10 @@ def run_or_explain(model: nn.Module, example: Example) -> Any:
         raise refusal(model, "the example", example, error) from error
 
 
-def refusal(model: nn.Module, what: str, inputs: Example, error: Exception) -> ForwardError:
-    """The user's own error with the inputs' shapes, and a fix where number formats do not match."""
+def refusal(model: nn.Module, what: str, inputs: Example, error: Exception, fix: str = "") -> ForwardError:
+    """The user's own error with the inputs' shapes, and a fix, such as where number formats do not match."""
     text = f"{type(model).__name__} does not run on {what} ({describe(inputs)}): {type(error).__name__}: {error}"
-    return ForwardError(text, fix=_conversion(model, inputs, str(error)))
+    return ForwardError(text, fix=fix or _conversion(model, inputs, str(error)))
 
 
 def _conversion(model: nn.Module, inputs: Example, error: str) -> str:

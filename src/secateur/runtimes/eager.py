@@ -15,7 +15,7 @@ from torch import nn
 from secateur.errors import SecateurError
 from secateur.plans.plan import Plan
 from secateur.running.copies import named_modules, shared_copy, unwrap
-from secateur.running.layout import channels_last
+from secateur.running.layout import arrange, channels_last
 from secateur.running.sandbox import Example, quiet, run, run_or_explain
 from secateur.runtimes.setup import Setup
 
@@ -83,7 +83,7 @@ class Eager:
 
     def _placed(self, model: nn.Module) -> nn.Module:
         copy = shared_copy(unwrap(model)).eval().to(self.setup.device)
-        return copy.to(memory_format=torch.channels_last) if self.setup.runtime == "channels-last" else copy
+        return arrange(copy) if self.setup.runtime == "channels-last" else copy
 
     def _forward(self, model: Any) -> None:
         with torch.no_grad():
