@@ -161,11 +161,14 @@ class SensitivityPass(Accumulator):
                 try:
                     torch.autograd.grad(loss * count, taps.anchor, allow_unused=True)
                 except RuntimeError as error:
-                    if "derivative for" not in str(error):
+                    wrote = "modified by an inplace operation" in str(error)
+                    if not wrote and "derivative for" not in str(error):
                         raise
+                    why = "it writes over numbers of which a derivative needs the old ones" if wrote else error
+                    instead = "write to a copy" if wrote else "detach() what such a function reads"
                     raise CriterionError(
-                        f"{type(self.subject.model).__name__} has no gradient: {error}.",
-                        fix="a criterion without gradients, or detach() what such a function reads",
+                        f"{type(self.subject.model).__name__} has no gradient: {why}.",
+                        fix=f"a criterion without gradients, or {instead}",
                     ) from error
         for _, sums in self.entries:
             sums.samples += count
