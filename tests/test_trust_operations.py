@@ -310,8 +310,12 @@ def test_what_runs_inside_vmap_is_counted_and_what_follows_is_scored() -> None:
     ids=["jvp", "grad", "weight", "jacobian"],
 )
 def test_transforms_of_functions_keep_what_reaches_them(transform: Any) -> None:
-    graph = sc.analyze(Mapped(transform), torch.randn(5, 6))
+    net, x = Mapped(transform), torch.randn(5, 6)
+    graph = sc.analyze(net, x)
     assert {layer.prunable for layer in graph.layers if len(layer.groups) == 8} <= {False}
+    for criterion in ("lrp", "lrp:attnlrp"):
+        with pytest.raises(UnsupportedModelError, match=r"inside torch\.vmap or another transform"):
+            sc.score(net, (x, torch.arange(5) % 4), criterion, graph=graph)
     assert graph.cost.macs >= 5 * (6 * 8 + 8 * 9 + 9 * 4)
 
 

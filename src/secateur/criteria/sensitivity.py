@@ -28,7 +28,7 @@ from secateur.running.copies import named_tensors
 from secateur.running.devices import precise
 from secateur.running.goals import goal_of, loss_of, tapping
 from secateur.running.logits import answer_of, logits_of
-from secateur.running.observer import Observer, refuse_checkpoint
+from secateur.running.observer import Observer, refuse_checkpoint, refuse_transform
 from secateur.running.sandbox import refusal, run
 from secateur.running.targets import Reader
 
@@ -239,6 +239,7 @@ class Taps(Observer):
 
     def _tapped(self, call: Call, index: int, channel: int, z: Tensor) -> Tensor:
         refuse_checkpoint(call.site)
+        refuse_transform(call.site)
         tap = _Tap(self.owner, index, channel, z.detach())
         self._open[z.untyped_storage().data_ptr()] = weakref.ref(tap)
         return _Watch.apply(z, self.anchor, tap)  # type: ignore[no-any-return]

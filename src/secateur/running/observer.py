@@ -158,11 +158,7 @@ class Observer(TorchFunctionMode):
 
     def transformed(self, func: Function, tensors: Sequence[Tensor], run: Callable[[], Any]) -> Any:
         """A call inside `torch.vmap` or its like, on what is tracked: `tensors` are those behind its arguments."""
-        raise UnsupportedModelError(
-            f"{self.site(func)} runs inside torch.vmap or another transform of torch.func, whose tensors hide "
-            "dimensions, so that units and relevance cannot be followed.",
-            fix="write the function for whole batches",
-        )
+        raise _transforms(self.site(func))
 
     def __enter__(self) -> Self:
         self._written = as_written()
@@ -263,6 +259,20 @@ def _bare(tensor: Tensor) -> Tensor:
 
 # Torch 2.6 does not say whether there are hooks on saved tensors.
 _hooks_on_saved = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+
+
+def _transforms(site: Site) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"{site} runs inside torch.vmap or another transform of torch.func, whose tensors hide dimensions, so that "
+        "units and relevance cannot be followed.",
+        fix="write the function for whole batches",
+    )
+
+
+def refuse_transform(site: Site) -> None:
+    """Refuse a call whose derivative is a rule or is noted, inside a transform of `torch.func`."""
+    if torch._C._functorch.maybe_current_level() is not None:
+        raise _transforms(site)
 
 
 def refuse_checkpoint(site: Site) -> None:
