@@ -7,7 +7,8 @@
 A network (`tests/random_nets.py`) is analysed on its example, which may be poor: zeros, a single sample, half
 precision. A random plan is applied. Then the smaller model is compared with the original in which everything that the
 plan cuts is zero: in double precision, on fresh inputs of another batch size, of another size where the original takes
-one, with optional inputs, in training mode too, and twice in a row. How it may end:
+one, with optional inputs, in training mode too, and twice in a row. Now and then, all residual branches leave. How it
+may end:
 
 - exact: all outputs agree;
 - kept: nothing may leave, and every layer has its reason;
@@ -56,7 +57,10 @@ from torch.overrides import TorchFunctionMode
 import secateur as sc
 from secateur.errors import NothingToPruneError, TargetError
 from secateur.nest import map_tensors, tensors_in
+from secateur.ops.table import function_name
 from secateur.plans import Limits
+from secateur.plans.plan import plan_for
+from secateur.structure.blocks import Block
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
@@ -352,6 +356,59 @@ def compare(net: Network, model: nn.Module, small: nn.Module, plan: sc.Plan) -> 
         raise _Fault("INVALID", "the reference runs on no fresh input")
 
 
+class _Silent(_Even):
+    """Listed additions add zeros instead of a branch. `met`: how many were met."""
+
+    def __init__(self, model: nn.Module, blocks: list[Block]) -> None:
+        super().__init__()
+        self.paths, self.stack = {id(module): path for path, module in model.named_modules()}, [""]
+        self.operands = {(b.site.path, b.site.function, b.site.visit): b.operand for b in blocks}
+        self.counts, self.met = Counter[tuple[str, str]](), 0
+        for module in model.modules():
+            module.register_forward_pre_hook(lambda m, args: self.stack.append(self.paths[id(m)]), prepend=True)
+            module.register_forward_hook(lambda m, args, made: (self.stack.pop(), None)[1], always_call=True)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        key = self.stack[-1], function_name(func)
+        operand = self.operands.get((*key, self.counts[key]))
+        self.counts[key] += 1
+        if operand is not None and operand < len(args):
+            self.met += 1
+            args = (*args[:operand], args[operand] * 0, *args[operand + 1 :])
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+def without_blocks(net: Network, model: nn.Module, graph: sc.Graph) -> None:
+    """All residual branches leave. The reference is the original whose additions add 0, where it makes the same calls
+    as on the example."""
+    removed = np.zeros(len(graph.root), np.bool_)
+    removed[[block.group for block in graph.blocks.prunable]] = True
+    if not removed.any():
+        return
+    try:
+        plan = plan_for(graph, graph.blocks.closed(removed))
+        small = doubled(sc.apply(model, plan))
+    except sc.SecateurError:
+        return
+    gone = graph.blocks.gone(removed)
+    for what, inputs, training in probes(net):
+        if training or what == "another size":
+            continue
+        before, copied = torch.get_default_dtype(), doubled(model).eval()
+        torch.set_default_dtype(torch.float64)
+        try:
+            with torch.no_grad(), torch.random.fork_rng(), _Silent(copied, gone) as silent:
+                wanted = list(flat(called(copied, each(lambda t: _wide(t.clone()), inputs))))
+        except Exception:
+            continue  # the original does not take it
+        finally:
+            torch.set_default_dtype(before)
+        if silent.met == len(gone):
+            off = gap(outputs(small, inputs, False)[: len(wanted)], wanted)
+            if not off <= 1e-7:
+                raise _Fault("SILENT", f"without {gone[0].name}, {what}: off by {off:.1g}")
+
+
 def went(model: nn.Module, example: Any) -> list[Any]:
     """The modules that run on the example, and on how much. The plan's MACs are those of the way that the original
     goes: fewer units may send other tokens to an expert."""
@@ -460,6 +517,10 @@ def judged(net: Network) -> Verdict:
             same = cost.macs == plan.after.macs or went(model, example) != went(zeroed(model, plan), example)
             if cost.params != plan.after.params or not same:
                 raise _Fault("COST", f"planned {plan.after}, measured {cost}")
+            if rng.random() < 0.3:
+                step = "blocks"
+                without_blocks(net, model, graph)
+                check_untouched(before, model, example, step)
             if rng.random() < 0.15:
                 step = "repair"
                 repaired(model, small, net, rng.choice(["best", "mean", "norm", "ridge"]))

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+import more_blocks
 from constructs import randomise, shuffle
 from random_blocks import IMAGES, PRELUDE, TOKENS, VECTORS
 
@@ -203,7 +204,13 @@ def _table(text: str) -> dict[str, tuple[str, str]]:
     return {name.strip(): (body.split("--\n")[0], body.split("--\n")[1]) for name, _, body in parts}
 
 
-TABLES = {"image": _table(IMAGES), "tokens": _table(TOKENS), "vector": _table(VECTORS)}
+#: The blocks of networks up to a number that tests name, and those of all others.
+_FIRST, _FIRST_NUMBERS = {"image": _table(IMAGES), "tokens": _table(TOKENS), "vector": _table(VECTORS)}, 7_000
+TABLES = {
+    "image": _FIRST["image"] | _table(more_blocks.IMAGES),
+    "tokens": _FIRST["tokens"] | _table(more_blocks.TOKENS),
+    "vector": _FIRST["vector"] | _table(more_blocks.VECTORS),
+}
 _SIZES = {"image": (8, 12), "tokens": (6, 9), "ids": (6, 9), "vector": (6, 6)}
 
 
@@ -288,7 +295,7 @@ _POOLS = {
 
 def network(number: int, *, only: str | None = None) -> Network:
     """The random network of that number. `only` is the name of a block, such as "image: conv", that it consists of."""
-    rng = random.Random(number)
+    rng, tables = random.Random(number), _FIRST if number < _FIRST_NUMBERS else TABLES
     family = only.split(": ")[0] if only else rng.choices(["image", "tokens", "ids", "vector"], [9, 6, 2, 4])[0]
     stage, (width, heads) = "tokens" if family == "ids" else family, rng.choice([(8, 2), (8, 4), (12, 2), (16, 4)])
     parts, names, classes = [f"self.stem = {_STEMS[family]}"], [], []
@@ -302,7 +309,7 @@ def network(number: int, *, only: str | None = None) -> Network:
         if i and stage != "vector" and rng.random() < 0.15:
             calls.append("x = F.avg_pool2d(x, 2).flatten(2).transpose(1, 2)" if stage == "image" else "x = x.mean(1)")
             stage, free = ("tokens", False) if stage == "image" else ("vector", free)
-        name = only.split(": ")[1] if only else rng.choice([b for b in TABLES[stage] if free or not b.endswith("!")])
+        name = only.split(": ")[1] if only else rng.choice([b for b in tables[stage] if free or not b.endswith("!")])
         names.append(f"{stage}: {name}")
         init, run = TABLES[stage][name]
         classes.append(_module(f"Block{i}", init, "x", run.rstrip(), f"  # {name}"))

@@ -218,6 +218,76 @@ def test_what_cannot_be_taken_out_stays_with_the_reason() -> None:
         sc.plan(graph, sc.score(Odd(), None, "weight", graph=graph), remove=0.5, limits=Limits(blocks="only"))
 
 
+class Branching(nn.Module):
+    """What a layer returns goes through a function before it is added."""
+
+    def __init__(self, function: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.stem, self.layer, self.head = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 3)
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        return self.head(x + self.function(self.layer(x), x))
+
+
+def written(y: Tensor, x: Tensor) -> Tensor:
+    out = torch.zeros_like(y)
+    out[:, :2] = y[:, :2]
+    out[x > 9] = 7
+    return out
+
+
+def written_by_view(y: Tensor, x: Tensor) -> Tensor:
+    line = y.view(-1)
+    line[:2].add_((x > 9).float().flatten()[:2])
+    return line.view_as(x)
+
+
+# On the example, whose numbers are small, each of them returns 0 if the layer does.
+ZERO_ON_THE_EXAMPLE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "where": lambda y, x: torch.where(x < 9, y, x),
+    "where, turned round": lambda y, x: torch.where(x > 9, x, y),
+    "minimum": lambda y, x: torch.minimum(y, 9 - x),
+    "maximum": lambda y, x: torch.maximum(y, x - 9),
+    "a bound": lambda y, x: y.clamp(max=9 - x),
+    "written": written,
+    "written by a view": written_by_view,
+    "interpolated": lambda y, x: torch.lerp(x, y, (x < 9).float()),
+}
+
+
+@pytest.mark.parametrize("name", ZERO_ON_THE_EXAMPLE)
+def test_a_branch_that_is_zero_for_some_numbers_only_stays(name: str) -> None:
+    net = seeded(lambda: Branching(ZERO_ON_THE_EXAMPLE[name]))
+    (block,) = sc.analyze(net, torch.rand(2, 4)).blocks
+    assert "not 0" in (block.reason or "")
+
+
+def parts(y: Tensor, x: Tensor) -> Tensor:
+    out = torch.zeros_like(y)
+    out[:, 1:] = y[:, :-1]
+    return out.mul_(x)
+
+
+ZERO_ALWAYS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "parts": parts,
+    "mask": lambda y, x: torch.where(x > 0, y, torch.zeros_like(y)),
+    "masked": lambda y, x: y.masked_fill(x > 0, 0.0),
+    "in place": lambda y, x: y.mul_(x.sigmoid()).tanh_(),
+    "chosen": lambda y, x: y * (y < x),
+}
+
+
+@pytest.mark.parametrize("name", ZERO_ALWAYS)
+def test_a_branch_that_is_zero_for_all_numbers_leaves(name: str) -> None:
+    net, x = seeded(lambda: Branching(ZERO_ALWAYS[name])), 20 * torch.randn(9, 4)
+    graph = sc.analyze(net, torch.rand(2, 4))
+    small = sc.apply(net, plan_for(graph, marked(graph, [block.name for block in graph.blocks])))
+    with torch.no_grad():
+        assert torch.allclose(small(x), net.head(net.stem(x)), atol=1e-5)
+
+
 # -- scores ------------------------------------------------------------------------------------------------------------
 def sums(net: nn.Module, x: Tensor, y: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
     """What the last convolution of each block returns, and the gradient of the summed losses there."""

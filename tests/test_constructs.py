@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import secateur as sc
@@ -91,6 +92,46 @@ def test_norms_that_mix_channels_equal_their_formula(name: str, affine: bool) ->
         for how in ("remove", "mask"):
             found = sc.apply(model, plan, how=how)(example).movedim(1, -1)
             assert relative_gap([found], [expected]) < 1e-12
+
+
+class Stepwise(nn.Module):
+    """A norm for each token, and then another one."""
+
+    def __init__(self, module: bool) -> None:
+        super().__init__()
+        self.inp, self.loop, self.out = nn.Linear(3, 12), nn.Linear(12, 12), nn.Linear(12, 4)
+        self.one, self.other, self.module = nn.LayerNorm(12), nn.LayerNorm(12), module
+
+    def norm(self, which: nn.LayerNorm, x: torch.Tensor) -> torch.Tensor:
+        return which(x) if self.module else F.layer_norm(x, x.shape[-1:], which.weight, which.bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.inp(x[:, 0])
+        for step in x.unbind(1):
+            h = self.norm(self.one, self.inp(step) + self.loop(h)).tanh()
+        return self.out(self.norm(self.other, h))
+
+
+@pytest.mark.parametrize("module", [True, False])
+def test_norms_that_are_called_for_each_token(module: bool) -> None:
+    """Removal and masking against the same few lines on the kept channels, for texts of any length."""
+    torch.manual_seed(0)
+    net = randomise(Stepwise(module)).double().eval()
+    graph = sc.analyze(net, torch.randn(2, 4, 3).double())
+    plan = sc.plan(graph, random_scores(graph, 1), remove=0.4)
+    kept = sorted(set(range(12)) - set(plan.cuts["inp.weight"][0]))
+    assert 0 < len(kept) < 12
+    removed, masked = (sc.apply(net, plan, how=how) for how in ("remove", "mask"))
+    for length in (1, 4, 7):
+        x = torch.randn(5, length, 3).double()
+        with torch.no_grad():
+            h = net.inp(x[:, 0])[:, kept]
+            for step in x.unbind(1):
+                h = net.inp(step)[:, kept] + h @ net.loop.weight[kept][:, kept].T + net.loop.bias[kept]
+                h = norm_by_formula(net.one, h, kept).tanh()
+            expected = norm_by_formula(net.other, h, kept) @ net.out.weight[:, kept].T + net.out.bias
+            for model in (removed, masked):
+                assert relative_gap([model(x)], [expected]) < 1e-12
 
 
 STATISTICS = {

@@ -106,6 +106,50 @@ def small(seed: int = 0) -> Small:
     return net.eval()
 
 
+class Stepwise(nn.Module):
+    """Layers for each token: how often they are called depends on the text, and so which call is the last one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp, self.v = nn.Linear(3, 5), nn.Parameter(torch.randn(5, 5) / 2)
+        self.w, self.head = nn.Parameter(torch.randn(5, 5)), nn.Linear(5, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.hidden(x)[-1])
+
+    def hidden(self, x: Tensor) -> list[Tensor]:
+        """What the input layer returns at each token, what `v` does, and what `w` does at the end."""
+        given, states, h = [], [], x.new_zeros(len(x), 5)
+        for step in x.unbind(1):
+            given.append(self.inp(step))
+            states.append(F.linear(h, self.v))
+            h = (given[-1] + states[-1]).tanh()
+        return [*given, *states, F.linear(h, self.w)]
+
+
+@pytest.mark.parametrize("length", [2, 4, 7])
+def test_calls_beyond_those_on_the_example_count(length: int) -> None:
+    torch.manual_seed(0)
+    net, x, y = Stepwise(), torch.randn(6, length, 3), torch.arange(6) % 4
+    graph = analyze(net, torch.randn(2, 4, 3))
+    criteria = [Taylor(norm=None), Gradient(norm=None), Activation(norm=None)]
+    found = score(net, (x, y), criteria, graph=graph)
+    zs = net.hidden(x)
+    gs = torch.autograd.grad(F.cross_entropy(net.head(zs[-1]), y), zs)
+    parts = [slice(length), slice(length, 2 * length), slice(2 * length, None)]
+    for name, measure in (("taylor", torch.mul), ("gradient", lambda z, g: g), ("activation", lambda z, g: z.abs())):
+        values = list(found[name].units.values())
+        for part, units in zip(parts, values, strict=False):
+            total = sum(measure(z, g).sum(0) for z, g in zip(zs[part], gs[part], strict=True))
+            np.testing.assert_allclose(units, total.abs().detach().numpy() / len(x), rtol=1e-4, atol=1e-7)
+    for composite in ("epsilon_plus", "attnlrp"):  # relevance is known by its parameters, whatever calls are numbered
+        one = score(net, (x, y), LRP(composite=composite), graph=graph)
+        same = score(net, (x, y), LRP(composite=composite), graph=analyze(net, x))
+        for left, right in zip(one.units.values(), same.units.values(), strict=True):
+            assert left.any()
+            np.testing.assert_allclose(left, right, rtol=1e-5)
+
+
 def samples(count: int = 7, seed: int = 1) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(count, 2, 5, 5, generator=generator), torch.randint(0, 4, (count,), generator=generator)

@@ -169,6 +169,42 @@ def test_products_with_keywords() -> None:
         assert torch.allclose(sc.explain(net, x).input, sc.explain(plain, x).input)
 
 
+VECTORS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
+    "parameter": (lambda m, y: F.linear(y, m.w), lambda m, y: y @ m.w),
+    "row": (lambda m, y: F.linear(y, m.b.weight[0]), lambda m, y: y @ m.b.weight[0]),
+    "activation": (lambda m, y: F.linear(y, y[0]), lambda m, y: y @ y[0]),
+}
+
+
+@pytest.mark.parametrize("name", VECTORS)
+def test_a_linear_call_with_a_vector_is_the_product_with_it(name: str) -> None:
+    class Gated(nn.Module):
+        def __init__(self, product: Callable[..., Tensor]) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.a, self.b, self.c = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 4)
+            self.w, self.product = nn.Parameter(torch.randn(8)), product
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.b(self.a(x).relu())
+            return self.c(y * self.product(self, y)[:, None])
+
+    x = torch.randn(20, 6)
+    found = []
+    for product in VECTORS[name]:
+        net = Gated(product).eval()
+        graph = sc.analyze(net, x[:2])
+        scores = sc.score(net, (x, torch.arange(20) % 4), ["lrp", "lrp:attnlrp", "taylor"], graph=graph)
+        plan = sc.plan(graph, scores["taylor"], remove=0.4)
+        small = sc.repair(sc.apply(net, plan), net, (x, None), "ridge", copies=0, progress=False)
+        found.append(([list(s.units.values()) for s in scores.values()], plan.cuts, graph.cost, small(x)))
+    (one, cuts, cost, out), (two, *rest, same) = found
+    assert [cuts, cost] == rest
+    for left, right in zip(one, two, strict=True):
+        np.testing.assert_allclose(np.concatenate(left), np.concatenate(right), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(out, same)
+
+
 def test_addmv() -> None:
     class Vector(nn.Module):
         def __init__(self) -> None:
@@ -230,6 +266,57 @@ def test_vmap_is_frozen_and_not_explained() -> None:
     for act in (partial(sc.analyze, strict=True), sc.explain):
         with pytest.raises(UnsupportedModelError, match=r"torch\.vmap"):
             act(net, x)
+
+
+class Mapped(nn.Module):
+    """A product inside a transform of `torch.func`, and another one by the same function after it."""
+
+    def __init__(self, transform: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.transform = transform
+        self.v, self.w = nn.Parameter(torch.randn(8, 6)), nn.Parameter(torch.randn(9, 8))
+        self.head = nn.Linear(9, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(F.linear(self.transform(self, x), self.w).relu())
+
+
+def test_what_runs_inside_vmap_is_counted_and_what_follows_is_scored() -> None:
+    net, x = Mapped(lambda m, x: torch.vmap(lambda row: F.linear(row, m.v))(x)), torch.randn(5, 6)
+    graph = sc.analyze(net, x)
+    assert graph.cost.macs == 5 * (6 * 8 + 8 * 9 + 9 * 4)
+    assert [layer.prunable for layer in graph.layers] == [True, False]
+    scores = sc.score(net, (x, torch.arange(5) % 4), "activation", graph=graph)
+    (found, _) = scores.units.values()
+    with torch.no_grad():
+        expected = (x @ net.v.T @ net.w.T).abs().mean(0)
+    torch.testing.assert_close(torch.from_numpy(found).float(), expected / expected.norm())
+    plan = sc.plan(graph, scores, remove=0.4)
+    small = sc.apply(net, plan)
+    assert sc.measure(small, x, latency=False) == plan.after
+    with torch.no_grad():
+        assert torch.allclose(small(x), sc.apply(net, plan, how="mask")(x), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        lambda m, x: torch.func.jvp(torch.sin, (x @ m.v.T,), (torch.ones(len(x), 8),))[1],
+        lambda m, x: torch.func.grad(lambda y: y.square().sum())(x @ m.v.T),
+        lambda m, x: torch.func.grad(lambda y: (F.linear(torch.ones(1, 6), m.v[:, :6]) * y).sum())(x @ m.v.T),
+        lambda m, x: torch.vmap(torch.func.jacrev(lambda y: y.sin().sum()))(x @ m.v.T),
+    ],
+    ids=["jvp", "grad", "weight", "jacobian"],
+)
+def test_transforms_of_functions_keep_what_reaches_them(transform: Any) -> None:
+    net, x = Mapped(transform), torch.randn(5, 6)
+    graph = sc.analyze(net, x)
+    assert {layer.prunable for layer in graph.layers if len(layer.groups) == 8} <= {False}
+    for criterion in ("lrp", "lrp:attnlrp"):
+        with pytest.raises(UnsupportedModelError, match=r"inside torch\.vmap or another transform"):
+            sc.score(net, (x, torch.arange(5) % 4), criterion, graph=graph)
+    assert graph.cost.macs >= 5 * (6 * 8 + 8 * 9 + 9 * 4)
 
 
 def test_dynamic_convolutions_are_frozen_and_not_explained() -> None:
@@ -760,6 +847,25 @@ def test_a_function_without_a_derivative_is_named() -> None:
 
     with pytest.raises(sc.errors.CriterionError, match="floor_divide"):
         sc.score(Net(), [(torch.rand(4, 4), torch.arange(4) % 3)], "gradient")
+
+
+def test_numbers_that_are_written_over_before_their_derivative_is_taken_are_named() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 8), nn.Linear(8, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.a(x)
+            y = x.exp()
+            z = y * 2
+            y += 1
+            return self.b(y * z)
+
+    data = [(torch.rand(4, 4), torch.arange(4) % 3)]
+    with pytest.raises(sc.errors.CriterionError, match=r"Net has no gradient: it writes over .* write to a copy"):
+        sc.score(Net(), data, "taylor")
+    assert sc.score(Net(), data, "activation").units
 
 
 @pytest.mark.parametrize(

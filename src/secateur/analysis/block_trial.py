@@ -70,7 +70,8 @@ class _Silence(Rehearsal):
     def __init__(self, model: nn.Module, adds: dict[Site, Block]) -> None:
         super().__init__(model)
         self.reason: str | None = None
-        self._adds, self._zero = adds, TensorFacts[bool]()
+        #: Tensors that are 0, with the version for which this holds: a write through any view makes it void.
+        self._adds, self._zero = adds, TensorFacts[int]()
 
     def runs(self, module: nn.Module, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         output = super().runs(module, plain, args, kwargs)
@@ -80,30 +81,37 @@ class _Silence(Rehearsal):
 
     def observe(self, call: Call) -> Any:
         sources, block = call.tensors(), self._adds.get(call.site)
-        if block is not None and sources[block.operand] not in self._zero:
+        if block is not None and not self._is_zero(sources[block.operand]):
             self.reason = self.reason or f"its branch is not 0 in {call.site} although its layers are gone"
-        silent = any(tensor in self._zero for tensor in sources) and _stays_zero(call, self._zero)
+        silent = any(map(self._is_zero, sources)) and all(self._stays_zero(call, other) for other in (1, -1))
         output = super().observe(call)
         if silent:
-            self._mark(output)
+            self._mark([output, *sources[: call.writes]])
+        elif call.writes:  # a rehearsal may not have written
+            torch.autograd.graph.increment_version(sources[0])
         return output
 
     def _mark(self, output: Any) -> None:
         for tensor in tensors_in(output):
-            self._zero[tensor] = True
+            self._zero[tensor] = tensor._version
 
+    def _is_zero(self, tensor: Tensor) -> bool:
+        known = self._zero.get(tensor)
+        return known is not None and known == tensor._version
 
-def _stays_zero(call: Call, zero: TensorFacts[bool]) -> bool:
-    """Whether a call makes zeros of zeros, whatever else it reads."""
+    def _stays_zero(self, call: Call, other: int) -> bool:
+        """Whether a call makes zeros of zeros if all else is `other` (conditions: true, false for -1)."""
 
-    def number(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
-        return torch.full(leaf.shape, 0 if leaf in zero else 1, dtype=leaf.dtype, device="cpu")
+        def number(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            fill = 0 if self._is_zero(leaf) else other if leaf.is_floating_point() else max(other, 0)
+            return torch.full(leaf.shape, fill, dtype=leaf.dtype, device="cpu")
 
-    try:
-        args, kwargs = map_leaves(number, (call.args, call.kwargs))
-        made = tensors_in(call.function(*args, **kwargs))
-    except Exception:
-        return False
-    return bool(made) and not any(bool(tensor.any()) for tensor in made)
+        try:
+            args, kwargs = map_leaves(number, (call.args, call.kwargs))
+            output = call.function(*args, **kwargs)
+        except Exception:
+            return False
+        made = tensors_in([output, *tensors_in((args, kwargs))[: call.writes]])
+        return bool(made) and not any(bool(tensor.any()) for tensor in made)

@@ -61,6 +61,16 @@ class Subject:
         """Where units are made, in the order of the graph."""
         return self.graph.producers
 
+    @cached_property
+    def held(self) -> Sequence[set[str]]:
+        """The parameters that hold the units of each producer.
+
+        They tell which call is which: how often a function is called may depend on the length of a text, and then the
+        calls of a batch are numbered otherwise than those of the example.
+        """
+        axes, of = self.graph.axes.axes, self.graph.axis_of
+        return [{axes[number].parameter for number in np.unique(of[producer.rows])} for producer in self.producers]
+
 
 @dataclass
 class Sums:

@@ -22,6 +22,7 @@ from secateur.relevance.ledger import Absolute
 from secateur.relevance.rules import Rule
 from secateur.relevance.starts import AtGoal, How, begun
 from secateur.running.batches import size_of
+from secateur.running.copies import named_tensors
 from secateur.running.goals import Aim, Goal, goal_of
 from secateur.running.sandbox import refusal
 from secateur.running.targets import Reader
@@ -97,9 +98,14 @@ class RelevanceSums(Accumulator):
 
     def close(self) -> Sums:
         """From sums by parameter to sums by producer."""
-        units = self.engine.units
-        for i, producer in enumerate(self.subject.producers):
-            places = {self.engine.places[site] for site in producer.sites if site in self.engine.places}
+        units, known = self.engine.units, self.engine.places
+        parameters = {name for name, _ in named_tensors(self.subject.model)}
+        for i, (producer, held) in enumerate(zip(self.subject.producers, self.subject.held, strict=True)):
+            own = {known[site] for site in producer.sites if site in known}
+            places = {place for place in own if place[0] in held or place[0] not in parameters}
+            if not places:
+                others = {place for place in known.values() if place[0] in held}
+                places = others if len(others) == 1 else own
             for name, first, last in places:  # a reused weight is one place, since the pass has added up its uses
                 self.sums.add(i, units[name][first:last])
         if self.sums.samples:

@@ -24,10 +24,11 @@ from secateur.ops.recurrent import Arguments, Recurrent
 from secateur.ops.table import Call, lookup
 from secateur.plans.scores import Values
 from secateur.running.batches import counted, masks_in, size_of
+from secateur.running.copies import named_tensors
 from secateur.running.devices import precise
 from secateur.running.goals import goal_of, loss_of, tapping
 from secateur.running.logits import answer_of, logits_of
-from secateur.running.observer import Observer, refuse_checkpoint
+from secateur.running.observer import Observer, refuse_checkpoint, refuse_transform
 from secateur.running.sandbox import refusal, run
 from secateur.running.targets import Reader
 
@@ -120,7 +121,7 @@ class SensitivityPass(Accumulator):
         self.loss = criterion.loss
         self.backward = criterion.backward
         self.entries: list[tuple[Sensitivity, Sums]] = [(criterion, self.sums)]
-        self._reader, self._masks = Reader(subject.model), list[Tensor]()
+        self._reader, self._masks, self.makers = Reader(subject.model), list[Tensor](), _Makers(subject)
 
     def join(self, criterion: Criterion) -> Accumulator | None:
         """The loss must be the same."""
@@ -161,11 +162,14 @@ class SensitivityPass(Accumulator):
                 try:
                     torch.autograd.grad(loss * count, taps.anchor, allow_unused=True)
                 except RuntimeError as error:
-                    if "derivative for" not in str(error):
+                    wrote = "modified by an inplace operation" in str(error)
+                    if not wrote and "derivative for" not in str(error):
                         raise
+                    why = "it writes over numbers of which a derivative needs the old ones" if wrote else error
+                    instead = "write to a copy" if wrote else "detach() what such a function reads"
                     raise CriterionError(
-                        f"{type(self.subject.model).__name__} has no gradient: {error}.",
-                        fix="a criterion without gradients, or detach() what such a function reads",
+                        f"{type(self.subject.model).__name__} has no gradient: {why}.",
+                        fix=f"a criterion without gradients, or {instead}",
                     ) from error
         for _, sums in self.entries:
             sums.samples += count
@@ -178,12 +182,37 @@ class SensitivityPass(Accumulator):
                 sums.add(index, values.to(precise(values.device)).sum(0))
 
 
+class _Makers:
+    """Which producer's units a call makes, by its number or, if another parameter is read, by that (see `held`)."""
+
+    def __init__(self, subject: Subject) -> None:
+        self._place, self._held = subject.place, subject.held
+        self._kinds = {(site.path, site.function) for site in subject.place}
+        self._names: dict[int, set[str]] = {}
+        for name, tensor in named_tensors(subject.model):
+            if tensor.layout == torch.strided and tensor.ndim > 1:
+                self._names.setdefault(tensor.untyped_storage()._cdata, set()).add(name)
+
+    def of(self, call: Call) -> int | None:
+        """The number of the producer; None if the call makes no units."""
+        if (call.site.path, call.site.function) not in self._kinds:
+            return None
+        index, read = self._place.get(call.site), set[str]()
+        for tensor in call.tensors():
+            if tensor.layout == torch.strided:
+                read |= self._names.get(tensor.untyped_storage()._cdata, set())
+        if not read or (index is not None and self._held[index] & read):
+            return index
+        others = [i for i, held in enumerate(self._held) if held & read]
+        return others[0] if len(others) == 1 else index
+
+
 class Taps(Observer):
     """Sees the output of every call that makes units, and in the backward pass the gradient there."""
 
     def __init__(self, owner: SensitivityPass) -> None:
         super().__init__(owner.subject.model)
-        self.owner = owner
+        self.owner, self._makers = owner, owner.makers
         # Every tap depends on this tensor: asking for its gradient runs the backward pass and changes nothing else.
         self.anchor = torch.zeros((), requires_grad=True)
         self._open: dict[int, weakref.ref[_Tap]] = {}
@@ -193,7 +222,7 @@ class Taps(Observer):
 
     def observe(self, call: Call) -> Any:
         """Tap the calls that make units. If a later call writes over such an output, it is copied first."""
-        index = self.owner.subject.place.get(call.site)
+        index = self._makers.of(call)
         if index is None:
             if self._open and call.writes and not call.rectifies:  # where ReLU changes z, g is 0, so z·g is the same
                 self._rescue(call.tensors()[:1])
@@ -210,6 +239,7 @@ class Taps(Observer):
 
     def _tapped(self, call: Call, index: int, channel: int, z: Tensor) -> Tensor:
         refuse_checkpoint(call.site)
+        refuse_transform(call.site)
         tap = _Tap(self.owner, index, channel, z.detach())
         self._open[z.untyped_storage().data_ptr()] = weakref.ref(tap)
         return _Watch.apply(z, self.anchor, tap)  # type: ignore[no-any-return]

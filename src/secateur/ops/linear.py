@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from secateur.ops.layers import Labels, column, like, lost, spread, varying
 from secateur.ops.protocols import LabelVerbs, RelevanceVerbs
-from secateur.ops.table import Call, Operation, refused, register
+from secateur.ops.table import Call, Operation, lookup, refused, register
 
 
 def produce_with_bias(labels: LabelVerbs, made: Labels, call: Call, kind: str) -> None:
@@ -65,6 +65,9 @@ class Linear(Operation):
 
     def channels(self, labels: LabelVerbs, call: Call, output: Any) -> None:
         x, weight = call["input"], call["weight"]
+        if weight.ndim == 1:  # the product with a vector, which makes no units
+            product = Call(lookup(torch.matmul) or self, torch.matmul, (x, weight), {}, call.site)
+            return product.operation.channels(labels, product, output)
         made = labels.along(weight, 0)
         pairs = crossing_lines(labels, x, weight) or [(labels.along(x, -1), labels.along(weight, 1))]
         for read, taken in pairs:
@@ -81,6 +84,7 @@ class Linear(Operation):
         else:
             labels.freeze_tensor(call["bias"], f"added by {call.site} to units of fixed number")
         labels.set(output, layers)
+        return None
 
     def rehearse(self, call: Call) -> Any:
         """The shape, by arithmetic. What does not fit is left to torch to refuse."""
@@ -91,10 +95,10 @@ class Linear(Operation):
         return like(x, (*x.shape[:-1], len(weight)))
 
     def relevance(self, relevance: RelevanceVerbs, call: Call) -> Any:
-        if not is_activation(call["weight"]):
+        if not is_activation(call["weight"]) and call["weight"].ndim > 1:
             return relevance.dense(call, call["input"], call["weight"], call["bias"])
         with relevance.again():  # a weight that is an activation: a matrix product
-            product = call["input"] @ call["weight"].mT
+            product = call["input"] @ (call["weight"].mT if call["weight"].ndim > 1 else call["weight"])
             return product if call["bias"] is None else product + call["bias"]
 
 

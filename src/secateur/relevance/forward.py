@@ -21,7 +21,7 @@ from secateur.relevance.starts import AtGoal
 from secateur.relevance.weights import Weights
 from secateur.running.goals import tapping
 from secateur.running.logits import answer_of, logits_of
-from secateur.running.observer import Observer, refuse_autocast, refuse_checkpoint, unknown_operation
+from secateur.running.observer import Observer, refuse_autocast, refuse_checkpoint, refuse_transform, unknown_operation
 from secateur.running.sandbox import run
 
 _OPAQUE = Opaque()
@@ -85,6 +85,7 @@ class ForwardPass(Observer):
             with torch.no_grad():  # parameters may still have their gradient flag
                 return call.run()
         refuse_checkpoint(call.site)
+        refuse_transform(call.site)
         refuse_autocast(call.site)
         if type(operation).relevance is Operation.relevance:
             refusal = UnknownOperationError(
@@ -118,7 +119,9 @@ class ForwardPass(Observer):
         tensors = tensors_in((args, kwargs))
         if not any(tensor.requires_grad for tensor in tensors):
             return func(*args, **kwargs)
-        refusal = unknown_operation(self.site(func), tensors)
+        site = self.site(func)
+        refuse_transform(site)
+        refusal = unknown_operation(site, tensors)
         return self._propagation.refuses(Call(_OPAQUE, func, args, kwargs, Site("", "", 0)), refusal)
 
     def applies(self, function: type[Any], plain: Any, args: tuple[Any, ...], kwargs: Any) -> Any:

@@ -27,7 +27,7 @@ def operands(call: Call) -> tuple[Tensor, Tensor, Tensor | None] | None:
 
     GPT-2 writes its linear layers as a bias plus a matrix product. Their weight is (in, out).
     """
-    if isinstance(call.operation, Convolution | TransposedConvolution | Linear):
+    if isinstance(call.operation, Convolution | TransposedConvolution | Linear) and call["weight"].ndim > 1:
         return call["input"], call["weight"], call["bias"]
     if isinstance(call.operation, AddMatMul):
         bias, x, weight = call["input"], call["batch1"], call["batch2"]

@@ -93,8 +93,9 @@ class Observer(TorchFunctionMode):
         if operation is not None and kwargs and not args:
             kwargs = in_order(func, kwargs)
         args, kwargs, tensors = self.present(operation, args, kwargs or {})
-        if torch._C._functorch.maybe_current_level() is not None and self._is_transformed(func, args, kwargs):
-            return func(*args, **kwargs)
+        if torch._C._functorch.maybe_current_level() is not None and (bare := _behind(tensors_in((args, kwargs)))):
+            run = partial(func, *args, **kwargs)
+            return self.transformed(func, bare, run) if any(map(self.concerns, bare)) else run()
         if _is_in_place(func) or overwrites(func, args, kwargs):
             self._spare((args or tuple(kwargs.values()))[:1])
         elif func in _TABLES and kwargs.get("max_norm") is not None:
@@ -155,23 +156,9 @@ class Observer(TorchFunctionMode):
             return func(*args, **kwargs)
         raise unknown_operation(self.site(func), tensors)
 
-    def _is_transformed(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether a call is made by `torch.vmap` or its like, whose tensors hide a dimension."""
-        tensors = tensors_in((args, kwargs))
-        bare = [_bare(tensor) for tensor in tensors]
-        if all(a is b for a, b in zip(tensors, bare, strict=True)):
-            return False
-        if any(self.concerns(tensor) for tensor in bare):
-            self.transformed(func, bare)
-        return True
-
-    def transformed(self, func: Function, tensors: Sequence[Tensor]) -> None:
-        """A call inside `torch.vmap` or its like, on what is tracked."""
-        raise UnsupportedModelError(
-            f"{self.site(func)} runs inside torch.vmap or another transform of torch.func, whose tensors hide "
-            "dimensions, so that units and relevance cannot be followed.",
-            fix="write the function for whole batches",
-        )
+    def transformed(self, func: Function, tensors: Sequence[Tensor], run: Callable[[], Any]) -> Any:
+        """A call inside `torch.vmap` or its like, on what is tracked: `tensors` are those behind its arguments."""
+        raise _transforms(self.site(func))
 
     def __enter__(self) -> Self:
         self._written = as_written()
@@ -257,6 +244,12 @@ def unknown_operation(site: Site, tensors: Sequence[Tensor]) -> UnknownOperation
     )
 
 
+def _behind(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors behind those of a call by `torch.vmap` or its like, which hide a dimension; none for other calls."""
+    bare = [_bare(tensor) for tensor in tensors]
+    return [] if all(a is b for a, b in zip(tensors, bare, strict=True)) else bare
+
+
 def _bare(tensor: Tensor) -> Tensor:
     """The tensor behind the wrappers of `torch.func`."""
     while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
@@ -266,6 +259,20 @@ def _bare(tensor: Tensor) -> Tensor:
 
 # Torch 2.6 does not say whether there are hooks on saved tensors.
 _hooks_on_saved = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+
+
+def _transforms(site: Site) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"{site} runs inside torch.vmap or another transform of torch.func, whose tensors hide dimensions, so that "
+        "units and relevance cannot be followed.",
+        fix="write the function for whole batches",
+    )
+
+
+def refuse_transform(site: Site) -> None:
+    """Refuse a call whose derivative is a rule or is noted, inside a transform of `torch.func`."""
+    if torch._C._functorch.maybe_current_level() is not None:
+        raise _transforms(site)
 
 
 def refuse_checkpoint(site: Site) -> None:

@@ -14,14 +14,16 @@ from typing import Any, Self
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from secateur.errors import SecateurError
 from secateur.nest import tensors_in
 from secateur.ops.elementwise import Blank
 from secateur.ops.layers import column, varying
 from secateur.ops.norm import ChannelNorm, GroupNorm
-from secateur.ops.table import Call, Function, Opaque, Operation, Query, Readout, Site, SizeQuery, lookup
+from secateur.ops.table import Call, Function, Opaque, Operation, Query, Readout, Site, SizeQuery, function_name, lookup
 from secateur.running.copies import meta_copy, named_modules, named_tensors, set_mode, shared_copy, tensors_of
 from secateur.running.heads import catches
 from secateur.running.observer import Observer, Rehearsal
@@ -148,18 +150,31 @@ class LabelPass(Observer):
             return super().unknown(func, args, kwargs)
         self.opaque, versions = True, [_version(tensor) for tensor in tensors]
         call = Call(_OPAQUE, func, args, kwargs, self.site(func))
+        if _in_transform():
+            return self._unseen(call.site, tensors, call.run)
         made = call.run()
         self._learn(call, made, [t for t, before in zip(tensors, versions, strict=True) if _version(t) != before])
         return self._readings(func, tensors, made) if _OPAQUE.counts(call) and not tensors_in(made) else made
 
-    def transformed(self, func: Function, tensors: Sequence[Tensor]) -> None:
+    def transformed(self, func: Function, tensors: Sequence[Tensor], run: Callable[[], Any]) -> Any:
         """What reaches `torch.vmap` stays."""
         if self.strict:
-            super().transformed(func, tensors)
+            return super().transformed(func, tensors, run)
+        # Other observers do not count such calls, so they must not count in the sites of others here.
+        return self._unseen(Site(self.path, function_name(func), 0), tensors, run)
+
+    def _unseen(self, site: Site, tensors: Sequence[Tensor], run: Callable[[], Any]) -> Any:
+        """A call inside `torch.vmap` or its like: what it reads stays, and what it multiplies is counted."""
         self.opaque = True
-        for tensor in tensors:
-            self.labels.freeze_tensor(tensor, f"{self.site(func)} runs inside torch.vmap, where nobody can follow it")
-            self.flow.ends.add(self.flow.value(tensor))  # nobody knows who reads what becomes of it
+        with temporarily_clear_interpreter_stack():  # labels are no tensors of the transform
+            for tensor in tensors:
+                self.labels.freeze_tensor(tensor, f"{site} runs inside torch.vmap, where nobody can follow it")
+                self.flow.ends.add(self.flow.value(tensor))  # nobody knows who reads what becomes of it
+        with _Multiplications() as counted:
+            made = run()
+        if counted.total:
+            self.found.cost(site, counted.total)
+        return made
 
     def _stays_whole(self, part: nn.Module) -> None:
         """All parameters of a part, inside which nothing can be seen, stay."""
@@ -169,6 +184,8 @@ class LabelPass(Observer):
         self.found.ran |= {f"{self.path}.{path}" for path, _ in named_modules(part) if path}
 
     def observe(self, call: Call) -> Any:
+        if _in_transform():  # even what it makes of plain tensors is none
+            return self._unseen(call.site, call.tensors(), call.run)
         output = call.operation.rehearse(call)
         self._learn(call, output)
         return output
@@ -310,6 +327,28 @@ class LabelPass(Observer):
 
 
 _OPAQUE = Opaque()
+
+
+def _in_transform() -> bool:
+    """Whether `torch.vmap` or its like is running."""
+    return torch._C._functorch.maybe_current_level() is not None
+
+
+class _Multiplications(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts multiply-accumulates of matrix products and convolutions by the formulas of torch."""
+
+    def __init__(self) -> None:
+        from torch.utils.flop_counter import flop_registry  # takes a while, and few need it
+
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.total, self._formulas = 0, flop_registry
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        count = self._formulas.get(func._overloadpacket)
+        if count is not None:
+            self.total += count(*args, **(kwargs or {}), out_val=made) // 2
+        return made
 
 
 def _version(tensor: Tensor) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from functools import partial
 from typing import Any
 
@@ -57,23 +57,38 @@ def _masked(model: nn.Module, plan: Plan, shared: Set[str]) -> nn.Module:
 
     masked = copy_with(model, made)
     if plan.norms or plan.blocks:
-        masked.forward = partial(_masked_forward, masked, plan.norms, plan.blocks)
+        gone = {name: cuts[0] for name, cuts in plan.cuts.items() if cuts.keys() == {0}}
+        masked.forward = partial(_masked_forward, masked, plan.norms, plan.blocks, gone)
     return masked
 
 
 def _masked_forward(
-    module: nn.Module, norms: Sequence[NormCut], blocks: Sequence[BlockCut], /, *args: Any, **kwargs: Any
-) -> Any:
+    module: nn.Module, norms: Sequence[NormCut], blocks: Sequence[BlockCut], gone: Mapping[str, Sequence[int]], /,
+    *args: Any, **kwargs: Any,
+) -> Any:  # fmt: skip
     """The forward of a masked model: the class's own, with norms over the kept channels, without branches that left."""
-    with _Masks(module, norms, blocks):
+    with _Masks(module, norms, blocks, gone):
         return type(module).forward(module, *args, **kwargs)
 
 
 class _Masks(Observer):
-    """Computes each listed norm over its kept channels, and makes each listed branch 0 where it is added."""
+    """Computes each listed norm over its kept channels, and makes each listed branch 0 where it is added.
 
-    def __init__(self, model: nn.Module, norms: Sequence[NormCut], blocks: Sequence[BlockCut]) -> None:
+    A norm with a scale is known by that, and only others by how often their function was called before: on a text of
+    another length that is another number. `gone`: what parameters lose.
+    """
+
+    def __init__(
+        self, model: nn.Module, norms: Sequence[NormCut], blocks: Sequence[BlockCut], gone: Mapping[str, Sequence[int]]
+    ) -> None:
         super().__init__(model)
+        self._kinds = {(norm.path, norm.function) for norm in norms}
+        self._scales: dict[int, Tensor | None] = {}  # by identity: what is kept; None for a norm that loses nothing
+        for name, scale in named_parameters(model):
+            if scale.ndim == 1 and norms:
+                kept = torch.ones(len(scale), dtype=torch.bool)
+                kept[list(gone.get(name, ()))] = False
+                self._scales[id(scale)] = kept if name in gone else None
         self._branches = {Site(block.path, block.function, block.visit): block.operand for block in blocks}
         self._kept: dict[Site, Tensor] = {}
         for norm in norms:  # several, where kinds of units cross in a tensor
@@ -86,13 +101,25 @@ class _Masks(Observer):
     def observe(self, call: Call) -> Any:
         if call.site in self._branches:
             return _without_branch(call, self._branches[call.site])
-        kept = self._kept.get(call.site)
+        kept = self._kept_at(call)
         if kept is None:
             return call.run()
         if isinstance(call.operation, Softmax | TopK | Best):  # a router without the experts that left
             x: Tensor = call["input"]
             return call.on(x)(x.masked_fill(~kept.to(x.device), -math.inf))
         return _masked_norm(call, kept) if isinstance(call.operation, LayerNorm | GroupNorm) else _reduced(call, kept)
+
+    def _kept_at(self, call: Call) -> Tensor | None:
+        """The places that count in a norm or a statistic; None if all do."""
+        if (call.site.path, call.site.function) not in self._kinds:
+            return None
+        scale = call.get("weight") if isinstance(call.operation, LayerNorm | GroupNorm) else None
+        if id(scale) not in self._scales or (isinstance(call.operation, GroupNorm) and int(call["num_groups"]) > 1):
+            return self._kept.get(call.site)
+        kept = self._scales[id(scale)]
+        if kept is not None and isinstance(call.operation, GroupNorm):
+            kept = kept.view(1, -1, *[1] * (call["input"].ndim - 2))
+        return kept
 
 
 def _without_branch(call: Call, operand: int) -> Any:
