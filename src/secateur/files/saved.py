@@ -233,7 +233,13 @@ def _stamps(folder: Path) -> list[tuple[int, int]]:
 
 def _read_json(folder: Path) -> tuple[dict[str, Any], str]:
     path = folder / PLANS
-    if not folder.is_dir() or not path.is_file():
+    if not folder.exists():
+        raise FileFormatError(f"there is no folder {folder}.", where=folder, fix="the one that sc.save wrote")
+    if not folder.is_dir():
+        raise FileFormatError(
+            f"{folder} is a file; a model is saved as a folder.", where=folder, fix=f"{folder.parent}"
+        )
+    if not path.is_file():
         raise FileFormatError(f"{folder} is not a model saved by secateur: it has no {PLANS}", where=folder)
     try:
         if path.stat().st_size > _LARGEST_PLAN:
