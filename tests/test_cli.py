@@ -373,6 +373,12 @@ def test_recover_trains_what_prune_wrote(place: Place, tmp_path: Path) -> None:
     assert without["stopped"] == "the minutes are over"
     whole = fail("recover", *place.model, "--images", place.train, "--epochs", 1, "--out", tmp_path / "whole")
     assert "was not pruned by secateur" in whole  # and nothing is trained for that
+    bare = invoke(
+        "recover", *given[:-1], tmp_path / "bare", "--teacher", "torchvision:resnet18?num_classes=3", "--epochs", 1
+    )
+    told = "no --teacher-weights were given, and torchvision:resnet18?num_classes=3 has random weights"
+    assert told in bare.stderr
+    assert "Fix: --teacher-weights FILE, or --teacher-weights default to download" in bare.stderr
     wide = fail("recover", *given[:-1], tmp_path / "wide", "--teacher", f"{place.net}?classes=7")
     assert "has 7 outputs, the smaller model 3" in wide
 
@@ -665,6 +671,11 @@ def test_explain(place: Place, tmp_path: Path) -> None:
     assert one["images"][0]["explained_output"] == 1
     assert "no composite" in fail("explain", *place.model, place.test, "--composite", "magic", "--out", tmp_path)
     assert "one of the model's outputs" in fail("explain", *place.model, place.test, "--target", 3, "--out", tmp_path)
+    succeed("specialize", *place.model, "--outputs", "warm=2", "--outputs", "cold=0-1", "--out", tmp_path / "named")
+    called = fail(
+        "explain", tmp_path / "named", "--original", place.net, place.test, "--target", "hot", "--out", tmp_path
+    )
+    assert "'hot' is no output of this model. Fix: one of warm, cold, or a number from 0." in called
     assert "no image" in fail("explain", *place.model, tmp_path / "absent.png", "--out", tmp_path)
 
 
@@ -698,6 +709,8 @@ def test_specialize_keeps_outputs_exactly(place: Place, tmp_path: Path) -> None:
     succeed("specialize", *place.model, *grouped, "--out", tmp_path / "mean")
     fair = open_model(str(tmp_path / "mean"), original=place.net).model
     assert torch.allclose(fair(x).exp(), torch.stack([shares[:, 2], shares[:, :2].mean(1)], 1), atol=1e-6)
+    one = fail("specialize", *place.model, "--outputs", "cold=0-1", "--out", tmp_path / "x")
+    assert "'cold' is the only group: its probability would be 1 for every input" in one
     assert "nothing to remove" in fail("specialize", *place.model, "--outputs", "0-2", "--out", tmp_path / "x")
     assert "each must be named once" in fail("specialize", *place.model, "--outputs", "1,1", "--out", tmp_path / "x")
     mixed = fail("specialize", *place.model, "--outputs", "a=1", "--outputs", "2", "--out", tmp_path / "x")

@@ -13,7 +13,7 @@ from torch import nn
 
 from secateur.analysis.specialize import MergedOutputs, specialize
 from secateur.cli import options as o
-from secateur.cli.given_model import count_outputs, noise, read_model
+from secateur.cli.given_model import count_outputs, noise, read_model, warn_of_no_weights
 from secateur.cli.image_task import Task
 from secateur.cli.outlook import after_training, doubt, training_outlook, warn_of_harm, warn_of_teacher
 from secateur.cli.output import Printer, intervals, percent
@@ -25,6 +25,7 @@ from secateur.files.pretrained import save_pretrained
 from secateur.files.saved import save
 from secateur.models import Opened, open_model
 from secateur.models.hub import quiet_hub, reads_text
+from secateur.models.zoo import runs_code
 from secateur.recover import Recover
 from secateur.recover import recover as run_recover
 from secateur.running.accuracy import PERPLEXITY
@@ -134,7 +135,10 @@ def _task(opened: Opened, whole: nn.Module | None, images: o.Images, texts: o.Te
 
 def _teacher(spec: str, weights: str | None, student: Opened) -> nn.Module:
     """The unpruned model with the student's outputs: those that were removed first are removed from it as well."""
-    found = replace(open_model(spec, weights, device_of(student.model)), origin=student.origin)  # it sees the same
+    found = open_model(spec, weights, device_of(student.model))
+    if weights is None and found.origin.model == spec and not runs_code(spec):  # else its accuracy will tell
+        warn_of_no_weights(spec, "--teacher-weights")
+    found = replace(found, origin=student.origin)  # it sees the same
     model: Any = found.model
     if reads_text(found.model):
         return found.model
