@@ -78,7 +78,10 @@ _MEMORY = (
     "What the work may take, from reading images to the report: '1GiB'. What the packages, the model and its files "
     "take comes on top. Default: what is free, at most 1.5 GiB without a GPU."
 )
-_MEAN = "Mean of the training pixels, 0 to 1: three numbers, or one for grey. Default: ImageNet's."
+_MEAN = (
+    "Mean of the training pixels, 0 to 1: three numbers, or one for grey. Default: ImageNet's, or what timm or a saved "
+    "folder says."
+)
 
 Strict = Annotated[bool, _image("--strict", help="Refuse broken images instead of skipping them.")]
 MergeBy = Annotated[Merge, _image(help=f"{_MERGE}. {_FAIR} where a network spreads some probability over all outputs.")]
