@@ -6,6 +6,7 @@ import ast
 import csv
 import importlib.util
 import json
+import shlex
 from collections import Counter
 from functools import partial
 from pathlib import Path
@@ -381,6 +382,20 @@ def test_recover_trains_what_prune_wrote(place: Place, tmp_path: Path) -> None:
     assert "Fix: --teacher-weights FILE, or --teacher-weights default to download" in bare.stderr
     wide = fail("recover", *given[:-1], tmp_path / "wide", "--teacher", f"{place.net}?classes=7")
     assert "has 7 outputs, the smaller model 3" in wide
+
+
+def test_a_teacher_may_have_been_pruned_itself(place: Place, tmp_path: Path) -> None:
+    """It is rebuilt from the same file as its student, as the last line of `prune` says."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    succeed("prune", *place.job, "--remove", 0.3, "--out", first)
+    again = ["--images", place.train, "--test", place.test, "--round-to", 1, "--no-latency", "--no-report"]
+    told = invoke("prune", first, "--original", place.net, *again, "--remove", 0.3, "--out", second)
+    line = told.stdout.replace("\n ", " ").splitlines()[-1]
+    assert f"--original {place.net} --teacher {first} --images" in line
+    trained = invoke(*shlex.split(line.partition(": ")[2])[1:], "--epochs", 1)
+    assert trained.exit_code == 0, trained.stderr
+    small, better = (open_model(str(path), original=place.net).model for path in (second, f"{second}-recovered"))
+    assert [p.shape for p in small.parameters()] == [p.shape for p in better.parameters()]
 
 
 def test_steps_without_a_repair_that_lose_accuracy_say_so(place: Place, tmp_path: Path) -> None:
