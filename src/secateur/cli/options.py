@@ -69,7 +69,10 @@ _TEST_SEQUENCES = (
     "or with labels 1000."
 )
 _SIZE = "Side of the network's input. Default: 224, or what timm says."
-_FIT = "Take the centre (crop, the default) or squeeze the whole image into the square."
+_FIT = (
+    "Scale the short side to 8/7 of the input's and take the centre (crop, the default: 256 for 224), or squeeze the "
+    "whole image into the square."
+)
 _MINUTES = "Train for so long, instead of a number of epochs."
 _BATCH_SIZE = "Samples of one training step. Default: 20 images, or as many sequences of text as suits the model."
 _CLIP = "Largest norm of the gradient; 0 is for no limit. Default: what suits the model."
