@@ -189,6 +189,7 @@ WRONG: list[tuple[Call, type[SecateurError], str]] = [
     (lambda: sc.prune(NET, Path("photos"), remove=0.5), DataError, "secateur.data.images.read('photos').tensors()"),
     (lambda: sc.prune(NET, (["a.jpg", "b.jpg", "c.jpg"], [0, 1, 2]), remove=0.5), DataError, "images.read(FOLDER)"),
     (lambda: sc.prune(NET, ([Image.new("RGB", (9, 9))] * 3, [0, 1, 2]), remove=0.5), DataError, "images.read(FOLDER)"),
+    (lambda: sc.prune(NET, ["a.jpg", "b.jpg", "c.jpg"], remove=0.5), DataError, "images.read(FOLDER)"),
     (lambda: sc.prune(NET, DataLoader(X, 4), remove=0.5), DataError, "(x, None) for each batch x"),
     (lambda: sc.prune(CONV, (list(torch.rand(4, 3, 9, 9)), [{}] * 4), remove=0.5), DataError, "[(images, targets)]"),
     (lambda: sc.prune(CONV, (torch.rand(3, 9, 9), Y[:1]), remove=0.5), DataError, "x[None] for a single image"),

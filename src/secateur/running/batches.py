@@ -222,9 +222,8 @@ def _way_out(batch: Any) -> str:
     """What somebody probably meant who gave a batch of this kind."""
     if isinstance(batch, Tensor):
         return "(x, None) for each batch x if there are no targets"
-    if not isinstance(batch, tuple | list) or not batch:
-        return ""
-    if isinstance(batch[0], str | Path) or hasattr(batch[0], "convert"):  # names of images, or images of PIL
+    first = batch[0] if isinstance(batch, tuple | list) and batch else batch
+    if isinstance(first, str | Path) or hasattr(first, "convert"):  # names of images, or images of PIL
         return _READ.format("FOLDER")
     return "[(images, targets)] for lists of images and of dicts" if are_images(batch) else ""
 
