@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import secateur as sc
 from secateur.criteria import LRP, Random, Taylor
@@ -43,6 +44,8 @@ def _net() -> nn.Sequential:
 
 NET, X, Y = _net(), torch.rand(24, 4, generator=torch.Generator().manual_seed(1)), torch.arange(24) % 3
 DATA = (X, Y)
+COLOURS, MASKS = torch.rand(4, 3, 9, 9), torch.arange(4 * 81).view(4, 9, 9) % 2
+PIXELS = nn.Sequential(nn.Conv2d(3, 8, 1), nn.ReLU(), nn.Conv2d(8, 3, 1))
 CONV = nn.Sequential(nn.Conv2d(3, 8, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 3))
 GRAPH = sc.analyze(NET, X[:1])
 SCORES = sc.score(NET, DATA, graph=GRAPH)
@@ -181,6 +184,20 @@ WRONG: list[tuple[Call, type[SecateurError], str]] = [
     (lambda: ANY.prune(NET, TensorDataset(X, Y), remove=0.5), DataError, "DataLoader(dataset"),
     (lambda: sc.prune(NET, (X, nn.functional.one_hot(Y)), remove=0.5), DataError, "targets.argmax(1)"),
     (lambda: sc.prune(NET, (X, Y[:, None]), remove=0.5), DataError, "one class number for each"),
+    (lambda: sc.prune(NET, (X, ["cat"] * 24), remove=0.5), DataError, "class numbers as a tensor"),
+    (lambda: sc.prune(NET, "photos", remove=0.5), DataError, "secateur.data.images.read('photos').tensors()"),
+    (lambda: sc.prune(NET, Path("photos"), remove=0.5), DataError, "secateur.data.images.read('photos').tensors()"),
+    (lambda: sc.prune(NET, (["a.jpg", "b.jpg", "c.jpg"], [0, 1, 2]), remove=0.5), DataError, "images.read(FOLDER)"),
+    (lambda: sc.prune(NET, ([Image.new("RGB", (9, 9))] * 3, [0, 1, 2]), remove=0.5), DataError, "images.read(FOLDER)"),
+    (lambda: sc.prune(NET, ["a.jpg", "b.jpg", "c.jpg"], remove=0.5), DataError, "images.read(FOLDER)"),
+    (lambda: sc.prune(NET, DataLoader(X, 4), remove=0.5), DataError, "(x, None) for each batch x"),
+    (lambda: sc.prune(CONV, (list(torch.rand(4, 3, 9, 9)), [{}] * 4), remove=0.5), DataError, "[(images, targets)]"),
+    (lambda: sc.prune(CONV, (torch.rand(3, 9, 9), Y[:1]), remove=0.5), DataError, "x[None] for a single image"),
+    (lambda: sc.prune(CONV, (COLOURS.mul(255).byte(), Y[:4]), remove=0.5), ForwardError, "x.float() / 255, normalised"),
+    (lambda: sc.prune(CONV, (COLOURS[:, :1], Y[:4]), remove=0.5), ForwardError, "x.expand(-1, 3, -1, -1)"),
+    (lambda: sc.prune(PIXELS, (COLOURS, 255 * MASKS), remove=0.5), DataError, "LRP(start=Segmentation())"),
+    (lambda: sc.prune(PIXELS, (COLOURS, MASKS[:, ::2, ::2]), remove=0.5), DataError, "take masks of another size"),
+    (lambda: sc.load("nowhere", NET), SecateurError, "there is no folder nowhere"),
     # files
     (lambda: ANY.save("folder", RESULT), SecateurError, "sc.save(result, path)"),
     (lambda: ANY.save(RESULT, 3), SecateurError, "path is a int"),
@@ -250,6 +267,12 @@ def test_a_model_without_units_says_why(model: nn.Module) -> None:
     with pytest.raises(NothingToPruneError, match="units are made by convolutions"):
         sc.prune(model, [(torch.rand(2, 5, 4), None)], "weight", remove=0.5, progress=False)
     assert "units are made by convolutions" in str(sc.analyze(model, torch.rand(2, 5, 4)))
+
+
+def test_costs_of_several_samples_say_so() -> None:
+    (one, four), macs = (str(sc.analyze(CONV, COLOURS[:n])).splitlines()[0] for n in (1, 4)), 7 * 7 * 9 * 3 * 8 + 8 * 3
+    assert f" {macs / 1000:.2f} k MACs; " in one
+    assert f" {4 * macs / 1000:.2f} k MACs for the 4 samples of the example; " in four
 
 
 def test_objects_are_short_and_tables_print() -> None:

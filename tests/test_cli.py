@@ -6,6 +6,7 @@ import ast
 import csv
 import importlib.util
 import json
+import shlex
 from collections import Counter
 from functools import partial
 from pathlib import Path
@@ -111,7 +112,11 @@ def test_both_models_are_timed_in_both_runtimes(place: Place, tmp_path: Path, mo
             assert f"{before / after:.2f}x as fast" in line
             assert f"{runtime}, 1 thread, batch of {batch}" in page
             assert f"{before / after:.2f} times as fast" in page
-    assert "model.onnx: input N x 3 x 16 x 16, pixels from 0 to 1, less 0.485, 0.456, 0.406" in result.stdout
+    told = " ".join(result.stdout.split())
+    assert (
+        "model.onnx: input N x 3 x 16 x 16 (short side scaled to 18, then the centre), pixels from 0 to 1, less" in told
+    )
+    assert "less 0.485, 0.456, 0.406" in told
     assert "outputs: blue, green, red" in result.stdout
     assert not list((tmp_path / "s").glob("unpruned*"))
 
@@ -373,8 +378,28 @@ def test_recover_trains_what_prune_wrote(place: Place, tmp_path: Path) -> None:
     assert without["stopped"] == "the minutes are over"
     whole = fail("recover", *place.model, "--images", place.train, "--epochs", 1, "--out", tmp_path / "whole")
     assert "was not pruned by secateur" in whole  # and nothing is trained for that
+    bare = invoke(
+        "recover", *given[:-1], tmp_path / "bare", "--teacher", "torchvision:resnet18?num_classes=3", "--epochs", 1
+    )
+    told = "no --teacher-weights were given, and torchvision:resnet18?num_classes=3 has random weights"
+    assert told in bare.stderr
+    assert "Fix: --teacher-weights FILE, or --teacher-weights default to download" in bare.stderr
     wide = fail("recover", *given[:-1], tmp_path / "wide", "--teacher", f"{place.net}?classes=7")
     assert "has 7 outputs, the smaller model 3" in wide
+
+
+def test_a_teacher_may_have_been_pruned_itself(place: Place, tmp_path: Path) -> None:
+    """It is rebuilt from the same file as its student, as the last line of `prune` says."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    succeed("prune", *place.job, "--remove", 0.3, "--out", first)
+    again = ["--images", place.train, "--test", place.test, "--round-to", 1, "--no-latency", "--no-report"]
+    told = invoke("prune", first, "--original", place.net, *again, "--remove", 0.3, "--out", second)
+    line = told.stdout.replace("\n ", " ").splitlines()[-1]
+    assert f"--original {place.net} --teacher {first} --images" in line
+    trained = invoke(*shlex.split(line.partition(": ")[2])[1:], "--epochs", 1)
+    assert trained.exit_code == 0, trained.stderr
+    small, better = (open_model(str(path), original=place.net).model for path in (second, f"{second}-recovered"))
+    assert [p.shape for p in small.parameters()] == [p.shape for p in better.parameters()]
 
 
 def test_steps_without_a_repair_that_lose_accuracy_say_so(place: Place, tmp_path: Path) -> None:
@@ -665,6 +690,11 @@ def test_explain(place: Place, tmp_path: Path) -> None:
     assert one["images"][0]["explained_output"] == 1
     assert "no composite" in fail("explain", *place.model, place.test, "--composite", "magic", "--out", tmp_path)
     assert "one of the model's outputs" in fail("explain", *place.model, place.test, "--target", 3, "--out", tmp_path)
+    succeed("specialize", *place.model, "--outputs", "warm=2", "--outputs", "cold=0-1", "--out", tmp_path / "named")
+    called = fail(
+        "explain", tmp_path / "named", "--original", place.net, place.test, "--target", "hot", "--out", tmp_path
+    )
+    assert "'hot' is no output of this model. Fix: one of warm, cold, or a number from 0." in called
     assert "no image" in fail("explain", *place.model, tmp_path / "absent.png", "--out", tmp_path)
 
 
@@ -698,6 +728,8 @@ def test_specialize_keeps_outputs_exactly(place: Place, tmp_path: Path) -> None:
     succeed("specialize", *place.model, *grouped, "--out", tmp_path / "mean")
     fair = open_model(str(tmp_path / "mean"), original=place.net).model
     assert torch.allclose(fair(x).exp(), torch.stack([shares[:, 2], shares[:, :2].mean(1)], 1), atol=1e-6)
+    one = fail("specialize", *place.model, "--outputs", "cold=0-1", "--out", tmp_path / "x")
+    assert "'cold' is the only group: its probability would be 1 for every input" in one
     assert "nothing to remove" in fail("specialize", *place.model, "--outputs", "0-2", "--out", tmp_path / "x")
     assert "each must be named once" in fail("specialize", *place.model, "--outputs", "1,1", "--out", tmp_path / "x")
     mixed = fail("specialize", *place.model, "--outputs", "a=1", "--outputs", "2", "--out", tmp_path / "x")

@@ -56,6 +56,21 @@ def test_an_image_folder_by_another_name_is_the_same(place: Place, tmp_path: Pat
     assert "lies inside the folder of --images" in said
 
 
+def test_a_single_class_is_refused(place: Place, tmp_path: Path) -> None:
+    """A network with one output is right on every image of that class, whatever became of it."""
+    mine = write_photos(tmp_path / "mine", per_class=4, size=(16, 16))
+    for folder in list(mine.iterdir())[1:]:
+        shutil.rmtree(folder)
+    (name,) = (folder.name for folder in mine.iterdir())
+    given = ["prune", *place.model, "--images", mine, "--remove", 0.3, "--no-latency", "--no-report"]
+    for outputs in ("1", "0-1"):
+        said = fail(*given, "--outputs", f"{name}={outputs}", "--out", tmp_path / "small")
+        assert f"{mine} has one class folder, '{name}': a model for one class is right whatever it sees. Fix: " in said
+    assert not (tmp_path / "small" / "model").exists()
+    more = ["--outputs", f"{name}=1", "--no-specialize", "--round-to", 1, "--out", tmp_path / "small"]
+    assert succeed(*given, *more)["files"]
+
+
 def test_heat_maps_are_kept_apart_from_images(place: Place, tmp_path: Path) -> None:
     mine = write_photos(tmp_path / "mine", per_class=1, size=(16, 16))
     for out in (mine, mine / "maps"):

@@ -36,6 +36,7 @@ from secateur.relevance import (
     explain,
     unit_relevance,
 )
+from secateur.relevance.explain import draw
 
 pytestmark = pytest.mark.usefixtures("one_rule")
 
@@ -894,6 +895,22 @@ def test_plot(tmp_path):
     assert path.read_bytes().startswith(b"\x89PNG")
     with pytest.raises(DataError, match="no picture"):
         explain(nn.Linear(3, 2), torch.randn(2, 3), 1).plot(tmp_path / "none.png")
+
+
+def test_plot_says_what_it_shows(tmp_path, monkeypatch, recwarn):
+    """Which output won and which is explained, by number, or in words of any script that are no formula."""
+    Axes = pytest.importorskip("matplotlib.axes").Axes
+    titles, usual = [], Axes.set_title
+    monkeypatch.setattr(Axes, "set_title", lambda self, text, **more: titles.append(text) or usual(self, text, **more))
+    net = small().eval()
+    explain(net, X, [2, 0]).plot(tmp_path / "heat.png")
+    won = net(X).argmax(1).tolist()
+    assert titles == [
+        f"says output {won[0]}", "relevance for output 2", f"says output {won[1]}", "relevance for output 0"
+    ]  # fmt: skip
+    draw(X[:1], X[:1, 0], tmp_path / "other.png", titles=[("says 猫", "relevance for a$b$_")])
+    assert (tmp_path / "other.png").is_file()
+    assert not [str(one.message) for one in recwarn if "Glyph" in str(one.message)]
 
 
 def test_plot_without_matplotlib(tmp_path, monkeypatch):

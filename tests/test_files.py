@@ -131,8 +131,15 @@ def test_truncated_files(victim: str, keep: float, tmp_path: Path) -> None:
 
 
 def test_missing_files(tmp_path: Path) -> None:
-    with pytest.raises(FileFormatError, match=r"no plan\.json"):
-        sc.load(tmp_path / "nowhere", build("residual")[0])
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("mine")
+    for name, words in (
+        ("nowhere", "there is no folder"),
+        ("empty", r"no plan\.json"),
+        ("file", "is a file; a model is"),
+    ):
+        with pytest.raises(FileFormatError, match=words):
+            sc.load(tmp_path / name, build("residual")[0])
 
 
 def test_an_edited_plan_is_noticed(tmp_path: Path) -> None:

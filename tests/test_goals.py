@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -314,6 +316,34 @@ def test_functions_of_the_output_are_as_before_where_there_are_several(read: Any
     with pytest.warns(SecateurWarning, match="is taken for its answer"):
         found = sc.explain(several, X, torch.ones_like)
     torch.testing.assert_close(found.heat, sc.explain(single, X, torch.ones_like).heat)
+
+
+@pytest.mark.parametrize("several", [lambda y, z: {"kind": y, "size": z}, lambda y, z: (y, z)])
+def test_a_goal_may_read_several_targets_of_each_sample(several: Any, tmp_path: Path) -> None:
+    """By the formula: relevance starts at what the class and the quantity of each sample choose."""
+
+    class Both(Goal):
+        def value(self, output: Any, targets: Any) -> Tensor:
+            kind, size = targets.values() if isinstance(targets, dict) else targets
+            return output.mean((2, 3)).gather(1, kind[:, None])[:, 0] + size * output[:, 0, 0, 0]
+
+        def loss(self, output: Any, targets: Any) -> Tensor:
+            return -self.value(output, targets).mean()
+
+    net, y, z = Net(3), torch.tensor([2, 0, 1, 1]), torch.tensor([1.0, 2.0, 3.0, 4.0])
+    slope = torch.zeros(4, 3, 8, 8)  # what each answer adds to the value
+    slope[torch.arange(4), y] = 1 / 64
+    slope[:, 0, 0, 0] += z
+    expected = epsilon_relevance(net, X, slope)
+    for data in ((X, several(y, z)), [(X[:2], several(y[:2], z[:2])), (X[2:], several(y[2:], z[2:]))]):
+        found = units(net, data, Both())
+        torch.testing.assert_close(found.float(), expected, rtol=1e-3, atol=1e-6)
+    run = partial(sc.prune, net, criterion=Taylor(loss=Both()), remove=0.5, schedule=0.25, progress=False)
+    assert run((X, several(y, z)), checkpoint=tmp_path / "run.safetensors").model.second.in_channels == 6
+    with pytest.raises(DataError, match="4 inputs but 3 targets"):
+        run((X, several(y, z[:3])))
+    with pytest.raises(DataError, match="no tensor of class numbers"):
+        sc.score(net, (X, several(y, z)), "taylor")
 
 
 def test_own_goals_are_a_class_with_one_method() -> None:

@@ -12,6 +12,7 @@ import re
 import signal
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -231,6 +232,20 @@ def test_parts_take_turns() -> None:
     assert units[1] - units[2] == 5  # a quarter of 40 conv units, then of 20 neurons
     with pytest.raises(TargetError, match="matches no layer"):
         prune(net(), data(), remove=0.5, schedule=Schedule(parts={"conv": ["nothing*"]}))
+
+
+def test_a_limit_in_another_unit_than_the_measure_is_named() -> None:
+    """A percentage, or a loss, which "holds" while the model gets worse."""
+    for measured, limit, warned in ((97.5, 0.01, True), (97.5, {"overall": 0.01}, True), (0.975, 0.01, False),
+                                    (97.5, 1.0, False), (1.0, 0.01, False)):  # fmt: skip
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            prune(net(), data(), remove=0.5, schedule=0.5, max_drop=limit, evaluate=lambda model, found=measured: found)
+        told = [str(one.message) for one in seen if "no share" in str(one.message)]
+        assert bool(told) == warned
+        assert all(
+            "evaluate returns 97.5" in text and "max_drop=0.01 is taken in the same unit" in text for text in told
+        )
 
 
 def test_max_drop_goes_back_to_the_last_step_that_held() -> None:

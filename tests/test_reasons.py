@@ -308,6 +308,16 @@ def test_every_run_tells_whether_its_reasons_stayed() -> None:
     assert torch.equal(again.reasons.agreement, found.agreement)
 
 
+def test_targets_that_the_unpruned_model_never_answers_are_doubted() -> None:
+    """Such as the numbers of folders beside a model with a thousand outputs."""
+    net, (x, _) = network(), pictures(30)
+    answers = net.eval()(x).detach()
+    for targets, doubted in ((answers.argmax(1), False), (answers.argmin(1), True)):
+        result = sc.prune(net, (x, targets), remove=0.2, watch=(x[:6], targets[:6]), progress=False)
+        told = "the unpruned model is right on none of them: are targets numbered as its outputs are?"
+        assert (told in str(result).splitlines()[-1]) == doubted
+
+
 def test_samples_that_are_watched_are_looked_at() -> None:
     net, (x, y) = network(), pictures(5)
     result = sc.prune(net, (x, y), remove=0.2, repair=None, watch=(x[:4], y[:4]), progress=False)

@@ -129,6 +129,9 @@ def test_bad_outputs_are_named() -> None:
         with pytest.raises(TargetError):
             specialize(net, wrong, X)
 
+    with pytest.raises(TargetError, match="'cat' is the only group: its probability would be 1 for every input"):
+        specialize(net, {"cat": [1, 2]}, X)
+
     class Energy(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return x.flatten(1).cumsum(1)

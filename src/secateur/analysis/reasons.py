@@ -44,6 +44,8 @@ OTHER_REASONS = 0.5
 _STAYED = 0.02
 #: A class with fewer samples is told, but not judged alone.
 JUDGED = 3
+#: With so many samples of which none is right, the targets may be meant in another way.
+_DOUBTFUL = 5
 #: A class of which less is right has no reasons to keep.
 _MOSTLY = 0.5
 _WHEN = ("before", "after")
@@ -343,6 +345,8 @@ class Drift:
         faithful = "" if self.srg is None else "; SRG " + " → ".join(f"{float(s.mean()):.2f}" for s in self.srg)
         other = ["all together" if number < 0 else name(number) for number in self.other_reasons]
         told = f"; right for other reasons: {', '.join(other)}" if other else ""
+        if self.right is not None and len(self.agreement) >= _DOUBTFUL and not self.right[0].any():
+            told += "; the unpruned model is right on none of them: are targets numbered as its outputs are?"
         return f"drift of the heat maps of {len(self.agreement)} samples: {float(self):.2f}{classes}{faithful}{told}"
 
     def to_dict(self, name: Callable[[int], str] = str) -> dict[str, Any]:

@@ -151,6 +151,9 @@ def _wanted(outputs: Sequence[int] | Mapping[str, Sequence[int]], count: int) ->
     wanted = [int(i) for members in groups for i in members]
     if not wanted or not all(groups):
         raise TargetError("there must be at least one output to keep, and one in each group.")
+    if isinstance(outputs, Mapping) and len(groups) == 1:  # its probability among the outputs that are kept is 1
+        what = f"{next(iter(outputs))!r} is the only group: its probability would be 1 for every input."
+        raise TargetError(what, fix="two groups or more, or a list of outputs, which merges none")
     wrong = [i for i in wanted if not 0 <= i < count]
     if wrong:
         raise TargetError(f"outputs {wrong[:5]} do not exist: the model has {count}, numbered from 0.")

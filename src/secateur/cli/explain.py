@@ -119,8 +119,11 @@ def _explain_images(
             colours = opened.origin.view.picture(batch)
             for i, path in enumerate(kept[begin : begin + _BATCH]):
                 file = out / f"{begin + i:03d}-{re.sub(r'[^A-Za-z0-9_.-]+', '_', path.stem)}.png"
-                draw(colours[i : i + 1], found[-1].heat[i : i + 1], file)
-                pictures.append(_entry(path, file, found[-1].output[i], names, wanted))
+                entry = _entry(path, file, found[-1].output[i], names, wanted)
+                said = f"says {entry['predicted']} ({100 * entry['probability']:.1f} %)"
+                titles = [(said, f"relevance for {entry['explained']}")]
+                draw(colours[i : i + 1], found[-1].heat[i : i + 1], file, titles=titles)
+                pictures.append(entry)
     rows = _layers(found)
     worst = max((item.conservation.worst for item in found), default=0.0)
     printer.json({"images": pictures, "layers": rows, "conservation": worst, "composite": composite})
@@ -131,7 +134,12 @@ def _explain_images(
     printer.result(table(("image", "says", "explained", "heat map"), (), shown))
     layers = [(r["layer"], f"{100 * r['arrives']:.1f} %", str(r["units"]), str(r["hold_90"])) for r in rows]
     printer.result(table(("layer",), ("relevance that arrives", "units", "hold 90 % of it"), layers))
-    printer.result(f"conservation: at most {worst:.2%} of the relevance is lost or created (composite {composite})")
+    total = sum(item.conservation.size for item in found) or 1.0
+    kept_back = sum(item.conservation.absorbed for item in found) / total
+    printer.result(
+        f"conservation: {kept_back:.1%} of the relevance stays in biases or constants, as the rules define it; at most "
+        f"{worst:.2%} is lost or created (composite {composite})"
+    )
 
 
 def _target(text: str | None, names: list[str]) -> int | None:

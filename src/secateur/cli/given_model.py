@@ -32,16 +32,23 @@ def read_model(source: Source, seen: Seen, *, trained: bool = True) -> Opened:
     """The model on its device, with the view that applies. `trained`: warn if no weights are given."""
     model = source.model
     found = open_model(model, source.weights, device_named(source.device), source.original)
-    if trained and source.weights is None and found.origin.model == model and not model.startswith(HUB):
-        file, _, factory = model.partition("?")[0].rpartition(":")
-        maker = f"{factory}()" if file else Path(factory).name
-        if runs_code(model):
-            what, fix = f": the network is as {maker} built it", f"unless {maker} loads them itself"
-        else:
-            what = f", and {model} has random weights, so the result means nothing"
-            fix = "or --weights default to download the zoo's own"
-        warnings.warn(SecateurWarning(f"no --weights were given{what}.", fix=f"--weights FILE, {fix}"), stacklevel=2)
+    if trained and source.weights is None and found.origin.model == model:
+        warn_of_no_weights(model)
     return replace(found, origin=replace(found.origin, view=seen.over(found.origin.view)))
+
+
+def warn_of_no_weights(model: str, option: str = "--weights") -> None:
+    """Warn that a model is as it was built: a zoo's is random."""
+    if model.startswith(HUB):
+        return
+    file, _, factory = model.partition("?")[0].rpartition(":")
+    maker = f"{factory}()" if file else Path(factory).name
+    if runs_code(model):
+        what, fix = f": the network is as {maker} built it", f"unless {maker} loads them itself"
+    else:
+        what = f", and {model} has random weights, so the result means nothing"
+        fix = f"or {option} default to download the zoo's own"
+    warnings.warn(SecateurWarning(f"no {option} were given{what}.", fix=f"{option} FILE, {fix}"), stacklevel=3)
 
 
 def noise(opened: Opened, batch: int = 1) -> Any:
@@ -90,7 +97,13 @@ def output_names(opened: Opened) -> list[str]:
 
 def outputs_in(text: str, names: list[str]) -> tuple[int, ...]:
     """The outputs that a text means: one by the name it has, or what `parse` reads."""
-    return (names.index(text),) if text in names else parse(text, len(names))
+    if text in names:
+        return (names.index(text),)
+    own = len(names) != imagenet.COUNT and names[0] != "output 0"  # else `parse` knows more
+    if own and not any(sign.isdigit() for sign in text):
+        called = f"{', '.join(names[:8])}{', …' if len(names) > 8 else ''}"
+        raise DataError(f"{text!r} is no output of this model.", fix=f"one of {called}, or a number from 0")
+    return parse(text, len(names))
 
 
 def keep_outputs(opened: Opened, outputs: Mapping[str, tuple[int, ...]], count: int, merge: Merge = "sum") -> Opened:

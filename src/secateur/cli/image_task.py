@@ -305,6 +305,12 @@ def read_task(opened: Opened, given: Images, seed: int, narrow: bool) -> Task:
     count = count_outputs(opened)
     chosen = match(photos.classes, count, given.outputs or (), opened.origin.classes)
     merged = [name for name, members in chosen.items() if len(members) > 1]
+    if narrow and len(chosen) == 1:  # any model with a single output is right on all of its images
+        raise DataError(
+            f"{given.images} has one class folder, {photos.classes[0]!r}: a model for one class is right whatever it "
+            "sees.",
+            fix="a folder for every class that it must tell apart; or --no-specialize, which keeps all outputs",
+        )
     if merged and not narrow:
         raise DataError(
             f"{merged[0]!r} is meant by {len(chosen[merged[0]])} outputs; they must be merged into one.",

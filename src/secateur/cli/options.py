@@ -69,7 +69,10 @@ _TEST_SEQUENCES = (
     "or with labels 1000."
 )
 _SIZE = "Side of the network's input. Default: 224, or what timm says."
-_FIT = "Take the centre (crop, the default) or squeeze the whole image into the square."
+_FIT = (
+    "Scale the short side to 8/7 of the input's and take the centre (crop, the default: 256 for 224), or squeeze the "
+    "whole image into the square."
+)
 _MINUTES = "Train for so long, instead of a number of epochs."
 _BATCH_SIZE = "Samples of one training step. Default: 20 images, or as many sequences of text as suits the model."
 _CLIP = "Largest norm of the gradient; 0 is for no limit. Default: what suits the model."
@@ -78,7 +81,10 @@ _MEMORY = (
     "What the work may take, from reading images to the report: '1GiB'. What the packages, the model and its files "
     "take comes on top. Default: what is free, at most 1.5 GiB without a GPU."
 )
-_MEAN = "Mean of the training pixels, 0 to 1: three numbers, or one for grey. Default: ImageNet's."
+_MEAN = (
+    "Mean of the training pixels, 0 to 1: three numbers, or one for grey. Default: ImageNet's, or what timm or a saved "
+    "folder says."
+)
 
 Strict = Annotated[bool, _image("--strict", help="Refuse broken images instead of skipping them.")]
 MergeBy = Annotated[Merge, _image(help=f"{_MERGE}. {_FAIR} where a network spreads some probability over all outputs.")]

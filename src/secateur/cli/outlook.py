@@ -173,7 +173,7 @@ def next_steps(
         data += ["--tokens", texts.tokens] if texts.tokens != Texts.tokens else []
     else:
         data = ["--images", images.images, *(["--test", images.test] if images.test is not None else [])]
-    teacher = ["--teacher", source.model] if source.original is None else []
+    teacher = ["--teacher", source.model]
     teacher += ["--teacher-weights", source.weights] if source.weights is not None else []
     train = ["secateur", "recover", out, *_original(task), *teacher, *data, "--out", f"{out}-recovered"]
     return [*lines, f"train it, if it lost too much: {_shell(train)}"]

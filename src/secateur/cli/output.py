@@ -149,7 +149,9 @@ def expects(view: View, batch: int | None = None) -> str:
     """What an exported model takes, in words."""
     mean, std = (", ".join(f"{number:g}" for number in numbers) for numbers in (view.mean, view.std))
     shape = f"{batch or 'N'} x {view.channels} x {view.size} x {view.size}"
-    return f"input {shape}, pixels from 0 to 1, less {mean}, divided by {std}"
+    short = f"short side scaled to {view.side(training=False)}, then the centre"
+    fit = short if view.fit == "crop" else "the whole image squeezed"
+    return f"input {shape} ({fit}), pixels from 0 to 1, less {mean}, divided by {std}"
 
 
 class Printer:

@@ -16,7 +16,7 @@ from secateur.cli.image_task import Task, read_task
 from secateur.cli.outcome import Quantised
 from secateur.cli.outlook import doubt, next_steps, outlook, warn_of_steps
 from secateur.cli.output import Printer, headline, intervals, sides
-from secateur.cli.run_folder import Run, check_folder, check_model, need_packages, only_run, request, write_model
+from secateur.cli.run_folder import RUN, Run, check_folder, check_model, need_packages, only_run, request, write_model
 from secateur.cli.text_task import TextTask, read_text_task
 from secateur.errors import SecateurError
 from secateur.files.onnx import Exports, export
@@ -305,6 +305,6 @@ def _write(
         printer.result(f"whole blocks that left: {', '.join(blocks)}")
     if onnx:
         printer.result(f"{files['onnx'].name}: {task.exported(files['onnx'])}")
-    written = ", ".join(path.name for path in files.values())
+    written = ", ".join([*(path.name for path in files.values()), RUN])
     printer.result(f"{result.stopped}; {summary['seconds']:.0f} s. Written to {out}: {written}")
     return files, quantised

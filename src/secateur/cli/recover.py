@@ -13,7 +13,7 @@ from torch import nn
 
 from secateur.analysis.specialize import MergedOutputs, specialize
 from secateur.cli import options as o
-from secateur.cli.given_model import count_outputs, noise, read_model
+from secateur.cli.given_model import count_outputs, noise, read_model, warn_of_no_weights
 from secateur.cli.image_task import Task
 from secateur.cli.outlook import after_training, doubt, training_outlook, warn_of_harm, warn_of_teacher
 from secateur.cli.output import Printer, intervals, percent
@@ -21,10 +21,13 @@ from secateur.cli.prune import task_of
 from secateur.cli.run_folder import Run, check_folder, check_model, only_run, request
 from secateur.cli.text_task import TextTask, write_text_task
 from secateur.errors import SecateurError
+from secateur.files.architecture import note_of
 from secateur.files.pretrained import save_pretrained
 from secateur.files.saved import save
 from secateur.models import Opened, open_model
 from secateur.models.hub import quiet_hub, reads_text
+from secateur.models.origin import saved_folder
+from secateur.models.zoo import runs_code
 from secateur.recover import Recover
 from secateur.recover import recover as run_recover
 from secateur.running.accuracy import PERPLEXITY
@@ -73,7 +76,7 @@ def recover(
         if not plans_of(opened.model):  # before hours of training
             what = f"{source.model} was not pruned by secateur, which is what recover trains."
             raise SecateurError(what, fix="the folder that `secateur prune` wrote")
-        whole = _teacher(teacher, teacher_weights, opened) if teacher is not None else None
+        whole = _teacher(teacher, teacher_weights, opened, source.original) if teacher is not None else None
         task = _task(opened, whole, images, texts, seed)
     settings = training.settings(epochs=epochs, teacher=0.0 if whole is None else Recover.teacher, seed=seed)
     if isinstance(task, TextTask):
@@ -132,9 +135,14 @@ def _task(opened: Opened, whole: nn.Module | None, images: o.Images, texts: o.Te
     return replace(task, pruned=True) if isinstance(task, Task) else task
 
 
-def _teacher(spec: str, weights: str | None, student: Opened) -> nn.Module:
-    """The unpruned model with the student's outputs: those that were removed first are removed from it as well."""
-    found = replace(open_model(spec, weights, device_of(student.model)), origin=student.origin)  # it sees the same
+def _teacher(spec: str, weights: str | None, student: Opened, original: str | None = None) -> nn.Module:
+    """The unpruned model with the student's outputs: those that were removed first are removed from it as well. If it
+    was itself pruned from the `original` of the student, it is rebuilt from that."""
+    plain = (folder := saved_folder(spec)) is not None and note_of(folder) is None
+    found = open_model(spec, weights, device_of(student.model), original if plain else None)
+    if weights is None and found.origin.model == spec and not runs_code(spec):  # else its accuracy will tell
+        warn_of_no_weights(spec, "--teacher-weights")
+    found = replace(found, origin=student.origin)  # it sees the same
     model: Any = found.model
     if reads_text(found.model):
         return found.model

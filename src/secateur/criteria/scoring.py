@@ -168,8 +168,9 @@ def _units(subject: Subject, criterion: Criterion, sums: Sums) -> dict[Site, Val
         what = "every unit the score 0" if units else "no unit a score"
         raise CriterionError(  # else units would leave in the order of their indices
             f"the criterion {criterion.name!r} gave {what}, so they cannot be ranked.",
-            fix="check that data and targets belong to this model and that its output depends on its input; for "
-            "criteria by gradients give loss=f(output, targets), as in Taylor(loss=f); or use another criterion",
+            fix="check that data and targets belong to this model and that its output depends on its input; of a "
+            "detector, that its boxes match targets, or leave these out: (images, None); for criteria by gradients "
+            "give loss=f(output, targets), as in Taylor(loss=f); or use another criterion",
         )
     return units
 

@@ -130,7 +130,8 @@ def _not_ours(folder: Path) -> list[str]:
 def load(path: str | os.PathLike[str], model: nn.Module | None = None) -> nn.Module:
     """Rebuild a saved model from a freshly built original (its weights do not matter).
 
-    A folder of `Result.save_pretrained` needs no original: it is built from the folder's config, by transformers.
+    A folder of `Result.save_pretrained` needs no original: it is built from the folder's config, by transformers. Else
+    the model is in the mode of the original, and a network that was just built is in training mode: call `eval()`.
 
     An original that is built differently (another stride or activation) is refused, even if all shapes fit: the
     settings of torch's modules and the output on fixed inputs are compared with what was saved.
@@ -233,7 +234,11 @@ def _stamps(folder: Path) -> list[tuple[int, int]]:
 
 def _read_json(folder: Path) -> tuple[dict[str, Any], str]:
     path = folder / PLANS
-    if not folder.is_dir() or not path.is_file():
+    if not folder.exists():
+        raise FileFormatError(f"there is no folder {folder}.", where=folder, fix="the one that sc.save wrote")
+    if not folder.is_dir():
+        raise FileFormatError(f"{folder} is a file; a model is a folder.", where=folder, fix=str(folder.parent))
+    if not path.is_file():
         raise FileFormatError(f"{folder} is not a model saved by secateur: it has no {PLANS}", where=folder)
     try:
         if path.stat().st_size > _LARGEST_PLAN:

@@ -15,6 +15,8 @@ from secateur.structure.cost import Cost, count_macs, size_of
 def measure(model: nn.Module, example: Example, latency: bool = True, repeats: int = 20) -> Cost:
     """Parameters, multiply-accumulates (convolutions, linear layers, matrix products) and median latency of a model.
 
+    The last two are for the whole example: of two images, twice the multiply-accumulates of one.
+
     >>> import torch
     >>> measure(nn.Linear(8, 4), torch.zeros(1, 8), latency=False)
     Cost(params=36, macs=32, latency=None)

@@ -127,6 +127,7 @@ class Steps:
         latency = self._timed(None)[0] if self.settings.target.timed else self._taken(state.model)
         drifts = self._looked(state, state.model, 0)
         self._judged(metrics, metrics, drifts)  # refuses limits for what is not measured
+        _check_unit(self.settings.target.max_drop, metrics)
         drift = drifts.get("overall")
         row = Row(0, self.graph.total_units, 0.0, cost.params, cost.macs, metrics, latency=latency, drift=drift)
         state.history.rows.append(replace(row, seconds=time.perf_counter() - begin))
@@ -394,6 +395,16 @@ def within(name: str, limits: float | Mapping[str, float], losses: Mapping[str, 
             if losses[item] > most + 1e-12:
                 return False
     return True
+
+
+def _check_unit(max_drop: float | Mapping[str, float] | None, before: Mapping[str, float]) -> None:
+    """Warn where a limit for a share meets a percentage, or a loss, which gets larger as the model gets worse."""
+    most = max_drop.get("overall") if isinstance(max_drop, Mapping) else max_drop
+    if most is not None and before["overall"] > 1 > most:
+        what = f"evaluate returns {before['overall']:.4g}, which is no share, and {{limit}} is taken in the same unit."
+        fix = "a share from 0 to 1, or {limit_of} in the unit of evaluate; larger must be better, as a loss is not"
+        limit, limit_of = Argument("max_drop", most), Argument("max_drop")
+        warnings.warn(SecateurWarning(what, fix=fix, limit=limit, limit_of=limit_of), stacklevel=2)
 
 
 @contextmanager

@@ -164,7 +164,7 @@ class Epoch(Event):
     any. `lr` is the learning rate of its last step, and `seconds` the time since the beginning.
 
     >>> print(Epoch(2, 10, 0.25, 0.9, held_out=0.3, held_out_accuracy=0.88))
-    recovering: epoch 2/10, loss 0.25, accuracy 90.0 %; held out: loss 0.3, accuracy 88.0 %
+    recovering: epoch 2/10, in training loss 0.25, accuracy 90.0 %; held out: loss 0.3, accuracy 88.0 %
     """
 
     epoch: int
@@ -178,7 +178,7 @@ class Epoch(Event):
 
     def __str__(self) -> str:
         number = f"epoch {self.epoch}{f'/{self.epochs}' if self.epochs else ''}"
-        text = f"recovering: {number}, loss {self.loss:.4g}{_percent(self.accuracy)}"
+        text = f"recovering: {number}, in training loss {self.loss:.4g}{_percent(self.accuracy)}"
         if self.held_out is None:
             return text
         return f"{text}; held out: loss {self.held_out:.4g}{_percent(self.held_out_accuracy)}"

@@ -108,14 +108,18 @@ class Explanation:
         return units.view(count, -1).sum(1)
 
     def plot(self, path: str | Path, *, clip: float = 0.995, tokenizer: Any = None) -> Path:
-        """A PNG: each image beside its heat map, or the words of each text. Red speaks for the target, blue against it,
-        white is 0.
+        """A PNG: each image beside its heat map, with the numbers of the output that won and of the one explained, or
+        the words of each text. Red speaks for the target, blue against it, white is 0.
 
         Colours saturate at the `clip` quantile of the absolute values, so that one pixel does not hide the rest.
         """
         if self.text is not None:
             return draw_text(self.tokens(tokenizer), Path(path), clip)
-        return draw(self.images, self.heat, Path(path), clip)
+        said, why, titles = self.output, self.classes, []
+        if isinstance(said, Tensor) and said.dim() == 2 and said.shape[1] > 1 and why is not None and why.dim() == 1:
+            pairs = zip(said.argmax(1).tolist(), why.tolist(), strict=True)
+            titles = [(f"says output {won}", f"relevance for output {seen}") for won, seen in pairs]
+        return draw(self.images, self.heat, Path(path), clip, titles)
 
     def html(self, path: str | Path, *, tokenizer: Any = None, clip: float = 0.995) -> Path:
         """A page that shows the words of each text in colours, as `plot` does, and their numbers."""
@@ -374,8 +378,10 @@ def samples_in(inputs: Any) -> int | None:
 
 
 # -- pictures ---------------------------------------------------------------------------------------------------------
-def draw(images: Any, heat: Tensor, path: Path, clip: float = 0.995) -> Path:
-    """One row per sample: the image, and its relevance in the colours of `seismic`, white at 0."""
+def draw(
+    images: Any, heat: Tensor, path: Path, clip: float = 0.995, titles: Sequence[tuple[str, str]] = ()
+) -> Path:  # fmt: skip
+    """One row per sample: the image, and its relevance in the colours of `seismic`, white at 0. `titles` go above."""
     if heat.dim() != 3:
         raise DataError(
             f"relevance of shape {tuple(heat.shape)} is no picture: only inputs of shape (N, C, H, W) can be drawn."
@@ -386,7 +392,7 @@ def draw(images: Any, heat: Tensor, path: Path, clip: float = 0.995) -> Path:
     except ImportError as error:
         raise SecateurError("drawing needs matplotlib.", fix="pip install 'secateur[report]'") from error
     rows = heat.shape[0]
-    figure = Figure(figsize=(6.4, 3.2 * rows), layout="constrained")
+    figure = Figure(figsize=(6.4, (3.5 if titles else 3.2) * rows), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(rows, 2, squeeze=False)
     for row, (image, relevance) in enumerate(zip(images, heat, strict=True)):
@@ -394,9 +400,11 @@ def draw(images: Any, heat: Tensor, path: Path, clip: float = 0.995) -> Path:
         flat = relevance.detach().float().cpu()
         limit = bound(flat, clip)
         axes[row][1].imshow(flat.numpy(), cmap="seismic", vmin=-limit, vmax=limit)
-        for axis in axes[row]:
+        for axis, title in zip(axes[row], titles[row] if titles else ("", ""), strict=True):
             axis.set_axis_off()
-    with atomic.naming_failures(path), atomic.replacing(path) as staged:
+            axis.set_title(title, fontsize=10, parse_math=False)
+    with warnings.catch_warnings(), atomic.naming_failures(path), atomic.replacing(path) as staged:
+        warnings.filterwarnings("ignore", "Glyph")  # names of classes may be in any script
         figure.savefig(staged, dpi=100, format="png")
     return path
 

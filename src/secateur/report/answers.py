@@ -107,7 +107,8 @@ def differences(original: nn.Module, small: nn.Module, found: Answers, classes: 
                 viewer = Viewer(original, (inputs, torch.tensor([found.targets[i] for i in mine])), page.composite)
                 more = pairs(viewer, viewer.look(small), classes, page)
                 samples, passages, begin = samples + more[0], passages + more[1], begin + len(mine)
-            shown.append((title, samples, passages))
+            few = f", {len(chosen)} of {len(places)}" if len(chosen) < len(places) else ""
+            shown.append((title + few, samples, passages))
     total, lost, gained = len(found.targets), len(found.lost), len(found.gained)
     return Differences(total, lost, gained, shown, _matrix(found, classes), _pairs(found, classes))
 

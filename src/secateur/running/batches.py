@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,13 +26,14 @@ from secateur.running.copies import unwrap
 from secateur.running.devices import device_of, to_device
 
 #: An iterable of (inputs, targets), a pair (X, y), or None for criteria that need no data. Inputs are tensors or NumPy
-#: arrays, several of them in a tuple or dict; targets may be a list of numbers as well. A dict alone, such as a
-#: tokenizer or a data collator returns, holds its targets as `labels`. Detectors take a list of images; their
-#: targets are a list of dicts.
+#: arrays, several of them in a tuple or dict; targets may be a list of numbers as well, or several arrays in a tuple or
+#: dict for a goal that reads them. A dict alone, such as a tokenizer or a data
+#: collator returns, holds its targets as `labels`. Detectors take a list of images; their targets are a list of dicts.
 Data = Any
 Batch = tuple[Any, Any]
 
 _ARRAYS = (Tensor, np.ndarray)
+_READ = "secateur.data.images.read({}).tensors(), for a folder with one folder of images per class"
 _UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
 
 
@@ -41,7 +43,11 @@ def is_pair(data: Data) -> bool:
         return False
     inputs, targets = data
     # A batch is itself a tuple, list or dict, so that two batches have no array and no numbers in the second place.
-    return _are_arrays(inputs) and (targets is None or isinstance(targets, _ARRAYS) or _are_numbers(targets))
+    if targets is None or isinstance(targets, _ARRAYS) or _are_numbers(targets):
+        return _are_arrays(inputs)
+    # Several targets, for a goal that reads them. (An array alone is no batch, so that these are not two batches.)
+    kinds = {isinstance(leaf, _ARRAYS) for leaf in leaves(targets)}
+    return isinstance(inputs, _ARRAYS) and isinstance(targets, tuple | Mapping) and kinds == {True}
 
 
 def as_data(data: Data) -> Data:
@@ -59,7 +65,8 @@ def as_data(data: Data) -> Data:
             raise DataError(
                 f"inputs have the shape {tuple(inputs.shape)}, but targets are a {type(targets).__name__} "
                 "that is no list of numbers.",
-                fix="class numbers as a tensor, or None for targets that are not known",
+                fix="class numbers as a tensor, or None for targets that are not known; for a goal that reads several "
+                "targets a dict or a tuple of tensors",
             )
     return data
 
@@ -170,6 +177,8 @@ def _plain(data: Data, batch_size: int, share: tuple[int, int]) -> Iterator[Batc
             chunk = order[begin : begin + batch_size]
             yield select_samples(inputs, chunk), select_samples(targets, chunk)
         return
+    if isinstance(data, str | Path):
+        raise DataError(f"data is {str(data)!r}, a name; images are tensors.", fix=_READ.format(repr(str(data))))
     if isinstance(data, Tensor) or not isinstance(data, Iterable):
         loader = "DataLoader(dataset, batch_size=32)" if hasattr(data, "__getitem__") else ""
         raise DataError(
@@ -185,8 +194,15 @@ def check_pair(inputs: Any, targets: Any) -> int:
     lengths = sorted(set(counts_of_samples(inputs)))
     if len(lengths) > 1:
         raise DataError(f"inputs have different lengths: {', '.join(map(str, lengths))}; each needs every sample.")
-    if isinstance(targets, Tensor) and (not targets.ndim or len(targets) != count):
-        raise DataError(f"{count} inputs but {len(targets) if targets.ndim else 'a single number for'} targets.")
+    for known in tensors_in(targets):
+        if not known.ndim or len(known) != count:
+            shape = tuple(inputs.shape) if isinstance(inputs, Tensor) else ()
+            raise DataError(
+                f"{count} inputs but {len(known) if known.ndim else 'a single number for'} targets.",
+                fix="x[None] for a single image"
+                if len(shape) == 3 and count in (1, 3, 4) and known.numel() == 1
+                else "",
+            )
     return count
 
 
@@ -196,9 +212,20 @@ def checked_batch(batch: Any) -> Batch:
         raise DataError(
             f"a batch is a {type(batch).__name__}"
             + (f" of {len(batch)} items" if isinstance(batch, tuple | list) else "")
-            + "; each must be a pair (inputs, targets), with None for targets that are not known, or a dict."
+            + "; each must be a pair (inputs, targets), with None for targets that are not known, or a dict.",
+            fix=_way_out(batch),
         )
     return as_batch(batch)
+
+
+def _way_out(batch: Any) -> str:
+    """What somebody probably meant who gave a batch of this kind."""
+    if isinstance(batch, Tensor):
+        return "(x, None) for each batch x if there are no targets"
+    first = batch[0] if isinstance(batch, tuple | list) and batch else batch
+    if isinstance(first, str | Path) or hasattr(first, "convert"):  # names of images, or images of PIL
+        return _READ.format("FOLDER")
+    return "[(images, targets)] for lists of images and of dicts" if are_images(batch) else ""
 
 
 def parts_of(inputs: Any, targets: Any, size: int) -> Iterator[Batch]:

@@ -288,6 +288,8 @@ def _conversion(model: nn.Module, inputs: Example, error: str) -> str:
     two_texts = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
     if two_texts and isinstance(inputs, Mapping) and not any(name.startswith("decoder_") for name in inputs):
         return "DataCollatorForSeq2Seq(tokenizer, model=model) adds what the decoder reads"
+    if planes == 3 and isinstance(inputs, Tensor) and inputs.ndim == 4 and inputs.shape[1] == 1:
+        return "grey images for a network of colours: x.expand(-1, 3, -1, -1), normalised as in its training"
     if not _FORMATS.search(error):
         return ""
     if "'indices'" in error:
@@ -297,6 +299,8 @@ def _conversion(model: nn.Module, inputs: Example, error: str) -> str:
     if weights not in _CASTS or other is None:
         return ""
     fix = f"the weights are {str(weights).removeprefix('torch.')}, so give x.{_CASTS[weights]}()"
+    if other == torch.uint8 and planes is not None:  # the cast alone would run, on numbers that it never saw
+        return f"{fix} / 255, normalised as in its training"
     return f"{fix}, or model.{_CASTS[other]}()" if other in _CASTS else fix
 
 

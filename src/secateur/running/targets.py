@@ -225,6 +225,9 @@ def _multiplies(call: Call) -> bool:
 
 
 # -- targets and losses ------------------------------------------------------------------------------------------------
+_OTHER_SIZE = "; LRP(start=Segmentation()) and Taylor(loss=Segmentation()) take masks of another size"
+
+
 def check_targets(targets: Any, output: Tensor, entry: str = "") -> Tensor:
     """Class numbers that fit the output, or an error that says which does not. `entry` is what to call the output.
 
@@ -259,7 +262,9 @@ def check_targets(targets: Any, output: Tensor, entry: str = "") -> Tensor:
             if output.ndim < 3
             else f"targets have shape {tuple(known.shape)}, but the output asks for {expected}: it has "
             f"{output.shape[1]} classes at each position.",
-            fix="targets.argmax(1)" if known.shape == output.shape else "one class number for each of these",
+            fix="targets.argmax(1)"
+            if known.shape == output.shape
+            else f"one class number for each of these{_OTHER_SIZE if output.ndim == 4 else ''}",
         )
     counting, classes = known[known != IGNORED], output.shape[1]
     low, high = (int(counting.min()), int(counting.max())) if counting.numel() else (0, 0)
@@ -267,7 +272,10 @@ def check_targets(targets: Any, output: Tensor, entry: str = "") -> Tensor:
         where = f" in {entry}" if entry else ""
         raise DataError(
             f"labels run from {low} to {high}, but the model has {classes} outputs (0 to {classes - 1}){where}.",
-            fix="number the classes as the outputs are, or `specialize` the model to the outputs you need",
+            fix="number the classes as the outputs are, or `specialize` the model to the outputs you need"
+            if output.ndim < 4
+            else "number the classes as the outputs are; pixels of no class are -100, or 255 with "
+            "LRP(start=Segmentation()) or Taylor(loss=Segmentation())",
         )
     return known.long()
 

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import numpy as np
 from torch import nn
 
+from secateur.nest import counts_of_samples
 from secateur.ops.layers import Labels, Mask
 from secateur.ops.table import Site
 from secateur.running.copies import named_parameters, named_tensors
@@ -231,8 +232,10 @@ class Graph:
         return f"<Graph of {self.model_name}: {len(self.layers)} layers, {self.total_units} units may leave>"
 
     def __str__(self) -> str:
+        samples = set(counts_of_samples(self.example))
+        batch = f" for the {max(samples)} samples of the example" if len(samples) == 1 and max(samples) > 1 else ""
         lines = [
-            f"{self.model_name}: {self.cost}; {self.total_units} of {int(self.units.sum())} units in "
+            f"{self.model_name}: {self.cost}{batch}; {self.total_units} of {int(self.units.sum())} units in "
             f"{len(self.candidates)} of {len(self)} groups may leave",
             "",
         ]
