@@ -553,6 +553,29 @@ def test_perplexity_counts_no_padding(desk: Desk) -> None:
 
 
 # -- recover -----------------------------------------------------------------------------------------------------------
+def test_recover_trains_what_transformers_loads(desk: Desk, tmp_path: Path) -> None:
+    """A folder of uniform widths holds no plan. What is written from it can be trained once more."""
+    small, better, best = (tmp_path / name for name in ("small", "better", "best"))
+    quick = ("--no-report", "--no-latency", "--criterion", "weight")
+    said = invoke("prune", *desk.job, "--keep-params", 0.8, "--uniform", *quick, "--out", small)
+    given = ["--teacher", f"hf:{desk.model}", "--text", desk.text, "--tokens", 16, "--epochs", 1]
+    assert f"recover {small} --teacher hf:{desk.model}" in said.stdout  # as the command itself says
+    succeed("recover", small, *given, "--out", better)
+    succeed("recover", f"hf:{better}", *given, "--out", best)
+    ids, found = torch.arange(8)[None], []
+    for folder in (small, better, best):
+        stock = transformers.AutoModelForCausalLM.from_pretrained(folder / "model")
+        with torch.no_grad():
+            found.append(stock(ids).logits)
+    assert not torch.equal(found[0], found[1])
+    assert not torch.equal(found[1], found[2])
+    assert f"| parameters | {sum(part.numel() for part in stock.parameters()):,} |" in (
+        best / "model" / "README.md"
+    ).read_text()
+    whole = fail("recover", f"hf:{desk.model}", *given, "--out", tmp_path / "whole")
+    assert "was not pruned by secateur" in whole
+
+
 def test_recover_trains_a_language_model_on_text_or_on_what_its_teacher_writes(desk: Desk, tmp_path: Path) -> None:
     small, better, own = (tmp_path / name for name in ("small", "better", "own"))
     succeed("prune", *desk.job, "--remove", 0.5, "--repair", "none", "--out", small)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from secateur import atomic
 from secateur.arguments import check_path
 from secateur.errors import SecateurError, SecateurWarning
-from secateur.files.architecture import CONFIG, compact, is_pretrained, note_of, plain_config, stock_config
+from secateur.files.architecture import CONFIG, compact, is_pretrained, note_of, plain_config, stock_config, was_pruned
 from secateur.files.fingerprint import made_inputs
 from secateur.files.pretrained_folder import GUARDED, with_digests
 from secateur.files.saved import check_replaceable, in_json_types, saved_files
@@ -58,7 +58,7 @@ def save_pretrained(
     check_path("path", path, "the folder to write, as in result.save_pretrained(path)")
     if not is_pretrained(model):
         raise SecateurError(f"{type(model).__name__} is not a model of transformers.", fix="sc.save(result, path)")
-    if not plans_of(model):
+    if not was_pruned(model):
         raise SecateurError(
             f"this {type(model).__name__} carries no plan: it was not made by secateur.",
             fix="model.save_pretrained(path), for an unpruned model",
@@ -192,23 +192,28 @@ def _generation(model: Any) -> dict[str, bytes]:
 def card(model: nn.Module, mode: str, facts: Mapping[str, str]) -> str:
     """The model card, from the facts of the run."""
     plans, kind = plans_of(model), type(model).__name__
-    before, after = plans[0].before, plans[-1].after
     base = str(getattr(model.config, "_name_or_path", "") or "")
     named = base if base and not Path(base).exists() else ""
     head = ["library_name: transformers", "tags: [pruned, secateur]", *([f"base_model: {named}"] if named else [])]
-    share = 100 * after.params / max(before.params, 1)
     loading = (
         [f"from transformers import {kind}", f'model = {kind}.from_pretrained("FOLDER")']
         if mode == "uniform"
         else ["import secateur", 'model = secateur.load("FOLDER")']
     )  # fmt: skip
     why = "" if mode == "uniform" else "No config of transformers describes its widths.\n"
-    rows = {
-        "parameters": f"{before.params:,} → {after.params:,} ({share:.1f} %)",
-        "MACs of the example": f"{before.macs:,} → {after.macs:,}",
-        **facts,
-    }
-    widths = "\n".join(f"| {name} | {had} | {has} |" for name, (had, has) in plans[-1].layers.items() if has < had)
+    if plans:
+        before, after = plans[0].before, plans[-1].after
+        share = 100 * after.params / max(before.params, 1)
+        costs = {
+            "parameters": f"{before.params:,} → {after.params:,} ({share:.1f} %)",
+            "MACs of the example": f"{before.macs:,} → {after.macs:,}",
+        }
+        gone = plans[-1].layers.items()
+    else:  # loaded by transformers: what it had before is not known
+        costs, gone = {"parameters": f"{sum(part.numel() for part in model.parameters()):,}"}, ()
+    rows = {**costs, **facts}
+    widths = "\n".join(f"| {name} | {had} | {has} |" for name, (had, has) in gone if has < had)
+    left = f"\n## What left\n\n| layer | units before | units after |\n|---|---|---|\n{widths}\n" if plans else ""
     blocks = [block.name for plan in plans for block in plan.blocks]
     rows |= {"whole blocks that left": ", ".join(blocks)} if blocks else {}
     lines = "\n".join(f"| {name} | {text} |" for name, text in rows.items())
@@ -216,6 +221,5 @@ def card(model: nn.Module, mode: str, facts: Mapping[str, str]) -> str:
     return (
         "---\n" + "\n".join(head) + f"\n---\n\n# {kind}, pruned\n\n"
         f"Units that the data needed least were removed by secateur "
-        f"{__version__}.\n{why}\n| | |\n|---|---|\n{lines}\n\n```python\n{code}\n```\n\n"
-        f"## What left\n\n| layer | units before | units after |\n|---|---|---|\n{widths}\n"
+        f"{__version__}.\n{why}\n| | |\n|---|---|\n{lines}\n\n```python\n{code}\n```\n{left}"
     )
