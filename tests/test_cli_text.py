@@ -91,6 +91,9 @@ def test_a_language_model_becomes_smaller_and_transformers_loads_it(desk: Desk, 
     assert found["reasons"]["samples"] == 2  # the passages of the report
     assert f"drift of the heat maps of 2 samples: {found['reasons']['drift']:.2f}" in result.stdout
     # What people see.
+    facts = (out / "model" / "README.md").read_text()
+    right = [found["accuracy"][side]["overall"] for side in ("before", "after")]
+    assert "| next-token accuracy | {:.4g} → {:.4g} |".format(*right) in facts
     lines = {line.split("│")[1].strip(): line for line in result.stdout.splitlines() if line.startswith("│")}
     assert "MACs per 16 tokens" in lines
     page = (out / "report.html").read_text()
@@ -588,7 +591,8 @@ def test_recover_trains_what_transformers_loads(desk: Desk, tmp_path: Path) -> N
     given = ["--teacher", f"hf:{desk.model}", "--text", desk.text, "--tokens", 16, "--epochs", 1]
     assert f"recover {small} --teacher hf:{desk.model}" in said.stdout  # as the command itself says
     succeed("recover", small, *given, "--out", better)
-    succeed("recover", f"hf:{better}", *given, "--out", best)
+    told = invoke("recover", f"hf:{better}", *given, "--out", best).stdout
+    assert f"LlamaForCausalLM.from_pretrained('{best / 'model'}')" in told.replace("\n", "")
     ids, found = torch.arange(8)[None], []
     for folder in (small, better, best):
         stock = transformers.AutoModelForCausalLM.from_pretrained(folder / "model")

@@ -200,10 +200,17 @@ class TextTask:
         return f"{', '.join(self.example())}, each {fixed_batch(onnx) or 'N'} x tokens"
 
 
+def opened_by_transformers(folder: Path, model: nn.Module) -> str:
+    """How transformers opens a saved folder, in words; empty if it does not."""
+    if (note_of(folder) or {}).get("widths") != "uniform":
+        return ""
+    return f"transformers opens it by itself: {type(model).__name__}.from_pretrained({str(folder)!r})"
+
+
 def how_to_open(folder: Path, result: Result, uniform: bool) -> str:
     """How a saved folder is opened, in words."""
-    if (note_of(folder) or {}).get("widths") == "uniform":
-        return f"transformers opens it by itself: {type(result.model).__name__}.from_pretrained({str(folder)!r})"
+    if alone := opened_by_transformers(folder, result.model):
+        return alone
     if not uniform:
         own = f"secateur.load({str(folder)!r})"
         return f"{own}, since its blocks have different widths. For transformers alone: --uniform"
