@@ -208,9 +208,9 @@ def card(model: nn.Module, mode: str, facts: Mapping[str, str]) -> str:
             "parameters": f"{before.params:,} → {after.params:,} ({share:.1f} %)",
             "MACs of the example": f"{before.macs:,} → {after.macs:,}",
         }
-        gone = plans[-1].layers.items()
+        gone = list(plans[-1].layers.items())
     else:  # loaded by transformers: what it had before is not known
-        costs, gone = {"parameters": f"{sum(part.numel() for part in model.parameters()):,}"}, ()
+        costs, gone = {"parameters": f"{sum(part.numel() for part in model.parameters()):,}"}, []
     rows = {**costs, **facts}
     widths = "\n".join(f"| {name} | {had} | {has} |" for name, (had, has) in gone if has < had)
     left = f"\n## What left\n\n| layer | units before | units after |\n|---|---|---|\n{widths}\n" if plans else ""
