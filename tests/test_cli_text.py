@@ -261,7 +261,7 @@ def test_explain_writes_a_page_of_words(desk: Desk, tmp_path: Path) -> None:
     lead = float(logits[WORDS.index("great")] - logits[WORDS.index("sad")])
     assert found["held"] == pytest.approx(sum(text["relevance"]) / lead, rel=1e-3)
     told = invoke("explain", f"hf:{desk.model}", *args, "--out", page).stdout
-    assert f"the words hold {100 * found['held']:.0f} % of what is explained; biases and the softmax" in told
+    assert f"the words hold {100 * found['held']:.0f} % of what is explained, biases and the softmax" in told
     assert all(f">{word}</span>" in page.read_text() for word in text["words"])
     first = succeed("explain", f"hf:{desk.model}", "--text", "the cat is", "--position", 0, "--out", page)["texts"][0]
     assert "the answer at position 0" in first["explained"]

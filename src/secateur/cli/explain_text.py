@@ -70,8 +70,8 @@ def explain_texts(
         f"conservation: at most {worst:.2%} of the relevance is lost or created (composite {found[0][0].composite})"
     )
     if abs(1 - held) >= 0.005:
-        rest = "biases and the softmax of attention absorb the rest"
-        printer.result(f"the words hold {100 * held:.0f} % of what is explained; {rest}")
+        rest = f"biases and the softmax of attention the other {100 * (1 - held):.0f} %"
+        printer.result(f"the words hold {100 * held:.0f} % of what is explained, {rest}")
     printer.result(f"written: {file}")
 
 
