@@ -15,6 +15,7 @@ import pytest
 import torch
 import transformers
 from PIL import Image
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 import secateur as sc
 from command import fail, invoke, succeed
@@ -90,6 +91,9 @@ def test_a_language_model_becomes_smaller_and_transformers_loads_it(desk: Desk, 
     assert found["reasons"]["samples"] == 2  # the passages of the report
     assert f"drift of the heat maps of 2 samples: {found['reasons']['drift']:.2f}" in result.stdout
     # What people see.
+    facts = (out / "model" / "README.md").read_text()
+    right = [found["accuracy"][side]["overall"] for side in ("before", "after")]
+    assert "| next-token accuracy | {:.4g} → {:.4g} |".format(*right) in facts
     lines = {line.split("│")[1].strip(): line for line in result.stdout.splitlines() if line.startswith("│")}
     assert "MACs per 16 tokens" in lines
     page = (out / "report.html").read_text()
@@ -252,6 +256,12 @@ def test_explain_writes_a_page_of_words(desk: Desk, tmp_path: Path) -> None:
     expected = sc.explain(model, ids, WORDS.index("great"), against=WORDS.index("sad")).text
     assert expected is not None
     assert text["relevance"] == pytest.approx(expected.relevance[0].tolist(), rel=1e-4, abs=1e-6)
+    with torch.no_grad():
+        logits = model(**ids).logits[0, -1]
+    lead = float(logits[WORDS.index("great")] - logits[WORDS.index("sad")])
+    assert found["held"] == pytest.approx(sum(text["relevance"]) / lead, rel=1e-3)
+    told = invoke("explain", f"hf:{desk.model}", *args, "--out", page).stdout
+    assert f"the words hold {100 * found['held']:.0f} % of what is explained, biases and the softmax" in told
     assert all(f">{word}</span>" in page.read_text() for word in text["words"])
     first = succeed("explain", f"hf:{desk.model}", "--text", "the cat is", "--position", 0, "--out", page)["texts"][0]
     assert "the answer at position 0" in first["explained"]
@@ -280,6 +290,25 @@ def test_texts_that_are_cut_are_told(desk: Desk, tmp_path: Path) -> None:
     found = invoke("prune", *job, "--no-latency", "--no-report", "--round-to", 1, "--out", tmp_path / "s")
     assert "t.csv, 16 of them cut after 16 tokens" in found.stderr
     assert "t.csv, 4 of them cut after 16 tokens" in found.stderr
+
+
+def test_the_tokenizer_of_another_model_is_refused(desk: Desk, tmp_path: Path) -> None:
+    """Its numbers are beyond the table of words."""
+    numbers = {word: 500 + number for number, word in enumerate(WORDS)}
+    inner = Tokenizer(models.WordLevel(numbers, unk_token="[UNK]"))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    other = transformers.PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="[UNK]", pad_token="[PAD]")
+    for name, source in (("model", desk.model), ("classifier", desk.classifier)):
+        shutil.copytree(source, tmp_path / name)
+        other.save_pretrained(tmp_path / name)
+    out = ["--keep-params", 0.8, "--tokens", 16, "--out", tmp_path / "out"]
+    said = (
+        fail("prune", f"hf:{tmp_path / 'model'}", "--text", desk.text, *out),
+        fail("prune", f"hf:{tmp_path / 'classifier'}", "--text", desk.table, "--labels", *out),
+        fail("explain", f"hf:{tmp_path / 'model'}", "--text", "the cat", "--out", tmp_path / "out"),
+    )
+    for text in said:
+        assert re.search(r"is not of this model: it gives token number 5\d\d, and the model knows \d+ tokens", text)
 
 
 def test_export_takes_token_numbers(desk: Desk, tmp_path: Path) -> None:
@@ -396,7 +425,8 @@ def test_options_that_do_not_fit(desk: Desk, tmp_path: Path) -> None:
     assert "Fix: --test-text" in fail("prune", model, "--text", desk.text, "--test", tmp_path, *out)
     assert "--labels says more about --text" in fail("prune", model, "--labels", *out)
     assert "Fix: --labels" in fail("prune", kind, "--text", desk.text, "--tokens", 16, *out)
-    assert "a classifier returns" in fail("prune", model, "--text", desk.table, "--labels", "--tokens", 16, *out)
+    no_classifier = fail("prune", model, "--text", desk.table, "--labels", "--tokens", 16, *out)
+    assert "foretells tokens and is no classifier. Fix: plain text without --labels" in no_classifier
     assert "takes at most 128 tokens. Fix: --tokens 128" in fail("prune", model, "--text", desk.text, *out)
     short = tmp_path / "short.txt"
     short.write_text("the cat is great .")
@@ -553,6 +583,31 @@ def test_perplexity_counts_no_padding(desk: Desk) -> None:
 
 
 # -- recover -----------------------------------------------------------------------------------------------------------
+def test_recover_trains_what_transformers_loads(desk: Desk, tmp_path: Path) -> None:
+    """A folder of uniform widths holds no plan. What is written from it can be trained once more."""
+    small, better, best = (tmp_path / name for name in ("small", "better", "best"))
+    quick = ("--no-report", "--no-latency", "--criterion", "weight")
+    said = invoke("prune", *desk.job, "--keep-params", 0.8, "--uniform", *quick, "--out", small)
+    given = ["--teacher", f"hf:{desk.model}", "--text", desk.text, "--tokens", 16, "--epochs", 1]
+    assert f"recover {small} --teacher hf:{desk.model}" in said.stdout  # as the command itself says
+    succeed("recover", small, *given, "--out", better)
+    told = invoke("recover", f"hf:{better}", *given, "--out", best).stdout
+    assert f"LlamaForCausalLM.from_pretrained('{best / 'model'}')" in told.replace("\n", "")
+    ids, found = torch.arange(8)[None], []
+    for folder in (small, better, best):
+        stock = transformers.AutoModelForCausalLM.from_pretrained(folder / "model")
+        with torch.no_grad():
+            found.append(stock(ids).logits)
+    assert not torch.equal(found[0], found[1])
+    assert not torch.equal(found[1], found[2])
+    assert (
+        f"| parameters | {sum(part.numel() for part in stock.parameters()):,} |"
+        in (best / "model" / "README.md").read_text()
+    )
+    whole = fail("recover", f"hf:{desk.model}", *given, "--out", tmp_path / "whole")
+    assert "was not pruned by secateur" in whole
+
+
 def test_recover_trains_a_language_model_on_text_or_on_what_its_teacher_writes(desk: Desk, tmp_path: Path) -> None:
     small, better, own = (tmp_path / name for name in ("small", "better", "own"))
     succeed("prune", *desk.job, "--remove", 0.5, "--repair", "none", "--out", small)

@@ -126,6 +126,61 @@ def test_half_precision_stays(tmp_path: Path) -> None:
     assert torch.equal(logits(stock), logits(result.model))
 
 
+def test_a_model_that_was_halved_later_is_written_as_transformers_makes_it(tmp_path: Path) -> None:
+    """`half` rounds the frequencies of the positions too, and transformers does not. Sharp attention shows that."""
+    model = llama(num_hidden_layers=16, head_dim=64, rope_theta=20.0)
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 2 and "embed" not in name:
+            parameter.data *= 100 if "q_proj" in name or "k_proj" in name else 6
+    result = pruned(model, uniform=True, only="*.mlp.*")
+    result.model.half()
+    assert result.model.model.rotary_emb.inv_freq.dtype == torch.float16
+    stock = transformers.AutoModelForCausalLM.from_pretrained(result.save_pretrained(tmp_path / "small"))
+    assert stock.dtype == torch.float16
+    assert stock.model.rotary_emb.inv_freq.dtype == torch.float32
+    assert result.model.model.rotary_emb.inv_freq.dtype == torch.float16  # saving changes nothing
+    rounded = {name: tensor.float() for name, tensor in result.model.named_parameters()}
+    assert all(torch.equal(tensor.float(), rounded[name]) for name, tensor in stock.named_parameters())
+
+
+def test_a_width_that_the_code_uses_as_a_number_goes_to_our_own_loader(tmp_path: Path) -> None:
+    """T5 divides by the root of the width in its config."""
+    torch.manual_seed(0)
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "vocab_size": 64}
+    model = transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes, decoder_start_token_id=0)).eval()
+    data = [({"input_ids": IDS, "decoder_input_ids": IDS}, None)]
+    result = sc.prune(
+        model, data, "random", remove=0.3, limits=Limits(uniform=True, ignore=("*.wi", "*.q")), repair=None,
+        progress=False,
+    )  # fmt: skip
+    with pytest.warns(SecateurWarning, match=r"computes something else.*Only secateur\.load"):
+        folder = result.save_pretrained(tmp_path / "small")
+    assert json.loads((folder / "config.json").read_text())["secateur"]["widths"] == "per layer"
+    with torch.no_grad():
+        wanted, found = (net(input_ids=IDS, decoder_input_ids=IDS).logits for net in (result.model, sc.load(folder)))
+    assert torch.equal(wanted, found)
+
+
+def test_a_model_of_two_inputs_is_compared_on_both(tmp_path: Path) -> None:
+    """The inputs that transformers gives for CLIP have no pixels."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    ends = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    model = transformers.CLIPModel(
+        transformers.CLIPConfig(
+            text_config={**sizes, **ends, "vocab_size": 64}, vision_config={**sizes, "image_size": 16, "patch_size": 4}
+        )
+    ).eval()
+    inputs = {"input_ids": IDS, "pixel_values": torch.rand(2, 3, 16, 16)}
+    graph = sc.analyze(model, inputs)
+    scores = sc.score(model, None, "weight", graph=graph)
+    plan = sc.plan(graph, scores, remove=0.3, limits=Limits(uniform=True, only="*.mlp.*"))
+    small = sc.apply(model, plan)
+    stock = transformers.CLIPModel.from_pretrained(save_pretrained(small, tmp_path / "small"))
+    with torch.no_grad():
+        assert torch.equal(stock.eval()(**inputs).logits_per_text, small(**inputs).logits_per_text)
+
+
 def test_widths_per_layer_are_loaded_by_us_and_refused_by_stock(tmp_path: Path) -> None:
     result = pruned(llama(), only="*.mlp.*", scope="global")
     assert len(set(widths(result.model))) > 1

@@ -297,3 +297,19 @@ def test_wide_layers_of_models_with_attention_keep_multiples_of_eight(attention:
         for remove in (0.3, 0.31)
     }
     assert any(width % 8 for width in widths)
+
+
+def test_only_one_of_two_coupled_layers_is_told_of_the_other() -> None:
+    class Coupled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.a(x)
+            return self.c(x + self.b(x).relu())
+
+    data = (torch.rand(6, 4), torch.arange(6) % 3)
+    for asked in ({"remove": 0.3}, {"keep": {"macs": 0.5}}):
+        with pytest.raises(NothingToPruneError, match="units of a leave together with those of b, which no pattern"):
+            sc.prune(Coupled(), data, "weight", **asked, limits=Limits(only="a"), repair=None, progress=False)

@@ -8,6 +8,7 @@ from typing import Any
 from secateur import atomic
 from secateur.cli.given_model import output_names, outputs_in
 from secateur.cli.output import Printer, table
+from secateur.cli.text_task import check_tokens
 from secateur.data.text import read_lines
 from secateur.errors import DataError
 from secateur.models import Opened
@@ -39,6 +40,7 @@ def explain_texts(
                 printer.note(f"{_short(text)!r} has {whole} tokens; the first {most} of them are explained")
             if not tokens["input_ids"].shape[1]:
                 raise DataError(f"{text!r} has no tokens.")
+            check_tokens(opened, tokens["input_ids"])
             inputs = to_device(dict(tokens), device_of(opened.model))
             seen = explain(opened.model, inputs, wanted, against=other, position=position, composite=composite)
             if seen.text is None:
@@ -53,18 +55,23 @@ def explain_texts(
     with atomic.naming_failures(file):
         atomic.write(file, page(words, said, first).encode())
     worst = max(seen.conservation.worst for seen, _ in found)
+    passes = [seen.conservation for seen, _ in found]
+    held = sum(each.input / each.start for each in passes if each.start) / len(passes)
     entries = [
         {"text": text, "explained": what, "words": [word.text for word in row], "relevance": [w.relevance for w in row]}
         for text, what, row in zip(texts, said, words, strict=True)
     ]
-    printer.json({"texts": entries, "first_token": first, "conservation": worst, "composite": found[0][0].composite,
-                  "file": str(file)})  # fmt: skip
+    printer.json({"texts": entries, "first_token": first, "conservation": worst, "held": held,
+                  "composite": found[0][0].composite, "file": str(file)})  # fmt: skip
     rows = [(_short(t), what, *_extremes(row)) for t, what, row in zip(texts, said, words, strict=True)]
     printer.result(table(("text", "explained", "words for it", "words against it"), (), rows))
     printer.result(f"{100 * first:.1f} % of all relevance, by size, lies on the first token")
     printer.result(
         f"conservation: at most {worst:.2%} of the relevance is lost or created (composite {found[0][0].composite})"
     )
+    if abs(1 - held) >= 0.005:
+        rest = f"biases and the softmax of attention the other {100 * (1 - held):.0f} %"
+        printer.result(f"the words hold {100 * held:.0f} % of what is explained, {rest}")
     printer.result(f"written: {file}")
 
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from secateur.cli.image_task import Task
 from secateur.cli.options import Images, Source, Texts
-from secateur.cli.text_task import TextTask, how_to_open
+from secateur.cli.text_task import TextTask, how_to_open, opened_by_transformers
 from secateur.errors import SecateurWarning
 from secateur.loop.prune import Result
 from secateur.models.zoo import runs_code
@@ -185,7 +185,8 @@ def after_training(out: Path, task: Task | TextTask) -> list[str]:
     own = f", original={origin!r}" if runs_code(origin) else ""
     load = f"secateur.models.open_model({str(out)!r}{own}).model"
     if isinstance(task, TextTask):
-        load = f"secateur.load({str(out / 'model')!r})"
+        place = out / "model"
+        load = opened_by_transformers(place, task.opened.model) or f"secateur.load({str(place)!r})"
     write = _shell(["secateur", "export", out, *_original(task), "--out", out / "model.onnx"])
     return [f"load it in Python: {load}", f"serve it: {write}"]
 

@@ -21,7 +21,7 @@ from secateur.cli.prune import task_of
 from secateur.cli.run_folder import Run, check_folder, check_model, only_run, request
 from secateur.cli.text_task import TextTask, write_text_task
 from secateur.errors import SecateurError
-from secateur.files.architecture import note_of
+from secateur.files.architecture import note_of, was_pruned
 from secateur.files.pretrained import save_pretrained
 from secateur.files.saved import save
 from secateur.models import Opened, open_model
@@ -69,13 +69,13 @@ def recover(
     """
     texts.check(images, written=True)
     check_folder(out, images=images.images, test=images.test)
-    check_model(out, pretrained=images.images is None)
     printer = Printer(as_json)
     with printer.stage("building the models and reading samples"):
         opened = read_model(source, seen)
-        if not plans_of(opened.model):  # before hours of training
+        if not was_pruned(opened.model):  # before hours of training
             what = f"{source.model} was not pruned by secateur, which is what recover trains."
             raise SecateurError(what, fix="the folder that `secateur prune` wrote")
+        check_model(out, pretrained=images.images is None or not plans_of(opened.model))
         whole = _teacher(teacher, teacher_weights, opened, source.original) if teacher is not None else None
         task = _task(opened, whole, images, texts, seed)
     settings = training.settings(epochs=epochs, teacher=0.0 if whole is None else Recover.teacher, seed=seed)
@@ -165,9 +165,10 @@ def _teacher(spec: str, weights: str | None, student: Opened, original: str | No
 
 def _save(model: nn.Module, opened: Opened, task: Any, place: Path) -> None:
     """Write the model in the form that it was in."""
-    if not isinstance(task, TextTask):
+    if not isinstance(task, TextTask) and plans_of(model):
         save(model, place, about={"origin": opened.origin.to_dict()})
         return
     stored: torch.dtype | None = opened.stored
+    tokenizer = task.tokenizer if isinstance(task, TextTask) else None
     with quiet_hub():
-        save_pretrained(deepcopy(model).to(stored) if stored is not None else model, place, tokenizer=task.tokenizer)
+        save_pretrained(deepcopy(model).to(stored) if stored is not None else model, place, tokenizer=tokenizer)

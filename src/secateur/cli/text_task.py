@@ -200,10 +200,17 @@ class TextTask:
         return f"{', '.join(self.example())}, each {fixed_batch(onnx) or 'N'} x tokens"
 
 
+def opened_by_transformers(folder: Path, model: nn.Module) -> str:
+    """How transformers opens a saved folder, in words; empty if it does not."""
+    if (note_of(folder) or {}).get("widths") != "uniform":
+        return ""
+    return f"transformers opens it by itself: {type(model).__name__}.from_pretrained({str(folder)!r})"
+
+
 def how_to_open(folder: Path, result: Result, uniform: bool) -> str:
     """How a saved folder is opened, in words."""
-    if (note_of(folder) or {}).get("widths") == "uniform":
-        return f"transformers opens it by itself: {type(result.model).__name__}.from_pretrained({str(folder)!r})"
+    if alone := opened_by_transformers(folder, result.model):
+        return alone
     if not uniform:
         own = f"secateur.load({str(folder)!r})"
         return f"{own}, since its blocks have different widths. For transformers alone: --uniform"
@@ -262,6 +269,7 @@ def _language(
 ) -> TextTask:
     """A language model, the sequences `ids`, and text that it is tested on, with its name."""
     model: Any = opened.model
+    check_tokens(opened, ids)
     outputs = len(model.get_input_embeddings().weight)
 
     def batched(rows: Tensor) -> list[Batch]:
@@ -272,6 +280,7 @@ def _language(
         tokens, name = held
         context = min(_CONTEXT, longest_text(model, tokenizer), max(len(tokens) + len(tokens.begin), 2))
         rows = tokens.sequences(context, given.test_sequences or _TEST[0], name)
+        check_tokens(opened, rows)
         tested, test = f"{_count(len(rows), 'sequence')} of {context} tokens of {name}", batched(rows)
     return TextTask(opened, tokenizer, given.tokens, batched(ids), test, (about, tested))
 
@@ -279,6 +288,11 @@ def _language(
 def _labelled(opened: Opened, tokenizer: Any, given: Texts) -> TextTask:
     """A classifier and texts with labels."""
     assert given.text is not None
+    if Reader(opened.model).causal:
+        raise DataError(
+            f"{type(opened.model).__name__} foretells tokens and is no classifier.",
+            fix="plain text without --labels; or a classifier, …ForSequenceClassification",
+        )
     outputs, names = count_outputs(opened), label_names(opened.model)
     columns = tuple(part.strip() for part in given.columns.split(",")) if given.columns is not None else None
     if columns is not None and (len(columns) != 2 or not all(columns)):
@@ -302,7 +316,21 @@ def _labelled(opened: Opened, tokenizer: Any, given: Texts) -> TextTask:
     )
     reference = drawn.batches(tokenizer, 16, given.tokens)
     test = tested.batches(tokenizer, 16, given.tokens) if len(tested) else None
+    for inputs, _ in (*reference, *(test or ())):
+        check_tokens(opened, inputs["input_ids"])
     return TextTask(opened, tokenizer, given.tokens, reference, test, (about[0], about[1]), drawn.classes)
+
+
+def check_tokens(opened: Opened, ids: Tensor) -> None:
+    """Raise if the tokenizer gives a number that the model has no entry for."""
+    model: Any = opened.model
+    known, highest = len(model.get_input_embeddings().weight), int(ids.max())
+    if highest >= known:
+        raise DataError(
+            f"the tokenizer beside {opened.origin.model} is not of this model: it gives token number {highest}, "
+            f"and the model knows {known} tokens.",
+            fix="tokenizer.save_pretrained(FOLDER), with the tokenizer that the model was trained with",
+        )
 
 
 def _cut(texts: Sequence[str], tokenizer: Any, length: int) -> str:

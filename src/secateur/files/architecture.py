@@ -34,6 +34,11 @@ def is_pretrained(model: nn.Module) -> bool:
     return hasattr(config, "to_dict") and hasattr(type(config), "model_type") and hasattr(model, "save_pretrained")
 
 
+def was_pruned(model: nn.Module) -> bool:
+    """Whether secateur made a model smaller. One that transformers loaded carries no plan, but its config says so."""
+    return bool(plans_of(model)) or isinstance(getattr(getattr(unwrap(model), "config", None), FIELD, None), dict)
+
+
 # -- from a folder -----------------------------------------------------------------------------------------------------
 def architecture(source: str | Path, fix: str) -> tuple[Any, Any]:
     """The class that the config of a folder or of a name in the hub gives, one of transformers' own, and the config."""

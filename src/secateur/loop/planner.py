@@ -11,7 +11,7 @@ from secateur.errors import Argument, NothingToPruneError, TargetError
 from secateur.loop.settings import Settings
 from secateur.ops.layers import Labels
 from secateur.plans.plan import Plan
-from secateur.plans.ranking import allowed, nothing_may_leave
+from secateur.plans.ranking import allowed, chosen, nothing_may_leave
 from secateur.plans.ranking import plan as make_plan
 from secateur.plans.scores import Scores
 from secateur.runtimes import Latency
@@ -92,6 +92,9 @@ class Planner:
                 raise
             return Proposal(None, reason="nothing more may leave: every layer is ignored or as narrow as it may be")
         if found is None and start is None and last:
+            free = [layer for layer in chosen(self.graph, self.limits) if layer.prunable]
+            if not free and not allowed(self.graph, self.limits):
+                raise nothing_may_leave(self.graph, self.limits)
             raise NothingToPruneError(
                 f"{{remove}} of {self.graph.total_units} units is less than the smallest group, or than what "
                 "{round_to} leaves room for: nothing leaves.",

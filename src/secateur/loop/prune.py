@@ -36,6 +36,7 @@ from secateur.report.document import Page
 from secateur.report.page import write_report
 from secateur.results.comparison import Comparison
 from secateur.results.history import Record
+from secateur.running.accuracy import PERPLEXITY
 from secateur.running.batches import Data, example_of, repeatable
 from secateur.running.copies import unwrap
 from secateur.running.memory import Memory, limited
@@ -131,6 +132,9 @@ class Result(Record):
         measured = not self.settings.get("trained_afterwards")
         metrics = [row.metrics for row in self.history if row.held and row.metrics and measured]
         gained = {name: f"{metrics[0][name]:.4g} → {last:.4g}" for row in metrics[-1:] for name, last in row.items()}
+        if "overall" in gained:  # the name that `max_drop` knows
+            title = "next-token accuracy" if PERPLEXITY in gained else "accuracy"
+            gained = {title if name == "overall" else name: text for name, text in gained.items()}
         return {**gained, **asked, "ended": self.stopped}
 
 

@@ -15,9 +15,9 @@ from secateur.plans.allocation import order_by_price
 from secateur.plans.plan import Plan, plan_for
 from secateur.plans.scores import Aggregation, Scores, Values
 from secateur.plans.targets import Limits, Target
-from secateur.structure.blocks import Block
+from secateur.structure.blocks import Block, fits
 from secateur.structure.cost import Price, human
-from secateur.structure.graph import Graph, families
+from secateur.structure.graph import Graph, Layer, families
 
 #: In models with attention, layers of so many channels keep a multiple of so many: 16 bytes in half precision.
 _WIDE, _ALIGNED = 512, 8
@@ -92,9 +92,7 @@ class _Chooser:
         self.gone: Mask = np.zeros(len(graph.root), np.bool_)
         if start is not None:
             self.gone[list(start.groups)] = True
-        layers = [layer for layer in graph.layers if layer.within(limits.only) and not layer.matches(limits.ignore)]
-        if limits.blocks == "only":
-            layers = []
+        layers = chosen(graph, limits)
         free = [g[graph.prunable[g] & ~self.gone[g]] for g in (layer.groups for layer in layers)]
         candidates: Labels = np.concatenate([np.zeros(0, np.int64), *free])
         self.blocks = {block.group: block for block in allowed(graph, limits) if not self.gone[block.group]}
@@ -387,9 +385,22 @@ def allowed(graph: Graph, limits: Limits) -> list[Block]:
     return found
 
 
+def chosen(graph: Graph, limits: Limits) -> list[Layer]:
+    """The layers whose units the limits let go, prunable or not."""
+    if limits.blocks == "only":
+        return []
+    return [layer for layer in graph.layers if layer.within(limits.only) and not layer.matches(limits.ignore)]
+
+
 def nothing_may_leave(graph: Graph, limits: Limits) -> NothingToPruneError:
     """The error for a model of which every unit must stay, with the reasons."""
-    reasons = sorted({layer.reason for layer in graph.layers if layer.reason}) or [graph.without_layers]
+    coupled = [layer for layer in graph.layers if layer.prunable and layer.matches(limits.only)]
+    reasons = [
+        f"units of {layer.name} leave together with those of {other}, which no pattern names"
+        for layer in coupled
+        for other in [path for path in layer.paths if not fits(path, limits.only)][:1]
+    ]
+    reasons = reasons or sorted({layer.reason for layer in graph.layers if layer.reason}) or [graph.without_layers]
     named = {"ignore": limits.ignore} if limits.ignore else {}
     named |= {"only": limits.only} if limits.only != ("*",) else {}
     return NothingToPruneError(
