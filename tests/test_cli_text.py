@@ -182,6 +182,30 @@ def test_half_precision_files_stay_half_precision(desk: Desk, tmp_path: Path) ->
     assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "s" / "model").dtype == torch.float16
 
 
+@pytest.mark.parametrize("command", ["prune", "recover"])
+def test_half_precision_files_of_different_widths_keep_the_frequencies(
+    command: str, desk: Desk, tmp_path: Path
+) -> None:
+    """The file has rounded weights. What it does not hold is as transformers has it when it loads rounded weights."""
+    whole = transformers.AutoModelForCausalLM.from_pretrained(desk.model).half()
+    whole.save_pretrained(tmp_path / "half")
+    tokenizer().save_pretrained(tmp_path / "half")
+    stock = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "half")
+    job = [f"hf:{tmp_path / 'half'}", *desk.job[1:]]
+    out = tmp_path / "s"
+    succeed("prune", *job, "--remove", 0.3, "--criterion", "weight", "--out", out)
+    if command == "recover":
+        texts = ("--text", desk.text, "--test-text", desk.test, "--tokens", 16)
+        succeed("recover", out, *texts, "--epochs", 1, "--out", tmp_path / "r")
+        out = tmp_path / "r"
+    small = sc.load(out / "model")
+    assert json.loads((out / "model" / "config.json").read_text())["secateur"]["widths"] == "per layer"
+    assert next(small.parameters()).dtype == torch.float16
+    frequencies = small.model.rotary_emb.inv_freq
+    assert frequencies.dtype == torch.float32
+    assert torch.equal(frequencies, stock.model.rotary_emb.inv_freq)
+
+
 def test_an_interrupted_run_goes_on(desk: Desk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     args = [*desk.job, "--remove", 0.3, "--step", 0.1, "--criterion", "weight"]
     straight = succeed("prune", *args, "--out", tmp_path / "a")

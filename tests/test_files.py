@@ -52,6 +52,32 @@ def test_saving_replaces_and_twice_pruned_models_replay_both_plans(tmp_path: Pat
     assert [p.name for p in tmp_path.iterdir()] == ["m"]
 
 
+class Scaled(nn.Module):
+    """Its scale is in no file, and stays in float32 whatever the weights are in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 4)
+        self.register_buffer("scale", torch.linspace(0.1, 3.3, 4), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.last(self.first(x).relu()).float() * self.scale).sin()
+
+
+def test_a_buffer_that_no_file_holds_keeps_its_format(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, x = Scaled().eval(), torch.randn(3, 8)
+    graph = sc.analyze(model, x)
+    small = sc.apply(model, sc.plan(graph, random_scores(graph), remove=0.4))
+    for layer in (small.first, small.last):
+        layer.bfloat16()
+    sc.save(small, tmp_path / "small")
+    again = sc.load(tmp_path / "small", Scaled()).eval()
+    assert again.first.weight.dtype == torch.bfloat16
+    assert torch.equal(again.scale, model.scale)
+    assert torch.equal(again(x.bfloat16()), small(x.bfloat16()))
+
+
 def test_bfloat16_comes_back_as_bfloat16(tmp_path: Path) -> None:
     model, example = build("residual")
     graph = sc.analyze(model, example)

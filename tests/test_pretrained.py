@@ -24,6 +24,7 @@ from benchmarks.fuzz_files import reseal_hf
 from secateur.errors import FileFormatError, SecateurError, SecateurWarning
 from secateur.files.pretrained import save_pretrained
 from secateur.files.saved import about
+from secateur.models.hub import open_hub
 from secateur.plans import Limits
 from secateur.runtimes import Setup
 
@@ -594,3 +595,128 @@ def test_saving_draws_no_random_numbers(tmp_path: Path) -> None:
     found = torch.rand(1)
     torch.manual_seed(3)
     assert torch.equal(found, torch.rand(1))
+
+
+# -- buffers that no file holds ----------------------------------------------------------------------------------------
+HALF = pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
+
+
+def sharp(place: Path) -> Path:
+    """A folder of a model whose attention shows it when the frequencies of its positions are rounded."""
+    model = llama(num_hidden_layers=4, head_dim=32, max_position_embeddings=256)
+    for name, parameter in model.named_parameters():
+        parameter.data *= 60 if "q_proj" in name or "k_proj" in name else 1
+    model.save_pretrained(place)
+    return place
+
+
+def far(model: nn.Module) -> Tensor:
+    """Logits at positions that are far apart."""
+    ids = torch.randint(0, 64, (2, 200), generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        return model(input_ids=ids).logits
+
+
+@HALF
+@pytest.mark.parametrize("named", [True, False])
+def test_a_number_format_by_option_is_that_of_transformers(named: bool, kind: torch.dtype, tmp_path: Path) -> None:
+    folder = sharp(tmp_path / "model")
+    if not named:  # old folders leave it to the weights
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k != "dtype"}))
+    stock = transformers.LlamaForCausalLM.from_pretrained(folder, dtype=kind)
+    model, stored = open_hub(f"hf:{folder}?dtype={str(kind).removeprefix('torch.')}")
+    assert stored == torch.float32
+    assert torch.equal(far(model), far(stock))
+    assert not torch.equal(far(stock), far(copy.deepcopy(stock).to(kind)))  # the model shows it
+
+
+@HALF
+def test_a_pruned_folder_by_option_is_as_transformers_would_have_it(kind: torch.dtype, tmp_path: Path) -> None:
+    """Uniform widths: transformers opens the folder itself. Others: its frequencies are in a model of that format."""
+    original, option = sharp(tmp_path / "model"), f"?dtype={str(kind).removeprefix('torch.')}"
+    model = transformers.LlamaForCausalLM.from_pretrained(original).eval()
+    folder = pruned(model, uniform=True, only="*.mlp.*").save_pretrained(tmp_path / "uniform")
+    stock = transformers.LlamaForCausalLM.from_pretrained(folder, dtype=kind)
+    assert torch.equal(far(open_hub(f"hf:{folder}{option}")[0]), far(stock))
+
+    small = pruned(model, only="*.mlp.*")
+    folder = small.save_pretrained(tmp_path / "layers")
+    wanted = copy.deepcopy(small.model).to(kind)
+    wanted.model.rotary_emb.inv_freq = stock.model.rotary_emb.inv_freq
+    assert torch.equal(far(open_hub(f"hf:{folder}{option}")[0]), far(wanted))
+
+
+def casts(folder: Path, kind: torch.dtype) -> dict[str, Any]:
+    """Pruned models in half precision, by how they came to it. Only the layers of one block differ from the others'."""
+
+    def smaller(dtype: torch.dtype) -> Any:
+        return pruned(transformers.LlamaForCausalLM.from_pretrained(folder, dtype=dtype).eval(), only="*.mlp.*").model
+
+    return {
+        "loaded": smaller(kind),
+        "cast": smaller(torch.float32).to(kind),
+        "widened": smaller(torch.float32).to(kind).float(),
+        "half of a half": smaller(kind).to(kind),
+    }
+
+
+@HALF
+@pytest.mark.parametrize("way", ["loaded", "cast", "widened", "half of a half"])
+def test_a_saved_model_keeps_its_buffers(way: str, kind: torch.dtype, tmp_path: Path) -> None:
+    """Loaded so, transformers' frequencies are in float32. Cast so, they are rounded, whatever the format is later."""
+    original = sharp(tmp_path / "model")
+    small = casts(original, kind)[way]
+    save_pretrained(small, tmp_path / "small")
+    sc.save(small, tmp_path / "plain")
+    fresh = transformers.LlamaForCausalLM(transformers.LlamaConfig.from_pretrained(original)).eval()
+    for again in (sc.load(tmp_path / "small"), sc.load(tmp_path / "plain", fresh)):
+        assert torch.equal(far(again), far(small))
+        made, kept = again.model.rotary_emb.inv_freq, small.model.rotary_emb.inv_freq
+        assert made.dtype == kept.dtype
+        assert torch.equal(made, kept)
+
+
+@HALF
+@pytest.mark.parametrize("way", ["loaded", "cast"])
+@pytest.mark.parametrize("known", [True, False])
+def test_a_folder_of_an_older_version_finds_its_buffers(
+    known: bool, way: str, kind: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its output decides. Where it was not kept, as of large models, the buffers are those of transformers."""
+    original = sharp(tmp_path / "model")
+    models = casts(original, kind)
+    monkeypatch.setattr("secateur.files.saved.formats_of", lambda model: {})
+    if not known:
+        monkeypatch.setattr("secateur.files.saved.answer", lambda *of: None)
+    save_pretrained(models[way], tmp_path / "small")
+    assert "buffers" not in json.loads((tmp_path / "small" / "plan.json").read_text())
+    again = sc.load(tmp_path / "small")
+    assert torch.equal(far(again), far(models[way if known else "loaded"]))
+
+
+def test_formats_that_no_buffer_has_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = pruned(llama()).model
+    for wrong in ({"x": ["int8"]}, {"x": "float32"}, ["float32"], {"x": [1]}, {"x": [["float32"]]}):
+        monkeypatch.setattr("secateur.files.saved.formats_of", lambda model, wrong=wrong: wrong)
+        save_pretrained(small, tmp_path / "small")
+        with pytest.raises(FileFormatError, match=r"plan\.json is damaged: the formats of its buffers"):
+            sc.load(tmp_path / "small")
+
+
+def test_weights_of_several_formats_come_back_in_them(tmp_path: Path) -> None:
+    """Transformers keeps some weights of T5 in float32 if the others are float16."""
+    torch.manual_seed(0)
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "vocab_size": 64}
+    whole = transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes, decoder_start_token_id=0))
+    whole.save_pretrained(tmp_path / "model")
+    model = transformers.T5ForConditionalGeneration.from_pretrained(tmp_path / "model", dtype=torch.float16).eval()
+    assert {p.dtype for p in model.parameters()} == {torch.float16, torch.float32}
+    data = [({"input_ids": IDS, "decoder_input_ids": IDS}, None)]
+    result = sc.prune(model, data, "random", remove=0.3, limits=Limits(only="*.wi"), repair=None, progress=False)
+    again = sc.load(result.save_pretrained(tmp_path / "small"))
+    was = {name: parameter.dtype for name, parameter in result.model.named_parameters()}
+    assert {name: parameter.dtype for name, parameter in again.named_parameters()} == was
+    with torch.no_grad():
+        wanted, found = (net(input_ids=IDS, decoder_input_ids=IDS).logits for net in (result.model, again))
+    assert torch.equal(wanted, found)

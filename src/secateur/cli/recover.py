@@ -21,7 +21,7 @@ from secateur.cli.prune import task_of
 from secateur.cli.run_folder import Run, check_folder, check_model, only_run, request
 from secateur.cli.text_task import TextTask, write_text_task
 from secateur.errors import SecateurError
-from secateur.files.architecture import note_of, was_pruned
+from secateur.files.architecture import as_stock, note_of, was_pruned
 from secateur.files.pretrained import save_pretrained
 from secateur.files.saved import save
 from secateur.models import Opened, open_model
@@ -171,4 +171,4 @@ def _save(model: nn.Module, opened: Opened, task: Any, place: Path) -> None:
     stored: torch.dtype | None = opened.stored
     tokenizer = task.tokenizer if isinstance(task, TextTask) else None
     with quiet_hub():
-        save_pretrained(deepcopy(model).to(stored) if stored is not None else model, place, tokenizer=tokenizer)
+        save_pretrained(as_stock(deepcopy(model), stored) if stored is not None else model, place, tokenizer=tokenizer)

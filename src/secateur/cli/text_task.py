@@ -19,7 +19,7 @@ from secateur.cli.outcome import answered, time_files, write_page
 from secateur.cli.output import Printer
 from secateur.data.text import Batch, Sentences, Tokens, in_batches, read_lines, read_sentences
 from secateur.errors import Argument, DataError
-from secateur.files.architecture import note_of
+from secateur.files.architecture import as_stock, note_of
 from secateur.files.session import fixed_batch
 from secateur.latency.timing import Timing, repeated, time_in_turn
 from secateur.loop.prune import Result
@@ -147,7 +147,7 @@ class TextTask:
         """Write the smaller model as transformers does, in the number format that the unpruned one has on disk."""
         small, stored = result.model, self.opened.stored
         if stored is not None and any(p.dtype != stored for p in small.parameters()):
-            small = deepcopy(small).to(stored)
+            small = as_stock(deepcopy(small), stored)
         with quiet_hub():
             replace(result, model=small).save_pretrained(folder, tokenizer=self.tokenizer)
 

@@ -17,9 +17,10 @@ from secateur.arguments import check_path
 from secateur.errors import FileFormatError, PlanError, SecateurError
 from secateur.files.architecture import note_of
 from secateur.files.fingerprint import answer, answer_gap, differences, settings
+from secateur.files.formats import formats_of, take_formats
 from secateur.files.pretrained_folder import build_from
 from secateur.plans.plan import Plan
-from secateur.running.copies import named_tensors, unwrap
+from secateur.running.copies import unwrap
 from secateur.running.sandbox import leaves_no_trace
 from secateur.running.tensor_files import fill, parse_json, read_sealed, sealed
 from secateur.surgery.cut import cut
@@ -85,7 +86,8 @@ def saved_files(model: nn.Module, about: Mapping[str, Any] | None = None) -> dic
     note = {"about": in_json_types(about)} if about is not None else {}
     known = {"settings": settings(model), "answer": answer(model, origin.inputs, origin.plans[-1].after.macs)}
     plans = [json.loads(plan.to_json()) for plan in origin.plans]
-    text = json.dumps({"format": FORMAT, **note, "fingerprint": known, "plans": plans}).encode()
+    kinds = {"buffers": formats} if (formats := formats_of(model)) else {}
+    text = json.dumps({"format": FORMAT, **note, **kinds, "fingerprint": known, "plans": plans}).encode()
     if len(text) > _LARGEST_PLAN or len(plans) > _MOST_PLANS:
         raise SecateurError(
             f"the {len(plans)} plans of this model are too large for a file.", fix="save its state_dict"
@@ -167,13 +169,12 @@ def load(path: str | os.PathLike[str], model: nn.Module | None = None) -> nn.Mod
             what = f"{folder} does not fit {type(model).__name__}: {error}"
             raise FileFormatError(what, where=folder) from error
         remember(small, bigger, plan)
-    kinds = {tensor.dtype for tensor in state.values() if tensor.is_floating_point()}
-    if len(kinds) == 1:
-        kind = kinds.pop()
-        for _, tensor in named_tensors(small):
-            if tensor.is_floating_point():  # `small.to(kind)` would make complex numbers real
-                tensor.data = tensor.data.to(kind)
-    fill(_own_tensors(small), state, folder, type(model).__name__)
+    own = _own_tensors(small)
+    for name, tensor in state.items():
+        if name in own and own[name].is_floating_point() and tensor.is_floating_point():
+            own[name].data = own[name].data.to(tensor.dtype)
+    fill(own, state, folder, type(model).__name__)
+    take_formats(small, data.get("buffers"), data.get("fingerprint"), folder / PLANS)
     _recognise(small, data.get("fingerprint"), folder)
     return small
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from secateur.data.views import View
 from secateur.errors import DataError, FileFormatError, ModelError, SecateurError
-from secateur.files.architecture import CONFIG, architecture, is_pretrained, note_of
+from secateur.files.architecture import CONFIG, architecture, as_stock, is_pretrained, note_of
 from secateur.files.saved import load
 from secateur.running.tensor_files import parse_json
 
@@ -46,13 +46,19 @@ def source_of(spec: str) -> str:
 
 def open_hub(spec: str) -> tuple[nn.Module, torch.dtype | None]:
     """The model with its weights, as float32 unless `?dtype=` says otherwise, and the number format of its files."""
-    source, dtype = source_of(spec), _dtype(spec)
+    # Scores and corrections are sums over many positions, and half precision is slow on a CPU.
+    source, dtype = source_of(spec), _dtype(spec) or torch.float32
     with _reading(spec):
         if note_of(Path(source)) is not None:  # ours: the blocks may have different widths
             model, missing = load(source), list[str]()
+            stored = _format(model)
+            as_stock(model, dtype)
         else:
-            kind, _ = architecture(source, fix="another model, or a factory of your own: FILE.py:FACTORY")
-            model, info = kind.from_pretrained(source, dtype="auto", output_loading_info=True, **_safely(source))
+            kind, config = architecture(source, fix="another model, or a factory of your own: FILE.py:FACTORY")
+            stored = getattr(config, "dtype", None)
+            if not isinstance(stored, torch.dtype):  # as in old folders: the weights say it
+                stored = _format(kind.from_pretrained(source, dtype="auto", **_safely(source)))
+            model, info = kind.from_pretrained(source, dtype=dtype, output_loading_info=True, **_safely(source))
             missing = sorted(map(str, info["missing_keys"]))
     if missing:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
@@ -60,9 +66,7 @@ def open_hub(spec: str) -> tuple[nn.Module, torch.dtype | None]:
             f"{spec}: there are no weights for {', '.join(missing[:3])}{more}; they would be random.",
             fix="the folder of a model that was trained as a whole",
         )
-    stored = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
-    # Scores and corrections are sums over many positions, and half precision is slow on a CPU.
-    return model.to(dtype or torch.float32).eval(), stored
+    return model.eval(), stored
 
 
 def fresh_hub(spec: str) -> nn.Module:
@@ -181,6 +185,10 @@ def _reading(spec: str) -> Iterator[None]:
             f"{spec} {what}: {first.rstrip('.')}.",
             fix="a folder written by save_pretrained" if folder else "hf:FOLDER, or a name of the hub and a network",
         ) from error
+
+
+def _format(model: nn.Module) -> torch.dtype | None:
+    return next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
 
 
 def _dtype(spec: str) -> torch.dtype | None:
