@@ -260,6 +260,8 @@ class _Survey(Observer):
         self.dense: dict[str, int] = {}
         # 1 for what comes from a layer, 2 for what was picked by such numbers.
         self._chosen: TensorFacts[int] = TensorFacts()
+        # Whether what comes from a layer went where nobody can follow it.
+        self._hidden = False
         #: By call, the shape of the output and some of its numbers, to compare with those of another pass.
         self.probes: dict[str, tuple[torch.Size, Tensor]] = {}
         #: The pass with one sample alone, if this one has two.
@@ -295,7 +297,7 @@ class _Survey(Observer):
         self._largest = max(self._largest, output.numel() * output.element_size())
         if call.writes:
             self._stage.forget(output)
-        if layer is not None and level < 2:
+        if layer is not None and level < 2 and not self._hidden:
             joined = self._layer(call, output, *layer[1:])
         elif source is not None and isinstance(operation, BatchNorm):
             joined = self._norm(source, call)
@@ -315,6 +317,12 @@ class _Survey(Observer):
         output = func(*args, **kwargs)
         self._follow(getattr(func, "__name__", ""), given, output, False)
         return output
+
+    def transformed(self, func: Any, tensors: Sequence[Tensor], run: Callable[[], Any]) -> Any:
+        """Numbers of layers may be a choice inside `torch.vmap` or its like. So later layers are left out."""
+        self._count(list(tensors))
+        self._hidden |= any(tensor in self._chosen for tensor in tensors)
+        return run()
 
     def _follow(self, name: str, given: list[Tensor], output: Any, layer: bool) -> int:
         """Note whether an output comes from a layer (1), and from positions that such numbers picked (2). What is
