@@ -25,7 +25,7 @@ from secateur.repair.rows import ALL, Places, Positions, Rows, channel_last, is_
 from secateur.running.copies import named_tensors, shared_copy
 from secateur.running.observer import Observer
 from secateur.running.sandbox import Example, quiet, run_or_explain, uncollected
-from secateur.running.tensor_facts import TensorFacts
+from secateur.running.tensor_facts import TensorFacts, version
 
 # Functions that pick positions by numbers or marks, and functions that write such positions back.
 _PICKS = re.compile(r"getitem|index_select|gather|take|masked_select")
@@ -259,9 +259,7 @@ class _Survey(Observer):
         self.sizes: defaultdict[str, list[int]] = defaultdict(list)
         self.dense: dict[str, int] = {}
         # 1 for what comes from a layer, 2 for what was picked by such numbers.
-        self._chosen: TensorFacts[int] = TensorFacts()
-        # Whether what comes from a layer went where nobody can follow it.
-        self._hidden = False
+        self._chosen, self._hidden = TensorFacts[int](), False  # hidden: they went where nobody can follow them
         #: By call, the shape of the output and some of its numbers, to compare with those of another pass.
         self.probes: dict[str, tuple[torch.Size, Tensor]] = {}
         #: The pass with one sample alone, if this one has two.
@@ -319,7 +317,7 @@ class _Survey(Observer):
         return output
 
     def transformed(self, func: Any, tensors: Sequence[Tensor], run: Callable[[], Any]) -> Any:
-        """Numbers of layers may be a choice inside `torch.vmap` or its like. So later layers are left out."""
+        """Inside `torch.vmap` or its like, numbers of layers may make a choice: later layers are left out."""
         self._count(list(tensors))
         self._hidden |= any(tensor in self._chosen for tensor in tensors)
         return run()
@@ -425,11 +423,6 @@ class _Survey(Observer):
 
     def _name(self, tensor: Tensor | None) -> str | None:
         return None if tensor is None else self._names.get(id(tensor))
-
-
-def version(tensor: Tensor) -> int:
-    """Counts writes to a tensor's memory."""
-    return -1 if tensor.is_inference() else tensor._version
 
 
 def _probe(tensor: Tensor) -> Tensor:
