@@ -254,6 +254,7 @@ ZERO_ON_THE_EXAMPLE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "written": written,
     "written by a view": written_by_view,
     "interpolated": lambda y, x: torch.lerp(x, y, (x < 9).float()),
+    "minimum of whole numbers": lambda y, x: torch.minimum(y, (9 - x).long()),
 }
 
 
@@ -276,6 +277,8 @@ ZERO_ALWAYS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "masked": lambda y, x: y.masked_fill(x > 0, 0.0),
     "in place": lambda y, x: y.mul_(x.sigmoid()).tanh_(),
     "chosen": lambda y, x: y * (y < x),
+    "shared among a count": lambda y, x: y / ((x > 0).sum(1, keepdim=True) + 1),
+    "in another order": lambda y, x: y.gather(1, x.argsort(1)),
 }
 
 

@@ -109,10 +109,14 @@ def small(seed: int = 0) -> Small:
 class Stepwise(nn.Module):
     """Layers for each token: how often they are called depends on the text, and so which call is the last one."""
 
-    def __init__(self) -> None:
+    def __init__(self, fused: bool) -> None:
         super().__init__()
-        self.inp, self.v = nn.Linear(3, 5), nn.Parameter(torch.randn(5, 5) / 2)
-        self.w, self.head = nn.Parameter(torch.randn(5, 5)), nn.Linear(5, 4)
+        self.inp, v = nn.Linear(3, 5), torch.randn(5, 5) / 2
+        w, self.head, self.fused = torch.randn(5, 5), nn.Linear(5, 4), fused
+        if fused:
+            self.both = nn.Parameter(torch.cat([v, w]))
+        else:
+            self.v, self.w = nn.Parameter(v), nn.Parameter(w)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.hidden(x)[-1])
@@ -120,17 +124,19 @@ class Stepwise(nn.Module):
     def hidden(self, x: Tensor) -> list[Tensor]:
         """What the input layer returns at each token, what `v` does, and what `w` does at the end."""
         given, states, h = [], [], x.new_zeros(len(x), 5)
+        v, w = (self.both[:5], self.both[5:]) if self.fused else (self.v, self.w)
         for step in x.unbind(1):
             given.append(self.inp(step))
-            states.append(F.linear(h, self.v))
+            states.append(F.linear(h, v))
             h = (given[-1] + states[-1]).tanh()
-        return [*given, *states, F.linear(h, self.w)]
+        return [*given, *states, F.linear(h, w)]
 
 
+@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("length", [2, 4, 7])
-def test_calls_beyond_those_on_the_example_count(length: int) -> None:
+def test_calls_beyond_those_on_the_example_count(length: int, fused: bool) -> None:
     torch.manual_seed(0)
-    net, x, y = Stepwise(), torch.randn(6, length, 3), torch.arange(6) % 4
+    net, x, y = Stepwise(fused), torch.randn(6, length, 3), torch.arange(6) % 4
     graph = analyze(net, torch.randn(2, 4, 3))
     criteria = [Taylor(norm=None), Gradient(norm=None), Activation(norm=None)]
     found = score(net, (x, y), criteria, graph=graph)

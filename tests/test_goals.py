@@ -344,6 +344,8 @@ def test_a_goal_may_read_several_targets_of_each_sample(several: Any, tmp_path: 
         run((X, several(y, z[:3])))
     with pytest.raises(DataError, match="no tensor of class numbers"):
         sc.score(net, (X, several(y, z)), "taylor")
+    with pytest.raises(DataError, match="no list of numbers"):  # boxes: a batch of a detector, which stands in a list
+        run((X, ({"boxes": torch.rand(4, 4)}, *[{"boxes": torch.rand(1, 4)}] * 3)))
 
 
 def test_own_goals_are_a_class_with_one_method() -> None:

@@ -1187,3 +1187,36 @@ def test_a_session_repairs_models_that_kept_other_units() -> None:
         assert references[-1].kept
         assert all(references[-1].targets[name].shape[-1] == len(kept) for name, kept in references[-1].kept.items())
     assert references[0] is not references[2]  # the last kept units that the first did not
+
+
+class Mapped(nn.Module):
+    """Something beside the layers, or between two of them, that `torch.vmap` may compute."""
+
+    def __init__(self, beside: bool, mapped: bool) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(6, 12), nn.Linear(12, 10), nn.Linear(10, 3)
+        self.beside, self.double = beside, torch.vmap(lambda row: row * 2) if mapped else lambda x: x * 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.relu(self.b(torch.relu(self.a(x))))
+        return self.c(y) + self.double(x[:, :3]) if self.beside else self.c(self.double(y))
+
+
+@pytest.mark.parametrize("beside", [True, False])
+def test_layers_behind_a_transform_of_what_layers_made_are_left_out(beside: bool) -> None:
+    """Against the same model without a transform, of which the layer in front of it is repaired alike."""
+    x = torch.randn(64, 6, generator=torch.Generator().manual_seed(1))
+    made = []
+    for mapped in (True, False):
+        torch.manual_seed(0)
+        net = Mapped(beside, mapped).eval()
+        assert ("c.weight" in survey(net, x[:2]).layers) == (beside or not mapped)
+        graph = sc.analyze(net, x)
+        gone = np.zeros(len(graph.root), np.bool_)
+        gone[next(layer.groups for layer in graph.layers if layer.name == "a")[:4]] = True
+        plan = plan_for(graph, gone)
+        small = repair(sc.apply(net, plan), net, (x, None), "ridge", progress=False)
+        assert len(small.a.weight) == 8
+        made.append(dict(small.named_parameters()))
+    for name in ("a.weight", "b.weight", "b.bias"):
+        torch.testing.assert_close(made[0][name], made[1][name])

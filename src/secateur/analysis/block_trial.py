@@ -83,7 +83,7 @@ class _Silence(Rehearsal):
         sources, block = call.tensors(), self._adds.get(call.site)
         if block is not None and not self._is_zero(sources[block.operand]):
             self.reason = self.reason or f"its branch is not 0 in {call.site} although its layers are gone"
-        silent = any(map(self._is_zero, sources)) and all(self._stays_zero(call, other) for other in (1, -1))
+        silent = any(map(self._is_zero, sources)) and self._stays_zero(call)
         output = super().observe(call)
         if silent:
             self._mark([output, *sources[: call.writes]])
@@ -99,19 +99,29 @@ class _Silence(Rehearsal):
         known = self._zero.get(tensor)
         return known is not None and known == tensor._version
 
-    def _stays_zero(self, call: Call, other: int) -> bool:
-        """Whether a call makes zeros of zeros if all else is `other` (conditions: true, false for -1)."""
+    def _stays_zero(self, call: Call) -> bool:
+        """Whether a call makes zeros of zeros, whatever else it reads."""
+        if not self._made_zero(call, 1, 1):
+            return False
+        below = self._made_zero(call, -1, -1)
+        return bool(self._made_zero(call, -1, 1) if below is None else below)  # an index, say, is not below 0
+
+    def _made_zero(self, call: Call, other: int, whole: int) -> bool | None:
+        """Whether zeros come of zeros if all else is `other`, whole numbers `whole`; None if the call fails.
+
+        Conditions are false for -1. Whole numbers are never 0, for a branch may be divided by a count.
+        """
 
         def number(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
                 return leaf
-            fill = 0 if self._is_zero(leaf) else other if leaf.is_floating_point() else max(other, 0)
-            return torch.full(leaf.shape, fill, dtype=leaf.dtype, device="cpu")
+            fill = max(other, 0) if leaf.dtype == torch.bool else other if leaf.is_floating_point() else whole
+            return torch.full(leaf.shape, 0 if self._is_zero(leaf) else fill, dtype=leaf.dtype, device="cpu")
 
         try:
             args, kwargs = map_leaves(number, (call.args, call.kwargs))
             output = call.function(*args, **kwargs)
         except Exception:
-            return False
+            return None
         made = tensors_in([output, *tensors_in((args, kwargs))[: call.writes]])
         return bool(made) and not any(bool(tensor.any()) for tensor in made)

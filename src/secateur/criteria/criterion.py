@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, Literal, get_args
@@ -40,6 +41,8 @@ class Subject:
     graph: Graph
     kept: Sequence[Mask]
     place: dict[Site, int]
+    #: The groups that left.
+    gone: Mask
 
     @classmethod
     def of(cls, model: nn.Module, graph: Graph, start: Plan | None = None) -> Subject:
@@ -49,7 +52,7 @@ class Subject:
             gone[list(start.groups)] = True
         kept = [~gone[graph.root[producer.labels]] for producer in graph.producers]
         place = {site: i for i, producer in enumerate(graph.producers) for site in producer.sites}
-        return cls(unwrap(model), graph, kept, place)
+        return cls(unwrap(model), graph, kept, place, gone)
 
     @cached_property
     def model(self) -> nn.Module:
@@ -62,14 +65,32 @@ class Subject:
         return self.graph.producers
 
     @cached_property
-    def held(self) -> Sequence[set[str]]:
-        """The parameters that hold the units of each producer.
+    def _held(self) -> Sequence[dict[str, tuple[int, set[int]]]]:
+        """The parameters that hold the units of each producer: along which dimension, and at which places.
 
         They tell which call is which: how often a function is called may depend on the length of a text, and then the
         calls of a batch are numbered otherwise than those of the example.
         """
-        axes, of = self.graph.axes.axes, self.graph.axis_of
-        return [{axes[number].parameter for number in np.unique(of[producer.rows])} for producer in self.producers]
+        axes, of, gone = self.graph.axes.axes, self.graph.axis_of, self.gone
+        found = []
+        for producer in self.producers:
+            own = dict[str, tuple[int, set[int]]]()
+            for axis in (axes[number] for number in np.unique(of[producer.rows])):
+                left = axis.numbers[~gone[self.graph.root[axis.numbers]]]
+                own[axis.parameter] = axis.dim, set(np.flatnonzero(np.isin(left, producer.rows)).tolist())
+            found.append(own)
+        return found
+
+    @cached_property
+    def _fused(self) -> set[str]:
+        """Parameters that hold the units of several producers."""
+        times = Counter(name for own in self._held for name in own)
+        return {name for name, count in times.items() if count > 1}
+
+    def holds(self, index: int, name: str, place: Callable[[int], int]) -> bool:
+        """Whether a parameter holds units of a producer, at what `place` makes of the dimension where they lie."""
+        known = self._held[index].get(name)
+        return known is not None and (name not in self._fused or place(known[0]) in known[1])
 
 
 @dataclass

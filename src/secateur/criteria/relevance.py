@@ -100,11 +100,15 @@ class RelevanceSums(Accumulator):
         """From sums by parameter to sums by producer."""
         units, known = self.engine.units, self.engine.places
         parameters = {name for name, _ in named_tensors(self.subject.model)}
-        for i, (producer, held) in enumerate(zip(self.subject.producers, self.subject.held, strict=True)):
+
+        def holds(index: int, at: tuple[str, int, int]) -> bool:
+            return self.subject.holds(index, at[0], lambda _: at[1])
+
+        for i, producer in enumerate(self.subject.producers):
             own = {known[site] for site in producer.sites if site in known}
-            places = {place for place in own if place[0] in held or place[0] not in parameters}
+            places = {at for at in own if at[0] not in parameters or holds(i, at)}
             if not places:
-                others = {place for place in known.values() if place[0] in held}
+                others = {at for at in known.values() if holds(i, at)}
                 places = others if len(others) == 1 else own
             for name, first, last in places:  # a reused weight is one place, since the pass has added up its uses
                 self.sums.add(i, units[name][first:last])

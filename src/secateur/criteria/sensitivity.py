@@ -9,8 +9,9 @@ its layers does padding count, as an attention mask tells it. One pass serves al
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -183,28 +184,38 @@ class SensitivityPass(Accumulator):
 
 
 class _Makers:
-    """Which producer's units a call makes, by its number or, if another parameter is read, by that (see `held`)."""
+    """Which producer's units a call makes, by its number or, if other weights are read, by these (see `holds`)."""
 
     def __init__(self, subject: Subject) -> None:
-        self._place, self._held = subject.place, subject.held
+        self._subject = subject
         self._kinds = {(site.path, site.function) for site in subject.place}
-        self._names: dict[int, set[str]] = {}
+        self._known: dict[int, list[tuple[str, Tensor]]] = {}
         for name, tensor in named_tensors(subject.model):
             if tensor.layout == torch.strided and tensor.ndim > 1:
-                self._names.setdefault(tensor.untyped_storage()._cdata, set()).add(name)
+                self._known.setdefault(tensor.untyped_storage()._cdata, []).append((name, tensor))
 
     def of(self, call: Call) -> int | None:
         """The number of the producer; None if the call makes no units."""
         if (call.site.path, call.site.function) not in self._kinds:
             return None
-        index, read = self._place.get(call.site), set[str]()
+        index, read = self._subject.place.get(call.site), list[tuple[str, Callable[[int], int]]]()
         for tensor in call.tensors():
             if tensor.layout == torch.strided:
-                read |= self._names.get(tensor.untyped_storage()._cdata, set())
-        if not read or (index is not None and self._held[index] & read):
+                known = self._known.get(tensor.untyped_storage()._cdata, ())
+                read += [(name, partial(_begin, tensor, whole)) for name, whole in known]
+        if not read or (index is not None and self._is_read(index, read)):
             return index
-        others = [i for i, held in enumerate(self._held) if held & read]
+        others = [i for i in range(len(self._subject.producers)) if self._is_read(i, read)]
         return others[0] if len(others) == 1 else index
+
+    def _is_read(self, index: int, read: Sequence[tuple[str, Callable[[int], int]]]) -> bool:
+        return any(self._subject.holds(index, name, begin) for name, begin in read)
+
+
+def _begin(view: Tensor, whole: Tensor, dim: int) -> int:
+    """Where a view of a tensor begins along one of the tensor's dimensions."""
+    first = int(view.storage_offset() - whole.storage_offset())
+    return first // max(whole.stride(dim), 1) % max(whole.shape[dim], 1)
 
 
 class Taps(Observer):

@@ -25,7 +25,7 @@ from secateur.repair.rows import ALL, Places, Positions, Rows, channel_last, is_
 from secateur.running.copies import named_tensors, shared_copy
 from secateur.running.observer import Observer
 from secateur.running.sandbox import Example, quiet, run_or_explain, uncollected
-from secateur.running.tensor_facts import TensorFacts
+from secateur.running.tensor_facts import TensorFacts, version
 
 # Functions that pick positions by numbers or marks, and functions that write such positions back.
 _PICKS = re.compile(r"getitem|index_select|gather|take|masked_select")
@@ -259,7 +259,7 @@ class _Survey(Observer):
         self.sizes: defaultdict[str, list[int]] = defaultdict(list)
         self.dense: dict[str, int] = {}
         # 1 for what comes from a layer, 2 for what was picked by such numbers.
-        self._chosen: TensorFacts[int] = TensorFacts()
+        self._chosen, self._hidden = TensorFacts[int](), False  # hidden: they went where nobody can follow them
         #: By call, the shape of the output and some of its numbers, to compare with those of another pass.
         self.probes: dict[str, tuple[torch.Size, Tensor]] = {}
         #: The pass with one sample alone, if this one has two.
@@ -295,7 +295,7 @@ class _Survey(Observer):
         self._largest = max(self._largest, output.numel() * output.element_size())
         if call.writes:
             self._stage.forget(output)
-        if layer is not None and level < 2:
+        if layer is not None and level < 2 and not self._hidden:
             joined = self._layer(call, output, *layer[1:])
         elif source is not None and isinstance(operation, BatchNorm):
             joined = self._norm(source, call)
@@ -315,6 +315,12 @@ class _Survey(Observer):
         output = func(*args, **kwargs)
         self._follow(getattr(func, "__name__", ""), given, output, False)
         return output
+
+    def transformed(self, func: Any, tensors: Sequence[Tensor], run: Callable[[], Any]) -> Any:
+        """Inside `torch.vmap` or its like, numbers of layers may make a choice: later layers are left out."""
+        self._count(list(tensors))
+        self._hidden |= any(tensor in self._chosen for tensor in tensors)
+        return run()
 
     def _follow(self, name: str, given: list[Tensor], output: Any, layer: bool) -> int:
         """Note whether an output comes from a layer (1), and from positions that such numbers picked (2). What is
@@ -417,11 +423,6 @@ class _Survey(Observer):
 
     def _name(self, tensor: Tensor | None) -> str | None:
         return None if tensor is None else self._names.get(id(tensor))
-
-
-def version(tensor: Tensor) -> int:
-    """Counts writes to a tensor's memory."""
-    return -1 if tensor.is_inference() else tensor._version
 
 
 def _probe(tensor: Tensor) -> Tensor:

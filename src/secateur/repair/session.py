@@ -15,7 +15,7 @@ from secateur.arguments import check_callable, check_count, check_number
 from secateur.errors import Argument, RepairError, SecateurWarning
 from secateur.nest import tensors_in
 from secateur.repair.corrections import Correction, corrections_named
-from secateur.repair.layers import Layers, version
+from secateur.repair.layers import Layers
 from secateur.repair.layerwise import Corrected, LayerCorrector, Outcome, kept_indices, layers_in_both
 from secateur.repair.reference import Kept, Reference
 from secateur.repair.samples import Alter, Samples
@@ -26,6 +26,7 @@ from secateur.running.memory import Memory, allowed, in_smaller_parts, parse, tr
 from secateur.running.processes import agree, check_same, synchronise, together
 from secateur.running.progress import Line, Listener, Recording, telling
 from secateur.running.sandbox import check_weights, leaves_no_trace, quiet
+from secateur.running.tensor_facts import version
 
 # A correction that leaves less than this share of the divergence is good: simpler ones do not come close to it.
 _CLOSE = 0.25

@@ -27,8 +27,8 @@ from secateur.running.devices import device_of, to_device
 
 #: An iterable of (inputs, targets), a pair (X, y), or None for criteria that need no data. Inputs are tensors or NumPy
 #: arrays, several of them in a tuple or dict; targets may be a list of numbers as well, or several arrays in a tuple or
-#: dict for a goal that reads them. A dict alone, such as a tokenizer or a data
-#: collator returns, holds its targets as `labels`. Detectors take a list of images; their targets are a list of dicts.
+#: dict for a goal that reads them. A dict alone, such as a tokenizer or a data collator returns, holds its targets as
+#: `labels`. Detectors take a list of images; their targets are a list of dicts.
 Data = Any
 Batch = tuple[Any, Any]
 
@@ -46,8 +46,8 @@ def is_pair(data: Data) -> bool:
     if targets is None or isinstance(targets, _ARRAYS) or _are_numbers(targets):
         return _are_arrays(inputs)
     # Several targets, for a goal that reads them. (An array alone is no batch, so that these are not two batches.)
-    kinds = {isinstance(leaf, _ARRAYS) for leaf in leaves(targets)}
-    return isinstance(inputs, _ARRAYS) and isinstance(targets, tuple | Mapping) and kinds == {True}
+    several = isinstance(targets, tuple | Mapping) and not lists_samples(targets)  # not dicts of boxes
+    return isinstance(inputs, _ARRAYS) and several and {isinstance(leaf, _ARRAYS) for leaf in leaves(targets)} == {True}
 
 
 def as_data(data: Data) -> Data:

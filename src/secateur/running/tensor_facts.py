@@ -55,3 +55,8 @@ class TensorFacts(Generic[Fact]):
     def forget(self, tensor: Tensor) -> None:
         """No longer true."""
         self._entries.pop(id(tensor), None)
+
+
+def version(tensor: Tensor) -> int:
+    """Counts writes to a tensor's memory."""
+    return -1 if tensor.is_inference() else tensor._version

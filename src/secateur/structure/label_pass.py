@@ -28,6 +28,7 @@ from secateur.running.copies import meta_copy, named_modules, named_tensors, set
 from secateur.running.heads import catches
 from secateur.running.observer import Observer, Rehearsal
 from secateur.running.sandbox import Example, quiet, run, run_or_explain, to_meta
+from secateur.running.tensor_facts import version
 from secateur.structure.dataflow import DataFlow
 from secateur.structure.findings import AxisTable, Findings, Written
 from secateur.structure.followed import Questions, Reading, Shape, Size, follow, plain
@@ -148,12 +149,12 @@ class LabelPass(Observer):
         tensors = tensors_in((args, kwargs))
         if not tensors or func in MAKERS or self.strict:
             return super().unknown(func, args, kwargs)
-        self.opaque, versions = True, [_version(tensor) for tensor in tensors]
+        self.opaque, versions = True, [version(tensor) for tensor in tensors]
         call = Call(_OPAQUE, func, args, kwargs, self.site(func))
         if _in_transform():
             return self._unseen(call.site, tensors, call.run)
         made = call.run()
-        self._learn(call, made, [t for t, before in zip(tensors, versions, strict=True) if _version(t) != before])
+        self._learn(call, made, [t for t, before in zip(tensors, versions, strict=True) if version(t) != before])
         return self._readings(func, tensors, made) if _OPAQUE.counts(call) and not tensors_in(made) else made
 
     def transformed(self, func: Function, tensors: Sequence[Tensor], run: Callable[[], Any]) -> Any:
@@ -349,11 +350,6 @@ class _Multiplications(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if count is not None:
             self.total += count(*args, **(kwargs or {}), out_val=made) // 2
         return made
-
-
-def _version(tensor: Tensor) -> int:
-    """How often a tensor was written to."""
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def _is_view(tensor: Tensor, sources: Sequence[Tensor]) -> bool:
