@@ -8,8 +8,8 @@ DATA holds what the commands read, and `benchmarks.packs` brings it in parts: `c
 `benchmarks.imagenet`) and the weights as files. A command begins as soon as its data are there, so that they may still
 be on their way, and in the order of the list. A folder is there when an empty file `NAME.ready` lies beside it. What is
 not ready when the minutes are over is ended, and goes on from its files when the same call is given again. `OUT.tar`
-always holds the results so far without weights and checkpoints; unpack it beside OUT to go on elsewhere. Runs that
-`docs/results/league` and `docs/results/paper` have are not repeated: copy what came home there. Where CUDA MPS works,
+always holds the results so far without weights and checkpoints; unpack it beside OUT to go on elsewhere. Runs that the
+folders `league` and `paper` of `docs/results` have are not repeated: copy what came home there. Where CUDA MPS works,
 the processes share the GPU, and one that fails can take others with it: what fails is begun once more, and nothing is
 ended before the minutes are over.
 """

@@ -734,6 +734,8 @@ class Calls(Parts):
 
 
 def test_compiled_functions_are_followed_as_they_were_written() -> None:
+    torch._dynamo.reset()  # it gives up after some compilations of one function, those of other tests included
+
     def bent(x: Tensor) -> Tensor:
         return x.tanh() + 1
 
