@@ -21,7 +21,8 @@ from secateur.cli.prune import task_of
 from secateur.cli.run_folder import Run, check_folder, check_model, only_run, request
 from secateur.cli.text_task import TextTask, write_text_task
 from secateur.errors import SecateurError
-from secateur.files.architecture import as_stock, note_of, was_pruned
+from secateur.files.architecture import note_of, was_pruned
+from secateur.files.formats import as_stock
 from secateur.files.pretrained import save_pretrained
 from secateur.files.saved import save
 from secateur.models import Opened, open_model

@@ -19,7 +19,8 @@ from secateur.cli.outcome import answered, time_files, write_page
 from secateur.cli.output import Printer
 from secateur.data.text import Batch, Sentences, Tokens, in_batches, read_lines, read_sentences
 from secateur.errors import Argument, DataError
-from secateur.files.architecture import as_stock, note_of
+from secateur.files.architecture import note_of
+from secateur.files.formats import as_stock
 from secateur.files.session import fixed_batch
 from secateur.latency.timing import Timing, repeated, time_in_turn
 from secateur.loop.prune import Result

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import json
 import re
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from secateur.errors import FileFormatError
 from secateur.plans.plan import Plan
@@ -70,40 +69,6 @@ def note_of(folder: Path) -> dict[str, Any] | None:
         return None
     note = found.get(FIELD) if isinstance(found, dict) else None
     return note if isinstance(note, dict) else None
-
-
-# -- number formats ----------------------------------------------------------------------------------------------------
-def unsaved(model: nn.Module) -> dict[str, Tensor]:
-    """The buffers of real and complex numbers that no file holds, as the frequencies of rotary embeddings."""
-    state = model.state_dict(keep_vars=True)
-    held = {id(item) for item in state.values()}
-    named = model.named_buffers(remove_duplicate=False)
-    return {n: t for n, t in named if id(t) not in held and (t.is_floating_point() or t.is_complex())}
-
-
-def stock_formats(model: Any, kind: torch.dtype) -> dict[str, torch.dtype]:
-    """In which formats `from_pretrained(dtype=kind)` has the buffers that no file holds."""
-    usual = torch.get_default_dtype()
-    torch.set_default_dtype(kind)
-    try:
-        with torch.device("meta"):
-            made = type(model)(copy.deepcopy(model.config))
-    finally:
-        torch.set_default_dtype(usual)
-    return {name: tensor.dtype for name, tensor in unsaved(made).items()}
-
-
-def as_stock(model: nn.Module, kind: torch.dtype) -> nn.Module:
-    """Put a model of transformers into a number format, in place, as `from_pretrained(dtype=kind)` has it.
-
-    `model.to(kind)` rounds also the buffers that transformers leaves in float32.
-    """
-    formats, tensors = stock_formats(unwrap(model), kind), unsaved(unwrap(model))
-    kept = {name: tensor.data.to(formats.get(name, kind)) for name, tensor in tensors.items()}
-    model.to(kind)
-    for name, tensor in unsaved(unwrap(model)).items():
-        tensor.data = kept[name]
-    return model
 
 
 # -- for a model -------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""In which number formats a saved model had the buffers that no file holds, as the frequencies of rotary embeddings.
+"""In which number formats a model has the buffers that no file holds, as the frequencies of rotary embeddings.
 
 Transformers leaves them in float32 when it loads weights in half precision, and `model.half()` rounds them. Both kinds
 of models are saved, and their weights look the same. Where attention is sharp, their outputs differ.
@@ -6,6 +6,7 @@ of models are saved, and their weights look the same. Where attention is sharp, 
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,8 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from secateur.errors import FileFormatError
-from secateur.files.architecture import is_pretrained, stock_formats, unsaved
+from secateur.files.architecture import is_pretrained
 from secateur.files.fingerprint import distance
+from secateur.running.copies import unwrap
 
 # What bfloat16 holds, float16 often holds as well, so it comes first.
 _FORMATS = {
@@ -24,6 +26,40 @@ _FORMATS = {
 }  # fmt: skip
 
 
+def unsaved(model: nn.Module) -> dict[str, Tensor]:
+    """The buffers of real and complex numbers that no file holds, as the frequencies of rotary embeddings."""
+    state = model.state_dict(keep_vars=True)
+    held = {id(item) for item in state.values()}
+    named = model.named_buffers(remove_duplicate=False)
+    return {n: t for n, t in named if id(t) not in held and (t.is_floating_point() or t.is_complex())}
+
+
+def stock_formats(model: Any, kind: torch.dtype) -> dict[str, torch.dtype]:
+    """In which formats `from_pretrained(dtype=kind)` has the buffers that no file holds."""
+    usual = torch.get_default_dtype()
+    torch.set_default_dtype(kind)
+    try:
+        with torch.device("meta"):
+            made = type(model)(copy.deepcopy(model.config))
+    finally:
+        torch.set_default_dtype(usual)
+    return {name: tensor.dtype for name, tensor in unsaved(made).items()}
+
+
+def as_stock(model: nn.Module, kind: torch.dtype) -> nn.Module:
+    """Put a model of transformers into a number format, in place, as `from_pretrained(dtype=kind)` has it.
+
+    `model.to(kind)` rounds also the buffers that transformers leaves in float32.
+    """
+    formats, tensors = stock_formats(unwrap(model), kind), unsaved(unwrap(model))
+    kept = {name: tensor.data.to(formats.get(name, kind)) for name, tensor in tensors.items()}
+    model.to(kind)
+    for name, tensor in unsaved(unwrap(model)).items():
+        tensor.data = kept[name]
+    return model
+
+
+# -- in a saved folder -------------------------------------------------------------------------------------------------
 def formats_of(model: nn.Module) -> dict[str, list[str]]:
     """For each such buffer the formats that its numbers went through: it may have been rounded and widened again."""
     return {name: [*_rounded_to(tensor), _name(tensor.dtype)] for name, tensor in _real(model).items()}

@@ -14,7 +14,8 @@ from torch import nn
 
 from secateur.data.views import View
 from secateur.errors import DataError, FileFormatError, ModelError, SecateurError
-from secateur.files.architecture import CONFIG, architecture, as_stock, is_pretrained, note_of
+from secateur.files.architecture import CONFIG, architecture, is_pretrained, note_of
+from secateur.files.formats import as_stock
 from secateur.files.saved import load
 from secateur.running.tensor_files import parse_json
 

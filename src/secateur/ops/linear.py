@@ -66,8 +66,10 @@ class Linear(Operation):
     def channels(self, labels: LabelVerbs, call: Call, output: Any) -> None:
         x, weight = call["input"], call["weight"]
         if weight.ndim == 1:  # the product with a vector, which makes no units
-            product = Call(lookup(torch.matmul) or self, torch.matmul, (x, weight), {}, call.site)
-            return product.operation.channels(labels, product, output)
+            product = lookup(torch.matmul)
+            assert product is not None
+            product.channels(labels, Call(product, torch.matmul, (x, weight), {}, call.site), output)
+            return
         made = labels.along(weight, 0)
         pairs = crossing_lines(labels, x, weight) or [(labels.along(x, -1), labels.along(weight, 1))]
         for read, taken in pairs:
@@ -84,7 +86,6 @@ class Linear(Operation):
         else:
             labels.freeze_tensor(call["bias"], f"added by {call.site} to units of fixed number")
         labels.set(output, layers)
-        return None
 
     def rehearse(self, call: Call) -> Any:
         """The shape, by arithmetic. What does not fit is left to torch to refuse."""
