@@ -41,6 +41,7 @@ from torch import Tensor, nn
 from benchmarks.league_models import (
     FAIR,
     FIELD,
+    FIRST,
     LENGTHS,
     MAGNITUDE,
     OTHERS,
@@ -49,6 +50,7 @@ from benchmarks.league_models import (
     PATIENT,
     RATE,
     RIVAL,
+    SECOND,
     SEEDS,
     SPEEDS,
     SWEEP,
@@ -86,6 +88,11 @@ def plan() -> list[Job]:
         for row, speed in (*((PATIENT, speed) for speed in SPEEDS), (RIVAL, 2.55))
     ]
     jobs += [Job(row, 1.0, 100, seed) for seed in SEEDS for row in (WHOLE, replace(WHOLE, teacher=True))]
+    jobs += [Job(FIRST, 1.0, 100, seed) for seed in SEEDS]
+    ours, rival = SECOND
+    jobs += [
+        Job(row, speed, 100, seed) for seed in SEEDS for row, speed in (*((ours, s) for s in SPEEDS), (rival, 2.55))
+    ]
     ours, *others, whole = FIELD
     field = [(ours, speed) for speed in SPEEDS] + [(row, 2.55) for row in others] + [(whole, 1.0)]
     jobs += [Job(row, speed, 100, seed) for seed in SEEDS for row, speed in field]

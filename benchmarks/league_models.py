@@ -76,6 +76,8 @@ class Recipe:
 
 DECAY = 5e-4  # of the weights, in all recipes
 USUAL, MIXTURES = Recipe(), Recipe("mixtures", augment=mixed, share=1.0, both=True)
+#: Teacher and labels count alike.
+EQUAL = Recipe("equal shares", share=0.5)
 #: That of DepGraph's experiments (`reproduce/main.py` of Torch-Pruning), with a rate of 0.01.
 SMALL = Recipe("small batches", 128, crops, steps)
 
@@ -129,6 +131,11 @@ OTHERS = [Row(name, True, True) for name in ("taylor", "weight", "random")]
 FAIR = [replace(MAGNITUDE, teacher=True), replace(TAYLOR, teacher=True)]
 PATIENT, RIVAL = (replace(row, teacher=True, recipe=MIXTURES, rate=0.2) for row in (OURS, MAGNITUDE))
 WHOLE = Row("nothing removed")  # the same training for the whole network: what the others could reach at best
+#: The rate that this network is usually trained with from scratch (0.1 for batches of 256), for batches of 500: first
+#: for the whole network, then for what is cut out of that.
+HIGH = 0.2
+FIRST = replace(WHOLE, rate=HIGH)
+SECOND = [replace(row, recipe=EQUAL, rate=HIGH) for row in (OURS, MAGNITUDE)]
 FIELD = [replace(row, recipe=SMALL, rate=0.01) for row in (OURS, PARTS[0], MAGNITUDE, WHOLE)]
 # Other rates, for short runs.
 SWEEP = [replace(OURS, rate=rate) for rate in (0.005, 0.02, 0.2)]

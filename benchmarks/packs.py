@@ -20,10 +20,10 @@ from benchmarks import cifar
 #: What travels together, the most important first.
 SETS = {
     "cifar": ("cifar", "resnet56_cifar10.safetensors"),
-    "resnet50": ("resnet50.safetensors",),
     "features": ("vgg16_features.safetensors", "alexnet_features.safetensors", "efficientnet_lite0.safetensors"),
-    "scene15": ("scene15",),
+    "resnet50": ("resnet50.safetensors",),
     "flowers": ("flowers",),
+    "scene15": ("scene15",),
     "cats_dogs": ("cats_dogs",),
     "birds": ("birds",),
     "cars": ("cars",),
