@@ -55,6 +55,7 @@ from benchmarks.league_models import (
     SPEEDS,
     SWEEP,
     TAYLOR,
+    THIRD,
     WHOLE,
     Job,
     macs,
@@ -92,6 +93,9 @@ def plan() -> list[Job]:
     ours, rival = SECOND
     jobs += [
         Job(row, speed, 100, seed) for seed in SEEDS for row, speed in (*((ours, s) for s in SPEEDS), (rival, 2.55))
+    ]
+    jobs += [
+        Job(row, speed, epochs, seed) for epochs in (100, 5) for seed in SEEDS for speed in SPEEDS for row in THIRD
     ]
     ours, *others, whole = FIELD
     field = [(ours, speed) for speed in SPEEDS] + [(row, 2.55) for row in others] + [(whole, 1.0)]
@@ -319,8 +323,11 @@ def main(options: argparse.Namespace) -> None:
             time.sleep(0.5)
             for number, worker in enumerate(workers):
                 if worker.exitcode not in (None, 0) and left:
-                    print(f"a process ended with {worker.exitcode}; another one goes on, the plain way", flush=True)
-                    workers[number] = spawn.Process(target=work, args=(options, given, deadline, ""))
+                    # The first time, another program on the same GPU may have been the cause.
+                    how = backend if left == RESTARTS else ""
+                    way = "" if how == backend else ", the plain way"
+                    print(f"a process ended with {worker.exitcode}; another one goes on{way}", flush=True)
+                    workers[number] = spawn.Process(target=work, args=(options, given, deadline, how))
                     workers[number].start()
                     left -= 1
     finally:

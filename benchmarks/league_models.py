@@ -129,6 +129,8 @@ MAGNITUDE, TAYLOR = Row("Torch-Pruning magnitude"), Row("Torch-Pruning taylor")
 PARTS = [Row("lrp", True), Row("lrp", False, True), Row("lrp")]
 OTHERS = [Row(name, True, True) for name in ("taylor", "weight", "random")]
 FAIR = [replace(MAGNITUDE, teacher=True), replace(TAYLOR, teacher=True)]
+#: The same share of every layer, which is Torch-Pruning's own way for ResNet-50; for ResNet-56, all layers compete.
+EVEN = [Row("Torch-Pruning even magnitude"), Row("Torch-Pruning even taylor")]
 PATIENT, RIVAL = (replace(row, teacher=True, recipe=MIXTURES, rate=0.2) for row in (OURS, MAGNITUDE))
 WHOLE = Row("nothing removed")  # the same training for the whole network: what the others could reach at best
 #: The rate that this network is usually trained with from scratch (0.1 for batches of 256), for batches of 500: first
@@ -136,6 +138,8 @@ WHOLE = Row("nothing removed")  # the same training for the whole network: what 
 HIGH = 0.2
 FIRST = replace(WHOLE, rate=HIGH)
 SECOND = [replace(row, recipe=EQUAL, rate=HIGH) for row in (OURS, MAGNITUDE)]
+#: Gentler: what the better network knows is not to be forgotten.
+THIRD = [replace(row, rate=rate) for rate in (0.02, 0.04, RATE) for row in (PARTS[0], OURS, MAGNITUDE)]
 FIELD = [replace(row, recipe=SMALL, rate=0.01) for row in (OURS, PARTS[0], MAGNITUDE, WHOLE)]
 # Other rates, for short runs.
 SWEEP = [replace(OURS, rate=rate) for rate in (0.005, 0.02, 0.2)]
@@ -247,18 +251,19 @@ def by_torch_pruning(
     net: nn.Module, samples: tuple[Tensor, Tensor], job: Any, count: Callable[[nn.Module], int],
     stays: Callable[[str], bool],
 ) -> nn.Module:  # fmt: skip
-    """The same MACs (`count`) by a rival: all layers compete, as in its own experiments, but those that must stay."""
+    """The same MACs (`count`) by a rival. Layers compete, but those that must stay; if "even", each gives as much."""
     import torch_pruning as tp
 
     whole, choice, known = count(net), getattr(job, "row", job).choice, copy.deepcopy(net)
     kinds = {"magnitude": tp.importance.GroupMagnitudeImportance, "taylor": tp.importance.GroupTaylorImportance}
-    if choice == TAYLOR.choice:
+    everywhere = " even " not in choice
+    if choice.endswith("taylor"):
         nn.functional.cross_entropy(known(samples[0]), samples[1]).backward()
 
     def pruned(share: float) -> nn.Module:
         model = copy.deepcopy(known)
         pruner = tp.pruner.BasePruner(
-            model, samples[0][:1], kinds[choice.split()[-1]](), global_pruning=True, pruning_ratio=share,
+            model, samples[0][:1], kinds[choice.split()[-1]](), global_pruning=everywhere, pruning_ratio=share,
             max_pruning_ratio=1.0, ignored_layers=[m for path, m in model.named_modules() if stays(path)],
         )  # fmt: skip
         for mine, theirs in zip(model.parameters(), known.parameters(), strict=True):

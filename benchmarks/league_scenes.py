@@ -28,7 +28,7 @@ from torch import Tensor, nn
 import secateur as sc
 from benchmarks.latency_accuracy import network
 from benchmarks.league import table
-from benchmarks.league_models import FAIR, MAGNITUDE, OTHERS, OURS, PARTS, TAYLOR, Row, by_torch_pruning
+from benchmarks.league_models import EVEN, FAIR, MAGNITUDE, OTHERS, OURS, PARTS, TAYLOR, Row, by_torch_pruning
 from reproduction.networks import with_classes
 from reproduction.published import published
 from secateur.data.views import View
@@ -52,7 +52,7 @@ class Cell:
 
 
 def cells() -> Iterator[tuple[Cell, list[Row]]]:
-    rows = [OURS, *PARTS, *OTHERS, MAGNITUDE, TAYLOR, *FAIR]
+    rows = [OURS, *PARTS, *OTHERS, *EVEN, *(replace(row, teacher=True) for row in EVEN), MAGNITUDE, TAYLOR, *FAIR]
     for speed in reversed(SPEEDS):  # what tells the rows apart comes first
         for seed in SEEDS:
             for choice, repair in dict.fromkeys((row.choice, row.repair) for row in rows):

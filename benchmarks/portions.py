@@ -9,9 +9,11 @@ DATA holds what the commands read, and `benchmarks.packs` brings it in parts: `c
 be on their way, and in the order of the list. A folder is there when an empty file `NAME.ready` lies beside it. What is
 not ready when the minutes are over is ended, and goes on from its files when the same call is given again. `OUT.tar`
 always holds the results so far without weights and checkpoints; unpack it beside OUT to go on elsewhere. Runs that the
-folders `league` and `paper` of `docs/results` have are not repeated: copy what came home there. Where CUDA MPS works,
-the processes share the GPU, and one that fails can take others with it: what fails is begun once more, and nothing is
-ended before the minutes are over.
+folders `league` and `paper` of `docs/results` have are not repeated: copy what came home there.
+
+Where CUDA MPS works, the processes share the GPU. One that is killed there while it computes takes all others with it,
+and so does one that finds no memory, so each has a limit, what fails is begun again, and nothing is ended before the
+minutes are over. Do not kill any by hand. While data still come, nothing begins before what is further up in the list.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ import subprocess
 import sys
 import tarfile
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,6 +65,8 @@ RESULTS = Path(__file__).parents[1] / "docs/results"
 KEPT, PAPER = RESULTS / "league", RESULTS / "paper"
 #: What the leagues compare with.
 RIVALS = "torch_pruning"
+#: How often a command that failed is begun again, and for how many seconds after the last data more may come.
+AGAIN, PATIENCE = 3, 40.0
 #: What lets a process wait where others share the GPU. The league's many short operations would otherwise do so.
 GENTLE = {"CUDA_MPS_CLIENT_PRIORITY": "1"}
 
@@ -69,7 +74,7 @@ GENTLE = {"CUDA_MPS_CLIENT_PRIORITY": "1"}
 @dataclass(frozen=True)
 class Command:
     """`{data}`, `{out}` and `{minutes}` in the text are filled in when it begins. It computes in `width` processes,
-    each with so much `memory` of the GPU (GiB, at most). Those of others wait for what is `urgent`."""
+    each with so much `memory` of the GPU (GiB, not more). Those of others wait for what is `urgent`."""
 
     name: str
     text: str
@@ -86,7 +91,7 @@ def _league(
     needs = ("cifar/cifar10-0.webps", "cifar/cifar10-1.webps", weights.removeprefix("{data}/"))
     only = ",".join(job.name for job in jobs)
     text += f"{more} --minutes {{minutes}} --out {{out}}/{name} --only {only}"
-    return Command(name, text, needs, memory=3 + 2 * len(jobs), urgent=True)
+    return Command(name, text, needs, memory=4 + 2 * len(jobs), urgent=True)
 
 
 def _scenes(part: int, parts: int, speed: int = 0) -> Command:
@@ -99,7 +104,7 @@ def _scenes(part: int, parts: int, speed: int = 0) -> Command:
 
 
 def _paper(model: str, data: str, draw: int) -> Command:
-    """A draw of a cell of the paper's table, all criteria at a time. ResNets are masked, as in the paper."""
+    """A draw of a cell of the paper's table, some criteria at a time. ResNets are masked, as in the paper."""
     weights = {"resnet50": "resnet50.safetensors"}.get(model, f"{model}_features.safetensors")
     folder = {"cifar10": "cifar-10-batches-bin", "flowers102": "flowers", "catsdogs": "cats_dogs"}.get(data, data)
     less = "--prepare-epochs 50 --epochs 5"
@@ -110,12 +115,11 @@ def _paper(model: str, data: str, draw: int) -> Command:
         "cifar10": "--steps 6 --prepare-epochs 12 --epochs 1 --score-images 5000",  # 2,500 batches are an epoch
     }[data]
     more += " --mode paper --early-strides" if model == "resnet50" else " --mode physical"
+    # One VGG-16 nearly fills a GPU. Of two after two, some criteria are done when the time is over.
+    width, memory = {"vgg16": (2, 22), "alexnet": (4, 8)}.get(model, (4, 10))
     text = f"-m reproduction fine-tune --model {model} --data {data} --images {{data}}/{folder} --device cuda"
-    text += (
-        f" --weights {{data}}/{weights} --draws {draw}:{draw + 1} --jobs 4 --out {{out}}/paper-{model}-{data} {more}"
-    )
-    memory = {"vgg16": 16, "alexnet": 8}.get(model, 7 if data == "cifar10" else 12)  # ResNets see 32² there
-    return Command(f"paper-{model}-{data}-{draw}", text, (f"{folder}.ready", weights), 4, memory)
+    text += f" --weights {{data}}/{weights} --draws {draw}:{draw + 1} --jobs {width} --out {{out}}/paper-{model}-{data}"
+    return Command(f"paper-{model}-{data}-{draw}", f"{text} {more}", (f"{folder}.ready", weights), width, memory)
 
 
 def missing(seed: int) -> list[Job]:
@@ -149,9 +153,9 @@ def commands() -> list[Command]:
     first = whole(0, FIRST)
     start = f"{{out}}/first/whole/{first.name}.safetensors"
     # VGG-16 takes longest by far, so it begins early.
-    found = [_league("first", [first]), _paper("vgg16", "cifar10", 0)]
+    found = [_league("first", [first]), _paper("alexnet", "cifar10", 0), _paper("vgg16", "cifar10", 0)]
     found += [_league(f"further-{seed}", further(seed), start) for seed in SEEDS]
-    found += [_paper(model, "cifar10", 0) for model in ("resnet50", "alexnet")]
+    found.append(_paper("resnet50", "cifar10", 0))
     old = [(model, data) for data in ("scene15", "catsdogs") for model in ("resnet50", "vgg16")]
     # What no page has yet, then second draws. Of the old cells, the first draw is on the page.
     found += [_paper(model, "flowers102", 0) for model in ("resnet50", "alexnet", "vgg16")]
@@ -176,15 +180,24 @@ def commands() -> list[Command]:
     return [*found, _league("league-small", small())]
 
 
+def limit(share: float) -> dict[str, str]:
+    """What keeps a process to a share of the GPU's memory: it gives back what it only holds, and fails at its limit."""
+    return {"PYTORCH_CUDA_ALLOC_CONF": f"per_process_memory_fraction:{share:.3f}"} if share < 1 else {}
+
+
 class Running:
     """A command that has begun, in a group of processes of its own."""
 
-    def __init__(self, command: Command, data: Path, out: Path, deadline: float, gentle: bool) -> None:
+    def __init__(self, command: Command, data: Path, out: Path, deadline: float, gentle: bool, total: float) -> None:
         self.name, self.command, self.begin = command.name, command, time.time()
         given = {"data": str(data), "out": str(out), "minutes": f"{(deadline - EARLY - time.time()) / 60:.2f}"}
         words = [word.format(**given) for word in command.text.split()]
         log = (out / "logs" / f"{command.name}.log").open("a")
-        env = os.environ | (GENTLE if gentle and not command.urgent else {})
+        env = (
+            os.environ
+            | (GENTLE if gentle and not command.urgent else {})
+            | limit(command.memory / total if total else 1)
+        )
         self.process = subprocess.Popen(
             [sys.executable, *words], env=env, stdout=log, stderr=log, start_new_session=True
         )
@@ -206,6 +219,24 @@ def ready(command: Command, data: Path, out: Path) -> bool:
     return all((data / place).exists() for place in places)  # an absolute place stays what it is
 
 
+def lacks_data(command: Command, data: Path) -> bool:
+    """Whether it waits for data, and not only for what another command makes."""
+    return not all((data / need).exists() for need in command.needs if "{out}" not in need)
+
+
+def next_ones(waiting: Sequence[Command], data: Path, out: Path, begun: float) -> list[Command]:
+    """What may begin, in order. While data still come, nothing overtakes what waits for them."""
+    last = max((path.stat().st_mtime for path in data.glob(".come/*/*")), default=begun)
+    more = time.time() - max(last, begun) < PATIENCE
+    found: list[Command] = []
+    for command in waiting:
+        if more and lacks_data(command, data):
+            break
+        if ready(command, data, out):
+            found.append(command)
+    return found
+
+
 def work(
     todo: Sequence[Command],
     data: Path,
@@ -214,15 +245,17 @@ def work(
     most: int,
     memory: float = float("inf"),
     gentle: bool = False,
+    total: float = 0.0,
 ) -> Iterator[str]:
     """Run commands side by side, in at most so many processes and so many GiB, until all are done or the minutes are
-    over. If `gentle`, those that are not urgent let others go first.
+    over. If `gentle`, those that are not urgent let others go first. With the `total` memory, each has a limit.
 
     Yields a line for each that begins or ends.
     """
-    out, deadline = out.resolve(), time.time() + 60 * minutes
+    begun = time.time()
+    out, deadline = out.resolve(), begun + 60 * minutes
     (out / "logs").mkdir(parents=True, exist_ok=True)
-    waiting, running, again, kept = list(todo), list[Running](), set[str](), 0.0
+    waiting, running, failures, kept = list(todo), list[Running](), Counter[str](), 0.0
     try:
         while (waiting or running) and time.time() < deadline:
             for one in [one for one in running if one.process.poll() is not None]:
@@ -230,16 +263,16 @@ def work(
                 status = one.process.returncode
                 how = "done" if status == 0 else f"failed with {status}"
                 yield f"{one.name}: {how} after {time.time() - one.begin:.0f} s"
-                if status and one.name not in again:  # it goes on from its files
-                    again.add(one.name)
-                    waiting.insert(0, next(command for command in todo if command.name == one.name))
-            for command in [c for c in waiting if ready(c, data, out)]:
+                failures[one.name] += status != 0
+                if status and failures[one.name] <= AGAIN:  # it goes on from its files
+                    waiting.insert(0, one.command)
+            for command in next_ones(waiting, data, out, begun):
                 together = [command, *(one.command for one in running)]
                 taken = sum(one.width * one.memory for one in together)
                 if running and (sum(one.width for one in together) > most or taken > memory):
                     break  # what is further down in the list does not overtake it
                 waiting.remove(command)
-                running.append(Running(command, data, out, deadline, gentle))
+                running.append(Running(command, data, out, deadline, gentle, total))
                 yield f"{command.name}: begins"
             if time.time() - kept > EVERY:
                 keep(out)
@@ -279,8 +312,11 @@ def main(given: argparse.Namespace) -> None:
     if PAPER.exists():
         shutil.copytree(PAPER, given.out, dirs_exist_ok=True)
     gentle = torch.cuda.is_available() and share_gpu() and cuda_works(**GENTLE)
-    memory = FREE * torch.cuda.mem_get_info()[1] / 2**30 if torch.cuda.is_available() else float("inf")
-    for line in work(todo, given.data.resolve(), given.out, given.minutes, given.most, memory, gentle):
+    there = torch.cuda.mem_get_info()[1] / 2**30 if torch.cuda.is_available() else 0.0
+    total = there if there and cuda_works(**limit(0.5)) else 0.0
+    for line in work(
+        todo, given.data.resolve(), given.out, given.minutes, given.most, FREE * there or float("inf"), gentle, total
+    ):
         print(line, flush=True)
 
 

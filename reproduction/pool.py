@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import signal
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from typing import Any
@@ -75,3 +76,5 @@ class Pool:
 def _begin(threads: int) -> None:
     torch.set_num_threads(threads)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its children, so they print no traceback
+    # Where processes share a GPU, one that is killed while it computes takes the others with it.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))

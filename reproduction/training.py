@@ -24,7 +24,7 @@ from secateur.running import accuracy as measured
 # Steps before the recording. In these, libraries choose their algorithms.
 _WARM_UP = 3
 # Images that are cropped, or passed through frozen layers, at a time.
-_CHUNK = 1280
+_CHUNK = 512
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ def test_commands_begin_when_their_data_are_there_and_end_in_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(portions, "EVERY", 0.1)
+    monkeypatch.setattr(portions, "PATIENCE", 0.0)
     data, out = tmp_path / "data", tmp_path / "out"
     data.mkdir()
     written = "__import__('pathlib').Path('{out}/%s').write_text('there')"
@@ -43,7 +44,7 @@ def test_commands_begin_when_their_data_are_there_and_end_in_time(
     assert time.time() - begin < 60
     order = [line.split(":")[0] for line in found if line.endswith("begins")]
     assert order[:2] == ["first", "fails"]
-    assert order.count("fails") == 2  # what fails is begun once more
+    assert order.count("fails") == 1 + portions.AGAIN  # what fails is begun again, but not for ever
     assert set(order) == {"first", "fails", "late", "long"}
     assert any(line.startswith("fails: failed with 3") for line in found)
     assert any(line.startswith("long: ended") for line in found)
@@ -53,6 +54,32 @@ def test_commands_begin_when_their_data_are_there_and_end_in_time(
         log = archive.extractfile("out/logs/long.log")
         assert log is not None
         assert log.read() == b"here\n"
+
+
+def test_nothing_overtakes_what_waits_for_data_while_data_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(portions, "PATIENCE", 2.0)
+    data, out = tmp_path / "data", tmp_path / "out"
+    todo = [
+        python("made", "pass", "{out}/made.json"),  # by another command, which may take long
+        python("late", "pass", "late.ready"),
+        python("free", "pass"),
+    ]
+    begin, found = time.time(), list[str]()
+    for line in work(todo[1:], data, out, minutes=0.2, most=4):  # no data come
+        found.append(line)
+    assert found[0] == "free: begins"
+    assert time.time() - begin > 2
+    (data / ".come" / "late").mkdir(parents=True)
+    (data / ".come" / "late" / "0").touch()
+    assert portions.next_ones(todo, data, out, begin) == []  # a part has just come
+    (data / "late.ready").touch()
+    assert portions.next_ones(todo, data, out, begin) == todo[1:]
+
+
+def test_processes_have_a_limit_of_memory(tmp_path: Path) -> None:
+    shown = "print(__import__('os').environ.get('PYTORCH_CUDA_ALLOC_CONF'))"
+    list(work([Command("one", f"-c {shown}", memory=35)], tmp_path, tmp_path / "out", 0.5, 1, memory=100, total=140))
+    assert (tmp_path / "out" / "logs" / "one.log").read_text() == "per_process_memory_fraction:0.250\n"
 
 
 def test_commands_leave_room_in_the_memory(tmp_path: Path) -> None:
