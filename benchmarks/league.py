@@ -30,6 +30,7 @@ import time
 import traceback
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
+from itertools import product
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -90,13 +91,8 @@ def plan() -> list[Job]:
     ]
     jobs += [Job(row, 1.0, 100, seed) for seed in SEEDS for row in (WHOLE, replace(WHOLE, teacher=True))]
     jobs += [Job(FIRST, 1.0, 100, seed) for seed in SEEDS]
-    ours, rival = SECOND
-    jobs += [
-        Job(row, speed, 100, seed) for seed in SEEDS for row, speed in (*((ours, s) for s in SPEEDS), (rival, 2.55))
-    ]
-    jobs += [
-        Job(row, speed, epochs, seed) for epochs in (100, 5) for seed in SEEDS for speed in SPEEDS for row in THIRD
-    ]
+    later = [(row, speed) for *ours, rival in (SECOND, THIRD) for row, speed in [*product(ours, SPEEDS), (rival, 2.55)]]
+    jobs += [Job(row, speed, 100, seed) for seed in SEEDS for row, speed in later]
     ours, *others, whole = FIELD
     field = [(ours, speed) for speed in SPEEDS] + [(row, 2.55) for row in others] + [(whole, 1.0)]
     jobs += [Job(row, speed, 100, seed) for seed in SEEDS for row, speed in field]

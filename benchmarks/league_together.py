@@ -27,13 +27,14 @@ class Student:
     """A ResNet in training, with its momentum. A step computes gradients and moves the weights; nothing waits.
 
     Weights lie in one tensor, so that the optimizer and the conversion to half precision are a few operations.
-    `faster` multiplies the learning rate of the group.
+    `faster` multiplies the learning rate of the group. If `fading`, the teacher's share goes down as the rate does.
     """
 
     def __init__(
-        self, net: nn.Module, teacher: float, decay: float, half: bool | None = None, faster: float = 1.0
-    ) -> None:
-        self.net, self.decay, self.faster = net.train(), decay, faster
+        self, net: nn.Module, teacher: float, decay: float, half: bool | None = None, faster: float = 1.0,
+        fading: bool = False,
+    ) -> None:  # fmt: skip
+        self.net, self.decay, self.faster, self.fading = net.train(), decay, faster, fading
         self.parameters = list(net.parameters())
         self.device = self.parameters[0].device
         self.half = self.device.type == "cuda" if half is None else half
@@ -124,8 +125,12 @@ class Together:
         how = "compiled" if self.functions is not PLAIN else "plain"
         return f"{how}, {'recorded' if self._recordings else 'not recorded'}"
 
-    def step(self, x: Tensor, y: Tensor, rate: float) -> None:
+    def step(self, x: Tensor, y: Tensor, rate: float, left: float = 1.0) -> None:
+        """One step of all students. `left` is what is left of the highest rate."""
         self.rate.fill_(rate)
+        for student in self.students:
+            if student.fading:
+                student.share.fill_(student.teacher * left)
         size = len(x)
         self._usual = self._usual or size
         if size in self._recordings:
@@ -186,7 +191,8 @@ class Together:
             student.sums.zero_()
         steps, length = 0, samples.length or 1
         for x, y in samples.epoch():
-            self.step(x, y, lr * curve((number + steps / length) / epochs))
+            left = curve((number + steps / length) / epochs)
+            self.step(x, y, lr * left, left)
             steps += 1
         losses = [float(student.sums[0]) / steps for student in self.students]
         for student in self.students:

@@ -45,7 +45,7 @@ class Worker:
         students = []
         for job in jobs:
             net = padded(self.prepared(job)).to(self.device, memory_format=order)
-            students.append(Student(net, job.row.share, DECAY, faster=job.row.rate / RATE))
+            students.append(Student(net, job.row.share, DECAY, faster=job.row.rate / RATE, fading=job.row.fading))
         teacher = self.teacher if any(job.row.teacher for job in jobs) else None
         return Together(students, teacher, recorded, backend, both=jobs[0].row.recipe.both)
 

@@ -42,11 +42,11 @@ from benchmarks.league_models import (
     OTHERS,
     OURS,
     PARTS,
-    SECOND,
     SEEDS,
     SMALL,
     SPEEDS,
     TAYLOR,
+    THIRD,
     WHOLE,
     Job,
     Row,
@@ -142,9 +142,10 @@ def small() -> list[Job]:
 
 
 def further(seed: int) -> list[Job]:
-    """A league that begins with the network that was trained further."""
-    ours, rival = SECOND
-    return [Job(row, speed, 100, seed) for row, speed in [*((ours, speed) for speed in SPEEDS), (rival, 2.55)]]
+    """A league that begins with the network that was trained further. The fading teacher is tried with one seed."""
+    ours, fading, rival = THIRD
+    found = [*((ours, speed) for speed in SPEEDS), (rival, 2.55), *((fading, speed) for speed in SPEEDS if not seed)]
+    return [Job(row, speed, 100, seed) for row, speed in found]
 
 
 def commands() -> list[Command]:

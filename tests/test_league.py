@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
 import subprocess
 import sys
@@ -143,6 +144,34 @@ def test_small_batches_are_trained_as_torch_does_it(data: tuple[Tensor, Tensor])
                 nn.functional.cross_entropy(model(x), y).backward()
                 optimizer.step()
             scheduler.step()
+    close(student.net, model)
+
+
+def test_the_share_of_a_fading_teacher_goes_down_as_the_rate_does(data: tuple[Tensor, Tensor]) -> None:
+    teacher, (model, _) = nets()
+    own, epochs, highest, steps = ResNet(1), 3, 0.05, math.ceil(len(data[1]) / 16)
+    own.load_state_dict(model.state_dict())
+    student, device = Student(own, 0.8, 5e-4, fading=True), torch.device("cpu")
+    with seeded(3, 0):
+        group, samples = Together([student], teacher), Samples(data, 16, crops, None, device)
+        for number in range(epochs):
+            group.epoch(samples, number, epochs, highest)
+    optimizer = torch.optim.SGD(model.parameters(), lr=highest, momentum=0.9, weight_decay=5e-4)
+    model.train()
+    with seeded(3, 0):
+        samples, step = Samples(data, 16, crops, None, device), 0
+        for _ in range(epochs):
+            for x, y in samples.epoch():
+                left = 0.5 + 0.5 * math.cos(math.pi * step / (steps * epochs))
+                optimizer.param_groups[0]["lr"] = highest * left
+                with torch.no_grad():
+                    known = (teacher.eval()(x) / 4).softmax(1)
+                out = model(x)
+                soft = -(known * (out / 4).log_softmax(1)).sum(1).mean()  # differs from the divergence by a constant
+                optimizer.zero_grad()
+                (0.8 * left * 16 * soft + (1 - 0.8 * left) * nn.functional.cross_entropy(out, y)).backward()
+                optimizer.step()
+                step += 1
     close(student.net, model)
 
 
