@@ -18,7 +18,7 @@ from secateur.cli.given_model import count_outputs, keep_outputs
 from secateur.cli.messages import message_of
 from secateur.cli.options import Images
 from secateur.cli.outcome import Quantised, answered, time_elsewhere, time_files, write_page
-from secateur.cli.output import Printer, expects
+from secateur.cli.output import Printer, expects, prepared
 from secateur.data.imagenet import title
 from secateur.data.images import Decoder, Photographs, read
 from secateur.data.outputs import Outputs, match
@@ -155,7 +155,7 @@ class Task:
 
     def introduction(self) -> list[str]:
         """Which images are used for what, in lines."""
-        has, lines = size_of(self.model), []
+        has, lines = size_of(self.model), [f"images: {prepared(self.reference.view)}"]
         if has < self.had:
             lines.append(f"outputs that no folder means are removed first: {human(self.had)} → {human(has)} parameters")
         for name, members in self.outputs.items():
@@ -247,6 +247,7 @@ class Task:
         about = {
             "images scored on": str(len(self.reference)),
             "images tested on": str(self.tested.get("overall", "none")),
+            "images are": prepared(view),
             "outputs": "; ".join(f"{title(name)}: {_described(members)}" for name, members in self.outputs.items()),
             **({"merged by": self.merge} if self.merge is not None else {}),
             **more,

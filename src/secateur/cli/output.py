@@ -145,13 +145,22 @@ def curves_table(curves: Mapping[str, Curve], places: Sequence[float], over: Lit
     return table
 
 
+def prepared(view: View) -> str:
+    """How images are scaled, in words."""
+    fits = {
+        "crop": f"short side scaled to {view.scaled}",
+        "squash": f"squeezed to {view.scaled} x {view.scaled}",
+        "pad": f"long side scaled to {view.scaled}, with borders",
+    }
+    cut = f", then the centre of {view.size} x {view.size}" if view.fit == "crop" or view.scaled != view.size else ""
+    return f"{fits[view.fit]} ({view.interpolation}){cut}"
+
+
 def expects(view: View, batch: int | None = None) -> str:
     """What an exported model takes, in words."""
     mean, std = (", ".join(f"{number:g}" for number in numbers) for numbers in (view.mean, view.std))
     shape = f"{batch or 'N'} x {view.channels} x {view.size} x {view.size}"
-    short = f"short side scaled to {view.side(training=False)}, then the centre"
-    fit = short if view.fit == "crop" else "the whole image squeezed"
-    return f"input {shape} ({fit}), pixels from 0 to 1, less {mean}, divided by {std}"
+    return f"input {shape} ({prepared(view)}), pixels from 0 to 1, less {mean}, divided by {std}"
 
 
 class Printer:
