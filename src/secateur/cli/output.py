@@ -147,13 +147,10 @@ def curves_table(curves: Mapping[str, Curve], places: Sequence[float], over: Lit
 
 def prepared(view: View) -> str:
     """How images are scaled, in words."""
-    fits = {
-        "crop": f"short side scaled to {view.scaled}",
-        "squash": f"squeezed to {view.scaled} x {view.scaled}",
-        "pad": f"long side scaled to {view.scaled}, with borders",
-    }
+    how = {"crop": "short side scaled to", "squash": f"squeezed to {view.scaled} x", "pad": "long side scaled to"}
+    borders = ", with borders" if view.fit == "pad" else ""
     cut = f", then the centre of {view.size} x {view.size}" if view.fit == "crop" or view.scaled != view.size else ""
-    return f"{fits[view.fit]} ({view.interpolation}){cut}"
+    return f"{how[view.fit]} {view.scaled}, {view.interpolation}{borders}{cut}"
 
 
 def expects(view: View, batch: int | None = None) -> str:

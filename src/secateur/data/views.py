@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -103,6 +103,11 @@ class View:
     def scaled(self) -> int:
         """To how many pixels a side is scaled before the centre is cut out."""
         return self.resize or (round(self.size * _MARGIN) if self.fit == "crop" else self.size)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON. A view that older versions had as well is written as they wrote it."""
+        unsaid = {"resize": None, "interpolation": "bilinear"}
+        return {name: value for name, value in asdict(self).items() if name not in unsaid or value != unsaid[name]}
 
     def sized(self, size: int) -> View:
         """The same view in another size."""

@@ -56,7 +56,7 @@ class Origin:
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
-        return asdict(self)
+        return {**asdict(self), "view": self.view.to_dict()}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], where: Path) -> Origin:
