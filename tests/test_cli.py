@@ -113,9 +113,9 @@ def test_both_models_are_timed_in_both_runtimes(place: Place, tmp_path: Path, mo
             assert f"{runtime}, 1 thread, batch of {batch}" in page
             assert f"{before / after:.2f} times as fast" in page
     told = " ".join(result.stdout.split())
-    assert (
-        "model.onnx: input N x 3 x 16 x 16 (short side scaled to 18, then the centre), pixels from 0 to 1, less" in told
-    )
+    scaled = "(short side scaled to 18, bilinear, then the centre of 16 x 16)"
+    assert f"model.onnx: input N x 3 x 16 x 16 {scaled}, pixels from 0 to 1, less" in told
+    assert f"images: {scaled[1:-1]}" in " ".join(result.stderr.split())
     assert "less 0.485, 0.456, 0.406" in told
     assert "outputs: blue, green, red" in result.stdout
     assert not list((tmp_path / "s").glob("unpruned*"))

@@ -63,6 +63,7 @@ def compare(
         raise SecateurError(
             "a comparison needs images that are not used for scoring.", fix="--test, or a smaller --per-class"
         )
+    printer.note(task.prepared)
     ctx.with_resource(only_run(out))
     run = Run.begin(out, request(ctx, task, criteria=chosen), fresh, printer)
     with run.working():

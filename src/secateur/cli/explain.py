@@ -14,7 +14,7 @@ from torch import Tensor
 from secateur.cli import options as o
 from secateur.cli.explain_text import explain_texts
 from secateur.cli.given_model import output_names, outputs_in, read_model
-from secateur.cli.output import Printer, table
+from secateur.cli.output import Printer, prepared, table
 from secateur.cli.run_folder import check_folder, keep_apart
 from secateur.data.images import images_in, in_turn, load
 from secateur.errors import DataError, SecateurError
@@ -107,6 +107,7 @@ def _explain_images(
             raise DataError(f"there are no images in {', '.join(map(str, images))}.")
         if len(paths) > limit:
             printer.note(f"{limit} of {len(paths)} images, in turn from every folder; --limit for more")
+        printer.note(f"images: {prepared(opened.origin.view)}")
         inputs, kept = load(paths[:limit], opened.origin.view, strict=strict)
     out.mkdir(parents=True, exist_ok=True)
     pictures: list[dict[str, Any]] = []

@@ -24,7 +24,7 @@ from secateur.structure.cost import human
 _INT8 = "Compute in int8, with ranges from the images in this folder: a few dozen of the real kind. For .onnx only."
 
 
-@o.grouped(device="cpu", fit=None)
+@o.grouped(device="cpu", fit=None, resize=None, interpolation=None)
 def export(
     *,
     source: o.Source,
@@ -58,7 +58,10 @@ def export(
         )  # fmt: skip
     quantised = Quantised(Int8.of(path)) if int8 is not None else None
     view, text = opened.origin.view, reads_text(opened.model)
-    shape = {"input": [fixed_batch, view.channels, view.size, view.size], "mean": view.mean, "std": view.std}
+    shape = {
+        "input": [fixed_batch, view.channels, view.size, view.size], "mean": view.mean, "std": view.std,
+        "fit": view.fit, "resize": view.scaled, "interpolation": view.interpolation,
+    }  # fmt: skip
     printer.json(
         {
             "file": str(path), "bytes": path.stat().st_size, **({"input": [fixed_batch, None]} if text else shape),

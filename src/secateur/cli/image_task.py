@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar
@@ -18,7 +18,7 @@ from secateur.cli.given_model import count_outputs, keep_outputs
 from secateur.cli.messages import message_of
 from secateur.cli.options import Images
 from secateur.cli.outcome import Quantised, answered, time_elsewhere, time_files, write_page
-from secateur.cli.output import Printer, expects
+from secateur.cli.output import Printer, expects, prepared
 from secateur.data.imagenet import title
 from secateur.data.images import Decoder, Photographs, read
 from secateur.data.outputs import Outputs, match
@@ -126,7 +126,7 @@ class Task:
     def found(self) -> dict[str, Any]:
         """What a run is recognised by, beside the options."""
         return {
-            "outputs": self.outputs, "merge": self.merge, "view": asdict(self.reference.view),
+            "outputs": self.outputs, "merge": self.merge, "view": self.reference.view.to_dict(),
             "reference": digest(self.reference), "held_out": digest(self.test),
         }  # fmt: skip
 
@@ -153,9 +153,14 @@ class Task:
         """What the accuracy of each class is called: two words have another meaning among metrics."""
         return [f"class {name}" if name in ("overall", "worst") else title(name) for name in self.classes]
 
+    @property
+    def prepared(self) -> str:
+        """How images are prepared, in a line."""
+        return f"images: {prepared(self.reference.view)}"
+
     def introduction(self) -> list[str]:
         """Which images are used for what, in lines."""
-        has, lines = size_of(self.model), []
+        has, lines = size_of(self.model), [self.prepared]
         if has < self.had:
             lines.append(f"outputs that no folder means are removed first: {human(self.had)} → {human(has)} parameters")
         for name, members in self.outputs.items():
@@ -247,6 +252,7 @@ class Task:
         about = {
             "images scored on": str(len(self.reference)),
             "images tested on": str(self.tested.get("overall", "none")),
+            "images are": prepared(view),
             "outputs": "; ".join(f"{title(name)}: {_described(members)}" for name, members in self.outputs.items()),
             **({"merged by": self.merge} if self.merge is not None else {}),
             **more,

@@ -18,7 +18,7 @@ from secateur.structure.cost import human
 from secateur.structure.graph import Graph
 
 
-@o.grouped(fit=None)
+@o.grouped(fit=None, resize=None, interpolation=None)
 def inspect(
     *,
     source: o.Source,

@@ -18,7 +18,7 @@ import typer
 
 from secateur.analysis.specialize import Merge
 from secateur.criteria.registry import criterion_named, known_criteria
-from secateur.data.views import Fit, View
+from secateur.data.views import Fit, Interpolation, View
 from secateur.errors import (
     Argument,
     CriterionError,
@@ -68,11 +68,16 @@ _TEST_SEQUENCES = (
     "How many sequences, each up to 1024 tokens, the perplexity is measured on, or texts with labels. Default: 64, "
     "or with labels 1000."
 )
-_SIZE = "Side of the network's input. Default: 224, or what timm says."
+_SIZE = "Side of the network's input. Default: what its zoo or a saved folder says, else 224."
 _FIT = (
-    "Scale the short side to 8/7 of the input's and take the centre (crop, the default: 256 for 224), or squeeze the "
-    "whole image into the square."
+    "Scale the short side and take the centre (crop), squeeze the whole image into the square (squash), or scale the "
+    "long side and add borders (pad). Default: what the zoo or a saved folder says, else crop."
 )
+_RESIZE = (
+    "Pixels to which sides are scaled before the centre is taken. Default: what the zoo or a saved folder says, else "
+    "8/7 of the input's (256 for 224) with crop, and the input's with squash and pad."
+)
+_INTERPOLATION = "How pixels are scaled. Default: what the zoo or a saved folder says, else bilinear."
 _MINUTES = "Train for so long, instead of a number of epochs."
 _BATCH_SIZE = "Samples of one training step. Default: 20 images, or as many sequences of text as suits the model."
 _CLIP = "Largest norm of the gradient; 0 is for no limit. Default: what suits the model."
@@ -82,8 +87,8 @@ _MEMORY = (
     "take comes on top. Default: what is free, at most 1.5 GiB without a GPU."
 )
 _MEAN = (
-    "Mean of the training pixels, 0 to 1: three numbers, or one for grey. Default: ImageNet's, or what timm or a saved "
-    "folder says."
+    "Mean of the training pixels, 0 to 1: three numbers, or one for grey. Default: what the zoo or a saved folder "
+    "says, else ImageNet's."
 )
 
 Strict = Annotated[bool, _image("--strict", help="Refuse broken images instead of skipping them.")]
@@ -215,6 +220,8 @@ class Seen:
 
     size: Annotated[int | None, _view("--input-size", min=1, help=_SIZE)] = None
     fit: Annotated[Fit | None, _view("--fit", help=_FIT)] = None
+    resize: Annotated[int | None, _view(min=1, help=_RESIZE)] = None
+    interpolation: Annotated[Interpolation | None, _view(help=_INTERPOLATION)] = None
     mean: Annotated[str | None, _view(help=_MEAN, metavar="R,G,B")] = None
     std: Annotated[str | None, _view(help="Their standard deviation.", metavar="R,G,B")] = None
 
@@ -223,7 +230,12 @@ class Seen:
         mean, std = _numbers(self.mean, "--mean"), _numbers(self.std, "--std")
         if (mean is None) != (std is None):
             raise typer.BadParameter("give both or none", param_hint="--mean, --std")
-        return View(self.size or view.size, self.fit or view.fit, mean or view.mean, std or view.std)
+        view = view.sized(self.size) if self.size else view
+        resize = self.resize or (view.resize if self.fit in (None, view.fit) else None)
+        return View(
+            view.size, self.fit or view.fit, mean or view.mean, std or view.std, resize,
+            self.interpolation or view.interpolation,
+        )  # fmt: skip
 
 
 def grouped(**fixed: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:

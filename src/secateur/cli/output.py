@@ -145,13 +145,19 @@ def curves_table(curves: Mapping[str, Curve], places: Sequence[float], over: Lit
     return table
 
 
+def prepared(view: View) -> str:
+    """How images are scaled, in words."""
+    how = {"crop": "short side scaled to", "squash": f"squeezed to {view.scaled} x", "pad": "long side scaled to"}
+    borders = ", with borders" if view.fit == "pad" else ""
+    cut = f", then the centre of {view.size} x {view.size}" if view.fit == "crop" or view.scaled != view.size else ""
+    return f"{how[view.fit]} {view.scaled}, {view.interpolation}{borders}{cut}"
+
+
 def expects(view: View, batch: int | None = None) -> str:
     """What an exported model takes, in words."""
     mean, std = (", ".join(f"{number:g}" for number in numbers) for numbers in (view.mean, view.std))
     shape = f"{batch or 'N'} x {view.channels} x {view.size} x {view.size}"
-    short = f"short side scaled to {view.side(training=False)}, then the centre"
-    fit = short if view.fit == "crop" else "the whole image squeezed"
-    return f"input {shape} ({fit}), pixels from 0 to 1, less {mean}, divided by {std}"
+    return f"input {shape} ({prepared(view)}), pixels from 0 to 1, less {mean}, divided by {std}"
 
 
 class Printer:

@@ -80,9 +80,8 @@ def recover(
         whole = _teacher(teacher, teacher_weights, opened, source.original) if teacher is not None else None
         task = _task(opened, whole, images, texts, seed)
     settings = training.settings(epochs=epochs, teacher=0.0 if whole is None else Recover.teacher, seed=seed)
-    if isinstance(task, TextTask):
-        for line in task.introduction("trained on"):
-            printer.note(line)
+    for line in task.introduction("trained on") if isinstance(task, TextTask) else [task.prepared]:
+        printer.note(line)
     ctx.with_resource(only_run(out))
     run = Run.begin(out, request(ctx, task), fresh, printer)
     printer.note(training_outlook(task, whole, settings.decided(opened.model)))

@@ -34,8 +34,9 @@ _ASIDE = {"out", "fresh", "as_json", "memory"}
 # content, the device, and what is written at the end.
 _FREE = {
     "weights", "images", "test", "original", "per_class", "test_per_class", "strict", "device", "onnx", "int8",
-    "report", "latency", "size", "fit", "mean", "std", "text", "test_text", "labels", "columns", "tokens", "sequences",
-    "test_sequences", "runtime", "batch", "threads",  # (these count where a latency is asked for: the checkpoint knows)
+    "report", "latency", "size", "fit", "resize", "interpolation", "mean", "std", "text", "test_text", "labels",
+    "columns", "tokens", "sequences", "test_sequences",
+    "runtime", "batch", "threads",  # (these count where a latency is asked for: the checkpoint knows)
 }  # fmt: skip
 # Entries of a request that are not options.
 _FOUND = {"command", "model", "outputs", "merge", "view", "reference", "held_out", "criteria"}

@@ -23,7 +23,7 @@ _OUTPUTS = (
 )
 
 
-@o.grouped(fit=None)
+@o.grouped(fit=None, resize=None, interpolation=None)
 def specialize(
     *,
     source: o.Source,

@@ -13,10 +13,11 @@ import torch
 from torch import nn
 
 from secateur.data.views import View
-from secateur.errors import DataError, FileFormatError, ModelError, SecateurError
+from secateur.errors import FileFormatError, ModelError, SecateurError
 from secateur.files.architecture import CONFIG, architecture, is_pretrained, note_of
 from secateur.files.formats import as_stock
 from secateur.files.saved import load
+from secateur.models.preparation import processor_view, timm_view
 from secateur.running.tensor_files import parse_json
 
 HUB = "hf:"
@@ -116,21 +117,11 @@ def hub_view(spec: str, model: nn.Module) -> View:
     """What an image model expects: from the settings of its processor, or the size in its config."""
     size = getattr(model.config, "image_size", None)
     known = View(size if isinstance(size, int) else 224)
+    if isinstance(notes := getattr(model.config, "pretrained_cfg", None), Mapping):  # one of timm, in a wrapper
+        return timm_view(spec, notes, known)
     with _reading(spec):
         notes = _processor(source_of(spec))
-    if not notes:
-        return known
-    try:
-        crop = bool(notes.get("do_center_crop", False)) or "shortest_edge" in _sides(notes.get("size"))
-        side = _side(notes.get("crop_size") if notes.get("do_center_crop") else notes.get("size"), known.size)
-        plain = not notes.get("do_normalize", True)
-        mean, std = (
-            tuple(map(float, (default,) * 3 if plain else notes.get(name) or usual))
-            for name, default, usual in (("image_mean", 0, known.mean), ("image_std", 1, known.std))
-        )
-        return View(side, "crop" if crop else "squash", mean, std)
-    except (TypeError, ValueError, DataError) as error:
-        raise ModelError(f"{spec}: its {_PROCESSOR} cannot be read ({error}).") from error
+    return processor_view(spec, notes) if notes else known
 
 
 def label_names(model: nn.Module) -> tuple[str, ...]:
@@ -204,7 +195,7 @@ def _dtype(spec: str) -> torch.dtype | None:
 
 
 def _processor(source: str) -> dict[str, Any]:
-    """The settings of an image processor; empty if there are none."""
+    """All settings of an image processor; empty if there is none."""
     if Path(source).is_dir():
         path = Path(source) / _PROCESSOR
     else:
@@ -218,16 +209,10 @@ def _processor(source: str) -> dict[str, Any]:
         notes = parse_json(path.read_bytes())
     except (OSError, ValueError) as error:
         raise ModelError(f"{path} is damaged: {error}", where=path) from error
-    return notes if isinstance(notes, dict) else {}
+    if not isinstance(notes, dict):
+        return {}
+    from transformers import AutoImageProcessor
 
-
-def _sides(size: Any) -> dict[str, int]:
-    return size if isinstance(size, dict) else {} if size is None else {"height": size, "width": size}
-
-
-def _side(size: Any, usual: int) -> int:
-    """The side of a square."""
-    sides = set(_sides(size).values()) or {usual}
-    if len(sides) > 1:
-        raise ValueError(f"images of {size} are no squares")
-    return int(sides.pop())
+    # It knows what the file leaves open. The user names the source, and no code of it runs.
+    reader: Any = AutoImageProcessor
+    return dict(reader.from_pretrained(source, **_safely(source)).to_dict())  # nosec B615

@@ -17,8 +17,9 @@ from secateur.errors import Argument, DataError, FileFormatError, ModelError
 from secateur.files.architecture import CONFIG, note_of
 from secateur.files.saved import PLANS, about, load
 from secateur.models.hub import HUB, hub_view, label_names, open_hub, reads_text
+from secateur.models.preparation import timm_view, torchvision_view
 from secateur.models.weights import fill
-from secateur.models.zoo import FORMS, fresh, input_size, runs_code
+from secateur.models.zoo import FORMS, fresh, runs_code
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class Origin:
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
-        return asdict(self)
+        return {**asdict(self), "view": self.view.to_dict()}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], where: Path) -> Origin:
@@ -64,8 +65,10 @@ class Origin:
             view = data["view"]
             mean, std = (tuple(map(float, view[name])) for name in ("mean", "std"))
             groups = tuple(tuple(map(int, members)) for members in data["groups"])
-            seen, classes = View(int(view["size"]), view["fit"], mean, std), tuple(map(str, data["classes"]))
-            kept = tuple(map(int, data.get("kept", ())))  # older files lack it
+            classes, resize = tuple(map(str, data["classes"])), view.get("resize")  # older files lack it
+            resize, filters = None if resize is None else int(resize), view.get("interpolation", "bilinear")
+            seen = View(int(view["size"]), view["fit"], mean, std, resize, filters)
+            kept = tuple(map(int, data.get("kept", ())))
             return cls(str(data["model"]), seen, classes, groups, int(data["outputs"]), kept)
         except (KeyError, TypeError, ValueError, DataError) as error:
             raise FileFormatError(f"{where / PLANS}: its model is not described properly ({error})") from error
@@ -121,7 +124,7 @@ def open_model(
         model = fresh(spec, pretrained=str(weights) == "default")
         if weights is not None and str(weights) != "default":
             fill(model, weights)
-        opened = Opened(model, Origin(spec, view_of(model, spec)))
+        opened = Opened(model, Origin(spec, view_of(model, spec, weights)))
     opened.model.to(device).eval()
     return opened
 
@@ -137,14 +140,13 @@ def saved_folder(spec: str) -> Path | None:
     return None
 
 
-def view_of(model: nn.Module, spec: str) -> View:
+def view_of(model: nn.Module, spec: str, weights: object = None) -> View:
     """The inputs that a model was made for: timm stores that in the model, torchvision beside its weights."""
+    known = torchvision_view(spec, weights) if spec.startswith("torchvision:") else View()
     fixed = getattr(model, "image_size", None)  # torchvision's transformers take only this size
-    notes, known = getattr(model, "pretrained_cfg", None), View(fixed if isinstance(fixed, int) else input_size(spec))
-    if not isinstance(notes, Mapping):
-        return known
-    size = notes.get("input_size") or (known.channels, known.size, known.size)
-    return View(int(size[-1]), "crop", tuple(notes.get("mean") or known.mean), tuple(notes.get("std") or known.std))
+    known = known.sized(fixed) if isinstance(fixed, int) else known
+    notes = getattr(model, "pretrained_cfg", None)
+    return timm_view(spec, notes, known) if isinstance(notes, Mapping) else known
 
 
 def _saved(folder: Path, original: str | None) -> Opened:

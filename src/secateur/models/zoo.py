@@ -55,21 +55,6 @@ def fresh(spec: str, pretrained: bool = False) -> nn.Module:
     raise ModelError(f"{spec!r} is no model: give {FORMS}.{hint}")
 
 
-def input_size(spec: str) -> int:
-    """The side of the images that a zoo's own weights were trained for, where it says so; else 224.
-
-    >>> input_size("torchvision:inception_v3"), input_size("torchvision:resnet50?num_classes=3")
-    (299, 224)
-    """
-    kind, _, name = _options(spec)[0].partition(":")
-    if kind == "torchvision":
-        import torchvision
-
-        found = torchvision.models.get_model_weights(name).DEFAULT.transforms
-        return int(getattr(found, "keywords", {}).get("crop_size", 224))
-    return 224
-
-
 def runs_code(spec: str) -> bool:
     """Whether building this model runs a file of the user's."""
     return not spec.startswith(("torchvision:", "timm:", HUB))
