@@ -43,18 +43,20 @@ def timm_view(spec: str, notes: Mapping[str, Any], usual: View | None = None) ->
 
 
 def torchvision_view(spec: str, weights: object = None) -> View:
-    """The view of the newest weights in the zoo, or of those whose downloaded file is `weights`.
+    """The view of the newest weights in the zoo, or of those whose downloaded file is `weights`. A file of the user's
+    own has the view of the oldest, which is that of torchvision's training script.
 
     >>> torchvision_view("torchvision:inception_v3").size, torchvision_view("torchvision:resnet50?num_classes=3").scaled
     (299, 232)
-    >>> torchvision_view("torchvision:resnet50", "resnet50-0676ba61.pth").scaled
+    >>> torchvision_view("torchvision:resnet50", "mine.safetensors").scaled
     256
     """
     from torchvision.models import get_model_weights
 
     known = get_model_weights(spec.partition("?")[0].removeprefix("torchvision:"))
+    usual = known.DEFAULT if weights is None or str(weights) == "default" else next(iter(known))
     file = Path(str(weights)).name
-    preset = next((one for one in known if one.url.rpartition("/")[2] == file), known.DEFAULT).transforms()
+    preset = next((one for one in known if one.url.rpartition("/")[2] == file), usual).transforms()
     try:
         (size,), (scaled,) = preset.crop_size, preset.resize_size
         return View(size, "crop", tuple(preset.mean), tuple(preset.std), scaled, preset.interpolation.value)
