@@ -222,7 +222,9 @@ class Seen:
         """The model's own view, with the options that were given."""
         mean, std = _numbers(self.mean, "--mean"), _numbers(self.std, "--std")
         if (mean is None) != (std is None):
-            raise typer.BadParameter("give both or none", param_hint="--mean, --std")
+            raise typer.BadParameter(
+                "give both or none, with three numbers each, or one for grey", param_hint="--mean, --std"
+            )
         return View(self.size or view.size, self.fit or view.fit, mean or view.mean, std or view.std)
 
 

@@ -77,7 +77,8 @@ class View:
         if self.fit not in ("crop", "squash"):
             raise DataError("{fit} is not known.", fix="'crop' or 'squash'", fit=Argument("fit", self.fit))
         if len(self.mean) != len(self.std) or len(self.mean) not in (1, 3) or not all(s > 0 for s in self.std):
-            raise DataError("mean and std need one number each (grey) or three (colour), std above 0.")
+            what = "{mean} and {std} need one number each (grey) or three (colour), {std} above 0."
+            raise DataError(what, mean=Argument("mean"), std=Argument("std"))
 
     @property
     def channels(self) -> int:
