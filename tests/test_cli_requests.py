@@ -149,6 +149,22 @@ def test_the_same_weights_in_another_file_go_on(place: Place, tmp_path: Path, mo
     assert "going on with the unfinished run" in invoke(*args, "--weights", copy).stderr
 
 
+def test_what_is_only_written_may_change_between_the_calls(place: Place, tmp_path: Path, monkeypatch) -> None:
+    args = ["prune", *place.job, "--remove", 0.3, "--step", 0.1, "--epochs", 1]  # without a report
+    succeed(*args, "--out", tmp_path / "whole")
+    for number, (before, after) in enumerate([([], ["--report"]), (["--report"], [])]):
+        out = tmp_path / str(number)
+        with monkeypatch.context() as patched:
+            stop_at(3, patched)
+            assert invoke(*args, *before, "--out", out).exit_code == 130
+        resumed = invoke(*args, *after, "--onnx", "--latency", "--out", out)
+        assert resumed.exit_code == 0, resumed.stderr
+        assert "going on with the unfinished run" in resumed.stderr
+        assert (out / "report.html").exists() == ("--report" in after)
+        states = [safetensors.torch.load_file(tmp_path / n / "model" / "model.safetensors") for n in ("whole", out)]
+        assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
 def test_two_runs_never_write_into_one_folder_at_once(place: Place, tmp_path: Path, monkeypatch) -> None:
     pytest.importorskip("fcntl")
     usual, said = image_task.Task.accuracy, []
