@@ -484,8 +484,11 @@ def test_a_name_needs_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     def absent(*args: Any, **named: Any) -> Any:
         raise OSError("We couldn't connect.")
 
+    monkeypatch.setattr("secateur.models.hub._answers", lambda source: True)
     monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", absent)
-    with pytest.raises(ModelError, match=r"hf:nobody/nothing is no folder, and the hub .* cannot be reached"):
+    with pytest.raises(
+        ModelError, match=r"hf:nobody/nothing is no folder, and the hub does not give it: We couldn.t connect"
+    ):
         build("hf:nobody/nothing")
 
 
