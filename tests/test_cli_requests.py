@@ -17,7 +17,7 @@ import safetensors.torch
 import torch
 from typer.testing import CliRunner
 
-from command import Place, fail, furnished, invoke, step_done, succeed
+from command import NET, Place, fail, furnished, invoke, step_done, succeed
 from photos import write_photos
 from secateur.cli import image_task
 from secateur.cli.app import app
@@ -147,6 +147,22 @@ def test_the_same_weights_in_another_file_go_on(place: Place, tmp_path: Path, mo
     copy = tmp_path / "copy.safetensors"
     copy.write_bytes(Path(place.weights).read_bytes())
     assert "going on with the unfinished run" in invoke(*args, "--weights", copy).stderr
+
+
+def test_what_is_only_written_may_change_between_the_calls(place: Place, tmp_path: Path, monkeypatch) -> None:
+    args = ["prune", *place.job, "--remove", 0.3, "--step", 0.1, "--epochs", 1]  # without a report
+    succeed(*args, "--out", tmp_path / "whole")
+    for number, (before, after) in enumerate([([], ["--report"]), (["--report"], [])]):
+        out = tmp_path / str(number)
+        with monkeypatch.context() as patched:
+            stop_at(3, patched)
+            assert invoke(*args, *before, "--out", out).exit_code == 130
+        resumed = invoke(*args, *after, "--onnx", "--latency", "--out", out)
+        assert resumed.exit_code == 0, resumed.stderr
+        assert "going on with the unfinished run" in resumed.stderr
+        assert (out / "report.html").exists() == ("--report" in after)
+        states = [safetensors.torch.load_file(tmp_path / n / "model" / "model.safetensors") for n in ("whole", out)]
+        assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
 
 
 def test_two_runs_never_write_into_one_folder_at_once(place: Place, tmp_path: Path, monkeypatch) -> None:
@@ -283,6 +299,45 @@ def test_pixels_run_from_0_to_1(place: Place, tmp_path: Path) -> None:
         assert "is not a list of numbers such as 0.5,0.5,0.5" in " ".join(said.stderr.replace("│", " ").split())
     assert "--std 0.227,0.224,0.224." in fail(*args, "--mean", "0.5,0.5,0.5", "--std", "58,57,57")
     assert invoke(*args, "--mean", "0,0,0", "--std", "1,1,1").exit_code == 0
+
+
+def test_grey_and_colour_are_told_in_options(place: Place, tmp_path: Path) -> None:
+    def told(text: str) -> str:
+        return " ".join(text.replace("│", " ").split())
+
+    grey, both = tmp_path / "grey.py", ["--mean", "0.5", "--std", "0.5"]
+    grey.write_text(NET.replace("Conv2d(3,", "Conv2d(1,"))
+    data = ["--images", place.train, "--keep-macs", 0.5, "--out", tmp_path / "s"]
+    for args in (["inspect", *place.model, *both], ["prune", *place.model, *data, *both]):
+        said = fail(*args)
+        assert "--mean and --std have one number each, which makes grey images, and Sequential takes colour" in said
+        assert "Fix: --mean and --std of its training, three numbers each." in said
+        assert "expand" not in said
+    assert "Fix: --mean and --std of its training, one number each." in fail("inspect", f"{grey}:make")
+    assert invoke("inspect", f"{grey}:make", *both).exit_code == 0
+    # Found before anything is built: the file of the network is not there.
+    mixed = fail("inspect", "nowhere.py:make", "--mean", "0.5", "--std", "0.5,0.5,0.5")
+    assert "--mean and --std need one number each (grey) or three (colour), --std above 0" in mixed
+    for option in ("--mean", "--std"):
+        said = told(fail("inspect", "nowhere.py:make", option, "0.5", code=2))
+        assert "give both or none, with three numbers each, or one for grey" in said
+
+
+def test_a_network_may_make_its_own_colours(tmp_path: Path) -> None:
+    """Then its first convolution says nothing about what it takes, and other errors are not put down to colour."""
+    (tmp_path / "net.py").write_text(
+        "import torch\n\nclass Net(torch.nn.Module):\n"
+        "    def __init__(self, least=1):\n        super().__init__()\n"
+        "        self.least, self.a, self.b = least, torch.nn.Conv2d(3, 8, 3), torch.nn.Linear(8, 2)\n\n"
+        "    def forward(self, x):\n"
+        "        assert x.shape[1] == 1 and x.shape[-1] >= self.least, 'too small'\n"
+        "        return self.b(self.a(x.repeat(1, 3, 1, 1)).relu().amax((2, 3)))\n"
+    )
+    args = ["--mean", "0.5", "--std", "0.5", "--input-size", 8]
+    assert invoke("inspect", f"{tmp_path / 'net.py'}:Net", *args).exit_code == 0
+    said = fail("inspect", f"{tmp_path / 'net.py'}:Net?least=9", *args)
+    assert "too small" in said
+    assert "--mean" not in said
 
 
 def test_devices_that_are_not_called_so(place: Place) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import http.server
 import json
 import math
 import re
 import shutil
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -385,6 +388,64 @@ def test_image_classifiers_take_images(tmp_path: Path) -> None:
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------
+class _Hub(http.server.BaseHTTPRequestHandler):
+    """A hub that has no model."""
+
+    def do_HEAD(self) -> None:
+        self.send_response(404)
+        self.send_header("X-Error-Code", "RepoNotFound")
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_a_mistyped_folder_does_not_wait_for_the_hub(
+    desk: Desk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import constants
+
+    for name in ("model", "mine/model"):
+        shutil.copytree(desk.model, tmp_path / name)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+
+    def hub_at(port: int) -> None:
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{port}")
+        form = f"http://127.0.0.1:{port}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", form)
+
+    hub_at(9)  # nobody answers there
+
+    def refused(spec: str, *words: str) -> None:
+        begin = time.perf_counter()
+        with pytest.raises(ModelError) as error:
+            build(spec)
+        assert time.perf_counter() - begin < 5  # the hub's own library tries for 23 s
+        assert all(word in str(error.value) for word in words), error.value
+
+    for spec in ("modle", "mine/modle"):
+        refused(f"hf:{spec}", f"there is no folder '{spec}'", "cannot be reached", f"Fix: hf:{spec[:-2]}el.")
+    refused("hf:some/name", "cannot be reached", "Fix: hf:FOLDER, or a name of the hub and a network.")
+    refused("hf:./modle", "there is no folder './modle'", "Fix: hf:model.")
+    refused("hf:model/config.json", "model/config.json is a file. Fix: the folder that it lies in, hf:model.")
+    # What was downloaded once is there without a network.
+    cached = tmp_path / "cache" / "models--some--name"
+    shutil.copytree(desk.model, cached / "snapshots" / ("0" * 40))
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text("0" * 40)
+    begin = time.perf_counter()
+    same, own = build("hf:some/name").state_dict(), build(f"hf:{desk.model}").state_dict()
+    assert time.perf_counter() - begin < 10
+    assert all(torch.equal(same[name], own[name]) for name in own)
+    # A hub that answers is left to say what it has.
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Hub) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        hub_at(server.server_port)
+        refused("hf:some/other", "the hub does not give it", "not a valid model identifier")
+        server.shutdown()
+
+
 def test_folders_that_are_no_models(desk: Desk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(spec: object, match: str) -> None:
         with pytest.raises(ModelError, match=match):
@@ -423,8 +484,11 @@ def test_a_name_needs_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     def absent(*args: Any, **named: Any) -> Any:
         raise OSError("We couldn't connect.")
 
+    monkeypatch.setattr("secateur.models.hub._answers", lambda source: True)
     monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", absent)
-    with pytest.raises(ModelError, match=r"hf:nobody/nothing is no folder, and the hub .* cannot be reached"):
+    with pytest.raises(
+        ModelError, match=r"hf:nobody/nothing is no folder, and the hub does not give it: We couldn.t connect"
+    ):
         build("hf:nobody/nothing")
 
 

@@ -13,9 +13,10 @@ import signal
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator
-from itertools import pairwise
+from collections.abc import Iterable, Iterator
+from itertools import pairwise, repeat
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -234,18 +235,47 @@ def test_parts_take_turns() -> None:
         prune(net(), data(), remove=0.5, schedule=Schedule(parts={"conv": ["nothing*"]}))
 
 
+def told_of(words: str, limit: Any, measured: Iterable[float], **options: Any) -> list[str]:
+    """The warnings with these words of a run in which these numbers are measured."""
+    numbers, options = iter(measured), {"schedule": 0.1, **options}
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        prune(net(), data(), remove=0.5, max_drop=limit, evaluate=lambda model: next(numbers), **options)
+    return [str(one.message) for one in seen if words in str(one.message)]
+
+
 def test_a_limit_in_another_unit_than_the_measure_is_named() -> None:
-    """A percentage, or a loss, which "holds" while the model gets worse."""
-    for measured, limit, warned in ((97.5, 0.01, True), (97.5, {"overall": 0.01}, True), (0.975, 0.01, False),
-                                    (97.5, 1.0, False), (1.0, 0.01, False)):  # fmt: skip
-        with warnings.catch_warnings(record=True) as seen:
-            warnings.simplefilter("always")
-            prune(net(), data(), remove=0.5, schedule=0.5, max_drop=limit, evaluate=lambda model, found=measured: found)
-        told = [str(one.message) for one in seen if "no share" in str(one.message)]
+    """0.01 of a percentage is meant as a share. Half a point, or a fifth of one, is not."""
+    for measured, limit, warned in ((97.5, 0.01, True), (97.5, {"overall": 0.01}, True), (97.5, 0.1, True),
+                                    (97.5, 0.5, False), (97.5, 0.2, False), (97.5, 1.0, False), (97.5, 0, False),
+                                    (0.975, 0.01, False), (1.0, 0.01, False)):  # fmt: skip
+        told = told_of("no share", limit, repeat(measured))
         assert bool(told) == warned
-        assert all(
-            "evaluate returns 97.5" in text and "max_drop=0.01 is taken in the same unit" in text for text in told
+        named = f"evaluate returns 97.5, which is no share, and max_drop={0.1 if limit == 0.1 else 0.01} is taken in"
+        assert all(named in text for text in told)
+
+
+def test_a_loss_is_named_that_cannot_drop() -> None:
+    """It rises while the model gets worse, so that every step holds. An accuracy seldom rises, and never by much."""
+    for losses, limit in (
+        ((20, 20.5, 24, 30, 60, 90), 0.5),
+        ((20, 21, 26, 20, 30, 40), 2.0),
+        ((0.2, 0.6, 1.1) + (1.4,) * 3, 0.01),
+    ):
+        (told,) = told_of("as units left", {"overall": limit}, losses)  # once
+        assert (
+            f"rose from {losses[0]} to {next(x for x in losses if x > 1.25 * losses[0] and x > 1)} as units left"
+            in told
         )
+        assert f"max_drop={limit} cannot limit what rises. Fix: an evaluate of which larger is better" in told
+    for accuracies, limit in (
+        ((70.0, 74.0, 71.0, 72.0, 73.0, 75.0), 0.5),
+        ((0.3, 0.5) + (0.65,) * 4, 0.01),
+        (range(6), 9),
+    ):
+        assert not told_of("as units left", limit, accuracies)
+    trained = Schedule(step=0.1, finetune=lambda model, step: None)  # which may well make it better
+    assert not told_of("as units left", 0.5, (40, 50, 60, 70, 80, 90), schedule=trained)
 
 
 def test_max_drop_goes_back_to_the_last_step_that_held() -> None:

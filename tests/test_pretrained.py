@@ -16,12 +16,14 @@ import peft
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import secateur as sc
 import tiny_text
 from benchmarks.fuzz_files import reseal_hf
 from secateur.errors import FileFormatError, SecateurError, SecateurWarning
+from secateur.files.formats import as_stock
 from secateur.files.pretrained import save_pretrained
 from secateur.files.saved import about
 from secateur.models.hub import open_hub
@@ -704,19 +706,65 @@ def test_formats_that_no_buffer_has_are_refused(tmp_path: Path, monkeypatch: pyt
             sc.load(tmp_path / "small")
 
 
-def test_weights_of_several_formats_come_back_in_them(tmp_path: Path) -> None:
-    """Transformers keeps some weights of T5 in float32 if the others are float16."""
+def mixed(place: Path, kind: torch.dtype = torch.float16) -> Any:
+    """A T5 as transformers loads it. Of its weights in float16, it keeps some in float32."""
     torch.manual_seed(0)
     sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "vocab_size": 64}
     whole = transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes, decoder_start_token_id=0))
-    whole.save_pretrained(tmp_path / "model")
-    model = transformers.T5ForConditionalGeneration.from_pretrained(tmp_path / "model", dtype=torch.float16).eval()
-    assert {p.dtype for p in model.parameters()} == {torch.float16, torch.float32}
+    whole.save_pretrained(place)
+    return transformers.T5ForConditionalGeneration.from_pretrained(place, dtype=kind).eval()
+
+
+def smaller(model: nn.Module, uniform: bool) -> sc.Result:
+    """Without a share of the neurons of each MLP, the same of all if the widths are to be uniform."""
     data = [({"input_ids": IDS, "decoder_input_ids": IDS}, None)]
-    result = sc.prune(model, data, "random", remove=0.3, limits=Limits(only="*.wi"), repair=None, progress=False)
-    again = sc.load(result.save_pretrained(tmp_path / "small"))
-    was = {name: parameter.dtype for name, parameter in result.model.named_parameters()}
-    assert {name: parameter.dtype for name, parameter in again.named_parameters()} == was
+    limits = Limits(scope="layer" if uniform else "global", only="*.wi", uniform=uniform)
+    return sc.prune(model, data, "random", remove=0.1, limits=limits, repair=None, progress=False)
+
+
+def assert_same(found: nn.Module, wanted: nn.Module) -> None:
+    """Every number, and its format."""
+    a, b = found.state_dict(), wanted.state_dict()
+    assert {name: tensor.dtype for name, tensor in a.items()} == {name: tensor.dtype for name, tensor in b.items()}
+    assert all(torch.equal(a[name], b[name]) for name in b)
+
+
+@pytest.mark.parametrize("uniform", [True, False])
+def test_weights_of_several_formats_come_back_in_them(uniform: bool, tmp_path: Path) -> None:
+    """Transformers keeps some weights of T5 in float32 if the others are float16."""
+    model = mixed(tmp_path / "model")
+    assert {p.dtype for p in model.parameters()} == {torch.float16, torch.float32}
+    result = smaller(model, uniform)
+    folder = result.save_pretrained(tmp_path / "small")
+    assert (folder / "plan.json").exists() != uniform
+    again = sc.load(folder)
+    assert_same(again, result.model)
+    if uniform:  # transformers' own file, and its own reading
+        result.model.save_pretrained(tmp_path / "own")
+        own, ours = (load_file(path / "model.safetensors") for path in (tmp_path / "own", folder))
+        assert own.keys() == ours.keys()
+        assert all(torch.equal(own[name], ours[name]) and own[name].dtype == ours[name].dtype for name in own)
+        assert_same(transformers.T5ForConditionalGeneration.from_pretrained(folder), result.model)
     with torch.no_grad():
         wanted, found = (net(input_ids=IDS, decoder_input_ids=IDS).logits for net in (result.model, again))
     assert torch.equal(wanted, found)
+
+
+@HALF
+def test_a_number_format_leaves_what_transformers_keeps_in_float32(kind: torch.dtype, tmp_path: Path) -> None:
+    """Folders that are opened in float32 are written in the format that they had, as transformers would read them."""
+    stock = mixed(tmp_path / "model", kind)
+    whole = transformers.T5ForConditionalGeneration.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    assert_same(as_stock(whole, kind), stock)
+
+
+def test_a_format_that_transformers_would_not_read_is_kept_by_a_plan(tmp_path: Path) -> None:
+    """In bfloat16 it keeps nothing of T5 in float32."""
+    model = mixed(tmp_path / "model", torch.float32).bfloat16()
+    whole = transformers.T5ForConditionalGeneration.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    for name, tensor in model.named_parameters():
+        tensor.data = whole.get_parameter(name).data if name.endswith("wo.weight") else tensor.data
+    result = smaller(model, uniform=True)
+    with pytest.warns(SecateurWarning, match=r"has `\S*wo.weight` in bfloat16 instead of float32"):
+        folder = result.save_pretrained(tmp_path / "small")
+    assert_same(sc.load(folder), result.model)

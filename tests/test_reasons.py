@@ -14,7 +14,11 @@ from torch import Tensor, nn
 
 import secateur as sc
 from secateur.analysis.reasons import Drift, Viewer, correlation, drift, regional, some_of, srg
+from secateur.criteria.registry import criterion_named
 from secateur.errors import DataError, SecateurError
+from secateur.loop.checkpoint import Checkpoint
+from secateur.loop.settings import Settings
+from secateur.plans.targets import Target
 from secateur.report import Page
 
 
@@ -269,6 +273,43 @@ def test_a_run_that_goes_on_remembers_its_heat_maps(tmp_path: Path) -> None:
     assert all(torch.equal(once.seen[step], again.seen[step]) for step in once.seen)
     with pytest.raises(sc.errors.SecateurError, match="watch"):
         sc.prune(net, data, **{**options, "watch": (data[0] + 1, data[1])})
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_run_that_goes_on_may_be_watched_or_not(tmp_path: Path, first: bool) -> None:
+    """The same network either way. Heat maps are those of one set of samples: what others showed is forgotten."""
+    net, data, calls = network(), pictures(6), []
+
+    def evaluate(model: nn.Module) -> float:
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return 0.5
+
+    file = {"checkpoint": tmp_path / "run.pt"}
+    options = {"remove": 0.4, "schedule": 0.1, "progress": False, "evaluate": evaluate}
+    watched = [{"watch": data}, {}] if first else [{}, {"watch": data}]
+    with pytest.raises(KeyboardInterrupt):
+        sc.prune(net, data, **options, **file, **watched[0])
+    result, whole = (sc.prune(net, data, **options, **more, **watched[1]) for more in (file, {}))
+    assert len(calls) == 3 + 3 + 5  # it went on after step 1
+    states = [found.model.state_dict() for found in (result, whole)]
+    assert states[0].keys() == states[1].keys()
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+    known = set() if first else {2, 3, 4}
+    assert set(result.seen) == {row.step for row in result.history if row.drift is not None} == known
+    assert all(torch.equal(result.seen[step], whole.seen[step]) for step in known)
+    result.report(tmp_path / "report.html", data=data)
+    # Nor is training that was interrupted begun again.
+    settings = [Settings(criterion_named("lrp"), Target(0.4), watch=watch) for watch in (None, data)]
+    files = [Checkpoint(tmp_path / "run.pt", net, result.graph, each, data).training for each in settings]
+    assert files[0].identity == files[1].identity
+    # A limit for the drift depends on the samples.
+    net, calls = network(), [1, 1, 1]
+    options |= {"max_drift": 2.0, "checkpoint": tmp_path / "other.pt"}
+    sc.prune(net, data, **options, watch=data)
+    with pytest.raises(sc.errors.SecateurError, match="other watch"):
+        sc.prune(net, data, **options)
 
 
 def test_what_max_drift_may_be() -> None:

@@ -9,20 +9,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from secateur.analysis.specialize import Merge, specialize
 from secateur.cli.options import Seen, Source, device_named
 from secateur.data import imagenet
 from secateur.data.imagenet import title
 from secateur.data.outputs import parse
-from secateur.errors import DataError, SecateurWarning
+from secateur.data.views import View
+from secateur.errors import DataError, ForwardError, SecateurWarning
 from secateur.models import Opened, open_model
 from secateur.models.hub import HUB, longest_text, reads_text
 from secateur.models.zoo import runs_code
 from secateur.running.copies import shared_copy
 from secateur.running.devices import device_of
 from secateur.running.logits import logits_of
-from secateur.running.sandbox import quiet, run_or_explain
+from secateur.running.sandbox import quiet, run, run_or_explain
 from secateur.surgery.provenance import plans_of
 
 _LENGTH = 64  # tokens of random text
@@ -31,10 +33,41 @@ _LENGTH = 64  # tokens of random text
 def read_model(source: Source, seen: Seen, *, trained: bool = True) -> Opened:
     """The model on its device, with the view that applies. `trained`: warn if no weights are given."""
     model = source.model
+    seen.over(View())  # what makes no sense is refused before anything is built
     found = open_model(model, source.weights, device_named(source.device), source.original)
     if trained and source.weights is None and found.origin.model == model:
         warn_of_no_weights(model)
-    return replace(found, origin=replace(found.origin, view=seen.over(found.origin.view)))
+    found = replace(found, origin=replace(found.origin, view=seen.over(found.origin.view)))
+    _check_channels(found)
+    return found
+
+
+def _check_channels(opened: Opened) -> None:
+    """Refuse grey images for a network that takes colours, and the reverse, in terms of options."""
+    view = opened.origin.view
+    takes = next((m.in_channels for m in opened.model.modules() if isinstance(m, nn.Conv2d)), view.channels)
+    if takes == view.channels or takes not in (1, 3) or reads_text(opened.model):
+        return
+    error = _failure(opened, view)
+    if error is None or _failure(opened, View(view.size, view.fit, (0.0,) * takes, (1.0,) * takes)) is not None:
+        return  # a network may make one of the other itself, and what else is wrong is told elsewhere
+    kinds = {1: ("grey", "one number each"), 3: ("colour", "three numbers each")}
+    raise ForwardError(
+        f"--mean and --std have {kinds[view.channels][1]}, which makes {kinds[view.channels][0]} images, and "
+        f"{type(opened.model).__name__} takes {kinds[takes][0]}: {type(error).__name__}: {error}",
+        fix=f"--mean and --std of its training, {kinds[takes][1]}",
+    )
+
+
+def _failure(opened: Opened, view: View) -> Exception | None:
+    """What the model raises on images of such a view, if anything."""
+    seen = replace(opened, origin=replace(opened.origin, view=view))
+    try:
+        with quiet():
+            run(shared_copy(opened.model).eval(), noise(seen))
+    except Exception as error:
+        return error
+    return None
 
 
 def warn_of_no_weights(model: str, option: str = "--weights") -> None:

@@ -229,7 +229,9 @@ class Seen:
         """The model's own view, with the options that were given."""
         mean, std = _numbers(self.mean, "--mean"), _numbers(self.std, "--std")
         if (mean is None) != (std is None):
-            raise typer.BadParameter("give both or none", param_hint="--mean, --std")
+            raise typer.BadParameter(
+                "give both or none, with three numbers each, or one for grey", param_hint="--mean, --std"
+            )
         view = view.sized(self.size) if self.size else view
         resize = self.resize or (view.resize if self.fit in (None, view.fit) else None)
         return View(

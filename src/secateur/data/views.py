@@ -92,7 +92,8 @@ class View:
                 known = ", ".join(map(repr, get_args(kinds)))
                 raise DataError("{given} is not known.", fix=f"one of {known}", given=Argument(name, given))
         if len(self.mean) != len(self.std) or len(self.mean) not in (1, 3) or not all(s > 0 for s in self.std):
-            raise DataError("mean and std need one number each (grey) or three (colour), std above 0.")
+            what = "{mean} and {std} need one number each (grey) or three (colour), {std} above 0."
+            raise DataError(what, mean=Argument("mean"), std=Argument("std"))
 
     @property
     def channels(self) -> int:

@@ -40,11 +40,10 @@ def was_pruned(model: nn.Module) -> bool:
 
 
 # -- from a folder -----------------------------------------------------------------------------------------------------
-def architecture(source: str | Path, fix: str) -> tuple[Any, Any]:
+def architecture(source: str | Path, fix: str, local: bool = True) -> tuple[Any, Any]:
     """The class that the config of a folder or of a name in the hub gives, one of transformers' own, and the config."""
     import transformers
 
-    local = Path(source).is_dir()
     # The user names the source, and no code of it runs.
     config = transformers.AutoConfig.from_pretrained(  # nosec B615
         source, local_files_only=local, trust_remote_code=False

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ def unsaved(model: nn.Module) -> dict[str, Tensor]:
 
 
 def stock_formats(model: Any, kind: torch.dtype) -> dict[str, torch.dtype]:
-    """In which formats `from_pretrained(dtype=kind)` has the buffers that no file holds."""
+    """In which formats `from_pretrained(dtype=kind)` has the parameters and buffers."""
     usual = torch.get_default_dtype()
     torch.set_default_dtype(kind)
     try:
@@ -43,19 +44,21 @@ def stock_formats(model: Any, kind: torch.dtype) -> dict[str, torch.dtype]:
             made = type(model)(copy.deepcopy(model.config))
     finally:
         torch.set_default_dtype(usual)
-    return {name: tensor.dtype for name, tensor in unsaved(made).items()}
+    found = {name: tensor.dtype for name, tensor in (*made.named_parameters(), *made.named_buffers())}
+    lists = {torch.float16: ("", "_strict"), torch.bfloat16: ("_strict",)}.get(kind, ())
+    words = [word for end in lists for word in getattr(made, f"_keep_in_fp32_modules{end}", None) or ()]
+    wide = re.compile("|".join(word.replace("*", ".*") for word in words))
+    return found | {name: torch.float32 for name in made.state_dict() if words and wide.search(name)}
 
 
 def as_stock(model: nn.Module, kind: torch.dtype) -> nn.Module:
     """Put a model of transformers into a number format, in place, as `from_pretrained(dtype=kind)` has it.
 
-    `model.to(kind)` rounds also the buffers that transformers leaves in float32.
+    `model.to(kind)` rounds also the buffers and weights that transformers leaves in float32.
     """
-    formats, tensors = stock_formats(unwrap(model), kind), unsaved(unwrap(model))
-    kept = {name: tensor.data.to(formats.get(name, kind)) for name, tensor in tensors.items()}
-    model.to(kind)
-    for name, tensor in unsaved(unwrap(model)).items():
-        tensor.data = kept[name]
+    formats = stock_formats(unwrap(model), kind)
+    for name, tensor in (*unwrap(model).named_parameters(), *unwrap(model).named_buffers()):
+        tensor.data = tensor.data.to(formats.get(name, kind if tensor.is_floating_point() else tensor.dtype))
     return model
 
 

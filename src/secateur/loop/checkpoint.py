@@ -58,7 +58,8 @@ class Checkpoint:
     def training(self) -> Training:
         """The file of the training within a step, beside this one."""
         place = self.path.with_name(f"{self.path.stem}-training{self.path.suffix}")
-        return Training(place, {"run": digest_of_text(json.dumps(self.identity))}, stale=True)
+        decisive = {name: value for name, value in self.identity.items() if name != "watch"}
+        return Training(place, {"run": digest_of_text(json.dumps(decisive))}, stale=True)
 
     def forget_training(self) -> None:
         """Delete that file: the last step is saved. That of an earlier step is not read by the next."""
@@ -128,6 +129,8 @@ class Checkpoint:
         for item, saved in zip(self._stateful, carried, strict=True):
             item.load_state_dict(decode(saved, tensors))
         state.seen = {_counted(int(step)): heat for step, heat in _under("seen/", tensors).items()}
+        if header["settings"].get("watch") != self.identity["watch"]:  # heat maps of other samples are not mixed
+            state.seen, state.history.rows = {}, [replace(row, drift=None) for row in state.history]
         makers, criterion = self.graph.producers, self.settings.criterion
         units = {makers[int(i)].sites[0]: values.numpy() for i, values in _under("score/", tensors).items()}
         blocks = {str(name): float(value) for name, value in header.get("blocks", {}).items()}
@@ -155,6 +158,8 @@ class Checkpoint:
                 wanted["criterion"] = found["criterion"]
             if wanted["round_to"] is None and found.get("round_to") == 1:  # no difference there
                 wanted["round_to"] = 1
+        if self.settings.target.max_drift is None and None in (found.get("watch"), wanted["watch"]):
+            wanted["watch"] = found.get("watch")  # what is watched for a report alone may come and go
         other = [key for key in wanted if found.get(key) != wanted[key] and (key in found or key not in _ADDED)]
         if other:
             raise other_run(self.path, {key: (found.get(key), wanted[key]) for key in other}, _DIGESTS)

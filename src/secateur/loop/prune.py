@@ -204,10 +204,10 @@ def prune(
     `output` names what counts of several things that the model returns, as in `analyze`.
 
     With `checkpoint`, a file is replaced atomically after each step. The same call made again goes on from there and
-    ends the same; a call with another model, data or settings is refused. In several processes (`torchrun`) each scores
-    its share and all end with the same model. `memory` (bytes, or a text such as "2 GiB"; default: what is free) limits
-    what scoring, repair and `accuracy` take. `progress` draws a bar on a terminal; a function receives events, of which
-    `str(event)` is text.
+    ends the same; a call with another model, data or settings is refused (`watch` may come or go). In several processes
+    (`torchrun`) each scores its share and all end with the same model. `memory` (bytes, or a text such as "2 GiB";
+    default: what is free) limits what scoring, repair and `accuracy` take. `progress` draws a bar on a terminal; a
+    function receives events, of which `str(event)` is text.
 
     >>> import torch
     >>> net = nn.Sequential(nn.Linear(4, 20), nn.ReLU(), nn.Linear(20, 3))

@@ -51,6 +51,9 @@ from secateur.surgery.provenance import remember
 # How often a plan for a latency is measured at most, and which share of the limit is close enough.
 _TRIES, _CLOSE = 6, 0.96
 _REPEATS = 5  # forward passes that tell about how long one takes
+# A limit up to this is meant for a share, even where a percentage is measured. And what rises to so many times what it
+# was, without training, is no accuracy.
+_OF_A_SHARE, _RISE = 0.1, 1.25
 
 
 @dataclass
@@ -178,6 +181,8 @@ class Steps:
                 low, held, scoring, time.perf_counter() - begin, drifts.get("overall"),
             )  # fmt: skip
             state.history.rows.append(row)
+            if not self._trains:
+                _check_rise(target.max_drop, state.history)
             state.step = number
             if held:
                 undo.pop_all()
@@ -397,14 +402,30 @@ def within(name: str, limits: float | Mapping[str, float], losses: Mapping[str, 
     return True
 
 
+def _overall(max_drop: float | Mapping[str, float] | None) -> float | None:
+    return max_drop.get("overall") if isinstance(max_drop, Mapping) else max_drop
+
+
 def _check_unit(max_drop: float | Mapping[str, float] | None, before: Mapping[str, float]) -> None:
-    """Warn where a limit for a share meets a percentage, or a loss, which gets larger as the model gets worse."""
-    most = max_drop.get("overall") if isinstance(max_drop, Mapping) else max_drop
-    if most is not None and before["overall"] > 1 > most:
+    """Warn where a limit for a share meets a percentage. Half a point of it, 0.5, is no share that anybody gives up."""
+    most = _overall(max_drop)
+    if most is not None and before["overall"] > 1 and 0 < most <= _OF_A_SHARE:
         what = f"evaluate returns {before['overall']:.4g}, which is no share, and {{limit}} is taken in the same unit."
         fix = "a share from 0 to 1, or {limit_of} in the unit of evaluate; larger must be better, as a loss is not"
         limit, limit_of = Argument("max_drop", most), Argument("max_drop")
         warnings.warn(SecateurWarning(what, fix=fix, limit=limit, limit_of=limit_of), stacklevel=2)
+
+
+def _check_rise(max_drop: float | Mapping[str, float] | None, history: History) -> None:
+    """Warn, once, of what gets larger as units leave, as a loss does: it never drops, however bad the model becomes."""
+    most, (first, *values) = _overall(max_drop), [row.metrics.get("overall", 0.0) for row in history]
+    if most is None:
+        return
+    *told, now = (value > max(first + most, _RISE * first, 1.0) for value in values)
+    if now and not any(told):
+        what = f"evaluate rose from {first:.4g} to {values[-1]:.4g} as units left: {{limit}} cannot limit what rises."
+        fix = "an evaluate of which larger is better: minus the loss, or one by the perplexity"
+        warnings.warn(SecateurWarning(what, fix=fix, limit=Argument("max_drop", most)), stacklevel=2)
 
 
 @contextmanager

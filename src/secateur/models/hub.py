@@ -18,6 +18,7 @@ from secateur.files.architecture import CONFIG, architecture, is_pretrained, not
 from secateur.files.formats import as_stock
 from secateur.files.saved import load
 from secateur.models.preparation import processor_view, timm_view
+from secateur.models.weights import similar
 from secateur.running.tensor_files import parse_json
 
 HUB = "hf:"
@@ -41,9 +42,18 @@ def source_of(spec: str) -> str:
                 f"{folder} holds no model of Hugging Face ({CONFIG} is missing).", fix="hf:FOLDER or hf:NAME"
             )
         return str(found)
+    if folder.is_file():
+        raise ModelError(f"{folder} is a file.", fix=f"the folder that it lies in, {HUB}{folder.parent}")
     if not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", name):
-        raise ModelError(f"there is no folder {name!r}.", fix="hf:FOLDER, or hf:NAME such as hf:openai-community/gpt2")
+        fix = _near(folder) or "hf:FOLDER, or hf:NAME such as hf:openai-community/gpt2"
+        raise ModelError(f"there is no folder {name!r}.", fix=fix)
     return name
+
+
+def _near(folder: Path) -> str:
+    """A model beside a folder that is not there, of nearly the same name; empty if there is none."""
+    near = similar(folder, lambda path: pretrained_folder(path) is not None)
+    return f"{HUB}{near}" if near else ""
 
 
 def open_hub(spec: str) -> tuple[nn.Module, torch.dtype | None]:
@@ -51,16 +61,18 @@ def open_hub(spec: str) -> tuple[nn.Module, torch.dtype | None]:
     # Scores and corrections are sums over many positions, and half precision is slow on a CPU.
     source, dtype = source_of(spec), _dtype(spec) or torch.float32
     with _reading(spec):
+        safely = _safely(source)
         if note_of(Path(source)) is not None:  # ours: the blocks may have different widths
             model, missing = load(source), list[str]()
             stored = _format(model)
             as_stock(model, dtype)
         else:
-            kind, config = architecture(source, fix="another model, or a factory of your own: FILE.py:FACTORY")
+            fix = "another model, or a factory of your own: FILE.py:FACTORY"
+            kind, config = architecture(source, fix, safely["local_files_only"])
             stored = getattr(config, "dtype", None)
             if not isinstance(stored, torch.dtype):  # as in old folders: the weights say it
-                stored = _format(kind.from_pretrained(source, dtype="auto", **_safely(source)))
-            model, info = kind.from_pretrained(source, dtype=dtype, output_loading_info=True, **_safely(source))
+                stored = _format(kind.from_pretrained(source, dtype="auto", **safely))
+            model, info = kind.from_pretrained(source, dtype=dtype, output_loading_info=True, **safely)
             missing = sorted(map(str, info["missing_keys"]))
     if missing:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
@@ -75,7 +87,7 @@ def fresh_hub(spec: str) -> nn.Module:
     """The architecture, with random weights."""
     source = source_of(spec)
     with _reading(spec), torch.random.fork_rng(devices=[]):
-        kind, config = architecture(source, fix="another model")
+        kind, config = architecture(source, "another model", _safely(source)["local_files_only"])
         model: nn.Module = kind(config)
     return model.eval()
 
@@ -136,7 +148,26 @@ def label_names(model: nn.Module) -> tuple[str, ...]:
 
 # -- reading -----------------------------------------------------------------------------------------------------------
 def _safely(source: str) -> dict[str, Any]:
-    return {"trust_remote_code": False, "local_files_only": Path(source).is_dir()}
+    return {"trust_remote_code": False, "local_files_only": Path(source).is_dir() or not _answers(source)}
+
+
+def _answers(source: str) -> bool:
+    """Whether the hub answers. If not, what was downloaded before is used, and any other name is refused at once: the
+    hub's own library tries for half a minute, also where a folder was mistyped."""
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        get_hf_file_metadata(hf_hub_url(source, CONFIG))
+    except HfHubHTTPError:  # what is wrong with the name is told by transformers
+        return True
+    except Exception as error:  # the kinds depend on the library that asks
+        if isinstance(try_to_load_from_cache(source, CONFIG), str):
+            return False
+        what = f"{HUB}{source}: there is no folder {source!r}, and the hub, where that may be a name, cannot be reached"
+        fix = _near(Path(source)) or "hf:FOLDER, or a name of the hub and a network"
+        raise ModelError(f"{what} ({_first_line(error)}).", fix=fix) from error
+    return True
 
 
 @contextmanager
@@ -169,14 +200,16 @@ def _reading(spec: str) -> Iterator[None]:
     except (SecateurError, MemoryError):
         raise
     except Exception as error:  # transformers raises many kinds of errors
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         name = spec.removeprefix(HUB).partition("?")[0]
         folder = Path(name).expanduser().is_dir()
-        what = "cannot be read" if folder else "is no folder, and the hub has no such model or cannot be reached"
-        raise ModelError(
-            f"{spec} {what}: {first.rstrip('.')}.",
-            fix="a folder written by save_pretrained" if folder else "hf:FOLDER, or a name of the hub and a network",
-        ) from error
+        what, fix = "cannot be read", "a folder written by save_pretrained"
+        if not folder:
+            what, fix = "is no folder, and the hub does not give it", _near(Path(name)) or "hf:FOLDER, or another name"
+        raise ModelError(f"{spec} {what}: {_first_line(error)}.", fix=fix) from error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
 
 
 def _format(model: nn.Module) -> torch.dtype | None:
@@ -201,7 +234,8 @@ def _processor(source: str) -> dict[str, Any]:
     else:
         from transformers.utils.hub import cached_file
 
-        found = cached_file(source, _PROCESSOR, _raise_exceptions_for_missing_entries=False)
+        local = _safely(source)["local_files_only"]
+        found = cached_file(source, _PROCESSOR, local_files_only=local, _raise_exceptions_for_missing_entries=False)
         path = Path(found or "")
     if not path.is_file():
         return {}

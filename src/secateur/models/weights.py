@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 import pickle
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,9 @@ from secateur.running.tensor_files import read_safetensors
 _WRAPPERS = ("state_dict", "model_state_dict", "model", "model_ema", "net")
 
 
-def similar(missing: Path) -> str:
-    """The file beside a missing one that has nearly its name; empty if there is none."""
-    names = [path.name for path in missing.parent.iterdir() if path.is_file()] if missing.parent.is_dir() else []
+def similar(missing: Path, kind: Callable[[Path], bool] = Path.is_file) -> str:
+    """The file (or what else is asked for) beside a missing one that has nearly its name; empty if there is none."""
+    names = [path.name for path in missing.parent.iterdir() if kind(path)] if missing.parent.is_dir() else []
     near = difflib.get_close_matches(missing.name, names, 1)
     return str(missing.parent / near[0]) if near else ""
 

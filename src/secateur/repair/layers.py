@@ -130,10 +130,13 @@ class RepairableLayer:
         """Whether a constant per output can be added: to a bias, or to the mean of the batch norm that follows."""
         return self.bias is not None or (self.norm is not None and self.norm.alone)
 
-    def work(self, tensors: Tensors) -> float:
-        """About how long its repair takes: what the forward multiplies, and what a regression does."""
+    def work(self, tensors: Tensors, samples: int, regressed: bool) -> float:
+        """About how long its repair takes, as was measured: what the forward multiplies for so many samples, what takes
+        the same time for every layer, and, where inputs are regressed on, what the rows take and what solving does."""
         size = tensors[self.weight].numel()
-        return size * self.places + 24 * (size / max(tensors[self.weight].shape[self.outputs], 1)) ** 2
+        features = size / max(tensors[self.weight].shape[self.outputs], 1)
+        regression = samples * self.rows * features**2 + 1.5 * features**3
+        return 0.3 * samples * size * self.places + 2e9 + regression * regressed
 
     def left(self, values: Values) -> Values:
         """Numbers for the original's output channels, which are the last dimension, for those that are left."""

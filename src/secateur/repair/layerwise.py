@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,12 +24,10 @@ from secateur.repair.samples import Samples
 from secateur.running.batches import size_of
 from secateur.running.copies import copy_with, named_tensors
 from secateur.running.memory import resident, trim, trim_beyond
-from secateur.running.progress import Listener, Repairing
+from secateur.running.progress import Listener, Rate, Repairing
 from secateur.running.sandbox import evaluating, quiet, run, uncollected
 from secateur.surgery.provenance import plans_of
 
-# After so many seconds it is known how long the rest will take.
-_SURE = 3.0
 _LARGE = 2**20  # weights of a layer before which memory is given back
 
 
@@ -123,7 +120,7 @@ class LayerCorrector:
         samples: Samples,
     ) -> None:  # fmt: skip
         self.reference, self.layers, self.method, self.rounds, self.samples = reference, layers, method, rounds, samples
-        self._tell, self._near, self._begin, self._held = tell, method, time.perf_counter(), resident()
+        self._tell, self._near, self._rate, self._held = tell, method, Rate(), resident()
         self._whole = _Copy(small)
         self._trial = _Copy(small) if bool(samples.held.any()) else None
         self._chosen: dict[str, Correction] = {}
@@ -289,10 +286,9 @@ class LayerCorrector:
         for copy, change in zip((self._whole, self._trial), fit.changes, strict=True):
             if copy is not None and change is not None:
                 copy.change(fit.layer, change)
-        work = {layer.weight: layer.work(self._whole.tensors) for layer in self._order}
-        done = sum(work[name] for name in self._chosen) / max(sum(work.values()), 1)
-        spent = time.perf_counter() - self._begin
-        left = spent * (1 / done - 1) if spent > _SURE and done > 0 else None
+        regressed = self.method.needs_inputs
+        work = {layer.weight: layer.work(self._whole.tensors, self.samples.total, regressed) for layer in self._order}
+        left = self._rate.left(sum(work[name] for name in self._chosen), sum(work.values()))
         self._tell(Repairing(self.method.name, len(self._chosen), len(self.layers), left))
 
 

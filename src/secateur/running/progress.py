@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -103,20 +104,36 @@ def telling(listener: Listener) -> Iterator[None]:
         _listener.reset(token)
 
 
+class Rate:
+    """About how long work will take, by how fast it went in the later half of the time: a machine may become busy."""
+
+    def __init__(self) -> None:
+        self._begin = time.perf_counter()
+        self._marks = deque([(self._begin, 0.0)])  # when how much was done; the first is the last before that half
+
+    def left(self, done: float, total: float) -> float | None:
+        """The seconds that are left after so much work was done just now; None where that is not known yet."""
+        now = time.perf_counter()
+        self._marks.append((now, done))
+        while len(self._marks) > 2 and self._marks[1][0] <= (self._begin + now) / 2:
+            self._marks.popleft()
+        then, before = self._marks[0]
+        if now - self._begin <= _SURE or done <= before:
+            return None
+        return (now - then) * max(total - done, 0) / (done - before)
+
+
 class Pace:
     """Tells whoever listens how far some work is. Call it with the number of samples that were done just now."""
 
     def __init__(self, event: Counted, total: int | None) -> None:
-        self._event, self._total, self._done, self._begin = event, total, 0, time.perf_counter()
+        self._event, self._total, self._done, self._rate = event, total, 0, Rate()
 
     def __call__(self, count: int) -> None:
         self._done += count
-        if (listener := _listener.get()) is None:
-            return
-        passed, left = time.perf_counter() - self._begin, None
-        if self._total and self._done and passed > _SURE:
-            left = passed * max(self._total / self._done - 1, 0)
-        listener(replace(self._event, done=self._done, total=self._total, left=left))
+        left = self._rate.left(self._done, self._total) if self._total else None
+        if (listener := _listener.get()) is not None:
+            listener(replace(self._event, done=self._done, total=self._total, left=left))
 
 
 class Line:
