@@ -285,9 +285,7 @@ def test_lists_are_given_as_repeated_options(place: Place, tmp_path: Path) -> No
     said = fail(*args, "--criterion", "lrp,taylor")
     assert "--criterion lrp,taylor names several. Fix: once for each: --criterion lrp --criterion taylor." in said
     said = fail(*args, "--outputs", "red=0,2,green=1")
-    assert (
-        "red=0,2,green=1 names several class folders. Fix: --outputs once for each, such as --outputs red=0,2." in said
-    )
+    assert "red=0,2,green=1 names several class folders. Fix: once for each, such as --outputs red=0,2." in said
     said = " ".join(fail(*args, "--max-drop", 5, code=2).replace("│", " ").split())
     assert "5 is no share from 0 to 1; 0.05 is for 5 points of accuracy" in said
 

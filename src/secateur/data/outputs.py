@@ -94,8 +94,10 @@ def _given(classes: Sequence[str], count: int, given: Sequence[str]) -> Outputs:
     for name in chosen:
         if name not in classes:
             if "=" in name and "," in name:  # the numbers that follow belong to the last of them
-                what = f"{name}={chosen[name]} names several class folders."
-                raise DataError(what, fix=f"--outputs once for each, such as --outputs {name.rpartition(',')[0]}")
+                raise DataError(
+                    "{text} names several class folders.", fix="once for each, such as {first}",
+                    text=f"{name}={chosen[name]}", first=Argument("outputs", name.rpartition(",")[0]),
+                )  # fmt: skip
             near = difflib.get_close_matches(name, classes, 1)
             hint = f" Did you mean {near[0]!r}?" if near else ""
             raise DataError(f"there is no class folder {name!r}; there are {', '.join(classes)}.{hint}")
