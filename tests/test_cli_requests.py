@@ -280,6 +280,34 @@ def test_a_count_of_macs_is_still_a_count(place: Place, tmp_path: Path) -> None:
     assert 0 < found["after"]["macs"] <= wanted < found["before"]["macs"]
 
 
+def test_lists_are_given_as_repeated_options(place: Place, tmp_path: Path) -> None:
+    args = ["prune", *place.job, "--remove", 0.5, "--out", tmp_path / "s"]
+    said = fail(*args, "--criterion", "lrp,taylor")
+    assert "--criterion lrp,taylor names several. Fix: once for each: --criterion lrp --criterion taylor." in said
+    said = fail(*args, "--outputs", "red=0,2,green=1")
+    assert "red=0,2,green=1 names several class folders. Fix: once for each, such as --outputs red=0,2." in said
+    said = " ".join(fail(*args, "--max-drop", 5, code=2).replace("│", " ").split())
+    assert "5 is no share from 0 to 1; 0.05 is for 5 points of accuracy" in said
+
+
+def test_models_of_nearly_that_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "net.py").write_text(NET)
+    assert fail("inspect", "net:make").rstrip().endswith("Did you mean net.py:make?")
+    for right in ("resnet18", "ResNet18"):
+        assert fail("inspect", right).rstrip().endswith("Did you mean torchvision:resnet18?")
+
+
+def test_what_differs_is_told_in_short(tmp_path: Path) -> None:
+    printer, note, asked = Printer(as_json=True), tmp_path / "run.json", {"outputs": {"a": list(range(100))}, "seed": 1}
+    note.write_text(json.dumps({"asked": asked, "finished": True}))
+    with pytest.MonkeyPatch.context() as patched:
+        told: list[str] = []
+        patched.setattr(printer, "note", told.append)
+        Run.begin(tmp_path, {"outputs": {"a": [1]}, "seed": 2}, False, printer)
+    assert told[0].endswith("(outputs differs; --seed was 1, is now 2)")
+
+
 def test_compare_refuses_the_same(tmp_path: Path) -> None:
     args = ["compare", "nowhere.py:make", "--images", "nowhere", "--out", tmp_path / "s"]
     assert "Did you mean taylor?" in fail(*args, "--criterion", "lrp", "--criterion", "tailor")

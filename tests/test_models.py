@@ -127,16 +127,17 @@ def test_a_model_with_a_part_called_module_takes_its_own_weights(tmp_path: Path)
     assert torch.equal(net.module.weight, before + 1)
 
 
-def test_a_hub_that_cannot_be_reached_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_that_breaks_off_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     hub = pytest.importorskip("transformers.utils.hub")
 
     def offline(*args: object, **kwargs: object) -> None:
         raise OSError("We couldn't connect")
 
     monkeypatch.setattr(hub, "cached_file", offline)
+    monkeypatch.setattr("secateur.models.hub._answers", lambda source: True)
     net = nn.Sequential()
     net.config = SimpleNamespace(image_size=8)
-    with pytest.raises(ModelError, match="cannot be reached: We couldn't connect"):
+    with pytest.raises(ModelError, match="the hub does not give it: We couldn't connect"):
         hub_view("hf:somebody/some-model", net)
 
 

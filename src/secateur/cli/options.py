@@ -307,6 +307,9 @@ def check_criteria(*names: str) -> None:
         try:
             criterion_named(name)
         except CriterionError:
+            if "," in name:
+                fix = " ".join(f"--criterion {one}" for one in name.split(","))
+                raise CriterionError(f"--criterion {name} names several.", fix=f"once for each: {fix}") from None
             known = [*known_criteria(), *(f"lrp:{preset}" for preset in PRESETS)]
             near = difflib.get_close_matches(name.lower(), known, 1)
             hint = f" Did you mean {near[0]}?" if near else ""
@@ -329,6 +332,9 @@ def check_target(
                 "{given} is no share, which lies between 0 and 1.", fix="{share} for {percent:g} per cent",
                 given=Argument("keep", value, key=name), share=Argument("keep", value / 100, key=name), percent=value,
             )  # fmt: skip
+    if max_drop is not None and max_drop > 1:
+        what = f"{max_drop:g} is no share from 0 to 1; {max_drop / 100:g} is for {max_drop:g} points of accuracy"
+        raise typer.BadParameter(what, param_hint="'--max-drop'")
     Target(remove, keep or None, max_drop, max_drift)
     if step is not None:
         check_share("step", step)

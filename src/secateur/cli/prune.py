@@ -91,7 +91,7 @@ def prune(
     keep_params: Annotated[float | None, _target(help="Parameters to keep: a share or a number.")] = None,
     keep_latency: Annotated[float | None, _target(help="Share of the measured latency to keep.")] = None,
     remove: Annotated[float | None, _target(help="Share of the units to remove.")] = None,
-    max_drop: Annotated[float | None, _target(min=0.0, max=1.0, help=_DROP)] = None,
+    max_drop: Annotated[float | None, _target(min=0.0, help=_DROP)] = None,
     max_drift: Annotated[float | None, _target(min=0.0, max=2.0, help=_DRIFT)] = None,
     runtime: Annotated[Runtime, _where(help=_RUNTIME)] = "torch",
     batch: Annotated[int, _where(min=1, help="Samples at once, for --keep-latency.")] = 1,

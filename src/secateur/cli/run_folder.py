@@ -28,6 +28,7 @@ from secateur.running.tensor_files import parse_json
 
 CHECKPOINT, RUN, WEIGHTS = "checkpoint.safetensors", "run.json", "weights_digest"
 _LARGEST_NOTE = 2**24
+_LONGEST = 160  # letters of what two requests differ in
 # Options that do not change the results.
 _ASIDE = {"out", "fresh", "as_json", "memory"}
 # What may change between an interrupted run and the one that continues it: names of files that are compared by
@@ -238,7 +239,9 @@ def _difference(key: str, before: Any, now: Any) -> str:
         if before == now:
             return f"{key}: other {'images' if 'image' in now else 'texts'}, or in another order"
     option = key if key in _FOUND else f"--{key.replace('_', '-')}"
-    was, is_now = ("not given" if value is None else value for value in (before, now))
+    was, is_now = ("not given" if value is None else str(value) for value in (before, now))
+    if len(was) + len(is_now) > _LONGEST:  # the outputs of many classes
+        return f"{option} differs"
     return f"{option} was {was}, is now {is_now}"
 
 

@@ -93,6 +93,11 @@ def _given(classes: Sequence[str], count: int, given: Sequence[str]) -> Outputs:
     chosen = assignments(given)
     for name in chosen:
         if name not in classes:
+            if "=" in name and "," in name:  # the numbers that follow belong to the last of them
+                raise DataError(
+                    "{text} names several class folders.", fix="once for each, such as {first}",
+                    text=f"{name}={chosen[name]}", first=Argument("outputs", name.rpartition(",")[0]),
+                )  # fmt: skip
             near = difflib.get_close_matches(name, classes, 1)
             hint = f" Did you mean {near[0]!r}?" if near else ""
             raise DataError(f"there is no class folder {name!r}; there are {', '.join(classes)}.{hint}")

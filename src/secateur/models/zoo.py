@@ -51,6 +51,7 @@ def fresh(spec: str, pretrained: bool = False) -> nn.Module:
             fix="prune(YOLO(FILE).model, …) in Python; see the how-to 'Prune a YOLO'",
         )
     near = [f"torchvision:{name}" for name in _near(body, _torchvision_names())] if ":" not in body else []
+    near += [f"{zoo}.py:{name}"] if colon and Path(f"{zoo}.py").is_file() else []
     hint = f" Did you mean {' or '.join(near)}?" if near else ""
     raise ModelError(f"{spec!r} is no model: give {FORMS}.{hint}")
 
@@ -110,7 +111,8 @@ def _torchvision_names() -> list[str]:
 
 
 def _near(name: str, names: Sequence[str]) -> list[str]:
-    return difflib.get_close_matches(name.lower().replace("-", ""), names, 3, 0.6)
+    plain = name.lower().replace("-", "")
+    return [plain] if plain in names else difflib.get_close_matches(plain, names, 3, 0.6)
 
 
 def _made(spec: str, make: Callable[[], Any]) -> nn.Module:
