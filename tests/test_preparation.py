@@ -177,8 +177,23 @@ def test_what_a_processors_file_leaves_open_is_as_in_its_class(tmp_path: Path) -
     assert hub_view(f"hf:{tmp_path}", model) == View(16, "crop", (0.5,) * 3, (0.5,) * 3, 20, "bicubic")
     (tmp_path / "preprocessor_config.json").unlink()
     assert hub_view(f"hf:{tmp_path}", model) == View(16)
+    (tmp_path / "processor_config.json").write_text(json.dumps({"processor_class": "Some"}))  # of texts alone
+    assert hub_view(f"hf:{tmp_path}", model) == View(16)
     model.config.pretrained_cfg = NOTES
     assert hub_view(f"hf:{tmp_path}", model) == timm_view("", NOTES)
+
+
+def test_processors_of_images_and_texts_note_both_in_one_file(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", "5")
+    model = vit(tmp_path)
+    theirs = transformers.CLIPImageProcessor(size={"shortest_edge": 20}, crop_size=16)
+    (tmp_path / "processor_config.json").write_text(json.dumps({"image_processor": theirs.to_dict()}))
+    view = hub_view(f"hf:{tmp_path}", model)
+    assert (view.size, view.scaled, view.interpolation) == (16, 20, "bicubic")
+    assert (view.mean, view.std) == (tuple(theirs.image_mean), tuple(theirs.image_std))
+    (tmp_path / "processor_config.json").write_text("[1]")
+    with pytest.raises(ModelError, match=r"processor_config.json is damaged: it holds no settings"):
+        open_model(f"hf:{tmp_path}")
 
 
 @pytest.mark.parametrize(
