@@ -14,7 +14,8 @@ import torchvision
 from PIL import Image
 from torch import Tensor, nn
 
-from command import succeed
+import secateur as sc
+from command import invoke, succeed
 from photos import write_photos
 from secateur.cli.options import Seen
 from secateur.cli.output import prepared
@@ -176,8 +177,23 @@ def test_what_a_processors_file_leaves_open_is_as_in_its_class(tmp_path: Path) -
     assert hub_view(f"hf:{tmp_path}", model) == View(16, "crop", (0.5,) * 3, (0.5,) * 3, 20, "bicubic")
     (tmp_path / "preprocessor_config.json").unlink()
     assert hub_view(f"hf:{tmp_path}", model) == View(16)
+    (tmp_path / "processor_config.json").write_text(json.dumps({"processor_class": "Some"}))  # of texts alone
+    assert hub_view(f"hf:{tmp_path}", model) == View(16)
     model.config.pretrained_cfg = NOTES
     assert hub_view(f"hf:{tmp_path}", model) == timm_view("", NOTES)
+
+
+def test_processors_of_images_and_texts_note_both_in_one_file(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", "5")
+    model = vit(tmp_path)
+    theirs = transformers.CLIPImageProcessor(size={"shortest_edge": 20}, crop_size=16)
+    (tmp_path / "processor_config.json").write_text(json.dumps({"image_processor": theirs.to_dict()}))
+    view = hub_view(f"hf:{tmp_path}", model)
+    assert (view.size, view.scaled, view.interpolation) == (16, 20, "bicubic")
+    assert (view.mean, view.std) == (tuple(theirs.image_mean), tuple(theirs.image_std))
+    (tmp_path / "processor_config.json").write_text("[1]")
+    with pytest.raises(ModelError, match=r"processor_config.json is damaged: it holds no settings"):
+        open_model(f"hf:{tmp_path}")
 
 
 @pytest.mark.parametrize(
@@ -215,7 +231,10 @@ def test_options_win() -> None:
     assert Seen(fit="crop").over(view).scaled == 27  # 8/7 of 24: the 30 were for another fit
     assert Seen(fit="pad").over(view).scaled == 24
     assert prepared(view) == "squeezed to 30 x 30, bicubic, then the centre of 24 x 24"
-    assert prepared(View(fit="pad")) == "long side scaled to 224, bilinear, with borders"
+    assert prepared(View(fit="pad")) == "long side scaled to 224, bilinear, with borders in the colour of the mean"
+    cut = "then the centre of 24 x 24, black around the image"
+    assert prepared(View(24, resize=20)) == f"short side scaled to 20, bilinear, {cut}"
+    assert prepared(View(24, "squash", resize=20)) == f"squeezed to 20 x 20, bilinear, {cut}"
 
 
 def test_folders_without_these_notes_are_read_as_before(tmp_path: Path) -> None:
@@ -225,6 +244,28 @@ def test_folders_without_these_notes_are_read_as_before(tmp_path: Path) -> None:
     assert Origin.from_dict(old, tmp_path) == origin
     new = replace(origin, view=timm_view("", NOTES))
     assert Origin.from_dict(json.loads(json.dumps(new.to_dict())), tmp_path) == new
+
+
+@pytest.mark.parametrize("spec", ["timm:test_resnet.r160_in1k", "torchvision:shufflenet_v2_x0_5"])
+def test_a_folder_written_in_python_sees_what_its_original_does(spec: str, tmp_path: Path) -> None:
+    net = build(spec)
+    small = sc.prune(net, (torch.rand(4, 3, 64, 64), torch.arange(4)), criterion="weight", remove=0.2, progress=False)
+    sc.save(small, tmp_path / "m")
+    assert open_model(str(tmp_path / "m"), original=spec).origin.view == view_of(net, spec, "mine.safetensors")
+
+
+def test_commands_without_images_note_how_they_are_prepared(tmp_path: Path) -> None:
+    spec, out = "timm:test_resnet.r160_in1k", tmp_path / "two"
+    torch.save(build(spec).state_dict(), tmp_path / "w.pt")
+    view = View(64, "squash", (0.5,) * 3, (0.5,) * 3, 70, "box")
+    seen = ["--input-size", 64, "--fit", "squash", "--resize", 70, "--interpolation", "box"]
+    seen += ["--mean", "0.5,0.5,0.5", "--std", "0.5,0.5,0.5"]
+    succeed("specialize", spec, "--weights", tmp_path / "w.pt", "--outputs", "1,2", "--out", out, *seen)
+    assert open_model(str(out)).origin.view == view
+    found = succeed("export", spec, "--weights", tmp_path / "w.pt", "--out", tmp_path / "s.onnx", *seen)
+    assert (found["fit"], found["resize"], found["interpolation"]) == ("squash", 70, "box")
+    again = ["specialize", out, "--outputs", 1, "--onnx", "--out", tmp_path / "one"]
+    assert f"({prepared(view)}), pixels from 0 to 1" in invoke(*again).stdout
 
 
 def test_commands_agree_on_how_images_are_prepared(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from secateur.structure.cost import human
 _INT8 = "Compute in int8, with ranges from the images in this folder: a few dozen of the real kind. For .onnx only."
 
 
-@o.grouped(device="cpu", fit=None, resize=None, interpolation=None)
+@o.grouped(device="cpu")
 def export(
     *,
     source: o.Source,

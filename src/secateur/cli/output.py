@@ -146,11 +146,12 @@ def curves_table(curves: Mapping[str, Curve], places: Sequence[float], over: Lit
 
 
 def prepared(view: View) -> str:
-    """How images are scaled, in words."""
+    """How images are scaled, in words: enough to do the same elsewhere."""
     how = {"crop": "short side scaled to", "squash": f"squeezed to {view.scaled} x", "pad": "long side scaled to"}
-    borders = ", with borders" if view.fit == "pad" else ""
+    borders = ", with borders in the colour of the mean" if view.fit == "pad" else ""
     cut = f", then the centre of {view.size} x {view.size}" if view.fit == "crop" or view.scaled != view.size else ""
-    return f"{how[view.fit]} {view.scaled}, {view.interpolation}{borders}{cut}"
+    black = ", black around the image" if view.fit != "pad" and view.scaled < view.size else ""
+    return f"{how[view.fit]} {view.scaled}, {view.interpolation}{borders}{cut}{black}"
 
 
 def expects(view: View, batch: int | None = None) -> str:

@@ -9,7 +9,7 @@ import typer
 
 from secateur.cli import options as o
 from secateur.cli.given_model import keep_outputs, noise, output_names, outputs_in, read_model
-from secateur.cli.output import Printer, headline, sides
+from secateur.cli.output import Printer, expects, headline, sides
 from secateur.cli.run_folder import check_folder, check_model, write_model
 from secateur.data.outputs import Outputs, assignments, parse
 from secateur.errors import DataError
@@ -23,7 +23,7 @@ _OUTPUTS = (
 )
 
 
-@o.grouped(fit=None, resize=None, interpolation=None)
+@o.grouped()
 def specialize(
     *,
     source: o.Source,
@@ -63,7 +63,8 @@ def specialize(
         shown = ", ".join(map(str, members[:8])) + (" …" if len(members) > 8 else "")
         printer.result(f"output {place}: {name}, was {shown}")
     printer.result(headline(had, has))
-    printer.result(f"written: {', '.join(written.values())}")
+    takes = f"; {expects(narrow.origin.view)}" if onnx else ""
+    printer.result(f"written: {', '.join(written.values())}{takes}")
 
 
 def _chosen(texts: list[str], names: list[str]) -> Outputs:

@@ -23,6 +23,7 @@ from secateur.running.tensor_files import parse_json
 
 HUB = "hf:"
 _PROCESSOR = "preprocessor_config.json"
+_PROCESSORS = "processor_config.json"  # of images and texts; transformers 5 notes both in it
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -229,24 +230,31 @@ def _dtype(spec: str) -> torch.dtype | None:
 
 def _processor(source: str) -> dict[str, Any]:
     """All settings of an image processor; empty if there is none."""
-    if Path(source).is_dir():
-        path = Path(source) / _PROCESSOR
-    else:
-        from transformers.utils.hub import cached_file
-
-        local = _safely(source)["local_files_only"]
-        found = cached_file(source, _PROCESSOR, local_files_only=local, _raise_exceptions_for_missing_entries=False)
-        path = Path(found or "")
-    if not path.is_file():
-        return {}
-    try:
-        notes = parse_json(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path} is damaged: {error}", where=path) from error
-    if not isinstance(notes, dict):
+    if _notes(source, _PROCESSOR) is None and not (_notes(source, _PROCESSORS) or {}).get("image_processor"):
         return {}
     from transformers import AutoImageProcessor
 
     # It knows what the file leaves open. The user names the source, and no code of it runs.
     reader: Any = AutoImageProcessor
     return dict(reader.from_pretrained(source, **_safely(source)).to_dict())  # nosec B615
+
+
+def _notes(source: str, name: str) -> dict[str, Any] | None:
+    """What a file beside the weights says, if it is there."""
+    if Path(source).is_dir():
+        path = Path(source) / name
+    else:
+        from transformers.utils.hub import cached_file
+
+        local = _safely(source)["local_files_only"]
+        found = cached_file(source, name, local_files_only=local, _raise_exceptions_for_missing_entries=False)
+        path = Path(found or "")
+    if not path.is_file():
+        return None
+    try:
+        notes = parse_json(path.read_bytes())
+        if not isinstance(notes, dict):
+            raise ValueError("it holds no settings")
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} is damaged: {error}", where=path) from error
+    return notes

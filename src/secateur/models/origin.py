@@ -116,8 +116,7 @@ def open_model(
         raise ModelError(what, original=Argument("original"), spec=spec)
     if hub.startswith(HUB):
         model, stored = open_hub(hub)
-        view = View() if reads_text(model) else hub_view(hub, model)
-        opened = Opened(model, Origin(hub, view, label_names(model)), stored)
+        opened = Opened(model, Origin(hub, view_of(model, hub), label_names(model)), stored)
     elif folder is not None:
         opened = _saved(folder, original)
     else:
@@ -141,7 +140,9 @@ def saved_folder(spec: str) -> Path | None:
 
 
 def view_of(model: nn.Module, spec: str, weights: object = None) -> View:
-    """The inputs that a model was made for: timm stores that in the model, torchvision beside its weights."""
+    """The inputs that a model was made for: timm stores that in the model, the others beside its weights."""
+    if spec.startswith(HUB):
+        return View() if reads_text(model) else hub_view(spec, model)
     known = torchvision_view(spec, weights) if spec.startswith("torchvision:") else View()
     fixed = getattr(model, "image_size", None)  # torchvision's transformers take only this size
     known = known.sized(fixed) if isinstance(fixed, int) else known
@@ -166,4 +167,7 @@ def _saved(folder: Path, original: str | None) -> Opened:
             fix="if you trust that file, say so with {original}",
             folder=folder, model=origin.model, original=Argument("original", origin.model),
         )  # fmt: skip
-    return Opened(load(folder, origin.fresh()), origin)
+    model = load(folder, origin.fresh())
+    if noted.get("origin") is None:  # nobody noted how images are prepared
+        origin = replace(origin, view=view_of(model, origin.model, folder))
+    return Opened(model, origin)
