@@ -421,7 +421,7 @@ def test_a_mistyped_folder_does_not_wait_for_the_hub(
         begin = time.perf_counter()
         with pytest.raises(ModelError) as error:
             build(spec)
-        assert time.perf_counter() - begin < 5  # the hub's own library tries for 23 s
+        assert time.perf_counter() - begin < 15  # the hub's own library tries for 23 s
         assert all(word in str(error.value) for word in words), error.value
 
     for spec in ("modle", "mine/modle"):

@@ -266,6 +266,26 @@ def test_the_tokenizer_and_the_generation_config_are_copied(tmp_path: Path) -> N
         assert json.loads((folder / "generation_config.json").read_text())["max_new_tokens"] == 7
 
 
+def test_files_beside_a_model_of_the_hub_are_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without how images are prepared, the folder would be read as if nobody had said it."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    cached = tmp_path / "cache" / "models--some--name"
+    source = cached / "snapshots" / ("0" * 40)
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs" / "main").write_text("0" * 40)
+    llama().save_pretrained(source)
+    (source / "preprocessor_config.json").write_text('{"crop_pct": 0.9}')
+    loaded = transformers.AutoModelForCausalLM.from_pretrained("some/name", local_files_only=True)
+    folder = pruned(loaded, only="*.mlp.*", uniform=True).save_pretrained(tmp_path / "small")
+    assert (folder / "preprocessor_config.json").read_text() == '{"crop_pct": 0.9}'
+    assert not (folder / "tokenizer.json").exists()  # which was not downloaded
+    loaded.config._name_or_path = "no name: of/the/hub"
+    folder = pruned(loaded, only="*.mlp.*", uniform=True).save_pretrained(tmp_path / "other")
+    assert not (folder / "preprocessor_config.json").exists()
+
+
 def test_the_card_states_the_facts_of_the_run(tmp_path: Path) -> None:
     result = pruned(llama(), uniform=True, only="*.mlp.*")
     text = (result.save_pretrained(tmp_path / "small") / "README.md").read_text()

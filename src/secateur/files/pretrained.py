@@ -51,8 +51,9 @@ def save_pretrained(
 ) -> Path:
     """Write a pruned Hugging Face model with config, tokenizer, generation config and a model card.
 
-    `tokenizer` is saved too. Without one, its files are copied from the folder that the model was loaded from, if
-    there is one. `facts` are lines of the card. `about` is a note as that of `save`.
+    `tokenizer` is saved too. Without one, its files and those of an image processor are copied from where the model was
+    loaded from: a folder, or what was downloaded from the hub. `facts` are lines of the card. `about` is a note as
+    that of `save`.
     """
     model = unwrap(model)
     check_path("path", path, "the folder to write, as in result.save_pretrained(path)")
@@ -181,18 +182,32 @@ def _dummies(model: Any) -> dict[str, Tensor]:
 
 
 def _companions(model: Any, tokenizer: Any) -> Iterator[tuple[str, bytes]]:
-    """The files of the tokenizer, from the object given or from where the model was loaded from."""
+    """The files of the tokenizer, from the object given, or with a processor's from where the model was loaded from: a
+    folder, or what the hub's library has downloaded."""
     if tokenizer is not None:
         with TemporaryDirectory() as place:
             tokenizer.save_pretrained(place)
             yield from ((file.name, file.read_bytes()) for file in sorted(Path(place).iterdir()) if file.is_file())
         return
     name = getattr(model.config, "_name_or_path", "")  # empty for one that was not loaded
-    source = Path(str(name))
-    if name and (source / CONFIG).is_file():
-        for name in _COMPANIONS:
-            if (source / name).is_file():
-                yield name, (source / name).read_bytes()
+    for companion in _COMPANIONS if name else ():
+        path = _beside(str(name), companion)
+        if path is not None and path.is_file():
+            yield companion, path.read_bytes()
+
+
+def _beside(source: str, name: str) -> Path | None:
+    """Where a file beside a model lies on this machine."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    if Path(source).is_dir():
+        return Path(source) / name if (Path(source) / CONFIG).is_file() else None
+    try:
+        found = try_to_load_from_cache(source, name)
+    except HFValidationError:  # no name of the hub
+        return None
+    return Path(found) if isinstance(found, str) else None
 
 
 def _generation(model: Any) -> dict[str, bytes]:
