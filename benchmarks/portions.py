@@ -80,7 +80,7 @@ class Command:
     text: str
     needs: tuple[str, ...] = ()
     width: int = 1
-    memory: int = 9
+    memory: int = 12
     urgent: bool = False
 
 
@@ -91,7 +91,7 @@ def _league(
     needs = ("cifar/cifar10-0.webps", "cifar/cifar10-1.webps", weights.removeprefix("{data}/"))
     only = ",".join(job.name for job in jobs)
     text += f"{more} --minutes {{minutes}} --out {{out}}/{name} --only {only}"
-    return Command(name, text, needs, memory=4 + 2 * len(jobs), urgent=True)
+    return Command(name, text, needs, memory=6 + 5 * len(jobs) // 2, urgent=True)
 
 
 def _scenes(part: int, parts: int, speed: int = 0) -> Command:
@@ -116,7 +116,8 @@ def _paper(model: str, data: str, draw: int) -> Command:
     }[data]
     more += " --mode paper --early-strides" if model == "resnet50" else " --mode physical"
     # One VGG-16 nearly fills a GPU. Of two after two, some criteria are done when the time is over.
-    width, memory = {"vgg16": (2, 22), "alexnet": (4, 8)}.get(model, (4, 10))
+    usual = 4, 9 if data == "cifar10" else 12  # ResNets see 32² there
+    width, memory = {"vgg16": (2, 20), "alexnet": (4, 8)}.get(model, usual)
     text = f"-m reproduction fine-tune --model {model} --data {data} --images {{data}}/{folder} --device cuda"
     text += f" --weights {{data}}/{weights} --draws {draw}:{draw + 1} --jobs {width} --out {{out}}/paper-{model}-{data}"
     return Command(f"paper-{model}-{data}-{draw}", f"{text} {more}", (f"{folder}.ready", weights), width, memory)
